@@ -172,6 +172,15 @@ def test_the_client_asks_a_served_bundle(tmp_path: Path) -> None:
     )
 
 
+def test_the_planned_memory_is_that_of_the_tables_and_their_state() -> None:
+    lines = run("plan").splitlines()
+    held = [float(line.split()[2]) for line in lines if line.startswith("rank")]
+    assert len(held) == 64
+    # float32 weights, and one number of row-wise Adagrad for each row
+    tables = 312_000_000 * (64 + 1) * 4 / 2**30
+    assert tables <= sum(held) < 1.01 * tables
+
+
 @pytest.mark.slow
 def test_a_log_becomes_a_service_and_finished_stages_are_skipped(
     tmp_path: Path,

@@ -401,7 +401,6 @@ WITHOUT_TORCH = (
         "torchx_apps.cli.export_flags",
     ),
     *(
-        "torchx_apps.cli.plan_flags",
         "torchx_apps.networks.config",
         "torchx_apps.networks.members",
     ),

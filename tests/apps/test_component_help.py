@@ -11,7 +11,6 @@ from torchx_apps.launch.component_help import Component
 from torchx_apps.torchx_run import Run
 
 NAMES = (
-    "plan",
     "embed",
     "evaluate",
     "data.preprocess",

@@ -218,7 +218,7 @@ def test_every_component_writes_its_output_at_once() -> None:
     listed = {
         name: each for name, each in get_components().items() if name.startswith("rec.")
     }
-    assert len(listed) == 10
+    assert len(listed) == 9
     for name, component in listed.items():
         (role,) = materialize_appdef(component.fn, required.get(name, "").split()).roles
         assert role.env["PYTHONUNBUFFERED"] == "1", name

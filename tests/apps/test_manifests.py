@@ -47,7 +47,6 @@ APPS: Mapping[str, Callable[[], AppDef]] = {
     "train.stream": lambda: train.stream(
         log="/data/clicks", run_dir="/runs/s", max_retries=3, **RUNS
     ),
-    "plan": lambda: components.plan(tables="ad=300Mx64", out="/runs/p", **RUNS),
     "embed": lambda: components.embed(
         bundle="/runs/b", catalogue="/data/i", id="i", out="/runs/v", procs=2, **RUNS
     ),

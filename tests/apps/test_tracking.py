@@ -398,7 +398,7 @@ def test_a_trackers_address_with_a_password_is_refused_before_a_job_starts(
             )
             with expected as caught:
                 runner.dryrun(
-                    components.plan(tables="a=10x4"),
+                    components.embed(bundle="runs/a", out="v"),
                     "local_cwd",
                     cfg={"log_dir": str(tmp_path)},
                 )

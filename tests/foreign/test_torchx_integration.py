@@ -116,9 +116,6 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
         stream=lambda image: train.stream(
             log="log", until_idle=0.1, run_dir="stream", image=image
         ),
-        plan=lambda image: components.plan(
-            tables="ad=3Mx64", world_size=2, out="plan", image=image
-        ),
         preprocess=lambda image: data.preprocess(
             "--set=pictures=false",
             set="config.folder=ml-100k",
@@ -163,7 +160,6 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
     left = {
         "run/summary.json",
         "networks/results.json",
-        "plan/plan.json",
         "ready/summary.json",
         "bundle/manifest.json",
     }
@@ -178,7 +174,6 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
         "train.hybrid",
         "train.networks",
         "train.stream",
-        "plan",
         "data.preprocess",
         "serve.export",
         "embed",

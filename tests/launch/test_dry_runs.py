@@ -27,7 +27,6 @@ COMPONENTS = (
     "rec.train.networks --vary train.seed=0,1 -j 1x2 --run_dir /runs/n",
     "rec.train.stream --log /data/clicks --run_dir /runs/s --resume auto --max_retries 3",
     "rec.data.preprocess --recipe clicks --out /runs/ready",
-    "rec.plan --tables ad=300Mx64 --world_size 64 --out /runs/p",
     "rec.serve.export --run /runs/a --out /runs/b",
     "rec.serve.http --bundle /runs/b --host 0.0.0.0 --workers 2",
     "rec.embed --bundle /runs/b --catalogue /data/i --id i --out /runs/v --procs 2",

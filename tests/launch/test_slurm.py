@@ -165,15 +165,6 @@ def test_the_other_components_run_too_and_the_service_names_its_node(
         cluster.submit(
             "rec.serve.export", "--run", str(whole.run_dir), "--out", bundle
         ),
-        cluster.submit(
-            "rec.plan",
-            "--tables",
-            "ad=3Mx64",
-            "--world_size",
-            "2",
-            "--out",
-            str(tmp_path / "plan"),
-        ),
         cluster.submit("rec.data.preprocess", "--out", str(tmp_path / "ready"), *files),
         cluster.submit(
             "rec.train.networks",
@@ -199,7 +190,6 @@ def test_the_other_components_run_too_and_the_service_names_its_node(
     assert cluster.end(job) == "SUCCEEDED", cluster.files(job)
     made = (
         "bundle/manifest.json",
-        "plan/plan.json",
         "ready/summary.json",
         "networks/results.json",
         "vectors/CURRENT",
@@ -374,7 +364,7 @@ def test_a_job_that_no_node_can_run_is_refused_and_not_left_pending(
 
 def test_what_slurm_refuses_ends_with_slurms_words(cluster: SlurmCluster) -> None:
     done = cluster.torchx(
-        "run", "-s", "slurm", "-cfg", "partition=none", "rec.plan", "--tables", "a=10x8"
+        "run", "-s", "slurm", "-cfg", "partition=none", "rec.data.preprocess"
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
