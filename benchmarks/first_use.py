@@ -45,7 +45,6 @@ COMPONENTS: dict[str, Sequence[str]] = {
     "data.preprocess": (),
     "diagnose.why_slow": (),
     "embed": ("--bundle", "bundle", "--out", "vectors"),
-    "evaluate": ("--users", "u.npy", "--items", "i.npy", "--truth", "t.parquet"),
     "serve.export": ("--run", "runs/first"),
     "serve.http": ("--bundle", "bundle"),
 }

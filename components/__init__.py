@@ -1,4 +1,4 @@
-"""TorchX components, such as `rec.train.hybrid`; here are the short names `rec.embed` and `rec.evaluate`.
+"""TorchX components, such as `rec.train.hybrid`; here is the short name `rec.embed`.
 
 TorchX executes this file on its own, so it imports nothing but torchx and typing and names its app by string.
 """
@@ -102,70 +102,6 @@ def embed(
         env=env,
         mounts=mounts,
         variables={"OMP_NUM_THREADS": "1"},
-    )
-
-
-def evaluate(
-    *args: str,
-    users: str,
-    items: str,
-    truth: str,
-    seen: Optional[str] = None,
-    metrics: Optional[str] = None,
-    similarity: str = "dot",
-    out: Optional[str] = None,
-    name: str = "evaluate",
-    image: str = torchx.IMAGE,
-    h: Optional[str] = None,
-    cpu: int = 2,
-    memMB: int = 4096,  # noqa: N803  (TorchX's own spelling)
-    env: Optional[Dict[str, str]] = None,
-    mounts: Optional[List[str]] = None,
-) -> specs.AppDef:
-    r"""Evaluates vectors of users and items, whoever made them: exact figures over the whole catalogue.
-
-    On this machine::
-
-        torchx run rec.evaluate --users users.parquet --items items.parquet \
-            --truth test.parquet --seen train.parquet --metrics recall@20,ndcg@20
-
-    Args:
-        args: further flags of torchx_apps.evaluate, after -- (ex. -- --json)
-        users: file of the users' vectors: .npy, .npz, .safetensors, or .parquet with the columns id and vector
-        items: file of the vectors of all items, in the same forms
-        truth: parquet file of the pairs to find, with the columns user and item
-        seen: parquet file of the pairs to leave out of a user's ranking
-        metrics: recall, ndcg, hr, mrr, map or precision, each with its number of items shown, by commas (ex.
-            recall@20,ndcg@20); these at 10 where not given
-        similarity: dot or cosine
-        out: folder for evaluation.json and evaluation.png
-        name: name of the job
-        image: container image; local and Slurm schedulers use the current folder and environment instead
-        h: a named resource, instead of cpu and memMB
-        cpu: CPU cores
-        memMB: memory in MiB
-        env: environment
-        mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
-    """
-    flags = [
-        "-m",
-        "torchx_apps.evaluate",
-        f"--users={users}",
-        f"--items={items}",
-        f"--truth={truth}",
-    ]
-    options = {"seen": seen, "metrics": metrics, "similarity": similarity, "out": out}
-    words = [*flags, *_as_flags(options), *args]
-    return _process(
-        "evaluate",
-        words,
-        name=name,
-        image=image,
-        h=h,
-        cpu=cpu,
-        memMB=memMB,
-        env=env,
-        mounts=mounts,
     )
 
 

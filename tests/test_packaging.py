@@ -223,7 +223,6 @@ FLAGS = {
     "components.serve.http": ["--bundle", "b", "--workers", "2"],
     "components.diagnose.why_slow": ["--recipe", "ncf"],
     "components.__init__.embed": ["--bundle", "b", "--out", "o", "--procs", "2"],
-    "components.__init__.evaluate": ["--users", "u", "--items", "i", "--truth", "t"],
 }
 
 

@@ -12,7 +12,6 @@ from torchx_apps.torchx_run import Run
 
 NAMES = (
     "embed",
-    "evaluate",
     "data.preprocess",
     "diagnose.why_slow",
     "serve.export",

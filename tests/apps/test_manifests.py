@@ -50,9 +50,6 @@ APPS: Mapping[str, Callable[[], AppDef]] = {
     "embed": lambda: components.embed(
         bundle="/runs/b", catalogue="/data/i", id="i", out="/runs/v", procs=2, **RUNS
     ),
-    "evaluate": lambda: components.evaluate(
-        users="/data/u", items="/data/i", truth="/data/t", **RUNS
-    ),
     "diagnose.why_slow": lambda: diagnose.why_slow(
         recipe="ncf", out="/runs/why", **RUNS
     ),

@@ -133,8 +133,6 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
         "genres": [[1]] * 50,
     }
     pq.write_table(pa.table(items), folder / "items.parquet")
-    np.save(folder / "vectors.npy", np.eye(3, dtype=np.float32))
-    pq.write_table(pa.table({"user": [0, 1], "item": [0, 2]}), folder / "truth.parquet")
     (port,) = free_ports(1)
     ending = threading.Thread(target=end_when_ready, args=(port,), daemon=True)
     ending.start()
@@ -146,13 +144,6 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
             catalogue="items.parquet",
             id="item_id",
             out="vectors",
-            image=image,
-        ),
-        evaluate=lambda image: components.evaluate(
-            users="vectors.npy",
-            items="vectors.npy",
-            truth="truth.parquet",
-            out="figures",
             image=image,
         ),
         http=lambda image: serve.http(bundle="run", port=port, image=image),
@@ -167,7 +158,6 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
     left |= {
         "why/diagnosis.json",
         "vectors/CURRENT",
-        "figures/evaluation.json",
     }
     assert {name for name in left if not (folder / name).exists()} == set()
     ran = {
@@ -177,7 +167,6 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
         "data.preprocess",
         "serve.export",
         "embed",
-        "evaluate",
         "serve.http",
     }
     ran |= {"diagnose.why_slow"}

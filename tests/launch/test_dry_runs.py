@@ -30,7 +30,6 @@ COMPONENTS = (
     "rec.serve.export --run /runs/a --out /runs/b",
     "rec.serve.http --bundle /runs/b --host 0.0.0.0 --workers 2",
     "rec.embed --bundle /runs/b --catalogue /data/i --id i --out /runs/v --procs 2",
-    "rec.evaluate --users /data/u --items /data/i --truth /data/t",
     "rec.diagnose.why_slow --recipe ncf",
     "rec.diagnose.why_slow -j 1x2 --recipe ncf",
 )
