@@ -43,7 +43,6 @@ COMPONENTS: dict[str, Sequence[str]] = {
     "train.networks": (),
     "train.stream": (),
     "data.preprocess": (),
-    "diagnose.why_slow": (),
     "embed": ("--bundle", "bundle", "--out", "vectors"),
     "serve.export": ("--run", "runs/first"),
     "serve.http": ("--bundle", "bundle"),

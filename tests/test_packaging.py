@@ -221,7 +221,6 @@ FLAGS = {
     "components.data.preprocess": ["--recipe", "clicks", "--out", "o"],
     "components.serve.export": ["--run", "r"],
     "components.serve.http": ["--bundle", "b", "--workers", "2"],
-    "components.diagnose.why_slow": ["--recipe", "ncf"],
     "components.__init__.embed": ["--bundle", "b", "--out", "o", "--procs", "2"],
 }
 

@@ -13,7 +13,6 @@ from torchx_apps.torchx_run import Run
 NAMES = (
     "embed",
     "data.preprocess",
-    "diagnose.why_slow",
     "serve.export",
 )
 NAMES += ("serve.http", "train.hybrid", "train.networks")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torchrec_ext.components as components  # type: ignore[import-not-found]
 import yaml
-from torchrec_ext.components import data, diagnose, serve, train
+from torchrec_ext.components import data, serve, train
 from torchx.specs import AppDef
 from torchx.specs.finder import get_components
 
@@ -49,9 +49,6 @@ APPS: Mapping[str, Callable[[], AppDef]] = {
     ),
     "embed": lambda: components.embed(
         bundle="/runs/b", catalogue="/data/i", id="i", out="/runs/v", procs=2, **RUNS
-    ),
-    "diagnose.why_slow": lambda: diagnose.why_slow(
-        recipe="ncf", out="/runs/why", **RUNS
     ),
     "data.preprocess": lambda: data.preprocess(
         recipe="clicks", out="/runs/ready", **RUNS

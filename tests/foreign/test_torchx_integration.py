@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torchrec_ext.components as components  # type: ignore[import-not-found]
-from torchrec_ext.components import data, diagnose, serve, train  # type: ignore[import-not-found]
+from torchrec_ext.components import data, serve, train  # type: ignore[import-not-found]
 from torchx.specs import AppDef
 from torchx.specs.finder import get_components
 
@@ -123,10 +123,6 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
             image=image,
         ),
     )
-    all_succeed(
-        folder,
-        why_slow=lambda image: diagnose.why_slow(*TINY, budget=3, out="why", image=image),
-    )  # fmt: skip
     items = {
         "item_id": np.arange(1, 51),
         "release_year": np.full(50, 1),
@@ -169,7 +165,6 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
         "embed",
         "serve.http",
     }
-    ran |= {"diagnose.why_slow"}
     assert {name for name in get_components() if name.startswith("rec.")} == {
         f"rec.{name}" for name in ran
     }

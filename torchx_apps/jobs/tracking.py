@@ -19,7 +19,7 @@ _FIGURES = ("test.", "missing.", "unknown.", "bundle.")
 # Of a folder, where it has them.
 _ARTIFACTS = (
     "checkpoints", "bundle", "plan.txt", "summary.json", "training.png", "preprocessor", "preprocess.png",
-    "manifest.json", "evaluation.json", "evaluation.png",
+    "manifest.json",
 )  # fmt: skip
 # Package extras by tracker.
 _KNOWN = {"mlflow": "mlflow", "wandb": "wandb"}

@@ -162,6 +162,11 @@ def test_an_item_seen_before_is_missed_and_popularity_counts_every_seen_pair() -
 )  # fmt: skip
 def test_mistakes_are_named(changes: dict[str, Any], message: str) -> None:
     eye = np.eye(4)
-    arguments = {"users": eye, "items": eye, "held_out": [(0, 0)], "seen": [(0, 1)]}
+    arguments: dict[str, Any] = {
+        "users": eye,
+        "items": eye,
+        "held_out": [(0, 0)],
+        "seen": [(0, 1)],
+    }
     with pytest.raises(ValueError, match=message):
         vector_figures(**(arguments | changes))
