@@ -278,7 +278,6 @@ def test_every_component_is_compared() -> None:
 IMPORTED_AS = {
     "faiss-cpu": ["faiss"],
     "ibis-framework": [],
-    "mlflow-skinny": ["mlflow"],
     "torchx": ["docker"],
 }
 
