@@ -1,4 +1,4 @@
-"""From a raw log larger than memory to trained weights, and rec.evaluate for anybody's vectors, by their commands.
+"""From a raw log larger than memory to trained weights by the commands, and figures of anybody's vectors.
 
     python benchmarks/chain.py [--only ROW ...] [--turns 3] [--studies] [--quick]
 
@@ -13,7 +13,7 @@ of the epoch's steps.
 `stream` (a study: 20 minutes, 17 GB of disk): 10 GB of the log preprocessed, then trained for an epoch on one rank. The
 rows are the greatest resident memory of the process while it trained, how much more it held in the last quarter of the
 epoch than in the second, and the share of the epoch in which the step waited for data.
-`evaluate`: `rec.evaluate` over MovieLens 1M's shape, 6,040 users and 3,706 items with vectors of 64, from files to
+`evaluate`: `vector_figures` over MovieLens 1M's shape, 6,040 users and 3,706 items with vectors of 64, from files to
 figures, popularity's beside them, without the start of Python. `evaluate-recbole`: the same figures of the same vectors
 by RecBole's own evaluation (`Trainer.evaluate`) as it comes, which must be equal to 1e-6, and `-best-batch` at the best
 of three batch sizes; left out where RecBole cannot be imported, by this Python or by $RECBOLE_PYTHON.
@@ -23,7 +23,6 @@ of three batch sizes; left out where RecBole cannot be imported, by this Python 
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import statistics
@@ -41,7 +40,7 @@ import pyarrow.parquet as pq
 import torch
 from harness import ROOT, Options, Row, command_line, last_json, peak_mb, rates, row
 
-from torchx_apps import evaluate
+from torchrec_ext.train.metrics import vector_figures
 
 BIN = Path(sys.executable).parent
 CATEGORICAL, DENSE = 26, 13
@@ -334,7 +333,7 @@ def ranks(options: Options) -> Iterator[Row]:
 
 
 class Evaluation(NamedTuple):
-    """Files of vectors and pairs, as rec.evaluate reads them."""
+    """Files of vectors and pairs."""
 
     users: Path
     items: Path
@@ -364,18 +363,16 @@ def movielens(folder: Path, users: int, items: int) -> Evaluation:
 
 
 def evaluated(files: Evaluation) -> dict[str, float]:
-    """The figures by rec.evaluate's program, in this process."""
-    paths = [
-        word
-        for name, path in files._asdict().items()
-        for word in (f"--{name}", str(path))
-    ]
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        code = evaluate.main([*paths, "--metrics", ",".join(FIGURES), "--json"])
-    if code:
-        raise RuntimeError(f"rec.evaluate ended with exit code {code}")
-    figures: dict[str, float] = json.loads(output.getvalue())["figures"]
-    return figures
+    """The figures of vectors and pairs that are read from files; ids are numbers of rows."""
+    vectors = []
+    for path in (files.users, files.items):
+        lists = pq.read_table(path)["vector"].combine_chunks()
+        vectors.append(lists.flatten().to_numpy().reshape(len(lists), -1))
+    pairs = []
+    for path in (files.truth, files.seen):
+        table = pq.read_table(path)
+        pairs.append(np.stack([table["user"].to_numpy(), table["item"].to_numpy()], 1))
+    return vector_figures(*vectors, *pairs, metrics=FIGURES).figures
 
 
 def evaluation(options: Options) -> Iterator[Row]:

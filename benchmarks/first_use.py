@@ -1,4 +1,4 @@
-"""What a newcomer waits for: answers of the command line, the plan of tables, the doctor, the demo job and its memory.
+"""What a newcomer waits for: answers of the command line, the doctor, the demo job and its memory.
 
     python benchmarks/first_use.py [--only ROW ...] [--turns N] [--quick]
 
@@ -34,11 +34,6 @@ COMMANDS: dict[str, tuple[Sequence[str], int, float]] = {
     "dry-run": ([*APPS, "torchx_apps.train", "--dry-run"], 0, 2.0),
     "help": ([*APPS, "torchx_apps.preprocess", "--help"], 0, 2.0),
     "wrong-key": ([*APPS, "torchx_apps.train", "--set", "nosuch=1"], 1, 2.0),
-    "plan": (
-        [*APPS, "torchx_apps.plan", "--tables", "ad=300Mx64", "--world-size", "64"],
-        0,
-        2.0,
-    ),
     "doctor": ([*APPS, "torchrec_ext.doctor"], 0, 3.0),
     "builtins": ([str(BIN / "torchx"), "builtins"], 0, 1.0),
 }
@@ -48,11 +43,7 @@ COMPONENTS: dict[str, Sequence[str]] = {
     "train.networks": (),
     "train.stream": (),
     "data.preprocess": (),
-    "plan": ("--tables", "ad=3Mx64"),
-    "pipeline.all": ("--out", "chain"),
-    "diagnose.why_slow": (),
     "embed": ("--bundle", "bundle", "--out", "vectors"),
-    "evaluate": ("--users", "u.npy", "--items", "i.npy", "--truth", "t.parquet"),
     "serve.export": ("--run", "runs/first"),
     "serve.http": ("--bundle", "bundle"),
 }

@@ -23,7 +23,6 @@ ROWS = {
     "two-hosts": hybrid_two_hosts.two_hosts,
     "merged": hybrid_merged.rows,
     "chooser": hybrid_chooser.chooser,
-    "plan": hybrid_chooser.plan,
     "sync": hybrid_sync.rows,
     "shared-memory": hybrid_shared_memory.rows,
 }

@@ -1,13 +1,10 @@
-"""Rows `chooser` and `plan` of hybrid.py: what plan.towers=auto chooses, and a plan for absent devices.
+"""Row `chooser` of hybrid.py: what plan.towers=auto chooses.
 
 `chooser`: ten generated shapes of two towers on two ranks. For each the chooser tries and decides, as a command does
 before its training; then every candidate trains by `train()` with the whole model, all in turn. `ours` of the first row
 counts the shapes where the taken one was the fastest, or slower by less than 5 %, by which two equal candidates differ
 from run to run; `strict` those where it was the fastest by any difference. The second row is the greatest difference of
 a taken candidate's tried step from the measured one, as a share of the measured one.
-
-`plan`: `python -m torchx_apps.plan` for 64 devices, 300 M x 64 and 12 M x 64, from the command to its end, and its peak
-memory.
 """
 
 import random
@@ -19,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from harness import ROOT, Options, Row, Trainings, last_json, on_ranks, row, slowest
+from harness import Options, Row, Trainings, on_ranks, row, slowest
 from hybrid_training import Side, training
 from torchrec import EmbeddingBagConfig, PoolingType
 
@@ -32,7 +29,7 @@ from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.schema import Jagged
 from torchrec_ext.train.loop import checked_steps
 
-SHAPES, CLOSE, DEVICES = 10, 1.05, 64
+SHAPES, CLOSE = 10, 1.05
 IN_A_ROW_MS = 200.0  # of one candidate before it is the next one's turn
 AUTO = PlanConfig(towers="auto")
 OPTIMIZER = OptimizerConfig(tables="row_wise_adagrad", dense="adam")
@@ -217,21 +214,3 @@ def chooser(options: Options) -> Iterator[Row]:
         within=sum(error <= 0.25 for error in errors),
         seconds=round(statistics.median(one["took"] for one in ranks[0]), 1),
     )
-
-
-def plan(options: Options) -> Iterator[Row]:
-    """Seconds and peak MB of a plan for 64 devices."""
-    flags = ["--tables", "ad=300Mx64,item=12Mx64", "--world-size", str(DEVICES)]
-    child = f"import harness, torchx_apps.plan; assert not torchx_apps.plan.main({flags}); print(harness.peak_mb())"
-    seconds, memory = [], []
-    for _ in range(1 if options.quick else options.turns):
-        start = time.perf_counter()
-        memory.append(
-            last_json(
-                [sys.executable, "-c", child],
-                PYTHONPATH=f"{ROOT}:{ROOT / 'benchmarks'}",
-            )
-        )
-        seconds.append(time.perf_counter() - start)
-    yield row("plan", seconds, "s", required=10, machine="cores")
-    yield row("plan, peak memory", memory, "MB", required=2000)

@@ -4,13 +4,19 @@ import ast
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.contracts import free_ports
 from tests.retrieval.small import Small
 
 ROOT = Path(__file__).parents[1]
@@ -41,9 +47,15 @@ def run(name: str, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
 @pytest.mark.unit
 def test_every_example_is_listed() -> None:
     listed = set(
-        re.findall(r"\]\((\w+\.py)\)", (ROOT / "examples" / "README.md").read_text())
+        re.findall(
+            r"\]\((\w+\.(?:py|sh))\)", (ROOT / "examples" / "README.md").read_text()
+        )
     )
-    assert listed == {path.name for path in (ROOT / "examples").glob("*.py")}
+    assert listed == {
+        path.name
+        for path in (ROOT / "examples").iterdir()
+        if path.suffix in (".py", ".sh")
+    }
 
 
 def cells() -> list[tuple[str, list[dict[str, Any]]]]:
@@ -155,3 +167,56 @@ def test_the_client_asks_a_served_bundle(tmp_path: Path) -> None:
     assert lines[1].startswith("for {")
     assert all(re.fullmatch(r" +-?\d+\.\d{3}  Film \d+", line) for line in lines[2:5])
     assert re.fullmatch(r"nearest to Film \d+: (Film \d+(, )?){3}", lines[5])
+
+
+def test_the_planned_memory_is_that_of_the_tables_and_their_state() -> None:
+    lines = run("plan").splitlines()
+    held = [float(line.split()[2]) for line in lines if line.startswith("rank")]
+    assert len(held) == 64
+    # float32 weights, and one number of row-wise Adagrad for each row
+    tables = 312_000_000 * (64 + 1) * 4 / 2**30
+    assert tables <= sum(held) < 1.01 * tables
+
+
+@pytest.mark.slow
+def test_a_log_becomes_a_service_and_finished_stages_are_skipped(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("ibis", reason="needs the extra data")
+    (port,) = free_ports(1)
+    made = serve_log(tmp_path / "chain", port)
+    assert made["data/summary.json"] < made["run/summary.json"]
+    assert serve_log(tmp_path / "chain", port) == made
+
+
+def serve_log(folder: Path, port: int) -> dict[str, int]:
+    """Runs the example until its service answers; returns when each stage's last file was written."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PORT": str(port),
+        "PYTHONPATH": str(ROOT),
+    }
+    bash = shutil.which("bash")
+    assert bash is not None
+    command = [bash, str(ROOT / "examples" / "log_to_service.sh"), str(folder)]
+    with subprocess.Popen(command, env=environment) as script:
+        try:
+            ready = f"http://127.0.0.1:{port}/readyz"
+            while True:
+                assert script.poll() is None
+                try:
+                    with urllib.request.urlopen(ready) as answer:
+                        assert answer.status == 200
+                    break
+                except urllib.error.URLError:
+                    time.sleep(0.2)
+        finally:
+            # The last command has replaced the shell, so the server gets the signal.
+            script.send_signal(signal.SIGTERM)
+    assert script.returncode == 0
+    return {
+        name: (folder / name).stat().st_mtime_ns
+        for name in ("data/summary.json", "run/summary.json")
+    }

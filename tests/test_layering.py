@@ -387,7 +387,7 @@ def test_the_checker_finds_a_made_up_violation(
         ("torchrec_ext", "from torchrec_ext.models.tower_model import TowerModel"),
         ("components.train", "from torchx.components import dist"),
         ("torchx_apps.jobs.training", "from torchx_apps.tasks.job import Job"),
-        ("torchx_apps.pipeline", "from torchx_apps import train"),
+        ("torchx_apps.train", "from torchx_apps import recipes"),
     ],
 )
 def test_the_checker_lets_the_rest_pass(module: str, statement: str) -> None:
@@ -445,7 +445,6 @@ WITHOUT_TORCH = (
         "torchx_apps.cli.export_flags",
     ),
     *(
-        "torchx_apps.cli.plan_flags",
         "torchx_apps.networks.config",
         "torchx_apps.networks.members",
     ),
@@ -543,15 +542,12 @@ def test_what_a_command_line_needs_imports_no_torch(
     [
         *(
             ([app, "--help"], 0, "usage: ")
-            for app in ("train", "train_networks", "plan", "export", "embed", "serve")
+            for app in ("train", "train_networks", "export", "embed", "serve")
         ),
-        *(
-            ([app, "--help"], 0, "usage: ")
-            for app in ("preprocess", "publish", "evaluate", "diagnose")
-        ),
+        *(([app, "--help"], 0, "usage: ") for app in ("preprocess", "publish")),
         *(
             ([app, "--no-such-flag"], 1, "--no-such-flag")
-            for app in ("train", "train_networks", "plan", "preprocess")
+            for app in ("train", "train_networks", "preprocess")
         ),
         *(
             ([app, "x", "--no-such-flag"], 2, "--no-such-flag")
@@ -559,7 +555,7 @@ def test_what_a_command_line_needs_imports_no_torch(
         ),
         *(
             ([app, "--list-recipes"], 0, "  ")
-            for app in ("train", "train_networks", "plan", "preprocess")
+            for app in ("train", "train_networks", "preprocess")
         ),
         *(
             (["train", "--recipe", recipe, "--dry-run"], 0, "most used")
@@ -580,36 +576,8 @@ def test_what_a_command_line_needs_imports_no_torch(
             1,
             "--codistill weight=x",
         ),
-        (["plan", "--recipe", "two_tower", "--dry-run"], 0, "most used"),
-        (["plan", "--tables", "ad=300M*64"], 1, "--tables: 'ad=300M*64'"),
-        (
-            [
-                "plan",
-                "--tables",
-                "ad=1Kx4",
-                "--world-size",
-                "7",
-                "--local-world-size",
-                "3",
-            ],
-            1,
-            "a multiple of the other",
-        ),
-        (["plan", "--tables", "ad=1Kx4", "--sharding", "row"], 1, "--sharding row"),
-        (["plan", "--tables", "ad=1Kx4", "--optimizer", "adm"], 1, "tables='adm'"),
         (["preprocess", "--dry-run"], 0, "config.history_length"),
         (["preprocess", "--set", "config.test_share=2"], 1, "config.test_share=2"),
-        (
-            ["evaluate", "--users=no", "--items=no", "--truth=no"],
-            1,
-            "--users no: there is no such file",
-        ),
-        (["diagnose", "--recipe", "ncf", "--dry-run"], 0, "most used"),
-        (
-            ["diagnose", "--budget", "-1"],
-            1,
-            "--budget -1: must be a number of seconds above 0",
-        ),
         (["export", "no/such/run"], 1, "cannot be read"),
         (["serve", "no/such/bundle", "--max-k", "0"], 1, "limit k=0"),
         (["train", "--recipe", "two_towr"], 1, "did you mean 'two_tower'"),

@@ -221,11 +221,7 @@ FLAGS = {
     "components.data.preprocess": ["--recipe", "clicks", "--out", "o"],
     "components.serve.export": ["--run", "r"],
     "components.serve.http": ["--bundle", "b", "--workers", "2"],
-    "components.diagnose.why_slow": ["--recipe", "ncf"],
-    "components.pipeline.all": ["--out", "o"],
-    "components.__init__.plan": ["--tables", "ad=300Mx64"],
     "components.__init__.embed": ["--bundle", "b", "--out", "o", "--procs", "2"],
-    "components.__init__.evaluate": ["--users", "u", "--items", "i", "--truth", "t"],
 }
 
 
@@ -282,7 +278,6 @@ def test_every_component_is_compared() -> None:
 IMPORTED_AS = {
     "faiss-cpu": ["faiss"],
     "ibis-framework": [],
-    "mlflow-skinny": ["mlflow"],
     "torchx": ["docker"],
 }
 

@@ -322,7 +322,7 @@ PARTS = (
     ),
     Part("fp16 with a scaled loss, `train.amp=fp16`", "test_loss_scaling"),
     Part(
-        "512 ranks: memory and messages are those of `rec.plan`",
+        "512 ranks: memory and messages are those of the plan",
         r"plan\.test_simulated_ranks",
         cpu=False,
     ),

@@ -6,15 +6,14 @@ This file reads the command line and returns an exit code; the work is done by `
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import sys
 from collections.abc import Sequence
 
 from torchx_apps.cli.command_line import build_parser, describe_keys
-from torchx_apps.cli.errors import describe_error, would_come_again
+from torchx_apps.cli.errors import describe_error
 from torchx_apps.cli.overrides import apply_overrides
-from torchx_apps.cli.process import MISTAKE, die_with_parent, hand_over, say_once
+from torchx_apps.cli.process import hand_over, say_once
 from torchx_apps.recipes.by_name import list_recipes, load_job
 from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES
 
@@ -26,11 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the flags; the command line when None.
 
     Returns:
-        0 when done, 1 when not (200 where a rank of torchx_apps.pipeline has started it, and another attempt would meet
-        the same error), 130 when stopped by Ctrl-C or by the scheduler.
+        0 when done, 1 when not, 130 when stopped by Ctrl-C or by the scheduler.
     """
-    if _in_a_pipeline():
-        die_with_parent()
     try:
         return _preprocess(argv)
     except KeyboardInterrupt:
@@ -38,11 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         hand_over(describe_error(error))
-        return MISTAKE if _in_a_pipeline() and would_come_again(error) else 1
-
-
-def _in_a_pipeline() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
+        return 1
 
 
 def _preprocess(argv: Sequence[str] | None) -> int:

@@ -302,9 +302,9 @@ class Launch:
             >>> args = ["-c", f"{command} --recipe ncf"]
             >>> print(Launch.of(Role(name="train", image="", entrypoint="bash", args=args)))
             8 ranks of ncf
-            >>> args = ["-m", "torchx_apps.plan", "--json"]
-            >>> print(Launch.of(Role(name="plan", image="", entrypoint="python3", args=args)))
-            plan
+            >>> args = ["-m", "torchx_apps.export", "runs/a"]
+            >>> print(Launch.of(Role(name="export", image="", entrypoint="python3", args=args)))
+            export
         """
         words = role.args
         if words and role.entrypoint == "bash":
@@ -423,7 +423,6 @@ _TRAINING = (
     "torchx_apps.train",
     "torchx_apps.train_networks",
     "torchx_apps.train_stream",
-    "torchx_apps.pipeline",
 )
 
 

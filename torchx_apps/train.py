@@ -37,12 +37,10 @@ def _train(argv: Sequence[str] | None) -> int:
     if options.dry_run:
         return say_once(describe_keys(job))
     from torchrec_ext.train.guards.finite import RunStoppedError
-    from torchx_apps.jobs.report import diagnosis_command
     from torchx_apps.jobs.training import run_training
 
     try:
-        diagnosis = diagnosis_command(options.recipe, options.set)
-        run_training(job, options.run_dir, resume=options.resume, diagnosis=diagnosis)
+        run_training(job, options.run_dir, resume=options.resume)
     except RunStoppedError as stopped:
         say_once(str(stopped))
         return 128 + signal.SIGTERM

@@ -11,12 +11,8 @@ from torchx_apps.launch.component_help import Component
 from torchx_apps.torchx_run import Run
 
 NAMES = (
-    "plan",
     "embed",
-    "evaluate",
     "data.preprocess",
-    "diagnose.why_slow",
-    "pipeline.all",
     "serve.export",
 )
 NAMES += ("serve.http", "train.hybrid", "train.networks")

@@ -1,5 +1,6 @@
 """The components as TorchX sees them: listed, valid, and AppDefs that say what was asked for."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -211,15 +212,13 @@ def test_a_port_that_no_machine_has_is_refused(port: int) -> None:
 def test_every_component_writes_its_output_at_once() -> None:
     required = {
         "rec.embed": "--bundle b --out o",
-        "rec.evaluate": "--users u --items i --truth t",
         "rec.serve.http": "--bundle b",
         "rec.serve.export": "--run r",
-        "rec.pipeline.all": "--out o",
     }
     listed = {
         name: each for name, each in get_components().items() if name.startswith("rec.")
     }
-    assert len(listed) == 11
+    assert len(listed) == 7
     for name, component in listed.items():
         (role,) = materialize_appdef(component.fn, required.get(name, "").split()).roles
         assert role.env["PYTHONUNBUFFERED"] == "1", name
@@ -320,3 +319,19 @@ def test_the_members_of_a_job_reach_its_app_in_order() -> None:
         in words
     )
     assert words.endswith("--set=train.epochs=1 --vary=optimizer.dense_lr=1e-3,3e-3")
+
+
+def test_every_component_that_a_page_a_message_or_a_remedy_names_exists() -> None:
+    root = Path(__file__).parents[2]
+    texts = [root / "README.md", *(root / "docs").rglob("*.md")]
+    for folder in ("torchrec_ext", "torchx_apps", "components", "examples"):
+        texts += (root / folder).rglob("*.py")
+    named: dict[str, Path] = {}
+    for path in texts:
+        for name in re.findall(r"\brec\.(?:\w+\.)?[a-z_]{4,}\b", path.read_text()):
+            named[name] = path.relative_to(root)
+    listed = {name for name in get_components() if name.startswith("rec.")}
+    # An example of a wrong word.
+    listed.add("rec.train.hybird")
+    unknown = {name: str(path) for name, path in named.items() if name not in listed}
+    assert unknown == {}

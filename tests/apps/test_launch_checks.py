@@ -421,7 +421,7 @@ def test_a_job_for_a_slurm_that_is_not_there_is_one_line(
     command, parser = Run(), argparse.ArgumentParser(prog="torchx run")
     command.add_arguments(parser)
     words = parser.parse_args(
-        ["-s", "slurm", "rec.plan", "--tables", "a=10x8"],
+        ["-s", "slurm", "rec.serve.export", "--run", "runs/a"],
         argparse.Namespace(log_level="INFO"),
     )
     with pytest.raises(SystemExit, match="2"):

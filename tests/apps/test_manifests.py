@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torchrec_ext.components as components  # type: ignore[import-not-found]
 import yaml
-from torchrec_ext.components import data, diagnose, pipeline, serve, train
+from torchrec_ext.components import data, serve, train
 from torchx.specs import AppDef
 from torchx.specs.finder import get_components
 
@@ -47,21 +47,11 @@ APPS: Mapping[str, Callable[[], AppDef]] = {
     "train.stream": lambda: train.stream(
         log="/data/clicks", run_dir="/runs/s", max_retries=3, **RUNS
     ),
-    "plan": lambda: components.plan(tables="ad=300Mx64", out="/runs/p", **RUNS),
     "embed": lambda: components.embed(
         bundle="/runs/b", catalogue="/data/i", id="i", out="/runs/v", procs=2, **RUNS
     ),
-    "evaluate": lambda: components.evaluate(
-        users="/data/u", items="/data/i", truth="/data/t", **RUNS
-    ),
-    "diagnose.why_slow": lambda: diagnose.why_slow(
-        recipe="ncf", out="/runs/why", **RUNS
-    ),
     "data.preprocess": lambda: data.preprocess(
         recipe="clicks", out="/runs/ready", **RUNS
-    ),
-    "pipeline.all": lambda: pipeline.all(
-        out="/runs/films", j="2x4", gpu=4, max_retries=3, **RUNS
     ),
     "serve.export": lambda: serve.export(run="/runs/a", out="/runs/b", **RUNS),
     "serve.http": lambda: serve.http(

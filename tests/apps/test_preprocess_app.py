@@ -270,7 +270,9 @@ def test_a_recipe_of_a_users_own_over_a_csv_file(
     validated = OWN_RECIPE.replace('"test": orders', '"validation": orders')
     (tmp_path / "my_recipe.py").write_text(validated)
     assert main([*flags, "--set", "overwrite=true"]) == 0
-    note = "note: the recipes of rec.train need a split named test; a loop of your own does not"
+    note = (
+        "note: recipes that train need a split named test; a loop of your own does not"
+    )
     assert note in capsys.readouterr().out
     (tmp_path / "ready/summary.json").unlink()
     assert main([*flags, "--set", "overwrite=true"]) == 1

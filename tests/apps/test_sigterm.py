@@ -83,7 +83,6 @@ def isolated() -> list[str]:
 @pytest.mark.parametrize(
     "command",
     [
-        ["torchx_apps.plan", "--tables", "a=100x8"],
         ["torchx_apps.export", "RUN"],
         ["torchx_apps.embed", "BUNDLE", "--out", "OUT"],
         [
@@ -97,7 +96,7 @@ def isolated() -> list[str]:
             "OUT",
         ],
     ],
-    ids=["plan", "export", "embed", "agent"],
+    ids=["export", "embed", "agent"],
 )
 def test_process_1_ends_at_once_while_torch_is_imported(
     command: list[str], tmp_path: Path

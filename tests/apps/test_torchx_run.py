@@ -153,7 +153,7 @@ def test_a_job_whose_state_cannot_be_read_is_submitted_all_the_same(
 
 
 @pytest.mark.parametrize(
-    "words", ["rec.train.hybrid --name a/b/c", "rec.plan --tables a=10x8 --name b/c"]
+    "words", ["rec.train.hybrid --name a/b/c", "rec.serve.export --run a --name b/c"]
 )
 def test_a_name_with_a_slash_is_refused(
     words: str, capsys: pytest.CaptureFixture[str]

@@ -2,14 +2,13 @@
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
-import struct
 import subprocess
 import sys
-import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import torchrec_ext.components as components  # type: ignore[import-not-found]
 from tests.small_sets import write_ml_100k
 from torchx_apps.jobs.tracking import Tracking, tracked
 from torchx_apps.launch.commands import TrackerCommand, schedulers
-from torchx_apps.launch.trackers import FigureTracker
 from torchx_apps.torchx_run import JobRunner
 
 RUN = "local_cwd://torchx/train-1"
@@ -43,7 +41,6 @@ EVAL = [
     {"kind": "eval", "epoch": 2, "step": 8, "hr@10": 0.5},
 ]
 SUMMARY = {"data": "planted", "test": {"hr@10": 0.625}, "seconds": 1.5}
-TRACKERS = "torchx_apps.launch.trackers"
 
 
 class Failing:
@@ -62,25 +59,9 @@ class Failing:
         pass
 
 
-class Recording(FigureTracker):
-    """A tracker with curves: it keeps the settings and figures that it gets."""
-
-    def __init__(self, config: str) -> None:
-        self.settings: dict[str, object] = {}
-        self.figures: list[tuple[str, float, int | None]] = []
-
-    def add_metadata(self, run_id: str, **values: object) -> None:
-        self.settings |= values
-
-    def add_figures(
-        self, run_id: str, figures: Mapping[str, float], step: int | None
-    ) -> None:
-        self.figures += [(name, value, step) for name, value in figures.items()]
-
-    def add_artifact(self, *_: object) -> Any:
-        """Nothing else is asked of it."""
-
-    add_source = artifacts = lineage = metadata = run_ids = sources = add_artifact
+def needs_a_package(config: str | None) -> object:
+    """A tracker whose package is not installed."""
+    return importlib.import_module("mlflow")
 
 
 @pytest.fixture
@@ -123,22 +104,6 @@ def torchx_tracker(*words: str) -> None:
     TrackerCommand().add_arguments(parser)
     options = parser.parse_args(words)
     options.func(options)
-
-
-def wandb_records(content: bytes) -> Iterator[bytes]:
-    """The records of a file of Weights & Biases: a log of LevelDB behind a head of 7 bytes."""
-    position, collected = 7, b""
-    while position + 7 <= len(content):
-        rest = 32_768 - position % 32_768
-        if rest < 7:  # the end of a block, which has no room for a record's head
-            position += rest
-            continue
-        length, kind = struct.unpack_from("<HB", content, position + 4)
-        collected += content[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # whole, or the last piece
-            yield collected
-            collected = b""
 
 
 def track(folder: Path, config: Mapping[str, Any] = CONFIG) -> None:
@@ -187,118 +152,6 @@ def test_torchx_tracker_lists_runs_settings_figures_and_artifacts(
     assert shown("artifacts", RUN) == {"run_folder": str(folder), **paths}
 
 
-def test_a_tracker_with_curves_gets_figures_as_numbers_with_their_step(
-    folder: Path,
-) -> None:
-    tracker = Recording("")
-    tracking = Tracking(RUN, folder, {"recording": tracker})
-    for record in EVAL:
-        tracking.log(record)
-    tracking.end(
-        {"test": {"hr@10": 0.625}, "popularity": {"hr@10": 0.5}, "seconds": 1.5}
-    )
-    steps = [("eval.hr@10", 0.25, 4), ("eval.hr@10", 0.5, 8)]
-    assert tracker.figures == [
-        *steps,
-        ("test.hr@10", 0.625, None),
-        ("seconds", 1.5, None),
-    ]
-    assert tracker.settings == {"popularity.hr@10": 0.5}
-
-
-def test_mlflow_has_parameters_curves_and_artifacts(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("mlflow", reason="needs the extra mlflow")
-    from torchx_apps.launch.trackers import MLflowTracker
-
-    store = f"file://{tmp_path / 'mlruns'}"
-    variables = {"MLFLOW_ALLOW_FILE_STORE": "true", "TORCHX_PARENT_RUN_ID": PARENT}
-    configure(monkeypatch, {f"{TRACKERS}:MLflowTracker": store}, **variables)
-    track(folder)
-    # A second attempt of the job writes on; a setting that was changed is a tag beside
-    # the parameter.
-    track(folder, {**CONFIG, "name": "other"})
-    tracker = MLflowTracker(store)
-    assert (
-        list(tracker.run_ids()) == list(tracker.run_ids(parent_run_id=PARENT)) == [RUN]
-    )
-    assert list(tracker.run_ids(parent_run_id="other")) == []
-    assert [source.source_run_id for source in tracker.sources(RUN)] == [PARENT]
-    figures = {"eval.hr_10": 0.5, "test.hr_10": 0.625, "seconds": 1.5}
-    settings = {**SETTINGS, "data": "planted", "name": "other"}
-    assert (
-        tracker.metadata(RUN)
-        == {key: str(value) for key, value in settings.items()} | figures
-    )
-    assert {made.path for made in tracker.artifacts(RUN).values()} >= {
-        str(folder),
-        str(folder / "checkpoints"),
-    }
-    (run,) = tracker._client.search_runs([tracker._experiment])
-    assert run.info.status == "FINISHED"
-    curve = tracker._client.get_metric_history(run.info.run_id, "eval.hr_10")
-    assert {(point.step, point.value) for point in curve} == {(4, 0.25), (8, 0.5)}
-    with pytest.raises(
-        ValueError,
-        match=r"^MLflow has no run nobody; `torchx tracker list jobs` lists those",
-    ):
-        tracker.metadata("nobody")
-
-
-def test_weights_and_biases_has_config_history_and_summary_without_a_network(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("wandb", reason="needs the extra wandb")
-    from wandb.proto import wandb_internal_pb2 as proto  # type: ignore[import-untyped]
-
-    variables = {
-        "WANDB_MODE": "offline",
-        "WANDB_DIR": str(tmp_path),
-        "TORCHX_PARENT_RUN_ID": PARENT,
-    }
-    configure(monkeypatch, {f"{TRACKERS}:WandbTracker": "team/project"}, **variables)
-    track(folder)
-    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    config: dict[str, Any] = {}
-    history: list[dict[str, Any]] = []
-    summary: dict[str, Any] = {}
-
-    def read() -> list[Any]:
-        return [
-            proto.Record.FromString(data) for data in wandb_records(file.read_bytes())
-        ]
-
-    end = time.monotonic() + 60  # its own process writes the file
-    while not any(record.HasField("exit") for record in read()):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    for record in read():
-        for update in (*record.run.config.update, *record.config.update):
-            config[update.key or ".".join(update.nested_key)] = json.loads(
-                update.value_json
-            )
-        if record.history.item:
-            history.append(
-                {
-                    ".".join(i.nested_key) or i.key: json.loads(i.value_json)
-                    for i in record.history.item
-                }
-            )
-        summary |= {
-            ".".join(i.nested_key) or i.key: json.loads(i.value_json)
-            for i in record.summary.update
-        }
-    assert SETTINGS.items() <= config.items()
-    assert config["artifact.run_folder"] == str(folder)
-    assert config["source.run"] == PARENT
-    assert [(point["trainer/step"], point["eval.hr@10"]) for point in history] == [
-        (4, 0.25),
-        (8, 0.5),
-    ]
-    assert (summary["test.hr@10"], summary["seconds"]) == (0.625, 1.5)
-
-
 def test_a_tracker_that_fails_later_is_one_warning(
     folder: Path, fsspec_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,9 +187,9 @@ def test_a_tracker_that_fails_later_is_one_warning(
             "tracker fsspec: cannot be reached: Expects FSSpec tracker directory '/nowhere' to ",
         ),
         (
-            f"{TRACKERS}:MLflowTracker",
+            f"{__name__}:needs_a_package",
             None,
-            f"tracker {TRACKERS}:MLflowTracker: needs the package mlflow: pip install",
+            f"tracker {__name__}:needs_a_package: needs the package mlflow: pip install",
         ),
         (
             f"{__name__}:Failing",
@@ -386,11 +239,11 @@ def test_a_trackers_address_with_a_password_is_refused_before_a_job_starts(
 ) -> None:
     monkeypatch.setenv("TORCHXCONFIG", str(tmp_path / ".torchxconfig"))
     for address, refused in (
-        ("http://user:hunter2@mlflow:5000", True),
-        ("http://mlflow:5000", False),
+        ("http://user:hunter2@tracker:5000", True),
+        ("http://tracker:5000", False),
     ):
         (tmp_path / ".torchxconfig").write_text(
-            f"[torchx:tracker]\nmlflow =\n[tracker:mlflow]\nconfig = {address}\n"
+            f"[torchx:tracker]\nfsspec =\n[tracker:fsspec]\nconfig = {address}\n"
         )
         with JobRunner("torchx", schedulers()) as runner:
             expected = (
@@ -398,14 +251,14 @@ def test_a_trackers_address_with_a_password_is_refused_before_a_job_starts(
             )
             with expected as caught:
                 runner.dryrun(
-                    components.plan(tables="a=10x4"),
+                    components.embed(bundle="runs/a", out="v"),
                     "local_cwd",
                     cfg={"log_dir": str(tmp_path)},
                 )
         if refused:
             line = str(caught.value)
             assert line.startswith(
-                "config of [tracker:mlflow] in .torchxconfig: the address holds a password, which "
+                "config of [tracker:fsspec] in .torchxconfig: the address holds a password, which "
             )
             assert "hunter2" not in line
 
@@ -466,7 +319,7 @@ def test_every_member_of_a_job_is_a_run(tmp_path: Path, fsspec_config: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.launch
-def test_preprocessing_training_and_export_of_a_pipeline_are_runs(
+def test_preprocessing_and_export_are_runs(
     tmp_path: Path, fsspec_config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torchx.tracker.backend.fsspec import create
@@ -474,20 +327,30 @@ def test_preprocessing_training_and_export_of_a_pipeline_are_runs(
     write_ml_100k(tmp_path)
     configure(monkeypatch, {"fsspec": fsspec_config}, OMP_NUM_THREADS="1")
     out = tmp_path / "out"
-    settings = [
-        f"preprocess.config.folder={tmp_path / 'ml-100k'}",
-        "train.epochs=1",
-        "train.compile=off",
-    ]
-    words = [
-        sys.executable,
-        "-m",
-        "torchx_apps.pipeline",
-        f"--out={out}",
-        *(f"--set={item}" for item in settings),
-    ]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    commands: dict[str, list[str]] = {
+        "preprocess": [
+            f"--set=config.folder={tmp_path / 'ml-100k'}",
+            f"--out={out / 'data'}",
+        ],
+        "train": [
+            "--recipe=stream",
+            f"--run-dir={out / 'run'}",
+            f"--set=data.name={out / 'data'}",
+            "--set=train.epochs=1",
+            "--set=train.compile=off",
+        ],
+        "export": [str(out / "run"), f"--out={out / 'bundle'}"],
+    }
+    for app, flags in commands.items():
+        done = subprocess.run(
+            [sys.executable, "-m", f"torchx_apps.{app}", *flags],
+            env=os.environ
+            | {"TORCHX_JOB_ID": RUN if app == "train" else f"{RUN}/{app}"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
     tracker = create(str(fsspec_config))
     assert set(tracker.run_ids()) == {RUN, f"{RUN}/preprocess", f"{RUN}/export"}
     summary = json.loads((out / "data" / "summary.json").read_text())

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torchrec_ext.components as components  # type: ignore[import-not-found]
-from torchrec_ext.components import data, diagnose, pipeline, serve, train  # type: ignore[import-not-found]
+from torchrec_ext.components import data, serve, train  # type: ignore[import-not-found]
 from torchx.specs import AppDef
 from torchx.specs.finder import get_components
 
@@ -116,9 +116,6 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
         stream=lambda image: train.stream(
             log="log", until_idle=0.1, run_dir="stream", image=image
         ),
-        plan=lambda image: components.plan(
-            tables="ad=3Mx64", world_size=2, out="plan", image=image
-        ),
         preprocess=lambda image: data.preprocess(
             "--set=pictures=false",
             set="config.folder=ml-100k",
@@ -126,22 +123,12 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
             image=image,
         ),
     )
-    all_succeed(
-        folder,
-        all=lambda image: pipeline.all(
-            "--set=preprocess.config.folder=ml-100k", "--set=train.epochs=1", "--set=train.compile=off",
-            out="chain", image=image,
-        ),
-        why_slow=lambda image: diagnose.why_slow(*TINY, budget=3, out="why", image=image),
-    )  # fmt: skip
     items = {
         "item_id": np.arange(1, 51),
         "release_year": np.full(50, 1),
         "genres": [[1]] * 50,
     }
     pq.write_table(pa.table(items), folder / "items.parquet")
-    np.save(folder / "vectors.npy", np.eye(3, dtype=np.float32))
-    pq.write_table(pa.table({"user": [0, 1], "item": [0, 2]}), folder / "truth.parquet")
     (port,) = free_ports(1)
     ending = threading.Thread(target=end_when_ready, args=(port,), daemon=True)
     ending.start()
@@ -155,42 +142,29 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
             out="vectors",
             image=image,
         ),
-        evaluate=lambda image: components.evaluate(
-            users="vectors.npy",
-            items="vectors.npy",
-            truth="truth.parquet",
-            out="figures",
-            image=image,
-        ),
         http=lambda image: serve.http(bundle="run", port=port, image=image),
     )
     left = {
         "run/summary.json",
         "networks/results.json",
-        "plan/plan.json",
         "ready/summary.json",
         "bundle/manifest.json",
     }
     left |= {"stream/bundles/current"}
     left |= {
-        "chain/bundle/manifest.json",
         "why/diagnosis.json",
         "vectors/CURRENT",
-        "figures/evaluation.json",
     }
     assert {name for name in left if not (folder / name).exists()} == set()
     ran = {
         "train.hybrid",
         "train.networks",
         "train.stream",
-        "plan",
         "data.preprocess",
         "serve.export",
         "embed",
-        "evaluate",
         "serve.http",
     }
-    ran |= {"pipeline.all", "diagnose.why_slow"}
     assert {name for name in get_components() if name.startswith("rec.")} == {
         f"rec.{name}" for name in ran
     }

@@ -27,14 +27,9 @@ COMPONENTS = (
     "rec.train.networks --vary train.seed=0,1 -j 1x2 --run_dir /runs/n",
     "rec.train.stream --log /data/clicks --run_dir /runs/s --resume auto --max_retries 3",
     "rec.data.preprocess --recipe clicks --out /runs/ready",
-    "rec.plan --tables ad=300Mx64 --world_size 64 --out /runs/p",
     "rec.serve.export --run /runs/a --out /runs/b",
     "rec.serve.http --bundle /runs/b --host 0.0.0.0 --workers 2",
     "rec.embed --bundle /runs/b --catalogue /data/i --id i --out /runs/v --procs 2",
-    "rec.evaluate --users /data/u --items /data/i --truth /data/t",
-    "rec.diagnose.why_slow --recipe ncf",
-    "rec.diagnose.why_slow -j 1x2 --recipe ncf",
-    "rec.pipeline.all --preprocess taobao --recipe bst --out /runs/p -j 1x2",
 )
 SHARED = "--image my_image:1 --env NCCL_SOCKET_IFNAME=eth0 --mounts type=volume,src=runs,dst=/runs"
 CFG: Mapping[str, Mapping[str, str]] = {

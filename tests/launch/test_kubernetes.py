@@ -144,7 +144,7 @@ def test_what_the_cluster_lacks_or_refuses_is_one_line(
             "-s kubernetes: the cluster refuses the job: jobs.batch.volcano.sh is forbidden: User",
         ),
     ):
-        done = cluster.run("rec.plan", "--tables", "a=10x8", *flags, user=user)
+        done = cluster.run("rec.data.preprocess", *flags, user=user)
         assert done.returncode == 2
         assert done.stderr.splitlines()[-1].startswith(f"torchx run: error: {line}"), (
             done.stderr
@@ -161,17 +161,15 @@ def test_what_the_cluster_lacks_or_refuses_is_one_line(
 def test_a_user_who_is_not_root_runs_on_a_root_folder_that_is_read_only(
     cluster: KubernetesCluster,
 ) -> None:
-    tables = [
-        "rec.plan",
-        "--tables",
-        "ad=3Mx64",
-        "--world_size",
-        "2",
-        "--out",
-        "/mnt/plan",
+    training = [
+        "rec.train.hybrid",
+        *("-j", "1x1"),
+        *("--set", "data.name=planted"),
+        *("--set", "train.epochs=1"),
+        *("--run_dir", "/mnt/run"),
     ]
-    job = cluster.submit(*tables, cfg="run_as=10001")
+    job = cluster.submit(*training, cfg="run_as=10001")
     assert cluster.end(job) == "SUCCEEDED", cluster.files(job)
-    made = cluster.claim / "plan" / "plan.json"
+    made = cluster.claim / "run" / "summary.json"
     assert json.loads(made.read_text())
     assert made.stat().st_uid == 10001

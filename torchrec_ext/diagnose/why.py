@@ -183,7 +183,7 @@ class _Request:
         if apply and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 f"apply=True on {dist.get_world_size()} ranks: it changes one process alone; leave it "
-                "out, or run one rank (recipes: rec.diagnose.why_slow --apply True)"
+                "out, or run one rank"
             )
         diagnosis = self.diagnose(fn, batches)
         # An iterator's batches are used up by the diagnosis, and a step that fails has

@@ -244,22 +244,6 @@ def _folder(text: str) -> Path:
     return Path(text)
 
 
-def write_out(folder: Path, texts: Mapping[str, str]) -> None:
-    """Writes text files, by their names, into the folder of ``--out``.
-
-    Raises:
-        ValueError: the folder cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            (folder / name).write_text(f"{text}\n")
-    except OSError as error:
-        raise ValueError(
-            f"--out {folder}: cannot be written: {error.strerror or error}; choose another folder"
-        ) from None
-
-
 class FlagParser(argparse.ArgumentParser):
     """A parser with ``--run_dir`` accepted as ``--run-dir``: TorchX spells a component's flags with underscores.
 

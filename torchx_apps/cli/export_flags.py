@@ -1,4 +1,4 @@
-"""The flags of torchx_apps.export, checked before torch is imported; a part of them are those of a pipeline too."""
+"""The flags of torchx_apps.export, checked before torch is imported."""
 
 from __future__ import annotations
 

@@ -372,7 +372,7 @@ def run_preprocess(job: PreprocessJob) -> Path:
     lacking = [name for name in ("train", "test") if name not in prepared.splits]
     if lacking:
         print(
-            f"note: the recipes of rec.train need a split named {' and '.join(lacking)}; a loop of your own does not",
+            f"note: recipes that train need a split named {' and '.join(lacking)}; a loop of your own does not",
             flush=True,
         )
     return out

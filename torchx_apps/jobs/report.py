@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shlex
 import statistics
 import sys
 import time
@@ -55,18 +54,12 @@ class Trained:
         history: records, also those of earlier attempts that it was resumed from.
         seconds: seconds that this attempt took, evaluations included.
         whole: whether this attempt began with the first step.
-        threads: compute threads of a rank.
-        launch: hosts and ranks of each, as the component's ``-j`` takes them.
-        diagnosis: words of the command that says why the job is slow; empty if none is known.
         collectives: over what the ranks' collectives went.
     """
 
     history: Sequence[Record]
     seconds: float
     whole: bool = True
-    threads: int = 1
-    launch: str = "1x1"
-    diagnosis: Sequence[str] = ()
     collectives: str = "gloo"
 
     @property
@@ -93,8 +86,8 @@ class Trained:
 
         Example:
             >>> record = {"kind": "train", "rows": 100, "rows_per_s": 1.0, "data_wait": 0.4}
-            >>> Trained(history=[record], seconds=110.0, diagnosis=["why_slow", "--set", "a=b c"]).hint()
-            "40% of the steps' time went to waiting for batches; why, and what would help: why_slow --set 'a=b c'"
+            >>> Trained(history=[record], seconds=110.0).hint()
+            "40% of the steps' time went to waiting for batches; what helps: docs/why_slow.md"
         """
         shares = {
             **time_shares(self.history),
@@ -107,34 +100,12 @@ class Trained:
         name = max(much, key=lambda each: much[each])
         if much[name] < 1 or self.steps_s < _LEAST_S:
             return ""
-        hint = f"{shares[name]:.0%} {_WHERE[name]}"
-        if not self.diagnosis:
-            return hint
-        command = list(self.diagnosis)
-        # The diagnosis has to run on as many ranks and threads as the training.
-        if self.launch != "1x1":
-            command += ["-j", self.launch]
-        if self.threads != 1:
-            command += ["--threads", str(self.threads)]
-        return f"{hint}; why, and what would help: {shlex.join(command)}"
+        return f"{shares[name]:.0%} {_WHERE[name]}; what helps: docs/why_slow.md"
 
 
 def data_wait(records: Sequence[Record]) -> float:
     """Returns the share of the steps' time spent waiting for batches, by the rank with the longest wait."""
     return mean_over_time(records, [record["data_wait"] for record in records])
-
-
-def diagnosis_command(recipe: str, settings: Sequence[str]) -> list[str]:
-    """Returns the words of the command to find out why a recipe's training is slow.
-
-    Example:
-        >>> diagnosis_command("ncf", ["data.name=planted"])[1:]
-        ['run', 'rec.diagnose.why_slow', '--recipe', 'ncf', '--set', 'data.name=planted']
-    """
-    words = [program("torchx"), "run", "rec.diagnose.why_slow", "--recipe", recipe]
-    for setting in settings:
-        words += ["--set", setting]
-    return words
 
 
 def report_start(task: Task, runtime: Runtime, amp: str) -> None:
@@ -243,7 +214,7 @@ def finish_training(
         memory=memory,
         outside=trained.outside,
         test={"this model": figures, task.baseline_name: baseline, **beside.figures},
-        commands=next_commands(folder.path, trained.diagnosis),
+        commands=next_commands(folder.path),
     )
 
 
@@ -274,7 +245,7 @@ def report_steps(
     )
 
 
-def next_commands(run: Path, diagnosis: Sequence[str]) -> dict[str, str]:
+def next_commands(run: Path) -> dict[str, str]:
     """Returns useful next commands for a reader of a run, by their purpose."""
     torchx = program("torchx")
     bundle = run / "bundle"
@@ -284,8 +255,6 @@ def next_commands(run: Path, diagnosis: Sequence[str]) -> dict[str, str]:
         {"Serve it:": serve} if bundle.exists() else {"Export it for serving:": export}
     )
     commands["Look at the events:"] = f"{program('tensorboard')} --logdir {run}"
-    if diagnosis:
-        commands["Find out why it is slow:"] = shlex.join(diagnosis)
     return commands
 
 

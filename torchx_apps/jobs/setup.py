@@ -76,25 +76,20 @@ class JobParts(NamedTuple):
     decision: Decision | None
 
 
-def set_up(
-    job: Job, task: Task, runtime: Runtime, *, tries_placements: bool = True
-) -> JobParts:
+def set_up(job: Job, task: Task, runtime: Runtime) -> JobParts:
     """Builds a job's model and loader, and decides once where towers and tables are. Collective.
 
     Args:
         job: the job.
         task: its loaded data.
         runtime: this rank's runtime.
-        tries_placements: try placements under ``plan.towers=auto``; otherwise all towers are on all ranks.
     """
     job = as_loaded(job, task)
     # Before the model is built: its first weights come from the seed, on all ranks
     # alike.
     torch.manual_seed(job.train.seed)
     model = build_model(job, task)
-    decision = None
-    if tries_placements:
-        job, decision = place_towers(job, task, model, runtime)
+    job, decision = place_towers(job, task, model, runtime)
     merge_lookups(job, model, runtime.world_size)
     schema = schema_of(job, task, model)
     loader = loader_of(job, task, schema, runtime)

@@ -19,10 +19,8 @@ _FIGURES = ("test.", "missing.", "unknown.", "bundle.")
 # Of a folder, where it has them.
 _ARTIFACTS = (
     "checkpoints", "bundle", "plan.txt", "summary.json", "training.png", "preprocessor", "preprocess.png",
-    "manifest.json", "evaluation.json", "evaluation.png",
+    "manifest.json",
 )  # fmt: skip
-# Package extras by tracker.
-_KNOWN = {"mlflow": "mlflow", "wandb": "wandb"}
 # Variable with the handle of the TorchX job.
 JOB = "TORCHX_JOB_ID"
 _TRACKERS = "TORCHX_TRACKERS"
@@ -120,26 +118,15 @@ class Tracking:
             path = self._path.absolute() / name
             if path.exists():
                 tracker.add_artifact(self.run, name, str(path))
-        # TorchX's interface has no end of a run.
-        if hasattr(tracker, "close"):
-            tracker.close()
 
     def _metadata(self, values: Mapping[str, Any]) -> None:
         self._each(lambda tracker: tracker.add_metadata(self.run, **values))
 
     def _figures(self, figures: Mapping[str, float], step: int | None = None) -> None:
-        # Any other tracker has names with values. Each step gets a name of its own
-        # there, since TorchX's tracker shows any one of several values of a name.
+        # Each step gets a name of its own, since TorchX's tracker shows any one of
+        # several values of a name.
         suffix = "" if step is None else f" at step {step}"
-        values = {f"{name}{suffix}": value for name, value in figures.items()}
-
-        def add(tracker: Any) -> None:
-            if hasattr(tracker, "add_figures"):
-                tracker.add_figures(self.run, figures, step)
-            else:
-                tracker.add_metadata(self.run, **values)
-
-        self._each(add)
+        self._metadata({f"{name}{suffix}": value for name, value in figures.items()})
 
     def _each(self, call: Callable[[Any], None]) -> None:
         # Over a copy, because a tracker that fails is left out from then on.
@@ -200,9 +187,8 @@ def _tracker(name: str) -> Any:
     try:
         return factory(os.environ.get(tracker_config_env_var_name(name)))
     except ModuleNotFoundError as error:
-        extra = f"torchrec-ext[{_KNOWN[name]}]" if name in _KNOWN else error.name
         raise ValueError(
-            f"tracker {name}: needs the package {error.name}: pip install '{extra}'"
+            f"tracker {name}: needs the package {error.name}: pip install '{error.name}'"
         ) from None
     except Exception as error:
         raise ValueError(_unreachable(name, error)) from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -100,7 +99,6 @@ def run_training(
     *,
     resume: str = "never",
     member: str = "",
-    diagnosis: Sequence[str] = (),
 ) -> None:
     """Trains a job on this process's rank; every rank calls it, and rank 0 prints and writes the run folder.
 
@@ -110,7 +108,6 @@ def run_training(
         resume: ``never``, ``auto`` or a path, see :func:`resume_from`; a job that torchrun or the scheduler has started
             again continues in its own run folder in any case.
         member: name of this network for trackers, where the job trains several.
-        diagnosis: words of the command that says why this job is slow, named where a share of its time is out of order.
 
     Raises:
         RunStoppedError: SIGTERM came; the run has been saved.
@@ -187,9 +184,6 @@ def run_training(
             history=history,
             seconds=seconds,
             whole=not run.checkpoint,
-            threads=runtime.threads,
-            launch=f"{runtime.world_size // runtime.local_world_size}x{runtime.local_world_size}",
-            diagnosis=diagnosis,
             collectives=report.collectives_of(runtime),
         )
         tested = _tested(folder, task, evaluator, runtime)

@@ -291,7 +291,7 @@ def check_trackers(role: Role) -> None:
         if tracker and _PASSWORD_IN_ADDRESS.search(value):
             raise ValueError(
                 f"config of [tracker:{tracker[1].lower()}] in .torchxconfig: the address holds a password, {_SHOWN}; "
-                "leave it out, and set MLFLOW_TRACKING_PASSWORD in the job's environment"
+                "leave it out, and set a variable of the job's environment that the tracker reads"
             )
 
 

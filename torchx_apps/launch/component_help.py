@@ -177,12 +177,11 @@ class Component:
             meaning = key.meaning.partition(". ")[0].rstrip(".")
             rows.append(_row(key.path, f"{meaning} (default: {key.value})"))
         yield "\n".join(rows)
-        if self.name != "rec.plan":
-            flags = "".join(f"--{name} {name.upper()} " for name in self.required)
-            yield fill(
-                f"All settings of a recipe: torchx run {self.name} {flags}--recipe {recipe} -- --dry-run",
-                4,
-            )
+        flags = "".join(f"--{name} {name.upper()} " for name in self.required)
+        yield fill(
+            f"All settings of a recipe: torchx run {self.name} {flags}--recipe {recipe} -- --dry-run",
+            4,
+        )
 
 
 def recipes_of(component: str) -> Recipes:

@@ -184,8 +184,8 @@ def of_labelled(data: LabelledData, schema: BatchSchema) -> ExportData:
 def without_item(why: str) -> str:
     """Explains that rows without an item can be trained but not served."""
     return (
-        f"{why}, and a bundle stores a vector of each; leave out export=require (rec.publish writes such a model's "
-        "weights), or name the item's column"
+        f"{why}, and a bundle stores a vector of each; leave out export=require (torchx_apps.publish writes such a "
+        "model's weights), or name the item's column"
     )
 
 

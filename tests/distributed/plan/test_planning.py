@@ -141,7 +141,7 @@ def test_what_a_table_leaves_out_is_that_of_every_table() -> None:
         ),
         (
             {"tables": ("item_id=key_value",)},
-            "table 'item_id': kernel=key_value is planned only, by rec.plan",
+            "table 'item_id': kernel=key_value is planned only, by TorchRec",
         ),
         (
             {"kernel": "dense", "sharding": "row_wise"},

@@ -1,4 +1,4 @@
-"""What rec.plan says of a rank, against the model that it holds and the messages that it sends.
+"""What a plan says of a rank, against the model that it holds and the messages that it sends.
 
 torch's fake process group runs one rank of any number. For its memory the rank is on a fake CUDA device, whose tensors
 take none; for its messages on the CPU, with batches that are alike on all ranks, so that what others send is known.
@@ -35,10 +35,30 @@ from torchrec_ext.distributed.plan.draft import Draft, PlanError, draft_plan
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharders import codecs_of
 from torchrec_ext.distributed.tables import collections
-from torchx_apps.cli.plan_flags import TableSize, parse_tables
 
 ROWS = 512  # of a rank and step, so that each of 512 ranks gets an id of every batch
 HOST = 8
+
+
+class TableSize(NamedTuple):
+    """A table: its name, ``rows`` and ``dim`` columns, and the mean number of ``ids`` of a row of the data."""
+
+    name: str
+    rows: int
+    dim: int
+    ids: float
+
+
+def parse_tables(text: str) -> list[TableSize]:
+    """Parses a text such as ``ad=300Mx64,history=12Kx64x20``."""
+    units = {"K": "000", "M": "000000"}
+    sizes = []
+    for item in text.split(","):
+        name, _, size = item.partition("=")
+        rows, dim, ids = [*size.split("x"), "1"][:3]
+        number = int(rows[:-1] + units.get(rows[-1], rows[-1]))
+        sizes.append(TableSize(name, number, int(dim), float(ids)))
+    return sizes
 
 
 def tables_model(

@@ -340,10 +340,7 @@ def imbalanced_table(facts: Facts) -> Finding | None:
         "change it for tables of the others",
     )
     if facts.recipe:
-        lines = (
-            f"--set plan.tables={table.name}=column_wise  # or row_wise",
-            "rec.train.plan shows what each rank holds",
-        )
+        lines = (f"--set plan.tables={table.name}=column_wise  # or row_wise",)
     remedy = "tables over the ranks by what is read of them", lines
     title = f"{name} holds the tables that are read most"
     return _uneven(

@@ -299,7 +299,7 @@ def draft_plan(
     ]
     if stored and not topology.devices[0].storage.ssd:
         raise PlanError(
-            f"table '{stored[0]}': kernel=key_value, but the hosts have no SSD; give --ssd GIB to rec.plan"
+            f"table '{stored[0]}': kernel=key_value, but the hosts have no SSD; give the topology an SSD"
         )
     drafted = draft(model, request.with_bags(bag_lengths or {}), topology, batch_size)
     refuse_exchange(drafted, request.tables, config, topology.world_size)

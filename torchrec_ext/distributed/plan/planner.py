@@ -1,6 +1,6 @@
 """plan_sharding(): TorchRec's planner on the devices of this job.
 
-free_tables(): constraints for tables whose sharding is left open, the same for a training and for rec.plan.
+free_tables(): constraints for tables whose sharding is left open, the same for a training and for a plan alone.
 
 small_tables_whole(): constraints by which tables that are small all together are on every rank, where it is free.
 """
@@ -165,7 +165,7 @@ def refuse_unplaced(
     for name, choice in config.choices(tables).items():
         if choice.kernel == "key_value":
             raise PlanError(
-                f"table '{name}': kernel=key_value is planned only, by rec.plan; choose "
+                f"table '{name}': kernel=key_value is planned only, by TorchRec; choose "
                 "kernel=fused_uvm_caching or fused_uvm to train"
             )
         if why_on_all_ranks(choice) and (placement is not None or table_copies > 1):
@@ -250,7 +250,7 @@ def free_tables(
     *,
     measured: bool = False,
 ) -> tuple[Mapping[str, ParameterConstraints], str]:
-    """Constrains tables without a requested sharding, for a training and for rec.plan.
+    """Constrains tables without a requested sharding, for a training and for a plan alone.
 
     Args:
         model: unsharded model.

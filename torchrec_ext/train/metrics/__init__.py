@@ -38,7 +38,12 @@ from torchrec_ext.train.metrics.shares import (
     gather_uneven_rows,
     own_share,
 )
-from torchrec_ext.train.metrics.vectors import Similarity, vector_ranks
+from torchrec_ext.train.metrics.vectors import (
+    Similarity,
+    VectorFigures,
+    vector_figures,
+    vector_ranks,
+)
 
 __all__ = [
     "ClassificationMetrics",
@@ -52,6 +57,7 @@ __all__ = [
     "Recommender",
     "Similarity",
     "TargetRanks",
+    "VectorFigures",
     "auc",
     "candidate_ranks",
     "catalogue_ranks",
@@ -68,6 +74,7 @@ __all__ = [
     "ranking_metrics",
     "ranks_among",
     "ranks_of",
+    "vector_figures",
     "vector_ranks",
     "watched",
     "watching",
