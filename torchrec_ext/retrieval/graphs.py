@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torchrec_ext.needs_torch  # noqa: F401
+
 import torch
 from torch import Tensor
 

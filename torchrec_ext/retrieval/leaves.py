@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torchrec_ext.needs_torch  # noqa: F401
+
 import numpy as np
 import pyarrow as pa
 import torch
