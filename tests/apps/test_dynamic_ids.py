@@ -408,6 +408,6 @@ def test_a_text_has_one_id_in_every_vocabulary(monkeypatch: pytest.MonkeyPatch) 
     def one_hash(offsets: Int64, *_: Any) -> Any:
         return np.zeros(len(offsets) - 1, np.uint64)
 
-    monkeypatch.setattr("torchrec_ext.retrieval.store.ids.hashed", one_hash)
+    monkeypatch.setattr("torchrec_ext.ids.strings.hashed", one_hash)
     with pytest.raises(DataError, match="the texts 'a' and 'b' have one 64-bit hash"):
         numbered(pa.array(["a", "b"]))

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
+from torch import nn
 
 from tests.retrieval.kinds import (
     ITEMS,
     KINDS,
     MOST,
+    USERS,
+    bag,
     columns_of,
     exported,
     made,
     table,
     trained,
 )
+from torchrec_ext.models.tower_model import TowerModel
+from torchrec_ext.modules.interaction import DotProduct
+from torchrec_ext.modules.tower import Tower
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.catalogue import Catalogue
+from torchrec_ext.retrieval.export import Renewal, export
+from torchrec_ext.retrieval.manifest import BundleError
+from torchrec_ext.schema import DataError
 
 PRODUCTS = (
     "dot",
@@ -56,3 +69,107 @@ def test_served_equals_trained(kind: str, tmp_path: Path) -> None:
         again = bundle.candidate.embed(table(columns_of(model, "item")).slice(user, 1))
         np.testing.assert_allclose(again[0], bundle.rows[user], atol=1e-5)
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("kind", ["top_nn", "gmf", "bst", "next item", "attention"])
+def test_a_renewed_bundle_is_a_fresh_export(kind: str, tmp_path: Path) -> None:
+    renewal = Renewal()
+    first = exported(kind, tmp_path / "first", renewal=renewal)
+    other = made(kind, seed=2)
+    renewed = exported(kind, tmp_path / "renewed", other, renewal=renewal)
+    assert renewed.digest == exported(kind, tmp_path / "fresh", other).digest
+    assert renewed.digest != first.digest
+
+
+def test_rows_of_half_precision_say_what_they_change(tmp_path: Path) -> None:
+    bundle = exported("top_nn", tmp_path / "bundle", store="fp16")
+    assert bundle.rows.dtype == np.float16
+    exact = exported("top_nn", tmp_path / "exact").manifest.parity
+    parity = bundle.manifest.parity
+    assert exact["greatest_difference"] < parity["greatest_difference"]
+    assert parity["greatest_difference"] <= parity["allowed"]
+    assert exact["allowed"] < parity["allowed"]
+
+
+def test_unknown_ids_read_the_row_of_unknown_ids(tmp_path: Path) -> None:
+    model = made("top_nn")
+    bundle = exported("top_nn", tmp_path / "bundle", model, oov_ids={"user_id": 4})
+    row = table(columns_of(model, "user")).slice(4, 1).to_pydict()
+    unknown = {**row, "user_id": [10**6]}
+    read = bundle.query.columns.read(unknown)
+    assert read.unknown["user_id"].tolist() == [True]
+    np.testing.assert_array_equal(
+        bundle.query.embed(unknown), bundle.query.embed({**row, "user_id": [4]})
+    )
+    with pytest.raises(DataError, match="'age'"):
+        bundle.query.embed({name: row[name] for name in row if name != "age"})
+
+
+def test_the_bundle_holds_the_rows_that_are_asked_for(tmp_path: Path) -> None:
+    model = made("next item")
+    kept = torch.arange(0, ITEMS, 2)
+    items = pa.table({"candidates": np.arange(1, len(kept))})
+    export(
+        model,
+        tmp_path / "bundle",
+        catalogue=Catalogue(ids=kept[1:].numpy(), features=items),
+        queries=pa.table({"session": [[1, 2, 3], [len(kept) - 1]]}),
+        rows={"films": kept},
+    )
+    bundle = Bundle.load(tmp_path / "bundle")
+    (table_entry,) = bundle.manifest.content["tables"].values()
+    assert table_entry["rows"] == len(kept)
+    weight = model.embeddings.embeddings["films"].weight.detach().numpy()
+    np.testing.assert_array_equal(bundle.rows, weight[kept[1:].numpy()])
+
+
+def export_of(model: nn.Module, folder: Path, **options: Any) -> None:
+    names = {"user": "user", "item": "item"}
+    tables = {side: table(columns_of(model, side)) for side in names}
+    ids = np.arange(ITEMS)
+    given = {
+        "catalogue": Catalogue(ids=ids, features=tables["item"]),
+        "queries": tables["user"],
+    }
+    export(model, folder, **{**given, **options})
+
+
+def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path) -> None:
+    model = made("dot")
+    out = tmp_path / "bundle"
+    with pytest.raises(
+        BundleError, match=r"candidate='x': is not a tower .* user, item"
+    ):
+        export_of(model, out, candidate="x")
+    with pytest.raises(BundleError, match=r"column 'profile': the model reads it, and"):
+        export_of(model, out, queries=table(["user_id", "history", "age"]))
+    with pytest.raises(BundleError, match=r"store='int8': must be one of fp32, fp16"):
+        export_of(model, out, store="int8")
+    with pytest.raises(BundleError, match=r"recall=2: must be greater than 0 and at"):
+        export_of(model, out, recall=2)
+    with pytest.raises(BundleError, match=r"index='HNSW8': FAISS searches products"):
+        export_of(made("top_nn"), out, index="HNSW8")
+    with pytest.raises(BundleError, match=r"queries: there are no rows to audit by"):
+        export_of(model, out, queries=None)
+    features = table(columns_of(model, "item"))
+    fewer = Catalogue(ids=np.arange(ITEMS), features=features, trained=np.array([99]))
+    with pytest.raises(
+        BundleError, match=r"1 ids of the training rows are not in it, 99"
+    ):
+        export_of(model, out, catalogue=fewer)
+    with torch.no_grad():
+        model.towers["user"].mlp[0].weight[0, 0] = torch.nan
+    with pytest.raises(BundleError, match=r"gives NaN or infinity as a logit"):
+        export_of(model, out)
+    both = TowerModel(
+        {
+            "user": Tower([bag("user_id", USERS)], [8]),
+            "item": Tower([bag("item_id", ITEMS), bag("user_id", USERS)], [8]),
+        },
+        DotProduct([8, 8]),
+    )
+    with pytest.raises(
+        BundleError, match=r"column 'user_id': tower 'item' and user read"
+    ):
+        export_of(both, out, queries=table(["user_id"]))
+    assert not out.exists()
