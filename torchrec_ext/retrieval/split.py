@@ -1,4 +1,4 @@
-"""Split: cuts a network into a query half, a candidate half and what runs for each pair, by following each column.
+"""GraphSplit: cuts a network into a query half, a candidate half and what runs for each pair, by following each column.
 
 torch.export records forward as a graph of torch's operators. What depends on columns of the queries alone is computed
 once for a query; what depends on columns of the catalogue alone is stored. Linear layers and element-wise functions are
@@ -194,7 +194,7 @@ class Part:
     leaves: list[Leaf] = field(default_factory=list)
 
 
-class Split:
+class GraphSplit:
     """A network in three parts, together equal to its forward.
 
     Args:
@@ -763,7 +763,7 @@ class Split:
 class _Builder:
     """Copies nodes of a whole graph into a graph of their own."""
 
-    def __init__(self, split: Split, leaves: Sequence[Node]) -> None:
+    def __init__(self, split: GraphSplit, leaves: Sequence[Node]) -> None:
         self.split = split
         self.graph = fx.Graph()
         self.root = nn.Module()
