@@ -194,7 +194,7 @@ FLAGS = {
     "components.diagnose.why_slow": ["--recipe", "ncf"],
     "components.pipeline.all": ["--out", "o"],
     "components.__init__.plan": ["--tables", "ad=300Mx64"],
-    "components.__init__.embed": ["--bundle", "b", "--out", "o", "--procs", "2"],
+    "components.__init__.embed": ["--bundle", "b", "--out", "o", "--tower", "query"],
     "components.__init__.evaluate": ["--users", "u", "--items", "i", "--truth", "t"],
 }
 

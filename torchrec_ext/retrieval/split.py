@@ -1,4 +1,4 @@
-"""Split: cuts a network into a query half, a candidate half and what runs for each pair, by following each column.
+"""GraphSplit: cuts a network into a query half, a candidate half and what runs for each pair, by following each column.
 
 What depends on columns of the queries alone is computed once for a query. What depends on columns of the catalogue
 alone is stored. The item's half of the first layer is applied before a row is stored.
@@ -10,6 +10,8 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
 from torch import Tensor, fx, nn
@@ -99,7 +101,7 @@ class Part:
     leaves: list[Leaf] = field(default_factory=list)
 
 
-class Split:
+class GraphSplit:
     """A network in three parts, together equal to its forward.
 
     Args:
@@ -380,7 +382,7 @@ class Split:
 class _Builder:
     """Copies nodes of a whole graph into a graph of their own."""
 
-    def __init__(self, split: Split, leaves: Sequence[Node]) -> None:
+    def __init__(self, split: GraphSplit, leaves: Sequence[Node]) -> None:
         self.split = split
         self.graph = fx.Graph()
         self.root = nn.Module()
