@@ -221,7 +221,7 @@ FLAGS = {
     "components.data.preprocess": ["--recipe", "clicks", "--out", "o"],
     "components.serve.export": ["--run", "r"],
     "components.serve.http": ["--bundle", "b", "--workers", "2"],
-    "components.__init__.embed": ["--bundle", "b", "--out", "o", "--procs", "2"],
+    "components.__init__.embed": ["--bundle", "b", "--out", "o", "--tower", "query"],
 }
 
 

@@ -62,7 +62,12 @@ PRIVATE_NAMES = (
     PrivateNames(
         "torch/utils/_python_dispatch.py",
         ("TorchDispatchMode",),
-        "diagnose counts the ops of a step, and a bundle's program is run op by op",
+        "diagnose counts the ops of a step",
+    ),
+    PrivateNames(
+        "torch/_decomp/decompositions.py",
+        ("_to_copy", "_unsafe_view"),
+        "an export follows the ops of a traced forward, of which these two have no public name",
     ),
     PrivateNames(
         "torch/_C/_VariableFunctions.pyi",
@@ -72,12 +77,10 @@ PRIVATE_NAMES = (
             "_foreach_norm",
             "_fused_adam_",
             "_fused_adamw_",
-            "_int_mm",
-            "_weight_int8pack_mm",
             "_assert_async",
             "_embedding_bag",
         ),
-        "one kernel for many small tensors, products of 8-bit integers, and a check on a GPU without a sync",
+        "one kernel for many small tensors, and a check on a GPU without a sync",
         "https://github.com/pytorch/pytorch/pull/193607",
     ),
     PrivateNames(
@@ -232,8 +235,8 @@ PRIVATE_NAMES = (
     ),
     PrivateNames(
         "torch/_inductor/__init__.py",
-        ("standalone_compile", "aoti_compile_and_package", "aoti_load_package"),
-        "capture and the scorer compile a traced graph",
+        ("standalone_compile",),
+        "capture compiles a traced graph",
     ),
     PrivateNames(
         "torch/_inductor/cpp_builder.py",

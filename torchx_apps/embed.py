@@ -47,7 +47,7 @@ def _embed(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(argv)
     _check(options)
     from torchrec_ext.retrieval.bundle import Bundle
-    from torchrec_ext.retrieval.server.watch import bundle_folder
+    from torchrec_ext.retrieval.manifest import bundle_folder
     from torchx_apps.jobs.embedding import TowerRows, embed_files, refresh_files
     from torchx_apps.jobs.tracking import tracked
 

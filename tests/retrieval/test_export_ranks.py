@@ -11,7 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from torchrec import EmbeddingConfig
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingConfig
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingEnv
+from torchrec.models.dlrm import DLRM
 
 from tests.contracts import run_ranks
 from tests.examples import ITEMS, META, USERS, redrawn, small_model
@@ -98,6 +101,48 @@ def next_items(runtime: Runtime, folder: Path) -> str:
         catalogue=Catalogue(ids=items, features=pa.table({"candidates": items})),
         queries=pa.table({"session": session}),
     ).digest
+
+
+def dlrm() -> DLRM:
+    torch.manual_seed(0)
+    tables = [
+        EmbeddingBagConfig(
+            name=name, feature_names=[name], num_embeddings=rows, embedding_dim=8
+        )
+        for name, rows in (("user", 20), ("item", ITEMS), ("history", ITEMS))
+    ]
+    collection = EmbeddingBagCollection(tables=tables)
+    return DLRM(collection, 2, [8], [8, 1])
+
+
+def of_dlrm(model: torch.nn.Module, folder: Path) -> str:
+    """The digest of a DLRM's bundle, with histories of any length."""
+    rng = np.random.default_rng(0)
+    history = [rng.integers(0, ITEMS, length % 4).tolist() for length in range(20)]
+    queries = {
+        "user": np.arange(20),
+        "history": pa.array(history, pa.list_(pa.int64())),
+        "dense_features": rng.random((20, 2)).astype(np.float32).tolist(),
+    }
+    items = np.arange(ITEMS)
+    catalogue = Catalogue(ids=items, features=pa.table({"item": items}))
+    return export(model, folder, catalogue=catalogue, queries=pa.table(queries)).digest
+
+
+def sharded_dlrm(runtime: Runtime, folder: Path) -> str:
+    env = ShardingEnv.from_process_group(torch.distributed.group.WORLD)
+    model = DistributedModelParallel(dlrm(), env=env, device=runtime.device)
+    return of_dlrm(model, folder / "sharded")
+
+
+def test_a_dlrm_in_distributed_model_parallel_is_proven_too(tmp_path: Path) -> None:
+    (digest,) = set(run_ranks(sharded_dlrm, 2, tmp_path))
+    bundle = Bundle.load(tmp_path / "sharded")
+    assert bundle.digest == digest
+    parity = bundle.manifest.parity
+    assert parity["greatest_difference"] <= parity["allowed"] < 1e-3
+    # The plain one's tables begin otherwise.
+    assert of_dlrm(dlrm(), tmp_path / "plain") != digest
 
 
 def refused(runtime: Runtime, folder: Path) -> str:

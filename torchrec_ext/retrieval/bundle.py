@@ -57,6 +57,14 @@ class Parity(NamedTuple):
     allowed: float
 
 
+class GraphError(BundleError):
+    """ONNX Runtime cannot run a graph on some inputs; ``why`` is its own reason."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{path}: ONNX Runtime cannot run it ({why}); {ANEW}")
+        self.why = why
+
+
 class Side:
     """One side of a model, its queries or its candidates: columns, tables and a graph.
 
@@ -242,10 +250,7 @@ def _run(session: Any, path: Path, inputs: Mapping[str, NDArray[Any]]) -> NDArra
         output: NDArray[Any] = session.run(None, inputs)[0]
     # Its errors have no class of their own.
     except Exception as error:
-        why = str(error).splitlines()[0][:100]
-        raise BundleError(
-            f"{path}: ONNX Runtime cannot run it ({why}); {ANEW}"
-        ) from None
+        raise GraphError(path, str(error).splitlines()[0][:100]) from None
     if output.dtype != np.float32:
         raise BundleError(f"{path}: gives {output.dtype}, must be float32; {ANEW}")
     return output
@@ -299,7 +304,7 @@ def _shaped(path: Path, shape: tuple[int, int], dtype: str) -> NDArray[Any]:
     return array
 
 
-class Pairs:
+class PairGraph:
     """The part of a model that depends on both sides of a pair: ``pairs.onnx``.
 
     Args:
@@ -363,7 +368,7 @@ class Bundle:
             Side(folder, name, content, tables, preprocessor, threads=threads)
             for name in ("query", "candidate")
         )
-        self._pairs = Pairs(folder, threads=threads)
+        self._pairs = PairGraph(folder, threads=threads)
         self.items = ItemTable.open(folder)
         count = content["items"]["rows"]
         if len(self.items) != count:

@@ -12,6 +12,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import torchrec_ext.needs_torch  # noqa: F401
+
 import numpy as np
 import pyarrow as pa
 import torch

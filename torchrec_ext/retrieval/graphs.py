@@ -1,4 +1,4 @@
-"""Graphs: a Split's three parts as ONNX files, and new weights written into them without a new export."""
+"""Graphs: a GraphSplit's three parts as ONNX files, and new weights written into them without a new export."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torchrec_ext.needs_torch  # noqa: F401
+
 import torch
 from torch import Tensor
 
 from torchrec_ext.retrieval.manifest import BundleError
-from torchrec_ext.retrieval.split import Part, Split
+from torchrec_ext.retrieval.split import GraphSplit, Part
 
 PARTS = ("query", "candidate", "pairs")
 _MOST_BYTES = 2**31 - 1  # of a protobuf message
@@ -29,7 +31,7 @@ class Graphs:
         BundleError: ONNX lacks one of its functions, a package is missing, or weights outside of tables exceed 2 GB.
     """
 
-    def __init__(self, split: Split) -> None:
+    def __init__(self, split: GraphSplit) -> None:
         require_onnx()
         self.split = split
         self._models = {name: _onnx(getattr(split, name), name) for name in PARTS}

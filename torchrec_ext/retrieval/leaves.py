@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torchrec_ext.needs_torch  # noqa: F401
+
 import numpy as np
 import pyarrow as pa
 import torch
@@ -46,7 +48,8 @@ from torchrec_ext.modules.tower import Padded
 from torchrec_ext.retrieval.catalogue import even_rows
 from torchrec_ext.retrieval.columns import ListRule, ModelColumn, Values
 from torchrec_ext.retrieval.manifest import BundleError
-from torchrec_ext.retrieval.split import Leaf, Split
+from torchrec_ext.retrieval.split import GraphSplit
+from torchrec_ext.retrieval.trace import Leaf
 from torchrec_ext.schema.array_columns import source_columns, widths_of
 from torchrec_ext.schema.validation import listed
 
@@ -288,9 +291,9 @@ class TowerNetwork:
         stays = place <= kept.repeat_interleave(bags.lengths.long())
         return Jagged(bags.values[stays], kept)
 
-    def split(self, dense: Mapping[str, Tensor]) -> Split:
+    def split(self, dense: Mapping[str, Tensor]) -> GraphSplit:
         """Returns the model in parts, with dense weights by their names in the unsharded model."""
-        return Split(self.module(dense), self.leaves)
+        return GraphSplit(self.module(dense), self.leaves)
 
     def module(self, dense: Mapping[str, Tensor]) -> nn.Module:
         """Returns the model as one module by leaves, on the CPU."""
@@ -605,7 +608,7 @@ class OwnNetwork:
         )
         for leaf in leaves:
             examples.setdefault(leaf.name, leaf.example(_EXAMPLE_ROWS))
-        self._split = Split(local.eval(), leaves, examples)
+        self._split = GraphSplit(local.eval(), leaves, examples)
         split = self._split
         if metric is not None and not split.product:
             raise BundleError(
@@ -669,7 +672,7 @@ class OwnNetwork:
                 leaves.append(_rows_leaf(config, name, candidate, (width,)))
         return leaves
 
-    def _columns_of(self, split: Split) -> dict[str, dict[str, ModelColumn]]:
+    def _columns_of(self, split: GraphSplit) -> dict[str, dict[str, ModelColumn]]:
         columns: dict[str, dict[str, ModelColumn]] = {"query": {}, "candidate": {}}
         sizes = {config.name: config.num_embeddings for config in tables_of(self.model)}
         state = dict(self.model.named_parameters())
@@ -728,7 +731,7 @@ class OwnNetwork:
             ) from None
         return logits.reshape(-1).float().cpu()  # type: ignore[no-any-return]
 
-    def split(self, dense: Mapping[str, Tensor]) -> Split:
+    def split(self, dense: Mapping[str, Tensor]) -> GraphSplit:
         """Returns the model in parts."""
         return self._split
 

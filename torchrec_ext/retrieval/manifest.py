@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ FORMAT = 2
 BUNDLE_MANIFEST = "manifest.json"
 # It may list millions of rows that training never read.
 _MOST_BYTES = 64 * 2**20
+_LONGEST_POINTER = 4096
+_OF_A_RUN = "bundle"  # folder of the bundle in a run's folder
 ANEW = "export the bundle again, or copy the whole folder anew"
 
 
@@ -184,3 +187,34 @@ def _files(folder: Path) -> dict[str, Path]:
         ) from None
     files.pop(BUNDLE_MANIFEST, None)
     return files
+
+
+def bundle_folder(pointer: Path) -> Path:
+    """Returns the bundle's folder for a folder, a link to one, a text file with its path, or a run's folder.
+
+    Raises:
+        ValueError: ``pointer`` leads to no folder.
+    """
+    target = pointer
+    if pointer.is_file():
+        with pointer.open("rb") as file:
+            text = file.read(_LONGEST_POINTER).decode(errors="replace").strip()
+        if text:
+            target = pointer.parent / text
+    # Unlike Path.is_dir(), returns False for an invalid name.
+    if not os.path.isdir(target):
+        what = f"it names {str(target)[:100]!r}, which is not a folder"
+        if target == pointer:
+            what = "there is no such file or folder"
+        raise ValueError(
+            f"bundle {str(pointer)!r}: {what}; give a bundle's folder, a link to one, or a text file with its path"
+        )
+    of_a_run = target / _OF_A_RUN
+    # Resolved, so that a link that moves later does not change the open bundle's
+    # folder.
+    if (
+        not (target / BUNDLE_MANIFEST).exists()
+        and (of_a_run / BUNDLE_MANIFEST).is_file()
+    ):
+        return of_a_run.resolve()
+    return target.resolve()

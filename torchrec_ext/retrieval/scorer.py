@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
-from torchrec_ext.retrieval.bundle import Bundle, Floats, Side
+from torchrec_ext.retrieval.bundle import Bundle, Floats, GraphError, Side
 from torchrec_ext.retrieval.catalogue import NOT, Id, IdArray
 from torchrec_ext.retrieval.columns import Read
 from torchrec_ext.retrieval.search import (
@@ -356,7 +356,7 @@ class _Ready:
         for row, where in _numbered(rows):
             _check_row(side, row, where)
         read = _read(side, rows, "rows")
-        vectors = side(read.columns)
+        vectors = _vectors(side, read, "rows")
         if not np.isfinite(vectors).all():
             index = int((~np.isfinite(vectors)).any(axis=1).argmax())
             raise RequestError(
@@ -420,7 +420,7 @@ class _Ready:
         side = self.bundle.query
         columns = self._columns(user, row, "user")
         read = _read(side, [columns], "user")
-        query = side(read.columns)[0]
+        query = _vectors(side, read, "user")[0]
         _checked(check_query, query)
         unknown = _unknown(read, 0)
         is_new = row < 0
@@ -580,6 +580,18 @@ def _read(side: Side, rows: Sequence[Mapping[str, Any]], where: str) -> Read:
         return side.columns.read(rows)
     except (ValueError, OverflowError, TypeError) as error:
         raise RequestError(where, str(error)) from None
+
+
+def _vectors(side: Side, read: Read, where: str) -> Floats:
+    try:
+        return side(read.columns)
+    except DataError as error:
+        raise RequestError(where, str(error)) from None
+    # The bundle's audit ran the same graph, so it is these values that it cannot take.
+    except GraphError as error:
+        raise RequestError(
+            where, f"the model cannot take these values ({error.why}); send others"
+        ) from None
 
 
 def _unknown(read: Read, row: int) -> list[str]:

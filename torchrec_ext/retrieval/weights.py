@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torchrec_ext.needs_torch  # noqa: F401
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

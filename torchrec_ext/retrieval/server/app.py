@@ -104,7 +104,7 @@ class _Live(NamedTuple):
 
     bundle: Bundle
     scorer: Scorer
-    routes: Mapping[str, structs.Route]
+    routes: Mapping[str, structs.Operation]
     decoders: Mapping[str, msgspec.json.Decoder[Any]]
 
 

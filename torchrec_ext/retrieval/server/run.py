@@ -15,8 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from torchrec_ext.retrieval.manifest import bundle_folder
 from torchrec_ext.retrieval.server.settings import ServerConfig
-from torchrec_ext.retrieval.server.watch import bundle_folder
 
 # Seconds for the replacement of a worker to load its bundle, and for a worker to answer
 # its parent.

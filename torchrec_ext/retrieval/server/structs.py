@@ -131,7 +131,7 @@ def answer_struct(answer: Recommendation | Scores | Nearest | Embedded) -> Struc
     return RecommendAnswer(**values)
 
 
-class Route(NamedTuple):
+class Operation(NamedTuple):
     """A kind of request of one bundle.
 
     Args:
@@ -151,7 +151,7 @@ class Route(NamedTuple):
 
 def routes_of(
     bundle: Bundle, settings: ServerConfig, example_user: Mapping[str, Any]
-) -> dict[str, Route]:
+) -> dict[str, Operation]:
     """Returns the kinds of requests of a bundle, by path."""
     limits = settings.limits
     user = _row_struct("User", bundle.query.columns.raw, _users_id(bundle))
@@ -218,28 +218,28 @@ def routes_of(
         known = {bundle.users.key: bundle.users.ids.ids([0])[0]}
     of_user = {"user": dict(known)}
     return {
-        "/v1/recommend": Route(
+        "/v1/recommend": Operation(
             "Recommends the best items of a user.",
             recommend,
             RecommendAnswer,
             {**of_user, "k": 3},
             to_recommend,
         ),
-        "/v1/score": Route(
+        "/v1/score": Operation(
             "Scores items for a user.",
             score,
             ScoreAnswer,
             {**of_user, "items": first},
             to_score,
         ),
-        "/v1/nearest": Route(
+        "/v1/nearest": Operation(
             "Finds the items nearest to an item.",
             nearest,
             NearestAnswer,
             {"item": first[0], "k": 3},
             to_nearest,
         ),
-        "/v1/embed": Route(
+        "/v1/embed": Operation(
             "Computes the vectors of users or of items.",
             embed,
             EmbedAnswer,
@@ -339,7 +339,7 @@ def field_of(error: msgspec.ValidationError) -> tuple[str, str]:
     return found[1], found[2]
 
 
-def openapi(routes: Mapping[str, Route], settings: ServerConfig) -> dict[str, Any]:
+def openapi(routes: Mapping[str, Operation], settings: ServerConfig) -> dict[str, Any]:
     """Returns the OpenAPI 3.1 description of a server with these kinds of requests."""
     structs = [each for route in routes.values() for each in (route.body, route.answer)]
     found, parts = msgspec.json.schema_components(

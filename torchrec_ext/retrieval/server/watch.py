@@ -3,47 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.manifest import BUNDLE_MANIFEST
+from torchrec_ext.retrieval.manifest import BUNDLE_MANIFEST, bundle_folder
 
 Identity = tuple[object, ...]
-_LONGEST_POINTER = 4096
-_OF_A_RUN = "bundle"  # folder of the bundle in a run's folder
-
-
-def bundle_folder(pointer: Path) -> Path:
-    """Returns the bundle's folder for a folder, a link to one, a text file with its path, or a run's folder.
-
-    Raises:
-        ValueError: ``pointer`` leads to no folder.
-    """
-    target = pointer
-    if pointer.is_file():
-        with pointer.open("rb") as file:
-            text = file.read(_LONGEST_POINTER).decode(errors="replace").strip()
-        if text:
-            target = pointer.parent / text
-    # Unlike Path.is_dir(), returns False for an invalid name.
-    if not os.path.isdir(target):
-        what = f"it names {str(target)[:100]!r}, which is not a folder"
-        if target == pointer:
-            what = "there is no such file or folder"
-        raise ValueError(
-            f"bundle {str(pointer)!r}: {what}; give a bundle's folder, a link to one, or a text file with its path"
-        )
-    of_a_run = target / _OF_A_RUN
-    # Resolved, so that a link that moves later does not change the open bundle's
-    # folder.
-    if (
-        not (target / BUNDLE_MANIFEST).exists()
-        and (of_a_run / BUNDLE_MANIFEST).is_file()
-    ):
-        return of_a_run.resolve()
-    return target.resolve()
 
 
 def identity(pointer: Path) -> Identity:
@@ -62,7 +28,7 @@ class Watch:
     """Loads the bundle behind a pointer whenever it is another one.
 
     Args:
-        pointer: see :func:`bundle_folder`.
+        pointer: see :func:`~torchrec_ext.retrieval.manifest.bundle_folder`.
         every_s: seconds between two looks.
         threads: threads of a bundle's graphs.
         swap: takes a new bundle into service.
