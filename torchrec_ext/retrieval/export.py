@@ -12,7 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import torchrec_ext.needs_torch  # noqa: F401
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 
 import numpy as np
 import pyarrow as pa

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torchrec_ext.needs_torch  # noqa: F401
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 
 import numpy as np
 import pyarrow as pa

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
+
 import torch
 import torchrec
 from torch import Tensor, nn

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import torchrec_ext.needs_torch  # noqa: F401
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 
 import torch
 import torch.distributed as dist
