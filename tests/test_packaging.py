@@ -293,7 +293,6 @@ def test_the_suite_collects_without_any_optional_package() -> None:
     modules = optional_modules()
     assert {
         "kubernetes",
-        "redis",
         "starlette",
         "matplotlib",
         "duckdb",
