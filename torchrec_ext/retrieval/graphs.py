@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.retrieval.manifest import BundleError
-from torchrec_ext.retrieval.split import Part, GraphSplit
+from torchrec_ext.retrieval.split import GraphSplit, Part
 
 PARTS = ("query", "candidate", "pairs")
 _MOST_BYTES = 2**31 - 1  # of a protobuf message

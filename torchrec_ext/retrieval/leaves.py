@@ -48,7 +48,8 @@ from torchrec_ext.modules.tower import Padded
 from torchrec_ext.retrieval.catalogue import even_rows
 from torchrec_ext.retrieval.columns import ListRule, ModelColumn, Values
 from torchrec_ext.retrieval.manifest import BundleError
-from torchrec_ext.retrieval.split import Leaf, GraphSplit
+from torchrec_ext.retrieval.split import GraphSplit
+from torchrec_ext.retrieval.trace import Leaf
 from torchrec_ext.schema.array_columns import source_columns, widths_of
 from torchrec_ext.schema.validation import listed
 

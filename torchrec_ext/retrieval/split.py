@@ -1,69 +1,40 @@
 """GraphSplit: cuts a network into a query half, a candidate half and what runs for each pair, by following each column.
 
-torch.export records forward as a graph of torch's operators. What depends on columns of the queries alone is computed
-once for a query; what depends on columns of the catalogue alone is stored. Linear layers and element-wise functions are
-moved through concatenations first, so that the item's half of the first layer is applied before a row is stored.
+What depends on columns of the queries alone is computed once for a query. What depends on columns of the catalogue
+alone is stored. The item's half of the first layer is applied before a row is stored.
 """
 
 from __future__ import annotations
 
 import operator
-import re
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
-import torchrec
 from torch import Tensor, fx, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim
 from torch.fx import Node
 from torch.fx.node import map_arg
 
 from torchrec_ext.retrieval.manifest import BundleError
+from torchrec_ext.retrieval.trace import (
+    BOTH,
+    CANDIDATE,
+    NEITHER,
+    QUERY,
+    TABLES,
+    Leaf,
+    Trace,
+    is_size,
+    is_whole,
+    line_of,
+)
 from torchrec_ext.schema.validation import listed
 
 aten = torch.ops.aten
-NEITHER, QUERY, CANDIDATE, BOTH = range(4)
-TABLES = {QUERY: "queries", CANDIDATE: "catalogue.features"}
-_LIBRARIES = tuple(
-    str(Path(str(module.__file__)).parent) for module in (torch, torchrec)
-)
-_OWN = str(Path(__file__).parents[1])
-_NOTHING = {
-    aten.detach.default,
-    aten.alias.default,
-    aten.clone.default,
-    aten.contiguous.default,
-    aten.dropout.default,
-    aten.lift_fresh_copy.default,
-}
-_ELEMENTWISE = {
-    aten.relu.default,
-    aten.gelu.default,
-    aten.silu.default,
-    aten.tanh.default,
-    aten.sigmoid.default,
-    aten.leaky_relu.default,
-    aten.elu.default,
-    aten.mish.default,
-    aten.softplus.default,
-    aten.hardtanh.default,
-    aten.hardswish.default,
-    aten.clamp.default,
-    aten.clamp_min.default,
-    aten.neg.default,
-    aten.abs.default,
-    aten.exp.default,
-    aten.mul.Tensor,
-    aten.div.Tensor,
-    aten.add.Tensor,
-    aten.sub.Tensor,
-}
 _BROADCAST = {aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor}
 _SHAPES = {
     aten.view.default,
@@ -103,70 +74,6 @@ _BILINEAR = {
 }
 # Functions that are linear in their first tensor.
 _FIRST = {aten.div.Tensor, aten.linear.default}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Leaf:
-    """An input of a network, and how it is filled from the model's columns; see the manifest's ``leaves``.
-
-    Args:
-        name: name of the input.
-        kind: ``column``, its values; ``rows``, the table's row of each id; ``pooled``, a bag of ids; ``lengths`` of a
-            list.
-        column: name of the model's column.
-        candidate: whether the column is the catalogue's.
-        shape: axes after B; None for the longest list of the batch.
-        dtype: ``float32``, ``int64`` or ``bool``.
-        table: name of the table.
-        pooling: ``sum`` or ``mean``.
-    """
-
-    name: str
-    kind: Literal["column", "rows", "pooled", "lengths"]
-    column: str
-    candidate: bool
-    shape: tuple[int | None, ...] = ()
-    dtype: str = "float32"
-    table: str = ""
-    pooling: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns the manifest's entry."""
-        values: dict[str, Any] = {
-            "input": self.name,
-            "kind": self.kind,
-            "column": self.column,
-        }
-        if self.kind == "column":
-            values["dtype"] = self.dtype
-        if self.kind in ("rows", "pooled"):
-            values["table"] = self.table
-        if self.kind == "pooled":
-            values["pooling"] = self.pooling
-        if self.kind != "lengths":
-            values["shape"] = list(self.shape)
-        return values
-
-    def example(self, rows: int = 3, longest: int = 5) -> Tensor:
-        """Returns an input to trace with; no axis is 0 or 1, which torch.export would fix."""
-        sizes = [longest if size is None else size for size in self.shape]
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        if self.kind == "lengths":
-            return torch.ones(rows, dtype=torch.int64)
-        if dtype == torch.float32:
-            draw = torch.Generator().manual_seed(0)
-            return torch.randn(rows, *sizes, generator=draw)
-        return torch.zeros(rows, *sizes, dtype=dtype)
-
-    def axes(self, rows: Any) -> dict[int, Any]:
-        """Returns the axes of any length, for ``dynamic_shapes``; lists of one column are equally long."""
-        axes = {0: rows}
-        for place, size in enumerate(self.shape, 1):
-            if size is None:
-                axes[place] = Dim(
-                    f"longest_{re.sub(r'[^0-9a-zA-Z]', '_', self.column)}"
-                )
-        return axes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -219,46 +126,21 @@ class GraphSplit:
         leaves: Sequence[Leaf],
         examples: Mapping[str, Tensor] | None = None,
     ) -> None:
-        values = {
-            leaf.name: (examples or {}).get(leaf.name, leaf.example())
-            for leaf in leaves
-        }
-        program = _trace(model, leaves, values)
-        self.graph = program.graph
-        signature = program.graph_signature
-        self._paths: dict[Node, str] = {}
-        self.leaves: dict[Node, Leaf] = {}
-        paths = {
-            **signature.inputs_to_parameters,
-            **signature.inputs_to_buffers,
-            **signature.inputs_to_lifted_tensor_constants,
-        }
-        inputs = iter(leaves)
-        for node in self.graph.nodes:
-            if node.op == "placeholder":
-                if node.name in paths:
-                    self._paths[node] = paths[node.name]
-                else:
-                    self.leaves[node] = next(inputs)
-        self._own_values = {**program.state_dict, **program.constants}
-        self.tables: dict[str, str] = {}
-        self._check_result()
-        self._look_ups()
-        self._rewrite()
-        self._sides = self._follow()
-        self._constant = self._constants()
+        self._trace = trace = Trace(model, leaves, examples)
+        self.graph = trace.graph
+        self.leaves = trace.leaves
+        self.tables = trace.tables
+        self.numbers = trace.numbers
+        self._side = trace.side
+        self.result = trace.result
         self._check_sides()
-        self.pairwise = self._behind([self.result], lambda node: self._side(node) == 3)
+        self.pairwise = trace.behind(
+            [self.result], lambda node: self._side(node) == BOTH
+        )
         self.frontier = self._crossing()
         self._other = self._not_linear()
         self.product = self._other is None
         self._build()
-
-    @property
-    def result(self) -> Node:
-        """The logits."""
-        result: Any = self.graph.output_node().args[0]
-        return result[0]  # type: ignore[no-any-return]
 
     @property
     def why_no_product(self) -> str:
@@ -267,84 +149,7 @@ class GraphSplit:
             return ""
         return f"{self._other.target}{line_of(self._other)}"
 
-    def numbers(self, weights: Mapping[str, Tensor]) -> dict[Node, Tensor]:
-        """Computes every constant of the graph from weights by path."""
-        values: dict[Node, Tensor] = {}
-        for node in self.graph.nodes:
-            if node not in self._constant:
-                continue
-            if node.op == "placeholder":
-                path = self._paths[node]
-                value = weights.get(path)
-                if value is None:
-                    value = self._own_values[path]
-                values[node] = value.detach()
-            else:
-                arguments = map_arg(node.args, values.__getitem__)
-                options = map_arg(node.kwargs, values.__getitem__)
-                function: Any = node.target
-                values[node] = function(*arguments, **options)
-        return values
-
-    def _side(self, node: Node) -> int:
-        return self._sides.get(node, NEITHER)
-
-    def _follow(self) -> dict[Node, int]:
-        """Returns for each node the sides that its value depends on; the number of rows is of neither."""
-        sides: dict[Node, int] = {}
-        for node in self.graph.nodes:
-            leaf = self.leaves.get(node)
-            if leaf is not None:
-                sides[node] = CANDIDATE if leaf.candidate else QUERY
-            elif node.op == "placeholder" or _is_size(node):
-                sides[node] = NEITHER
-            else:
-                sides[node] = NEITHER
-                for each in node.all_input_nodes:
-                    sides[node] |= sides[each]
-        return sides
-
-    def _constants(self) -> set[Node]:
-        found: set[Node] = set()
-        for node in self.graph.nodes:
-            if node in self._paths or (
-                node.op == "call_function"
-                and isinstance(node.meta.get("val"), Tensor)
-                and all(each in found for each in node.all_input_nodes)
-            ):
-                found.add(node)
-        return found
-
-    def _behind(
-        self, results: Iterable[Node], enters: Callable[[Node], bool]
-    ) -> list[Node]:
-        """Returns the nodes behind ``results``, through nodes that ``enters`` admits, in the order of the graph."""
-        queue = list(results)
-        nodes = set()
-        while queue:
-            node = queue.pop()
-            if node not in nodes and enters(node):
-                nodes.add(node)
-                queue.extend(node.all_input_nodes)
-        return [node for node in self.graph.nodes if node in nodes]
-
     # Checks
-
-    def _check_result(self) -> None:
-        result: Any = self.graph.output_node().args[0]
-        several = isinstance(result, list | tuple) and len(result) != 1
-        shape: tuple[Any, ...] = ()
-        first = result[0]
-        if isinstance(first, Node) and isinstance(first.meta.get("val"), Tensor):
-            shape = tuple(first.meta["val"].shape)
-        # The number of rows is symbolic, so a plain int is not one logit for each row.
-        fits = shape != () and not isinstance(shape[0], int) and shape[1:] in ((), (1,))
-        if several or not fits:
-            answer: Any = "several values" if several else shape or "no tensor"
-            raise BundleError(
-                f"model: forward returns {answer}, must be logits (B,) or (B, 1), one for each row; wrap it in a "
-                "module whose forward returns those"
-            )
 
     def _check_sides(self) -> None:
         side = self._side(self.result)
@@ -363,7 +168,7 @@ class GraphSplit:
                 )
 
     def _columns(self, node: Node) -> str:
-        behind = self._behind([node], lambda _: True)
+        behind = self._trace.behind([node], lambda _: True)
         names = {self.leaves[each].column for each in behind if each in self.leaves}
         return listed(f"'{name}'" for name in sorted(names))
 
@@ -371,7 +176,9 @@ class GraphSplit:
         """Whether a value is computed from ids, which a row of float32 cannot hold; a mask of them is none."""
         if node.meta["val"].dtype == torch.bool:
             return False
-        leaves = [self.leaves.get(each) for each in self._behind([node], _is_whole)]
+        leaves = [
+            self.leaves.get(each) for each in self._trace.behind([node], is_whole)
+        ]
         return any(leaf is not None and leaf.kind == "column" for leaf in leaves)
 
     def _crossing(self) -> list[Node]:
@@ -410,194 +217,6 @@ class GraphSplit:
                 f"model: forward{line} combines ids of {columns} with the other side's columns, so there is no vector "
                 "to store; look them up first, each by an nn.Embedding"
             )
-
-    # Rewriting
-
-    def _look_ups(self) -> None:
-        """Makes look-ups of plain columns leaves, so that their tables stay outside the graphs."""
-        for node in list(self.graph.nodes):
-            if node.op == "call_function" and _is_nothing(node):
-                node.replace_all_uses_with(node.args[0])
-                self.graph.erase_node(node)
-            elif node.target in (aten.view.default, aten._unsafe_view.default):
-                # Without copies that only made a tensor contiguous.
-                node.target = aten.reshape.default
-        found: dict[tuple[Node, Node], Node] = {}
-        for node in list(self.graph.nodes):
-            if node.target is not aten.embedding.default:
-                continue
-            ids: Any
-            weight: Any
-            weight, ids = node.args[:2]
-            leaf = self.leaves.get(ids)
-            if leaf is None or weight not in self._paths:
-                continue
-            if weight.meta["val"].dtype != torch.float32:
-                continue
-            if (weight, ids) in found:
-                node.replace_all_uses_with(found[weight, ids])
-                continue
-            found[weight, ids] = node
-            path = self._paths[weight]
-            table = path.removeprefix("model.").removesuffix(".weight")
-            self.tables[table] = path
-            self.leaves[node] = Leaf(
-                name=f"{leaf.column}@{table}",
-                kind="rows",
-                column=leaf.column,
-                candidate=leaf.candidate,
-                shape=(*leaf.shape, weight.meta["val"].shape[1]),
-                table=table,
-            )
-
-    def _rewrite(self) -> None:
-        changed = True
-        while changed:
-            changed = False
-            self._sides = self._follow()
-            for node in list(self.graph.nodes):
-                if node.op != "call_function" or self._side(node) != BOTH:
-                    continue
-                with self.graph.inserting_before(node):
-                    new = self._moved(node)
-                if new is not None:
-                    node.replace_all_uses_with(new)
-                    self.graph.erase_node(node)
-                    changed = True
-                    break
-        self.graph.eliminate_dead_code()
-
-    def _call(self, like: Node, target: Any, *arguments: Any, **options: Any) -> Node:
-        """Adds a node, whose value has the shape that torch gives it."""
-        node = self.graph.call_function(target, arguments, options)
-        values = map_arg(arguments, lambda each: each.meta["val"])
-        node.meta = {"val": target(*values, **options)}
-        if "stack_trace" in like.meta:
-            node.meta["stack_trace"] = like.meta["stack_trace"]
-        self._sides[node] = NEITHER
-        for each in node.all_input_nodes:
-            self._sides[node] |= self._side(each)
-        return node  # type: ignore[no-any-return]
-
-    def _moved(self, node: Any) -> Node | None:
-        """Returns a node of equal value whose parts are of one side; None if there is none."""
-        if node.target is aten.cat.default:
-            return self._flattened(node)
-        if node.target is operator.getitem:
-            return self._of_split(node)
-        source: Any = node.args[0] if node.args else None
-        if not isinstance(source, Node) or source.target is not aten.cat.default:
-            return None
-        dim = _dim(source)
-        if dim == 0:
-            return None
-        if node.target is aten.slice.Tensor:
-            return self._sliced(node, source, dim)
-        if not all(_moves(user, source) for user in source.users):
-            return None
-        if node.target in _ELEMENTWISE:
-            pieces = [
-                self._call(node, node.target, piece, *node.args[1:], **node.kwargs)
-                for piece in _pieces(source)
-            ]
-            return self._call(node, aten.cat.default, pieces, dim)
-        if node.target is aten.linear.default and dim == source.meta["val"].dim() - 1:
-            return self._linear(node, source)
-        return None
-
-    def _flattened(self, node: Any) -> Node | None:
-        dim = _dim(node)
-        pieces: list[Any] = []
-        for piece in _pieces(node):
-            inner = piece.target is aten.cat.default and self._side(piece) == BOTH
-            if inner and _dim(piece) == dim:
-                pieces += piece.args[0]
-            else:
-                pieces.append(piece)
-        if len(pieces) == len(node.args[0]):
-            return None
-        return self._call(node, aten.cat.default, pieces, dim)
-
-    def _of_split(self, node: Any) -> Node | None:
-        """Takes a piece of a split concatenation from what was concatenated."""
-        split, index = node.args
-        if not isinstance(split, Node) or split.target not in (
-            aten.split.Tensor,
-            aten.split_with_sizes.default,
-        ):
-            return None
-        source: Any = split.args[0]
-        if source.target is not aten.cat.default:
-            return None
-        dim = split.args[2] if len(split.args) > 2 else 0
-        dim = dim % source.meta["val"].dim()
-        if dim != _dim(source) or dim == 0:
-            return None
-        sizes = [value.shape[dim] for value in split.meta["val"]]
-        start = sum(sizes[:index])
-        return self._range(node, source, dim, start, start + sizes[index])
-
-    def _sliced(self, node: Any, source: Any, dim: int) -> Node | None:
-        given: list[Any] = list(node.args)
-        given += [0, 0, None, 1][len(given) - 1 :]
-        _, axis, start, stop, step = given
-        value = source.meta["val"]
-        if axis % value.dim() != dim or step != 1:
-            return None
-        start, stop, _ = slice(start, stop).indices(value.shape[dim])
-        return self._range(node, source, dim, start, stop)
-
-    def _range(
-        self, node: Any, source: Any, dim: int, start: int, stop: int
-    ) -> Node | None:
-        pieces = []
-        place = 0
-        for piece in _pieces(source):
-            size = piece.meta["val"].shape[dim]
-            if not isinstance(size, int):
-                return None
-            first = max(start - place, 0)
-            last = min(stop - place, size)
-            if first < last:
-                if last - first < size:
-                    piece = self._call(node, aten.slice.Tensor, piece, dim, first, last)
-                pieces.append(piece)
-            place += size
-        if len(pieces) == 1:
-            return pieces[0]  # type: ignore[no-any-return]
-        return self._call(node, aten.cat.default, pieces, dim)
-
-    def _linear(self, node: Any, source: Any) -> Node | None:
-        """Applies a linear layer to the query's, the candidate's and the other pieces, and adds the results."""
-        weight, *bias = node.args[1:]
-        if self._side(weight) != NEITHER:
-            return None
-        groups: dict[int, list[tuple[Node, Node]]] = {}
-        start = 0
-        for piece in _pieces(source):
-            stop = start + piece.meta["val"].shape[-1]
-            columns = self._call(node, aten.slice.Tensor, weight, 1, start, stop)
-            groups.setdefault(self._side(piece), []).append((piece, columns))
-            start = stop
-        if len(groups) == 1:
-            return None
-        total: Node | None = None
-        for side in (NEITHER, QUERY, CANDIDATE, BOTH):
-            pieces = groups.get(side)
-            if not pieces:
-                continue
-            inputs = [piece for piece, _ in pieces]
-            parts = [part for _, part in pieces]
-            value, part = inputs[0], parts[0]
-            if len(pieces) > 1:
-                value = self._call(node, aten.cat.default, inputs, -1)
-                part = self._call(node, aten.cat.default, parts, 1)
-            product = self._call(node, aten.linear.default, value, part, *bias)
-            bias = []
-            if total is not None:
-                product = self._call(node, aten.add.Tensor, total, product)
-            total = product
-        return total
 
     # Products
 
@@ -693,7 +312,7 @@ class GraphSplit:
         queue = list(results)
         while queue:
             node = queue.pop()
-            if node in behind or node in self._constant or _is_size(node):
+            if node in behind or node in self._trace.constant or is_size(node):
                 continue
             behind.add(node)
             if node not in self.leaves:
@@ -850,12 +469,15 @@ class _Builder:
             if node in needed or node in self.env:
                 continue
             needed.add(node)
-            if node not in split._constant and node.target is not aten.sym_size.int:
+            if (
+                node not in split._trace.constant
+                and node.target is not aten.sym_size.int
+            ):
                 queue.extend(node.all_input_nodes)
         for node in split.graph.nodes:
             if node not in needed:
                 continue
-            if node in split._constant:
+            if node in split._trace.constant:
                 name = f"constant_{len(self.constants)}"
                 self.constants[name] = node
                 self.root.register_buffer(
@@ -946,84 +568,6 @@ def _products(width: int) -> Part:
         fixed={},
         width=0,
     )
-
-
-def _trace(
-    model: nn.Module, leaves: Sequence[Leaf], values: Mapping[str, Tensor]
-) -> ExportedProgram:
-    size = Dim("rows", min=2)
-    shapes = {leaf.name: leaf.axes(size) for leaf in leaves}
-    name = type(getattr(model, "model", model)).__name__
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            # Warnings about torch.export's own code and a GRU's flattened weights.
-            warnings.simplefilter("ignore")
-            program: ExportedProgram = torch.export.export(
-                model, (dict(values),), dynamic_shapes=(shapes,), strict=False
-            ).run_decompositions({})
-            return program
-    except BundleError:
-        raise
-    except Exception as error:  # torch.export raises forward's errors, and errors of many classes of its own
-        rows = len(next(iter(values.values())))
-        if f"constant ({rows})" in str(error):
-            raise BundleError(
-                f"model: forward of {name} fixes the number of rows to {rows}; read sizes as x.shape[0] instead of "
-                "len(x), and -1 instead of a number where tensors are viewed or expanded"
-            ) from None
-        raise BundleError(
-            f"model: forward of {name} cannot be traced{_line_in(str(error))}: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:60]}; `if` on values, .item() and boolean masks become torch.where or "
-            "sums with weights of 0 and 1"
-        ) from None
-
-
-def _line_in(text: str | None) -> str:
-    """Returns ", FILE:LINE" of the innermost stack line outside of torch and this package, or an empty string."""
-    lines = re.findall(r'File "([^"]+)", line (\d+)', text or "")
-    for path, line in reversed(lines):
-        if not path.startswith((*_LIBRARIES, _OWN, "<")):
-            return f", {path}:{line}"
-    return ""
-
-
-def line_of(node: Node) -> str:
-    """Returns ", FILE:LINE" of the user's call that made a node, or an empty string."""
-    return _line_in(node.meta.get("stack_trace"))
-
-
-def _is_size(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.SymInt)
-
-
-def _is_whole(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.dtype == torch.int64
-
-
-def _is_nothing(node: Node) -> bool:
-    """Whether a node returns its input."""
-    if node.target is aten._to_copy.default:
-        source: Any = node.args[0]
-        return bool(source.meta["val"].dtype == node.meta["val"].dtype)
-    return node.target in _NOTHING
-
-
-def _moves(user: Any, source: Any) -> bool:
-    """Whether a user of a concatenation can be moved before it."""
-    if user.args[0] is not source:
-        return False
-    alone = len(user.all_input_nodes) == 1
-    return user.target is aten.linear.default or (user.target in _ELEMENTWISE and alone)
-
-
-def _dim(cat: Any) -> int:
-    dim: Any = cat.args[1] if len(cat.args) > 1 else 0
-    return dim % cat.meta["val"].dim()  # type: ignore[no-any-return]
-
-
-def _pieces(cat: Any) -> list[Any]:
-    return list(cat.args[0])
 
 
 def _width(node: Node) -> int:
