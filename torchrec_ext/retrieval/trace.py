@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torchrec_ext.needs_torch  # noqa: F401
+
 import torch
 import torchrec
 from torch import Tensor, nn
