@@ -31,7 +31,8 @@ def embed(
 
     On this machine::
 
-        torchx run rec.embed --bundle runs/a/bundle --catalogue items.parquet --id item_id --out vectors
+        torchx run rec.embed --bundle runs/a/bundle \
+            --catalogue items.parquet --id item_id --out vectors
         torchx run rec.embed --bundle runs/a/bundle --catalogue changed.parquet --id item_id \
             --refresh vectors --delete 17,18
         torchx run rec.embed --bundle runs/a/bundle --tower query --out users

@@ -173,15 +173,15 @@ def test_cores_and_memory_follow_the_ranks_of_a_node_where_not_given(
 
 def test_cores_and_memory_of_other_components_follow_their_processes() -> None:
     made = [
-        components.embed(bundle="b", out="v", catalogue="c", id="i", procs=5),
+        components.embed(bundle="b", out="v", catalogue="c", id="i", cpu=5),
         serve.http(bundle="b", workers=5),
         serve.http(bundle="b"),
     ]
     resources = [app.roles[0].resource for app in made]
     assert [(each.cpu, each.memMB) for each in resources] == [
-        (5, 10_240),
-        (5, 10_240),
-        (2, 4096),
+        (5, 2048),
+        (5, 2560),
+        (2, 1024),
     ]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from torchrec_ext.components import embed, serve, train  # type: ignore[import-not-found]
+from torchrec_ext.components import serve, train  # type: ignore[import-not-found]
 from torchx.cli.cmd_base import SubCommand
 from torchx.specs import AppDef
 from torchx.specs.builders import materialize_appdef
@@ -237,27 +237,6 @@ def test_a_name_that_is_no_variables_is_refused(name: str, scheduler: str) -> No
 
 
 @pytest.mark.parametrize(
-    "address",
-    [
-        "redis://:hunter2@host:6379/0",
-        "rediss://user:hunter2@host",
-        "redis://host/0?password=hunter2",
-    ],
-)
-def test_a_password_in_the_address_of_a_redis_is_refused_unseen(address: str) -> None:
-    made = (
-        serve.http(bundle="b", redis=address),
-        embed(bundle="b", tower="query", redis=address),
-    )
-    for app in made:
-        line = refused(app, "local_cwd")
-        assert line.startswith("--redis: the address holds a password, ")
-        assert "--redis_password_file FILE" in line
-        assert "REDIS_PASSWORD" in line
-        assert "hunter2" not in line
-
-
-@pytest.mark.parametrize(
     "flag",
     [
         "--set=data.password=hunter2",
@@ -298,9 +277,7 @@ def test_what_only_resembles_a_secret_is_taken() -> None:
     )
     assert (
         check_app(
-            serve.http(
-                bundle="b", redis="redis://user@host:6379/0", token_file="/run/token"
-            ),
+            serve.http(bundle="s3://user@host/b", token_file="/run/token"),
             "slurm",
         )
         == []

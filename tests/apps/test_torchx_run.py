@@ -74,20 +74,6 @@ def test_every_override_is_launched_in_the_order_typed(
         assert (words in command) == (flag in typed)
 
 
-@pytest.mark.usefixtures("in_the_clone")
-def test_the_demo_of_the_makefile_launches_all_that_its_line_says(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (line,) = re.findall(
-        r"^demo:.*\n\t@\$\(WITH_VENV\) \$\(BIN\)/torchx run (.+) \$\(DEMO_ARGS\)$",
-        (CLONE / "Makefile").read_text(),
-        re.MULTILINE,
-    )
-    items = re.findall(r"--set (\S+)", line)
-    assert "fallback=planted" in items
-    assert overrides(launched(capsys, *shlex.split(line))) == items
-
-
 def test_a_scheduler_without_its_package_is_told_in_one_line_with_the_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,7 +50,7 @@ def environment(pid: int) -> str:
     [
         (
             ["local_cwd"],
-            ["rec.serve.http", "--bundle", "b", "--redis", "redis://host/0"],
+            ["rec.serve.http", "--bundle", "b", "--vectors", "users"],
         ),
         (
             ["slurm"],
@@ -60,8 +60,8 @@ def environment(pid: int) -> str:
                 "b",
                 "--tower",
                 "query",
-                "--redis",
-                "redis://host/0",
+                "--out",
+                "users",
             ],
         ),
         (

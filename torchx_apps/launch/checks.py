@@ -261,11 +261,6 @@ def _check_secrets(role: Role, scheduler: str) -> None:
                 f"--env {name}: the address holds a password, {_SHOWN}; {_way(scheduler, name)}"
             )
     for flag, value in role_flags(role):
-        if _PASSWORD_IN_ADDRESS.search(value) and flag == "redis":
-            raise ValueError(
-                f"--redis: the address holds a password, {_SHOWN}; write redis://HOST:PORT/DB, and give the password "
-                f"as a file, --redis_password_file FILE, or as a variable: {_way(scheduler, 'REDIS_PASSWORD')}"
-            )
         if _PASSWORD_IN_ADDRESS.search(value):
             raise ValueError(
                 f"--{flag}: the address holds a password, {_SHOWN}; {_way(scheduler, 'a variable for it')}"
