@@ -29,7 +29,7 @@ COMPONENTS = (
     "rec.data.preprocess --recipe clicks --out /runs/ready",
     "rec.serve.export --run /runs/a --out /runs/b",
     "rec.serve.http --bundle /runs/b --host 0.0.0.0 --workers 2",
-    "rec.embed --bundle /runs/b --catalogue /data/i --id i --out /runs/v --procs 2",
+    "rec.embed --bundle /runs/b --catalogue /data/i --id i --out /runs/v",
 )
 SHARED = "--image my_image:1 --env NCCL_SOCKET_IFNAME=eth0 --mounts type=volume,src=runs,dst=/runs"
 CFG: Mapping[str, Mapping[str, str]] = {
