@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.config import Combine
 from torchrec_ext.modules.interaction import DotProduct
-from torchrec_ext.modules.layers import Made, Recorded
 from torchrec_ext.modules.session_encoder import Packing, SessionEncoder, from_end
 from torchrec_ext.modules.session_tower import (
     SessionSteps,
@@ -184,58 +183,6 @@ class _NextItemNetwork(nn.Module):
         return states.new_zeros(len(packing.lengths), states.shape[1]).index_copy(
             0, rows, states[last]
         )
-
-
-class NextItemTower(Recorded, nn.Module):
-    """The session's half of a :class:`NextItemModel` as a tower of a TowerModel; its output scores the next item.
-
-    Args:
-        tables: config of the items' table, read as the feature ``session``.
-        encoder: encoder of the model.
-        device: device of the table.
-    """
-
-    dense: tuple[str, ...] = ()
-
-    def __init__(
-        self,
-        tables: Sequence[EmbeddingConfig],
-        encoder: SessionEncoder,
-        *,
-        device: torch.device | None = None,
-    ) -> None:
-        super().__init__()
-        self.tables = list(tables)
-        self.out_features = encoder.width
-        self.embeddings = EmbeddingCollection(
-            tables=self.tables, device=device or torch.device("cpu")
-        )
-        self.network = _NextItemNetwork(encoder, self.tables[0].num_embeddings - 1)
-
-    def forward(self, sparse: KeyedJaggedTensor, dense: Tensor) -> Tensor:
-        """Returns (B, D), zeros for an empty session."""
-        return self.network.last(self.embeddings(sparse))
-
-
-def as_towers(model: NextItemModel) -> dict[str, Made]:
-    """Returns how to make the model's session and item as towers, by name, the item last.
-
-    All dense parameters of the model belong to the session's ``network``.
-    """
-    session = dataclasses.replace(model.table, feature_names=[SESSION])
-    items = EmbeddingBagConfig(
-        name=model.table.name,
-        feature_names=[CANDIDATES],
-        num_embeddings=model.table.num_embeddings,
-        embedding_dim=model.table.embedding_dim,
-        data_type=model.table.data_type,
-    )
-    return {
-        SESSION: Made(
-            NextItemTower, {"tables": [session], "encoder": model.network.encoder}
-        ),
-        "item": Made(Tower, {"tables": [items], "mlp_widths": []}),
-    }
 
 
 def bst(

@@ -79,10 +79,11 @@ _CHECKED_ROWS = 4
 
 
 class Renewal:
-    """Keeps the graphs of a first export, so that later ones of the same model only write new numbers into them."""
+    """Keeps the graphs of a first export, so that later ones of the same layers only write new numbers into them."""
 
     def __init__(self) -> None:
         self.graphs: Graphs | None = None
+        self.leaves: list[dict[str, Any]] = []
 
 
 def export(
@@ -489,9 +490,11 @@ class _Content:
 
     def _write_graphs(self, folder: Path, dense: Mapping[str, Tensor]) -> Any:
         graphs = self.renewal.graphs
-        if graphs is None:
+        leaves = [leaf.as_json() for leaf in self.network.leaves]
+        if graphs is None or leaves != self.renewal.leaves:
             graphs = Graphs(self.network.split(dense))
             self.renewal.graphs = graphs
+            self.renewal.leaves = leaves
         else:
             module = self.network.module(dense)
             graphs.renew(dict([*module.named_parameters(), *module.named_buffers()]))

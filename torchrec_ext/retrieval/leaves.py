@@ -610,6 +610,7 @@ class OwnNetwork:
             examples.setdefault(leaf.name, leaf.example(_EXAMPLE_ROWS))
         self._split = GraphSplit(local.eval(), leaves, examples)
         split = self._split
+        self.leaves = [*split.query.leaves, *split.candidate.leaves]
         if metric is not None and not split.product:
             raise BundleError(
                 f"metric={metric!r}: the logits are no products of two vectors, because of {split.why_no_product}; "
