@@ -48,7 +48,7 @@ APPS: Mapping[str, Callable[[], AppDef]] = {
         log="/data/clicks", run_dir="/runs/s", max_retries=3, **RUNS
     ),
     "embed": lambda: components.embed(
-        bundle="/runs/b", catalogue="/data/i", id="i", out="/runs/v", procs=2, **RUNS
+        bundle="/runs/b", catalogue="/data/i", id="i", out="/runs/v", **RUNS
     ),
     "data.preprocess": lambda: data.preprocess(
         recipe="clicks", out="/runs/ready", **RUNS
@@ -340,7 +340,6 @@ def test_a_service_with_a_secret_does_not_start_without_its_token() -> None:
             "--bundle runs/b: the pods have no such folder; give the volume with it",
         ),
         ({"image": None}, "--image: TorchX's own image, "),
-        ({"redis": "redis://:word@host"}, "--redis: the address holds a password, "),
     ],
 )
 def test_a_service_that_would_not_run_is_refused(

@@ -53,8 +53,8 @@ def test_a_model_that_is_worse_than_a_constant_is_told_with_its_remedy(
     )
     assert "train.early_stop.metric=log_loss" in warning
     manifest: Any = SimpleNamespace(
-        content={"coverage": {"items": 5}, "users": None},
-        parity={"greatest_difference": 0.0},
+        content={"items": {"rows": 5}, "users": None, "index": {"kind": "exact"}},
+        parity={"greatest_difference": 0.0, "allowed": 1e-4},
         digest="0" * 64,
         certificate={"warning": warning},
     )
