@@ -156,7 +156,7 @@ def sent_by_a_rank(runtime: Runtime) -> dict[str, Any]:
             model, runtime, PlanConfig(sharding="table_wise", towers=placement)
         )
         data = batch(model, runtime.rank)
-        parallel, _ = hybrid_parallel(model, runtime, plan=plan)
+        parallel, optimizer = hybrid_parallel(model, runtime, plan=plan)
         seen = {"ids": 0, "numbers": 0}
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -173,6 +173,7 @@ def sent_by_a_rank(runtime: Runtime) -> dict[str, Any]:
         for step in range(2):  # what the first makes once is not of a step
             dist.all_to_all_single = counted if step else real
             parallel(data)[0].backward()
+            optimizer.zero_grad()
         dist.all_to_all_single = real
         collections = {
             name: module

@@ -84,7 +84,6 @@ def isolated() -> list[str]:
     "command",
     [
         ["torchx_apps.export", "RUN"],
-        ["torchx_apps.embed", "BUNDLE", "--out", "OUT"],
         [
             "torchx_apps.agent",
             "--standalone",
@@ -96,7 +95,7 @@ def isolated() -> list[str]:
             "OUT",
         ],
     ],
-    ids=["export", "embed", "agent"],
+    ids=["export", "agent"],
 )
 def test_process_1_ends_at_once_while_torch_is_imported(
     command: list[str], tmp_path: Path

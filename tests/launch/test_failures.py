@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as rendezvou
 from torchx.specs import AppState, AppStatus
 
 from tests.launch.jobs import Launched
-from torchx_apps import agent, export, plan, serve
+from torchx_apps import agent, export, serve
 from torchx_apps.agent import describe_failure, first_failure
 from torchx_apps.cli import process
 from torchx_apps.cli.errors import describe_error, is_users_mistake
@@ -117,7 +117,7 @@ def test_torchx_ends_with_what_the_agent_handed_over(
 
 @pytest.mark.parametrize(
     ("app", "flags"),
-    [(export, ["nowhere"]), (plan, []), (serve, ["bundle", "--workers=0"])],
+    [(export, ["nowhere"]), (serve, ["bundle", "--workers=0"])],
 )
 def test_an_app_that_torchx_starts_without_an_agent_hands_its_error_over_itself(
     app: ModuleType,

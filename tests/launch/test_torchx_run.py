@@ -349,7 +349,7 @@ def test_an_unknown_recipe_is_told_with_the_nearest(folder: Path) -> None:
             ["rec.train.networks", "--vary", "train.seed=0,1", "--", "--list"],
             "seed=1 .* 1$",
         ),
-        (["rec.embed", "--bundle", "b", "--procs", "2", "--", "--help"], "usage: "),
+        (["rec.embed", "--bundle", "b", "--", "--help"], "usage: "),
     ],
 )
 def test_what_only_prints_is_printed_once_and_without_ranks(

@@ -16,7 +16,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from tests.contracts import run_ranks
 from tests.examples import ITEMS, META, USERS, small_model
-from torchrec_ext.capture import memory
+from torchrec_ext.capture import sharded as captured
 from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.distributed.optim import sharded
 from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
@@ -465,7 +465,7 @@ def cached(runtime: Runtime) -> tuple[list[str], str]:
     kernels = dict.fromkeys(("user_id", "history", "item_id"), "fused_uvm_caching")
     with (
         unittest.mock.patch.object(sharded, "kernels_by_table", return_value=kernels),
-        unittest.mock.patch.object(memory, "kernels_by_table", return_value=kernels),
+        unittest.mock.patch.object(captured, "kernels_by_table", return_value=kernels),
     ):
         plan = plan_sharding(model, runtime, PlanConfig(sharding="table_wise"))
         parallel, optimizer = hybrid_parallel(model, runtime, plan=plan)
@@ -476,7 +476,7 @@ def cached(runtime: Runtime) -> tuple[list[str], str]:
             kernel.emb_module.reset_cache_states = lambda: calls.append("emptied")
         collection.state_dict()
         with pytest.raises(CannotCaptureError) as error:
-            memory.moved_parameters(parallel, optimizer)
+            captured.moved_parameters(parallel, optimizer)
     return calls, str(error.value)
 
 

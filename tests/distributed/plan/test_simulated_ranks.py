@@ -196,6 +196,13 @@ def allocated(
                     "torchrec_ext.distributed.parallel.initialise_tables"
                 )
             )
+            # Other ranks are not there to be asked; this one speaks for all.
+            stack.enter_context(
+                unittest.mock.patch(
+                    "torchrec_ext.distributed.parallel.gather_objects",
+                    side_effect=lambda value, ranks: [value] * ranks,
+                )
+            )
             # FBGEMM asks how much memory is left for a cache.
             gpu = types.SimpleNamespace(total_memory=80 * GB)
             stack.enter_context(
