@@ -20,8 +20,6 @@ def all(  # noqa: A001  (rec.pipeline.all)
     engine: Optional[str] = None,
     index: Optional[str] = None,
     store: Optional[str] = None,
-    tables: Optional[str] = None,
-    onnx: Optional[str] = None,
     j: str = "1x2",
     threads: int = 1,
     max_retries: int = 0,
@@ -54,10 +52,8 @@ def all(  # noqa: A001  (rec.pipeline.all)
             preprocessing; give --set as often as you like
         settings: a TOML file of such changes, [loader] with batch_size = 4096; those of set come after it
         engine: duckdb, spark (the session that is configured there) or a Spark master URL, for the preprocessing
-        index: exact, or flat, ivf, hnsw or pq of FAISS for models that score by dot product or cosine
-        store: type of the stored vectors: fp32, fp16 or int8
-        tables: type of the towers' tables: trained, or int8 with its loss measured and bounded
-        onnx: folder for the towers and the top NN as ONNX files, checked equal
+        index: exact, or a text for FAISS's index_factory, such as IVF1024,Flat, for models that score by a product
+        store: type of the stored rows: fp32 or fp16
         j: NODESxPROCS, or MIN:MAXxPROCS to train on however many nodes between MIN and MAX are up
         threads: OpenMP threads per rank; one is fastest on small models
         max_retries: restarts, each in the stage that failed, by torchrun and by a scheduler that retries
@@ -77,8 +73,6 @@ def all(  # noqa: A001  (rec.pipeline.all)
         "engine": engine,
         "index": index,
         "store": store,
-        "tables": tables,
-        "onnx": onnx,
         "set": set,
     }
     options["settings"] = settings

@@ -2181,7 +2181,6 @@ def test_rows_that_lag_are_caught_up_in_an_exported_bundle(tmp_path: Path) -> No
     export(
         made.model,
         tmp_path / "bundle",
-        towers={"user": "user", "item": "item"},
         catalogue=catalogue,
         queries=pa.table({"user": users}),
     )

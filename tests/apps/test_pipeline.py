@@ -80,7 +80,7 @@ def test_the_component_starts_the_app_on_all_ranks() -> None:
         "--set",
         "preprocess.config.min_count=2",
         "--index",
-        "flat",
+        "HNSW32",
         "-j",
         "2x4",
         "--set",
@@ -92,7 +92,7 @@ def test_the_component_starts_the_app_on_all_ranks() -> None:
     assert app.roles[0].num_replicas == 2
     assert str(app.roles[0].args[-1]).endswith(
         "--nproc_per_node 4 --tee 2 --role '' -m torchx_apps.pipeline --recipe stream --preprocess=ml_100k --out=films "
-        "--index=flat --set=preprocess.config.min_count=2 --set=a=1"
+        "--index=HNSW32 --set=preprocess.config.min_count=2 --set=a=1"
     )
 
 
@@ -230,9 +230,9 @@ def test_a_stopped_pipeline_goes_on_where_it_was_and_its_bundle_is_that_of_three
             checked(out, *setting(*keys, changed))
         assert stage
     with pytest.raises(
-        ValueError, match=r"^flags=--store=int8: \S+/bundle was made with --store=fp16"
+        ValueError, match=r"^flags=--recall=0.5: \S+/bundle was made with --store=fp16"
     ):
-        checked(out, *setting(*keys), "--store=int8")
+        checked(out, *setting(*keys), "--recall=0.5")
     (out / "run" / "summary.json").write_text("{}")
     with pytest.raises(
         ValueError,
@@ -337,22 +337,14 @@ def checked(out: Path, *flags: str) -> None:
             "--set checkpoint.epochs=0",
             "checkpoint.epochs=0 with checkpoint.steps=0: the bundle is made of a checkpoint",
         ),
-        ("--index hnws", "argument --index: invalid choice: 'hnws'"),
+        ("--store int8", "argument --store: invalid choice: 'int8'"),
         (
-            "--onnx-skip user",
-            "--onnx-skip user: there is nothing to leave it out of; give --onnx FOLDER too",
+            "--index HNSW32 --set model.interaction=dot",
+            "an index of FAISS needs its package: pip install",
         ),
         (
-            "--onnx OUT/bundle/onnx",
-            "--onnx .*: is the bundle's folder .*, in it, or around it; give one beside it",
-        ),
-        (
-            "--index flat --set model.interaction=dot",
-            "a FaissIndex needs the package faiss: pip install",
-        ),
-        (
-            "--index flat",
-            "index='flat': searches by dot product or cosine, and this model scores by a top NN",
+            "--index HNSW32",
+            "--index HNSW32: FAISS searches products, and logits of model.interaction=dcn are none; take",
         ),
         ("--run-dir runs/a", "unrecognized arguments: --run-dir runs/a"),
         ("--resume runs/a", "unrecognized arguments: --resume runs/a"),
