@@ -617,7 +617,8 @@ class _Content:
         if self.index == "exact":
             return {"kind": "exact"}
         side = self._side(folder, "query", content)
-        rows = even_rows(len(self.queries), INDEX_QUERIES)
+        # Each once: the queries that measure must not be among those that tune.
+        rows = np.unique(even_rows(len(self.queries), INDEX_QUERIES))
         queries = side.embed(self.queries.take(pa.array(rows)))
         stored = np.load(folder / ROWS, mmap_mode="r")
         return build_faiss(folder, self.index, stored, queries, self.recall)

@@ -355,9 +355,17 @@ def _recall(
     return hits / (k * len(queries))
 
 
-def check_faiss() -> None:
-    """Raises BundleError if the package of FAISS is missing."""
-    _faiss()
+def check_faiss(factory: str) -> None:
+    """Raises BundleError if the package of FAISS is missing, or has no such index; ``factory`` as in build_faiss."""
+    faiss = _faiss()
+    try:
+        # Of a width that most numbers of subquantizers divide.
+        faiss.index_factory(3840, factory, faiss.METRIC_INNER_PRODUCT)
+    except RuntimeError:
+        raise BundleError(
+            f"index={factory!r}: FAISS knows no such index; give a text for index_factory, such as IVF1024,Flat or "
+            "HNSW32"
+        ) from None
 
 
 def _faiss() -> Any:

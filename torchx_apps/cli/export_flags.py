@@ -77,7 +77,7 @@ def check_export(options: argparse.Namespace, out: Path) -> None:
         # Imported here: it reads files.
         from torchrec_ext.retrieval.search import check_faiss
 
-        check_faiss()
+        check_faiss(options.index)
 
 
 def _check_free(options: argparse.Namespace, flag: str, folder: Path) -> None:
