@@ -233,8 +233,10 @@ def gate(options: Options) -> Iterator[Row]:
 
 
 @contextmanager
-def service(tree: Path, *command: str, log: Path) -> Iterator[tuple[int, float]]:
-    """Starts a service; yields its port and the seconds until it answered."""
+def service(
+    tree: Path, *command: str, log: Path, path: Path | None = None
+) -> Iterator[tuple[int, float]]:
+    """Starts a service; yields its port and the seconds until it answered. ``path`` comes first in PYTHONPATH."""
     start = time.perf_counter()
     with log.open("w") as stderr:
         process = subprocess.Popen(
@@ -243,7 +245,7 @@ def service(tree: Path, *command: str, log: Path) -> Iterator[tuple[int, float]]
             stderr=stderr,
             text=True,
             cwd=log.parent,
-            env={**os.environ, **_ENV, "PYTHONPATH": str(tree)},
+            env={**os.environ, **_ENV, "PYTHONPATH": f"{path or tree}:{tree}"},
         )
     assert process.stdout is not None
     try:
@@ -317,6 +319,17 @@ def http(options: Options) -> Iterator[Row]:
                     ready[name] = min(took, ready.get(name, took))
                     if name != "torch":
                         memory[name] = resident_mib(port)
+        # pyarrow imports pandas where it is installed, and the extra `serve` brings none.
+        bare = Path(folder) / "bare"
+        bare.mkdir()
+        (bare / "pandas.py").write_text("raise ImportError('not installed')\n")
+        command = (*serve, str(new_at), *flags)
+        log = Path(folder) / "bare.log"
+        with service(ROOT, *command, log=log, path=bare) as (port, _):
+            ask(port, RATE, seconds, requests)
+            # Opening reads every table and row, so their pages count as its memory.
+            mapped = sum(path.stat().st_size for path in new_at.rglob("*.npy"))
+            memory["bare"] = resident_mib(port) - mapped / 2**20
     for percent in (50, 99):
         ours = [load.percentile(percent) for load in loads["new"]]
         for name, words in (("old", "the earlier commit"), ("torch", "a torch server")):
@@ -337,6 +350,12 @@ def http(options: Options) -> Iterator[Row]:
         "http ready after", ready["new"], "s", baseline=ready["old"], required=None
     )
     yield row("http memory of a worker", memory["new"], "MiB", baseline=memory["old"])
+    yield row(
+        "http memory of a worker beside its mapped rows, without pandas as the extra `serve` installs it",
+        memory["bare"],
+        "MiB",
+        required=150,
+    )
 
 
 def _questions(items: int) -> list[dict[str, Any]]:

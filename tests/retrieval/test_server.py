@@ -306,6 +306,28 @@ def run_to_its_end(*flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_a_worker_that_fails_in_an_unknown_way_ends(folder: Path) -> None:
+    """A worker that is only restarted would keep its server from ever starting and from ever ending."""
+    program = f"""
+from pathlib import Path
+from torchrec_ext.retrieval.server import app
+from torchrec_ext.retrieval.server.settings import ServerConfig
+
+class Broken:
+    def __init__(self, settings):
+        raise RuntimeError("unknown")
+
+app.Served = Broken
+ServerConfig(bundle=Path({str(folder)!r})).to_environment()
+app.create()
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 3  # uvicorn's status of a failed start
+    assert run.stderr.splitlines()[-1] == "error: unknown"
+
+
 def test_starts_that_fail_say_one_line(
     folder: Path, server: Server, tmp_path: Path
 ) -> None:

@@ -46,7 +46,7 @@ POSITION = "position"
 LOGIT = "logit"
 # Rows that a graph scores together are a multiple of this, the last ones empty. So a
 # pair's logit does not depend, in its last digits, on the pairs beside it.
-STEP = 16
+ROWS_STEP = 16
 
 
 class Parity(NamedTuple):
@@ -103,11 +103,11 @@ class Side:
         }
         self.columns = Columns(columns, content["raw"][name], preprocessor)
         self._session = open_graph(self._path, threads=threads)
-        wanted = {each.name for each in self._session.get_inputs()}
+        inputs = {each.name for each in self._session.get_inputs()}
         filled = {str(leaf["input"]) for leaf in self._leaves}
-        if wanted != filled:
+        if inputs != filled:
             raise BundleError(
-                f"{self._path}: takes {sorted(wanted)}, the manifest fills {sorted(filled)}; {ANEW}"
+                f"{self._path}: takes {sorted(inputs)}, the manifest fills {sorted(filled)}; {ANEW}"
             )
         for leaf in self._leaves:
             self._check(leaf)
@@ -208,16 +208,16 @@ def _padded(
     if size is None:
         size = max(1, int(lengths.max(initial=0)))
     padded = np.full((len(lengths), size), rule.pad, values.values.dtype)
-    kept = np.minimum(lengths, size)
+    sizes = np.minimum(lengths, size)
     starts = np.cumsum(lengths) - lengths
     if rule.keep == "last":
-        starts = starts + lengths - kept
+        starts = starts + lengths - sizes
     if len(lengths) == 1:
-        padded[0, : kept[0]] = values.values[starts[0] : starts[0] + kept[0]]
+        padded[0, : sizes[0]] = values.values[starts[0] : starts[0] + sizes[0]]
         return padded
-    place = np.arange(int(kept.sum())) - np.repeat(np.cumsum(kept) - kept, kept)
-    owner = np.repeat(np.arange(len(lengths)), kept)
-    padded[owner, place] = values.values[np.repeat(starts, kept) + place]
+    place = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    owner = np.repeat(np.arange(len(lengths)), sizes)
+    padded[owner, place] = values.values[np.repeat(starts, sizes) + place]
     return padded
 
 
@@ -324,15 +324,17 @@ class PairGraph:
     def __call__(self, query: Floats, rows: NDArray[Any]) -> Floats:
         """Returns the (N,) logits of a query (Wq,) with stored rows (N, Wc)."""
         size = len(rows)
-        if size % STEP or rows.dtype != np.float32:
-            padded = np.empty((-(-size // STEP) * STEP, rows.shape[1]), np.float32)
+        if size % ROWS_STEP or rows.dtype != np.float32:
+            padded = np.empty(
+                (-(-size // ROWS_STEP) * ROWS_STEP, rows.shape[1]), np.float32
+            )
             padded[:size] = rows
             padded[size:] = 0
             rows = padded
         return self.of_whole_steps(query, rows)[:size]
 
     def of_whole_steps(self, query: Floats, rows: Floats) -> Floats:
-        """Returns the (N,) logits; N is a multiple of ``STEP``."""
+        """Returns the (N,) logits; N is a multiple of ``ROWS_STEP``."""
         inputs = {"query": query.reshape(1, -1), "rows": rows}
         logits = _run(self._session, self._path, inputs)
         if logits.shape != (len(rows),):
@@ -455,7 +457,7 @@ class Bundle:
     def logits(self, query: Floats, positions: IdArray) -> Floats:
         """Returns the (N,) logits of a query (Wq,) with the items at positions (N,)."""
         size = len(positions)
-        whole = -(-size // STEP) * STEP
+        whole = -(-size // ROWS_STEP) * ROWS_STEP
         rows = np.empty((whole, self.rows.shape[1]), self.rows.dtype)
         rows[size:] = 0
         np.take(self.rows, positions, axis=0, out=rows[:size], mode="clip")

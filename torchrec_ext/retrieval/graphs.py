@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.retrieval.split import GraphSplit, Part
 
-PARTS = ("query", "candidate", "pairs")
+GRAPHS = ("query", "candidate", "pairs")
 _MOST_BYTES = 2**31 - 1  # of a protobuf message
 
 
@@ -34,7 +34,7 @@ class Graphs:
     def __init__(self, split: GraphSplit) -> None:
         require_onnx()
         self.split = split
-        self._models = {name: _onnx(getattr(split, name), name) for name in PARTS}
+        self._models = {name: _onnx(getattr(split, name), name) for name in GRAPHS}
 
     def renew(self, weights: Mapping[str, Tensor]) -> None:
         """Writes the numbers of other weights, by path in the model, into the graphs."""

@@ -326,11 +326,11 @@ class _Ready:
             keep &= ~(is_known & np.isin(positions, excluded))
         if left_out:
             keep &= [each not in left_out for each in candidates]
-        kept = np.flatnonzero(keep)
-        scores = self._logits(user, positions[kept])
+        chosen = np.flatnonzero(keep)
+        scores = self._logits(user, positions[chosen])
         best = rank(scores, request.k)
-        items = [candidates[index] for index in kept[best].tolist()]
-        return items, scores[best], positions[kept][best], unknown
+        items = [candidates[index] for index in chosen[best].tolist()]
+        return items, scores[best], positions[chosen][best], unknown
 
     def score(self, request: ScoreRequest) -> Scores:
         """See :meth:`Scorer.score`."""

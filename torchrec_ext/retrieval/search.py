@@ -19,9 +19,9 @@ from torchrec_ext.retrieval.manifest import BundleError
 
 Mask = NDArray[np.bool_]
 INDEX = "index.faiss"
-# Rows scored at a time, a multiple of bundle.STEP: what a network makes of them fits a
+# Rows scored at a time, a multiple of bundle.ROWS_STEP: what a network makes of them fits a
 # core's cache.
-BLOCK = 2048
+_BLOCK = 2048
 # A product's block is one pass of BLAS over the rows.
 _PRODUCT_BLOCK = 2**15
 # Items that pass a filter are gathered if at most 1 in this many does.
@@ -78,7 +78,7 @@ class ExactSearch:
         if mask is not None and np.count_nonzero(mask) * _GATHERED <= len(mask):
             return self.among(query, k, np.flatnonzero(mask))
         best = _Best(k, self._margin * float(np.linalg.norm(query)))
-        step = BLOCK
+        step = _BLOCK
         score: Callable[[int, int], Floats]
         if self._is_product:
             step = _PRODUCT_BLOCK
@@ -105,9 +105,9 @@ class ExactSearch:
     def among(self, query: Floats, k: int, positions: IdArray) -> Found:
         """Returns the ``k`` best of the items at ascending ``positions``; raises as :meth:`search`."""
         scores = np.empty(len(positions), np.float32)
-        for start in range(0, len(positions), BLOCK):
-            block = positions[start : start + BLOCK]
-            scores[start : start + BLOCK] = self._bundle.logits(query, block)
+        for start in range(0, len(positions), _BLOCK):
+            block = positions[start : start + _BLOCK]
+            scores[start : start + _BLOCK] = self._bundle.logits(query, block)
         return self._ranked(scores, positions, k)
 
     def _ranked(self, scores: Floats, positions: IdArray, k: int) -> Found:
@@ -131,10 +131,10 @@ def check_query(query: Floats) -> None:
     """Refuses a query (W,) that a model cannot score.
 
     Raises:
-        QueryError: a number is NaN, infinite or beyond 1e15.
+        QueryError: a number is NaN or infinite, or the norm is beyond 1e15.
     """
     # Written so, because NaN is below nothing.
-    if not np.abs(query).max(initial=0.0) <= _GREATEST_QUERY:
+    if not float(query @ query) <= _GREATEST_QUERY**2:
         raise QueryError(
             "the scores would be beyond float32: a feature is too large; send smaller numbers"
         )
@@ -143,10 +143,16 @@ def check_query(query: Floats) -> None:
 def rank(scores: Floats, k: int) -> NDArray[np.intp]:
     """Returns indices of the ``k`` greatest scores, the greatest first, equal ones in their order."""
     if k < len(scores) // 4:
-        least = np.partition(scores, len(scores) - k)[len(scores) - k]
-        kept = np.flatnonzero(scores >= least)
-        return kept[np.argsort(-scores[kept], kind="stable")[:k]]
+        chosen = np.flatnonzero(scores >= _kth(scores, k))
+        return chosen[np.argsort(-scores[chosen], kind="stable")[:k]]
     return np.argsort(-scores, kind="stable")[:k]
+
+
+def _kth(scores: Floats, k: int) -> np.float32:
+    """Returns the ``k``-th greatest of scores; there are at least as many."""
+    place = len(scores) - k
+    kth: np.float32 = np.partition(scores, place)[place]
+    return kth
 
 
 class _Best:
@@ -161,7 +167,11 @@ class _Best:
 
     def add(self, scores: Floats, start: int, mask: Mask | None) -> None:
         """Adds the scores of the items from ``start`` on."""
-        hits = np.flatnonzero(scores >= self._least)
+        least = self._least
+        if mask is None and not len(self.scores) and len(scores) > self._k:
+            # Most items of the first block are below its own K best.
+            least = _kth(scores, self._k) - self._margin
+        hits = np.flatnonzero(scores >= least)
         if mask is not None:
             hits = hits[mask[start + hits]]
         if not len(hits):
@@ -171,11 +181,10 @@ class _Best:
         size = len(self.scores)
         if size <= self._k:
             return
-        least = np.partition(self.scores, size - self._k)[size - self._k]
-        self._least = least - self._margin
-        kept = self.scores >= self._least
-        self.scores = self.scores[kept]
-        self.positions = self.positions[kept]
+        self._least = _kth(self.scores, self._k) - self._margin
+        chosen = self.scores >= self._least
+        self.scores = self.scores[chosen]
+        self.positions = self.positions[chosen]
 
 
 def _greatest_norm(rows: NDArray[Any]) -> float:

@@ -28,13 +28,13 @@ from torchrec_ext.retrieval.trace import (
     TABLES,
     Leaf,
     Trace,
+    aten,
     is_size,
     is_whole,
     line_of,
 )
 from torchrec_ext.schema.validation import listed
 
-aten = torch.ops.aten
 _BROADCAST = {aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor}
 _SHAPES = {
     aten.view.default,

@@ -19,7 +19,7 @@ from torchrec_ext.retrieval.catalogue import Id, Ids, read_table, write_table
 from torchrec_ext.retrieval.manifest import BundleError, check_files, file_digests
 from torchrec_ext.sealed import existing_folder, json_digest, read_plain
 
-FORMAT = 2
+STORE_FORMAT = 2
 _MANIFEST = "manifest.json"
 _IDS = "ids.arrow"
 _VECTORS = "vectors.npy"
@@ -72,7 +72,7 @@ class Store:
         path = folder / _MANIFEST
         try:
             values = json.loads(read_plain(path, _MOST_BYTES))
-            if values.get("format") != FORMAT or "tower" not in values:
+            if values.get("format") != STORE_FORMAT or "tower" not in values:
                 raise StoreError(
                     f"{path}: is of another format, or no store's; write the store again by torchx_apps.embed"
                 )
@@ -157,7 +157,7 @@ def write_store(
             whole = Ids.build(pa.concat_arrays(ids))
             write_table(staging / _IDS, pa.table({"id": whole.arrow()}))
             values = {
-                "format": FORMAT,
+                "format": STORE_FORMAT,
                 "tower": tower,
                 "side": side,
                 "rows": len(whole),

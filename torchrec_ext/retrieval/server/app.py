@@ -7,6 +7,7 @@ import hmac
 import os
 import sys
 import time
+import traceback
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
@@ -326,7 +327,10 @@ def create() -> ASGIApp:
     settings = ServerConfig.from_environment()
     try:
         return application(Served(settings))
-    except (ValueError, OSError) as error:
+    except Exception as error:
+        # Whatever it is, the parent would start workers that fail for ever.
+        if not isinstance(error, ValueError | OSError):
+            traceback.print_exc()
         print(f"error: {error}", file=sys.stderr, flush=True)
         # At once: a parent that pings a process while it ends waits for its patience to
         # end. A worker that replaces one which served is started again.
