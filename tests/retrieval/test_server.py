@@ -175,6 +175,9 @@ def test_the_description_holds_every_route_and_its_examples_answer(
     user = described["components"]["schemas"]["User"]
     assert set(user["properties"]) == {"user", "history", "age"}
     assert user["additionalProperties"] is False
+    rows = described["components"]["schemas"]["Embed"]["properties"]["rows"]["items"]
+    names = [each["$ref"].rpartition("/")[2] for each in rows["anyOf"]]
+    assert names == ["User", "Item"]
 
 
 def test_pages_and_probes(client: Client, folder: Path) -> None:

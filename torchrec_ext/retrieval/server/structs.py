@@ -140,6 +140,7 @@ class Operation(NamedTuple):
         answer: struct of the answer.
         example: a body.
         request: converts a body to a scorer's request.
+        rows: structs of the rows of a body, whose columns depend on its side.
     """
 
     summary: str
@@ -147,6 +148,7 @@ class Operation(NamedTuple):
     answer: type[Struct]
     example: Mapping[str, Any]
     request: Any
+    rows: Sequence[type[Struct]] = ()
 
 
 def routes_of(
@@ -245,6 +247,7 @@ def routes_of(
             EmbedAnswer,
             {"rows": [dict(example_user)]},
             to_embed,
+            [user, item_row],
         ),
     }
 
@@ -341,11 +344,18 @@ def field_of(error: msgspec.ValidationError) -> tuple[str, str]:
 
 def openapi(routes: Mapping[str, Operation], settings: ServerConfig) -> dict[str, Any]:
     """Returns the OpenAPI 3.1 description of a server with these kinds of requests."""
-    structs = [each for route in routes.values() for each in (route.body, route.answer)]
+    structs: list[type[Struct]] = [ErrorAnswer]
+    for route in routes.values():
+        structs += [route.body, route.answer, *route.rows]
     found, parts = msgspec.json.schema_components(
-        [*structs, ErrorAnswer], ref_template="#/components/schemas/{name}"
+        structs, ref_template="#/components/schemas/{name}"
     )
-    schemas = dict(zip([*structs, ErrorAnswer], found, strict=True))
+    schemas = dict(zip(structs, found, strict=True))
+    for route in routes.values():
+        if route.rows:
+            # Which side's rows they are, another field says: no type of msgspec's can.
+            columns = parts[route.body.__name__]["properties"]["rows"]
+            columns["items"] = {"anyOf": [schemas[struct] for struct in route.rows]}
     error = {"application/json": {"schema": schemas[ErrorAnswer]}}
     statuses = {
         "400": "the body is not JSON",
