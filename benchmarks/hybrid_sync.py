@@ -10,7 +10,6 @@ positives with 4 negatives each for each process and step. Sides, each with the 
     local SGD       `train()`, weights every 8, 32, 128 steps; tables are data_parallel, so that nothing is exchanged
                     between, and steps are not captured
     DiLoCo          `train()`, every 32 steps, outer rate 0.7, Nesterov momentum 0.9
-    semi-sync       `train()`, tables on one rank each, looked up a step ahead; dense gradients in every step
 
 `sync` measures steps of all sides in turn in one pair of processes. `sync-quality` is a study: HR@10 and AUC over the
 whole catalogue after 10 epochs of each mode, one process in batches of 256 positives, two in batches of 512, 256 each.
@@ -63,8 +62,9 @@ MODES = {
         f"local SGD, {every}": SyncConfig(mode="local_sgd", every=every)
         for every in (8, 32, 128)
     },
-    "DiLoCo, 32": SyncConfig(mode="diloco", every=32),
-    "semi-sync": SyncConfig(mode="semi_sync"),
+    "DiLoCo, 32": SyncConfig(
+        mode="local_sgd", every=32, outer_lr=0.7, outer_momentum=0.9
+    ),
 }
 
 
@@ -125,8 +125,6 @@ def job_of(sync: SyncConfig, ranks: int, quick: bool, epochs: int) -> Job:
         "train.compile=off",
         f"train.epochs={epochs}",
     ]
-    if sync.looks_ahead:
-        overrides += ["plan.sharding=table_wise"]
     return dataclasses.replace(apply_overrides(ncf(), overrides), sync=sync)
 
 

@@ -38,15 +38,13 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "modules": BASE,
     "models": BASE | {"modules"},
     # Settings of `distributed` and `train` are checked by the two checks that all
-    # settings have; they import no torch. `train.step.fresh_rows` begins rows of
-    # managed collision anew; it reads the state of tables and optimizers.
+    # settings have; they import no torch.
     "distributed": {
         "batch",
         "modules.tower",
         "modules.shared_tables",
         "schema.validation",
         "ids",
-        "train.step.fresh_rows",
     },
     "observe": {"distributed"},
     "drawing": set(),
@@ -592,7 +590,7 @@ def test_what_a_command_line_needs_imports_no_torch(
         (["train", "--set", "loader.sampling=hrd"], 1, "loader.sampling=hrd"),
         (["train", "--set", "loader.shared_negatives=8"], 1, "set sampling='mixed'"),
         (["train", "--set", "sync.mode=local_sdg"], 1, "sync.mode=local_sdg"),
-        (["train", "--set", "sync.outer_lr=0.5"], 1, "only for mode=diloco"),
+        (["train", "--set", "sync.outer_lr=0.5"], 1, "only for mode=local_sgd"),
         (
             ["train", "--set", "optimizer.per_table=a=sdg"],
             1,

@@ -17,7 +17,7 @@ from tests.contracts import run_ranks
 from torchrec_ext.adopt import adopt
 from torchrec_ext.capture import executors
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.sync import DiLoCo, LocalSGD, UnevenStepsError
+from torchrec_ext.distributed.sync import LocalSGD, UnevenStepsError
 
 ROOT = Path(__file__).parents[2]
 USERS, ITEMS, D, B, STEPS, EVERY = 900, 20, 4, 8, 14, 3
@@ -86,23 +86,20 @@ def own_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[...
     return step
 
 
+DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9}
 MODES: dict[
-    str, tuple[Any, Callable[[nn.Module], torch.optim.Optimizer], dict[str, Any]]
+    str, tuple[Callable[[nn.Module], torch.optim.Optimizer], dict[str, Any]]
 ] = {
-    "local sgd": (LocalSGD, adam, {"every": EVERY}),
-    "state averaged too": (
-        LocalSGD,
-        adam,
-        {"every": EVERY, "optimizer_state": "average"},
-    ),
-    "diloco": (DiLoCo, adam, {"every": EVERY}),
-    "every step": (LocalSGD, sgd, {"every": 1}),
+    "local sgd": (adam, {"every": EVERY}),
+    "state averaged too": (adam, {"every": EVERY, "optimizer_state": "average"}),
+    "diloco": (adam, {"every": EVERY, **DILOCO}),
+    "every step": (sgd, {"every": 1}),
 }
 
 
 def ran(runtime: Runtime, name: str, *, captured: bool) -> tuple[Weights, str]:
     """The weights of a script of this rank, whose model begins with weights of its own."""
-    kind, optimizer_of, options = MODES[name]
+    optimizer_of, options = MODES[name]
     model = made(runtime.rank)
     optimizer = optimizer_of(model)
     step: Any = (
@@ -110,7 +107,7 @@ def ran(runtime: Runtime, name: str, *, captured: bool) -> tuple[Weights, str]:
         if captured
         else own_step(model, optimizer)
     )
-    with kind(model, step if captured else optimizer, **options):
+    with LocalSGD(model, step if captured else optimizer, **options):
         for batch in batches(runtime.rank):
             step(*batch)
     return kept(model), step.describe() if captured else ""
@@ -118,7 +115,7 @@ def ran(runtime: Runtime, name: str, *, captured: bool) -> tuple[Weights, str]:
 
 def by_hand(name: str) -> Weights:
     """The same two replicas in one process, averaged by the papers' formulas."""
-    kind, optimizer_of, options = MODES[name]
+    optimizer_of, options = MODES[name]
     replicas = [made(), made()]
     optimizers = [optimizer_of(replica) for replica in replicas]
     anchor = [
@@ -140,11 +137,11 @@ def by_hand(name: str) -> Weights:
             start.grad = start - torch.stack(
                 [weight.detach() for weight in weights]
             ).mean(0)
-        if kind is DiLoCo:
+        if "outer_lr" in options:
             outer.step()
         with torch.no_grad():
             for start, *weights in zip(anchor, *both, strict=True):
-                start -= start.grad * (kind is LocalSGD)  # type: ignore[operator]
+                start -= start.grad * ("outer_lr" not in options)  # type: ignore[operator]
                 for weight in weights:
                     weight.copy_(start)
             for weights in (

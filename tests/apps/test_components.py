@@ -279,10 +279,6 @@ def test_what_needs_one_number_of_ranks_is_refused_where_nodes_come_and_go(
             "plan.towers=tower_parallel",
             "plan.towers=tower_parallel with -j 1:2x1: .* or write -j 2x1$",
         ),
-        (
-            "sync.table_copies=2",
-            "sync.table_copies=2 with -j 1:2x1: it must divide the number of ranks, which may be 1;",
-        ),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             app._train(["--set", setting, "--dry-run"])

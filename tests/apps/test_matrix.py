@@ -253,8 +253,7 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "local_sgd": ("sync.mode=local_sgd", "sync.every=4"),
         # In so few rounds the default outer momentum, .9, has not yet moved anything
         # far.
-        "diloco": ("sync.mode=diloco", "sync.every=4", "sync.outer_momentum=0.3"),
-        "semi_sync": ("sync.mode=semi_sync",),
+        "diloco": ("sync.mode=local_sgd", "sync.every=4", "sync.outer_momentum=0.3"),
     },
     "export": {"never": (), "auto": ("export=auto",), "require": ("export=require",)},
     "ranks": {"1": (), "2": ()},
@@ -331,8 +330,8 @@ _REPLICATED = ("ncf", *_ON_LABELLED)
 _BY_HOST = ("table_row_wise", "grid_shard")
 REFUSED = [
     Refused(
-        {"amp": ("fp16",), "sync": ("local_sgd", "diloco", "semi_sync")},
-        r"train\.amp=fp16 with sync\.mode=(local_sgd|diloco|semi_sync)",
+        {"amp": ("fp16",), "sync": ("local_sgd", "diloco")},
+        r"train\.amp=fp16 with sync\.mode=local_sgd",
     ),
     # A table that is sharded is moved inside the backward, where its gradient is still
     # scaled.
@@ -493,8 +492,8 @@ REFUSED = [
         r"ids\.session: a SessionTask has no dynamic ids; leave it out",
     ),
     Refused(
-        {"ids": ("dynamic",), "sync": ("local_sgd", "diloco", "semi_sync")},
-        r"sync\.mode=(local_sgd|diloco|semi_sync) with ids\.(item_id|session): a row begins anew on all ranks",
+        {"ids": ("dynamic",), "sync": ("local_sgd", "diloco")},
+        r"sync\.mode=local_sgd with ids\.(item_id|session): a row begins anew on all ranks",
     ),
     Refused(
         {"ids": ("dynamic",), "id_dropout": ("on",)},
@@ -537,10 +536,6 @@ REFUSED = [
         r"loader\.device='cpu' with loader\.sampling='(hard|mixed)': ",
     ),
     Refused(
-        {"compile": ("require",), "sync": ("semi_sync",)},
-        r"train\.compile=require with sync\.mode=semi_sync: look-ups a step ahead",
-    ),
-    Refused(
         {"compile": ("require",), "ranks": ("2",), "sync": ("every_step",)}, _WAITING
     ),
     # An exchange that is quantised is one that there is: tables that are free are
@@ -580,7 +575,7 @@ REFUSED = [
             "loss": ("catalogue",),
             **_APART,
         },
-        r"sync\.mode=(local_sgd|diloco) with model\.loss=catalogue: item towers drift apart between exchanges",
+        r"sync\.mode=local_sgd with model\.loss=catalogue: item towers drift apart between exchanges",
     ),
     # The rows with a click, and the columns of the catalogue that are a row's own item,
     # are counted in each step.
@@ -603,10 +598,6 @@ REFUSED = [
     Refused(
         {"compile": ("require",), "recipe": ("session", "bst")},
         r"embeddings' returns a row for each id, so its",
-    ),
-    Refused(
-        {"sharding": ("data_parallel",), "sync": ("semi_sync",)},
-        r"sync\.mode=semi_sync: table\(s\) .* are data_parallel",
     ),
     Refused(
         {"sharding": ("data_parallel",), "recipe": ("session", "bst")},
@@ -647,8 +638,8 @@ REFUSED += [
         r"train\.amp=fp16 with sync\.mode=\w+ and train\.on_nan=skip",
     ),
     Refused(
-        {"on_nan": ("skip",), "sync": ("local_sgd", "diloco", "semi_sync")},
-        r"train\.on_nan=skip with sync\.mode=(local_sgd|diloco|semi_sync)",
+        {"on_nan": ("skip",), "sync": ("local_sgd", "diloco")},
+        r"train\.on_nan=skip with sync\.mode=local_sgd",
     ),
     Refused(
         {"on_nan": ("skip",), "compile": ("require",)},

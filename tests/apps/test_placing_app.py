@@ -82,10 +82,6 @@ def test_every_rank_gets_the_same_plan_and_the_folder_the_measured_step(
             SyncConfig(mode="local_sgd"),
             "sync.mode=local_sgd averages towers that every rank has",
         ),
-        (
-            SyncConfig(table_copies=2),
-            "sync.table_copies=2: towers on ranks of their own have one copy",
-        ),
     ],
 )
 def test_what_needs_all_towers_on_every_rank_is_told(

@@ -335,7 +335,6 @@ def planned(runtime: Runtime) -> list[str]:
     for overrides in (
         [],
         ["sync.mode=local_sgd"],
-        ["sync.mode=semi_sync"],
         ["plan.sharding=table_wise"],
     ):
         job = two_tower_with(

@@ -12,6 +12,12 @@ from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingCollection,
 )
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import (
+    LFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.contracts import run_ranks
@@ -180,6 +186,32 @@ def partly_on_meta(runtime: Runtime) -> str:
 def test_rows_on_some_ranks_alone_are_refused_by_name() -> None:
     for message in run_ranks(partly_on_meta, 2):
         assert "tables.embedding_bags." in message
+
+
+def managed(runtime: Runtime) -> str:
+    """What is said of a model whose ids TorchRec maps inside of it."""
+    table = EmbeddingBagConfig(
+        name="item", feature_names=["item"], num_embeddings=50, embedding_dim=8
+    )
+    module = MCHManagedCollisionModule(
+        zch_size=50,
+        device=torch.device("cpu"),
+        eviction_policy=LFU_EvictionPolicy(),
+        eviction_interval=1,
+        input_hash_size=10_000,
+    )
+    bags = EmbeddingBagCollection([table], device=META)
+    ids = ManagedCollisionCollection({"item": module}, [table])
+    model = nn.Sequential(ManagedCollisionEmbeddingBagCollection(bags, ids))
+    with pytest.raises(ValueError, match=r"^'0' has TorchRec's managed") as error:
+        hybrid_parallel(model, runtime, optimizer=SGD)
+    return str(error.value)
+
+
+def test_managed_collision_is_refused_by_name() -> None:
+    (message,) = run_ranks(managed, 1)
+    assert "DynamicIds" in message
+    assert len(message) <= 200
 
 
 def accumulated(runtime: Runtime, kind: str) -> str:

@@ -29,7 +29,6 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.ids import Dynamic, resized
 from torchrec_ext.ids.index import mixed
 from torchrec_ext.ids.resize import moved_rows
@@ -565,13 +564,6 @@ def refusals(runtime: Runtime) -> dict[str, str]:
     sharded, optimizer = hybrid_parallel(
         model, runtime, plan=placed, optimizer=optimizers
     )
-    loader: Any = DynamicIdLoader(Raw(runtime, schema, 1), schema, policies)
-    config = TrainConfig(epochs=1)
-    semi = SyncConfig(mode="semi_sync")
-    refused(
-        "semi_sync",
-        lambda: train(sharded, optimizer, loader, runtime, config, sync=semi),
-    )
     note = Fresh("shop", torch.tensor([1]), torch.tensor([5]), torch.tensor([]))
     refused("note", lambda: FreshRows(sharded, optimizer)((note,)))
     return messages
@@ -584,7 +576,6 @@ def test_what_cannot_be_is_refused_in_one_line() -> None:
         "schema": "'shop' is no sparse feature; the features are",
         "checked": "feature 'user': the schema checks its ids",
         "rows": "feature 'user': capacity=9, but table 'user' has 80 rows",
-        "semi_sync": "sync.mode=semi_sync looks rows up before those of dynamic ids begin anew",
         "note": "a note about table 'shop', which the model lacks",
     }
     for name, part in expected.items():

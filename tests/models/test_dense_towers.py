@@ -134,10 +134,8 @@ def trained(
 ) -> dict[str, Any]:
     """The weights after an epoch of :func:`train`, and what explain() says."""
     model = dense_model()
-    plan = plan_sharding(model, runtime, optimizer=SGD, table_copies=sync.table_copies)
-    parallel, optimizer = hybrid_parallel(
-        model, runtime, plan=plan, optimizer=SGD, table_copies=sync.table_copies
-    )
+    plan = plan_sharding(model, runtime, optimizer=SGD)
+    parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=SGD)
     config = TrainConfig(epochs=1, compile=compile_)  # type: ignore[arg-type]
     train(parallel, optimizer, Batches(model, runtime), runtime, config, sync=sync)
     return {
@@ -149,8 +147,6 @@ def trained(
 SYNCS = [
     SyncConfig(),
     SyncConfig(mode="local_sgd", every=1),
-    SyncConfig(mode="diloco", every=1, outer_lr=1.0, outer_momentum=0.0),
-    SyncConfig(mode="semi_sync"),
 ]
 
 
@@ -177,34 +173,6 @@ def test_a_captured_step_of_a_model_without_tables_is_the_step(compile_: str) ->
     (result,) = run_ranks(trained, 1, SyncConfig(), compile_, timeout_s=600)
     for name, value in expected.items():
         torch.testing.assert_close(result["state"][name], value, rtol=0, atol=1e-5)
-
-
-def stashing(runtime: Runtime) -> str:
-    model = dense_model()
-    parallel, optimizer = hybrid_parallel(model, runtime, optimizer=SGD)
-    sync = SyncConfig(mode="semi_sync", stash_gradients=True)
-    with pytest.raises(
-        ValueError,
-        match=r"sync.stash_gradients: \w+ has no table, whose look-up would overlap; leave it out",
-    ) as error:
-        train(
-            parallel,
-            optimizer,
-            Batches(model, runtime),
-            runtime,
-            TrainConfig(epochs=1, compile="off"),
-            sync=sync,
-        )
-    with pytest.raises(
-        ValueError,
-        match=r"sync.table_copies=2: TowerModel has no table to copy; leave it at 1",
-    ):
-        hybrid_parallel(dense_model(), runtime, optimizer=SGD, table_copies=2)
-    return str(error.value)
-
-
-def test_what_is_of_tables_alone_is_refused_without_tables() -> None:
-    assert len(set(run_ranks(stashing, 2))) == 1
 
 
 def attempt(runtime: Runtime, folder: str, stop_after: int) -> dict[str, Tensor] | None:

@@ -53,7 +53,6 @@ from torchrec_ext.distributed.plan.tower_plan import table_shardings
 from torchrec_ext.distributed.runtime import Runtime, calm_gloo, gather_objects
 from torchrec_ext.distributed.sharders import Codecs, sharders
 from torchrec_ext.distributed.shared_memory.sharing import sharing_as_all_ranks_do
-from torchrec_ext.distributed.table_copies import copies_of_tables, refuse_unaveraged
 from torchrec_ext.distributed.tables import (
     collections,
     initialise_tables,
@@ -63,7 +62,6 @@ from torchrec_ext.distributed.tables import (
 )
 from torchrec_ext.distributed.tower_parallel.lookups import host_look_ups
 from torchrec_ext.distributed.tower_parallel.sharder import ShardedTowers, TowerSharder
-from torchrec_ext.ids.managed_collision import DynamicManagedCollision, with_dynamic_ids
 from torchrec_ext.ids.ranks import host_group
 
 
@@ -94,7 +92,6 @@ def hybrid_parallel(
     plan: ShardingPlan | None = None,
     optimizer: OptimizerConfig | None = None,
     seed: int = 0,
-    table_copies: int = 1,
     codecs: Codecs | None = None,
 ) -> tuple[DistributedModelParallel, HybridOptimizer]:
     """Shards the tables of ``model`` over the ranks and replicates its dense layers.
@@ -104,8 +101,7 @@ def hybrid_parallel(
     Args:
         model: any module that holds EmbeddingBagCollections or EmbeddingCollections; changed in place. Tables on the
             meta device are drawn, with their ``init_fn`` if they have one. Other tables keep their rows: those of rank
-            0, as its dense layers, are copied to all ranks. Tables with TorchRec's managed
-            collision get dynamic ids, see :class:`torchrec_ext.ids.DynamicManagedCollision`.
+            0, as its dense layers, are copied to all ranks.
         runtime: this process's rank and device.
         plan: TorchRec's sharding plan; made by :func:`plan_sharding` where not given.
         optimizer: optimizers and learning rates. Where not given, tables keep the optimizer that
@@ -113,21 +109,20 @@ def hybrid_parallel(
             defaults, which a line of the log names.
         seed: seed of the drawn tables' initial values, which depend on it and the table's name alone, not on the plan
             and not on the ranks.
-        table_copies: number of copies of the tables, see :class:`SyncConfig`; equal to :func:`plan_sharding`'s.
         codecs: TorchRec's codecs of quantised communication by exchange, as :func:`codecs_of` makes them of a
             ``PlanConfig``; None for float32.
 
     Returns:
-        TorchRec's DistributedModelParallel (DMPCollection with more than one copy of the tables), and one optimizer for
-        all of it, for a loop of your own or any of TorchRec's pipelines: it drives the sharded tables (whose step runs
-        in the backward), the replicated tables and the dense layers.
+        TorchRec's DistributedModelParallel, and one optimizer for all of it, for a loop of your own or any of
+        TorchRec's pipelines: it drives the sharded tables (whose step runs in the backward), the replicated tables and
+        the dense layers.
 
     Raises:
         ValueError: the plan shards a table whose optimizer nothing runs on the device, or an exception names no table
             or layer; a table has rows on some ranks and none on others; a table has an optimizer by
             ``apply_optimizer_in_backward`` and ``optimizer`` is given too, or has one that cannot be expressed.
     """
-    dynamic = _dynamic_tables(model, table_copies)
+    _refuse_managed_collision(model)
     # plan_sharding() chooses in the same way, and would refuse our choice beside the
     # caller's declarations.
     requested_optimizer = optimizer
@@ -135,10 +130,8 @@ def hybrid_parallel(
     if requested_optimizer is None and runtime.is_main:
         _log_defaults(model, optimizer)
     if plan is None:
-        plan = plan_sharding(
-            model, runtime, optimizer=requested_optimizer, table_copies=table_copies
-        )
-    plan = on_own_device(_of_collections(plan, model), runtime)
+        plan = plan_sharding(model, runtime, optimizer=requested_optimizer)
+    plan = on_own_device(plan, runtime)
     emulated = _without_kernel(
         model, plan, optimizer.for_tables(model), runtime.device.type
     )
@@ -150,36 +143,13 @@ def hybrid_parallel(
     host_look_ups(model, plan)
     given = _given_rows(model, runtime)
     tower_sharder = TowerSharder(timedelta(seconds=runtime.timeout_s))
-    if table_copies > 1 and not choices:
-        raise ValueError(
-            f"sync.table_copies={table_copies}: {type(model).__name__} has no table to copy; leave it at 1"
+    with _ddp_notice_ignored(), sharing_as_all_ranks_do(), without_init_fn(model):
+        sharded = DistributedModelParallel(
+            model,
+            device=runtime.device,
+            plan=plan,
+            sharders=[tower_sharder, *sharders(codecs)],
         )
-    if table_copies > 1:
-        refuse_unaveraged(model, plan, choices)
-        if runtime.device.type == "cuda" and runtime.device.index != runtime.local_rank:
-            raise ValueError(
-                f"sync.table_copies={table_copies}: rank {runtime.rank} is on {runtime.device}, but TorchRec's "
-                f"DMPCollection puts it on the GPU of its local rank, cuda:{runtime.local_rank}; leave "
-                "sync.table_copies at 1"
-            )
-        with (
-            _ddp_notice_ignored(),
-            sharing_as_all_ranks_do(),
-            without_init_fn(model),
-        ):
-            sharded = copies_of_tables(
-                model, runtime, plan, table_copies, sharders(codecs)
-            )
-    else:
-        all_sharders = [tower_sharder, *sharders(codecs)]
-        with (
-            _ddp_notice_ignored(),
-            sharing_as_all_ranks_do(),
-            without_init_fn(model),
-        ):
-            sharded = DistributedModelParallel(
-                model, device=runtime.device, plan=plan, sharders=all_sharders
-            )
     # torch logs it at the first KeyedJaggedTensor of a process, and means TorchRec.
     skip_fx_notice()
     # TorchRec calls deprecated collectives and ShardedTensor in every step, and its
@@ -205,34 +175,16 @@ def hybrid_parallel(
     hybrid_optimizer = _optimizer(
         sharded, optimizer.clip_norm, choices, layers, emulated
     )
-    if dynamic:
-        # It stands on the checkpoint's view of tables and optimizer state, which stands
-        # on this package.
-        from torchrec_ext.train.step.fresh_rows import FreshRows
-
-        # One for all tables: it finds the shards of the whole model.
-        begin_rows = FreshRows(sharded, hybrid_optimizer)
-        for ids in dynamic:
-            ids.begin_rows = begin_rows
     return sharded, hybrid_optimizer
 
 
-def _dynamic_tables(
-    model: nn.Module, table_copies: int
-) -> list[DynamicManagedCollision]:
-    """Gives the tables with managed collision dynamic ids."""
-    dynamic = with_dynamic_ids(model)
-    if dynamic and table_copies > 1:
-        raise ValueError(
-            f"sync.table_copies={table_copies}: table '{dynamic[0].table}' has dynamic ids, whose rows begin anew in "
-            "one step on all ranks; leave it at 1"
-        )
-    if dynamic:
-        # One group for all tables, each of which would make one of its own otherwise.
-        group = host_group()
-        for ids in dynamic:
-            ids.group = ids.group or group
-    return dynamic
+def _refuse_managed_collision(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, BaseManagedCollisionEmbeddingCollection):
+            raise ValueError(
+                f"'{path}' has TorchRec's managed collision, whose tables train under TorchRec's own sharders; take "
+                "plain tables with torchrec_ext.ids.DynamicIds, or DistributedModelParallel"
+            )
 
 
 def _given_rows(model: nn.Module, runtime: Runtime) -> dict[str, Tensor]:
@@ -252,17 +204,6 @@ def _given_rows(model: nn.Module, runtime: Runtime) -> dict[str, Tensor]:
                 rows, src=0, group=group if rows.device.type == "cpu" else None
             )
     return given
-
-
-def _of_collections(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
-    """Moves what TorchRec has planned for managed collections to the embedding collections inside of them."""
-    modules = dict(model.named_modules())
-    collections_only = {}
-    for path, tables in plan.plan.items():
-        if isinstance(modules.get(path), BaseManagedCollisionEmbeddingCollection):
-            path = f"{path}._embedding_module".lstrip(".")
-        collections_only[path] = tables
-    return ShardingPlan(collections_only)
 
 
 @contextmanager

@@ -1,7 +1,4 @@
-"""The sync modes: how often ranks make what each holds whole equal, as context managers around any loop.
-
-A mode is a subclass of :class:`EveryStep` and one line in :data:`MODES` of sync_config.py.
-"""
+"""The sync modes: how often ranks make what each holds whole equal, as context managers around any loop."""
 
 from __future__ import annotations
 
@@ -21,16 +18,12 @@ from typing_extensions import Self, TypeIs
 
 from torchrec_ext.distributed.optim.errors import GradientNotFiniteError, first_few
 from torchrec_ext.distributed.runtime import gather_objects
-from torchrec_ext.distributed.sync_config import MODES as MODES
-from torchrec_ext.distributed.sync_config import OptimizerState, check_warmup
+from torchrec_ext.distributed.sync_config import OptimizerState, check_local_steps
 from torchrec_ext.distributed.sync_config import SyncConfig as SyncConfig
 
 # A module that is not sharded needs no TorchRec.
 if TYPE_CHECKING:
-    from torchrec.distributed.model_parallel import (
-        DistributedModelParallel,
-        DMPCollection,
-    )
+    from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.optim.keyed import KeyedOptimizer
 
     from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
@@ -262,48 +255,16 @@ class UnevenStepsError(ValueError):
 class EveryStep:
     """DDP under TorchRec's DMP: dense gradients, and those of data_parallel tables, are averaged in every backward.
 
-    Also the base of all modes. Inside the context, between two calls of :meth:`settle`, ranks may differ in what each
-    holds whole; after a call, and after the context, they are equal.
-
     Attributes:
-        agrees_every_step: whether ranks leave every step with equal weights that the next step reads. Only then can a
-            step be left out on all ranks, a loss be scaled, or a tower run on ranks of its own.
-        looks_ahead: whether rows of the next batch are looked up before this one's backward, by TorchRec's
-            TrainPipelineSemiSync; every table must then be sharded.
-        least_warmup: least number of steps taken together before the mode begins.
-        settings: fields of :class:`SyncConfig` that the mode reads; any other must keep its default.
+        takes_local_steps: whether ranks may differ, in what each holds whole, between two calls of :meth:`settle`. Then
+            no step can be left out on all ranks, no loss be scaled, and no tower run on ranks of its own.
         checks: functions called on every rank before ranks are made equal; what one raises, it must raise on all.
     """
 
-    agrees_every_step: ClassVar[bool] = True
-    looks_ahead: ClassVar[bool] = False
-    least_warmup: ClassVar[int] = 0
-    settings: ClassVar[tuple[str, ...]] = ()
+    takes_local_steps: ClassVar[bool] = False
 
-    def __init__(self, model: nn.Module | None = None) -> None:
+    def __init__(self) -> None:
         self.checks: list[Callable[[], None]] = []
-        self._copies: DMPCollection | None = None
-        if isinstance(
-            model,
-            loaded_class("torchrec.distributed.model_parallel:DMPCollection"),
-        ):
-            self._copies = model
-
-    @classmethod
-    def from_config(
-        cls, model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig
-    ) -> EveryStep:
-        """Builds the mode for a model and its optimizer.
-
-        Args:
-            model: sharded model from :func:`hybrid_parallel`.
-            optimizer: optimizer from :func:`hybrid_parallel`.
-            config: settings of the mode.
-
-        Raises:
-            ValueError: the mode cannot run this model or optimizer.
-        """
-        return cls(model)
 
     @property
     def silent(self) -> bool:
@@ -320,8 +281,6 @@ class EveryStep:
 
     def settle(self) -> None:
         """Makes every rank equal now, before an evaluation or a checkpoint. Collective, after equally many steps."""
-        if self._copies is not None:
-            self._copies.sync()
 
     def __enter__(self) -> Self:
         return self
@@ -336,17 +295,6 @@ class EveryStep:
         # hang.
         if kind is None:
             self.settle()
-
-
-class SemiSync(EveryStep):
-    """TorchRec's TrainPipelineSemiSync: rows of the next batch are looked up before this one's backward changes them.
-
-    The pipeline does it all, as :func:`make_pipeline` builds it; nothing is left for the context manager.
-    """
-
-    agrees_every_step = False
-    looks_ahead = True
-    settings = ("warmup", "stash_gradients")
 
 
 class LocalSGD(EveryStep):
@@ -365,6 +313,11 @@ class LocalSGD(EveryStep):
     Optimizer state (moments, sums of squares) belongs to a rank's own path. ``keep`` leaves it there, as torch's
     PostLocalSGDOptimizer and DiLoCo do; ``average`` averages it as well, for as many more bytes as there is state.
 
+    With an outer rate other than 1 or an outer momentum it is DiLoCo (Douillard et al. 2023): at each average an outer
+    Nesterov SGD steps by the mean change of the ranks, which is the weights before the local steps minus the mean of
+    the ranks' weights after them. Every rank then holds two more copies of what it holds whole: the weights of the last
+    outer step, and the outer momentum.
+
     A module that is not sharded, with torch's optimizers or an adopted step, takes the place of DistributedDataParallel
     in a script of one's own: the weights of rank 0 are everybody's at the beginning, and every step is local.
 
@@ -375,6 +328,8 @@ class LocalSGD(EveryStep):
         every: k, steps between two averages.
         warmup: steps taken together before the first local one; 1 for a module that is not sharded, which has none.
         optimizer_state: ``keep`` or ``average``.
+        outer_lr: learning rate of the outer SGD; DiLoCo takes .7.
+        outer_momentum: its momentum; DiLoCo takes .9.
 
     Raises:
         ValueError: ``warmup`` is less than one step: DDP records its graph in the first; a module that is not
@@ -389,9 +344,7 @@ class LocalSGD(EveryStep):
             ranks.settle()  # equal, for an evaluation
     """
 
-    agrees_every_step = False
-    least_warmup = 1
-    settings: ClassVar[tuple[str, ...]] = ("every", "warmup", "optimizer_state")
+    takes_local_steps = True
 
     def __init__(
         self,
@@ -401,11 +354,11 @@ class LocalSGD(EveryStep):
         every: int,
         warmup: int = 1,
         optimizer_state: OptimizerState = "keep",
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
     ) -> None:
-        super().__init__(model)
-        check_warmup(warmup)
-        if every < 1:
-            raise ValueError(f"every={every}: must be 1 step or more")
+        super().__init__()
+        check_local_steps(every, warmup, outer_lr, outer_momentum)
         if warmup > 1 and not _is_hybrid(optimizer):
             raise ValueError(
                 f"warmup={warmup}: a module that is not sharded takes no steps together; leave it out"
@@ -428,27 +381,15 @@ class LocalSGD(EveryStep):
                 sharding.sharding_type != "data_parallel" for sharding in shardings
             )
         self._averager: Averager | None = None
+        self._rule = {
+            "lr": outer_lr,
+            "momentum": outer_momentum,
+            "nesterov": outer_momentum > 0,
+        }
+        self._outer: torch.optim.SGD | None = None
+        self._anchors: list[Tensor] = []
         self._steps = self._since = self._fault_step = 0
         self._leave = ExitStack()
-
-    @classmethod
-    def from_config(
-        cls, model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig
-    ) -> Self:
-        """Builds the mode with the fields of ``config`` named by ``settings`` as keyword arguments.
-
-        Raises:
-            ValueError: the model or the optimizer is not of :func:`hybrid_parallel`'s types.
-        """
-        if not (_is_sharded(model) and _is_hybrid(optimizer)):
-            types = f"{type(model).__name__} with {type(optimizer).__name__}"
-            raise ValueError(
-                f"sync.mode={config.mode} needs the model and the optimizer that hybrid_parallel() returns, not {types}"
-            )
-        values: dict[str, Any] = {
-            name: getattr(config, name) for name in cls.settings
-        } | {"warmup": config.together}
-        return cls(model, optimizer, **values)
 
     @property
     def silent(self) -> bool:
@@ -516,6 +457,11 @@ class LocalSGD(EveryStep):
             self._optimizer.replicated_tables,
             [*self._optimizer.dense_parameters, *statistics],
         )
+        parameters = _parameters(self._optimizer)
+        # torch's optimizers refuse an empty list.
+        if parameters and (self._rule["lr"] != 1 or self._rule["momentum"]):
+            self._anchors = [parameter.detach().clone() for parameter in parameters]
+            self._outer = torch.optim.SGD(self._anchors, **self._rule)  # type: ignore[arg-type]
 
     def _normalise_apart(self) -> list[Tensor]:
         """Lets batch normalisation see this rank's rows alone; returns its running statistics, (D,) each."""
@@ -544,15 +490,24 @@ class LocalSGD(EveryStep):
             check()
         self.meet()
         if self._since and self._averager is not None:
-            self.combine(self._averager)
+            self._averager.average(self._state() if self._average_state else ())
+            if self._outer is not None:
+                self._step_outside(self._outer, self._averager)
         self._since = 0
 
-    def combine(self, averager: Averager) -> None:
-        """Averages the ranks' parameters, and their optimizer state if that is asked for. Collective."""
-        if self._average_state:
-            averager.average(self._state())
-        else:
-            averager.average()
+    @torch.no_grad()
+    def _step_outside(self, outer: torch.optim.SGD, averager: Averager) -> None:
+        """Takes the outer optimizer's step from the anchors towards the average."""
+        parameters = _parameters(self._optimizer)
+        for anchor, parameter in zip(self._anchors, parameters, strict=True):
+            anchor.grad = anchor - parameter
+        outer.step()
+        for anchor, parameter in zip(self._anchors, parameters, strict=True):
+            parameter.copy_(anchor)
+            anchor.grad = None
+        # The outer step moved the weights away from the average, which the averager has
+        # marked.
+        averager.mark()
 
     def _state(self) -> list[Tensor]:
         states = self._optimizer.state
@@ -587,85 +542,6 @@ class LocalSGD(EveryStep):
             raise _error(gather_objects(report, dist.get_world_size()))
 
 
-class DiLoCo(LocalSGD):
-    """DiLoCo (Douillard et al. 2023): local steps, then an outer Nesterov SGD step by the mean change of the ranks.
-
-    The outer gradient is the weights before the local steps minus the mean of the ranks' weights after them, for dense
-    layers and data_parallel tables alike. With an outer rate of 1 and no momentum it is :class:`LocalSGD`. Every rank
-    holds two more copies of what it holds whole: the weights of the last outer step, and the outer momentum.
-
-    Args:
-        model: module that :class:`LocalSGD` takes.
-        optimizer: the inner optimizer, one that :class:`LocalSGD` takes.
-        every: steps between two outer steps.
-        warmup: steps taken together before the first local one.
-        optimizer_state: treatment of the inner optimizer's state, ``keep`` or ``average``.
-        outer_lr: learning rate of the outer SGD.
-        outer_momentum: momentum of the outer SGD; 0 for none.
-
-    Raises:
-        ValueError: ``warmup`` is less than one step.
-    """
-
-    settings = (*LocalSGD.settings, "outer_lr", "outer_momentum")
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: HybridOptimizer | Stepping,
-        *,
-        every: int,
-        warmup: int = 1,
-        optimizer_state: OptimizerState = "keep",
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
-    ) -> None:
-        super().__init__(
-            model,
-            optimizer,
-            every=every,
-            warmup=warmup,
-            optimizer_state=optimizer_state,
-        )
-        self._rule = {
-            "lr": outer_lr,
-            "momentum": outer_momentum,
-            "nesterov": outer_momentum > 0,
-        }
-        self._outer: torch.optim.SGD | None = None
-        self._anchors: list[Tensor] = []
-
-    def start_local_steps(self) -> None:
-        """Starts local steps, and keeps the parameters as the anchors of the outer optimizer."""
-        super().start_local_steps()
-        self._anchors = [
-            parameter.detach().clone() for parameter in _parameters(self._optimizer)
-        ]
-        # torch's optimizers refuse an empty list.
-        if self._anchors:
-            self._outer = torch.optim.SGD(self._anchors, **self._rule)  # type: ignore[arg-type]
-
-    @torch.no_grad()
-    def combine(self, averager: Averager) -> None:
-        """Takes the outer optimizer's step from the anchors towards the average. Collective."""
-        super().combine(averager)
-        if self._outer is None:
-            return
-        for anchor, parameter in zip(
-            self._anchors, _parameters(self._optimizer), strict=True
-        ):
-            anchor.grad = anchor - parameter
-        self._outer.step()
-        for anchor, parameter in zip(
-            self._anchors, _parameters(self._optimizer), strict=True
-        ):
-            parameter.copy_(anchor)
-            anchor.grad = None
-        # The outer step moved the weights away from the average, which the averager has
-        # marked.
-        averager.mark()
-
-
 def synchronised(
     model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig
 ) -> EveryStep:
@@ -678,25 +554,30 @@ def synchronised(
 
     Raises:
         ValueError: the mode cannot run this model or optimizer, or the model has towers on ranks of their own, which
-            only a mode that agrees in every step takes.
+            no mode with local steps takes.
     """
-    refuse_placed_towers(model, config)
-    mode: type[EveryStep] = MODES[config.mode]
-    return mode.from_config(model, optimizer, config)
-
-
-def refuse_placed_towers(model: nn.Module, config: SyncConfig) -> None:
-    """Refuses towers on ranks of their own in a mode that does not make ranks equal in every step.
-
-    Raises:
-        ValueError: ``model`` has such towers and ``config.mode`` does not agree in every step.
-    """
+    if not config.takes_local_steps:
+        return EveryStep()
     placement = placement_of(model)
-    if placement is not None and not config.agrees_every_step:
+    if placement is not None:
         raise ValueError(
             f"sync.mode={config.mode}, but plan.towers={placement} gives ranks different towers, "
             "without a mean; leave sync.mode at every_step, or plan.towers at data_parallel"
         )
+    if not (_is_sharded(model) and _is_hybrid(optimizer)):
+        types = f"{type(model).__name__} with {type(optimizer).__name__}"
+        raise ValueError(
+            f"sync.mode={config.mode} needs the model and the optimizer that hybrid_parallel() returns, not {types}"
+        )
+    return LocalSGD(
+        model,
+        optimizer,
+        every=config.every,
+        warmup=config.warmup,
+        optimizer_state=config.optimizer_state,
+        outer_lr=config.outer_lr,
+        outer_momentum=config.outer_momentum,
+    )
 
 
 def placement_of(model: nn.Module) -> Any:

@@ -28,7 +28,6 @@ from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime, gather_objects
 from torchrec_ext.distributed.sync import EveryStep, SyncConfig, synchronised
 from torchrec_ext.distributed.sync import UnevenStepsError as UnevenStepsError
-from torchrec_ext.ids.managed_collision import DynamicManagedCollision
 from torchrec_ext.train.checkpoint.run import Position, RunCheckpoints
 from torchrec_ext.train.checkpoint.state import Parts, State, model_state
 from torchrec_ext.train.config import Record
@@ -60,7 +59,7 @@ def leave_out(
         return None
     if (
         not isinstance(optimizer, HybridOptimizer)
-        or not sync.agrees_every_step
+        or sync.takes_local_steps
         or config.compile == "require"
     ):
         raise ValueError(
@@ -77,7 +76,7 @@ def scaling(
     if config.amp != "fp16":
         return None
     if (
-        not sync.agrees_every_step
+        sync.takes_local_steps
         or config.on_nan == "skip"
         or not isinstance(optimizer, HybridOptimizer)
     ):
@@ -148,13 +147,9 @@ def checked_steps(
     )
 
 
-def piped(config: TrainConfig, sync: SyncConfig) -> bool:
-    """Whether the run needs the pipeline: for a timeline, semi-sync, or steps left out."""
-    if config.compile == "require" and sync.looks_ahead:
-        raise ValueError(
-            f"train.compile=require with sync.mode={sync.mode}: look-ups a step ahead are the pipeline's; choose one"
-        )
-    return bool(config.trace_steps) or sync.looks_ahead or config.on_nan == "skip"
+def piped(config: TrainConfig) -> bool:
+    """Whether the run needs the pipeline: for a timeline, or steps left out."""
+    return bool(config.trace_steps) or config.on_nan == "skip"
 
 
 def warn_unpipelined(paths: list[str]) -> None:
@@ -357,8 +352,7 @@ def train(
         TrainingDivergedError: the loss or a gradient is not finite, on every rank alike.
         RunStoppedError: ``stop`` returned True.
         UnevenStepsError: the ranks' loaders have different lengths, on every rank alike; or one gives another number.
-        ValueError: a warm-up or a timeline is longer than the run, an early stop needs a figure not evaluated, or the
-            model has managed collision.
+        ValueError: a warm-up or a timeline is longer than the run, or an early stop needs a figure not evaluated.
     """
     config = config or TrainConfig()
     sync = sync or SyncConfig()
@@ -366,14 +360,6 @@ def train(
         raise ValueError(
             f"train.early_stop.metric={config.early_stop.metric!r}, but nothing is evaluated: pass evaluate"
         )
-    for module in model.modules():
-        # A captured step and one without TorchRec's collections do not run the forward
-        # that maps ids.
-        if isinstance(module, DynamicManagedCollision):
-            raise ValueError(
-                f"train(): table '{module.table}' has managed collision; keep your own loop or TorchRec's "
-                "pipeline, or use plain tables and a DynamicIdLoader"
-            )
     check_even(loader, runtime)
     check_fits(config.trace_steps, config.epochs * len(loader))
     trace = None
@@ -574,10 +560,6 @@ class _Run:
 
     def _begin_rows(self, notes: tuple[Fresh, ...]) -> None:
         """Begins the rows anew that dynamic ids have given to other ids; all steps before are complete, see Steps."""
-        if self.ranks.looks_ahead:
-            raise ValueError(
-                "sync.mode=semi_sync looks rows up before those of dynamic ids begin anew; set another sync.mode"
-            )
         stop = self.config.early_stop
         if stop.metric and stop.restore:
             raise ValueError(
@@ -726,9 +708,8 @@ def _steps_of(run: _Run, sync: SyncConfig, total: int) -> Steps:
         run.runtime.device,
         forward=forward,
         before_tables=run.forward.before_tables,
-        sync=sync,
     )
-    needs_pipeline = piped(config, sync)
+    needs_pipeline = piped(config)
     compile_mode = config.compile
     if compile_mode == "auto" and needs_pipeline:
         compile_mode = "off"

@@ -260,10 +260,8 @@ def place_towers(
 
 def why_on_every_rank(job: Job) -> str:
     """Explains why the towers of a job must run on every rank; empty if they need not."""
-    if not job.sync.agrees_every_step:
+    if job.sync.takes_local_steps:
         return f"sync.mode={job.sync.mode} averages towers that every rank has"
-    if job.sync.table_copies > 1:
-        return f"sync.table_copies={job.sync.table_copies}: towers on ranks of their own have one copy"
     if job.plan.quantised:
         return "quantised communication is of tables that all ranks share"
     return next(filter(None, map(why_on_all_ranks, job.plan.asked)), "")
@@ -392,12 +390,9 @@ def plan_job(
         optimizer=job.optimizer,
         batch_size=rows,
         constraints=constraints,
-        table_copies=job.sync.table_copies,
     )
     captured = rows if runtime.world_size == 1 and job.train.compile == "require" else 0
-    text = explain(
-        plan, model, job.sync.table_ranks(runtime.world_size), captured_rows=captured
-    )
+    text = explain(plan, model, runtime.world_size, captured_rows=captured)
     lines = [text]
     if job.plan.quantised and runtime.world_size == 1:
         lines.append(
@@ -448,7 +443,6 @@ def shard_job(
         plan=parts.plan,
         optimizer=job.optimizer,
         seed=job.train.seed,
-        table_copies=job.sync.table_copies,
         # One rank sends nothing, and nothing is rounded.
         codecs=codecs_of(job.plan) if runtime.world_size > 1 else None,
     )

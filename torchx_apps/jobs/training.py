@@ -142,9 +142,7 @@ def run_training(
             folder.facts = dataclasses.replace(
                 folder.facts,
                 title=f"{job.name} on {task.name}",
-                plan=placed_bytes(
-                    parts.plan, parts.model, job.sync.table_ranks(runtime.world_size)
-                ),
+                plan=placed_bytes(parts.plan, parts.model, runtime.world_size),
                 settings={key.path: key.value for key in most_used_keys(job, 20)},
             )
         parallel, optimizer = shard_job(parts, runtime)

@@ -200,11 +200,6 @@ class Job:
                 "a row begins anew on all ranks in one step; set sync.mode=every_step",
             ),
             (
-                self.sync.table_copies > 1,
-                f"sync.table_copies={self.sync.table_copies}",
-                "a row begins anew in one copy of its table; set sync.table_copies=1",
-            ),
-            (
                 self.plan.towers != "data_parallel",
                 f"plan.towers={self.plan.towers}",
                 "their towers are on every rank; set plan.towers=data_parallel",
@@ -310,31 +305,16 @@ def check_elastic(job: Job, topology: str | None = None) -> None:
 
     Raises:
         ValueError: naming the setting.
-
-    Example:
-        >>> job = Job(name="mine", build=print, model=None, sync=SyncConfig(table_copies=2))
-        >>> check_elastic(job, "2:4x1")
-        Traceback (most recent call last):
-        ...
-        ValueError: sync.table_copies=2 with -j 2:4x1: it must divide the number of ranks, which may be 3; write -j 4x1
     """
     topology = os.environ.get(ELASTIC, "") if topology is None else topology
     if not topology:
         return
     least, _, rest = topology.partition(":")
-    most, _, procs = rest.partition("x")
-    ranks = [nodes * int(procs) for nodes in range(int(least), int(most) + 1)]
+    procs = rest.partition("x")[2]
+    ranks = int(least) * int(procs)
     towers = job.plan.towers
-    copies = job.sync.table_copies
-    if ":" in towers or (towers == "tower_parallel" and ranks[0] < 2):
+    if ":" in towers or (towers == "tower_parallel" and ranks < 2):
         raise ValueError(
             f"plan.towers={towers} with -j {topology}: it gives towers ranks of their own, whose number changes with "
             f"the nodes that are up; set plan.towers=auto, or write -j {rest}"
-        )
-    # Nodes come and go, so each number of ranks between the two may train.
-    odd = next((count for count in ranks if count % copies), None)
-    if odd:
-        raise ValueError(
-            f"sync.table_copies={copies} with -j {topology}: it must divide the number of ranks, which may be {odd}; "
-            f"write -j {rest}"
         )

@@ -181,19 +181,6 @@ def test_what_torchrec_cannot_do_is_refused_by_table(
     assert text in str(error.value)
 
 
-def test_several_copies_of_tables_are_not_sharded_by_host() -> None:
-    with pytest.raises(
-        PlanError,
-        match=r"process groups of grid_shard by host, .*, not with sync\.table_copies=2",
-    ):
-        plan_sharding(
-            small_model(META),
-            TWO_RANKS,
-            PlanConfig(sharding="grid_shard"),
-            table_copies=2,
-        )
-
-
 def test_a_table_read_id_by_id_is_not_sharded_by_host() -> None:
     tables = [
         EmbeddingConfig(

@@ -201,11 +201,6 @@ def on_two_ranks(runtime: Runtime) -> dict[str, Any]:
     results["gradient"] = told(GradientNotFiniteError, optimizer.step)
     local = SyncConfig(mode="local_sgd", every=2)
     results["sync"] = told(ValueError, lambda: synchronised(parallel, optimizer, local))
-    stale = SyncConfig(mode="semi_sync")
-    results["semi_sync"] = told(
-        ValueError,
-        lambda: make_pipeline(parallel, optimizer, runtime.device, sync=stale),
-    )
     small = PlanConfig(memory_gb=1e-4, towers="user:0,item:1", sharding="table_wise")
     large = two_tower(
         [table("user_id", USERS)], [table("item_id", 10_000)], device=META
@@ -302,10 +297,6 @@ def test_explain_says_where_towers_run(two_ranks: list[dict[str, Any]]) -> None:
         (
             "sync",
             "sync.mode=local_sgd, but plan.towers=user:0,item:1 gives ranks different towers",
-        ),
-        (
-            "semi_sync",
-            "sync.mode=semi_sync, but plan.towers=user:0,item:1 gives ranks different towers",
         ),
         ("too large", "tower 'item' on rank(s) 1: no sharding plan fits"),
         ("planner", "the planner failed on rank 0: KeyError: 'a planner that breaks'"),

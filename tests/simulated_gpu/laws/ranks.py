@@ -14,7 +14,6 @@ KINDS = {
     "table_wise": ("plan.sharding=table_wise",),
     "row_wise": ("plan.sharding=row_wise",),
     "tower_parallel": ("plan.towers=user:0,item:1",),
-    "semi_sync": ("sync.mode=semi_sync",),
     "local_sgd": ("sync.mode=local_sgd", "sync.every=4", "plan.sharding=data_parallel"),
     "dynamic_ids": (
         "ids.user_id=dynamic,capacity=100",

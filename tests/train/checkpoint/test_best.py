@@ -147,7 +147,7 @@ def epochs_done(begin: str | None) -> int:
 
 def every_way(runtime: Runtime, folder: str) -> dict[str, dict[str, Any]]:
     local = SyncConfig(mode="local_sgd", every=2)
-    diloco = SyncConfig(mode="diloco", every=2)
+    diloco = SyncConfig(mode="local_sgd", every=2, outer_lr=0.7, outer_momentum=0.9)
     found = {
         "saved": run(runtime, f"{folder}/saved"),
         "elsewhere": run(runtime, f"file://{folder}/elsewhere"),

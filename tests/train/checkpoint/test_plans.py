@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchrec.distributed.model_parallel import DMPCollection
 
 from tests.contracts import run_ranks
 from tests.examples import DIM, META, batches, small_model
@@ -35,29 +34,15 @@ Case = tuple[str, str]
 def made(runtime: Runtime, sharding: str, kind: str) -> Any:
     model = small_model(META)
     optimizer = OptimizerConfig(tables=kind, tables_lr=0.05)  # type: ignore[arg-type]
-    config, copies = (
-        PlanConfig(sharding=sharding)
-        if sharding in SHARDINGS
-        else PlanConfig(sharding="row_wise"),
-        1,
-    )  # type: ignore[arg-type]
+    config = PlanConfig(sharding=sharding if sharding in SHARDINGS else "row_wise")  # type: ignore[arg-type]
     if sharding == "placed towers":
         config = PlanConfig(
             sharding="row_wise",
             towers="user:0,item:1" if runtime.world_size == 2 else "user:0-2,item:3",
         )
-    if sharding == "two copies":
-        copies = 2
-    plan = plan_sharding(
-        model, runtime, config, optimizer=optimizer, table_copies=copies
-    )
+    plan = plan_sharding(model, runtime, config, optimizer=optimizer)
     return hybrid_parallel(
-        model,
-        runtime,
-        plan=plan,
-        optimizer=optimizer,
-        seed=runtime.world_size,
-        table_copies=copies,
+        model, runtime, plan=plan, optimizer=optimizer, seed=runtime.world_size
     )
 
 
@@ -72,8 +57,6 @@ def losses(
         optimizer.zero_grad()
         loss = model(batch)[0]
         loss.backward()
-        if isinstance(model, DMPCollection):
-            model.sync()
         optimizer.step()
         mean = loss.detach().clone()
         dist.all_reduce(mean)
@@ -207,8 +190,7 @@ def assert_loaded(source: str, target: str, saved: Any, loaded: Any) -> None:
         assert torch.equal(after[name], expected), (source, target, name)
     if source == target:
         assert found_losses == next_losses, (source, target)
-    elif not split and ("two copies" in source) == ("two copies" in target):
-        # of copies, Adagrad's sums are means of two
+    elif not split:
         assert found_losses == pytest.approx(next_losses, abs=1e-5), (source, target)
 
 
@@ -224,21 +206,17 @@ def test_any_plan_loads_into_any_other(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_copies_of_tables_and_placed_towers_load_as_any_other(
-    world_size: int, tmp_path: Path
-) -> None:
+def test_placed_towers_load_as_any_other(world_size: int, tmp_path: Path) -> None:
     count = 0
     kinds = (
         ("row_wise_adagrad",)
         if world_size == 2
         else ("sgd", "adagrad", "row_wise_adagrad")
     )
-    for pair in pairs(
-        tmp_path, (world_size,), ("placed towers", "two copies", "column_wise"), kinds
-    ):
+    for pair in pairs(tmp_path, (world_size,), ("placed towers", "column_wise"), kinds):
         assert_loaded(*pair)
         count += 1
-    assert count == 9 * len(kinds)
+    assert count == 4 * len(kinds)
 
 
 @pytest.mark.slow

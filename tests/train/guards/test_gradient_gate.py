@@ -34,13 +34,9 @@ OPTIMIZERS = {
     "adagrad": OptimizerConfig(tables="adagrad", tables_lr=0.05),
     "adam": OptimizerConfig(tables="adam", tables_lr=0.05),
 }
-SEMI = SyncConfig(mode="semi_sync", warmup=2)
-COPIES = SyncConfig(table_copies=2)
 STOPS: list[Case] = [
     *((plan, "adagrad", SyncConfig()) for plan in PLANS),
     ("row_wise", "adam", SyncConfig()),
-    ("row_wise", "adagrad", SEMI),
-    ("row_wise", "adagrad", COPIES),
 ]
 SKIPS: list[Case] = [
     ("row_wise", "adam", SyncConfig()),
@@ -49,24 +45,20 @@ SKIPS: list[Case] = [
 ]
 ALL_SKIPS: list[Case] = [
     *((plan, kind, SyncConfig()) for plan in PLANS for kind in OPTIMIZERS),
-    ("row_wise", "adagrad", COPIES),
 ]
 
 
 def made(runtime: Runtime, case: Case) -> Any:
-    plan, kind, sync = case
+    plan, kind, _ = case
     model, optimizers = small_model(META), OPTIMIZERS[kind]
     config = PlanConfig(**PLANS.get(plan, {"sharding": "data_parallel"}))
-    chosen = plan_sharding(
-        model, runtime, config, optimizer=optimizers, table_copies=sync.table_copies
-    )
+    chosen = plan_sharding(model, runtime, config, optimizer=optimizers)
     return hybrid_parallel(
         model,
         runtime,
         plan=chosen,
         optimizer=optimizers,
         seed=3,
-        table_copies=sync.table_copies,
     )
 
 
@@ -224,11 +216,7 @@ def all_reduces(runtime: Runtime) -> dict[str, list[int]]:
         calls[0] += 1
         return real(*args, **options)
 
-    for name, case in (
-        ("kernels", STOPS[0]),
-        ("semi-sync", STOPS[5]),
-        ("replicas", REPLICAS),
-    ):
+    for name, case in (("kernels", STOPS[0]), ("replicas", REPLICAS)):
         parallel, optimizer = made(runtime, case)
         steps: list[int] = []
 
@@ -253,9 +241,7 @@ def all_reduces(runtime: Runtime) -> dict[str, list[int]]:
 
 def test_one_all_reduce_a_step_compares_loss_gradients_and_stops() -> None:
     for counts in run_ranks(all_reduces, 2):
-        assert counts == {
-            key: [1, 1, 1, 1] for key in ("kernels", "semi-sync", "replicas")
-        }
+        assert counts == {key: [1, 1, 1, 1] for key in ("kernels", "replicas")}
 
 
 def bad_loss(runtime: Runtime) -> Any:

@@ -105,7 +105,7 @@ def evaluated(runtime: Runtime) -> list[list[Tensor]]:
         runtime,
         config,
         evaluate=look,
-        sync=SyncConfig(mode="diloco", every=4),
+        sync=SyncConfig(mode="local_sgd", every=4, outer_momentum=0.9),
     )
     return [*seen, whole(parallel, optimizer)]
 
@@ -153,7 +153,7 @@ def own_loop(runtime: Runtime) -> str:
     parallel, optimizer = made(runtime, "data_parallel")
     try:
         with LocalSGD(parallel, optimizer, every=3):
-            step = steps(runtime, parallel, optimizer, SyncConfig())
+            step = steps(runtime, parallel, optimizer)
             for _ in range(5 + 2 * runtime.rank):
                 step()
     except UnevenStepsError as error:
@@ -177,7 +177,7 @@ def clipped(runtime: Runtime) -> dict[str, Any]:
     )
     parallel, optimizer = made(runtime, "data_parallel", config)
     with LocalSGD(parallel, optimizer, every=9):
-        step = steps(runtime, parallel, optimizer, SyncConfig())
+        step = steps(runtime, parallel, optimizer)
         step()
         before = whole(parallel, optimizer)
         step()

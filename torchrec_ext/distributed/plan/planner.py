@@ -65,7 +65,6 @@ def plan_sharding(
     optimizer: OptimizerConfig | None = None,
     batch_size: int = 512,
     constraints: Mapping[str, ParameterConstraints] | None = None,
-    table_copies: int = 1,
 ) -> ShardingPlan:
     """Plans the sharding of ``model`` on the ranks of this job with TorchRec's planner. Collective.
 
@@ -78,8 +77,6 @@ def plan_sharding(
         optimizer: optimizers of the tables, whose state takes memory too; those given to :func:`hybrid_parallel`.
         batch_size: rows per rank and step, for the cost model.
         constraints: TorchRec's own constraints by table name, for what ``config`` cannot express; they win.
-        table_copies: copies of the tables, see :class:`SyncConfig`; the plan is made for one copy, on the first
-            R / table_copies ranks.
 
     Raises:
         PlanError: the tables do not fit, or cannot be sharded as asked.
@@ -88,20 +85,12 @@ def plan_sharding(
     config = config or PlanConfig()
     optimizer = chosen_optimizer(model, optimizer)
     placement = tower_placement(model, config.towers, runtime.world_size)
-    ranks = SyncConfig(table_copies=table_copies).table_ranks(runtime.world_size)
-    if placement is not None and table_copies > 1:
-        raise PlanError(
-            f"sync.table_copies={table_copies}: towers on ranks of their own have one copy; leave plan.towers alone"
-        )
-    on_copy = dataclasses.replace(
-        runtime, world_size=ranks, local_world_size=min(ranks, runtime.local_world_size)
-    )
-    checked_on = on_copy
+    checked_on = runtime
     # With placed towers, how columns may be split is checked later, on the ranks of
     # each tower.
     if placement is not None:
         checked_on = dataclasses.replace(runtime, world_size=1, local_world_size=1)
-    refuse_unplaced(model, config, placement, table_copies)
+    refuse_unplaced(model, config, placement)
     request = Request.of(model, checked_on, config, optimizer, constraints or {})
     outcome: list[ShardingPlan | Exception] = [RuntimeError("no plan came from rank 0")]
     # The planner runs on rank 0 alone. TorchRec's collective_plan would leave the other
@@ -115,8 +104,8 @@ def plan_sharding(
             )
             topology = functools.partial(_topology, host=host)
             if placement is None:
-                drafted = draft(model, request, topology(on_copy, usable), batch_size)
-                refuse_exchange(drafted, request.tables, config, on_copy.world_size)
+                drafted = draft(model, request, topology(runtime, usable), batch_size)
+                refuse_exchange(drafted, request.tables, config, runtime.world_size)
                 outcome = [drafted.plan]
             else:
                 won = constraints or {}
@@ -150,16 +139,13 @@ def plan_sharding(
 
 
 def refuse_unplaced(
-    model: nn.Module,
-    config: PlanConfig,
-    placement: TowerPlacement | None,
-    table_copies: int,
+    model: nn.Module, config: PlanConfig, placement: TowerPlacement | None
 ) -> None:
     """Refuses plans that TorchRec supports only on all ranks, and plans that cannot be trained.
 
     Raises:
         PlanError: a sharding type by host, a kernel off the GPU or quantised communication, with towers on ranks of
-            their own or several copies of the tables; or the kernel key_value.
+            their own; or the kernel key_value.
     """
     tables = [table.name for table in tables_of(model)]
     for name, choice in config.choices(tables).items():
@@ -168,12 +154,9 @@ def refuse_unplaced(
                 f"table '{name}': kernel=key_value is planned only, by TorchRec; choose "
                 "kernel=fused_uvm_caching or fused_uvm to train"
             )
-        if why_on_all_ranks(choice) and (placement is not None or table_copies > 1):
-            where = f"sync.table_copies={table_copies}"
-            if placement is not None:
-                where = f"plan.towers={config.towers}"
+        if why_on_all_ranks(choice) and placement is not None:
             raise PlanError(
-                f"table '{name}': {why_on_all_ranks(choice)}, not with {where}; leave that alone"
+                f"table '{name}': {why_on_all_ranks(choice)}, not with plan.towers={config.towers}; leave that alone"
             )
     if config.quantised and placement is not None:
         raise PlanError(
@@ -263,7 +246,7 @@ def free_tables(
     Returns:
         The planner's constraints by table, and a line for the user where they put all tables on every rank, else "".
     """
-    if sync.looks_ahead or (config.quantised and runtime.world_size > 1):
+    if config.quantised and runtime.world_size > 1:
         return _sharded(model, config, runtime.device.type), ""
     # The rule was measured for gradients exchanged in every step, the default.
     if sync != SyncConfig() or measured:
@@ -282,8 +265,7 @@ def _sharded(
 ) -> dict[str, ParameterConstraints]:
     """Returns constraints that keep tables with an open sharding from becoming data_parallel.
 
-    A table that ``config`` names data_parallel stays so; semi_sync refuses it by name later, and so does quantised
-    communication where all tables are.
+    A table that ``config`` names data_parallel stays so; quantised communication refuses it later where all tables are.
     """
     tables = [table.name for table in tables_of(model)]
     constraints = {}

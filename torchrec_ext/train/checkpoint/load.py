@@ -125,16 +125,9 @@ def match(
             differences[line] = "fewer_layers"
         elif table and table not in state.tables:
             differences[line] = "fewer_tables"
-        # The table is there, but its optimizer keeps another state, or its ids are no
-        # longer dynamic.
-        elif table or (
-            name.startswith("ids.")
-            and name.split(".")[1] in state.tables.keys() - state.ids.keys()
-        ):
+        # The table is there, but its optimizer keeps another state.
+        elif table:
             differences[line] = None
-    for table in state.ids:
-        if f"ids.{table}.ids" not in saved_shapes:
-            differences[f"ids.{table}.ids was not saved"] = None
     _refuse(path, differences, allow, together, result)
     return result
 
@@ -336,8 +329,6 @@ def load_checkpoint(
     for name, tensor in (extra or {}).items():
         if name in index.state_dict_metadata:
             to_load[name] = tensor
-    saved_ids = empty_tensors(index, [f"ids.{table}." for table in state.ids])
-    to_load |= saved_ids
     other_splits: dict[str, Parts] = {}
     for name in matched.row_states:
         row_state = state.row_states[name]
@@ -365,7 +356,6 @@ def load_checkpoint(
         load_tensors(path, cold_rows, together)
     # Kernels have counters, not tensors: the load filled copies.
     state.count(step_counts)
-    state.load_ids(saved_ids)
     _merge(state, other_splits, saved)
     _grow(state, matched, cold_rows)
     for name, metadata in index.state_dict_metadata.items():

@@ -2,7 +2,7 @@
 
 ``tables.NAME.weight`` (rows, D) and ``tables.NAME.STATE`` belong to a table, at any path of its collection in the
 model; ``dense.PATH`` and ``dense.PATH@STATE`` to the dense layers. STATE is torch.optim's name: ``sum``, ``exp_avg``,
-``exp_avg_sq``, ``step``. ``ids.NAME.STATE`` are the dynamic ids of a table with managed collision.
+``exp_avg_sq``, ``step``.
 
 Parts: this rank's rectangles of a tensor, saved and loaded by torch.distributed.checkpoint under any division.
 """
@@ -41,7 +41,6 @@ from torchrec_ext.distributed.optim.hybrid import make_first_state
 from torchrec_ext.distributed.optim.sharded import kernels_of
 from torchrec_ext.distributed.tables import collections, local_shards, table_configs
 from torchrec_ext.distributed.tower_parallel.lookups import unhosted
-from torchrec_ext.ids.managed_collision import DynamicManagedCollision
 
 # A reader always has one complete saved block in memory, so blocks must be small.
 _BLOCK_BYTES = 32 * 2**20
@@ -224,7 +223,6 @@ class ModelState:
         tables: (rows, D) and dtype by table name, on every rank alike.
         paths: path of each table's weight in the unsharded model.
         kernels: kernels that count steps for Adam's bias correction, by the name of their count.
-        ids: dynamic ids by table name.
     """
 
     tensors: State
@@ -232,20 +230,14 @@ class ModelState:
     tables: dict[str, tuple[int, int, str]]
     paths: dict[str, str]
     kernels: dict[str, Any]
-    ids: dict[str, DynamicManagedCollision]
 
     def everything(self) -> State:
-        """Returns the tensors, row states, (rows, parts) each, copies of the kernels' step counts, and dynamic ids."""
+        """Returns the tensors, row states, (rows, parts) each, and copies of the kernels' step counts."""
         state = dict(self.tensors)
         for name, row_state in self.row_states.items():
             state[name] = Parts(
                 (row_state.rows, len(row_state.widths)), row_state.parts
             )
-        for table, ids in self.ids.items():
-            state |= {
-                f"ids.{table}.{name}": value
-                for name, value in ids.get_extra_state().items()
-            }
         return state | self.counted()
 
     def counted(self) -> State:
@@ -259,17 +251,6 @@ class ModelState:
         """Sets the kernels' step counts."""
         for name, kernel in self.kernels.items():
             kernel.set_optimizer_step(int(steps[name]))  # type: ignore[arg-type]
-
-    def load_ids(self, tensors: State) -> None:
-        """Continues with saved dynamic ids."""
-        for table, ids in self.ids.items():
-            prefix = f"ids.{table}."
-            saved = {
-                name.removeprefix(prefix): tensors[name]
-                for name in tensors
-                if name.startswith(prefix)
-            }
-            ids.set_extra_state(saved)  # type: ignore[arg-type]
 
 
 def model_state(
@@ -336,13 +317,7 @@ def model_state(
         config.name: unhosted(get_unwrapped_module(model), path)
         for path, config in configs.items()
     }
-    modules = get_unwrapped_module(model).modules()
-    ids = {
-        module.table: module
-        for module in modules
-        if isinstance(module, DynamicManagedCollision)
-    }
-    return ModelState(tensors, rows, tables, paths, kernels, ids)
+    return ModelState(tensors, rows, tables, paths, kernels)
 
 
 def _configs_by_path(model: nn.Module) -> Iterator[tuple[str, BaseEmbeddingConfig]]:

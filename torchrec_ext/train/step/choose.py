@@ -166,9 +166,7 @@ def plain_step(
         return None  # the pipeline does the same, only slower
 
 
-_PIPELINE_ONLY = (
-    "a timeline, train.on_nan=skip and sync.mode=semi_sync need the pipeline's steps"
-)
+_PIPELINE_ONLY = "a timeline and train.on_nan=skip need the pipeline's steps"
 _Step = DrawnStep | TowerBatch
 Made = TypeVar("Made")
 
@@ -247,7 +245,7 @@ class Steps:
         self._threads = config.threads
         if runtime.device.type != "cpu":
             self._threads = "given"
-        together = runtime.world_size > 1 and ranks.agrees_every_step
+        together = runtime.world_size > 1 and not ranks.takes_local_steps
         self._plain: PlainStep | None = None
         if not config.piped:
             self._plain = plain_step(
@@ -322,7 +320,7 @@ class Steps:
             yield from self._piped(batches)
             return
         self._plain.begin()
-        waits = self._runtime.world_size > 1 and not self._ranks.agrees_every_step
+        waits = self._runtime.world_size > 1 and self._ranks.takes_local_steps
         for batch in batches:
             if not waits or self._ranks.silent:
                 yield self._plain(batch)
