@@ -92,7 +92,6 @@ def parts() -> dict[str, Part]:
             "two_tower", here, (f"loader.device={DEVICE}", "train.compile=require")
         ),
         "dynamic ids, captured": Part("two_tower", (capture,), (capture, *IDS)),
-        "towers on streams": Part("n_tower", here, (*here, "streams=true")),
         "two ranks, NCCL": Part("two_tower", here, here, ranks=(1, 2), missing=several),
         "two processes on one GPU, MPS": Part(
             "two_tower", here, here, together=2, missing=sharing

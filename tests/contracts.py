@@ -8,9 +8,11 @@ import random
 import socket
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -180,3 +182,12 @@ def gather_state(model: nn.Module) -> dict[str, Tensor] | None:
         if name not in tables
     }
     return {**tables, **dense}
+
+
+@contextmanager
+def pipeline_alone() -> Iterator[None]:
+    """Lets every eager step of a training be the pipeline's, also where a plain one would be faster."""
+    with mock.patch(
+        "torchrec_ext.train.step.choose.plain_step", autospec=True, return_value=None
+    ):
+        yield

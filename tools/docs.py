@@ -284,12 +284,6 @@ PARTS = (
     _ALL,
     _NCCL,
     Part(
-        "towers on CUDA streams, `streams=true`: equal, and at the same time in a trace",
-        r"test_streams|onto_their_streams|laws\.order",
-        ("gpu", "towers on streams"),
-        cpu=False,
-    ),
-    Part(
         "captured steps as CUDA graphs, `train.compile`: equal; no step waits for the device",
         r"capture\.test_captured|capture\.test_memory|laws\.(graphs|waits)",
         ("gpu", "captured steps"),

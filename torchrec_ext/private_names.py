@@ -249,11 +249,6 @@ PRIVATE_NAMES = (
         "where compiled steps are kept",
     ),
     PrivateNames(
-        "torch/autograd/variable.py",
-        ("_execution_engine",),
-        "towers on streams: the backward's end waits for all streams, by a callback of the engine",
-    ),
-    PrivateNames(
         "torch/_C/__init__.pyi",
         ("_current_graph_task_id",),
         "optim.OneBackward: whether two hooks run in one backward",

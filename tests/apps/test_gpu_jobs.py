@@ -37,7 +37,6 @@ JOBS = {
         (*DATA, "plan.kernel=fused_uvm_caching", "plan.sharding=table_wise"),
     ),
     "ncf, dynamic ids, captured": ("ncf", (*DATA, *IDS, "train.compile=require")),
-    "n_tower, streams": ("n_tower", (*FEATURES, "streams=true", "train.compile=off")),
     "session, captured where it can": (
         "session",
         (*FEATURES, "data.users=300", "data.items=150", "train.compile=auto"),

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig
 
 from tests.contracts import gather_state, run_ranks
-from tests.distributed.test_streams import Cuda
 from tests.examples import ITEMS, META, USERS, batches, redrawn, small_model, table
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.capture import policy
@@ -30,7 +29,6 @@ from torchrec_ext.capture.executors import (
     inductor,
     traced,
 )
-from torchrec_ext.capture.lowering import Packer, lowered, static_bags
 from torchrec_ext.capture.sharded import ShardedSource
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
@@ -43,8 +41,6 @@ from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.explain import explain
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.streams import TowerStreams, on_streams
-from torchrec_ext.distributed.tables import local_shards
 from torchrec_ext.models.ncf import ContextualNCF
 from torchrec_ext.models.retrieval import RetrievalModel
 from torchrec_ext.models.tower_model import Prediction, two_tower
@@ -314,40 +310,6 @@ def test_a_cuda_graph_learns_what_the_sharded_model_learns_and_waits_for_nothing
                 step(item)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.unit
-def test_streams_of_towers_come_along_into_a_captured_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cuda, model = Cuda(), small_model()
-    monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
-    TowerStreams(model.towers, cuda)  # type: ignore[arg-type]
-    tables = {shard.config.name: shard.tensor for shard in local_shards(model)}
-    plain = lowered(
-        model, static_bags(lambda name, ids: tables[name].index_select(0, ids))
-    )
-    layout, tensors = Packer().pack(next(batches(1)))
-    plain(layout.batch(tensors))
-    assert [line for line in cuda.log if "waits" in line] == [
-        *("user waits for caller", "item waits for caller"),
-        *("caller waits for user", "caller waits for item"),
-    ]
-
-
-@pytest.mark.gpu
-def test_towers_fork_onto_their_streams_inside_the_graph_and_learn_the_same() -> None:
-    with Runtime.start("cuda") as runtime:
-        losses = []
-        for streams in (False, True):
-            model, optimizer = sharded(runtime, *KINDS[0])
-            if streams:
-                assert isinstance(on_streams(model, runtime.device), TowerStreams)
-            given = [batch.to(runtime.device) for batch in batches(20)]
-            stepped(model, optimizer, given[0])
-            step = CapturedStep(ShardedSource(model, optimizer), cuda_graph)
-            losses.append([float(step(batch)[0]) for batch in given[1:]])
-        assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Every sync mode trains; which modes equal which, and what ranks exchange, over real gloo processes."""
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.optim.keyed import KeyedOptimizer
 
-from tests.contracts import gather_state, run_ranks
+from tests.contracts import gather_state, pipeline_alone, run_ranks
 from tests.examples import META, batches, small_model
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
@@ -117,12 +118,15 @@ def trained(runtime: Runtime, mode: str) -> tuple[list[Tensor], list[Tensor]]:
 def by_both_steps(runtime: Runtime, sync: SyncConfig) -> list[tuple[list[Tensor], int]]:
     """Weights after two epochs by the pipeline's steps and by plain ones; with each the number of plain ones."""
     results = []
-    for traced in (1, 0):
+    for road in (pipeline_alone(), contextlib.nullcontext()):
         parallel, keyed = made(runtime, "data_parallel", ADAM)
-        config = TrainConfig(epochs=2, compile="off", trace_steps=traced)
-        with mock.patch.object(
-            PlainStep, "__call__", autospec=True, side_effect=PlainStep.__call__
-        ) as plain:
+        config = TrainConfig(epochs=2, compile="off")
+        with (
+            road,
+            mock.patch.object(
+                PlainStep, "__call__", autospec=True, side_effect=PlainStep.__call__
+            ) as plain,
+        ):
             train(parallel, keyed, Loader(runtime), runtime, config, sync=sync)
         results.append((whole(parallel, keyed), plain.call_count))
     return results

@@ -9,7 +9,6 @@ from .plan.explain import explain as explain
 from .plan.planner import plan_sharding as plan_sharding
 from .runtime import Runtime as Runtime
 from .shared_memory.sharing import share_memory as share_memory
-from .streams import TowerStreams as TowerStreams
 from .sync import EveryStep as EveryStep
 from .sync import LocalSGD as LocalSGD
 from .sync_config import SyncConfig as SyncConfig

@@ -243,7 +243,7 @@ class TrainConfig:
         hang_s: seconds without a step before a rank writes its stacks and ends the job; more than the slowest step
             takes. If not given, 100 times the slowest of the last steps, from 25 s to 240 s. 0 for never: collectives
             then fail after five minutes.
-        trace_steps: steps, after the first five, that the timeline of all ranks shows; 0 for none.
+        trace_steps: steps, after the first five, that torch.profiler traces on each rank; 0 for none.
         compile: capture the whole step, forward to optimizers, as one compiled graph (CPU) or CUDA graph, on a rank
             that no other waits for; members of a stack of networks together. ``auto`` captures if the model allows it
             and the rest of the run is long enough to pay for it, ``off`` never captures, ``require`` ends with an error

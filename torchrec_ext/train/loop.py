@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sized
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -43,7 +44,7 @@ from torchrec_ext.train.metrics.evaluation_watch import (
     watching,
 )
 from torchrec_ext.train.report.progress import Progress, Window
-from torchrec_ext.train.report.trace import StepTrace, Timeline, check_fits
+from torchrec_ext.train.report.trace import StepTrace, check_fits
 from torchrec_ext.train.step.choose import Steps, StepsConfig, plain_step
 from torchrec_ext.train.step.fresh_rows import FreshRows
 from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
@@ -145,11 +146,6 @@ def checked_steps(
         forward=forward,
         before_tables=forward.before_tables,
     )
-
-
-def piped(config: TrainConfig) -> bool:
-    """Whether the run needs the pipeline: for a timeline, or steps left out."""
-    return bool(config.trace_steps) or config.on_nan == "skip"
 
 
 def warn_unpipelined(paths: list[str]) -> None:
@@ -306,7 +302,7 @@ def train(
     evaluate: Callable[[], Record] | None = None,
     log: Callable[[Record], None] | None = None,
     sync: SyncConfig | None = None,
-    timeline: Callable[[Timeline], None] | None = None,
+    trace_folder: Path | str = "trace",
     checkpoints: RunCheckpoints | None = None,
     stop: Callable[[], bool] | None = None,
     watchdog: Watchdog | None = None,
@@ -328,7 +324,7 @@ def train(
         log: called on rank 0 with each record.
         sync: how often ranks exchange what; by default the gradients in every step. All ranks are equal in an
             evaluation, at the end of an epoch, and on return.
-        timeline: called on rank 0 with the timeline of ``config.trace_steps``.
+        trace_folder: folder for each rank's trace of ``config.trace_steps``.
         checkpoints: saves the run, and restores its position; the loader must then be able to resume.
         watchdog: watchdog, told of each step.
         stop: called on every rank after each step and between blocks of an evaluation; if it returns True on one
@@ -343,16 +339,16 @@ def train(
         ``ranks_wait`` and ``waits``, the shares in collectives, see :meth:`Window.take`; the learning rates if a
         schedule changes them; and the figures of dynamic ids, see :meth:`DynamicIdLoader.figures`. ``eval``: the
         figures, and ``best`` if it is the best so far by the early stop's metric. ``stop``, the last one after an early
-        stop: its ``metric``, ``best``, ``best_epoch``, ``best_step`` and a ``message``. ``timeline``: what ran at the
-        same time, see :func:`overlap`. Before a diverged run ends, ``log`` gets one of kind ``error`` with its
-        ``message``. Two kinds are logged but not returned: ``steps`` says whether steps were ``captured``, with the
-        milliseconds of a step, and ``restore`` that the weights are those of the best evaluation.
+        stop: its ``metric``, ``best``, ``best_epoch``, ``best_step`` and a ``message``. Before a diverged run ends,
+        ``log`` gets one of kind ``error`` with its ``message``. Two kinds are logged but not returned: ``steps`` says
+        whether steps were ``captured``, with the milliseconds of a step, and ``restore`` that the weights are those of
+        the best evaluation.
 
     Raises:
         TrainingDivergedError: the loss or a gradient is not finite, on every rank alike.
         RunStoppedError: ``stop`` returned True.
         UnevenStepsError: the ranks' loaders have different lengths, on every rank alike; or one gives another number.
-        ValueError: a warm-up or a timeline is longer than the run, or an early stop needs a figure not evaluated.
+        ValueError: a warm-up or a trace is longer than the run, or an early stop needs a figure not evaluated.
     """
     config = config or TrainConfig()
     sync = sync or SyncConfig()
@@ -364,8 +360,10 @@ def train(
     check_fits(config.trace_steps, config.epochs * len(loader))
     trace = None
     if config.trace_steps:
-        trace = StepTrace(model, runtime, config.trace_steps, timeline)
-    with synchronised(model, optimizer, sync) as ranks:
+        trace = StepTrace(runtime, config.trace_steps, Path(trace_folder))
+    with ExitStack() as ends, synchronised(model, optimizer, sync) as ranks:
+        if trace is not None:
+            ends.callback(trace.close)
         run = _Run(
             model,
             optimizer,
@@ -391,7 +389,7 @@ def train(
 
 
 class _Watchers(NamedTuple):
-    """What watches each step of a run: a timeline, the caller's observer, and the watchdog."""
+    """What watches each step of a run: a trace, the caller's observer, and the watchdog."""
 
     trace: StepTrace | None
     observer: StepObserver | None
@@ -584,8 +582,8 @@ class _Run:
             if self.watchers.observer is not None:
                 self.watchers.observer.see(output)
         trace = self.watchers.trace
-        if trace is not None and (overlap := trace.step()) is not None:
-            records.keep(records.stamped("timeline", **overlap))
+        if trace is not None and trace.step():
+            records.progress.say(f"the trace of a step is in {trace.folder}")
         if records.progress.first and self.runtime.is_main and self.steps.piped:
             warn_unpipelined(unpipelined(self.steps.pipeline, self.model))
         if step % self.config.log_every == 0 or self.at.done == len(self.loader):
@@ -709,7 +707,7 @@ def _steps_of(run: _Run, sync: SyncConfig, total: int) -> Steps:
         forward=forward,
         before_tables=run.forward.before_tables,
     )
-    needs_pipeline = piped(config)
+    needs_pipeline = config.on_nan == "skip"
     compile_mode = config.compile
     if compile_mode == "auto" and needs_pipeline:
         compile_mode = "off"

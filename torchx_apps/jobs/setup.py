@@ -33,7 +33,6 @@ from torchrec_ext.distributed.plan.planner import (
 )
 from torchrec_ext.distributed.runtime import Runtime, available_memory, gather_objects
 from torchrec_ext.distributed.sharders import codecs_of
-from torchrec_ext.distributed.streams import on_streams
 from torchrec_ext.models.retrieval import RetrievalModel
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.config import LOSSES
@@ -435,9 +434,9 @@ def hosts_note(sharding: str, hosts: int) -> str:
 def shard_job(
     parts: JobParts, runtime: Runtime
 ) -> tuple[DistributedModelParallel, HybridOptimizer]:
-    """Shards the model over the ranks, and puts its towers on CUDA streams if the job sets ``streams``."""
+    """Shards the model over the ranks."""
     job = parts.job
-    parallel, optimizer = hybrid_parallel(
+    return hybrid_parallel(
         parts.model,
         runtime,
         plan=parts.plan,
@@ -446,11 +445,6 @@ def shard_job(
         # One rank sends nothing, and nothing is rounded.
         codecs=codecs_of(job.plan) if runtime.world_size > 1 else None,
     )
-    if job.streams:
-        message = on_streams(parallel, runtime.device)
-        if isinstance(message, str) and runtime.is_main:
-            print(message)
-    return parallel, optimizer
 
 
 def quieten_libraries() -> None:

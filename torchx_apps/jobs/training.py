@@ -29,7 +29,6 @@ from torchrec_ext.train.guards.watchdog import Watchdog
 from torchrec_ext.train.loop import train
 from torchrec_ext.train.metrics import EvaluationWatch, watching
 from torchrec_ext.train.report.progress import RunFolder
-from torchrec_ext.train.report.trace import Timeline
 from torchx_apps.cli.command_line import most_used_keys
 from torchx_apps.cli.errors import end_process
 from torchx_apps.jobs import report
@@ -87,10 +86,6 @@ class _Run:
         if self.folder is not None and self.tracking is not None:
             self.folder.log(record)
             self.tracking.log(record)
-
-    def write_timeline(self, timeline: Timeline) -> None:
-        """Writes the timeline of some steps into the run folder; the loop calls it on rank 0."""
-        timeline.write(self.path)
 
 
 def run_training(
@@ -172,7 +167,7 @@ def run_training(
                 evaluate=evaluator.validate if task.validates else None,
                 log=run.log,
                 sync=job.sync,
-                timeline=run.write_timeline,
+                trace_folder=run.path / "trace",
                 checkpoints=checkpoints,
                 stop=stop,
                 watchdog=watchdog,

@@ -130,7 +130,6 @@ class Job:
         collectives: ``shared_memory`` passes the collectives of CPU tensors through memory that the ranks of one host
             share, ``gloo`` through sockets; ``auto`` takes shared memory where all ranks are on one host and its
             library is built, see docs/parallel.md.
-        streams: run the towers of a rank at the same time, each on a CUDA stream.
         threads: compute threads per rank; OMP_NUM_THREADS, which the component's --threads sets, where not given.
     """
 
@@ -156,7 +155,6 @@ class Job:
     fallback: Literal["planted"] | None = None
     device: str | None = None
     collectives: Collectives = "auto"
-    streams: bool = False
     threads: int | None = None
 
     def __post_init__(self) -> None:

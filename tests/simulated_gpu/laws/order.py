@@ -1,4 +1,4 @@
-"""Two streams touch one memory in an order, or it is found; towers on streams keep the order."""
+"""Two streams touch one memory in an order, or it is found; a training keeps the order."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import simulated_cuda
 import torch
-from torch import Tensor
 
 from tests.simulated_gpu.laws.training import train
-from torchrec_ext.distributed.streams import TowerStreams
 
 PLANS = ("plan.sharding=data_parallel", "plan.sharding=table_wise")
 
@@ -66,53 +64,11 @@ def test_operands_on_two_devices_are_refused() -> None:
     assert (torch.ones(4, device="cuda:0").to("cuda:1") + 1).sum().item() == 8
 
 
-def streamed(folder: Path, *settings: str) -> None:
-    train(
-        "n_tower",
-        folder,
-        "device=cuda",
-        "loader.device=cuda",
-        "streams=true",
-        "train.compile=off",
-        *settings,
-    )
-
-
 @pytest.mark.parametrize("plan", PLANS)
-def test_towers_on_streams_keep_the_order(
-    plan: str, tmp_path: Path, unordered: Any
+@pytest.mark.parametrize("compile_", ["off", "require"])
+def test_a_training_keeps_the_order(
+    plan: str, compile_: str, tmp_path: Path, unordered: Any
 ) -> None:
-    streamed(tmp_path / "run", plan)
+    settings = ("device=cuda", "loader.device=cuda", f"train.compile={compile_}", plan)
+    train("n_tower", tmp_path / "run", *settings)
     assert unordered() == []
-
-
-def test_a_captured_step_with_towers_on_streams_keeps_the_order(
-    tmp_path: Path, unordered: Any
-) -> None:
-    streamed(tmp_path / "run", "train.compile=require")
-    assert unordered() == []
-
-
-@pytest.mark.parametrize("fault", ["no wait", "no record_stream", "no join"])
-def test_a_planted_fault_is_found(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unordered: Any
-) -> None:
-    if fault == "no wait":
-        monkeypatch.setattr(TowerStreams, "_entering", entering_without_wait)
-    if fault == "no record_stream":
-        monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
-    if fault == "no join":
-        monkeypatch.setattr(
-            TowerStreams, "_join", lambda streams, *_: streams._running.clear()
-        )
-    streamed(tmp_path / "run")
-    assert unordered()
-
-
-def entering_without_wait(streams: TowerStreams, name: str) -> Any:
-    def enter(*_: Any) -> None:
-        streams._callers.append(torch.cuda.current_stream())
-        streams._running.append(name)
-        torch.cuda.set_stream(streams._streams[name])
-
-    return enter

@@ -82,7 +82,7 @@ def check(results: dict[str, list[Any]], patterns: dict[str, str]) -> None:
 ALWAYS = {
     "off": rf"eager: train\.compile=off; {MS} a step",
     "too few": rf"eager: train\.compile=off; {MS} a step",
-    "piped": rf"eager: a timeline and train\.on_nan=skip need the pipeline's steps; {MS} a step",
+    "piped": rf"eager: train\.on_nan=skip needs the pipeline's steps; {MS} a step",
 }
 ALONE = {
     "auto": rf"eager: capturing pays from [\d,]+ steps on, and 28 are left; {MS} a step",

@@ -14,7 +14,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.capture.test_captured import distance, farthest, stepped, whole
-from tests.contracts import gather_state, run_ranks
+from tests.contracts import gather_state, pipeline_alone, run_ranks
 from tests.examples import ITEMS, META, batches, small_model
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.capture.errors import CannotCaptureError
@@ -171,14 +171,14 @@ def bad_batch(
 
 
 def of_a_run(runtime: Runtime) -> tuple[Any, Any, str]:
-    """The same run with plain steps and with the pipeline's, of which a run with a timeline consists."""
+    """The same run with plain steps and with the pipeline's."""
     found, said = [], io.StringIO()
-    for options in ({}, {"trace_steps": 2}):
+    for road in (contextlib.nullcontext(), pipeline_alone()):
         model, optimizer = hybrid_parallel(
             small_model(META), runtime, optimizer=OPTIMIZERS["adam"]
         )
-        config = TrainConfig(epochs=2, compile="off", **options)  # type: ignore[arg-type]
-        with contextlib.redirect_stderr(said):
+        config = TrainConfig(epochs=2, compile="off")
+        with road, contextlib.redirect_stderr(said):
             history = train(model, optimizer, Twice(list(batches(8))), runtime, config)
         found.append(
             (

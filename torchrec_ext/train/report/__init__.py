@@ -1,1 +1,1 @@
-"""What a run shows and leaves: progress, metrics, pictures, and a timeline of all ranks."""
+"""What a run shows and leaves: progress, metrics, pictures, and a trace of some steps."""

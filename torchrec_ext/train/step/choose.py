@@ -166,7 +166,7 @@ def plain_step(
         return None  # the pipeline does the same, only slower
 
 
-_PIPELINE_ONLY = "a timeline and train.on_nan=skip need the pipeline's steps"
+_PIPELINE_ONLY = "train.on_nan=skip needs the pipeline's steps"
 _Step = DrawnStep | TowerBatch
 Made = TypeVar("Made")
 
