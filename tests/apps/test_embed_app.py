@@ -1,4 +1,4 @@
-"""rec.embed: one side of a bundle over parquet files or known users into a store; and what is told when it cannot."""
+"""rec.serve.embed: one side of a bundle over parquet files or known users into a store; what is told if it cannot."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from torchrec_ext.retrieval.bundle import AUDIT, Bundle
 from torchrec_ext.retrieval.catalogue import read_table
 from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer
 from torchx_apps import recipes
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.config import with_settings
 from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 
@@ -799,9 +799,7 @@ def outcome_of(
 ) -> Outcome:
     def train(settings: Sequence[str], folder: Path) -> None:
         os.environ["MASTER_PORT"] = str(next(ports))
-        run_training(
-            apply_overrides(load_recipe(cell["recipe"]), list(settings)), folder
-        )
+        run_training(with_settings(load_recipe(cell["recipe"]), list(settings)), folder)
 
     output, refusal = io.StringIO(), None
     with contextlib.redirect_stdout(output):

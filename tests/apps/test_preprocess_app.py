@@ -153,7 +153,7 @@ def test_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> Non
             ["--recipe", "clicks", "--set", "config.min_cuont=1"],
             "did you mean config.min_count?",
         ),
-        (["--run-dir", "x"], "unrecognized arguments: --run-dir x"),
+        (["--run_dir", "x"], "unrecognized arguments: --run_dir x"),
         (["--enigne", "spark"], "unrecognized arguments: --enigne spark"),
         (
             ["--recipe", "torchx_apps.recipes:two_tower"],
@@ -592,16 +592,16 @@ def ml_100k_files() -> Path:
 def test_torchx_run_tells_an_error_once(tmp_path: Path) -> None:
     need_duckdb()
     command = [str(Path(sys.executable).parent / "torchx")]
-    flags = [
-        "run",
-        "rec.data.preprocess",
-        "--recipe",
-        "clicks",
-        "--set",
-        f"config.folder={tmp_path}/nowhere",
-    ]
+    flags = ["run", "-s", "local_cwd", "rec.data.preprocess", "--recipe", "clicks"]
+    flags += ["--", "--config.folder", f"{tmp_path}/nowhere"]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
-        [*command, *flags], capture_output=True, text=True, cwd=tmp_path, check=False
+        [*command, *flags],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        check=False,
     )
     assert done.returncode != 0
     assert (done.stdout + done.stderr).count(

@@ -21,7 +21,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torchrec_ext.components import train  # type: ignore[import-not-found]
 
 from tests.contracts import _CONTEXT, free_ports
 from torchrec_ext.retrieval.bundle import Bundle
@@ -47,8 +46,8 @@ SETS += [
 
 def flags(log: Path, run: Path, *more: str) -> list[str]:
     return [
-        f"--log={log}",
-        f"--run-dir={run}",
+        f"--data.folder={log}",
+        f"--run_dir={run}",
         *(f"--set={text}" for text in SETS),
         *more,
     ]
@@ -173,7 +172,7 @@ def test_whoever_is_killed_no_event_is_lost_or_counted_twice_and_no_answer_is_of
     )
     writer.start()
     chance = random.Random(5)
-    more = [f"--events={EVENTS}", "--publish-s=0.3", "--keep=10000", "--resume=auto"]
+    more = [f"--data.events={EVENTS}", "--publish-s=0.3", "--keep=10000"]
     arguments = flags(log, run, *more)
     kills = 0
     answers: list[tuple[int, dict[str, Any]]] = []
@@ -210,7 +209,7 @@ def test_whoever_is_killed_no_event_is_lost_or_counted_twice_and_no_answer_is_of
     whole = tmp_path / "whole"
     reference = _CONTEXT.Process(
         target=quiet,
-        args=(flags(log, whole, f"--events={EVENTS}", "--publish-s=0"),),
+        args=(flags(log, whole, f"--data.events={EVENTS}", "--publish-s=0"),),
         daemon=True,
     )
     reference.start()
@@ -296,7 +295,7 @@ def test_a_log_is_trained_to_its_end_and_published(
     arguments = flags(
         log,
         tmp_path / "run",
-        "--until-idle=0.1",
+        "--data.until_idle_s=0.1",
         "--publish-s=0.02",
         *(f"--set={text}" for text in more),
     )
@@ -332,7 +331,7 @@ def test_another_log_goes_on_with_the_ids_and_weights_of_a_run(tmp_path: Path) -
         arguments = flags(
             log,
             tmp_path / f"run{number}",
-            "--until-idle=0.1",
+            "--data.until_idle_s=0.1",
             "--publish-s=0",
             *more * number,
         )
@@ -395,7 +394,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--log=nosuch"], "--log nosuch: no such folder"),
+        (["--data.folder=nosuch"], "data.folder=nosuch: no such folder"),
         (["--publish-s=-1"], "--publish_s -1.0: must be 0 or more seconds"),
         (["--keep=0"], "--keep 0: must be 1 bundle or more"),
         (
@@ -428,10 +427,3 @@ def test_a_mistake_is_one_line(
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(message)
     assert len(line) < 200
-
-
-def test_a_log_is_trained_on_one_rank() -> None:
-    with pytest.raises(
-        ValueError, match="-j 1x2: a log is trained on one rank yet; leave -j out"
-    ):
-        train.stream(j="1x2")

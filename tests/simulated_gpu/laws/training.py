@@ -35,7 +35,7 @@ def train(
     ]
     try:
         code = train_app.main(
-            ["--recipe", recipe, "--run-dir", str(folder), *words, *flags]
+            ["--recipe", recipe, "--run_dir", str(folder), *words, *flags]
         )
     finally:
         if dist.is_initialized():  # an error of a run must not fail the next one
