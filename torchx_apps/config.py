@@ -368,7 +368,8 @@ def _message(box: str) -> str:
         else:
             parts[-1].append(text)
     parts = [part for part in parts if part]
-    message = " ".join(parts[0]).replace("Error parsing job.", "Error parsing ")
+    # job is the name that this parser gives to the recipe's dataclass.
+    message = " ".join(parts[0]).removeprefix("Error parsing ").removeprefix("job.")
     flags = []
     for line in parts[1] if len(parts) > 1 else []:
         if line.startswith("--"):
@@ -444,7 +445,7 @@ def _several(words: Sequence[str], item: Any) -> tuple[Any, ...]:
 def _value_of(words: Sequence[str], flag: str) -> str:
     """Returns the last value of a flag in a command line; empty if there is none."""
     value = ""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         name, equals, text = word.partition("=")
         if name == f"--{flag}":
             value = text if equals else following

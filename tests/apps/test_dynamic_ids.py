@@ -369,11 +369,11 @@ def test_dynamic_ids_begin_with_the_rows_of_a_static_training(tmp_path: Path) ->
         (["ids.item_id=dynamic,capacity=1"], "capacity=1: must be from 2 to"),
         (
             ["ids.item_id=dynamic,capacity=9,evicts=lfu"],
-            "there is no key 'evicts'; did you mean evict?",
+            "Unrecognized options: --evicts, lfu",
         ),
         (["ids.item_id=dynamic,capacity=many"], "'many' is not an int"),
         (["ids.every=0"], "ids.every=0: must be 1 or more"),
-        (["ids.item_id.rows=3"], "there is no key 'item_id'"),
+        (["ids.item_id.rows=3"], "Unrecognized options: --ids.item_id.rows, 3"),
     ],
 )
 def test_a_wrong_setting_is_named(settings: list[str], words: str) -> None:

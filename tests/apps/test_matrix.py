@@ -457,7 +457,10 @@ REFUSED = [
         },
         r"loader\.device='cpu' with a loss over the catalogue",
     ),
-    Refused({"recipe": ("bst",), "loss": _OTHER_LOSSES}, r"there is no key 'loss'"),
+    Refused(
+        {"recipe": ("bst",), "loss": _OTHER_LOSSES},
+        r"Unrecognized options: --model\.loss",
+    ),
     Refused(
         {"recipe": ("multi_task",), "loss": _OTHER_LOSSES},
         r"model\.loss=(bpr|hinge|sampled_softmax|in_batch|catalogue)",
@@ -467,7 +470,7 @@ REFUSED = [
             "recipe": ("ncf", *_ON_LABELLED, "session", *_STREAMED),
             "reject_known": ("on",),
         },
-        r"--set model\.reject_known=true: there is no key 'reject_known'",
+        r"Unrecognized options: --model\.reject_known, true",
     ),
     Refused(
         {"recipe": _ON_LABELLED, "metrics": ("named",)},
@@ -486,7 +489,7 @@ REFUSED = [
             "recipe": ("two_tower", "retrieval", "ncf", *_ON_LABELLED, *_STREAMED),
             "test_items": ("3",),
         },
-        r"--set data\.test_items=3: there is no key 'test_items'",
+        r"Unrecognized options: --data\.test_items, 3",
     ),
     Refused(
         {"recipe": ("session",), "ids": ("dynamic",)},
@@ -689,7 +692,7 @@ REFUSED += [
             "recipe": tuple(name for name in RECIPES if name not in recipes),
             option: tuple(OPTIONS[option])[1:],
         },
-        r"there is no key '\w+'",
+        r"Unrecognized options: --",
     )
     for option, recipes in ONLY.items()
 ]
