@@ -138,7 +138,7 @@ def test_a_plain_installation_brings_torch_and_nothing_of_torchrec_or_torchx(
         "torch",
         "tqdm",
     }
-    assert found["launch"] == {"torchx==0.7.0"}
+    assert found["launch"] == {"torchx>=0.7", "tyro>=1.0"}
 
 
 @pytest.mark.launch

@@ -104,7 +104,7 @@ def test_one_rank_has_nothing_to_choose() -> None:
 @pytest.mark.launch
 def test_as_a_user_runs_it(tmp_path: Path) -> None:
     overrides = [
-        f"--set={item}" for item in (*SMALL, "train.epochs=1", "train.log_every=2")
+        f"--{item}" for item in (*SMALL, "train.epochs=1", "train.log_every=2")
     ]
     command = [
         sys.executable,

@@ -591,9 +591,9 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("prepared")
     write_ml_100k(root / "raw")
     sets = [
-        f"--set=config.folder={root / 'raw' / 'ml-100k'}",
-        "--set=pictures=false",
-        "--set=config.min_count=12",
+        f"--config.folder={root / 'raw' / 'ml-100k'}",
+        "--pictures=false",
+        "--config.min_count=12",
     ]
     assert preprocess.main(["--recipe=ml_100k", *sets, f"--out={root / 'ready'}"]) == 0
     return root / "ready"

@@ -321,7 +321,7 @@ def test_a_recipe_is_one_command(
 ) -> None:
     planted = RECIPES[recipe]
     changed = [
-        flag for text in (*planted.overrides, *overrides) for flag in ("--set", text)
+        word for text in (*planted.overrides, *overrides) for word in ("--set", text)
     ]
     flags = ["--recipe", recipe, "--run_dir", str(tmp_path / "run"), *changed]
     ((code, said),) = run_ranks(commanded, 1, flags)

@@ -27,6 +27,9 @@ from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer
 from torchrec_ext.train.checkpoint.folder import CheckpointFolder, read_index
 from torchx_apps import train_stream
+from torchx_apps.config import as_words
+from torchx_apps.recipes.by_name import load_recipe
+from torchx_apps.recipes.events import EVENT_RECIPES
 
 SLOW = pytest.mark.slow
 KILLS, SERVER_KILLS, EVENTS = 32, 8, 16_000
@@ -39,16 +42,15 @@ SETS = [
     "model.top_widths=8",
 ]
 SETS += ["model.tower_widths=8", "model.embedding_dim=8", "checkpoint.steps=4"]
-SETS += [
-    f"ids.{name}=dynamic,capacity=60,half_life=1" for name in ("user_id", "item_id")
-]
+IDS = [f"{name}=dynamic,capacity=60,half_life=1" for name in ("user_id", "item_id")]
+SETS += [f"ids.{text}" for text in IDS]
 
 
 def flags(log: Path, run: Path, *more: str) -> list[str]:
     return [
         f"--data.folder={log}",
         f"--run_dir={run}",
-        *(f"--set={text}" for text in SETS),
+        *as_words(load_recipe("two_tower", EVENT_RECIPES), SETS),
         *more,
     ]
 
@@ -297,7 +299,7 @@ def test_a_log_is_trained_to_its_end_and_published(
         tmp_path / "run",
         "--data.until_idle_s=0.1",
         "--publish-s=0.02",
-        *(f"--set={text}" for text in more),
+        *(f"--{text}" for text in more),
     )
     run = _CONTEXT.Process(target=quiet, args=(arguments,), daemon=True)
     run.start()
@@ -321,11 +323,12 @@ def test_another_log_goes_on_with_the_ids_and_weights_of_a_run(tmp_path: Path) -
         write_small_log(tmp_path / f"log{number}", count)
         for number, count in enumerate((450, 100))
     ]
-    more = ["--set=ids.item_id=dynamic,capacity=90", "--set=start.allow=more_rows"]
+    more = ["--ids.features", IDS[0], "item_id=dynamic,capacity=90"]
+    more += ["--start.allow=more_rows"]
     more += [
-        f"--set=start.path={tmp_path / 'run0'}",
-        "--set=optimizer.tables_lr=1e-9",
-        "--set=optimizer.dense_lr=1e-9",
+        f"--start.path={tmp_path / 'run0'}",
+        "--optimizer.tables_lr=1e-9",
+        "--optimizer.dense_lr=1e-9",
     ]
     for number, log in enumerate(logs):
         arguments = flags(
@@ -402,19 +405,19 @@ def wait_for(condition: Callable[[], bool]) -> None:
             "--bundles /dev/null/b: cannot be written (Not a directory); choose another",
         ),
         (
-            ["--set=data.label=clicked"],
+            ["--data.label=clicked"],
             "data.label=clicked: events have labels of their own; set loader.neg",
         ),
         (
-            ["--set=checkpoint.steps=0"],
+            ["--checkpoint.steps=0"],
             "checkpoint.steps=0: a log has no epochs; set 1 or more",
         ),
         (
-            ["--set=train.epochs=2"],
+            ["--train.epochs=2"],
             "train.epochs=2: each event is trained once; leave it out",
         ),
         (
-            ["--set=ids.place=dynamic,capacity=9"],
+            ["--ids.features", *IDS, "place=dynamic,capacity=9"],
             "ids of user_id, item_id, place: give ids.user_id and ids.item_id",
         ),
     ],

@@ -312,9 +312,9 @@ def test_what_the_preprocessing_writes_is_trained_and_served_without_its_placeho
     write_ml_100k(tmp_path / "raw")
     ready = tmp_path / "sets" / "ready"
     flags = [
-        f"--set=config.folder={tmp_path / 'raw' / 'ml-100k'}",
-        "--set=pictures=false",
-        f"--set=config.min_count={min_count}",
+        f"--config.folder={tmp_path / 'raw' / 'ml-100k'}",
+        "--pictures=false",
+        f"--config.min_count={min_count}",
     ]
     assert preprocess.main(["--recipe=ml_100k", *flags, f"--out={ready}"]) == 0
     wanted = ("label", "user_id", "item_id", "gender", "age")
