@@ -1,5 +1,5 @@
 # Everything a newcomer needs is `make demo`: it makes .venv, installs the triple that fits this machine, and trains.
-# PYTHON=python3.12 picks another interpreter, PYTEST_ARGS="-k schema" picks tests, DEMO_ARGS="--set train.epochs=2" changes the demo,
+# PYTHON=python3.12 picks another interpreter, PYTEST_ARGS="-k schema" picks tests, DEMO_ARGS="--train.epochs 2" changes the demo,
 # BENCH_ARGS="--only loader" the benchmarks. STACK=2.14 takes that torch, in an environment of its own, .venv-2.14.
 
 PYTHON ?= python3
@@ -32,7 +32,7 @@ unexport PYTHONPATH PYTHONHOME PIP_USER PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help everything demo test test-slow test-slurm lint docs bench gpu clean
+.PHONY: help everything demo test test-slow lint docs bench gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -49,9 +49,6 @@ test: $(TOOLS) ## all tests but the slow ones; TORCHREC_EXT_DATA=DIR adds those 
 
 test-slow: $(TOOLS) ## the slow ones alone: long matrices, killed jobs, every recipe
 	@$(WITH_VENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m slow $(PYTEST_ARGS) || test $$? -eq 5
-
-test-slurm: $(TOOLS) ## those of the slow ones that run on a real Slurm of two nodes; needs root and Debian's packages, which it fetches
-	@$(WITH_VENV) $(BIN)/python -m pytest -m slow -rs tests/launch/test_slurm.py $(PYTEST_ARGS) || test $$? -eq 5
 
 lint: $(TOOLS) ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/ruff check .

@@ -136,9 +136,7 @@ def size_gb(folder: Path) -> float:
 
 
 def flags(settings: dict[str, Any]) -> list[str]:
-    return [
-        word for key, value in settings.items() for word in ("--set", f"{key}={value}")
-    ]
+    return [f"--{key}={value}" for key, value in settings.items()]
 
 
 def run(command: Sequence[object]) -> None:
@@ -170,7 +168,7 @@ def training(rows: Path, run_dir: Path, *, ranks: int = 1, **more: str) -> list[
             "torchx_apps.train",
             "--recipe",
             "stream",
-            "--run-dir",
+            "--run_dir",
             str(run_dir),
             *settings,
         ]
@@ -180,6 +178,7 @@ def training(rows: Path, run_dir: Path, *, ranks: int = 1, **more: str) -> list[
         "stream",
         "-j",
         f"1x{ranks}",
+        "--",
         "--run_dir",
         str(run_dir),
     ]

@@ -695,15 +695,12 @@ def overhead(options: Options) -> Iterator[Row]:
         words += [
             "--recipe",
             "n_tower",
-            "--set",
-            "data.name=planted",
-            "--set",
-            "train.compile=off",
+            "--data.name=planted",
+            "--train.compile=off",
         ]
         words += [
-            "--set",
-            f"train.epochs={1 if options.quick else 6}",
-            "--run-dir",
+            f"--train.epochs={1 if options.quick else 6}",
+            "--run_dir",
             str(run),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}

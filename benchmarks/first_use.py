@@ -31,9 +31,9 @@ ENVIRONMENT = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
 APPS = [sys.executable, "-m"]
 # Name of the row -> the command, its exit status, and the seconds that are asked for.
 COMMANDS: dict[str, tuple[Sequence[str], int, float]] = {
-    "dry-run": ([*APPS, "torchx_apps.train", "--dry-run"], 0, 2.0),
+    "dry-run": ([*APPS, "torchx_apps.train", "--dry_run"], 0, 2.0),
     "help": ([*APPS, "torchx_apps.preprocess", "--help"], 0, 2.0),
-    "wrong-key": ([*APPS, "torchx_apps.train", "--set", "nosuch=1"], 1, 2.0),
+    "wrong-key": ([*APPS, "torchx_apps.train", "--nosuch=1"], 1, 2.0),
     "doctor": ([*APPS, "torchrec_ext.doctor"], 0, 3.0),
     "builtins": ([str(BIN / "torchx"), "builtins"], 0, 1.0),
 }
@@ -43,7 +43,7 @@ COMPONENTS: dict[str, Sequence[str]] = {
     "train.networks": (),
     "train.stream": (),
     "data.preprocess": (),
-    "embed": ("--bundle", "bundle", "--out", "vectors"),
+    "serve.embed": ("--bundle", "bundle", "--", "--out", "vectors"),
     "serve.export": ("--run", "runs/first"),
     "serve.http": ("--bundle", "bundle"),
 }
@@ -147,11 +147,13 @@ def _first_step(torchx: str) -> float:
             "rec.train.hybrid",
             "-j",
             "1x2",
+            "--",
             "--run_dir",
             f"{folder}/run",
+            "--data.name=planted",
+            "--train.epochs=1",
+            "--train.log_every=1",
         ]
-        for setting in ("data.name=planted", "train.epochs=1", "train.log_every=1"):
-            command += ["--set", setting]
         start = time.perf_counter()
         process = subprocess.Popen(
             command,
@@ -187,11 +189,12 @@ def demo(options: Options) -> Iterator[Row]:
             str(BIN / "torchx"),
             "run",
             "rec.train.hybrid",
+            "--",
             "--run_dir",
             str(run_dir),
         ]
         if options.quick:
-            command += ["--set", "data.name=planted", "--set", "train.epochs=1"]
+            command += ["--data.name=planted", "--train.epochs=1"]
         start = time.perf_counter()
         run(command)
         seconds = time.perf_counter() - start
@@ -215,7 +218,7 @@ def cold(options: Options) -> Iterator[Row]:
         run(["git", "clone", "-q", str(ROOT), str(clone)])
         start = time.perf_counter()
         run(
-            ["make", "demo", "DEMO_ARGS=--set data.name=planted"],
+            ["make", "demo", "DEMO_ARGS=--data.name planted"],
             cwd=clone,
             limit_s=3 * LIMIT_S,
         )

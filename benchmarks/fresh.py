@@ -188,11 +188,11 @@ def fresh(options: Options) -> Iterator[Row]:
             sets.append("train.compile=off")
         arguments = [
             "torchx_apps.train_stream",
-            f"--log={log}",
-            f"--run-dir={folder / 'run'}",
+            f"--data.folder={log}",
+            f"--run_dir={folder / 'run'}",
             "--keep=4",
         ]
-        arguments += [f"--publish-s={PUBLISH_S}", *(f"--set={text}" for text in sets)]
+        arguments += [f"--publish-s={PUBLISH_S}", *(f"--{text}" for text in sets)]
         trainer = started(stack, arguments, cores[0], folder / "trainer.txt")
         threading.Thread(
             target=lambda: trainer.stdout and trainer.stdout.read(), daemon=True

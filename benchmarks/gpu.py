@@ -375,17 +375,17 @@ def trained(recipe: str, settings: tuple[str, ...], ranks: int) -> dict[str, Any
     """
     with tempfile.TemporaryDirectory() as folder:
         launch = (
-            ["-m", "torchx_apps.agent", "--standalone", f"--nproc_per_node={ranks}"]
+            ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
             if ranks > 1
             else []
         )
-        flags = [f"--set={setting}" for setting in settings]
+        flags = [f"--{setting}" for setting in settings]
         app = [
             "-m",
             "torchx_apps.train",
             "--recipe",
             recipe,
-            "--run-dir",
+            "--run_dir",
             f"{folder}/run",
             *flags,
         ]

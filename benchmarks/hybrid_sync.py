@@ -46,7 +46,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.train.guards.finite import RunStoppedError
 from torchrec_ext.train.loop import train
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.config import with_settings
 from torchx_apps.jobs.setup import load_task, quieten_libraries
 from torchx_apps.recipes import ncf
 from torchx_apps.tasks.job import Job
@@ -125,7 +125,7 @@ def job_of(sync: SyncConfig, ranks: int, quick: bool, epochs: int) -> Job:
         "train.compile=off",
         f"train.epochs={epochs}",
     ]
-    return dataclasses.replace(apply_overrides(ncf(), overrides), sync=sync)
+    return dataclasses.replace(with_settings(ncf(), overrides), sync=sync)
 
 
 def built(runtime: Runtime, job: Job, task: Any) -> tuple[Any, Any, Any]:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from harness import ROOT, Options, Row, command_line, has_data, row
 
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.config import with_settings
 from torchx_apps.recipes.by_name import load_recipe
 
 # EASE and ALS would be solved for in each run
@@ -65,14 +65,14 @@ def trained(recipe: str, epochs: int, settings: tuple[str, ...]) -> dict[str, An
             "train.early_stop.metric=",
             *settings,
         ]
-        flags = [word for setting in words for word in ("--set", setting)]
+        flags = [f"--{setting}" for setting in words]
         command = [
             sys.executable,
             "-m",
             "torchx_apps.train",
             "--recipe",
             recipe,
-            "--run-dir",
+            "--run_dir",
             f"{name}/run",
             *flags,
         ]
@@ -93,7 +93,7 @@ def trained(recipe: str, epochs: int, settings: tuple[str, ...]) -> dict[str, An
 
 def compared(recipe: str, options: Options) -> Iterator[Row]:
     epochs, figure, more = RECIPES[recipe]
-    data = apply_overrides(load_recipe(recipe), list(more)).data.name
+    data = with_settings(load_recipe(recipe), list(more)).data.name
     if data != "planted" and not has_data(recipe, data):
         return
     kinds = ("bf16", "fp16") if DEVICE == "cuda" else ("bf16",)

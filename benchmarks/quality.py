@@ -2,7 +2,7 @@
 
     python benchmarks/quality.py [--only session-beauty,demo] [--seeds 3] [--quick] [--results FILE]
 
-Each training is the command that a user types: `python -m torchx_apps.train --recipe ... --set ...`, or `torchx run`
+Each training is the command that a user types: `python -m torchx_apps.train --recipe ... --KEY VALUE`, or `torchx run`
 for more than one rank. What is trained, how often and what is required stands in quality.json. A finished run is kept
 in the results file with its command, figures, seconds and commit, so that a killed benchmark continues. The commit is
 the last one that touched the package's code: with other code the run is trained again, and with uncommitted changes of
@@ -28,6 +28,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from torchx_apps.config import as_words
+from torchx_apps.recipes.by_name import load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 SPEC = Path(__file__).with_suffix(".json")
@@ -287,7 +290,7 @@ def code_commit() -> str:
 
 def command(key: Row, folder: Path) -> list[str]:
     """What a user would type."""
-    flags = [flag for override in key["set"] for flag in ("--set", override)]
+    flags = as_words(load_recipe(key["recipe"]), key["set"])
     if key.get("networks"):
         program = [
             sys.executable,
@@ -296,7 +299,7 @@ def command(key: Row, folder: Path) -> list[str]:
             "--recipe",
             key["recipe"],
         ]
-        return [*program, "--run-dir", str(folder), *flags, *key["networks"]]
+        return [*program, "--run_dir", str(folder), *flags, *key["networks"]]
     if key["ranks"] == 1:
         return [
             sys.executable,
@@ -304,7 +307,7 @@ def command(key: Row, folder: Path) -> list[str]:
             "torchx_apps.train",
             "--recipe",
             key["recipe"],
-            "--run-dir",
+            "--run_dir",
             str(folder),
             *flags,
         ]
@@ -314,6 +317,7 @@ def command(key: Row, folder: Path) -> list[str]:
         key["recipe"],
         "-j",
         f"1x{key['ranks']}",
+        "--",
         "--run_dir",
         str(folder),
     ]

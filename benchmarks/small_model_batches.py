@@ -21,7 +21,7 @@ from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Schedule
 from torchrec_ext.train.loop import train
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.config import with_settings
 from torchx_apps.jobs.setup import load_task, quieten_libraries
 from torchx_apps.recipes import ncf
 from torchx_apps.tasks.job import Job
@@ -31,7 +31,7 @@ SCALINGS = {"sqrt": math.sqrt, "linear": float}
 
 
 def job_of(size: int, factor: float, warmup: int, *, quick: bool) -> Job:
-    job = apply_overrides(
+    job = with_settings(
         ncf(),
         [
             f"data.name={'planted' if quick else 'ml-100k'}",

@@ -1,6 +1,6 @@
 """Contextual NCF on the rows of small_model_baseline.py, trained by train() as a command trains it.
 
-`python -m torchx_apps.train` reaches the same with `--set loader.device=cpu`, which keeps all rows in memory: order,
+`python -m torchx_apps.train` reaches the same with `--loader.device cpu`, which keeps all rows in memory: order,
 exact negatives, forward, backward, Adam, the check of each loss, the window of each record. `train.compile=auto`
 captures the step where the run is long.
 """

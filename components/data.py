@@ -1,6 +1,6 @@
 """Preprocess data: fit on training rows, transform files, in one process (DuckDB) or on a Spark cluster.
 
-TorchX executes this file on its own, so it imports nothing but torchx and typing and names its app by string.
+TorchX executes this file on its own, so it imports torchx and typing, and an app only inside of a function.
 """
 
 from typing import Dict, List, Optional
@@ -12,14 +12,11 @@ from torchx import specs
 def preprocess(
     *args: str,
     recipe: str = "ml_100k",
-    set: Optional[str] = None,  # noqa: A002  (the flag is --set)
-    settings: Optional[str] = None,
-    engine: Optional[str] = None,
-    out: Optional[str] = None,
     name: str = "preprocess",
     image: str = torchx.IMAGE,
     h: Optional[str] = None,
     cpu: int = 2,
+    gpu: int = 0,
     memMB: int = 4096,  # noqa: N803  (TorchX's own spelling)
     env: Optional[Dict[str, str]] = None,
     mounts: Optional[List[str]] = None,
@@ -28,44 +25,36 @@ def preprocess(
 
     On this machine::
 
-        torchx run rec.data.preprocess --recipe ml_100k \
-            --set config.folder=data/ml-100k --out data/ml-100k-ready
+        torchx run -s local_cwd rec.data.preprocess --recipe ml_100k -- --config.folder data/ml-100k --out data/ready
 
     With a Spark cluster::
 
-        torchx run rec.data.preprocess --recipe my_recipe.py:job --engine spark://host:7077 --out /shared/ready
+        torchx run -s local_cwd rec.data.preprocess --recipe my_recipe.py:job -- --engine spark://host:7077 --out ready
 
     Args:
-        args: further flags of torchx_apps.preprocess, after -- (ex. -- --dry-run)
+        args: flags of torchx_apps.preprocess, behind --, such as -- --out data/ready --config.min_count 5
         recipe: a built-in recipe (ml_100k, clicks), my_recipe.py:job or my.module:job
-        set: change one key of the recipe, such as config.min_count=5; give --set as often as you like
-        settings: a TOML file of such changes, [loader] with batch_size = 4096; those of set come after it
-        engine: duckdb, spark (the session that is configured there) or a Spark master URL
-        out: folder for the result; a new one in runs/ where not given
         name: name of the job
         image: container image; local and Slurm schedulers use the current folder and environment instead
-        h: a named resource, instead of cpu and memMB
+        h: a named resource, instead of cpu, gpu and memMB
         cpu: CPU cores
+        gpu: GPUs
         memMB: memory in MiB
         env: environment (ex. SPARK_HOME=/opt/spark)
-        mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
+        mounts: mounts (ex. type=bind,src=/host,dst=/job,readonly)
     """
-    flags = ["-m", "torchx_apps.preprocess", "--recipe", recipe]
-    for flag, value in (
-        ("--set", set),
-        ("--settings", settings),
-        ("--engine", engine),
-        ("--out", out),
-    ):
-        if value:
-            flags.append(f"{flag}={value}")
+    words = ["--recipe", recipe, *args]
+    # Imported here, because TorchX executes this file on its own.
+    from torchx_apps.config import refuse_mistakes
+
+    refuse_mistakes("torchx_apps.preprocess", words)
     role = specs.Role(
-        name="preprocess",
+        name=name,
         image=image,
         entrypoint="python3",
-        args=[*flags, *args],
+        args=["-m", "torchx_apps.preprocess", *words],
         env={"PYTHONUNBUFFERED": "1", **(env or {})},
-        resource=specs.resource(cpu=cpu, memMB=memMB, gpu=0, h=h),
+        resource=specs.resource(cpu=cpu, gpu=gpu, memMB=memMB, h=h),
         mounts=specs.parse_mounts(mounts) if mounts else [],
     )
     return specs.AppDef(name=name, roles=[role])

@@ -1,6 +1,6 @@
-"""Serve a trained model: export a run to a bundle, and answer requests from a bundle.
+"""Serve a trained model: export a run to a bundle, store its vectors, and answer requests from it.
 
-TorchX executes this file on its own, so it imports nothing but torchx and typing and names its app by string.
+TorchX executes this file on its own, so it imports torchx and typing, and an app only inside of a function.
 """
 
 from typing import Dict, List, Optional
@@ -12,16 +12,11 @@ from torchx import specs
 def export(
     *args: str,
     run: str,
-    out: Optional[str] = None,
-    index: str = "exact",
-    store: str = "fp32",
-    checkpoint: Optional[str] = None,
-    recipe: Optional[str] = None,
-    set: Optional[str] = None,  # noqa: A002  (the flag is --set)
     name: str = "export",
     image: str = torchx.IMAGE,
     h: Optional[str] = None,
     cpu: int = 2,
+    gpu: int = 0,
     memMB: int = 4096,  # noqa: N803  (TorchX's own spelling)
     env: Optional[Dict[str, str]] = None,
     mounts: Optional[List[str]] = None,
@@ -30,146 +25,141 @@ def export(
 
     On this machine::
 
-        torchx run rec.serve.export --run runs/two_tower-20261121-152815 --out bundle
+        torchx run -s local_cwd rec.serve.export --run runs/two_tower-20261121-152815 -- --out bundle
 
     Args:
-        args: further flags of torchx_apps.export, after -- (ex. -- --overwrite --recall 0.99)
+        args: flags of torchx_apps.export, behind --, such as -- --out bundle --store fp16 --index IVF1024,Flat
         run: a run folder
-        out: the bundle's folder; RUN/bundle where not given
-        index: exact, or a text for FAISS's index_factory, such as IVF1024,Flat, for models that score by a product
-        store: type of the stored rows: fp32 or fp16
-        checkpoint: best (by train.early_stop.metric), last, a step, or a path; best where the run has marked one, else
-            last
-        recipe: my_recipe.py:job or my.module:job, where the run's recipe is not built in
-        set: change one key of the recipe, such as data.folder=/data; give --set as often as you like
         name: name of the job
         image: container image; local and Slurm schedulers use the current folder and environment instead
-        h: a named resource, instead of cpu and memMB
+        h: a named resource, instead of cpu, gpu and memMB
         cpu: CPU cores
+        gpu: GPUs
         memMB: memory in MiB
         env: environment
-        mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
+        mounts: mounts (ex. type=bind,src=/host,dst=/job,readonly)
     """
-    flags = ["-m", "torchx_apps.export", run, f"--index={index}", f"--store={store}"]
-    options = {
-        "out": out,
-        "checkpoint": checkpoint,
-        "recipe": recipe,
-        "set": set,
-    }
-    flags += [
-        f"--{flag}={value}" for flag, value in options.items() if value is not None
-    ]
-    role = specs.Role(
-        name="export",
+    return _process(
+        "torchx_apps.export",
+        [run, *args],
+        name=name,
         image=image,
-        entrypoint="python3",
-        args=[*flags, *args],
-        env={"PYTHONUNBUFFERED": "1", **(env or {})},
-        resource=specs.resource(cpu=cpu, memMB=memMB, gpu=0, h=h),
-        mounts=specs.parse_mounts(mounts) if mounts else [],
+        env=env,
+        mounts=mounts,
+        resource=specs.resource(cpu=cpu, gpu=gpu, memMB=memMB, h=h),
     )
-    return specs.AppDef(name=name, roles=[role])
+
+
+def embed(
+    *args: str,
+    bundle: str,
+    name: str = "embed",
+    image: str = torchx.IMAGE,
+    h: Optional[str] = None,
+    cpu: int = 2,
+    gpu: int = 0,
+    memMB: int = 2048,  # noqa: N803  (TorchX's own spelling)
+    env: Optional[Dict[str, str]] = None,
+    mounts: Optional[List[str]] = None,
+) -> specs.AppDef:
+    r"""Runs one side of a bundle over a catalogue of parquet files, into a store of vectors by id.
+
+    On this machine::
+
+        torchx run -s local_cwd rec.serve.embed --bundle runs/a/bundle -- --catalogue items.parquet --id item_id --out v
+        torchx run -s local_cwd rec.serve.embed --bundle runs/a/bundle -- --tower query --out users
+
+    Args:
+        args: flags of torchx_apps.embed, behind --, such as -- --catalogue items.parquet --id item_id --out vectors
+        bundle: a bundle's folder, or a run folder with one
+        name: name of the job
+        image: container image; local and Slurm schedulers use the current folder and environment instead
+        h: a named resource, instead of cpu, gpu and memMB
+        cpu: CPU cores
+        gpu: GPUs
+        memMB: memory in MiB
+        env: environment
+        mounts: mounts (ex. type=bind,src=/host,dst=/job,readonly)
+    """
+    return _process(
+        "torchx_apps.embed",
+        [bundle, *args],
+        name=name,
+        image=image,
+        env=env,
+        mounts=mounts,
+        resource=specs.resource(cpu=cpu, gpu=gpu, memMB=memMB, h=h),
+    )
 
 
 def http(
     *args: str,
     bundle: str,
-    host: str = "127.0.0.1",
     port: int = 8000,
-    workers: int = 1,
-    token_file: Optional[str] = None,
-    allowed_hosts: Optional[str] = None,
-    vectors: Optional[str] = None,
-    manifest: Optional[str] = None,
-    replicas: int = 0,
     name: str = "serve",
     image: str = torchx.IMAGE,
     h: Optional[str] = None,
-    cpu: int = 0,
-    memMB: int = 0,  # noqa: N803  (TorchX's own spelling)
+    cpu: int = 2,
+    gpu: int = 0,
+    memMB: int = 1024,  # noqa: N803  (TorchX's own spelling)
     env: Optional[Dict[str, str]] = None,
     mounts: Optional[List[str]] = None,
 ) -> specs.AppDef:
     r"""Serves a bundle over HTTP on one machine, with a page at / that shows recommendations; ends well on SIGTERM.
 
-    The job is for one machine, this one or a node of Slurm::
+    On this machine::
 
-        torchx run rec.serve.http --bundle runs/two_tower/bundle --workers 2
+        torchx run -s local_cwd rec.serve.http --bundle runs/two_tower/bundle -- --workers 2
 
-    On Kubernetes a service is no job: manifest writes a Deployment, a Service and a disruption budget for kubectl::
-
-        torchx run -s kubernetes -cfg secret=serving rec.serve.http --manifest k8s --image my_image:1 \
-            --mounts type=volume,src=bundles,dst=/bundles,readonly --bundle /bundles/live
+    On Kubernetes a service is no job: see examples/k8s.
 
     Args:
-        args: further flags of torchx_apps.serve, after -- (ex. -- --max-k 100 --log events)
+        args: flags of torchx_apps.serve, behind --, such as -- --workers 2 --host 0.0.0.0
         bundle: a bundle's or a run's folder, a link to it, or a text file with its path; when the link or the file
             changes, the bundle that it then names is served
-        host: address to listen on; 0.0.0.0 for all addresses of the machine, which a manifest takes by itself
         port: port to listen on; 0 for any that is free
-        workers: number of processes that share the bundle's files
-        token_file: file with the token that callers must send; where not given the variable TORCHREC_EXT_TOKEN, if set
-        allowed_hosts: hosts that the header Host may name, by commas; by default this machine's names on a loopback
-            host, else *
-        vectors: folder of a store with users' vectors, as rec.embed --tower query writes one
-        manifest: folder for the files of a service on Kubernetes, for `kubectl apply -f`; nothing is started
-        replicas: pods of that service; 0 for 2
         name: name of the job
         image: container image; local and Slurm schedulers use the current folder and environment instead
-        h: a named resource, instead of cpu and memMB
-        cpu: CPU cores; 0 for one per worker, at least 2
-        memMB: memory in MiB; 0 for 512 per worker, at least 1024
+        h: a named resource, instead of cpu, gpu and memMB
+        cpu: CPU cores
+        gpu: GPUs
+        memMB: memory in MiB
         env: environment
-        mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
+        mounts: mounts (ex. type=bind,src=/host,dst=/job,readonly)
     """
-    if not 0 <= port < 65536:
-        raise ValueError(
-            f"--port {port}: must be 1 to 65535, or 0 for any that is free"
-        )
-    if workers < 1:
-        raise ValueError(f"--workers {workers}: must be 1 or more")
-    if replicas < 0 or (replicas and manifest is None):
-        raise ValueError(
-            f"--replicas {replicas}: the pods of --manifest, 1 or more; leave it out without --manifest"
-        )
-    # Nobody outside its pod would reach a loopback address.
-    if manifest is not None and host == "127.0.0.1":
-        host = "0.0.0.0"
-    flags = [
-        "-m",
+    return _process(
         "torchx_apps.serve",
-        bundle,
-        f"--host={host}",
-        f"--port={port}",
-        f"--workers={workers}",
-    ]
-    options = {
-        "token-file": token_file,
-        "allowed-hosts": allowed_hosts,
-        "vectors": vectors,
-    }
-    flags += [
-        f"--{flag}={value}" for flag, value in options.items() if value is not None
-    ]
+        [bundle, "--port", str(port), *args],
+        name=name,
+        image=image,
+        env=env,
+        mounts=mounts,
+        resource=specs.resource(cpu=cpu, gpu=gpu, memMB=memMB, h=h),
+        port_map={"http": port},
+    )
+
+
+# The quotes keep it from TorchX's list of components, which are all functions annotated
+# with AppDef itself.
+def _process(
+    main: str,
+    words: List[str],
+    name: str,
+    image: str,
+    env: Optional[Dict[str, str]],
+    mounts: Optional[List[str]],
+    resource: specs.Resource,
+    port_map: Optional[Dict[str, int]] = None,
+) -> "specs.AppDef":
     role = specs.Role(
-        name="serve",
+        name=name,
         image=image,
         entrypoint="python3",
-        args=[*flags, *args],
+        args=["-m", main, *words],
+        # Unbuffered, or a pod's log stays empty for minutes.
         env={"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})},
-        resource=specs.resource(
-            cpu=cpu or max(2, workers),
-            memMB=memMB or max(1024, 512 * workers),
-            gpu=0,
-            h=h,
-        ),
-        num_replicas=1 if manifest is None else replicas or 2,
-        port_map={"http": port},
+        resource=resource,
+        port_map=port_map or {},
         mounts=specs.parse_mounts(mounts) if mounts else [],
     )
-    return specs.AppDef(
-        name=name,
-        roles=[role],
-        metadata={} if manifest is None else {"manifest": manifest},
-    )
+    return specs.AppDef(name=name, roles=[role])

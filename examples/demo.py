@@ -1,6 +1,6 @@
 """`make demo`: captures a loop, trains two towers on two ranks, stores their vectors, answers a request from them.
 
-python examples/demo.py [--set KEY=VALUE ...]
+python examples/demo.py [--KEY VALUE ...]
 """
 
 import http.client
@@ -148,11 +148,10 @@ def main(*settings):
     else:
         print("left out: capturing a step needs a C++ compiler (apt install g++)")
     title("2. two towers and a top network, on two ranks: torchx run")
-    words = ["--set", "fallback=planted", "--set", "export=auto"]
+    words = ["--", "--fallback", "planted", "--export", "auto"]
     # Generated data is learnt after a fifth of the epochs; MovieLens needs all of them.
-    words += ["--set", "train.early_stop.metric=hr@10"]
-    words += ["--set", "train.early_stop.patience=1"]
-    run(BIN / "torchx", "run", *words, *settings)
+    words += ["--train.early_stop.metric", "hr@10", "--train.early_stop.patience", "1"]
+    run(BIN / "torchx", "run", "-s", "local_cwd", "rec.train.hybrid", *words, *settings)
     made = [
         path for path in Path("runs").glob("*/bundle") if path.stat().st_mtime > started
     ]
@@ -166,9 +165,7 @@ def main(*settings):
     )
     embed = ["-m", "torchx_apps.embed", bundle, "--tower", "query", "--out", vectors]
     run(BIN / "python", *embed)
-    print(
-        f"serve them: torchx run rec.serve.http --bundle {bundle} --vectors {vectors}"
-    )
+    print(f"serve them: python -m torchx_apps.serve {bundle} --vectors {vectors}")
     answer(bundle, vectors)
 
 

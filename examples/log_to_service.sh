@@ -26,9 +26,9 @@ fi
 
 # The summary is written last, so a stage that has one is whole.
 [ -f "$folder/data/summary.json" ] ||
-    python -m torchx_apps.preprocess --recipe taobao --set config.path="$log" --out "$folder/data"
+    python -m torchx_apps.preprocess --recipe taobao --config.path "$log" --out "$folder/data"
 [ -f "$folder/run/summary.json" ] ||
     python -m torch.distributed.run --standalone --nproc-per-node "${RANKS:-1}" -m torchx_apps.train --recipe bst \
-        --run-dir "$folder/run" --resume auto --set data.name="$folder/data" --set train.epochs="${EPOCHS:-2}" \
-        --set export=require
+        --run_dir "$folder/run" --data.name "$folder/data" --train.epochs "${EPOCHS:-2}" \
+        --export require
 exec python -m torchx_apps.serve "$folder/run/bundle" --port "${PORT:-8000}"

@@ -610,7 +610,7 @@ def main() -> None:
     except (OSError, ValueError, SafetensorError) as error:
         parser.exit(2, f"{error}\n")
     print(
-        f"{result}\n--set model.towers={','.join('+'.join(names) for names in result.groups.values())}"
+        f"{result}\n--model.towers {','.join('+'.join(names) for names in result.groups.values())}"
     )
 
 

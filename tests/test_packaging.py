@@ -138,7 +138,7 @@ def test_a_plain_installation_brings_torch_and_nothing_of_torchrec_or_torchx(
         "torch",
         "tqdm",
     }
-    assert found["launch"] == {"torchx==0.7.0"}
+    assert found["launch"] == {"torchx>=0.7", "tyro>=1.0"}
 
 
 @pytest.mark.launch
@@ -215,13 +215,13 @@ for name, words in flags.items():
 print(json.dumps(apps, default=str))
 """
 FLAGS = {
-    "components.train.hybrid": ["-j", "2x4", "--gpu", "4", "--", "--set=train.seed=1"],
-    "components.train.stream": ["--log", "/data/clicks", "--until_idle", "5"],
-    "components.train.networks": ["--vary", "train.seed=0,1", "--max_retries", "2"],
-    "components.data.preprocess": ["--recipe", "clicks", "--out", "o"],
+    "components.train.hybrid": ["-j", "2x4", "--gpu", "4", "--", "--train.seed", "1"],
+    "components.train.stream": ["--", "--data.folder", "/data/clicks"],
+    "components.train.networks": ["--max_retries", "2", "--", "--vary", "train.seed=1"],
+    "components.data.preprocess": ["--recipe", "clicks", "--", "--out", "o"],
     "components.serve.export": ["--run", "r"],
-    "components.serve.http": ["--bundle", "b", "--workers", "2"],
-    "components.__init__.embed": ["--bundle", "b", "--out", "o", "--tower", "query"],
+    "components.serve.http": ["--bundle", "b", "--", "--workers", "2"],
+    "components.serve.embed": ["--bundle", "b", "--", "--out", "o", "--tower", "query"],
 }
 
 

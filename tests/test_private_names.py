@@ -1,4 +1,4 @@
-"""Private names of torch, TorchRec and TorchX: each that the code uses stands in the table, and each there is real."""
+"""Private names of torch and TorchRec: each that the code uses stands in the table, and each there is real."""
 
 import ast
 from collections import Counter
@@ -30,7 +30,7 @@ PYTHONS = {
 def trees() -> list[tuple[Path, ast.Module]]:
     paths = [
         path
-        for top in ("torchrec_ext", "torchx_apps")
+        for top in ("torchrec_ext", "torchx_apps", "components")
         for path in sorted((ROOT / top).rglob("*.py"))
     ]
     return [(path, parsed(path.read_text())) for path in paths]
@@ -112,6 +112,32 @@ def test_every_private_name_in_the_table_is_there_and_used() -> None:
         == 1
     )
     assert all(private.reason for private in PRIVATE_NAMES)
+
+
+# Launching is theirs: no private name of TorchX, and of torchrun no module at all.
+TORCHRUN = ("torch.distributed.run.", "torch.distributed.elastic.")
+LAUNCHING = ("torchx/", "torch/distributed/run", "torch/distributed/elastic/")
+
+
+def test_nothing_of_a_launcher_is_private_or_replaced() -> None:
+    assert [
+        private.file for private in PRIVATE_NAMES if private.file.startswith(LAUNCHING)
+    ] == []
+    uses = []
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [f"{alias.name}." for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            for name in names:
+                private = any(map(is_private, name.split(".")))
+                if name.startswith(TORCHRUN) or (
+                    private and name.startswith("torchx.")
+                ):
+                    uses.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name}")
+    assert uses == []
 
 
 @pytest.mark.unit

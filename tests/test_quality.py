@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.config import with_settings
 from torchx_apps.recipes.by_name import load_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +41,7 @@ def test_every_run_is_a_recipe_with_settings_that_it_has(name: str) -> None:
         ROWS[name]["required"]
     )
     for run in ROWS[name].get("runs", {}).values():
-        apply_overrides(load_recipe(run["recipe"]), run["set"])
+        with_settings(load_recipe(run["recipe"]), run["set"])
 
 
 def runs(**by_run: list[float]) -> dict[str, list[dict[str, Any]]]:
@@ -94,7 +94,7 @@ def test_a_finished_run_is_not_trained_again_and_a_killed_one_is(
             trained.append("killed")
             raise KeyboardInterrupt
         trained.append(title)
-        folder = Path(line[line.index("--run-dir") + 1])
+        folder = Path(line[line.index("--run_dir") + 1])
         assert not folder.exists(), "what a killed run left would be refused"
         folder.mkdir(parents=True)
         (folder / "summary.json").write_text(
@@ -134,7 +134,7 @@ def test_another_commit_of_the_code_is_trained_again(
 
     def follow(line: list[str], title: str, log: Path) -> None:
         trained.append(title)
-        folder = Path(line[line.index("--run-dir") + 1])
+        folder = Path(line[line.index("--run_dir") + 1])
         folder.mkdir(parents=True)
         (folder / "summary.json").write_text(
             json.dumps({"test": {"auc": float(len(trained))}})
@@ -183,7 +183,7 @@ def test_members_of_one_job_have_their_mean_and_a_run_what_it_printed_beside(
     }
     line = quality.command(key, tmp_path)
     assert line[1:5] == ["-m", "torchx_apps.train_networks", "--recipe", "ncf"]
-    assert line[-4:] == ["--set", "train.epochs=1", "--vary", "train.seed=2,3"]
+    assert line[-4:] == ["--train.epochs", "1", "--vary", "train.seed=2,3"]
     (tmp_path / "results.json").write_text(
         json.dumps({"members": [{"test": {"auc": 0.5}}, {"test": {"auc": 0.75}}]})
     )

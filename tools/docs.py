@@ -7,19 +7,25 @@ README and docs are made from results too. `--check` writes nothing and fails wh
 
 import argparse
 import ast
+import dataclasses
 import importlib.util
 import itertools
 import json
 import re
 import sys
+import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchrec_ext.stack import TRIPLES
-from torchx_apps import serve
-from torchx_apps.cli.command_line import SettingKey, setting_keys
+from torchx_apps.config import RecipeOptions, RunOptions, field_hint, is_group
+from torchx_apps.embed import EmbedOptions
+from torchx_apps.export import ExportOptions
 from torchx_apps.recipes import RECIPES
+from torchx_apps.serve import ServeOptions
+from torchx_apps.train_networks import NetworksOptions
+from torchx_apps.train_stream import StreamOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -423,6 +429,74 @@ def with_tables(text: str) -> str:
     )
 
 
+class SettingKey(NamedTuple):
+    """A key of a recipe.
+
+    Args:
+        path: dotted path, such as ``loader.batch_size``.
+        section: the group that the key belongs to; ``job`` for keys of the job itself.
+        type: type of the value, as a reader writes it.
+        value: the value, as Python writes it.
+        meaning: first paragraph of what the value sets, as plain text.
+    """
+
+    path: str
+    section: str
+    type: str
+    value: str
+    meaning: str
+
+
+def setting_keys(config: Any) -> list[SettingKey]:
+    """Returns every key of a config, by section; those of no group are the last.
+
+    Example:
+        >>> [key.path for key in setting_keys(RECIPES["two_tower"]())][:2]
+        ['model.embedding_dim', 'model.tower_widths']
+    """
+    keys = list(_keys(config, ""))
+    return sorted(keys, key=lambda key: key.section == "job")
+
+
+def _keys(config: Any, prefix: str) -> Iterator[SettingKey]:
+    meanings = _documented(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if is_group(value):
+            yield from _keys(value, f"{prefix}{field.name}.")
+        elif field.init:
+            yield SettingKey(
+                path=f"{prefix}{field.name}",
+                section=prefix.partition(".")[0] or "job",
+                type=_type_name(field_hint(config, field.name)),
+                value=str(getattr(value, "__qualname__", repr(value))),
+                meaning=meanings.get(field.name, ""),
+            )
+
+
+def _type_name(hint: object) -> str:
+    """Returns an annotation as a reader writes it."""
+    if typing.get_origin(hint) is typing.Literal:
+        return " | ".join(repr(value) for value in typing.get_args(hint))
+    if isinstance(hint, type) and not typing.get_args(hint):
+        return hint.__name__
+    return re.sub(r"\b(\w+\.)+(?=\w)", "", str(hint))
+
+
+def _documented(kind: type) -> dict[str, str]:
+    """Returns what a dataclass's docstring and those of its bases say of each field, as plain text."""
+    # Comes with tyro, which makes --help of the same text.
+    from docstring_parser import parse
+
+    meanings: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        for documented in parse(base.__doc__ or "").params:
+            text = " ".join((documented.description or "").split())
+            plain = re.sub(r":[a-z]+:`[~!]?(?:[\w.]*\.)?(\w+)`", r"\1", text)
+            meanings[documented.arg_name] = plain.replace("``", "")
+    return meanings
+
+
 def settings_page() -> str:
     """Every key of every recipe: those of all recipes once, then what each recipe has beside them or sets otherwise."""
     recipes = {
@@ -442,8 +516,8 @@ def settings_page() -> str:
     lines = [
         "# Settings: every key of every recipe",
         "",
-        "`--set KEY=VALUE` changes one, and may be repeated. `.venv/bin/torchx run rec.train.hybrid --recipe NAME --",
-        "--dry-run` prints those of one recipe, the most used first, with the values it would run with.",
+        "`--KEY VALUE` changes one: `torchx run -s local_cwd rec.train.hybrid --recipe NAME -- --train.epochs 5`.",
+        "Behind `--`, `--help` prints those of one recipe, and `--dry_run` its values as a file for `--settings`.",
     ]
     for section, keys in itertools.groupby(shared, lambda key: key.section):
         lines += [
@@ -470,7 +544,7 @@ def settings_page() -> str:
     return MADE + "\n".join(lines) + "\n"
 
 
-_PYTHON = ("name", "build", "task")  # of a Job in Python; --set does not take them
+_PYTHON = ("name", "build", "task")  # of a Job in Python
 _BY_RECIPE = "by recipe"
 
 
@@ -624,14 +698,26 @@ _WHERE = (
 _WHERE += ("rdzv_port", "debug")
 
 
+# Flags of the apps, by what has them.
+_OPTIONS: dict[str, type] = {
+    "All with a recipe": RecipeOptions,
+    "All that train": RunOptions,
+    "rec.train.networks": NetworksOptions,
+    "rec.train.stream": StreamOptions,
+    "rec.serve.export": ExportOptions,
+    "rec.serve.embed": EmbedOptions,
+    "rec.serve.http": ServeOptions,
+}
+
+
 def cli_page() -> str:
     """Every component with its flags, read from its source, and the flags of the server."""
     lines = [
         "# Command line",
         "",
-        "`torchx run COMPONENT FLAGS` starts a job. `COMPONENT --help` prints these lists, and `torchx builtins` the",
-        "components. `--set KEY=VALUE` changes a [setting](../settings.md) of a recipe. Flags behind",
-        "`--` belong to the app that the job starts.",
+        "`torchx run -s SCHEDULER COMPONENT FLAGS -- FLAGS OF THE APP` starts a job. `COMPONENT --help` prints the",
+        "first lists, `COMPONENT -- --help` the second, and `torchx builtins` the components. Behind `--`, each",
+        "[setting](../settings.md) of a recipe is a flag too.",
     ]
     places: dict[str, str] = {}
     for file in sorted((ROOT / "components").glob("*.py")):
@@ -671,20 +757,18 @@ def cli_page() -> str:
         f"| `{'-' if flag in ('j', 'h') else '--'}{flag}` | {_cell(text)} |"
         for flag, text in places.items()
     ]
-    lines += [
-        "",
-        "## rec.serve.http, behind `--`",
-        "",
-        "The server's own flags:",
-        "",
-        "| flag | default | meaning |",
-    ]
-    lines += ["|---|---|---|"]
-    for action in serve._parser()._actions:
-        if action.option_strings and action.dest != "help":
-            default = "" if action.default in (None, []) else f"`{action.default}`"
+    for title, kind in _OPTIONS.items():
+        lines += ["", f"## {title}, behind `--`", ""]
+        lines += ["| flag | default | meaning |", "|---|---|---|"]
+        meanings = _documented(kind)
+        for field in dataclasses.fields(kind):
+            # Flags of a base have a list of their own.
+            positional = field.default is dataclasses.MISSING
+            if positional or field.name not in vars(kind)["__annotations__"]:
+                continue
+            default = "" if field.default in (None, "", ()) else f"`{field.default}`"
             lines.append(
-                f"| `{action.option_strings[-1]}` | {default} | {_cell(action.help or '')} |"
+                f"| `--{field.name}` | {default} | {_cell(meanings[field.name])} |"
             )
     return MADE + "\n".join(lines) + "\n"
 

@@ -1,4 +1,4 @@
-"""PRIVATE_NAMES: each private name of torch, TorchRec and TorchX that this package uses, with the reason.
+"""PRIVATE_NAMES: each private name of torch and TorchRec that this package uses, with the reason.
 
 A release may drop such a name without notice. ``python -m torchrec_ext.doctor`` looks for all of them, in the source
 of the installed packages, and names those that are gone before a training fails on one. Standard library only.
@@ -310,24 +310,9 @@ PRIVATE_NAMES = (
         "a checkpoint takes each optimizer by itself",
     ),
     PrivateNames(
-        "torchx/schedulers/slurm_scheduler.py",
-        ("_apply_app_id_env", "_get_job_dirs"),
-        "launch.slurm: scripts with TorchX's own values; where a job that Slurm forgot had its files",
-    ),
-    PrivateNames(
-        "torchx/schedulers/kubernetes_scheduler.py",
-        ("_get_active_context", "_custom_objects_api"),
-        "launch.kubernetes: list() asks one namespace, of all that a user may not see",
-    ),
-    PrivateNames(
         "fsspec/asyn.py",
         ("_find",),
         "data.files: find() skips forbidden folders without a word; ours stops",
-    ),
-    PrivateNames(
-        "torchx/specs/api.py",
-        ("_app", "_cfg", "_scheduler"),
-        "what a dry run is about to start, and where",
     ),
 )
 

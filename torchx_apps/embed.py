@@ -15,20 +15,45 @@ the files stay, and changed and new ones come after them. The vectors of
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from torchx_apps.cli.command_line import FlagParser
-from torchx_apps.cli.process import exit_code
+from tyro.conf import Positional
+
+from torchx_apps.config import parse_options
+from torchx_apps.process import exit_code
 
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.catalogue import Id
 
-SIDES = ("query", "candidate")
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedOptions:
+    """Runs one side of a bundle over parquet files, into a store of vectors.
+
+    Args:
+        bundle: a bundle, or a run folder with one.
+        catalogue: parquet files, folders, patterns or addresses; without, the users that the bundle knows.
+        id: the column with the ids.
+        out: folder of the store, written whole; one that is there is replaced.
+        refresh: folder of an existing store, of which these rows changed or are new.
+        delete: with refresh, ids to delete, by commas; or X.parquet or FOLDER/ with them in the column id.
+        tower: the side of the bundle that embeds the rows.
+        store: with out, type of the stored vectors; fp32 where not given.
+    """
+
+    bundle: Positional[Path]
+    catalogue: tuple[str, ...] = ()
+    id: str = ""
+    out: Path | None = None
+    refresh: Path | None = None
+    delete: str | None = None
+    tower: Literal["query", "candidate"] = "candidate"
+    store: Literal["fp32", "fp16"] | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _embed(argv: Sequence[str] | None) -> int:
-    options = _parser().parse_args(argv)
+    options = parse_options(
+        EmbedOptions, "torchx_apps.embed", sys.argv[1:] if argv is None else argv
+    )
     _check(options)
     from torchrec_ext.retrieval.bundle import Bundle
     from torchrec_ext.retrieval.manifest import bundle_folder
@@ -55,10 +82,10 @@ def _embed(argv: Sequence[str] | None) -> int:
     rows = None
     # Ids may be deleted without rows to write.
     if options.catalogue or options.delete is None:
-        catalogue = options.catalogue or []
-        rows = TowerRows(bundle, options.tower, catalogue, options.id)
+        rows = TowerRows(bundle, options.tower, [*options.catalogue], options.id)
     folder = options.out or options.refresh
-    with tracked(folder, vars(options), folder="store") as figures:
+    assert folder is not None
+    with tracked(folder, asdict(options), folder="store") as figures:
         if options.refresh is None:
             assert rows is not None
             store = embed_files(rows, folder, options.store or "fp32")
@@ -83,7 +110,7 @@ def _embed(argv: Sequence[str] | None) -> int:
     return 0
 
 
-def _deleted(options: argparse.Namespace) -> list[Id]:
+def _deleted(options: EmbedOptions) -> list[Id]:
     from torchx_apps.jobs.embedding import ids_in, typed_ids
 
     if options.delete is None:
@@ -91,10 +118,11 @@ def _deleted(options: argparse.Namespace) -> list[Id]:
     if _is_path(options.delete):
         return ids_in([options.delete], options.id)
     texts = [each.strip() for each in options.delete.split(",")]
+    assert options.refresh is not None, "_check has seen to it"
     return typed_ids(texts, options.refresh)
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check(options: EmbedOptions) -> None:
     """Refuses incompatible flags."""
     if (options.out is None) == (options.refresh is None):
         raise ValueError("say one of --out FOLDER and --refresh FOLDER")
@@ -126,49 +154,6 @@ def _counts_text(unknown: Counter[str]) -> str:
     for name, rows in unknown.most_common():
         texts.append(f"{name} in {rows:,} rows" if rows > 1 else f"{name} in 1 row")
     return ", ".join(texts)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = FlagParser(
-        prog="python -m torchx_apps.embed",
-        description=__doc__.partition("\n\n")[0],
-        allow_abbrev=False,
-    )
-    parser.add_argument("bundle", type=Path, help="a bundle, or a run folder with one")
-    parser.add_argument(
-        "--catalogue",
-        nargs="+",
-        help="parquet files, folders, patterns or addresses; without, the users that the bundle knows",
-    )
-    parser.add_argument(
-        "--id", default="", metavar="COLUMN", help="the column with the ids"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="folder of the store, written whole; one that is there is replaced",
-    )
-    parser.add_argument(
-        "--refresh",
-        type=Path,
-        metavar="FOLDER",
-        help="folder of an existing store, of which these rows changed or are new",
-    )
-    delete = "with --refresh: ids to delete, by commas; or X.parquet or FOLDER/ with them in the column --id"
-    parser.add_argument("--delete", metavar="IDS", help=delete)
-    parser.add_argument(
-        "--tower",
-        choices=SIDES,
-        default="candidate",
-        help="the side of the bundle that embeds the rows",
-    )
-    parser.add_argument(
-        "--store",
-        choices=["fp32", "fp16"],
-        help="with --out: type of the stored vectors; fp32 by default",
-    )
-    return parser
 
 
 if __name__ == "__main__":

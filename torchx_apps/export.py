@@ -9,11 +9,46 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
-from torchx_apps.cli.export_flags import build_export_parser, check_export
-from torchx_apps.cli.overrides import apply_overrides
-from torchx_apps.cli.process import exit_code
+from tyro.conf import Positional
+
+from torchx_apps.config import changed, parse_known_options
+from torchx_apps.process import exit_code
 from torchx_apps.recipes.saved_job import saved_job
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Exports a run; words behind these flags change a setting of the recipe, such as --data.folder /data.
+
+    Args:
+        run: a run folder.
+        out: the bundle's folder; RUN/bundle where not given.
+        checkpoint: best (by train.early_stop.metric), last, a step, or a path or address; best where the run has marked
+            one, else last.
+        recipe: my_recipe.py:job or my.module:job, where the run's recipe is not built in.
+        store: type of the stored rows.
+        index: exact, or a text for FAISS's index_factory, such as IVF1024,Flat or HNSW32, for logits that are products.
+        recall: recall that an approximate index must reach, measured.
+        overwrite: replace an earlier bundle.
+    """
+
+    run: Positional[Path]
+    out: Path | None = None
+    checkpoint: str | None = None
+    recipe: str | None = None
+    store: Literal["fp32", "fp16"] = "fp32"
+    index: str = "exact"
+    recall: float = 0.95
+    overwrite: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """The bundle's folder."""
+        return self.out or self.run / "bundle"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,16 +64,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _export(argv: Sequence[str] | None) -> int:
-    options = build_export_parser(__doc__).parse_args(argv)
-    job = apply_overrides(saved_job(options.run, options.recipe), options.set)
-    out = options.out or options.run / "bundle"
-    check_export(options, out)
+    options, settings = parse_known_options(
+        ExportOptions, "torchx_apps.export", sys.argv[1:] if argv is None else argv
+    )
+    job = changed(saved_job(options.run, options.recipe), settings)
+    _check(options)
     from torchx_apps.jobs.exporting import export_run
 
     export_run(
         job,
         options.run,
-        out,
+        options.folder,
         options.checkpoint,
         store=options.store,
         index=options.index,
@@ -46,6 +82,21 @@ def _export(argv: Sequence[str] | None) -> int:
         overwrite=options.overwrite,
     )
     return 0
+
+
+def _check(options: ExportOptions) -> None:
+    """Refuses a folder in use and a missing package, before minutes of loading."""
+    folder = options.folder
+    is_used = folder.is_file() or (folder.is_dir() and any(folder.iterdir()))
+    if is_used and not options.overwrite:
+        raise ValueError(
+            f"--out {folder}: there is something already; give another folder, or --overwrite"
+        )
+    if options.index != "exact":
+        # Imported here: it reads files.
+        from torchrec_ext.retrieval.search import check_faiss
+
+        check_faiss(options.index)
 
 
 if __name__ == "__main__":

@@ -5,17 +5,13 @@ This file reads the command line and returns an exit code; the work is done by `
 
 from __future__ import annotations
 
-import dataclasses
-import signal
 import sys
 from collections.abc import Sequence
 
-from torchx_apps.cli.command_line import build_parser, describe_keys
-from torchx_apps.cli.errors import describe_error
-from torchx_apps.cli.overrides import apply_overrides
-from torchx_apps.cli.process import hand_over, say_once
+from torchx_apps.config import RecipeOptions, as_toml, parse_job
+from torchx_apps.process import exit_code, say_once
 from torchx_apps.recipes.by_name import list_recipes, load_job
-from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES
+from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES, PreprocessJob
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,37 +21,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the flags; the command line when None.
 
     Returns:
-        0 when done, 1 when not, 130 when stopped by Ctrl-C or by the scheduler.
+        0 when done, 1 when not, 130 after Ctrl-C, 143 after SIGTERM; nothing partial is left.
     """
-    try:
-        return _preprocess(argv)
-    except KeyboardInterrupt:
-        print("stopped; nothing partial was left", file=sys.stderr)
-        return 130
-    except Exception as error:
-        hand_over(describe_error(error))
-        return 1
+    return exit_code(_preprocess, argv)
+
+
+def parse(words: Sequence[str]) -> tuple[RecipeOptions, PreprocessJob]:
+    """Returns the options and the job of a command line; the component calls it before anything starts."""
+    options = RecipeOptions(recipe="ml_100k")
+    return parse_job(options, "torchx_apps.preprocess", words, load_job)
 
 
 def _preprocess(argv: Sequence[str] | None) -> int:
-    parser = build_parser("torchx_apps.preprocess", __doc__, trains=False)
-    parser.set_defaults(recipe="ml_100k")
-    parser.add_argument(
-        "--engine",
-        help="duckdb, spark (the session that is configured here) or a Spark master URL",
-    )
-    parser.add_argument(
-        "--out", help="folder for the result; a new one in runs/ where not given"
-    )
-    options = parser.parse_args(argv)
+    options, job = parse(sys.argv[1:] if argv is None else argv)
     if options.list_recipes:
         return say_once(list_recipes(PREPROCESS_RECIPES))
-    job = apply_overrides(load_job(options.recipe), options.set)
-    job = dataclasses.replace(
-        job, engine=options.engine or job.engine, out=options.out or job.out
-    )
     if options.dry_run:
-        return say_once(describe_keys(job))
+        return say_once(as_toml(job))
     from torchx_apps.jobs.preprocessing import run_preprocess
 
     run_preprocess(job)
@@ -63,6 +45,4 @@ def _preprocess(argv: Sequence[str] | None) -> int:
 
 
 if __name__ == "__main__":
-    # Acts as Ctrl-C, to remove unfinished files.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -9,9 +9,28 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from torchx_apps.cli.command_line import FlagParser
+from tyro.conf import Positional
+
+from torchx_apps.config import parse_options
+from torchx_apps.process import exit_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishOptions:
+    """Writes the weights of a checkpoint to a safetensors file.
+
+    Args:
+        run: a run folder, a folder of checkpoints, or a checkpoint.
+        out: the file to write.
+        checkpoint: best (by train.early_stop.metric), last, or a step; best where one is marked, else last.
+    """
+
+    run: Positional[str]
+    out: Path = Path("model.safetensors")
+    checkpoint: str | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,28 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 when the file is written, 1 when not.
     """
-    parser = FlagParser(
-        prog="python -m torchx_apps.publish", description=__doc__, allow_abbrev=False
+    return exit_code(_publish, argv)
+
+
+def _publish(argv: Sequence[str] | None) -> int:
+    options = parse_options(
+        PublishOptions, "torchx_apps.publish", sys.argv[1:] if argv is None else argv
     )
-    parser.add_argument(
-        "run", help="a run folder, a folder of checkpoints, or a checkpoint"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("model.safetensors"), help="the file to write"
-    )
-    parser.add_argument(
-        "--checkpoint",
-        metavar="best|last|STEP",
-        help="the best by train.early_stop.metric, the last, or that of a step; the best where one is marked, else the "
-        "last",
-    )
-    options = parser.parse_args(argv)
     from tqdm import tqdm
 
     from torchrec_ext.distributed.runtime import Runtime
     from torchrec_ext.train.checkpoint.folder import CheckpointRanks
     from torchrec_ext.train.checkpoint.vectors import publish_weights
-    from torchx_apps.cli.errors import describe_error
     from torchx_apps.jobs.resuming import checkpoint_to_export
 
     # torch.distributed.checkpoint warns whoever reads in a single process, even where
@@ -54,15 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         message="torch.distributed is disabled, unavailable or uninitialized",
         category=UserWarning,
     )
-    try:
-        path, which = checkpoint_to_export(
-            options.run, options.checkpoint, CheckpointRanks(Runtime())
-        )
-        with tqdm(unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
-            shapes = publish_weights(path, options.out, progress=bar.update)
-    except Exception as error:
-        print(describe_error(error), file=sys.stderr)
-        return 1
+    path, which = checkpoint_to_export(
+        options.run, options.checkpoint, CheckpointRanks(Runtime())
+    )
+    with tqdm(unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
+        shapes = publish_weights(path, options.out, progress=bar.update)
     print(
         f"{options.out}: {len(shapes)} tensors of {path} ({which} checkpoint), {options.out.stat().st_size:,} bytes"
     )

@@ -7,22 +7,62 @@ replaces the workers one by one. SIGTERM or Ctrl-C lets it finish what it has be
 
 from __future__ import annotations
 
-import argparse
 import ipaddress
 import os
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from torchx_apps.cli.command_line import FlagParser
-from torchx_apps.cli.process import hand_over, too_many
+from tyro.conf import Positional
+
+from torchx_apps.config import parse_options
+from torchx_apps.process import exit_code
 
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.server.settings import ServerConfig
 
 _TOKEN = "TORCHREC_EXT_TOKEN"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Serves a bundle over HTTP.
+
+    Args:
+        bundle: a bundle's or a run's folder, a link to it, or a text file with its path.
+        host: address to listen on; 0.0.0.0 for every one of this machine.
+        port: 0 for any that is free.
+        workers: processes.
+        threads: threads of ONNX Runtime in each process.
+        token_file: file with the token that callers must bear; else $TORCHREC_EXT_TOKEN, else none.
+        allowed_hosts: valid names in the header Host, by commas, as names, addresses, *.example.com, or * for all; by
+            default this machine's own on a loopback host, else *.
+        vectors: folder of a store with users' vectors, of torchx_apps.embed --tower query.
+        max_k: limit, items of an answer.
+        max_candidates: limit, ids in each list of a request.
+        max_body: limit, bytes of a request.
+        limit_concurrency: limit, connections and requests of a worker, beyond which it answers 503; 0 for none.
+        watch: seconds between two looks for another bundle.
+        log: JSON lines on standard error.
+    """
+
+    bundle: Positional[Path]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    workers: int = 1
+    threads: int = 1
+    token_file: Path | None = None
+    allowed_hosts: str | None = None
+    vectors: Path | None = None
+    max_k: int = 1_000
+    max_candidates: int = 10_000
+    max_body: int = 2**20
+    limit_concurrency: int = 0
+    watch: float = 1.0
+    log: Literal["requests", "events"] = "requests"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,23 +74,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 when a signal ended it, 1 when it could not begin.
     """
-    options = _parser().parse_args(argv)
-    try:
-        return _serve(options)
-    # An address in use is an OSError.
-    except (ValueError, OSError) as error:
-        hand_over(str(error))
-        return 1
+    return exit_code(_serve, argv)
 
 
-def _serve(options: argparse.Namespace) -> int:
+def _serve(argv: Sequence[str] | None) -> int:
+    options = parse_options(
+        ServeOptions, "torchx_apps.serve", sys.argv[1:] if argv is None else argv
+    )
     from torchrec_ext.retrieval.server.run import listen, serve
 
     settings = _settings(options)
-    refusal = too_many(settings.workers, name="workers")
-    if refusal:
-        raise ValueError(refusal)
-    listening = listen(options.host, options.port)
+    try:
+        listening = listen(options.host, options.port)
+    except OSError as error:
+        # The address is in use, or is none of this machine's.
+        raise ValueError(str(error)) from None
     host = node_name(options.host)
     # An address of IPv6 has colons itself.
     address = f"[{host}]" if ":" in host else host
@@ -71,7 +109,7 @@ def _serve(options: argparse.Namespace) -> int:
         ) from None
 
 
-def _settings(options: argparse.Namespace) -> ServerConfig:
+def _settings(options: ServeOptions) -> ServerConfig:
     from torchrec_ext.retrieval.server.settings import Limits, ServerConfig
 
     limits = Limits(
@@ -139,62 +177,6 @@ def _is_loopback(address: str) -> bool:
     except ValueError:
         # The text is a name, not an address.
         return False
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = FlagParser(
-        prog="python -m torchx_apps.serve", description=__doc__, allow_abbrev=False
-    )
-    parser.add_argument(
-        "bundle",
-        type=Path,
-        help="a bundle's or a run's folder, a link to it, or a text file with its path",
-    )
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on; 0.0.0.0 for every one of this machine",
-    )
-    parser.add_numbers(
-        {
-            "--port": (8000, "0 for any that is free"),
-            "--workers": (1, "processes"),
-            "--threads": (1, "threads of ONNX Runtime in each process"),
-        }
-    )
-    parser.add_argument(
-        "--token-file",
-        type=Path,
-        help=f"file with the token that callers must bear; else ${_TOKEN}, else none",
-    )
-    hosts = "what the header Host may name, by commas: names, addresses, *.example.com, or * for all; by default this"
-    parser.add_argument(
-        "--allowed-hosts", help=f"{hosts} machine's own on a loopback --host, else *"
-    )
-    parser.add_argument(
-        "--vectors",
-        type=Path,
-        help="folder of a store with users' vectors, of rec.embed --tower query",
-    )
-    parser.add_numbers(
-        {
-            "--max-k": (1_000, "limit: items of an answer"),
-            "--max-candidates": (10_000, "limit: ids in each list of a request"),
-            "--max-body": (2**20, "limit: bytes of a request"),
-            "--limit-concurrency": (
-                0,
-                "limit: connections and requests of a worker, beyond which it answers 503; 0 for none",
-            ),
-            "--watch": (1.0, "seconds between two looks for another bundle"),
-        }
-    )
-    parser.add_argument(
-        "--log",
-        choices=["requests", "events"],
-        default="requests",
-        help="JSON lines on standard error",
-    )
-    return parser
 
 
 if __name__ == "__main__":

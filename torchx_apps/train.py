@@ -9,11 +9,10 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from torchx_apps.cli.command_line import build_parser, describe_keys
-from torchx_apps.cli.overrides import apply_overrides
-from torchx_apps.cli.process import exit_code, say_once
+from torchx_apps.config import RunOptions, as_toml, parse_job
+from torchx_apps.process import exit_code, say_once
 from torchx_apps.recipes.by_name import list_recipes, load_recipe
-from torchx_apps.tasks.job import check_elastic
+from torchx_apps.tasks.job import Job, check_elastic
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,14 +27,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code(_train, argv)
 
 
+def parse(words: Sequence[str]) -> tuple[RunOptions, Job]:
+    """Returns the options and the job of a command line; the component calls it before anything starts."""
+    return parse_job(RunOptions(), "torchx_apps.train", words, load_recipe)
+
+
 def _train(argv: Sequence[str] | None) -> int:
-    options = build_parser("torchx_apps.train", __doc__).parse_args(argv)
+    options, job = parse(sys.argv[1:] if argv is None else argv)
     if options.list_recipes:
         return say_once(list_recipes())
-    job = apply_overrides(load_recipe(options.recipe), options.set)
     check_elastic(job)
     if options.dry_run:
-        return say_once(describe_keys(job))
+        return say_once(as_toml(job))
     from torchrec_ext.train.guards.finite import RunStoppedError
     from torchx_apps.jobs.training import run_training
 

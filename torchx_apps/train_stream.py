@@ -8,13 +8,29 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from torchx_apps.cli.command_line import build_parser, describe_keys
-from torchx_apps.cli.overrides import apply_overrides
-from torchx_apps.cli.process import exit_code, say_once
+from torchx_apps.config import RunOptions, as_toml, parse_job
+from torchx_apps.process import exit_code, say_once
 from torchx_apps.recipes.by_name import list_recipes, load_recipe
 from torchx_apps.recipes.events import EVENT_RECIPES
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamOptions(RunOptions):
+    """Flags of training on a log that grows; its folder is ``--data.folder``.
+
+    Args:
+        publish_s: seconds between two bundles; 0 for one at the end.
+        bundles: folder of the bundles, instead of run_dir's; its file current names the newest.
+        keep: bundles to keep.
+    """
+
+    publish_s: float = 10.0
+    bundles: Path | None = None
+    keep: int = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,50 +46,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code(_train, argv)
 
 
+def parse(words: Sequence[str]) -> tuple[StreamOptions, Any]:
+    """Returns the options and the job of a command line; the component calls it before anything starts."""
+
+    def load(recipe: str) -> Any:
+        return load_recipe(recipe, EVENT_RECIPES)
+
+    return parse_job(StreamOptions(), "torchx_apps.train_stream", words, load)
+
+
 def _train(argv: Sequence[str] | None) -> int:
-    parser = build_parser("torchx_apps.train_stream", __doc__)
-    parser.add_argument(
-        "--log", default="", metavar="FOLDER", help="folder of the log's files"
-    )
-    parser.add_argument(
-        "--until-idle",
-        type=float,
-        metavar="SECONDS",
-        help="end after these without a new event",
-    )
-    parser.add_argument(
-        "--events",
-        type=int,
-        help="end after this number of events, with those before a resume",
-    )
-    parser.add_argument(
-        "--publish-s",
-        type=float,
-        default=10.0,
-        help="seconds between two bundles; 0 for one at the end",
-    )
-    parser.add_argument(
-        "--bundles",
-        type=Path,
-        help="folder of the bundles; that of the run where not given",
-    )
-    parser.add_argument("--keep", type=int, default=3, help="bundles to keep")
-    options = parser.parse_args(argv)
+    options, job = parse(sys.argv[1:] if argv is None else argv)
     if options.list_recipes:
         return say_once(list_recipes(EVENT_RECIPES))
-    flags = {
-        "folder": options.log or None,
-        "until_idle_s": options.until_idle,
-        "events": options.events,
-    }
-    changes = [
-        f"data.{name}={value}" for name, value in flags.items() if value is not None
-    ]
-    job = apply_overrides(
-        load_recipe(options.recipe, EVENT_RECIPES), [*options.set, *changes]
-    )
     if options.dry_run:
-        return say_once(describe_keys(job))
+        return say_once(as_toml(job))
     from torchrec_ext.train.guards.finite import RunStoppedError
     from torchx_apps.jobs.streaming import Publication, run_stream
 

@@ -20,7 +20,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models import closed_form
 from torchrec_ext.train.config import ClosedFormConfig, EvaluationConfig
 from torchx_apps import recipes
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.config import with_settings
 from torchx_apps.jobs import report
 from torchx_apps.jobs.setup import build_model
 from torchx_apps.jobs.training import run_training
@@ -38,7 +38,7 @@ SMALL = (
 
 
 def evaluator_of(recipe: str, *overrides: str) -> Any:
-    job = apply_overrides(load_recipe(recipe), list(overrides))
+    job = with_settings(load_recipe(recipe), list(overrides))
     task: Any = job.task(job.data, progress=False).with_evaluation(
         job.evaluation, job.closed_form
     )
@@ -173,9 +173,7 @@ def test_given_candidates_are_the_ones_that_are_ranked() -> None:
         ),
     )
     task = dataclasses.replace(task, data=data)
-    model: Any = build_model(
-        apply_overrides(load_recipe("retrieval"), list(SMALL)), task
-    )
+    model: Any = build_model(with_settings(load_recipe("retrieval"), list(SMALL)), task)
     beside = task.evaluator(
         model.schema(), type("Wrapped", (), {"module": model})(), Runtime()
     ).beside("test")
@@ -273,11 +271,11 @@ def test_a_model_and_its_baselines_answer_one_question(
 ) -> None:
     """A model with the scores of a baseline has exactly its figures, whatever the recipe's evaluation asks."""
     small = ["data.name=planted", "closed_form.als_dim=4", "closed_form.als_epochs=1"]
-    job = apply_overrides(load_recipe(recipe), small)
+    job = with_settings(load_recipe(recipe), small)
     if hasattr(job.data, "users"):
-        job = apply_overrides(job, ["data.users=60", "data.items=50"])
+        job = with_settings(job, ["data.users=60", "data.items=50"])
     if hasattr(job.data, "ranked"):
-        job = apply_overrides(job, ["data.ranked=90"])
+        job = with_settings(job, ["data.ranked=90"])
     known: list[Column] = []
     fitted = ClosedForms.beside
 
@@ -450,7 +448,7 @@ def trained_from(
 ) -> dict[str, Any]:
     leave_group(runtime)
     tables = f"pretrained=user_id={name},item_id={name}"
-    job = apply_overrides(
+    job = with_settings(
         load_recipe("retrieval"), [*SMALL, *DOT, tables, f"plan.sharding={sharding}"]
     )
     run_training(job, folder)
@@ -486,7 +484,7 @@ def test_a_run_that_begins_with_a_closed_form_and_does_not_move_has_its_figures(
 def refused(runtime: Runtime, recipe: str, overrides: list[str], folder: Path) -> str:
     leave_group(runtime)
     try:
-        run_training(apply_overrides(load_recipe(recipe), overrides), folder)
+        run_training(with_settings(load_recipe(recipe), overrides), folder)
     except ValueError as error:
         return str(error)
     return ""
@@ -525,7 +523,7 @@ def test_a_table_without_vectors_is_refused_by_name(
 
 
 def tables_of(recipe: str, overrides: list[str]) -> list[str]:
-    job = apply_overrides(load_recipe(recipe), overrides)
+    job = with_settings(load_recipe(recipe), overrides)
     return list(
         job.optimizer.for_tables(build_model(job, job.task(job.data, progress=False)))
     )

@@ -12,7 +12,7 @@ from torchrec_ext.data.loader.loader import training_loader
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.loop import train
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.config import with_settings
 from torchx_apps.jobs.setup import load_task
 from torchx_apps.recipes import Job, two_tower_job
 from torchx_apps.tasks.ranking import RankingEvaluator
@@ -33,7 +33,7 @@ def job_of(*overrides: str) -> Job:
         "optimizer.tables=adam",
         "optimizer.tables_lr=0.002",
     )
-    job: Job = apply_overrides(two_tower_job(), [*given, *overrides])
+    job: Job = with_settings(two_tower_job(), [*given, *overrides])
     return job
 
 

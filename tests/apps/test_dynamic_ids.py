@@ -1,4 +1,4 @@
-"""--set ids.COLUMN=dynamic: an id means itself on any day, and what is served is what was trained and evaluated."""
+"""--ids.features COLUMN=dynamic: an id means itself on any day; what is served is what was trained and evaluated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torchrec_ext.retrieval.store import Store
 from torchrec_ext.schema import DataError
 from torchrec_ext.train.checkpoint.storage import CheckpointError
 from torchx_apps import embed, export
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.config import with_settings
 from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.tasks.dynamic_ids import numbered
@@ -95,7 +95,7 @@ def trained(
         "train.compile=off",
     ]
     run_training(
-        apply_overrides(load_recipe(recipe), [*sets, *settings]),
+        with_settings(load_recipe(recipe), [*sets, *settings]),
         root / name,
         resume=resume,
     )
@@ -248,7 +248,7 @@ def test_streamed_rows_of_another_preprocessing_go_on(
         ]
         sets += [f"start.path={runs[-1]}"] if runs else []
         run_training(
-            apply_overrides(load_recipe("stream"), [*sets, "export=require"]),
+            with_settings(load_recipe("stream"), [*sets, "export=require"]),
             tmp_path / day,
         )
         runs.append(tmp_path / day)
@@ -369,16 +369,16 @@ def test_dynamic_ids_begin_with_the_rows_of_a_static_training(tmp_path: Path) ->
         (["ids.item_id=dynamic,capacity=1"], "capacity=1: must be from 2 to"),
         (
             ["ids.item_id=dynamic,capacity=9,evicts=lfu"],
-            "there is no key 'evicts'; did you mean evict?",
+            "Unrecognized options: --evicts, lfu",
         ),
         (["ids.item_id=dynamic,capacity=many"], "'many' is not an int"),
         (["ids.every=0"], "ids.every=0: must be 1 or more"),
-        (["ids.item_id.rows=3"], "there is no key 'item_id'"),
+        (["ids.item_id.rows=3"], "Unrecognized options: --ids.item_id.rows, 3"),
     ],
 )
 def test_a_wrong_setting_is_named(settings: list[str], words: str) -> None:
     with pytest.raises(ValueError, match=r".") as error:
-        apply_overrides(load_recipe("two_tower"), settings)
+        with_settings(load_recipe("two_tower"), settings)
     assert words in str(error.value)
 
 
@@ -389,7 +389,7 @@ def test_a_columns_later_setting_wins_and_others_stay() -> None:
         "ids.user_id=dynamic,capacity=8",
         "ids.item_id=dynamic,capacity=1e6",
     ]
-    ids = apply_overrides(load_recipe("two_tower"), [*texts, "ids.every=2"]).ids
+    ids = with_settings(load_recipe("two_tower"), [*texts, "ids.every=2"]).ids
     assert {name: policy.capacity for name, policy in ids.policies().items()} == {
         "user_id": 8,
         "item_id": 10**6,

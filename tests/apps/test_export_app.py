@@ -35,7 +35,7 @@ from torchrec_ext.retrieval.search import open_search
 from torchrec_ext.train.config import EarlyStop
 from torchrec_ext.train.loop import train
 from torchx_apps import export, recipes
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.config import with_settings
 from torchx_apps.jobs.exporting import bundle_of_run, export_task, report_bundle
 from torchx_apps.jobs.setup import build_model, load_task
 from torchx_apps.jobs.training import run_training
@@ -225,7 +225,7 @@ def write_shown_raw(root: Path) -> None:
 
 def job_of(name: str, root: Path) -> Any:
     folder = [f"data.folder={root}"] if name in OWN else []
-    return apply_overrides(load_recipe(OWN.get(name, name)), [*RECIPES[name], *folder])
+    return with_settings(load_recipe(OWN.get(name, name)), [*RECIPES[name], *folder])
 
 
 def exported(runtime: Runtime, root: Path) -> dict[str, Any]:
@@ -595,7 +595,7 @@ class MyTask(RankingTask):
 
 
 def refused(runtime: Runtime, root: Path) -> tuple[str, str]:
-    job = apply_overrides(load_recipe("two_tower"), RECIPES["two_tower"])
+    job = with_settings(load_recipe("two_tower"), RECIPES["two_tower"])
     task = load_task(job, runtime)
     model = job.build(job.model, task.data)
     sharded, _ = hybrid_parallel(model, runtime, optimizer=job.optimizer)
@@ -661,23 +661,23 @@ def test_a_task_that_says_nothing_of_its_items_is_refused_by_name(
 def test_towers_that_no_bundle_can_have_are_refused_before_the_first_step(
     recipe: str, towers: str, message: str
 ) -> None:
-    job = apply_overrides(load_recipe(recipe), ["data.name=planted", "export=require"])
+    job = with_settings(load_recipe(recipe), ["data.name=planted", "export=require"])
     task = job.task(job.data, progress=False)
     assert build_model(job, task) is not None, "the towers of the recipe can be served"
     features, dense = task.data.towers["context"]
     towers += ",".join((*features, *dense)) if towers.endswith(",") else ""
-    job = apply_overrides(job, [f"model.towers={towers}"])
+    job = with_settings(job, [f"model.towers={towers}"])
     with pytest.raises(
         ValueError,
         match=f"export=require: a bundle stores the vectors of an item tower.*{message}",
     ):
         build_model(job, task)
-    assert build_model(apply_overrides(job, ["export=auto"]), task) is not None
+    assert build_model(with_settings(job, ["export=auto"]), task) is not None
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_a_job_is_made_again_from_its_run_folder(name: str, tmp_path: Path) -> None:
-    job = apply_overrides(
+    job = with_settings(
         load_recipe(name),
         ["train.epochs=3", "optimizer.dense_lr=0.5", "checkpoint.keep=7"],
     )
@@ -697,7 +697,7 @@ def test_a_job_is_made_again_from_its_run_folder(name: str, tmp_path: Path) -> N
         ),
         (
             '{"name": "two_tower", "train": {"epochs": -1}}',
-            r"does not fit the recipe as it is now .*give what differs by --set",
+            r"does not fit the recipe as it is now .*give what differs",
         ),
     ],
 )
@@ -721,9 +721,9 @@ def test_a_run_ends_with_the_bundle_that_its_checkpoint_gives(tmp_path: Path) ->
         "export=require",
         "device=cpu",
     ]
-    flags = [f"--set={item}" for item in sets]
+    flags = [f"--{item}" for item in sets]
     run = tmp_path / "run"
-    trained = app("train", "--recipe=two_tower", f"--run-dir={run}", *flags)
+    trained = app("train", "--recipe=two_tower", f"--run_dir={run}", *flags)
     assert f"rec.serve.http --bundle {run / 'bundle'}" in trained.splitlines()[-2]
     output = app("export", str(run), f"--out={tmp_path / 'again'}")
     assert "its logits are the trained model's within" in output
@@ -757,7 +757,7 @@ def test_baselines_that_need_too_much_memory_cost_neither_figures_nor_bundle(
         "export=require",
         "device=cpu",
     ]
-    job, run = apply_overrides(load_recipe("two_tower"), sets), tmp_path / "run"
+    job, run = with_settings(load_recipe("two_tower"), sets), tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(ClosedForms, "beside", ends)
         with pytest.raises(MemoryError):
@@ -765,9 +765,9 @@ def test_baselines_that_need_too_much_memory_cost_neither_figures_nor_bundle(
     figures = json.loads((run / "test.json").read_text())
     assert Bundle.load(run / "bundle").manifest.certificate["run"] == str(run)
     assert not (run / "summary.json").exists(), (
-        "the run has not ended: --resume auto goes on with its baselines"
+        "the run has not ended: goes on with its baselines"
     )
-    run_training(job, run, resume="auto")
+    run_training(job, run)
     summary = json.loads((run / "summary.json").read_text())
     assert summary["test"] == figures
     assert summary.keys() >= {"popularity", "ease", "als"}
@@ -796,7 +796,7 @@ def test_a_bundle_is_of_the_checkpoint_asked_for_and_says_that_its_run_was_worse
         f"train.early_stop.{item}" for item in ("metric=auc", "mode=max", "patience=1")
     ]
     run = tmp_path / "run"
-    job = apply_overrides(
+    job = with_settings(
         load_recipe("contextual_ncf"), [*sets, "export=require", "device=cpu"]
     )
     run_training(job, run)
@@ -838,7 +838,7 @@ def test_a_bundle_is_of_the_checkpoint_asked_for_and_says_that_its_run_was_worse
 def app(name: str, *flags: str, ranks: int = 0) -> str:
     """What an app prints, by itself, or under torchrun's agent on so many ranks."""
     agent = (
-        ["-m", "torchx_apps.agent", "--standalone", f"--nproc_per_node={ranks}"]
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         if ranks
         else []
     )
@@ -887,13 +887,6 @@ class TestValid(ComponentTestCase):
 
 
 def test_the_component_names_run_and_bundle() -> None:
-    (role,) = serve.export("--overwrite", run="runs/a", out="b", index="HNSW32").roles
-    assert role.args == [
-        "-m",
-        "torchx_apps.export",
-        "runs/a",
-        "--index=HNSW32",
-        "--store=fp32",
-        "--out=b",
-        "--overwrite",
-    ]
+    words = ["--overwrite", "--out", "b", "--index", "HNSW32"]
+    (role,) = serve.export(*words, run="runs/a").roles
+    assert role.args == ["-m", "torchx_apps.export", "runs/a", *words]

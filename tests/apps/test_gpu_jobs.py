@@ -57,20 +57,15 @@ def test_a_job_trains_exports_and_goes_on(name: str, tmp_path: Path) -> None:
     flags = [
         "--recipe",
         recipe,
-        "--run-dir",
+        "--run_dir",
         str(tmp_path / "run"),
-        "--set=export=require",
+        "--export=require",
     ]
-    flags += [f"--set={each}" for each in settings]
-    assert train.main([*flags, "--set=device=cuda"]) == 0
+    flags += [f"--{each}" for each in settings]
+    assert train.main([*flags, "--device=cuda"]) == 0
     assert (tmp_path / "run" / "bundle").exists()
     steps = last_step(tmp_path / "run")
-    assert (
-        train.main(
-            [*flags, "--set=device=cuda", "--set=train.epochs=3", "--resume=auto"]
-        )
-        == 0
-    )
+    assert train.main([*flags, "--device=cuda", "--train.epochs=3"]) == 0
     assert last_step(tmp_path / "run") > steps
 
 
@@ -82,14 +77,12 @@ def test_several_networks_train_as_one(more: list[str], tmp_path: Path) -> None:
     flags = [
         "--recipe",
         "two_tower",
-        "--run-dir",
+        "--run_dir",
         str(tmp_path / "run"),
         "--stack=require",
         *more,
     ]
     assert (
-        train_networks.main(
-            [*flags, "--set=device=cuda", *(f"--set={each}" for each in DATA)]
-        )
+        train_networks.main([*flags, "--device=cuda", *(f"--{each}" for each in DATA)])
         == 0
     )

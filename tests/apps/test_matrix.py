@@ -35,7 +35,7 @@ from torchrec_ext.retrieval.bundle import AUDIT, Bundle
 from torchrec_ext.retrieval.catalogue import read_table
 from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer
 from torchx_apps import recipes
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.config import with_settings
 from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 
@@ -456,7 +456,10 @@ REFUSED = [
         },
         r"loader\.device='cpu' with a loss over the catalogue",
     ),
-    Refused({"recipe": ("bst",), "loss": _OTHER_LOSSES}, r"there is no key 'loss'"),
+    Refused(
+        {"recipe": ("bst",), "loss": _OTHER_LOSSES},
+        r"Unrecognized options: --model\.loss",
+    ),
     Refused(
         {"recipe": ("multi_task",), "loss": _OTHER_LOSSES},
         r"model\.loss=(bpr|hinge|sampled_softmax|in_batch|catalogue)",
@@ -466,7 +469,7 @@ REFUSED = [
             "recipe": ("ncf", *_ON_LABELLED, "session", *_STREAMED),
             "reject_known": ("on",),
         },
-        r"--set model\.reject_known=true: there is no key 'reject_known'",
+        r"Unrecognized options: --model\.reject_known, true",
     ),
     Refused(
         {"recipe": _ON_LABELLED, "metrics": ("named",)},
@@ -485,7 +488,7 @@ REFUSED = [
             "recipe": ("two_tower", "retrieval", "ncf", *_ON_LABELLED, *_STREAMED),
             "test_items": ("3",),
         },
-        r"--set data\.test_items=3: there is no key 'test_items'",
+        r"Unrecognized options: --data\.test_items, 3",
     ),
     Refused(
         {"recipe": ("session",), "ids": ("dynamic",)},
@@ -680,7 +683,7 @@ REFUSED += [
             "recipe": tuple(name for name in RECIPES if name not in recipes),
             option: tuple(OPTIONS[option])[1:],
         },
-        r"there is no key '\w+'",
+        r"Unrecognized options: --",
     )
     for option, recipes in ONLY.items()
 ]
@@ -790,9 +793,7 @@ def outcome_of(
 ) -> Outcome:
     def train(settings: Sequence[str], folder: Path) -> None:
         os.environ["MASTER_PORT"] = str(next(ports))
-        run_training(
-            apply_overrides(load_recipe(cell["recipe"]), list(settings)), folder
-        )
+        run_training(with_settings(load_recipe(cell["recipe"]), list(settings)), folder)
 
     output, refusal = io.StringIO(), None
     with contextlib.redirect_stdout(output):

@@ -14,7 +14,7 @@ from tests.contracts import run_ranks
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.train.report.progress import RunFolder
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.config import with_settings
 from torchx_apps.jobs.report import report_steps
 from torchx_apps.jobs.setup import load_task, place_towers, why_on_every_rank
 from torchx_apps.recipes import Job, two_tower_job
@@ -29,7 +29,7 @@ SMALL = (
 
 
 def small_job(*overrides: str) -> Job:
-    job: Job = apply_overrides(two_tower_job(), [*SMALL, *overrides])
+    job: Job = with_settings(two_tower_job(), [*SMALL, *overrides])
     return job
 
 
@@ -100,7 +100,7 @@ def test_one_rank_has_nothing_to_choose() -> None:
 @pytest.mark.launch
 def test_as_a_user_runs_it(tmp_path: Path) -> None:
     overrides = [
-        f"--set={item}" for item in (*SMALL, "train.epochs=1", "train.log_every=2")
+        f"--{item}" for item in (*SMALL, "train.epochs=1", "train.log_every=2")
     ]
     command = [
         sys.executable,
@@ -112,7 +112,7 @@ def test_as_a_user_runs_it(tmp_path: Path) -> None:
         "torchx_apps.train",
     ]
     done = subprocess.run(
-        [*command, *overrides, "--run-dir", "run"],
+        [*command, *overrides, "--run_dir", "run"],
         cwd=tmp_path,
         env=dict(os.environ),
         capture_output=True,

@@ -44,10 +44,8 @@ quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning:ibis")
 SMALL = [
     "--recipe",
     "clicks",
-    "--set",
-    "config.categorical=2",
-    "--set",
-    "config.dense=1",
+    "--config.categorical=2",
+    "--config.dense=1",
 ]
 
 
@@ -90,32 +88,12 @@ class TestValid(ComponentTestCase):
 @pytest.mark.unit
 def test_the_component_is_listed_and_names_its_app() -> None:
     assert "rec.data.preprocess" in get_components()
-    flags = [
-        "--recipe",
-        "clicks",
-        "--set",
-        "config.min_count=5",
-        "--engine",
-        "local[2]",
-        "--out",
-        "a b",
-        "--",
-        "--dry-run",
-    ]
+    words = ["--config.min_count", "5", "--engine", "local[2]", "--out", "a b"]
+    flags = ["--recipe", "clicks", "--", *words]
     (role,) = materialize_appdef(data.preprocess, flags).roles
     assert role.entrypoint == "python3"
-    assert role.args == [
-        *(
-            "-m",
-            "torchx_apps.preprocess",
-            "--recipe",
-            "clicks",
-            "--set=config.min_count=5",
-            "--engine=local[2]",
-            "--out=a b",
-        ),
-        "--dry-run",
-    ]
+    main_and_recipe = ["-m", "torchx_apps.preprocess", "--recipe", "clicks"]
+    assert role.args == [*main_and_recipe, *words]
 
 
 @pytest.mark.unit
@@ -129,16 +107,15 @@ def test_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> Non
                 "--dry-run",
                 "--engine",
                 "spark",
-                "--set",
-                "config.min_count=7",
+                "--config.min_count=7",
             ]
         )
         == 0
     )
     shown = capsys.readouterr().out
     assert "ml_100k  MovieLens 100K" in shown
-    assert re.search(r"config\.min_count +7\n", shown)
-    assert "'spark'" in shown
+    assert "\nconfig.min_count = 7\n" in shown
+    assert '\nengine = "spark"\n' in shown
 
 
 @pytest.mark.unit
@@ -150,11 +127,11 @@ def test_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> Non
             "--recipe click: there is no such recipe; did you mean 'clicks'? Built in: clicks, ml_100k",
         ),
         (
-            ["--recipe", "clicks", "--set", "config.min_cuont=1"],
-            "did you mean config.min_count?",
+            ["--recipe", "clicks", "--config.min_cuont", "1"],
+            "did you mean --config.min_count?",
         ),
-        (["--run-dir", "x"], "unrecognized arguments: --run-dir x"),
-        (["--enigne", "spark"], "unrecognized arguments: --enigne spark"),
+        (["--run_dir", "x"], "Unrecognized options: --run_dir, x"),
+        (["--enigne", "spark"], "did you mean --engine?"),
         (
             ["--recipe", "torchx_apps.recipes:two_tower"],
             "it returned a Job; here a recipe returns a PreprocessJob of torchx_apps",
@@ -167,10 +144,10 @@ def test_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> Non
             ["--recipe", "clicks", "--engine", "sprak", "--out", "x"],
             "engine='sprak': there is no such engine; write duckdb, spark or",
         ),
-        (["--recipe", "clicks"], "recipe clicks needs a log: --set config.folder=DIR"),
+        (["--recipe", "clicks"], "recipe clicks needs a log: --config.folder DIR"),
         (
-            ["--set", "config.test_share=2"],
-            "--set config.test_share=2: config.test_share=2.0: must be between 0 and 1",
+            ["--config.test_share", "2"],
+            "config: config.test_share=2.0: must be between 0 and 1",
         ),
     ],
 )
@@ -192,7 +169,7 @@ def test_clicks_from_log_to_folder(
         "matplotlib", reason="needs matplotlib: pip install 'torchrec-ext[report]'"
     )
     out = tmp_path / "ready"
-    assert main([*SMALL, "--set", f"config.folder={log}", "--out", str(out)]) == 0
+    assert main([*SMALL, f"--config.folder={log}", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"c1 +int64 +\d+ ", shown)
     assert "unknown in test" in shown
@@ -209,7 +186,7 @@ def test_clicks_from_log_to_folder(
     assert {name: fitted.vocab[name] for name in ("c0", "c1", "history")} == summary[
         "vocab"
     ]
-    assert main([*SMALL, "--set", f"config.folder={log}", "--out", str(out)]) == 1
+    assert main([*SMALL, f"--config.folder={log}", "--out", str(out)]) == 1
     assert (
         "ready: there is something already; choose another folder"
         in capsys.readouterr().err
@@ -269,13 +246,13 @@ def test_a_recipe_of_a_users_own_over_a_csv_file(
     # Renamed, so that no training takes it: told now, and not after a training began.
     validated = OWN_RECIPE.replace('"test": orders', '"validation": orders')
     (tmp_path / "my_recipe.py").write_text(validated)
-    assert main([*flags, "--set", "overwrite=true"]) == 0
+    assert main([*flags, "--overwrite=true"]) == 0
     note = (
         "note: recipes that train need a split named test; a loop of your own does not"
     )
     assert note in capsys.readouterr().out
     (tmp_path / "ready/summary.json").unlink()
-    assert main([*flags, "--set", "overwrite=true"]) == 1
+    assert main([*flags, "--overwrite=true"]) == 1
     assert (
         "ready: is not the folder of an earlier result (it has no summary.json)"
         in capsys.readouterr().err
@@ -308,8 +285,7 @@ def test_the_recipe_in_the_docs_runs(
             [
                 "--recipe",
                 "my_preprocess.py:job",
-                "--set",
-                "pictures=false",
+                "--pictures=false",
                 "--out",
                 "ready",
             ]
@@ -350,13 +326,10 @@ def test_what_is_missing_is_told_before_any_row_is_read(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setattr(FittedPreprocessor, "transform", None)
     assert (
-        main(
-            [*SMALL, "--set", f"config.folder={log}", "--out", str(tmp_path / "ready")]
-        )
-        == 1
+        main([*SMALL, f"--config.folder={log}", "--out", str(tmp_path / "ready")]) == 1
     )
     assert (
-        "pictures need matplotlib: pip install 'torchrec-ext[report]', or --set pictures=false"
+        "pictures need matplotlib: pip install 'torchrec-ext[report]', or --pictures false"
         in capsys.readouterr().err
     )
 
@@ -370,10 +343,8 @@ def test_a_model_trains_on_the_folder_and_scores_a_request_as_it_scores_the_file
         main(
             [
                 *SMALL,
-                "--set",
-                f"config.folder={log}",
-                "--set",
-                "pictures=false",
+                f"--config.folder={log}",
+                "--pictures=false",
                 "--out",
                 str(tmp_path / "ready"),
             ]
@@ -419,10 +390,7 @@ def test_a_failed_run_leaves_no_folder(
     need_duckdb()
     (log / "part-1.parquet").write_bytes((log / "part-0.parquet").read_bytes()[:3000])
     assert (
-        main(
-            [*SMALL, "--set", f"config.folder={log}", "--out", str(tmp_path / "ready")]
-        )
-        == 1
+        main([*SMALL, f"--config.folder={log}", "--out", str(tmp_path / "ready")]) == 1
     )
     assert (
         "part-1.parquet: starts as parquet, but its footer is missing or damaged"
@@ -518,12 +486,9 @@ def test_movielens(
 ) -> None:
     need_duckdb()
     flags = [
-        "--set",
-        f"config.folder={ml_100k_files}",
-        "--set",
-        "config.history_length=10",
-        "--set",
-        "pictures=false",
+        f"--config.folder={ml_100k_files}",
+        "--config.history_length=10",
+        "--pictures=false",
         "--out",
         str(tmp_path / "ready"),
     ]
@@ -547,10 +512,8 @@ def test_movielens_is_found_where_training_finds_it(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("TORCHREC_EXT_DATA", raising=False)
     flags = [
-        "--set",
-        "pictures=false",
-        "--set",
-        "config.test_share=0.3",
+        "--pictures=false",
+        "--config.test_share=0.3",
         "--out",
         str(tmp_path / "ready"),
     ]
@@ -562,7 +525,7 @@ def test_movielens_is_found_where_training_finds_it(
     assert main(flags) == 1
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("recipe ml_100k: set 'ml-100k' was not downloaded (")
-    assert line.endswith("or name that folder: --set config.folder=DIR")
+    assert line.endswith("or name that folder: --config.folder DIR")
     # a download, without a network
     monkeypatch.setattr(datasets, "ML_100K", publish(tmp_path / "published.zip"))
     assert main(flags) == 0
@@ -592,16 +555,16 @@ def ml_100k_files() -> Path:
 def test_torchx_run_tells_an_error_once(tmp_path: Path) -> None:
     need_duckdb()
     command = [str(Path(sys.executable).parent / "torchx")]
-    flags = [
-        "run",
-        "rec.data.preprocess",
-        "--recipe",
-        "clicks",
-        "--set",
-        f"config.folder={tmp_path}/nowhere",
-    ]
+    flags = ["run", "-s", "local_cwd", "rec.data.preprocess", "--recipe", "clicks"]
+    flags += ["--", "--config.folder", f"{tmp_path}/nowhere"]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
-        [*command, *flags], capture_output=True, text=True, cwd=tmp_path, check=False
+        [*command, *flags],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        check=False,
     )
     assert done.returncode != 0
     assert (done.stdout + done.stderr).count(

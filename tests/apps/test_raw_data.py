@@ -27,7 +27,7 @@ from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer, ScoreRequest
 from torchrec_ext.schema import DataError
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks, sealed
 from torchx_apps import preprocess
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.config import with_settings
 from torchx_apps.jobs import resuming
 from torchx_apps.jobs.resuming import check_ids_stay, meaning_of_ids
 from torchx_apps.jobs.training import run_training
@@ -111,7 +111,7 @@ def run(recipe: str, folder: Path, out: Path, *overrides: str) -> dict[str, floa
         "device=cpu",
         *overrides,
     ]
-    run_training(apply_overrides(load_recipe(recipe), sets), out)
+    run_training(with_settings(load_recipe(recipe), sets), out)
     figures: dict[str, float] = json.loads((out / "summary.json").read_text())["test"]
     return figures
 
@@ -591,9 +591,9 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("prepared")
     write_ml_100k(root / "raw")
     sets = [
-        f"--set=config.folder={root / 'raw' / 'ml-100k'}",
-        "--set=pictures=false",
-        "--set=config.min_count=12",
+        f"--config.folder={root / 'raw' / 'ml-100k'}",
+        "--pictures=false",
+        "--config.min_count=12",
     ]
     assert preprocess.main(["--recipe=ml_100k", *sets, f"--out={root / 'ready'}"]) == 0
     return root / "ready"
@@ -775,6 +775,6 @@ def test_a_folder_that_a_recipe_cannot_use_is_refused(
         (folder / "summary.json").unlink()
     elif broken:
         shutil.rmtree(folder / broken)
-    job = apply_overrides(load_recipe(recipe), [f"data.name={folder}"])
+    job = with_settings(load_recipe(recipe), [f"data.name={folder}"])
     with pytest.raises(ValueError, match=message):
         job.task(job.data)

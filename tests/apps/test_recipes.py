@@ -34,7 +34,7 @@ from torchrec_ext.train.metrics import (
     watching,
 )
 from torchx_apps import train as train_app
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.config import with_settings
 from torchx_apps.jobs.setup import build_model, load_task
 from torchx_apps.recipes import Job
 from torchx_apps.recipes.by_name import load_recipe
@@ -45,7 +45,7 @@ from torchx_apps.tasks.ranking import heldout_question
 
 
 def job_of(recipe: str, *overrides: str) -> Job:
-    job: Job = apply_overrides(load_recipe(recipe), list(overrides))
+    job: Job = with_settings(load_recipe(recipe), list(overrides))
     return job
 
 
@@ -321,9 +321,9 @@ def test_a_recipe_is_one_command(
 ) -> None:
     planted = RECIPES[recipe]
     changed = [
-        flag for text in (*planted.overrides, *overrides) for flag in ("--set", text)
+        word for text in (*planted.overrides, *overrides) for word in ("--set", text)
     ]
-    flags = ["--recipe", recipe, "--run-dir", str(tmp_path / "run"), *changed]
+    flags = ["--recipe", recipe, "--run_dir", str(tmp_path / "run"), *changed]
     ((code, said),) = run_ranks(commanded, 1, flags)
     assert code == 0
     summary: dict[str, Any] = json.loads(

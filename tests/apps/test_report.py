@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from torchrec_ext.train.report.progress import RunFacts
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.config import with_settings
 from torchx_apps.jobs import report
 from torchx_apps.jobs.exporting import describe_bundle
 from torchx_apps.jobs.training import run_training
@@ -145,7 +145,7 @@ def test_the_page_of_a_resumed_run_shows_the_whole_run(tmp_path: Path) -> None:
         "train.log_every=3",
         "checkpoint.steps=5",
     ]
-    job: Any = apply_overrides(load_recipe("two_tower"), settings)
+    job: Any = with_settings(load_recipe("two_tower"), settings)
     run_training(job, tmp_path / "whole")
     checkpoint = sorted((tmp_path / "whole" / "checkpoints").glob("step-*[0-9]"))[0]
     run_training(job, tmp_path / "resumed", resume=str(checkpoint))

@@ -1,8 +1,8 @@
 """What a rank that is asked to stop can see of the others, and which checkpoints several runs have in common."""
 
+import dataclasses
 import json
 import os
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,19 +13,17 @@ from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks
 from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError
-from torchx_apps.cli.link_watch import LinkWatch
+from torchrec_ext.train.report.progress import RunFolderError
+from torchx_apps.config import with_settings
 from torchx_apps.jobs.resuming import (
     CHECKPOINTS,
-    MEMBERS,
     a_neighbour_died,
-    begun,
     check_recipe,
     checkpoint_to_export,
     ended,
-    newest_networks,
-    newest_run,
-    where_to_begin,
 )
+from torchx_apps.jobs.training import run_training
+from torchx_apps.recipes.by_name import load_recipe
 
 pytestmark = pytest.mark.unit
 
@@ -75,119 +73,72 @@ def test_a_run_has_ended_when_it_was_tested_or_its_last_record_is_an_error(
     assert ended(tmp_path / "other")
 
 
-def test_the_newest_job_of_several_networks_is_found_by_its_launch(
-    tmp_path: Path,
-) -> None:
-    for name, launch in (
-        ("networks-ncf-1", "x"),
-        ("networks-ncf-2", "y"),
-        ("networks-two_tower-3", "y"),
-    ):
-        (tmp_path / name / "member").mkdir(parents=True)
-        (tmp_path / name / "launch").write_text(f"{launch}\n")
-        recipe = name.split("-")[1]
-        (tmp_path / name / "member" / "config.json").write_text(
-            json.dumps({"name": recipe})
-        )
-    # Of a recipe whose name begins alike.
-    (tmp_path / "networks-ncf-wide-4" / "member").mkdir(parents=True)
-    (tmp_path / "networks-ncf-wide-4" / "launch").write_text("y\n")
-    (tmp_path / "networks-ncf-wide-4" / "member" / "config.json").write_text(
-        json.dumps({"name": "ncf-wide"})
-    )
-    assert newest_networks("ncf", tmp_path) == tmp_path / "networks-ncf-2"
-    assert newest_networks("ncf", tmp_path, launch="x") == tmp_path / "networks-ncf-1"
-    assert newest_networks("session", tmp_path) is None
-
-
-def begun_run(runs: Path, name: str, launch: str, recipe: str = "a") -> Path:
-    """A run folder with a checkpoint."""
-    (runs / name / "checkpoints" / "step-0000000005").mkdir(parents=True)
-    (runs / name / "checkpoints" / "step-0000000005" / "manifest.json").touch()
-    (runs / name / "launch").write_text(f"{launch}\n")
-    (runs / name / "config.json").write_text(json.dumps({"name": recipe}))
-    return runs / name
-
-
-def test_auto_takes_the_run_of_this_recipe_that_was_saved_last(tmp_path: Path) -> None:
-    begun_run(tmp_path, "a-baseline", "x")
-    newest = begun_run(tmp_path, "a-20260101-120000", "x")
-    begun_run(tmp_path, "a-wide-20260102-120000", "x", recipe="a-wide")
-    assert newest_run("a", tmp_path) == newest
-    assert newest_run("a-wide", tmp_path) == tmp_path / "a-wide-20260102-120000"
-    assert newest_run("b", tmp_path) is None
-    (newest / "config.json").unlink()
-    assert newest_run("a", tmp_path) == tmp_path / "a-baseline", "nobody knows whose"
-
-
 def test_a_run_of_another_recipe_is_not_gone_on_with(tmp_path: Path) -> None:
-    other = begun_run(tmp_path, "b-1", "x", recipe="b")
+    other = tmp_path / "b-1"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"name": "b"}))
     rule = "--resume PATH: is a run of recipe 'b', not of 'a'; give a run of 'a', or"
     with pytest.raises(CheckpointError, match=rule):
         check_recipe("--resume PATH", other, "a")
     check_recipe("--resume PATH", other, "b")
-    check_recipe("--resume PATH", tmp_path, "a")
+    check_recipe("--resume PATH", tmp_path / "none", "a")
+    # A folder of several networks has one folder for each.
     with pytest.raises(CheckpointError, match="recipe 'b', not of 'a'"):
-        check_recipe("--run-dir PATH", tmp_path, "a", configs=MEMBERS)
+        check_recipe("--run_dir PATH", tmp_path, "a")
+    (other / "config.json").write_text("[" * 100_000)
+    check_recipe("--run_dir PATH", other, "a")
 
 
-def test_a_launch_knows_the_run_that_it_has_begun_though_no_torchrun_counts_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+SHORT = (
+    "data.name=planted",
+    "data.users=60",
+    "data.items=50",
+    "train.compile=off",
+    "loader.batch_size=256",
+    "evaluation.baselines=",
+)
+
+
+def test_a_run_goes_on_in_its_own_folder_and_never_in_one_of_another_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    newest = partial(newest_run, "a", tmp_path)
-    mine = begun_run(tmp_path, "a-1", "mine")
-    other = begun_run(tmp_path, "a-2", "other")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
-    for run_dir in (None, mine):
-        assert where_to_begin(run_dir, "never", newest, "a", counted=False) == (
-            mine,
-            True,
-        )
-    assert where_to_begin(other, "never", newest, "a", counted=False) == (other, False)
-    assert where_to_begin(other, "never", newest, "a", counted=True) == (other, True)
-    assert where_to_begin(tmp_path / "new", "auto", newest, "a", counted=False) == (
-        tmp_path / "new",
-        False,
-    )
-    (mine / "summary.json").touch()
-    assert not begun(mine), "it was trained to its end"
+    """The newest run of a name that begins alike was gone on with, and written over."""
+    monkeypatch.chdir(tmp_path)
+    job = with_settings(load_recipe("two_tower"), [*SHORT, "train.epochs=1"])
+    wide = dataclasses.replace(job, name="two_tower-wide")
+    run_training(wide, Path("runs/two_tower-wide-1"))
+    before = Path("runs/two_tower-wide-1/config.json").read_text()
+    run_training(job)
+    assert "resuming" not in capsys.readouterr().out
+    assert Path("runs/two_tower-wide-1/config.json").read_text() == before
+    with pytest.raises(CheckpointError, match="is a run of recipe 'two_tower-wide'"):
+        run_training(job, Path("runs/two_tower-wide-1"))
+    with pytest.raises(CheckpointError, match="is a run of recipe 'two_tower-wide'"):
+        run_training(job, Path("new"), resume="runs/two_tower-wide-1")
+    assert Path("runs/two_tower-wide-1/config.json").read_text() == before
+    more = with_settings(wide, ["train.epochs=2"])
+    run_training(more, Path("whole"))
+    run_training(more, Path("runs/two_tower-wide-1"))
+    printed = capsys.readouterr().out
+    assert f"resuming from {tmp_path}/runs/two_tower-wide-1/checkpoints/" in printed
+    tests = [
+        json.loads((Path(run) / "test.json").read_text())
+        for run in ("whole", "runs/two_tower-wide-1")
+    ]
+    assert tests[0] == tests[1]
 
 
-def test_launches_without_an_id_of_their_own_are_told_apart_by_the_count_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_without_checkpoints_that_has_ended_is_not_written_over(
+    tmp_path: Path,
 ) -> None:
-    newest, run = partial(newest_run, "a", tmp_path), begun_run(tmp_path, "a-1", "none")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert where_to_begin(run, "never", newest, "a", counted=False) == (run, False)
-    assert where_to_begin(None, "auto", newest, "a", counted=False) == (run, False)
-    assert where_to_begin(None, "never", newest, "a", counted=True) == (run, True)
-    folder, again = where_to_begin(None, "never", newest, "a", counted=False)
-    assert folder.parent == Path("runs")
-    assert not again
-
-
-def test_a_node_is_lost_when_its_ranks_are_gone_and_the_others_out_of_reach() -> None:
-    ranks, reached, now = 0, False, 0.0
-    watch = LinkWatch(lambda: ranks, lambda: reached, after_s=15)
-
-    def lost(seconds: float) -> bool:
-        nonlocal now
-        now += seconds
-        return watch.lost(now)
-
-    assert not any(lost(10) for _ in range(9)), (
-        "the first node may start later than this one"
-    )
-    ranks = 1
-    assert not any(lost(10) for _ in range(9)), "a rank may still save"
-    ranks = 0
-    assert not lost(10)
-    reached = True
-    assert not lost(10), "it waits for another host to join"
-    reached = False
-    assert not lost(10)
-    assert not lost(10)
-    assert lost(10)
+    unsaved = ["checkpoint.epochs=0", "checkpoint.steps=0", "train.epochs=1"]
+    job = with_settings(load_recipe("two_tower"), [*SHORT, *unsaved])
+    run_training(job, tmp_path / "run")
+    with pytest.raises(RunFolderError, match="holds another run"):
+        run_training(job, tmp_path / "run")
+    # One that was cut short before it could be saved begins again.
+    (tmp_path / "run" / "summary.json").unlink()
+    run_training(job, tmp_path / "run")
 
 
 def test_best_last_and_steps_of_a_run_are_found_and_others_told(tmp_path: Path) -> None:

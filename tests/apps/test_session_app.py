@@ -20,13 +20,13 @@ from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.loop import train
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.config import with_settings
 from torchx_apps.jobs.setup import load_task
 from torchx_apps.recipes.session import session
 from torchx_apps.tasks.job import Job
 from torchx_apps.tasks.sessions import SessionTask
 
-PLANTED: Job = apply_overrides(
+PLANTED: Job = with_settings(
     session(),
     [
         *(
@@ -98,7 +98,7 @@ def test_the_planted_successors_are_found_and_no_more_than_there_is_to_find(
 def test_in_bfloat16_they_are_found_too(
     by_ranks: dict[int, list[dict[str, Any]]],
 ) -> None:
-    (half,) = run_ranks(trained, 1, apply_overrides(PLANTED, ["train.amp=bf16"]))
+    (half,) = run_ranks(trained, 1, with_settings(PLANTED, ["train.amp=bf16"]))
     for name in ("hr@10", "ndcg@10"):
         assert half["test"][name] == pytest.approx(
             by_ranks[1][0]["test"][name], abs=0.03
@@ -146,7 +146,7 @@ def test_a_set_without_anything_to_test_on_is_refused() -> None:
 
 @pytest.mark.unit
 def test_every_key_of_the_recipe_can_be_set() -> None:
-    changed = apply_overrides(
+    changed = with_settings(
         session(),
         [
             "model.layers=3",
@@ -210,7 +210,7 @@ def counted_by_hand(runtime: Runtime, root: Path, *overrides: str) -> dict[str, 
         "model.embedding_dim=16",
         "evaluation.metrics=recall@5,ndcg@5",
     ]
-    job = apply_overrides(session(), [*sets, "train.early_stop.metric=", *overrides])
+    job = with_settings(session(), [*sets, "train.early_stop.metric=", *overrides])
     task = load_task(job, runtime)
     model = job.build(job.model, task.data)
     schema = model.schema()

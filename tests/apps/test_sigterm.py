@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.contracts import _CONTEXT
-from torchx_apps.cli import sigterm
+from torchx_apps import process as ending
 from torchx_apps.jobs.resuming import asked_to_stop
 
 SLOW_TORCH = "import pathlib, time\npathlib.Path({mark!r}).touch()\ntime.sleep(60)\n"
@@ -27,7 +27,7 @@ def signalled(times: int, later: bool, noted: str) -> None:
         assert asked()
         Path(noted).touch()  # the run saves
         if later:
-            sigterm.SAME_S = 0
+            ending.SAME_S = 0
             os.kill(os.getpid(), signal.SIGTERM)
             Path(noted).unlink()
 
@@ -48,24 +48,6 @@ def test_what_follows_within_five_seconds_is_the_same_signal(
     assert (tmp_path / "saved").exists()
 
 
-def hung_up(before: signal.Handlers) -> None:
-    signal.signal(signal.SIGHUP, before)
-    sigterm.at_hangup_too()
-    os.kill(os.getpid(), signal.SIGHUP)
-
-
-@pytest.mark.parametrize(
-    ("before", "ends"), [(signal.SIG_DFL, -signal.SIGTERM), (signal.SIG_IGN, 0)]
-)
-def test_a_closed_terminal_does_what_sigterm_does_but_under_nohup(
-    before: signal.Handlers, ends: int
-) -> None:
-    process = _CONTEXT.Process(target=hung_up, args=(before,))
-    process.start()
-    process.join()
-    assert process.exitcode == ends
-
-
 def isolated() -> list[str]:
     """The command that makes the next one process 1 of a namespace of its own."""
     unshare = ["unshare", "--fork", "--pid", "--kill-child"]
@@ -80,26 +62,7 @@ def isolated() -> list[str]:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["torchx_apps.export", "RUN"],
-        [
-            "torchx_apps.agent",
-            "--standalone",
-            "--nproc_per_node=1",
-            "-m",
-            "torchx_apps.embed",
-            "BUNDLE",
-            "--out",
-            "OUT",
-        ],
-    ],
-    ids=["export", "agent"],
-)
-def test_process_1_ends_at_once_while_torch_is_imported(
-    command: list[str], tmp_path: Path
-) -> None:
+def test_process_1_ends_at_once_while_torch_is_imported(tmp_path: Path) -> None:
     prefix = isolated()
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text(
@@ -115,7 +78,7 @@ def test_process_1_ends_at_once_while_torch_is_imported(
         "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()]),
     }
     process = subprocess.Popen(
-        [*prefix, sys.executable, "-m", *command],
+        [*prefix, sys.executable, "-m", "torchx_apps.export", "RUN"],
         cwd=tmp_path,
         env=environment,
         stderr=subprocess.PIPE,

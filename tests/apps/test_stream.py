@@ -36,7 +36,7 @@ from torchrec_ext.retrieval.scorer import (
 from torchrec_ext.schema import DataError
 from torchrec_ext.train import metrics
 from torchrec_ext.train.loop import train
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.config import with_settings
 from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.jobs.setup import build_model, load_task
 from torchx_apps.jobs.training import check_watched, run_training
@@ -165,7 +165,7 @@ def folder(log: Path) -> Path:
 
 
 def job_of(folder: Path | str, *overrides: str) -> Job:
-    job: Job = apply_overrides(
+    job: Job = with_settings(
         load_recipe("stream"), [*SMALL, f"data.name={folder}", *overrides]
     )
     return job
@@ -525,7 +525,7 @@ def figures_of(runtime: Runtime, recipe: str) -> tuple[list[str], list[str]]:
     small = (
         ["data.users=60", "data.items=50"] if recipe in ("two_tower", "session") else []
     )
-    job = apply_overrides(load_recipe(recipe), ["data.name=planted", *small])
+    job = with_settings(load_recipe(recipe), ["data.name=planted", *small])
     task = load_task(job, runtime)
     model = build_model(job, task)
     schema = schema_of(job, task, model)

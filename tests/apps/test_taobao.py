@@ -31,7 +31,7 @@ from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.scorer import Scorer, ScoreRequest
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.features import merged
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.config import with_settings
 from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.jobs.setup import build_model
 from torchx_apps.recipes.by_name import load_recipe
@@ -89,7 +89,7 @@ def write_log(path: Path) -> pa.Table:
 
 
 def prepared(path: Path, out: Path, *overrides: str) -> Path:
-    job: PreprocessJob = apply_overrides(
+    job: PreprocessJob = with_settings(
         taobao(),
         [
             f"config.path={path}",
@@ -137,7 +137,7 @@ def test_rows_without_a_user_or_a_time_are_counted(
 
 
 def job_of(recipe: str, folder: Path | str, *overrides: str) -> Job:
-    job: Job = apply_overrides(
+    job: Job = with_settings(
         load_recipe(recipe), [*SMALL[recipe], f"data.name={folder}", *overrides]
     )
     return job
@@ -386,7 +386,7 @@ def test_the_best_possible_prediction_is_nearly_reached(
     best = planted_log_folder(tmp_path / "known", sessions=sessions)
     figures = []
     for seed in range(seeds):
-        job = apply_overrides(
+        job = with_settings(
             load_recipe(recipe), [*overrides, "data.ranked=0", f"train.seed={seed}"]
         )
         (run,) = run_ranks(ran, 1, job, tmp_path / f"run-{seed}")

@@ -222,7 +222,7 @@ def test_a_log_becomes_towers_and_their_setting(tmp_path: Path) -> None:
     pq.write_table(pa.table(columns), tmp_path / "log.parquet")
     log = str(tmp_path / "log.parquet")
     output, _ = answer(log, "--towers", "2", "--picture", str(tmp_path / "plane.png"))
-    assert output.splitlines()[-1] == "--set model.towers=city+zip,device+browser"
+    assert output.splitlines()[-1] == "--model.towers city+zip,device+browser"
     assert (tmp_path / "plane.png").exists()
     assert (
         answer(log, "--towers", "9")[1]

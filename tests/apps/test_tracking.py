@@ -1,7 +1,6 @@
 """A run in trackers: what was written is read again, by `torchx tracker` too; a tracker that fails ends no run."""
 
 import argparse
-import contextlib
 import importlib
 import json
 import os
@@ -13,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torchrec_ext.components as components  # type: ignore[import-not-found]
+from torchx.cli.cmd_tracker import CmdTracker
 
 from tests.small_sets import write_ml_100k
 from torchx_apps.jobs.tracking import Tracking, tracked
-from torchx_apps.launch.commands import TrackerCommand, schedulers
-from torchx_apps.torchx_run import JobRunner
 
 RUN = "local_cwd://torchx/train-1"
 PARENT = "slurm://torchx/7"
@@ -101,7 +98,7 @@ def configure(
 
 def torchx_tracker(*words: str) -> None:
     parser = argparse.ArgumentParser(prog="torchx tracker")
-    TrackerCommand().add_arguments(parser)
+    CmdTracker().add_arguments(parser)
     options = parser.parse_args(words)
     options.func(options)
 
@@ -224,45 +221,6 @@ def test_a_run_that_nobody_tracks_writes_nothing(
     track(folder)
 
 
-def test_torchx_tracker_without_a_tracker_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit):
-        torchx_tracker("list", "jobs")
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("torchx tracker: No trackers configured.")
-
-
-def test_a_trackers_address_with_a_password_is_refused_before_a_job_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHXCONFIG", str(tmp_path / ".torchxconfig"))
-    for address, refused in (
-        ("http://user:hunter2@tracker:5000", True),
-        ("http://tracker:5000", False),
-    ):
-        (tmp_path / ".torchxconfig").write_text(
-            f"[torchx:tracker]\nfsspec =\n[tracker:fsspec]\nconfig = {address}\n"
-        )
-        with JobRunner("torchx", schedulers()) as runner:
-            expected = (
-                pytest.raises(ValueError) if refused else contextlib.nullcontext()
-            )
-            with expected as caught:
-                runner.dryrun(
-                    components.embed(bundle="runs/a", out="v"),
-                    "local_cwd",
-                    cfg={"log_dir": str(tmp_path)},
-                )
-        if refused:
-            line = str(caught.value)
-            assert line.startswith(
-                "config of [tracker:fsspec] in .torchxconfig: the address holds a password, which "
-            )
-            assert "hunter2" not in line
-
-
 PLANTED = {
     "data.name": "planted",
     "data.users": 60,
@@ -283,14 +241,19 @@ def test_every_member_of_a_job_is_a_run(tmp_path: Path, fsspec_config: Path) -> 
     torchx_run = [
         str(Path(sys.executable).parent / "torchx"),
         "run",
+        "-s",
+        "local_cwd",
         "rec.train.networks",
         "-j",
         "1x2",
+        "--",
     ]
     words = [*torchx_run, "--vary", "train.seed=0,1", "--run_dir", "out"]
     for key, value in {**PLANTED, "train.compile": "off"}.items():
-        words += ["--set", f"{key}={value}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        words += [f"--{key}", str(value)]
+    # TorchX starts torchrun by name.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path}
     done = subprocess.run(
         words,
         cwd=tmp_path,
@@ -329,15 +292,15 @@ def test_preprocessing_and_export_are_runs(
     out = tmp_path / "out"
     commands: dict[str, list[str]] = {
         "preprocess": [
-            f"--set=config.folder={tmp_path / 'ml-100k'}",
+            f"--config.folder={tmp_path / 'ml-100k'}",
             f"--out={out / 'data'}",
         ],
         "train": [
             "--recipe=stream",
-            f"--run-dir={out / 'run'}",
-            f"--set=data.name={out / 'data'}",
-            "--set=train.epochs=1",
-            "--set=train.compile=off",
+            f"--run_dir={out / 'run'}",
+            f"--data.name={out / 'data'}",
+            "--train.epochs=1",
+            "--train.compile=off",
         ],
         "export": [str(out / "run"), f"--out={out / 'bundle'}"],
     }
@@ -390,7 +353,7 @@ def test_preprocessing_and_export_are_runs(
         in done.stderr
     )
     words += [
-        "--tower=item",
+        "--tower=candidate",
         f"--catalogue={out / 'data/raw/items.parquet'}",
         "--id=item_id",
     ]
@@ -436,11 +399,11 @@ def test_a_trained_run_is_in_its_tracker(
         sys.executable,
         "-m",
         "torchx_apps.train",
-        "--run-dir",
+        "--run_dir",
         str(tmp_path / "out"),
-        "--set=train.compile=off",
+        "--train.compile=off",
     ]
-    words += [f"--set={key}={value}" for key, value in PLANTED.items()]
+    words += [f"--{key}={value}" for key, value in PLANTED.items()]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())

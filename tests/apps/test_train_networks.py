@@ -19,7 +19,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.networks.compiled import CompiledStep
 from torchrec_ext.train.checkpoint import folder as shared_folder
 from torchx_apps import publish, train_networks
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.config import with_settings
 from torchx_apps.networks import stacks as stacked_members
 from torchx_apps.networks.members import (
     MemberJob,
@@ -125,11 +125,11 @@ def test_members_read_the_rows_of_the_recipes_seed_unless_they_ask_for_their_own
         ([], "no member: give --vary KEY=VALUE,VALUE"),
         (
             ["--vary=optimizer.dense_l=1,2"],
-            "--vary optimizer.dense_l=1: there is no key 'dense_l'; did you mean optimizer.dense_lr?",
+            "--vary optimizer.dense_l=1: Unrecognized options: --optimizer.dense_l, 1; did you mean",
         ),
         (
             ["--vary=optimizer.dense_lr=fast,1"],
-            "--vary optimizer.dense_lr=fast: 'fast' is not a float",
+            "--vary optimizer.dense_lr=fast: --optimizer.dense_lr: ",
         ),
         (
             ["--vary=optimizer.dense_lr"],
@@ -142,7 +142,7 @@ def test_members_read_the_rows_of_the_recipes_seed_unless_they_ask_for_their_own
         ),
         (
             ["--vary=loader.batch_size=0,1"],
-            "--vary loader.batch_size=0: loader.batch_size=0: must be 1 or more",
+            "--vary loader.batch_size=0: loader: loader.batch_size=0: must be 1 or more",
         ),
         (["--member=wide"], "--member wide: write NAME:KEY=VALUE"),
         (["--member=a/b:train.seed=1"], "the name 'a/b' must be letters, digits"),
@@ -156,7 +156,7 @@ def test_members_read_the_rows_of_the_recipes_seed_unless_they_ask_for_their_own
         ),
         (
             ["--member=a:train.sed=1"],
-            "--member train.sed=1: there is no key 'sed'; did you mean train.seed or",
+            "--member train.sed=1: Unrecognized options: --train.sed, 1; did you mean",
         ),
         (
             ["--vary=train.seed=1,2", "--groups=seed=3:0"],
@@ -189,7 +189,7 @@ def test_members_read_the_rows_of_the_recipes_seed_unless_they_ask_for_their_own
         ),
         (
             ["--vary=train.seed=1,2", "--codistill=wait=1", "--dry-run"],
-            "--codistill wait=1: there is no key 'wait'",
+            "--codistill wait=1: Unrecognized options: --wait, 1",
         ),
         (
             ["--vary=train.seed=1,2", "--codistill=weight=1", "--stack=never"],
@@ -197,11 +197,11 @@ def test_members_read_the_rows_of_the_recipes_seed_unless_they_ask_for_their_own
         ),
         (
             ["--vary=train.seed=1,2", "--ranks=2"],
-            "--ranks 2: it is of --list and --dry-run",
+            "--ranks 2: it is of --list and --dry_run",
         ),
         (
             ["--vary=train.seed=1,2", "--resume=runs/a"],
-            "--resume runs/a: several networks go on in their own folder; give --resume",
+            "--resume runs/a: several networks go on in their own folder; give --run_dir",
         ),
     ],
 )
@@ -322,7 +322,7 @@ def test_the_best_is_chosen_on_validation_and_never_one_that_diverged() -> None:
 
 @pytest.mark.unit
 def test_a_figure_that_should_fall_is_best_where_it_is_least() -> None:
-    falling = apply_overrides(
+    falling = with_settings(
         load_recipe("two_tower"),
         ["train.early_stop.metric=log_loss", "train.early_stop.mode=min"],
     )
@@ -406,9 +406,7 @@ def test_a_folder_of_each_host_is_refused_before_any_member_is_trained(
     for message in run_ranks(on_a_host_of_its_own, 2, str(tmp_path)):
         assert "folder 'runs/a': rank 1 on " in message
         assert "give a folder that all hosts share: --run_dir" in message
-    assert [path.name for path in tmp_path.rglob("runs/a/*")] == ["launch"], (
-        "no member has begun"
-    )
+    assert list(tmp_path.rglob("runs/a/*")) == [], "no member has begun"
 
 
 @pytest.mark.unit
@@ -442,7 +440,7 @@ def test_settings_that_no_stack_has_are_told_and_their_network_is_trained_alone(
     change: str, told: str
 ) -> None:
     assert why_alone(load_recipe("two_tower")) is None
-    assert told in str(why_alone(apply_overrides(load_recipe("two_tower"), [change])))
+    assert told in str(why_alone(with_settings(load_recipe("two_tower"), [change])))
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -466,7 +464,7 @@ def test_a_stacked_member_has_the_losses_and_figures_that_it_has_alone(
                     *SGD,
                     *vary,
                     f"--stack={stack}",
-                    f"--run-dir={tmp_path / stack}",
+                    f"--run_dir={tmp_path / stack}",
                     "--weights",
                 ]
             )
@@ -527,12 +525,12 @@ def test_a_compiled_stack_trains_its_members_as_alone_and_goes_on_after_a_stop(
     compiled = [*flags, "--stack=require", "--set=train.compile=require"]
     assert (
         train_networks.main(
-            [*flags, "--stack=never", f"--run-dir={tmp_path / 'alone'}"]
+            [*flags, "--stack=never", f"--run_dir={tmp_path / 'alone'}"]
         )
         == 0
     )
     assert compiled_calls == []
-    assert train_networks.main([*compiled, f"--run-dir={tmp_path / 'whole'}"]) == 0
+    assert train_networks.main([*compiled, f"--run_dir={tmp_path / 'whole'}"]) == 0
     steps = metrics(tmp_path / "whole" / "seed=0_dropout=0")[-1]["step"]
     assert compiled_calls == [4] * (steps - 1)
     assert "stack: compiled since step 2: " in capsys.readouterr().out
@@ -544,13 +542,8 @@ def test_a_compiled_stack_trains_its_members_as_alone_and_goes_on_after_a_stop(
 
     with monkeypatch.context() as patched:
         patched.setattr(stacked_members, "asked_to_stop", stopping)
-        assert train_networks.main([*compiled, f"--run-dir={tmp_path / 'cut'}"]) == 143
-    assert (
-        train_networks.main(
-            [*compiled, f"--run-dir={tmp_path / 'cut'}", "--resume=auto"]
-        )
-        == 0
-    )
+        assert train_networks.main([*compiled, f"--run_dir={tmp_path / 'cut'}"]) == 143
+    assert train_networks.main([*compiled, f"--run_dir={tmp_path / 'cut'}"]) == 0
     for name in ("seed=0_dropout=0", "seed=0_dropout=0.3", "seed=1_dropout=0.3"):
         alone = metrics(tmp_path / "alone" / name)
         for folder in ("whole", "cut"):
@@ -584,7 +577,7 @@ def test_a_compiled_stack_of_lists_is_refused_by_name_and_its_members_are_traine
     flags = [*SETS, *SGD, "--vary=train.seed=0,1", "--set=train.compile=require"]
     assert (
         train_networks.main(
-            [*flags, "--stack=require", f"--run-dir={tmp_path / 'refused'}"]
+            [*flags, "--stack=require", f"--run_dir={tmp_path / 'refused'}"]
         )
         == 1
     )
@@ -592,7 +585,7 @@ def test_a_compiled_stack_of_lists_is_refused_by_name_and_its_members_are_traine
         "cannot be stacked: train.compile=require: the step of the stack cannot be compiled: one of the feat"
         in (capsys.readouterr().err)
     )
-    assert train_networks.main([*flags, f"--run-dir={tmp_path / 'alone'}"]) == 0
+    assert train_networks.main([*flags, f"--run_dir={tmp_path / 'alone'}"]) == 0
     shown = capsys.readouterr().out
     assert (
         "note: seed=0, seed=1: not stacked: train.compile=require: the step of the stack cannot"
@@ -613,7 +606,7 @@ def test_a_job_that_was_stopped_goes_on_and_each_member_is_published_as_a_networ
         "--member=wide:model.tower_widths=16",
     ]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert train_networks.main([*SETS, *SGD, *flags, f"--run-dir={whole}"]) == 0
+    assert train_networks.main([*SETS, *SGD, *flags, f"--run_dir={whole}"]) == 0
     steps = metrics(whole / "b")[-1]["step"]
     asked = iter(range(1, 10_000))
 
@@ -623,12 +616,9 @@ def test_a_job_that_was_stopped_goes_on_and_each_member_is_published_as_a_networ
 
     with monkeypatch.context() as patched:
         patched.setattr(stacked_members, "asked_to_stop", stopping)
-        assert train_networks.main([*SETS, *SGD, *flags, f"--run-dir={cut}"]) == 143
+        assert train_networks.main([*SETS, *SGD, *flags, f"--run_dir={cut}"]) == 143
     assert f"stopped by a signal after step {steps - 1}" in capsys.readouterr().out
-    assert (
-        train_networks.main([*SETS, *SGD, *flags, f"--run-dir={cut}", "--resume=auto"])
-        == 0
-    )
+    assert train_networks.main([*SETS, *SGD, *flags, f"--run_dir={cut}"]) == 0
     said = capsys.readouterr().out
     assert f"{cut / 'b' / 'checkpoints'}/step-{steps - 1:010d}" in said
     for name in ("a", "b", "wide"):
@@ -663,10 +653,7 @@ def test_a_job_that_was_stopped_goes_on_and_each_member_is_published_as_a_networ
         (own["name"], own["ended"], own["test"]) for own in other
     ]
     capsys.readouterr()
-    assert (
-        train_networks.main([*SETS, *SGD, *flags, f"--run-dir={cut}", "--resume=auto"])
-        == 0
-    )
+    assert train_networks.main([*SETS, *SGD, *flags, f"--run_dir={cut}"]) == 0
     assert "stack of" not in capsys.readouterr().out, (
         "all have ended: only the table is made again"
     )
@@ -704,7 +691,7 @@ def test_networks_of_different_shapes_train_at_the_same_time_on_groups_of_ranks(
     ]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, *SETS, *flags, "--run-dir=out"],
+        [*command, *SETS, *flags, "--run_dir=out"],
         cwd=tmp_path,
         env=environ,
         capture_output=True,

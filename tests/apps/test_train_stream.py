@@ -21,13 +21,15 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torchrec_ext.components import train  # type: ignore[import-not-found]
 
 from tests.contracts import _CONTEXT, free_ports
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer
 from torchrec_ext.train.checkpoint.folder import CheckpointFolder, read_index
 from torchx_apps import train_stream
+from torchx_apps.config import as_words
+from torchx_apps.recipes.by_name import load_recipe
+from torchx_apps.recipes.events import EVENT_RECIPES
 
 SLOW = pytest.mark.slow
 KILLS, SERVER_KILLS, EVENTS = 32, 8, 16_000
@@ -40,16 +42,15 @@ SETS = [
     "model.top_widths=8",
 ]
 SETS += ["model.tower_widths=8", "model.embedding_dim=8", "checkpoint.steps=4"]
-SETS += [
-    f"ids.{name}=dynamic,capacity=60,half_life=1" for name in ("user_id", "item_id")
-]
+IDS = [f"{name}=dynamic,capacity=60,half_life=1" for name in ("user_id", "item_id")]
+SETS += [f"ids.{text}" for text in IDS]
 
 
 def flags(log: Path, run: Path, *more: str) -> list[str]:
     return [
-        f"--log={log}",
-        f"--run-dir={run}",
-        *(f"--set={text}" for text in SETS),
+        f"--data.folder={log}",
+        f"--run_dir={run}",
+        *as_words(load_recipe("two_tower", EVENT_RECIPES), SETS),
         *more,
     ]
 
@@ -173,7 +174,7 @@ def test_whoever_is_killed_no_event_is_lost_or_counted_twice_and_no_answer_is_of
     )
     writer.start()
     chance = random.Random(5)
-    more = [f"--events={EVENTS}", "--publish-s=0.3", "--keep=10000", "--resume=auto"]
+    more = [f"--data.events={EVENTS}", "--publish-s=0.3", "--keep=10000"]
     arguments = flags(log, run, *more)
     kills = 0
     answers: list[tuple[int, dict[str, Any]]] = []
@@ -210,7 +211,7 @@ def test_whoever_is_killed_no_event_is_lost_or_counted_twice_and_no_answer_is_of
     whole = tmp_path / "whole"
     reference = _CONTEXT.Process(
         target=quiet,
-        args=(flags(log, whole, f"--events={EVENTS}", "--publish-s=0"),),
+        args=(flags(log, whole, f"--data.events={EVENTS}", "--publish-s=0"),),
         daemon=True,
     )
     reference.start()
@@ -296,9 +297,9 @@ def test_a_log_is_trained_to_its_end_and_published(
     arguments = flags(
         log,
         tmp_path / "run",
-        "--until-idle=0.1",
+        "--data.until_idle_s=0.1",
         "--publish-s=0.02",
-        *(f"--set={text}" for text in more),
+        *(f"--{text}" for text in more),
     )
     run = _CONTEXT.Process(target=quiet, args=(arguments,), daemon=True)
     run.start()
@@ -322,17 +323,18 @@ def test_another_log_goes_on_with_the_ids_and_weights_of_a_run(tmp_path: Path) -
         write_small_log(tmp_path / f"log{number}", count)
         for number, count in enumerate((450, 100))
     ]
-    more = ["--set=ids.item_id=dynamic,capacity=90", "--set=start.allow=more_rows"]
+    more = ["--ids.features", IDS[0], "item_id=dynamic,capacity=90"]
+    more += ["--start.allow=more_rows"]
     more += [
-        f"--set=start.path={tmp_path / 'run0'}",
-        "--set=optimizer.tables_lr=1e-9",
-        "--set=optimizer.dense_lr=1e-9",
+        f"--start.path={tmp_path / 'run0'}",
+        "--optimizer.tables_lr=1e-9",
+        "--optimizer.dense_lr=1e-9",
     ]
     for number, log in enumerate(logs):
         arguments = flags(
             log,
             tmp_path / f"run{number}",
-            "--until-idle=0.1",
+            "--data.until_idle_s=0.1",
             "--publish-s=0",
             *more * number,
         )
@@ -395,7 +397,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--log=nosuch"], "--log nosuch: no such folder"),
+        (["--data.folder=nosuch"], "data.folder=nosuch: no such folder"),
         (["--publish-s=-1"], "--publish_s -1.0: must be 0 or more seconds"),
         (["--keep=0"], "--keep 0: must be 1 bundle or more"),
         (
@@ -403,19 +405,19 @@ def wait_for(condition: Callable[[], bool]) -> None:
             "--bundles /dev/null/b: cannot be written (Not a directory); choose another",
         ),
         (
-            ["--set=data.label=clicked"],
+            ["--data.label=clicked"],
             "data.label=clicked: events have labels of their own; set loader.neg",
         ),
         (
-            ["--set=checkpoint.steps=0"],
+            ["--checkpoint.steps=0"],
             "checkpoint.steps=0: a log has no epochs; set 1 or more",
         ),
         (
-            ["--set=train.epochs=2"],
+            ["--train.epochs=2"],
             "train.epochs=2: each event is trained once; leave it out",
         ),
         (
-            ["--set=ids.place=dynamic,capacity=9"],
+            ["--ids.features", *IDS, "place=dynamic,capacity=9"],
             "ids of user_id, item_id, place: give ids.user_id and ids.item_id",
         ),
     ],
@@ -428,10 +430,3 @@ def test_a_mistake_is_one_line(
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(message)
     assert len(line) < 200
-
-
-def test_a_log_is_trained_on_one_rank() -> None:
-    with pytest.raises(
-        ValueError, match="-j 1x2: a log is trained on one rank yet; leave -j out"
-    ):
-        train.stream(j="1x2")

@@ -23,7 +23,7 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import train
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.config import with_settings
 from torchx_apps.jobs.setup import (
     build_model,
     load_task,
@@ -77,7 +77,7 @@ def trained(runtime: Runtime, job: Job) -> Outcome:
 
 
 def two_tower_with(*overrides: str) -> Job:
-    job: Job = apply_overrides(two_tower_job(), list(overrides))
+    job: Job = with_settings(two_tower_job(), list(overrides))
     return job
 
 
@@ -298,7 +298,7 @@ def last_bias(job: Job, runtime: Runtime) -> float:
 
 
 def begun(runtime: Runtime) -> list[float]:
-    n_tower = apply_overrides(load_recipe("n_tower"), ["data.name=planted"])
+    n_tower = with_settings(load_recipe("n_tower"), ["data.name=planted"])
     stacked = stackable.build([MemberJob("a", (), n_tower)], runtime)[0].network
     task = load_task(n_tower, runtime)
     labels = task.data.train["label"].values
@@ -312,7 +312,7 @@ def begun(runtime: Runtime) -> list[float]:
         float(stacked.interaction.last_biases[0]),  # type: ignore[index, union-attr]
         LabelledTask(weighted).positives(loader)[0],
         last_bias(two_tower_with("data.name=planted", "loader.negatives=3"), runtime),
-        last_bias(apply_overrides(load_recipe("ncf"), ["data.name=planted"]), runtime),
+        last_bias(with_settings(load_recipe("ncf"), ["data.name=planted"]), runtime),
     ]
 
 
@@ -417,7 +417,7 @@ def test_a_softmax_over_a_batch_that_no_memory_holds_is_refused(
         "loader.batch_size=512",
     )
     runtime = Runtime()
-    job: Job = apply_overrides(load_recipe("retrieval"), list(planted_set))
+    job: Job = with_settings(load_recipe("retrieval"), list(planted_set))
     task = job.task(job.data, progress=False)
     schema = build_model(job, task).schema()
     for free, fits in ((2**22, True), (2**22 - 1, False)):

@@ -20,7 +20,7 @@ from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer, ScoreRequest
 from torchrec_ext.retrieval.store import Store
 from torchx_apps import embed, preprocess
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.config import with_settings
 from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 
@@ -115,7 +115,7 @@ def test_the_evaluation_ranks_what_is_served_where_users_and_items_are_new(
         "train.eval_every=2",
         "export=require",
     ]
-    job = apply_overrides(load_recipe("two_tower"), [*sets, "device=cpu", *dropout])
+    job = with_settings(load_recipe("two_tower"), [*sets, "device=cpu", *dropout])
     run_training(job, tmp_path / "run")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     bundle = Bundle.load(tmp_path / "run" / "bundle")
@@ -263,7 +263,7 @@ def test_known_of_labelled_rows_is_what_had_a_training_row(
         "export=require",
     ]
     run_training(
-        apply_overrides(
+        with_settings(
             load_recipe("contextual_ncf"), [*sets, "id_dropout=item_id=0.2,user_id=0.2"]
         ),
         tmp_path / "run",
@@ -312,9 +312,9 @@ def test_what_the_preprocessing_writes_is_trained_and_served_without_its_placeho
     write_ml_100k(tmp_path / "raw")
     ready = tmp_path / "sets" / "ready"
     flags = [
-        f"--set=config.folder={tmp_path / 'raw' / 'ml-100k'}",
-        "--set=pictures=false",
-        f"--set=config.min_count={min_count}",
+        f"--config.folder={tmp_path / 'raw' / 'ml-100k'}",
+        "--pictures=false",
+        f"--config.min_count={min_count}",
     ]
     assert preprocess.main(["--recipe=ml_100k", *flags, f"--out={ready}"]) == 0
     wanted = ("label", "user_id", "item_id", "gender", "age")
@@ -336,7 +336,7 @@ def test_what_the_preprocessing_writes_is_trained_and_served_without_its_placeho
         "device=cpu",
         "export=require",
     ]
-    run_training(apply_overrides(load_recipe("contextual_ncf"), sets), tmp_path / "run")
+    run_training(with_settings(load_recipe("contextual_ncf"), sets), tmp_path / "run")
     output = capfd.readouterr().out
     assert f"{len(real['user_id']):,} users, {len(real['item_id']):,} items" in output
     assert (

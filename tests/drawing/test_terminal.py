@@ -1,19 +1,17 @@
-"""A line that moves, on a pseudo terminal: of this process, or of the `torchx run` that started it."""
+"""A line that moves, on a pseudo terminal: of this process, or of the one that started it."""
 
 import fcntl
 import os
 import pty
 import select
 import struct
-import sys
 import termios
 from collections.abc import Iterator
 
 import pytest
 
-from torchrec_ext.drawing.terminal import ERASE, TERMINAL, is_moving, terminal
+from torchrec_ext.drawing.terminal import TERMINAL, is_moving, terminal
 from torchrec_ext.train.report.progress import Progress
-from torchx_apps import torchx_run
 
 pytestmark = pytest.mark.unit
 TRAIN = {"kind": "train", "epoch": 1, "step": 2, "loss": 0.5, "rows_per_s": 1000.0}
@@ -80,14 +78,3 @@ def test_other_ranks_and_jobs_without_a_terminal_draw_nothing(
     assert _read_until(launcher, "the end") == "the end"
     monkeypatch.delenv(TERMINAL)
     assert terminal() is None
-
-
-def test_the_launcher_prints_the_other_lines_above_it(
-    launcher: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pieces = ["data\nepoch 1, step 2", " of 4: loss 0.5000\n" + LINES[1], "run folder"]
-    torchx_run._copy(pieces, "train/0 ", sys.stdout)
-    lines = ["data\n", LINES[1], "run folder"]
-    assert capsys.readouterr().out == "".join(
-        f"{ERASE}train/0 {line}" for line in lines
-    )

@@ -15,7 +15,6 @@ from typing import Any
 
 from typing_extensions import Self
 
-AGENT = ("-m", "torchx_apps.agent")
 TORCHRUN = ("-m", "torch.distributed.run")
 # entries of a record that are measured
 TIMES = ("rows_per_s", "data_wait", "ranks_wait", "waits")
@@ -140,7 +139,7 @@ class Launched:
 
 
 class Job(Launched, RunFiles):
-    """A training job on this host, as the component starts it.
+    """A training job on this host, under torchrun.
 
     Args:
         run_dir: the run folder.
@@ -148,7 +147,6 @@ class Job(Launched, RunFiles):
         ranks: number of processes on this host.
         restarts: torchrun's max-restarts.
         settings: overrides of the recipe two_tower.
-        launcher: the launcher's module.
     """
 
     def __init__(
@@ -158,10 +156,9 @@ class Job(Launched, RunFiles):
         ranks: int = 2,
         restarts: int = 0,
         settings: Sequence[str] = SETTINGS,
-        launcher: Sequence[str] = AGENT,
     ) -> None:
         launches = [
-            *launcher,
+            *TORCHRUN,
             "--standalone",
             f"--nproc-per-node={ranks}",
             f"--max-restarts={restarts}",
@@ -169,9 +166,9 @@ class Job(Launched, RunFiles):
         app = [
             "-m",
             "torchx_apps.train",
-            "--run-dir",
+            "--run_dir",
             str(run_dir),
-            *overriding(settings),
+            *(f"--{setting}" for setting in settings),
             *flags,
         ]
         environment = {
@@ -180,11 +177,6 @@ class Job(Launched, RunFiles):
         }
         Launched.__init__(self, [sys.executable, *launches, *app], environment)
         RunFiles.__init__(self, run_dir)
-
-
-def overriding(settings: Sequence[str]) -> list[str]:
-    """Returns the flags that set keys of a recipe."""
-    return [word for item in settings for word in ("--set", item)]
 
 
 def alive(pids: Sequence[int]) -> list[int]:

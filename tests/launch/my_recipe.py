@@ -3,9 +3,7 @@
 import dataclasses
 import os
 import signal
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 from torchrec_ext.data.datasets.catalog import DataConfig
 from torchrec_ext.data.datasets.interactions import InteractionData
@@ -24,33 +22,11 @@ def mistake(config: TwoTowerConfig, data: InteractionData) -> TowerModel:
     return build_two_tower(config, data)
 
 
-def bug(config: TwoTowerConfig, data: InteractionData) -> TowerModel:
-    if os.environ["RANK"] == "1":
-        raise KeyError("tower")
-    return build_two_tower(config, data)
-
-
 def killed(config: TwoTowerConfig, data: InteractionData) -> TowerModel:
     """Dies on rank 1 the first time."""
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     return build_two_tower(config, data)
-
-
-def wait(config: TwoTowerConfig, data: InteractionData) -> TowerModel:
-    Path(f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
-    time.sleep(300)
-    return build_two_tower(config, data)
-
-
-def one_user_too_few(config: TwoTowerConfig, data: InteractionData) -> TowerModel:
-    """The table has no row for the last user, whom one rank meets before the others."""
-    return build_two_tower(
-        config,
-        dataclasses.replace(
-            data, vocab={**data.vocab, "user_id": data.vocab["user_id"] - 1}
-        ),
-    )
 
 
 def job(build: Build) -> Job:
@@ -65,17 +41,9 @@ def mistaken() -> Job:
     return job(mistake)
 
 
-def bugged() -> Job:
-    return job(bug)
-
-
 def killed_once() -> Job:
     return job(killed)
 
 
-def endless() -> Job:
-    return job(wait)
-
-
-def id_out_of_range() -> Job:
-    return job(one_user_too_few)
+def trained() -> Job:
+    return job(build_two_tower)

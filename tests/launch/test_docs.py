@@ -68,7 +68,9 @@ class Block:
         return [self._header()[1]]
 
     def _header(self) -> tuple[str, str]:
-        match = re.match(r"# (\S+\.py): (.venv/bin/.*?)(, or .*)?\n", self.text)
+        match = re.match(
+            r"# (\S+\.py): ((?:\.venv/bin/|torchx ).*?)(, or .*)?\n", self.text
+        )
         assert match, f"its first line must be `# NAME.py: COMMAND`: {self.text[:80]!r}"
         return match[1], match[2]
 
@@ -117,6 +119,8 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
+        # As with the environment activated.
+        "PATH": os.pathsep.join([str(folder / ".venv/bin"), os.environ["PATH"]]),
         "TORCHREC_EXT_DATA": str(folder),
     }
     words = shlex.split(command, comments=True)
@@ -226,7 +230,9 @@ def test_a_program_runs_as_it_stands(
         for each in blocks(CLONE / page)
         if each.language == "python" and each.name == name
     )
-    assert re.search(printed, run_program(program, folder).stdout, re.MULTILINE)
+    done = run_program(program, folder)
+    text = re.sub(r"^\w+/0 ", "", done.stdout + done.stderr, flags=re.MULTILINE)
+    assert re.search(printed, text, re.MULTILINE)
 
 
 @pytest.mark.slow(minutes=0.8)
@@ -245,7 +251,11 @@ def test_a_page_runs_from_top_to_bottom(page: Path, folder: Path) -> None:
         elif each.language == "sh":
             done = [run(command, folder) for command in each.commands]
         if each.printed:
-            printed = "".join(one.stdout for one in done)
+            # TorchX prints a local job's output on stderr, behind the role's name.
+            printed = "".join(
+                re.sub(r"^\w+/0 ", "", one.stdout + one.stderr, flags=re.MULTILINE)
+                for one in done
+            )
             # A line that is shortened ends with an ellipsis.
             missing = [
                 line

@@ -1,110 +1,77 @@
-"""What each component becomes on each scheduler, compared with what is stored in dry_runs/, to the letter.
+"""What TorchX's own schedulers make of the components, by the text of a dry run."""
 
-A change that is meant is written by `.venv/bin/python -m tests.launch.test_dry_runs`, and read in the diff.
-"""
-
-import contextlib
-import difflib
-import os
-import shlex
-import tempfile
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from unittest import mock
 
 import pytest
-from torchx.specs.finder import get_components
-
-from torchx_apps.launch.commands import schedulers
-from torchx_apps.torchx_run import JobRunner, gather_overrides
+import yaml
+from torchx.runner import get_runner
 
 pytestmark = pytest.mark.unit
-
-STORED = Path(__file__).with_name("dry_runs")
-COMPONENTS = (
-    "rec.train.hybrid -j 2x4 --gpu 4 --max_retries 3 --run_dir /runs/a --set train.seed=1 --set train.epochs=2",
-    "rec.train.hybrid -j 1:3x2 --recipe ncf",
-    "rec.train.networks --vary train.seed=0,1 -j 1x2 --run_dir /runs/n",
-    "rec.train.stream --log /data/clicks --run_dir /runs/s --resume auto --max_retries 3",
-    "rec.data.preprocess --recipe clicks --out /runs/ready",
-    "rec.serve.export --run /runs/a --out /runs/b",
-    "rec.serve.http --bundle /runs/b --host 0.0.0.0 --workers 2",
-    "rec.embed --bundle /runs/b --catalogue /data/i --id i --out /runs/v",
-)
-SHARED = "--image my_image:1 --env NCCL_SOCKET_IFNAME=eth0 --mounts type=volume,src=runs,dst=/runs"
-CFG: Mapping[str, Mapping[str, str]] = {
-    "local_cwd": {"log_dir": "/logs"},
-    "slurm": {"partition": "main", "time": "02:00:00"},
-    "kubernetes": {
-        "queue": "default",
-        "namespace": "ml",
-        "secret": "keys",
-        "run_as": "10001",
-    },
-}
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+JOB = ["-j", "2x4", "--gpu", "4", "--max_retries", "3", "--rdzv_port", "29501"]
+WORDS = ["--", "--run_dir", "/runs/a", "--train.epochs", "2"]
 
 
-@contextlib.contextmanager
-def same_everywhere() -> Iterator[None]:
-    """An empty folder, no settings of this machine, and a job's name without its chance ending."""
-    before = Path.cwd()
-    variables = {"PATH": "/bin"} | {
-        name: os.environ[name] for name in ("HOME", "USER") if name in os.environ
-    }
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch("torchx.schedulers.ids.random_id", return_value="id"),
-    ):
-        os.chdir(folder)
-        try:
-            with mock.patch.dict(os.environ, variables, clear=True):
-                yield
-        finally:
-            os.chdir(before)
+@pytest.fixture(autouse=True)
+def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
-def dry_runs(scheduler: str) -> str:
-    """What `torchx run --dryrun` says of every component."""
-    pages = []
-    with same_everywhere(), JobRunner("torchx", schedulers()) as runner:
-        for line in COMPONENTS:
-            name, *flags = gather_overrides([*shlex.split(line)])
-            behind = flags.index("--") if "--" in flags else len(flags)
-            words = [*flags[:behind], *SHARED.split(), *flags[behind:]]
-            try:
-                info: object = runner.dryrun_component(
-                    name, words, scheduler, cfg=dict(CFG[scheduler])
-                )
-            except ValueError as error:
-                info = f"refused: {error}"
-            pages.append(
-                f"=== {line}\n{str(info).replace(os.getcwd(), 'FOLDER').strip()}\n"
-            )
-    return "\n".join(pages)
+def dry_run(scheduler: str, component: str, *words: str, **cfg: str) -> str:
+    with get_runner() as runner:
+        return str(runner.dryrun_component(component, list(words), scheduler, cfg=cfg))
 
 
-@pytest.mark.parametrize("scheduler", CFG)
-def test_dry_runs_are_those_that_are_stored(scheduler: str) -> None:
-    if scheduler == "kubernetes":
-        pytest.importorskip("kubernetes", reason="needs the extra kubernetes")
-    stored = (STORED / f"{scheduler}.txt").read_text()
-    changed = "\n".join(
-        difflib.unified_diff(
-            stored.splitlines(), dry_runs(scheduler).splitlines(), "stored", "now"
-        )
+def test_slurm_starts_torchrun_once_on_each_node() -> None:
+    script = dry_run("slurm", "rec.train.hybrid", *JOB, *WORDS, partition="main")
+    assert script.count("--job-name=train-") == 2
+    assert script.count("-m torchx_apps.train --recipe two_tower --run_dir") == 2
+    assert "--nnodes 2 --nproc_per_node 4" in script
+    assert ":29501" in script
+    assert "TORCHX_MAX_RETRIES=3" in script
+
+
+def test_kubernetes_gets_a_task_for_each_node_with_its_volume() -> None:
+    pytest.importorskip("kubernetes", reason="needs the extra kubernetes")
+    words = ["--image", "my_image:1", "--mounts", "type=volume,src=runs,dst=/runs"]
+    job = yaml.safe_load(
+        dry_run("kubernetes", "rec.train.hybrid", *JOB, *words, *WORDS, queue="default")
     )
-    assert not changed, (
-        f"if that is meant: .venv/bin/python -m tests.launch.test_dry_runs\n{changed}"
+    tasks = job["spec"]["tasks"]
+    assert [task["maxRetry"] for task in tasks] == [3, 3]
+    pod = tasks[0]["template"]["spec"]
+    assert pod["containers"][0]["image"] == "my_image:1"
+    assert {"name": "mount-0", "persistentVolumeClaim": {"claimName": "runs"}} in pod[
+        "volumes"
+    ]
+
+
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "k8s").glob("*.yaml")), ids=str)
+def test_the_manifests_are_read_and_name_no_secret(path: Path) -> None:
+    for document in yaml.safe_load_all(path.read_text()):
+        assert document
+        assert "stringData" not in document
+
+
+def test_the_service_is_ready_only_with_a_bundle_and_not_root() -> None:
+    documents = yaml.safe_load_all((EXAMPLES / "k8s" / "service.yaml").read_text())
+    kinds = {document["kind"]: document for document in documents}
+    assert set(kinds) == {"Deployment", "Service", "PodDisruptionBudget"}
+    pod = kinds["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+    assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    labels = kinds["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    for kind in ("Service", "PodDisruptionBudget"):
+        selector = kinds[kind]["spec"]["selector"]
+        assert selector.get("matchLabels", selector) == labels
+
+
+def test_a_users_own_script_is_launched_by_torchxs_component() -> None:
+    script = dry_run(
+        *("slurm", "dist.ddp", "-j", "2x1", "--script", "my_loop.py"),
+        *("--rdzv_port", "29501"),
+        partition="main",
     )
-
-
-def test_every_component_is_stored() -> None:
-    assert {name for name in get_components() if name.startswith("rec.")} == {
-        line.split()[0] for line in COMPONENTS
-    }
-
-
-if __name__ == "__main__":
-    STORED.mkdir(exist_ok=True)
-    for each in CFG:
-        (STORED / f"{each}.txt").write_text(dry_runs(each))
+    assert script.count("my_loop.py") == 2

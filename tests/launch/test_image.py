@@ -292,9 +292,10 @@ def test_the_steps_of_the_image_make_one_that_trains_as_a_user_on_a_root_folder_
         "data.history_length": 5,
         "train.epochs": 1,
     }
-    flags = " ".join(f"--set {key}={value}" for key, value in settings.items())
+    flags = " ".join(f"--{key} {value}" for key, value in settings.items())
     home = {**variables, "HOME": "/tmp", "TMPDIR": "/tmp", "OMP_NUM_THREADS": "1"}
-    command = f"torchx run rec.train.hybrid -j 1x1 --run_dir /tmp/run {flags} && cat /tmp/run/summary.json"
+    job = f"torchrun --standalone -m torchx_apps.train --run_dir /tmp/run {flags}"
+    command = f"{job} && cat /tmp/run/summary.json"
     done = root.run(command, home, "/tmp", user, read_only=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "hr@10" in done.stdout

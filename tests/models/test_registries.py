@@ -16,7 +16,7 @@ from torchrec_ext.modules.interaction import INTERACTIONS
 from torchrec_ext.modules.losses import LOSSES, check_fed
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.config import with_settings
 from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 
@@ -41,13 +41,13 @@ def served(runtime: Runtime, folder: Path) -> dict[str, tuple[str, list[float]]]
     answers = {}
     for name, kind in INTERACTIONS.items():
         settings = [*SET, f"model.interaction={name}"]
-        two = apply_overrides(
+        two = with_settings(
             load_recipe("two_tower"), [*settings, "data.users=120", "data.items=60"]
         )
         with contextlib.redirect_stdout(io.StringIO()):
             run_training(two, folder / name)
             if kind.towers is None:
-                three = apply_overrides(load_recipe("n_tower"), settings)
+                three = with_settings(load_recipe("n_tower"), settings)
                 run_training(three, folder / f"{name} of three towers")
         bundle = Bundle.load(folder / name / "bundle")
         assert bundle.users is not None

@@ -74,15 +74,15 @@ def test_two_simulated_gpus_train_as_two_cpu_ranks() -> None:
 @pytest.mark.slow(minutes=1)
 def test_two_ranks_of_a_host_with_one_gpu_train_on_its_cpu(tmp_path: Path) -> None:
     words = ["--standalone", "--nproc_per_node=2", "-m", "torchx_apps.train"]
-    flags = ["--recipe=two_tower", f"--run-dir={tmp_path}", "--set=data.name=planted"]
+    flags = ["--recipe=two_tower", f"--run_dir={tmp_path}", "--data.name=planted"]
     done = subprocess.run(
         [
             sys.executable,
             "-m",
-            "torchx_apps.agent",
+            "torch.distributed.run",
             *words,
             *flags,
-            "--set=train.epochs=1",
+            "--train.epochs=1",
         ],
         cwd=build.ROOT,
         env=build.environment(gpus=1),

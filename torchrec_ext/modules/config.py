@@ -84,7 +84,7 @@ INTERACTIONS = Registry(
 if TYPE_CHECKING:
     Interaction: TypeAlias = str
 else:
-    Interaction = Literal[tuple(INTERACTIONS)]  # what --set checks and --dry-run shows
+    Interaction = Literal[tuple(INTERACTIONS)]  # what the command line checks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ LOSSES: Mapping[str, LossKind] = {
 if TYPE_CHECKING:
     LossName: TypeAlias = str
     RowLossName: TypeAlias = str
-else:  # what --set checks and --dry-run shows
+else:  # what the command line checks
     LossName = Literal[tuple(LOSSES)]
     RowLossName = Literal[
         tuple(name for name, kind in LOSSES.items() if not kind.shared)

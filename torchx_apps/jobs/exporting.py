@@ -156,7 +156,7 @@ def describe_bundle(manifest: Manifest, out: Path) -> str:
         lines.append(
             f"index: {index['factory']} finds {index['recall']:.1%} of the {index['k']} best"
         )
-    lines.append(f"serve it: {program('torchx')} run rec.serve.http --bundle {out}")
+    lines.append(f"serve it: {program('python')} -m torchx_apps.serve {out}")
     if users:
         table = UserTable.open(out, users["key"], items)
         first_user = table.ids.ids([0])[0]

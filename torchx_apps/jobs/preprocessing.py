@@ -54,7 +54,7 @@ from torchrec_ext.drawing.figures import (
 )
 from torchrec_ext.retrieval.columns import steps_for_columns
 from torchrec_ext.schema import DataError
-from torchx_apps.cli.overrides import is_group
+from torchx_apps.config import is_group
 from torchx_apps.jobs.tracking import tracked
 from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
 from torchx_apps.tasks.export_data import AUDITED
@@ -301,7 +301,7 @@ def run_preprocess(job: PreprocessJob) -> Path:
     begun = time.monotonic()
     # Missing packages are named before the log is read.
     if job.pictures:
-        require_matplotlib("--set pictures=false")
+        require_matplotlib("--pictures false")
     config = dataclasses.asdict(job.config) if is_group(job.config) else None
     settings = {
         "engine": job.engine,

@@ -247,10 +247,10 @@ def report_steps(
 
 def next_commands(run: Path) -> dict[str, str]:
     """Returns useful next commands for a reader of a run, by their purpose."""
-    torchx = program("torchx")
+    python = program("python")
     bundle = run / "bundle"
-    serve = f"{torchx} run rec.serve.http --bundle {bundle}"
-    export = f"{torchx} run rec.serve.export --run {run} --out {bundle}"
+    serve = f"{python} -m torchx_apps.serve {bundle}"
+    export = f"{python} -m torchx_apps.export {run} --out {bundle}"
     commands = (
         {"Serve it:": serve} if bundle.exists() else {"Export it for serving:": export}
     )

@@ -25,90 +25,43 @@ from torchrec_ext.train.checkpoint.folder import (
     read_checkpoint_manifest,
 )
 from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url
-from torchx_apps.cli.link_watch import children_of
-from torchx_apps.cli.sigterm import end_now, once
+from torchx_apps.process import children_of, end_now, once
 from torchx_apps.recipes.saved_job import CONFIG
 from torchx_apps.tasks.task import Task
 
 CHECKPOINTS = "checkpoints"
-LAUNCH = "launch"
 IDS_FILE = "ids.json"
-# Pattern of the settings of a job of several networks.
-MEMBERS = f"*/{CONFIG}"
 # Entry of a checkpoint's manifest.
 MEANING = "ids"
-# Ids without torchrun, and of a torchrun without --rdzv-id: launches would share them.
-_NO_LAUNCH = ("", "none")
 
 
-def newest_run(
-    recipe: str, runs: Path = Path("runs"), *, launch: str | None = None
-) -> Path | None:
-    """Returns the run folder for ``--resume auto`` without ``--run-dir``.
-
-    Args:
-        recipe: name of the recipe; its run folder with the newest checkpoint is returned.
-        runs: folder of the run folders.
-        launch: consider the runs of this launch alone, see :func:`launch_id`, as a rank that was started again does.
-    """
-    saved = [
-        folder
-        for folder in runs.glob(f"{recipe}-*/{CHECKPOINTS}")
-        if CheckpointFolder(str(folder)).steps()
-    ]
-    return _newest(saved, CONFIG, recipe, launch)
+def new_run(recipe: str) -> Path:
+    """Returns the folder of a run whose user has named none."""
+    return Path("runs") / f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def newest_networks(
-    recipe: str, runs: Path = Path("runs"), *, launch: str | None = None
-) -> Path | None:
-    """Returns the newest folder of a job of several networks; arguments are those of :func:`newest_run`."""
-    begun = list(runs.glob(f"networks-{recipe}-*/{LAUNCH}"))
-    return _newest(begun, MEMBERS, recipe, launch)
-
-
-def _newest(
-    marks: Sequence[Path], configs: str, recipe: str, launch: str | None
-) -> Path | None:
-    """Returns the folder of the mark that was written last, of one recipe and perhaps one launch."""
-    # A name may begin like that of another recipe, and need not end in a date.
-    own = [mark for mark in marks if _recipe_of(mark.parent, configs) == recipe]
-    if launch is not None:
-        own = [mark for mark in own if _launch_of(mark.parent) == launch]
-    newest = max(own, key=lambda mark: mark.stat().st_mtime_ns, default=None)
-    return None if newest is None else newest.parent
-
-
-def _recipe_of(folder: Path, configs: str) -> str | None:
-    """Returns the recipe's name in the files of the pattern ``configs``; None if none is recorded."""
-    for file in sorted(folder.glob(configs)):
-        with suppress(OSError, ValueError, RecursionError):
-            config = json.loads(file.read_text())
-            if isinstance(config, dict) and "name" in config:
-                return str(config["name"])
-    return None
-
-
-def check_recipe(
-    flag: str, folder: Path, recipe: str, *, configs: str = CONFIG
-) -> None:
+def check_recipe(flag: str, folder: Path, recipe: str) -> None:
     """Refuses to go on with a run of another recipe, and so to write over its settings.
 
     Args:
         flag: flag and value by which the user named the folder, for messages.
-        folder: a run folder.
+        folder: a run folder, or the folder of a job of several networks.
         recipe: name of the job's recipe.
-        configs: pattern of the files with settings, :data:`MEMBERS` for a job of several networks.
 
     Raises:
         CheckpointError: the folder's run is of another recipe.
     """
-    other = _recipe_of(folder, configs)
-    if other not in (None, recipe):
-        raise CheckpointError(
-            f"{flag}: is a run of recipe '{other}', not of '{recipe}'; give a run of '{recipe}', or begin with its "
-            "weights: --set start.path=RUN"
-        )
+    for file in sorted([*folder.glob(CONFIG), *folder.glob(f"*/{CONFIG}")]):
+        other = None
+        # Deeply nested JSON raises RecursionError.
+        with suppress(OSError, ValueError, RecursionError):
+            config = json.loads(file.read_text())
+            other = config.get("name") if isinstance(config, dict) else None
+        if other not in (None, recipe):
+            raise CheckpointError(
+                f"{flag}: is a run of recipe '{other}', not of '{recipe}'; give a run of '{recipe}', or begin with its "
+                "weights: --start.path RUN"
+            )
 
 
 # Kinds of dynamic ids, in the place of a vocabulary's digest.
@@ -181,7 +134,7 @@ def check_ids_stay(
     if not (later or dynamic) and then["preprocessor"] != now:
         raise DataError(
             f"{where}: its ids are of another preprocessor ({then['preprocessor'][:12]}) than these rows' "
-            f"({now[:12] or 'none'}); give the rows of then, --set data.name=FOLDER, or train anew in another folder"
+            f"({now[:12] or 'none'}); give the rows of then, --data.name FOLDER, or train anew in another folder"
         )
     origins = _origins_of(task)
     for name in sorted(then["columns"].keys() & origins.keys()):
@@ -314,12 +267,6 @@ def _digest_of(values: Any) -> str:
     return digest.hexdigest()
 
 
-def _launch_of(folder: Path) -> str | None:
-    """Returns the id of the launch that wrote a run folder; None if none is recorded."""
-    file = folder / LAUNCH
-    return file.read_text().strip() if file.is_file() else None
-
-
 def common_checkpoints(
     folders: Mapping[str, CheckpointFolder], together: CheckpointRanks
 ) -> dict[str, str]:
@@ -353,88 +300,6 @@ def ended(folder: Path) -> bool:
         return False
     lines = metrics.read_text().splitlines()
     return bool(lines) and json.loads(lines[-1])["kind"] == "error"
-
-
-def launch_id() -> str:
-    """Returns the id common to all attempts of one launch, and to no other launch; empty without torchrun."""
-    return os.environ.get("TORCHELASTIC_RUN_ID", "")
-
-
-def restarted() -> bool:
-    """Whether this rank's torchrun counts a restart.
-
-    Each host counts its own restarts: the count stays 0 where ranks are started again because another host came back,
-    and on a host that replaces another. See :func:`where_to_begin`.
-    """
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
-def begun(folder: Path | None) -> bool:
-    """Whether an earlier attempt of this launch has begun the run of a folder, and the run has not ended."""
-    if folder is None or launch_id() in _NO_LAUNCH or ended(folder):
-        return False
-    return _launch_of(folder) == launch_id()
-
-
-def where_to_begin(
-    run_dir: Path | None,
-    resume: str,
-    newest: Callable[..., Path | None],
-    name: str,
-    *,
-    counted: bool,
-) -> tuple[Path, bool]:
-    """Returns the run folder, and whether an earlier attempt of this launch has used it; one rank decides for all.
-
-    Args:
-        run_dir: folder that the user has named.
-        resume: ``--resume`` as the user has given it.
-        newest: returns the newest folder of the recipe; with ``launch=`` the newest of that launch.
-        name: beginning of the name of a new folder in ``runs``, before the date.
-        counted: whether the torchrun of some rank counts a restart.
-    """
-    earlier = run_dir or newest(launch=launch_id())
-    again = counted or begun(earlier)
-    if again:
-        folder = earlier
-    elif run_dir is None and resume == "auto":
-        folder = newest()
-    else:
-        folder = run_dir
-    if folder is None:
-        folder = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return folder, again
-
-
-def resume_from(
-    resume: str, checkpointer: Checkpointer, *, again: bool = False
-) -> str | None:
-    """Returns the path of the checkpoint to resume from, or None to begin anew. Collective.
-
-    Args:
-        resume: ``never``; ``auto`` for the last good checkpoint of this run's folder; or a path or address, see
-            :func:`find_checkpoint`.
-        checkpointer: the run's checkpointer.
-        again: whether an earlier attempt of this launch has used the folder, whose checkpoints then precede a path.
-
-    Raises:
-        CheckpointError: there is no checkpoint at ``resume``, or it is damaged.
-    """
-    path = None
-    # An attempt that was started again has saved more than the path that the first one
-    # was given.
-    if again or resume == "auto":
-        path = checkpointer.last_good()
-    if path is None and resume not in ("never", "auto"):
-        return find_checkpoint("--resume ", resume, checkpointer.together)
-    if resume != "never" and checkpointer.together.rank == 0:
-        text = (
-            f"resuming from {path}"
-            if path
-            else "no checkpoint to resume from: the run begins anew"
-        )
-        print(text, flush=True)
-    return path
 
 
 def find_checkpoint(
@@ -555,7 +420,7 @@ def hinting_at_resume(checkpointer: Checkpointer | None) -> Iterator[None]:
     except DataError as error:
         if checkpointer is None or not checkpointer.folder.steps():
             raise
-        raise DataError(f"{error}; then go on with --resume auto") from error
+        raise DataError(f"{error}; then go on with the same --run_dir") from error
 
 
 def a_neighbour_died(processes: Path = Path("/proc")) -> bool:
@@ -573,7 +438,7 @@ def a_neighbour_died(processes: Path = Path("/proc")) -> bool:
 def asked_to_stop() -> Iterator[Callable[[], bool]]:
     """Yields a function that tells whether SIGTERM has come; schedulers send it some seconds before they kill.
 
-    The signals of the first five seconds count as one, see :func:`torchx_apps.cli.sigterm.once`; a later one ends the
+    The signals of the first five seconds count as one, see :func:`torchx_apps.process.once`; a later one ends the
     process at once. After a step the ranks agree to stop, save, and end with the exit code of a job that the signal
     stopped. Where a rank has died, so that torchrun stops the others, ranks cannot agree: the first signal ends the
     process.

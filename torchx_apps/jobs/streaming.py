@@ -83,7 +83,7 @@ def run_stream(
     publication: Publication,
     run_dir: Path | None = None,
     *,
-    resume: str = "never",
+    resume: str | None = None,
 ) -> None:
     """Trains a job on its log until the log is idle, an event was the last, or SIGTERM comes.
 
@@ -162,13 +162,13 @@ def run_stream(
         if publisher.newest is not None:
             print(f"bundle: {publisher.newest}")
             print(
-                f"serve it: {program('torchx')} run rec.serve.http --bundle {folder / CURRENT}"
+                f"serve it: {program('python')} -m torchx_apps.serve {folder / CURRENT}"
             )
         if run.tracking is not None:
             run.tracking.end()
         if stop():
             raise RunStoppedError(
-                f"stopped by a signal after {events.events:,} events, which are saved; go on with --resume auto"
+                f"stopped by a signal after {events.events:,} events, which are saved; go on with the same --run_dir"
             )
 
 

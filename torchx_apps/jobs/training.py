@@ -6,7 +6,6 @@ import dataclasses
 import json
 import time
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec_ext.distributed.autotune.choose import Decision
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.plan.explain import placed_bytes
-from torchrec_ext.distributed.runtime import Runtime, gather_objects, peak_resident
+from torchrec_ext.distributed.runtime import Runtime, peak_resident
 from torchrec_ext.distributed.tables import tables_of
 from torchrec_ext.schema.validation import listed
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
@@ -29,25 +28,20 @@ from torchrec_ext.train.guards.watchdog import Watchdog
 from torchrec_ext.train.loop import train
 from torchrec_ext.train.metrics import EvaluationWatch, watching
 from torchrec_ext.train.report.progress import RunFolder
-from torchx_apps.cli.command_line import most_used_keys
-from torchx_apps.cli.errors import end_process
+from torchx_apps.config import keys_of
 from torchx_apps.jobs import report
 from torchx_apps.jobs.resuming import (
     CHECKPOINTS,
     IDS_FILE,
-    LAUNCH,
     MEANING,
     asked_to_stop,
     check_ids_stay,
     check_recipe,
+    ended,
     find_checkpoint,
     hinting_at_resume,
-    launch_id,
     meaning_of_ids,
-    newest_run,
-    restarted,
-    resume_from,
-    where_to_begin,
+    new_run,
 )
 from torchx_apps.jobs.setup import (
     JobParts,
@@ -58,9 +52,28 @@ from torchx_apps.jobs.setup import (
     shard_job,
 )
 from torchx_apps.jobs.tracking import Tracking
+from torchx_apps.process import end_process
+from torchx_apps.recipes.saved_job import CONFIG
 from torchx_apps.tasks.baselines import FORMS
 from torchx_apps.tasks.job import Job
 from torchx_apps.tasks.task import Evaluator, Task
+
+# Settings on a run's page.
+_SHOWN = (
+    "model.embedding_dim",
+    "model.tower_widths",
+    "data.name",
+    "data.folder",
+    "loader.batch_size",
+    "loader.negatives",
+    "optimizer.dense_lr",
+    "optimizer.tables",
+    "optimizer.tables_lr",
+    "plan.towers",
+    "train.epochs",
+    "train.seed",
+    "train.early_stop.metric",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,16 +105,16 @@ def run_training(
     job: Job,
     run_dir: Path | None = None,
     *,
-    resume: str = "never",
+    resume: str | None = None,
     member: str = "",
 ) -> None:
     """Trains a job on this process's rank; every rank calls it, and rank 0 prints and writes the run folder.
 
     Args:
         job: the job to train.
-        run_dir: the run folder; ``runs/RECIPE-DATE`` where not given, or the recipe's newest to resume ``auto``.
-        resume: ``never``, ``auto`` or a path, see :func:`resume_from`; a job that torchrun or the scheduler has started
-            again continues in its own run folder in any case.
+        run_dir: the run folder; ``runs/RECIPE-DATE`` where not given. A run of the same recipe there goes on from its
+            last checkpoint, as a rank that was started again does.
+        resume: path or address of another run of the recipe, or of a checkpoint, to go on from in ``run_dir``.
         member: name of this network for trackers, where the job trains several.
 
     Raises:
@@ -138,7 +151,9 @@ def run_training(
                 folder.facts,
                 title=f"{job.name} on {task.name}",
                 plan=placed_bytes(parts.plan, parts.model, runtime.world_size),
-                settings={key.path: key.value for key in most_used_keys(job, 20)},
+                settings={
+                    path: repr(value) for path, value in keys_of(job) if path in _SHOWN
+                },
             )
         parallel, optimizer = shard_job(parts, runtime)
         if not run.checkpoint:
@@ -277,35 +292,44 @@ def peak_memory(runtime: Runtime) -> list[float]:
 
 
 def open_run(
-    job: Job, run_dir: Path | None, resume: str, runtime: Runtime, member: str
+    job: Job, run_dir: Path | None, resume: str | None, runtime: Runtime, member: str
 ) -> _Run:
-    """Opens the run folder, and finds the checkpoint to resume from. Collective."""
-    path, again = _run_folder(job, run_dir, resume, runtime)
-    # A launch that torchrun has started again continues where its last attempt ended.
-    if again and resume == "never":
-        resume = "auto"
+    """Opens the run folder, and finds the checkpoint to go on from. Collective."""
+    # Rank 0 decides: names have the time, and only its host may have the folder yet.
+    decided: list[Any] = [None, False]
+    if runtime.is_main:
+        path = run_dir or new_run(job.name)
+        decided = [path, (path / CONFIG).is_file()]
+    dist.broadcast_object_list(decided, src=0)
+    path, begun = decided
     checkpointer = None
     checkpoint = None
-    if job.checkpoint.saves or resume != "never":
+    if job.checkpoint.saves or resume or begun:
         root = job.checkpoint.folder or str(path / CHECKPOINTS)
         checkpointer = Checkpointer(root, runtime, keep=job.checkpoint.keep)
         if runtime.is_main:
             # An earlier attempt may have left half-written files.
             checkpointer.folder.clean()
         together = checkpointer.together
-        if resume != "never":
-            together.on_main(lambda: check_recipe(f"--run-dir {path}", path, job.name))
-        checkpoint = resume_from(resume, checkpointer, again=again)
-        run = Path(checkpoint or "").parent
-        if run.name == CHECKPOINTS:
-            run = run.parent
+        together.on_main(lambda: check_recipe(f"--run_dir {path}", path, job.name))
+        if begun:
+            checkpoint = checkpointer.last_good()
+        # A run that was started again has saved more than the path that it was given.
+        if checkpoint is None and resume:
+            checkpoint = find_checkpoint("--resume ", resume, together)
+            run = Path(checkpoint).parent
+            if run.name == CHECKPOINTS:
+                run = run.parent
             together.on_main(lambda: check_recipe(f"--resume {resume}", run, job.name))
+        if runtime.is_main and checkpoint:
+            print(f"resuming from {checkpoint}", flush=True)
     folder = tracking = None
     if runtime.is_main:
-        # A run that goes on writes its folder anew, and any other one refuses the
-        # folder of another run.
-        folder = RunFolder(path, settings_of(job), replace=resume != "never")
-        folder.write(LAUNCH, launch_id())
+        # A run that goes on writes its folder anew, also one that was cut short before
+        # its first checkpoint. One that has ended without checkpoints is refused.
+        unfinished = begun and not ended(path)
+        replace = checkpoint is not None or unfinished
+        folder = RunFolder(path, settings_of(job), replace=replace)
         tracking = Tracking.start(path, settings_of(job), member=member)
     return _Run(
         path=path,
@@ -314,27 +338,6 @@ def open_run(
         checkpointer=checkpointer,
         checkpoint=checkpoint,
     )
-
-
-def _run_folder(
-    job: Job, run_dir: Path | None, resume: str, runtime: Runtime
-) -> tuple[Path, bool]:
-    """Returns rank 0's choice of a run folder, and whether an earlier attempt of this launch has used it."""
-    # All ranks are asked, because each host counts its own restarts.
-    counted = gather_objects(restarted(), runtime.world_size)
-    decided: list[Any] = [None, False]
-    if runtime.is_main:
-        decided = list(
-            where_to_begin(
-                run_dir,
-                resume,
-                partial(newest_run, job.name),
-                job.name,
-                counted=any(counted),
-            )
-        )
-    dist.broadcast_object_list(decided, src=0)
-    return decided[0], decided[1]
 
 
 def _watched(

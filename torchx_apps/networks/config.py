@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from torchrec_ext.networks.config import Codistillation
+from torchx_apps.config import with_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,24 +18,30 @@ class NetworksConfig:
             cannot be stacked are refused; ``never``: all in turn.
         codistillation: how stacked members learn from each other.
         weights: write each stacked member's state dict into its folder as ``weights.pt``.
-        resume: ``auto``: members that have ended stay as they are, and the others go on where all of a stack were last
-            saved; ``never``: all start from the beginning.
+        resume: members that have ended stay as they are, and the others go on where all of a stack were last saved.
     """
 
     stack: str = "auto"
     codistillation: Codistillation = dataclasses.field(default_factory=Codistillation)
     weights: bool = False
-    resume: str = "never"
+    resume: bool = False
 
     def __post_init__(self) -> None:
-        if self.resume not in ("auto", "never"):
-            raise ValueError(
-                f"--resume {self.resume}: several networks go on in their own folder; give --resume auto, with "
-                "--run-dir"
-            )
         if self.stack not in ("auto", "require", "never"):
             raise ValueError(f"--stack {self.stack}: must be auto, require or never")
         if self.stack == "never" and self.codistillation.weight:
             raise ValueError(
                 "--codistill with --stack never: peers predict for each other inside a stack; use --stack auto"
             )
+
+
+def codistillation_of(text: str) -> Codistillation:
+    """Returns the settings of ``--codistill KEY=VALUE,...``.
+
+    Raises:
+        ValueError: a key is unknown, or a value is out of range.
+    """
+    try:
+        return with_settings(Codistillation(), text.split(",") if text else [])
+    except ValueError as error:
+        raise ValueError(f"--codistill {text}: {error}") from None

@@ -19,7 +19,7 @@ from typing import Any
 
 from torchrec_ext.drawing.terminal import TERMINAL
 from torchrec_ext.schema.validation import listed
-from torchx_apps.cli.overrides import apply_overrides, nearest
+from torchx_apps.config import nearest, with_settings
 
 _PLAIN = re.compile(r"[^\w.=+-]+")
 
@@ -39,7 +39,7 @@ def members_of(
     """Returns the networks of a job.
 
     Args:
-        base: the recipe as changed by ``--set``.
+        base: the recipe with the settings of the command line.
         vary: grid, ``key=a,b,c`` each; the members are all combinations. Values that contain commas are separated by
             ``|``.
         listed: further members, ``name:key=value,key=value`` each.
@@ -59,7 +59,7 @@ def members_of(
         >>> members_of(load_recipe("two_tower"), ["optimizer.dense_l=1e-3"], [])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        ValueError: --vary optimizer.dense_l=1e-3: there is no key 'dense_l'; did you mean ...dense_lr?
+        ValueError: --vary optimizer.dense_l=1e-3: Unrecognized options: ...; did you mean ...--optimizer.dense_lr...?
     """
     members = []
     for changes in _grid(vary):
@@ -75,7 +75,7 @@ def members_of(
         )
     if not members:
         raise ValueError(
-            "no member: give --vary KEY=VALUE,VALUE once or more, or --member NAME:KEY=VALUE,... for "
+            "no member: give --vary KEY=VALUE,VALUE, with a word for each key, or --member NAME:KEY=VALUE,... for "
             "each; one network: python -m torchx_apps.train"
         )
     _check(members)
@@ -143,9 +143,9 @@ def _listed(item: str) -> tuple[str, tuple[str, ...]]:
 
 def _job(base: Any, flag: str, changes: Sequence[str], own_rows: bool) -> Any:
     try:
-        job = apply_overrides(base, changes)
+        job = with_settings(base, changes)
     except ValueError as error:
-        raise ValueError(str(error).replace("--set ", f"{flag} ")) from None
+        raise ValueError(f"{flag} {' '.join(changes)}: {error}") from None
     keys = {change.partition("=")[0] for change in changes}
     if own_rows or "loader.seed" in keys or job.train.seed == base.train.seed:
         return job

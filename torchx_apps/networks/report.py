@@ -293,7 +293,7 @@ def finish_networks(
         if part == "test":
             how += ", as this set has no validation rows"
         print(f"best: {best.name} (*), by {how}; run folder: {best.folder}")
-        print(f"to serve it: torchx run rec.serve.export --run {best.folder}")
+        print(f"to serve it: python -m torchx_apps.export {best.folder}")
     for result in results:
         if result.ended == "diverged":
             print(f"{result.name}: {result.message}")

@@ -13,7 +13,6 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from torchrec_ext.capture.policy import TrainingDivergedError
@@ -23,14 +22,9 @@ from torchrec_ext.networks.skeleton import StackError
 from torchrec_ext.train.checkpoint.folder import check_shared
 from torchx_apps.jobs import setup, training
 from torchx_apps.jobs.resuming import (
-    LAUNCH,
-    MEMBERS,
     check_recipe,
     ended,
-    launch_id,
-    newest_networks,
-    restarted,
-    where_to_begin,
+    new_run,
 )
 from torchx_apps.networks import report as report
 from torchx_apps.networks.members import MemberJob, RankGroup, World, group_of
@@ -95,24 +89,18 @@ def _begin(
     recipe: str, run_dir: Path | None, config: NetworksConfig, world: World
 ) -> tuple[Path, NetworksConfig]:
     """Makes the job's folder on rank 0; returns it and the settings for all ranks to begin with."""
-    world.send(f"restarted/{world.rank}", "yes" if restarted() else "")
     if world.rank == 0:
-        counted = any(world.receive(f"restarted/{rank}") for rank in range(world.size))
-        newest = partial(newest_networks, recipe)
-        root, again = where_to_begin(
-            run_dir, config.resume, newest, f"networks-{recipe}", counted=counted
-        )
-        if again or config.resume != "never":
-            check_recipe(f"--run-dir {root}", root, recipe, configs=MEMBERS)
+        root = run_dir or new_run(f"networks-{recipe}")
+        begun = root.is_dir()
+        check_recipe(f"--run_dir {root}", root, recipe)
         root.mkdir(parents=True, exist_ok=True)
-        (root / LAUNCH).write_text(launch_id() + "\n")
-        world.send("begin", json.dumps([str(root), "auto" if again else config.resume]))
-    folder, resume = json.loads(world.receive("begin"))
+        world.send("begin", json.dumps([str(root), begun]))
+    folder, begun = json.loads(world.receive("begin"))
     # Nodes without a shared folder would each write a part of the checkpoints, and end
     # without an error.
     if world.size > 1:
         check_shared(folder, world.rank, world.gathered)
-    return Path(folder), dataclasses.replace(config, resume=resume)
+    return Path(folder), dataclasses.replace(config, resume=begun)
 
 
 def _in_its_own_folder(member: MemberJob) -> MemberJob:
@@ -175,7 +163,7 @@ class _Group:
 
     def _ended(self) -> list[Result]:
         """Results of members trained to the end by an earlier attempt; the group's first rank looks them up."""
-        if self._config.resume == "never":
+        if not self._config.resume:
             return []
         key = f"ended/{self._number}"
         if self._world.rank == self._group.ranks[0]:
@@ -247,7 +235,7 @@ class _Group:
     def _was_stacked(self, member: Built) -> bool:
         """Whether an earlier attempt stacked this member: the last one that has not ended goes on as a stack of one."""
         return (
-            self._config.resume == "auto"
+            self._config.resume
             and (self._root / member.member.name / STACK_FILE).exists()
         )
 
@@ -266,9 +254,7 @@ class _Group:
                 flush=True,
             )
         try:
-            training.run_training(
-                member.job, folder, resume=self._config.resume, member=member.name
-            )
+            training.run_training(member.job, folder, member=member.name)
         except TrainingDivergedError as error:
             print(f"{member.name}: {error}", flush=True)
         if self._world.rank != self._group.ranks[0]:

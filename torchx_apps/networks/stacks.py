@@ -249,7 +249,7 @@ class StackedMembers:
 
     def _begin(self) -> dict[str, str]:
         """Returns each member's checkpoint to begin from, of the newest step with checkpoints of all."""
-        if self._config.resume == "never":
+        if not self._config.resume:
             return {}
         together = CheckpointRanks(self._runtime)
         over = {}
@@ -307,9 +307,7 @@ class StackedMembers:
             member = self._built[name]
             path = self._root / name
             settings = training.settings_of(member.job)
-            self._folders[name] = RunFolder(
-                path, settings, replace=self._config.resume == "auto"
-            )
+            self._folders[name] = RunFolder(path, settings, replace=self._config.resume)
             self._trackings[name] = Tracking.start(path, settings, member=name)
             self._folders[name].write(STACK_FILE, json.dumps(list(self._built)))
             self._folders[name].write(

@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from torchx_apps.cli.command_line import fill
-from torchx_apps.cli.overrides import is_group, nearest
+from torchx_apps.config import is_group, nearest
 from torchx_apps.recipes import RECIPES
 from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES, PreprocessJob
 
@@ -76,7 +77,15 @@ def list_recipes(recipes: Recipes = RECIPES) -> str:
     lines = []
     for name, recipe in recipes.items():
         summary = (inspect.getdoc(recipe) or "").splitlines()[0]
-        lines.append(fill(f"{name:{column}}{summary}", column))
+        width = max(shutil.get_terminal_size().columns, 2 * column)
+        lines.append(
+            textwrap.fill(
+                f"{name:{column}}{summary}",
+                width,
+                subsequent_indent=" " * column,
+                break_on_hyphens=False,
+            )
+        )
     return "\n".join(lines)
 
 

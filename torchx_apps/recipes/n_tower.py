@@ -31,8 +31,8 @@ from torchrec_ext.modules.config import (
 )
 from torchrec_ext.schema.validation import OutOfRange, listed
 from torchrec_ext.train.config import Schedule, TrainConfig
-from torchx_apps.cli.overrides import apply_overrides, numbers_by_name
-from torchx_apps.tasks.job import Job
+from torchx_apps.config import with_settings
+from torchx_apps.tasks.job import Job, numbers_by_name
 from torchx_apps.tasks.loading import labelled_task, multi_label_task, streamed_task
 
 if TYPE_CHECKING:
@@ -52,16 +52,14 @@ def compression_of(text: str) -> Compression | None:
         >>> compression_of("dims=8")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        ValueError: model.compress=dims=8: there is no key 'dims'; did you mean dim?
+        ValueError: model.compress=dims=8: Unrecognized options: --dims, 8...
     """
     if not text:
         return None
     try:
-        return apply_overrides(Compression(), text.split(","))
+        return with_settings(Compression(), text.split(","))
     except ValueError as error:
-        raise ValueError(
-            f"model.compress={str(error).removeprefix('--set ')}"
-        ) from None
+        raise ValueError(f"model.compress={text}: {error}") from None
 
 
 def check_towers(text: str) -> None:

@@ -95,7 +95,7 @@ class PreprocessJob:
     Args:
         name: name of the recipe.
         build: function that makes steps and sources from ``config`` and an engine.
-        config: frozen dataclass that ``build`` reads, whose fields ``--set config.KEY=VALUE`` changes; None where it
+        config: frozen dataclass that ``build`` reads, whose fields ``--config.KEY VALUE`` changes; None where it
             needs none.
         out: folder for the result; a new one in ``runs/`` where not given.
         engine: ``duckdb``, ``spark`` or a Spark master URL.
@@ -106,7 +106,7 @@ class PreprocessJob:
     """
 
     name: str
-    build: Callable[[Any, Engine], Prepared]
+    build: Callable[[Any, Any], Prepared]
     config: Any = None
     out: str | None = None
     engine: str = "duckdb"
@@ -236,7 +236,7 @@ def _movielens(config: MovieLensConfig) -> Path:
         return find_ml_100k(data_folder("ml-100k", None))
     except DatasetUnavailable as error:
         raise DataError(
-            f"recipe ml_100k: {error}, or name that folder: --set config.folder=DIR"
+            f"recipe ml_100k: {error}, or name that folder: --config.folder DIR"
         ) from None
 
 
@@ -305,7 +305,7 @@ def build_clicks(config: ClicksConfig, engine: Engine) -> Prepared:
 
     if not config.folder:
         raise DataError(
-            "recipe clicks needs a log: --set config.folder=DIR with parquet files of c0.., d0.., history, label"
+            "recipe clicks needs a log: --config.folder DIR with parquet files of c0.., d0.., history, label"
         )
     files = [file.name for file in find_files(config.folder, (".parquet",))]
     steps: list[Step] = []
@@ -536,7 +536,7 @@ def _taobao_log(config: TaobaoConfig, engine: Engine) -> Any:
 
     if not config.path:
         raise DataError(
-            f"recipe taobao needs a log: --set config.path=UserBehavior.csv, or parquet, with {', '.join(_TAOBAO)}"
+            f"recipe taobao needs a log: --config.path UserBehavior.csv, or parquet, with {', '.join(_TAOBAO)}"
         )
     path = Path(config.path)
     log = (
@@ -585,7 +585,7 @@ def _taobao_csv(path: Path, engine: Any) -> Any:
         )
     if not path.is_file():
         raise DataError(
-            f"{path}: there is no such file; give the log: --set config.path=FILE"
+            f"{path}: there is no such file; give the log: --config.path FILE"
         )
     with path.open() as file:
         lines = [file.readline().strip(), file.readline().strip()]

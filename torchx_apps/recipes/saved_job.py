@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Union
 
-from torchx_apps.cli.overrides import field_hint, is_group
+from torchx_apps.config import field_hint, is_group
 from torchx_apps.recipes import RECIPES
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.tasks.job import Job
@@ -53,7 +53,7 @@ def saved_job(run: Path, recipe: str | None = None) -> Job:
         restored: Job = _restored(job, saved)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{path}: does not fit the recipe as it is now ({error}); give what differs by --set"
+            f"{path}: does not fit the recipe as it is now ({error}); give what differs, as in --model.loss bce"
         ) from None
     return restored
 

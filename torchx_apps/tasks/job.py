@@ -6,7 +6,7 @@ This module imports no torch, so that a command line is checked at once; what a 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -20,7 +20,7 @@ from torchrec_ext.modules.config import LOSSES
 from torchrec_ext.schema.validation import check_choice, check_least, listed
 from torchrec_ext.train.checkpoint.config import CheckpointConfig, StartConfig
 from torchrec_ext.train.config import ClosedFormConfig, EvaluationConfig, TrainConfig
-from torchx_apps.cli.overrides import apply_overrides, numbers_by_name
+from torchx_apps.config import with_settings
 from torchx_apps.tasks.loading import ranking_task
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ class IdsConfig:
 
     Args:
         every: steps between two admissions; until the next one a new id reads the row of unknown ids.
-        features: settings of these columns, fields of :class:`Dynamic`. Each has a key of its own, as in ``--set
-            ids.item_id=dynamic,capacity=1e6,admit_after=2,evict=lfu``. Columns with the same ids, such as a history of
+        features: settings of these columns, fields of :class:`Dynamic`. Each is a text, as in ``--ids.features
+            item_id=dynamic,capacity=1e6,admit_after=2,evict=lfu``. Columns with the same ids, such as a history of
             items, take the same.
 
     Raises:
@@ -82,11 +82,9 @@ class IdsConfig:
                     f"ids.{text}: must begin with dynamic,capacity=ROWS, as in ids.{name}=dynamic,capacity=1e6"
                 )
             try:
-                policies[name] = apply_overrides(Dynamic(capacity=2), values)
+                policies[name] = with_settings(Dynamic(capacity=2), values)
             except ValueError as error:
-                raise ValueError(
-                    f"ids.{name}: {str(error).removeprefix('--set ')}"
-                ) from None
+                raise ValueError(f"ids.{name}: {error}") from None
         return policies
 
 
@@ -137,7 +135,7 @@ class Job:
     build: Callable[[Any, Any], Any]
     model: Any
     data: Any = field(default_factory=DataConfig)
-    task: Callable[..., Task] = ranking_task
+    task: Callable[..., Any] = ranking_task
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     id_dropout: tuple[str, ...] = ()
     ids: IdsConfig = field(default_factory=IdsConfig)
@@ -245,6 +243,22 @@ class Job:
         """Returns the shares of ``id_dropout`` by feature."""
         rule = "must be a feature and a share of its bags, such as item_id=0.1"
         return numbers_by_name("id_dropout", self.id_dropout, rule)
+
+
+def numbers_by_name(key: str, texts: Iterable[str], rule: str) -> dict[str, float]:
+    """Returns the numbers of a setting's ``name=number`` texts by name.
+
+    Raises:
+        ValueError: a text has no number; the message ends with ``rule``.
+    """
+    numbers = {}
+    for text in texts:
+        name, _, number = text.partition("=")
+        try:
+            numbers[name] = float(number)
+        except ValueError:
+            raise ValueError(f"{key}: {text!r} {rule}") from None
+    return numbers
 
 
 def schema_settings(job: Job) -> dict[str, Any]:

@@ -288,7 +288,7 @@ def test_a_part_that_is_not_whole_is_refused_once_another_follows(
 
 def test_there_must_be_a_folder() -> None:
     with pytest.raises(
-        DataError, match="--log nosuch: no such folder; name the folder"
+        DataError, match="folder=nosuch: no such folder; name the folder"
     ):
         EventLog(EventsConfig(folder="nosuch"))
     with pytest.raises(ValueError, match=r"data\.batch_s=-1: must be 0 or more"):

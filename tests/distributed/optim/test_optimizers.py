@@ -35,7 +35,7 @@ from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.config import with_settings
 
 pytestmark = pytest.mark.unit
 
@@ -248,7 +248,7 @@ def test_a_setting_out_of_range_is_refused_with_its_value(
 
 
 def test_exceptions_and_pairs_can_be_given_on_the_command_line() -> None:
-    config = apply_overrides(
+    config = with_settings(
         OptimizerConfig(),
         [
             "per_table=user_id=lazy_adam lr=0.01, towers.item=sgd:lr=1",
@@ -260,9 +260,9 @@ def test_exceptions_and_pairs_can_be_given_on_the_command_line() -> None:
     assert (config.betas, config.clip_norm) == ((0.8, 0.99), 5.0)
     with pytest.raises(
         ValueError,
-        match=r"^--set per_table=user_id=adm: per_table: 'user_id=adm': the optimizer 'adm' must be",
+        match=r"per_table: 'user_id=adm': the optimizer 'adm' must be",
     ):
-        apply_overrides(OptimizerConfig(), ["per_table=user_id=adm"])
+        with_settings(OptimizerConfig(), ["per_table=user_id=adm"])
 
 
 TABLE = small_model(META).towers["item"].tables[0]

@@ -8,7 +8,7 @@ from typing import Any
 from tests.contracts import leave_group, run_ranks
 from tests.distributed.shared_memory.conftest import needs_library
 from torchrec_ext.distributed.runtime import Runtime
-from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.config import with_settings
 from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 
@@ -29,7 +29,7 @@ def run_twice(runtime: Runtime, root: Path) -> None:
         leave_group(runtime, groups=2), ("gloo", "shared_memory"), strict=True
     ):
         os.environ["MASTER_PORT"] = str(port)
-        job = apply_overrides(
+        job = with_settings(
             load_recipe("two_tower"), [*SETTINGS, f"collectives={collectives}"]
         )
         run_training(job, root / collectives)

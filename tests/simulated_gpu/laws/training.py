@@ -30,12 +30,10 @@ def train(
     recipe: str, folder: Path, *settings: str, flags: tuple[str, ...] = ()
 ) -> list[float]:
     """Trains a recipe, and returns the losses of its records."""
-    words = [
-        f"--set={setting}" for setting in (*QUICK, *SIZES.get(recipe, ()), *settings)
-    ]
+    words = [f"--{setting}" for setting in (*QUICK, *SIZES.get(recipe, ()), *settings)]
     try:
         code = train_app.main(
-            ["--recipe", recipe, "--run-dir", str(folder), *words, *flags]
+            ["--recipe", recipe, "--run_dir", str(folder), *words, *flags]
         )
     finally:
         if dist.is_initialized():  # an error of a run must not fail the next one

@@ -228,7 +228,7 @@ def test_a_run_stopped_inside_an_evaluation_is_saved_on_every_rank_and_evaluates
     for whole, cut, again in ranks:
         assert (
             cut["message"]
-            == "stopped by a signal in the evaluation after epoch 2, which is saved; go on with --resume auto"
+            == "stopped by a signal in the evaluation after epoch 2, which is saved; go on with the same --run_dir"
         )
         assert cut["evaluations"] + again["evaluations"] == whole["evaluations"] + 1
         assert again["history"] == whole["history"]

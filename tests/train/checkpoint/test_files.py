@@ -451,7 +451,7 @@ def test_a_file_system_without_locks_is_told_as_that(
     monkeypatch.setattr(sealed.fcntl, "flock", refuse)
     with pytest.raises(
         CheckpointError,
-        match=r"cannot be locked \(No locks available\): .*its file system offers none.*--run-dir",
+        match=r"cannot be locked \(No locks available\): .*its file system offers none.*--run_dir",
     ):
         Checkpointer(str(tmp_path), HERE)
 
@@ -460,7 +460,7 @@ def test_two_jobs_do_not_write_one_folder(tmp_path: Path) -> None:
     first = Checkpointer(str(tmp_path), HERE)
     with pytest.raises(
         CheckpointError,
-        match=rf"is being written by process {os.getpid()} on .*--run-dir",
+        match=rf"is being written by process {os.getpid()} on .*--run_dir",
     ):
         Checkpointer(str(tmp_path), HERE)
     first.close()

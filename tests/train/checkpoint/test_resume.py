@@ -201,7 +201,7 @@ def test_stopped_and_resumed_equals_never_stopped_bit_for_bit(
     said = [part["message"] for part in parts]
     assert (
         said[0]
-        == "stopped by a signal after step 2 of epoch 1, which is saved; go on with --resume auto"
+        == "stopped by a signal after step 2 of epoch 1, which is saved; go on with the same --run_dir"
     )
     assert all(said[:-1])
     assert not said[-1]

@@ -92,14 +92,14 @@ def test_a_folder_that_cannot_be_made_is_named_with_the_flag(tmp_path: Path) -> 
         RunFolder(file / "run", {})
     assert (
         str(error.value)
-        == f"run folder '{file / 'run'}' cannot be written: Not a directory; choose another with --run-dir"
+        == f"run folder '{file / 'run'}' cannot be written: Not a directory; choose another with --run_dir"
     )
 
 
 def test_a_folder_with_another_run_is_left_alone(tmp_path: Path) -> None:
     RunFolder(tmp_path, {"first": True}).close()
     with pytest.raises(
-        RunFolderError, match=f"run folder '{tmp_path}' holds another run .*--run-dir"
+        RunFolderError, match=f"run folder '{tmp_path}' holds another run .*--run_dir"
     ):
         RunFolder(tmp_path, {"second": True})
     assert json.loads((tmp_path / "config.json").read_text()) == {"first": True}

@@ -440,7 +440,7 @@ def load_streamed(
             place = str(places[0])
         raise DatasetUnavailable(
             f"data.name={config.name}: there is no such folder, {place}; write one from your log by `torchx run "
-            f"rec.data.preprocess --recipe ... --out {places[-1]}`, or use generated rows: data.name={PLANTED}"
+            f"rec.data.preprocess --recipe ... -- --out {places[-1]}`, or use generated rows: data.name={PLANTED}"
         )
     return _open(found, config, labels)
 

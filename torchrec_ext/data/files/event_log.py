@@ -115,7 +115,7 @@ class EventLog:
         self._left_out: set[str] = set()
         if not columns.folder or not self.folder.is_dir():
             raise DataError(
-                f"--log {columns.folder}: no such folder; name the folder in which the log's files lie"
+                f"data.folder={columns.folder}: no such folder; name the folder in which the log's files lie"
             )
 
     def read(self, most: int) -> Events:

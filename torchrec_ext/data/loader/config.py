@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 from torchrec_ext.data.negatives.registry import NEGATIVES
 from torchrec_ext.schema.validation import DataError, check_choice, check_least, listed
 
-# At run time the choices of --set loader.sampling; mypy takes no computed Literal.
+# At run time the choices of --loader.sampling; mypy takes no computed Literal.
 if TYPE_CHECKING:
     Sampling: TypeAlias = str
 else:

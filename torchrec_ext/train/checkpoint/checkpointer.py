@@ -258,7 +258,7 @@ class Checkpointer:
     def _no_space(self, path: str, needed_bytes: int, free: int) -> str:
         return (
             f"no space left for checkpoint '{path}': it needs {size_text(needed_bytes)}, {size_text(free)} are free; "
-            "make room, lower checkpoint.keep, or choose another --run-dir, and go on with --resume auto"
+            "make room, lower checkpoint.keep, or choose another --run_dir, and go on with the same --run_dir"
         )
 
     def _explain_failure(

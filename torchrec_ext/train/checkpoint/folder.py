@@ -390,8 +390,8 @@ class CheckpointFolder:
                 "lock",
                 CheckpointError,
                 shown=f"checkpoint folder '{self.root}'",
-                busy="stop that job, or give this one another --run-dir",
-                otherwise="choose another --run-dir",
+                busy="stop that job, or give this one another --run_dir",
+                otherwise="choose another --run_dir",
             )
             self._lock.truncate(0)
             self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")

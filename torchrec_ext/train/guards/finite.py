@@ -44,7 +44,7 @@ class RunStoppedError(ValueError):
         """Returns the error of a run that ended at ``place``, such as ``after step 3 of epoch 1``."""
         outcome = "; nothing was saved, since the run has no checkpoints"
         if saved:
-            outcome = ", which is saved; go on with --resume auto"
+            outcome = ", which is saved; go on with the same --run_dir"
         return cls(f"stopped by a signal {place}{outcome}")
 
 

@@ -244,8 +244,8 @@ class Watchdog:
         else:
             line += waits
         self._end(
-            f"{line}; the stacks of its threads are in {self._path}; go on with --resume auto, and raise train.hang_s "
-            "if a step may take as long"
+            f"{line}; the stacks of its threads are in {self._path}; go on with the same --run_dir, and raise "
+            "train.hang_s if a step may take as long"
         )
 
 

@@ -378,11 +378,11 @@ class RunFolder:
             )
         except FileExistsError:
             raise RunFolderError(
-                f"run folder '{path}' holds another run or is a file; choose another with --run-dir, or remove it"
+                f"run folder '{path}' holds another run or is a file; choose another with --run_dir, or remove it"
             ) from None
         except OSError as error:
             raise RunFolderError(
-                f"run folder '{path}' cannot be written: {error.strerror or error}; choose another with --run-dir"
+                f"run folder '{path}' cannot be written: {error.strerror or error}; choose another with --run_dir"
             ) from None
         self._events = event_writer(str(path / "tensorboard"))
 

@@ -1,0 +1,376 @@
+"""Recipes and settings: what a user types becomes a typed Job, or an error in one line."""
+
+import enum
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+
+from torchx_apps import recipes, train
+from torchx_apps.config import (
+    RunOptions,
+    as_toml,
+    changed,
+    keys_of,
+    parse_job,
+    read_settings,
+    with_settings,
+)
+from torchx_apps.recipes.by_name import list_recipes, load_recipe
+
+if TYPE_CHECKING:
+    from somewhere import OnlyForTypeCheckers  # type: ignore[import-not-found]
+
+pytestmark = pytest.mark.unit
+
+
+class Sync(enum.Enum):
+    EVERY_STEP = "every_step"
+    LOCAL_SGD = "local_sgd"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Two keys that are checked together.
+
+    Attributes:
+        low: first step.
+    """
+
+    low: int = 0
+    high: int = 10
+
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise ValueError(
+                f"low is {self.low} and high is {self.high}; low must not exceed high"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loader:
+    batch_size: int = 1024
+    rate: float = 0.1
+    shuffle: bool = True
+    limit: int | None = None
+    path: str | None = None
+    layers: tuple[int, ...] = (8,)
+    betas: tuple[float, float] = (0.9, 0.99)
+    kind: Literal["planted", "checkerboard"] = "planted"
+    sync: Sync = Sync.EVERY_STEP
+    folder: Path = Path()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unreadable:
+    seed: int = 0
+    other: "OnlyForTypeCheckers | None" = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Root:
+    name: str = "root"
+    loader: Loader = field(default_factory=Loader)
+    window: Window = field(default_factory=Window)
+    seed: int = 0
+
+
+@pytest.mark.parametrize(
+    ("item", "value"),
+    [
+        ("batch_size=4096", 4096),
+        ("batch_size=1_000", 1000),
+        ("batch_size=1e3", 1000),
+        ("rate=1e-2", 0.01),
+        ("shuffle=False", False),
+        ("shuffle=on", True),
+        ("limit=5", 5),
+        ("limit=none", None),
+        ("path=s3://bucket/a=b,c", "s3://bucket/a=b,c"),
+        ("path=null", None),
+        ("layers=64,32", (64, 32)),
+        ("layers=(64, 32,)", (64, 32)),
+        ("layers=", ()),
+        ("betas=0.8,0.9", (0.8, 0.9)),
+        ("kind=checkerboard", "checkerboard"),
+        ("sync=local_sgd", Sync.LOCAL_SGD),
+        ("folder=a/b", Path("a/b")),
+    ],
+)
+def test_a_value_takes_the_type_of_its_key(item: str, value: object) -> None:
+    result = getattr(
+        with_settings(Root(), [f"loader.{item}"]).loader, item.partition("=")[0]
+    )
+    assert result == value
+    assert type(result) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--loader.batch_size", "many"],
+            "'many' is not an int; write for example 4096",
+        ),
+        (["--loader.batch_size", "1.5"], "'1.5' is not an int"),
+        (["--loader.batch_size", "1e-3"], "'1e-3' is not an int"),
+        (["--loader.batch_size", "1e999"], "'1e999' is not an int"),
+        (["--loader.rate", "fast"], "'fast'"),
+        (["--loader.shuffle", "maybe"], "'maybe' is neither true nor false"),
+        (["--loader.layers", "64,b"], "'b' is not an int"),
+        (["--loader.betas", "0.9"], "--loader.betas"),
+        (["--loader.kind", "plnted"], "'plnted'"),
+        (["--loader.batchsize", "1"], "did you mean --loader.batch_size?"),
+        (["--batch_size", "1"], "did you mean --loader.batch_size?"),
+        (["--zzz", "1"], "--zzz"),
+        (["seed"], "seed"),
+        (["--window.low", "11"], "low is 11 and high is 10; low must not exceed high"),
+    ],
+)
+def test_a_wrong_word_is_told_in_one_line(words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        changed(Root(), words)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_type_that_only_type_checkers_import_is_told() -> None:
+    with pytest.raises(ValueError, match="'OnlyForTypeCheckers' is not defined"):
+        changed(Unreadable(), ["--seed", "1"])
+
+
+def test_a_dataclass_sees_all_changes_at_once() -> None:
+    words = ["--window.low", "20", "--window.high", "30"]
+    assert changed(Root(), words).window == Window(low=20, high=30)
+    assert Root().window == Window()
+
+
+def test_set_of_earlier_releases_is_rewritten_with_a_note(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--set", "seed=1", "--set=loader.layers=64,32", "--set", "seed=2"]
+    result = changed(Root(), words)
+    assert (result.seed, result.loader.layers) == (2, (64, 32))
+    assert "--seed 2 --loader.layers 64 32" in capsys.readouterr().err
+    for item in ("seed", "=1"):
+        with pytest.raises(ValueError, match="write key=value"):
+            with_settings(Root(), [item])
+
+
+needs_toml = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="Python 3.10 reads no TOML"
+)
+SETTINGS = """
+export = "never"
+pretrained = ["item_id=a,b.parquet", "user_id=als"]
+[train]
+epochs = 7
+[train.early_stop]
+metric = "auc"
+[model]
+tower_widths = [16, 8]
+[optimizer]
+dense_lr = 2e-3
+"""
+
+
+def parsed(*words: str) -> tuple[RunOptions, Any]:
+    return parse_job(RunOptions(), "torchx_apps.train", words, load_recipe)
+
+
+@needs_toml
+def test_flags_come_after_a_file_of_settings_whose_lists_keep_their_entries(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(SETTINGS)
+    _, job = parsed("--train.epochs", "3", "--settings", str(file))
+    assert (job.export, job.train.epochs) == ("never", 3)
+    assert (job.model.tower_widths, job.optimizer.dense_lr) == ((16, 8), 2e-3)
+    assert job.pretrained == ("item_id=a,b.parquet", "user_id=als")
+
+
+@needs_toml
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
+def test_a_dry_run_is_a_file_of_settings_that_gives_the_same_job(
+    recipe: str, tmp_path: Path
+) -> None:
+    _, job = parsed("--recipe", recipe, "--train.epochs", "3", "--loader.seed", "5")
+    file = tmp_path / "run.toml"
+    file.write_text(as_toml(job))
+    assert parsed("--recipe", recipe, "--settings", str(file))[1] == job
+
+
+@needs_toml
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[train]\nepoch = 3", "did you mean --train.epochs"),
+        ("[train]\nepochs = 'many'", "'many' is not an int"),
+        ("train = 3", "--train, 3"),
+        (
+            "[train]\nepochs = 2020-01-01",
+            "train.epochs = 2020-01-01: write a text, a number, true, false or a list",
+        ),
+        ("[train\n", "Expected ']' at the end of a table declaration (at line 1"),
+    ],
+)
+def test_a_mistake_in_a_file_of_settings_names_the_file(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        parsed("--settings", str(file))
+    assert str(raised.value).startswith(f"--settings {file}: ")
+
+
+def test_a_missing_file_of_settings_is_told() -> None:
+    message = (
+        "cannot be read: No such file"
+        if sys.version_info >= (3, 11)
+        else "Python 3.10 reads no TOML"
+    )
+    with pytest.raises(ValueError, match=f"--settings nowhere.toml: {message}"):
+        read_settings("nowhere.toml")
+
+
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
+def test_the_help_of_a_recipe_has_every_key(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parsed("--recipe", recipe, "--help")
+    assert not ended.value.code
+    shown = capsys.readouterr().out
+    keys = [path for path, _ in keys_of(load_recipe(recipe))]
+    assert [key for key in keys if f"--{key} " not in shown] == []
+    assert max(map(len, list_recipes().splitlines())) <= 80
+
+
+def test_built_in_recipes_are_listed_with_what_they_are() -> None:
+    assert re.search(r"^two_tower +\w", list_recipes(), re.MULTILINE)
+    assert load_recipe("two_tower").name == "two_tower"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    neighbour = "from torchx_apps.recipes import two_tower\n"
+    recipe = "from neighbour import two_tower\ndef job():\n    return two_tower()\ndef number():\n    return 3\n"
+    (tmp_path / "neighbour.py").write_text(neighbour)
+    (tmp_path / "my_recipe.py").write_text(recipe)
+    (tmp_path / "my_broken.py").write_text("import not_installed_anywhere\n")
+    (tmp_path / "my_typo.py").write_text("import os\ndef job(:\n    return 3\n")
+    (tmp_path / "my_script.py").write_text(
+        "import sys\ndef job(path):\n    return 3\ndef stop():\n    sys.exit(0)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    for name in ("neighbour", "my_recipe", "_recipe_my_recipe"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "spec", ["my_recipe.py:job", "my_recipe:job", "{folder}/my_recipe.py:job"]
+)
+def test_a_recipe_of_the_users_own(spec: str, folder: Path) -> None:
+    assert load_recipe(spec.format(folder=folder)).name == "two_tower"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("two_towr", "there is no such recipe; did you mean 'two_tower'? Built in: "),
+        (
+            "zzz",
+            "there is no such recipe; write a built-in name, my_recipe.py:job or my.module:job. Built in: ",
+        ),
+        ("missing.py:job", "there is no file missing.py in "),
+        ("missing.module:job", "there is no module missing; install it"),
+        (
+            "my_recipe.py:jb",
+            "there is no function 'jb'; did you mean 'job'? Functions there: job, number",
+        ),
+        ("my_recipe.py:number", "it returned 3; a recipe returns one Job"),
+        (
+            "my_typo.py:job",
+            "{folder}/my_typo.py, line 2: invalid syntax: def job(:; correct the file",
+        ),
+        (
+            "my_script.py:job",
+            "it needs the argument 'path', and is called without any; give it a default",
+        ),
+        (
+            "my_script.py:stop",
+            "it ends the program with exit(0); a recipe returns one Job",
+        ),
+    ],
+)
+def test_a_wrong_recipe_is_told(spec: str, message: str, folder: Path) -> None:
+    pattern = re.escape(f"--recipe {spec}: {message}").replace(
+        re.escape("{folder}/"), ".*"
+    )
+    with pytest.raises(ValueError, match=pattern):
+        load_recipe(spec)
+
+
+def test_a_recipe_that_misses_an_import_keeps_its_own_error(folder: Path) -> None:
+    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        load_recipe("my_broken:job")
+
+
+def test_flags_have_dashes_or_underscores() -> None:
+    for flag in ("--run_dir", "--run-dir"):
+        options, job = parsed(flag, "runs", "--train.early_stop.patience=2")
+        assert (options.run_dir, job.train.early_stop.patience) == (Path("runs"), 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--bogus"], "Unrecognized options: --bogus"),
+        (["--loader.batch_siz", "1"], "Unrecognized options: --loader.batch_siz, 1;"),
+        (["--recipe", "two_towr"], "--recipe two_towr: there is no such recipe"),
+        (
+            ["--run_dir", "runs\udcff"],
+            r"'runs\udcff' is not UTF-8; choose another name",
+        ),
+        (
+            ["--id_dropout", "item_id"],
+            "id_dropout: 'item_id' must be a feature and a share of",
+        ),
+        (["--resume", "auto"], "--resume auto: leave it out"),
+    ],
+)
+def test_a_wrong_flag_ends_in_one_line_and_no_traceback(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(flags) == 1
+    output = capsys.readouterr()
+    assert output.err.startswith(message)
+    assert output.err.count("\n") == 1
+    assert output.out == ""
+
+
+def test_a_dry_run_prints_the_changed_recipe(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train.main(["--dry-run", "--loader.batch_size", "7"]) == 0
+    assert "\nloader.batch_size = 7\n" in capsys.readouterr().out
+
+
+@pytest.mark.launch
+def test_a_list_may_be_cut_by_head() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = "import sys; from torchx_apps.process import say_once; sys.exit(say_once('a list'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,563 @@
+"""The settings of a job: a recipe's dataclass, changed by a TOML file and the command line (tyro). Imports no torch.
+
+A recipe is a function that returns a frozen dataclass; every field is a flag, ``--train.epochs 5``. Values are checked
+by the dataclasses themselves, in ``__post_init__``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import io
+import json
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from torchrec_ext.schema.validation import did_you_mean
+
+if typing.TYPE_CHECKING:
+    from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+ConfigT = TypeVar("ConfigT")
+OptionsT = TypeVar("OptionsT")
+
+# Parts of a tuple: a command line gives several words, numbers also with commas.
+_ITEMS = (str, int, float, Path)
+_NO = ("false", "no", "off", "0")
+_YES = ("true", "yes", "on", "1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions:
+    """Flags of every app with a recipe.
+
+    Args:
+        recipe: a built-in name, my_recipe.py:job or my.module:job.
+        settings: a TOML file of settings; flags come after it.
+        dry_run: print all settings as such a file, and exit.
+        list_recipes: print the built-in recipes, and exit.
+    """
+
+    recipe: str = "two_tower"
+    settings: Path | None = None
+    dry_run: bool = False
+    list_recipes: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(RecipeOptions):
+    """Flags of an app that trains.
+
+    Args:
+        run_dir: folder for checkpoints, metrics and plan; a run that is there goes on from its last good checkpoint.
+        resume: another run of the recipe, or a checkpoint of it, to go on from in run_dir.
+    """
+
+    run_dir: Path | None = None
+    resume: str | None = None
+
+    def __post_init__(self) -> None:
+        # JSON, protobuf and manifests need the path as UTF-8.
+        if self.run_dir is not None and not _is_utf8(str(self.run_dir)):
+            raise ValueError(f"{str(self.run_dir)!a} is not UTF-8; choose another name")
+        if self.resume == "auto":
+            raise ValueError(
+                "--resume auto: leave it out; a run goes on by itself in its folder, --run_dir PATH"
+            )
+
+
+def parse_options(kind: type[OptionsT], prog: str, words: Sequence[str]) -> OptionsT:
+    """Returns an app's options as the command line gives them.
+
+    Args:
+        kind: frozen dataclass of the options.
+        prog: name of the app's module.
+        words: the command line.
+
+    Raises:
+        ValueError: a word is wrong; the message is one line.
+    """
+    flags = _flags(kind, "FlagCreatePairsOff")
+    return typing.cast(OptionsT, _cli(flags, prog, words))
+
+
+def parse_known_options(
+    kind: type[OptionsT], prog: str, words: Sequence[str]
+) -> tuple[OptionsT, list[str]]:
+    """Returns an app's options, and the words of the command line that are none of them."""
+    flags = _flags(kind, "FlagCreatePairsOff")
+    options, rest = _cli(flags, prog, words, return_unknown_args=True)
+    return options, rest
+
+
+def parse_job(
+    options: OptionsT,
+    prog: str,
+    words: Sequence[str],
+    load: Callable[[str], Any],
+) -> tuple[OptionsT, Any]:
+    """Returns an app's options and the job of its recipe, both as the command line gives them.
+
+    Args:
+        options: the defaults, :class:`RecipeOptions` or a dataclass that extends it.
+        prog: name of the app's module.
+        words: the command line.
+        load: returns the job of a recipe by its name.
+
+    Raises:
+        ValueError: a word, the file of settings or a value is wrong; the message is one line.
+    """
+    words = list(words)
+    job = load(recipe_of(words) or getattr(options, "recipe", ""))
+    file = _value_of(words, "settings")
+    if file:
+        job = changed(job, read_settings(file), f"--settings {file}: ")
+    words = _without_set(job, words)
+    # Both in one parser, so that --help, unknown words and completion know both.
+    fields: list[tuple[str, Any]] = [
+        ("options", _flags(type(options), "FlagCreatePairsOff", name="")),
+        ("job", _flags(type(job), "FlagConversionOff", name="")),
+    ]
+    both = dataclasses.make_dataclass("Command", fields, frozen=True)
+    parsed: Any = _cli(both, prog, words, default=both(options, job))
+    return parsed.options, parsed.job
+
+
+def changed(config: ConfigT, words: Sequence[str], place: str = "") -> ConfigT:
+    """Returns a copy of a config with the changes of a command line, such as ``["--train.epochs", "5"]``.
+
+    All changes to one dataclass are made at once, so that its checks see the result and no state in between.
+
+    Args:
+        config: a frozen dataclass, whose groups are dataclasses again.
+        words: the command line.
+        place: where the words are from, for messages.
+
+    Raises:
+        ValueError: a key is unknown, or a value is wrong.
+
+    Example:
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class Loader:
+        ...     batch_size: int = 1024
+        ...     shuffle: bool = True
+        >>> changed(Loader(), ["--batch_size", "4e3", "--shuffle", "off"])
+        Loader(batch_size=4000, shuffle=False)
+        >>> changed(Loader(), ["--batch_siz", "4096"])
+        Traceback (most recent call last):
+        ...
+        ValueError: Unrecognized options: --batch_siz, 4096; did you mean --batch_size?
+    """
+    words = _without_set(config, words)
+    if not words:
+        return config
+    try:
+        flags = _flags(type(config), "FlagConversionOff")
+        return typing.cast(ConfigT, _cli(flags, "settings", words, default=config))
+    except ValueError as error:
+        raise ValueError(f"{place}{error}") from None
+
+
+def with_settings(config: ConfigT, changes: Iterable[str]) -> ConfigT:
+    """Returns a copy of a config with ``key=value`` changes; see :func:`changed`.
+
+    Example:
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class Model:
+        ...     widths: tuple[int, ...] = ()
+        >>> with_settings(Model(), ["widths=64,32"])
+        Model(widths=(64, 32))
+    """
+    return changed(config, as_words(config, changes))
+
+
+def read_settings(file: str) -> list[str]:
+    """Returns the settings of a TOML file as words of a command line; a list is several words.
+
+    Raises:
+        ValueError: the file cannot be read, is no TOML, or a value is neither text, a number, true, false nor a list.
+    """
+    try:
+        tomllib: Any = importlib.import_module("tomllib")
+    except ModuleNotFoundError:
+        raise ValueError(
+            f"--settings {file}: Python 3.10 reads no TOML; use Python 3.11, or flags such as --train.epochs 5"
+        ) from None
+    try:
+        with open(file, "rb") as stream:
+            return list(_flat(tomllib.load(stream), ""))
+    except OSError as error:
+        raise ValueError(
+            f"--settings {file}: cannot be read: {error.strerror}; check the path"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"--settings {file}: {error}") from None
+
+
+def keys_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields path and value of every key of a config that a command line can set."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if is_group(value):
+            yield from keys_of(value, f"{prefix}{field.name}.")
+        elif field.init and not callable(value):
+            yield f"{prefix}{field.name}", value
+
+
+def as_toml(config: Any) -> str:
+    """Returns a config as the text of a file of settings; what TOML has no word for, None, is a comment.
+
+    Example:
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class Model:
+        ...     widths: tuple[int, ...] = (64, 32)
+        ...     device: str | None = None
+        >>> print(as_toml(Model()))
+        widths = [64, 32]
+        # device = None
+    """
+    lines = []
+    for path, value in keys_of(config):
+        if value is None:
+            lines.append(f"# {path} = None")
+        else:
+            lines.append(f"{path} = {json.dumps(value, default=str)}")
+    return "\n".join(lines)
+
+
+def recipe_of(words: Sequence[str]) -> str:
+    """Returns the recipe that a command line names; empty if it names none."""
+    return _value_of(words, "recipe")
+
+
+def merged(words: Sequence[str], flag: str) -> list[str]:
+    """Returns a command line in which a flag that takes several words is given once, with the words of all.
+
+    Example:
+        >>> merged(["--vary", "a=1", "--list", "--vary=b=2", "c=3"], "--vary")
+        ['--list', '--vary', 'a=1', 'b=2', 'c=3']
+    """
+    rest = []
+    values = []
+    taking = False
+    for word in words:
+        name, equals, text = word.partition("=")
+        if word.startswith("--"):
+            taking = name == flag
+            if not taking:
+                rest.append(word)
+            elif equals:
+                values.append(text)
+        else:
+            (values if taking else rest).append(word)
+    return [*rest, flag, *values] if values else rest
+
+
+def refuse_mistakes(main: str, words: Sequence[str]) -> None:
+    """Ends a launcher with one line if a command line of an app has a mistake, before any rank starts.
+
+    A user's own recipe may import torch, and is left to the ranks; so is a file of settings that is not here.
+
+    Args:
+        main: the app's module, which has ``parse(words)``.
+        words: the command line.
+    """
+    file = _value_of(words, "settings")
+    if ":" in recipe_of(words) or (file and not Path(file).exists()):
+        return
+    try:
+        importlib.import_module(main).parse(words)
+    except ValueError as error:
+        sys.exit(str(error))
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Asks whether the nearest of some names was meant; empty if none is near.
+
+    Example:
+        >>> nearest("two_towr", ["two_tower", "ncf"]), nearest("bert", ["two_tower", "ncf"])
+        ("; did you mean 'two_tower'?", '')
+    """
+    hint = did_you_mean(name, names, "", cutoff=0.5)
+    return f"; {hint}" if hint else ""
+
+
+def field_hint(config: object, name: str) -> Any:
+    """Returns the type of one field, without evaluating the others: they may need imports of type checkers."""
+    for owner in type(config).__mro__:
+        hint = vars(owner).get("__annotations__", {}).get(name)
+        if hint is not None:
+            holder = types.SimpleNamespace(__annotations__={name: hint})
+            scope = {**vars(sys.modules[owner.__module__]), owner.__name__: owner}
+            return typing.get_type_hints(holder, globalns=scope)[name]
+    return Any
+
+
+def is_group(value: object) -> bool:
+    """Whether a value is itself a config with keys."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _flags(kind: type, marker: str, name: str | None = None) -> Any:
+    """Returns a dataclass with what tyro needs to know of its flags."""
+    import tyro
+
+    markers = [getattr(tyro.conf, marker), tyro.conf.AvoidSubcommands]
+    # Functions of a recipe are no flags.
+    markers += [tyro.conf.SuppressFixed, tyro.conf.EnumChoicesFromValues]
+    if name is not None:
+        markers.append(tyro.conf.arg(name=name))
+    return Annotated.__class_getitem__((kind, *markers))  # type: ignore[attr-defined]
+
+
+def _cli(kind: Any, prog: str, words: Sequence[str], **more: Any) -> Any:
+    import tyro
+
+    # A message must be one line, whatever the terminal's width.
+    only_tells = not {"-h", "--help"}.isdisjoint(words)
+    width = contextlib.nullcontext() if only_tells else _columns("100000")
+    told = io.StringIO()
+    try:
+        with width, contextlib.redirect_stderr(told):
+            return tyro.cli(
+                kind,
+                args=list(words),
+                prog=f"python -m {prog}",
+                use_underscores=True,
+                registry=_registry(),
+                **more,
+            )
+    except SystemExit as end:
+        if not end.code:
+            raise
+    except NameError as error:
+        raise ValueError(
+            f"the type of a setting cannot be read: {error}; import it outside of TYPE_CHECKING"
+        ) from None
+    raise ValueError(_message(told.getvalue()))
+
+
+@contextlib.contextmanager
+def _columns(number: str) -> Iterator[None]:
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = number
+    try:
+        yield
+    finally:
+        os.environ.pop("COLUMNS")
+        if before is not None:
+            os.environ["COLUMNS"] = before
+
+
+def _message(box: str) -> str:
+    """Returns tyro's message, which has a frame and a help, as one line."""
+    parts: list[list[str]] = [[]]
+    # The first line is the title. Parts have a line between them, of dashes in a terminal
+    # without Unicode.
+    for line in box.splitlines()[1:]:
+        text = line.strip("│ ")
+        if not text.strip("╰╯─-"):
+            parts.append([])
+        else:
+            parts[-1].append(text)
+    parts = [part for part in parts if part]
+    # job is the name that this parser gives to the recipe's dataclass.
+    message = " ".join(parts[0]).removeprefix("Error parsing ").removeprefix("job.")
+    flags = []
+    for line in parts[1] if len(parts) > 1 else []:
+        if line.startswith("--"):
+            flags.append(line.split()[0])
+    if not flags or not message.startswith("Unrecognized"):
+        return message
+    return f"{message}; did you mean {' or '.join(flags[:3])}?"
+
+
+def _registry() -> Any:
+    """Returns how words become values where tyro's own way is not ours: 4e3 rows, on and off, 64,32."""
+    import tyro
+
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        spec: Any = tyro.constructors.PrimitiveConstructorSpec
+        if info.type is bool:
+            return spec(  # type: ignore[no-any-return]
+                nargs=1,
+                metavar="true|false",
+                instance_from_str=lambda words: _bool(words[0]),
+                is_instance=lambda value: isinstance(value, bool),
+                str_from_instance=lambda value: [str(value).lower()],
+            )
+        if info.type is int:
+            return spec(  # type: ignore[no-any-return]
+                nargs=1,
+                metavar="INT",
+                instance_from_str=lambda words: _int(words[0]),
+                is_instance=lambda value: type(value) is int,
+                str_from_instance=lambda value: [str(value)],
+            )
+        item, *rest = typing.get_args(info.type) or (None,)
+        if typing.get_origin(info.type) is tuple and rest == [...] and item in _ITEMS:
+            return spec(  # type: ignore[no-any-return]
+                nargs="*",
+                metavar=f"{getattr(item, '__name__', 'item').upper()} ...",
+                instance_from_str=lambda words: _several(words, item),
+                is_instance=lambda value: isinstance(value, tuple),
+                str_from_instance=lambda value: [str(each) for each in value],
+            )
+        return None
+
+    return registry
+
+
+def _bool(word: str) -> bool:
+    if word.lower() not in (*_YES, *_NO):
+        raise ValueError(f"{word!r} is neither true nor false")
+    return word.lower() in _YES
+
+
+def _int(word: str) -> int:
+    try:
+        number = float(word)
+        # int() takes no 4e3.
+        return int(number) if "e" in word.lower() and number % 1 == 0 else int(word)
+    except (ValueError, OverflowError):
+        raise ValueError(
+            f"{word!r} is not an int; write for example 4096 or 4e3"
+        ) from None
+
+
+def _several(words: Sequence[str], item: Any) -> tuple[Any, ...]:
+    # A text may have commas of its own.
+    pieces = [*words] if item in (str, Path) else ",".join(words).split(",")
+    kind = _int if item is int else item
+    return tuple(kind(piece) for piece in pieces if piece)
+
+
+def _value_of(words: Sequence[str], flag: str) -> str:
+    """Returns the last value of a flag in a command line; empty if there is none."""
+    value = ""
+    for word, following in zip(words, [*words, ""][1:], strict=True):
+        name, equals, text = word.partition("=")
+        if name == f"--{flag}":
+            value = text if equals else following
+    return value
+
+
+def _without_set(job: Any, words: Sequence[str]) -> list[str]:
+    """Rewrites ``--set a.b=c``, the form of earlier releases, to ``--a.b c``."""
+    rest = list(words)
+    kept = []
+    changes = []
+    while rest:
+        word = rest.pop(0)
+        if word == "--set" and rest:
+            changes.append(rest.pop(0))
+        elif word.startswith("--set="):
+            changes.append(word.removeprefix("--set="))
+        else:
+            kept.append(word)
+    if not changes:
+        return kept
+    rewritten = as_words(job, changes)
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            f"note: --set is going away; write {' '.join(rewritten)}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return [*kept, *rewritten]
+
+
+def as_words(config: Any, changes: Iterable[str]) -> list[str]:
+    """Rewrites ``key=value`` changes to words of a command line; of two changes to one key the later stays."""
+    words: dict[str, list[str]] = {}
+    for change in changes:
+        key, equals, text = change.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise ValueError(
+                f"{change!r}: write key=value, such as loader.batch_size=4096"
+            )
+        path, _, name = key.rpartition(".")
+        group = _at(config, path)
+        value = getattr(group, name, None)
+        if is_group(group) and not hasattr(group, name):
+            # ids.item_id=dynamic,... names a column, which is the user's.
+            for field in dataclasses.fields(group):
+                if field.metadata.get("open"):
+                    flag = f"--{path}.{field.name}".replace("--.", "--")
+                    items = words.setdefault(flag, [*getattr(group, field.name)])
+                    same = [item for item in items if item.startswith(f"{name}=")]
+                    for item in same:
+                        items.remove(item)
+                    items.append(f"{name}={text}")
+                    break
+            else:
+                words[f"--{key}"] = [text]
+        elif isinstance(value, tuple):
+            inside = text.strip().strip("()[]").strip().rstrip(",")
+            items = [item.strip().strip("'\"") for item in inside.split(",")]
+            words[f"--{key}"] = [item for item in items if item]
+        else:
+            is_none = text.strip().lower() in ("none", "null")
+            if is_none and _takes_none(group, name):
+                text = "None"
+            words[f"--{key}"] = [text.strip()]
+    flat = []
+    for flag, values in words.items():
+        flat += _flag(flag, *values)
+    return flat
+
+
+def _takes_none(group: Any, name: str) -> bool:
+    try:
+        return type(None) in typing.get_args(field_hint(group, name))
+    except NameError:
+        return False
+
+
+def _at(config: Any, path: str) -> Any:
+    """Returns the group at a path; None if there is none."""
+    for name in path.split(".") if path else []:
+        config = getattr(config, name, None)
+    return config
+
+
+def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+            continue
+        texts = []
+        for each in value if isinstance(value, list) else [value]:
+            if not isinstance(each, str | int | float):
+                raise ValueError(
+                    f"{prefix}{key} = {str(value)[:60]}: write a text, a number, true, false or a list of them"
+                )
+            # TOML's true and false, not Python's.
+            texts.append(str(each).lower() if isinstance(each, bool) else str(each))
+        yield from _flag(f"--{prefix}{key}", *texts)
+
+
+def _flag(flag: str, *values: str) -> list[str]:
+    """Returns a flag with its values as words; a value that begins with a dash is part of the flag's own word."""
+    if len(values) == 1 and values[0].startswith("-"):
+        return [f"{flag}={values[0]}"]
+    return [flag, *values]
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
