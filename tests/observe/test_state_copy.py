@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.diagnose.programs import Training, mlp, trained, training
 from torchrec_ext.diagnose import StateCopy, why_slow
-from torchrec_ext.diagnose.experiments.variants import SmallTables
+from torchrec_ext.diagnose.variants import SmallTables
 
 
 def by_parts(made: Training) -> object:

@@ -11,12 +11,11 @@ from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
-from torchrec_ext.distributed.plan.devices import GB as GB
 from torchrec_ext.distributed.plan.tower_plan import TowerPlan, table_shardings
 from torchrec_ext.distributed.row_rule import ROWS_PER_LOOKUP, row_by_row
 from torchrec_ext.distributed.tables import tables_of
 
-MB = 1024**2
+GB, MB = 1024**3, 1024**2
 _HOMES = {
     "fused_uvm": "in host memory",
     "fused_uvm_caching": "in host memory",
