@@ -9,7 +9,7 @@ times; ours is the number whose first verdict is that cause. `healthy`: programs
 with a finding above "small". `seconds`: what a diagnosis takes.
 `planted-traceml` (only where named; it installs TraceML): the same programs and turns under TraceML, and how often its
 verdict is that cause, see `diagnose_traceml.py`.
-`overhead`: what every run measures of its own time, and its page, as a share of the seconds of its steps.
+`overhead`: what every run measures of its own time, as a share of the seconds of its steps.
 `others`, `others-healthy` (with `--studies`, or where named): programs that no rule was written for, see
 `diagnose_others.py`: right first verdicts, and healthy ones with a finding above "small".
 `foreign`: programs that nobody here wrote, see `diagnose_foreign.py`: a verdict each, and what the captured step gains.
@@ -52,7 +52,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from torchrec_ext.diagnose import why_slow
-from torchrec_ext.train.report.progress import RunFacts, Window, run_page
+from torchrec_ext.train.report.progress import Window
 
 LIMIT_S = 240.0  # of one program
 
@@ -385,7 +385,7 @@ def results(
 
 
 def overhead(options: Options) -> Iterator[Row]:
-    """Steps of two ranks, and beside these what counting their waits and writing their page takes."""
+    """Steps of two ranks, and beside these what counting their waits takes."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         words = [
@@ -437,17 +437,14 @@ def overhead(options: Options) -> Iterator[Row]:
         for _ in range(many):
             next(batches)
         end = time.perf_counter()
-        run_page(records, RunFacts(), {})
-        page_s = time.perf_counter() - end
         fetch_s = (2 * middle - start - end) / many
-        shares.append((fetch_s * steps + page_s) / seconds)
+        shares.append(fetch_s * steps / seconds)
     yield row(
         "overhead",
         shares,
         "of the steps' seconds",
         required=0.01,
         fetch_us=fetch_s * 1e6,
-        page_ms=page_s * 1e3,
     )
 
 

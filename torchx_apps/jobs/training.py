@@ -16,7 +16,6 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.distributed.autotune.choose import Decision
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
-from torchrec_ext.distributed.plan.explain import placed_bytes
 from torchrec_ext.distributed.runtime import Runtime, gather_objects, peak_resident
 from torchrec_ext.distributed.tables import tables_of
 from torchrec_ext.schema.validation import listed
@@ -30,7 +29,6 @@ from torchrec_ext.train.loop import train
 from torchrec_ext.train.metrics import EvaluationWatch, watching
 from torchrec_ext.train.report.progress import RunFolder
 from torchrec_ext.train.report.trace import Timeline
-from torchx_apps.cli.command_line import most_used_keys
 from torchx_apps.cli.errors import end_process
 from torchx_apps.jobs import report
 from torchx_apps.jobs.resuming import (
@@ -139,14 +137,7 @@ def run_training(
             folder.write(IDS_FILE, json.dumps(about[MEANING], indent=2))
             print(f"\n{parts.plan_text}\n", flush=True)
             folder.write("plan.txt", parts.plan_text)
-            folder.facts = dataclasses.replace(
-                folder.facts,
-                title=f"{job.name} on {task.name}",
-                plan=placed_bytes(
-                    parts.plan, parts.model, job.sync.table_ranks(runtime.world_size)
-                ),
-                settings={key.path: key.value for key in most_used_keys(job, 20)},
-            )
+            folder.title = f"{job.name} on {task.name}"
         parallel, optimizer = shard_job(parts, runtime)
         if not run.checkpoint:
             _begin_with(parts, task, parallel, optimizer, runtime)

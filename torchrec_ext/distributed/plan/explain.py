@@ -79,26 +79,6 @@ def explain(
     return f"{readable}\nweights on {totals}{towers}{sweeps}"
 
 
-def placed_bytes(
-    plan: ShardingPlan, model: nn.Module, world_size: int
-) -> list[tuple[str, dict[int, float]]]:
-    """Returns each table's name, and the bytes of its weights on each rank.
-
-    Args:
-        plan: sharding plan, as of :func:`explain`.
-        model: module that was planned, sharded since or not.
-        world_size: R, the number of ranks.
-    """
-    tables: list[tuple[str, dict[int, float]]] = []
-    for table, sharding in _planned(plan, model):
-        elements = _elements_per_rank(table, sharding, world_size)
-        by_rank: dict[int, float] = {
-            rank: count * bytes_per_weight(table) for rank, count in elements.items()
-        }
-        tables.append((table.name, by_rank))
-    return tables
-
-
 def _sweeps(plan: ShardingPlan, model: nn.Module, rows: int) -> str:
     """Says how a captured step updates the tables, one id per row and feature assumed."""
     by_row: list[str] = []
