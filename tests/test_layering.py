@@ -75,7 +75,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
         "distributed.runtime",
     },
     "adopt": {"batch", "data.negatives", "distributed", "capture", "observe", "ids"},
-    "diagnose": {"adopt", "observe"},
+    "diagnose": {"adopt", "observe", "drawing"},
     "torchx_apps": BASE
     | {
         "data",

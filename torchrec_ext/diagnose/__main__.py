@@ -21,6 +21,7 @@ import torchrec_ext.needs_torch  # noqa: F401
 from torchrec_ext.diagnose.findings import in_ms
 from torchrec_ext.diagnose.script import Loop, run_script
 from torchrec_ext.diagnose.why import why_slow
+from torchrec_ext.drawing.terminal import print_to_pipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         if options.compare:
-            return compare_reports(*options.compare, options.limit)
+            before, after = options.compare
+            return compare_reports(before, after, options.limit)
         if not options.script:
             raise ValueError(
                 "name a Python script that trains, or --compare BEFORE AFTER"
@@ -106,7 +108,7 @@ def _diagnose(loop: Loop, options: argparse.Namespace) -> None:
     # The file first: a reader such as `head` may close the pipe.
     if options.json:
         options.json.write_text(diagnosis.to_json())
-    print(diagnosis)
+    print_to_pipe(str(diagnosis))
 
 
 def compare_reports(before: Path, after: Path, limit: float) -> int:

@@ -310,6 +310,7 @@ class Change(str, Enum):
 
     EXACT = "the same numbers"
     ROUNDING = "the same but for rounding"
+    DRAWS = "the same law, other random draws"
     OTHER = "other mathematics: measure the quality"
 
 

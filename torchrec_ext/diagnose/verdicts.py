@@ -222,7 +222,7 @@ def loader_waits(facts: Facts) -> Finding | None:
         remedies.append(
             Remedy(
                 name="a worker process waits in place of the step",
-                changes=Change.OTHER,
+                changes=Change.DRAWS,
                 lines=_WORKER,
             )
         )
@@ -280,12 +280,12 @@ def loader_rows(facts: Facts) -> Finding | None:
             evidence.append(
                 f"{share:.0%} of an iteration is at {line.name}: {line.text}"
             )
-    remedies = [Remedy(name=advice, changes=Change.OTHER)]
+    remedies = [Remedy(name=advice, changes=Change.DRAWS)]
     if facts.worker and gain_of(_ratios(facts.worker)).low >= UNDER:
         remedies.append(
             Remedy(
                 name="a worker process makes the batches",
-                changes=Change.OTHER,
+                changes=Change.DRAWS,
                 lines=_WORKER,
             )
         )
@@ -755,7 +755,7 @@ def trials(facts: Facts) -> tuple[Trial, ...]:
             Trial(
                 name="a loader worker",
                 gain=gain_of(_ratios(facts.worker)),
-                changes=Change.OTHER,
+                changes=Change.DRAWS,
                 why=why,
                 lines=_WORKER,
             )
