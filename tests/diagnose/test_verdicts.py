@@ -445,7 +445,7 @@ def test_large_tables_that_no_experiment_looked_at_are_not_called_healthy() -> N
 def test_ranks_that_only_exchange_wait_for_none_of_them() -> None:
     late = Diagnosis(RECORDED["ranks"])
     assert "the other ranks wait for rank 1: its batches take longer" in str(late)
-    assert "docs/hybrid_parallel.md" in str(late)
+    assert "docs/parallel.md" in str(late)
     waits = [
         RankWaits(rank=rank, data_s=1e-4, blocked_s=20e-3, compute_s=5e-3)
         for rank in range(2)

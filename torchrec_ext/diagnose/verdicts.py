@@ -43,7 +43,7 @@ _LEAST_LINE = 0.03  # share of an iteration from which on a line is named
 # sure.
 _LEAST_LINES = 0.1
 _SAMPLED_ITEMS = 1_024  # items to which a softmax over all of them is compared
-_RANKS = "docs/hybrid_parallel.md"  # the page about several ranks
+_RANKS = "docs/parallel.md"  # the page about several ranks
 _ADOPT = (
     "from torchrec_ext.adopt import adopt",
     "step = adopt(model, optimizer, loss)",

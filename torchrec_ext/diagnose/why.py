@@ -309,12 +309,15 @@ def _with_captured(
             for name, value in vars(optimizer).items():
                 if name.endswith("_hooks") and isinstance(value, dict):
                     hooks.append(copy_mapping(value))
+        threads = torch.get_num_threads()
         try:
             turns = compare(captured(), None, _CAPTURED_S)
         except CannotAdopt as error:
             why = described(error)
         finally:
             state.restore()
+            # The copy was made on the threads of the experiments.
+            torch.set_num_threads(threads)
             for put_back in hooks:
                 put_back()
     missing = dict(facts.not_measured)
