@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchrec_ext.diagnose import loop, variants, why
+from torchrec_ext.diagnose import loop, measure, variants, why
 
 
 @pytest.fixture(autouse=True)
@@ -11,5 +11,5 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "TURN_S", 0.0)
     monkeypatch.setattr(variants, "_WORKER_S", 0.2)
     monkeypatch.setattr(why, "LISTEN_S", 0.0)
-    monkeypatch.setattr(why, "SAMPLE_S", 0.2)
+    monkeypatch.setattr(measure, "SAMPLE_S", 0.2)
     monkeypatch.setattr(why, "_CAPTURED_S", 0.1)

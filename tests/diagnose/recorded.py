@@ -51,7 +51,7 @@ TABLE = TableFacts(name="user", rows=12_400_000, dim=1, read=1_024)
 
 RECORDED: dict[str, Facts] = {
     "loader_waits": facts(
-        {**steps(2.3), "data": 10.6, "sleep": 10.07},
+        {**steps(2.3, ready=2.3), "data": 10.6, "sleep": 10.07},
         loader=LoaderFacts(kind="DataLoader", dataset="Slow"),
         ops=100,
         worker=((13.0, 11.5), (13.1, 11.4)),

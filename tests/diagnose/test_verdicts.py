@@ -30,7 +30,8 @@ from torchrec_ext.diagnose.findings import (
     WideOps,
     gain_of,
 )
-from torchrec_ext.diagnose.verdicts import faults, findings, trials
+from torchrec_ext.diagnose.trials import trials
+from torchrec_ext.diagnose.verdicts import faults, findings
 
 pytestmark = pytest.mark.unit
 EVERY = {**RECORDED, **LINES}

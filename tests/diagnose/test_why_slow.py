@@ -17,7 +17,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from tests.diagnose.programs import Clock, mlp, training
 from torchrec_ext.adopt import adopt
-from torchrec_ext.diagnose import Diagnosis, ThreadClock, batches, loop, why, why_slow
+from torchrec_ext.diagnose import (
+    Diagnosis,
+    ThreadClock,
+    batches,
+    loop,
+    measure,
+    why,
+    why_slow,
+)
 from torchrec_ext.observe import samples, user_lines
 from torchrec_ext.observe.clock import busy_elsewhere
 
@@ -27,8 +35,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(why, "ThreadClock", lambda: made)
     monkeypatch.setattr(batches, "thread_time", lambda: made.computed)
+    monkeypatch.setattr(measure, "busy_elsewhere", lambda: lambda: 0.0)
     monkeypatch.setattr(why, "busy_elsewhere", lambda: lambda: 0.0)
-    monkeypatch.setattr(why, "SAMPLE_S", 0.0)  # samples are of the real clock
+    monkeypatch.setattr(measure, "SAMPLE_S", 0.0)  # samples are of the real clock
     return made
 
 
@@ -267,7 +276,7 @@ def test_more_rounds_are_made_where_they_are_spread_far() -> None:
 def test_more_threads_are_not_tried_where_others_want_the_cores(
     busy: float | None, why_not: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(why, "busy_elsewhere", lambda: lambda: busy)
+    monkeypatch.setattr(measure, "busy_elsewhere", lambda: lambda: busy)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
     facts = diagnosed(Costly(clock)).facts
     assert not facts.has("all_threads")
@@ -829,7 +838,7 @@ def stepping(
 
 @pytest.fixture
 def sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(why, "SAMPLE_S", 0.6)
+    monkeypatch.setattr(measure, "SAMPLE_S", 0.6)
 
 
 def test_lines_that_hold_a_step_without_ops_are_named(sampled: None) -> None:

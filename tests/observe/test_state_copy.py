@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.diagnose.programs import Training, mlp, trained, training
-from torchrec_ext.diagnose import StateCopy, why, why_slow
+from torchrec_ext.diagnose import StateCopy, measure, why_slow
 from torchrec_ext.diagnose.variants import SmallTables
 
 
@@ -133,7 +133,7 @@ def test_state_is_put_back_where_a_diagnosis_is_interrupted(
 
     made = training()
     before = [p.tolist() for p in made.model.parameters()]
-    monkeypatch.setattr(why, "_time_worker", interrupt)
+    monkeypatch.setattr(measure, "_time_worker", interrupt)
     with pytest.raises(KeyboardInterrupt):
         by_step(made)
     assert [p.tolist() for p in made.model.parameters()] == before

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torchrec_ext.diagnose.findings import Facts, Finding, Gain, gain_of
-from torchrec_ext.diagnose.verdicts import findings, too_noisy, trials
+from torchrec_ext.diagnose.trials import trials
+from torchrec_ext.diagnose.verdicts import findings, too_noisy
 
 _WIDTH = 110
 _PARTS = ("data", "forward", "backward", "optimizer")

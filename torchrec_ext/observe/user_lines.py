@@ -30,10 +30,7 @@ _AUTOGRAD = f"{_TORCH}autograd"
 _MEASURING = (f"{_PACKAGE}diagnose/", f"{_PACKAGE}observe/")
 # A step's stack ends below these, which call it: else a program that calls why_slow
 # would be the step's own line.
-_CALLERS = (
-    f"{_PACKAGE}diagnose/loop.py",
-    f"{_PACKAGE}diagnose/why.py",
-)
+_CALLERS = (f"{_PACKAGE}diagnose/loop.py",)
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 UNKNOWN = "a line that torch does not name"
 
