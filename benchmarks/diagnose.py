@@ -1,25 +1,18 @@
-"""why_slow on programs with a planted cause, on programs without one, and its gains beside those that came true.
+"""why_slow on programs with a planted cause, and on programs without one.
 
     python benchmarks/diagnose.py [--only ROW ...] [--turns 5] [--quick]
 
 A program is diagnosed once in each turn, in a process of its own, and all rows read what came of it.
 
 `planted`: plain PyTorch programs, each with one cause of lost time, each diagnosed in a process of its own `--turns`
-times, those of `rank_programs.py` on two gloo ranks; ours is the number whose first verdict is that cause, and names
-the rank that is slow where one is. `healthy`: programs without a fault; ours is the number with a finding above
-"small". `seconds`: what a diagnosis takes.
+times; ours is the number whose first verdict is that cause. `healthy`: programs without a fault; ours is the number
+with a finding above "small". `seconds`: what a diagnosis takes.
 `planted-traceml` (only where named; it installs TraceML): the same programs and turns under TraceML, and how often its
 verdict is that cause, see `diagnose_traceml.py`.
-`gain`: remedies that are made here by hand, each measured by turns beside the step as it was; ours is the share whose
-gain lies in the interval that was predicted before; beside it the median and the widest of the intervals' half widths,
-as a share of their middle.
-`no-help`: what the diagnosis says gains under 5 %, tried: another batch size, precision, a worker, another number of
-threads and `torch.compile`, by turns beside the step as it was, and DDP, two processes by turns with one on all cores;
-ours is the share whose whole measured interval is under 5 %.
-`overhead`: what every run measures of its own time, and its page, as a share of the seconds of its steps.
+`overhead`: what every run measures of its own time, as a share of the seconds of its steps.
 `others`, `others-healthy` (with `--studies`, or where named): programs that no rule was written for, see
-`diagnose_others.py`: right first verdicts, intervals that held, and healthy ones with a finding above "small".
-`foreign`: programs that nobody here wrote, see `diagnose_foreign.py`: a verdict each, and what `apply=True` gained.
+`diagnose_others.py`: right first verdicts, and healthy ones with a finding above "small".
+`foreign`: programs that nobody here wrote, see `diagnose_foreign.py`: a verdict each, and what the captured step gains.
 `end-to-end`: the small Contextual NCF from its user's script to ours, remedy after remedy, and their product.
 `--quick` diagnoses a few of the programs, once.
 Last line: one JSON object.
@@ -30,14 +23,12 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -46,9 +37,7 @@ import diagnose_foreign
 import diagnose_others
 import diagnose_traceml
 import numpy as np
-import rank_programs
 import torch
-import torch.distributed as dist
 from harness import Options, Row, command_line, last_json, row
 from small_model_baseline import (
     BATCH,
@@ -60,14 +49,10 @@ from small_model_baseline import (
     positives,
 )
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from torchrec_ext.diagnose import Diagnosis, why_slow
-from torchrec_ext.diagnose.experiments.batches import loader_with
-from torchrec_ext.diagnose.facts import DRIFT, paired_gain
-from torchrec_ext.diagnose.findings import UNDER
-from torchrec_ext.train.report.progress import RunFacts, Window, run_page
+from torchrec_ext.diagnose import why_slow
+from torchrec_ext.train.report.progress import Window
 
 LIMIT_S = 240.0  # of one program
 
@@ -251,14 +236,14 @@ def wide_layers() -> Program:
 
 
 PLANTED: dict[str, tuple[Callable[[], Program], str]] = {
-    "a sleep in the loader": (sleeping, "loader_sleeps"),
+    "a sleep in the loader": (sleeping, "loader_waits"),
     "Python per row, data in memory": (
         functools.partial(ncf, "small", 80_000),
-        "row_python",
+        "loader_rows",
     ),
     "400 tiny ops": (lambda: plain(Tiny(), batches_of(64, 8)), "launches"),
     "dense Adam over 12.4 M rows": (swept, "untouched_rows"),
-    "8 threads on few cores": (oversubscribed, "too_many_threads"),
+    "8 threads on few cores": (oversubscribed, "threads"),
     "an oversized MLP": (wide_layers, "products"),
     "values brought to Python": (synced, "host_syncs"),
     "an evaluation longer than the training": (evaluated, "between_steps"),
@@ -334,244 +319,12 @@ def usual(
     return step
 
 
-def first_batches(program: Program, count: int = 40) -> list[Any]:
-    return list(itertools.islice(program.batches, count))
-
-
-def four_at_once(program: Program) -> list[Any]:
-    starts = range(0, len(program.batches), 4)
-    return [
-        tuple(map(torch.cat, zip(*program.batches[start : start + 4], strict=True)))
-        for start in starts
-    ]
-
-
-def in_bf16(program: Program) -> Callable[..., None]:
-    step = usual(program)
-
-    def under_autocast(*batch: Tensor) -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            step(*batch)
-
-    return under_autocast
-
-
-def sparse(_: Program) -> Callable[..., None]:
-    model, loss_fn = Wide(12_400_000, 1), nn.BCEWithLogitsLoss()
-    model.table.sparse = True
-    optimizers = [
-        torch.optim.SparseAdam([model.table.weight]),
-        torch.optim.Adam(model.top.parameters()),
-    ]
-    return usual(Program(model, optimizers, lambda x, y: loss_fn(model(x), y), [], {}))
-
-
-def not_read(program: Program) -> Callable[..., None]:
-    model, loss_fn = program.model, nn.BCEWithLogitsLoss()
-    right = torch.zeros(())
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        logits = model(x)
-        right.add_(((logits.detach() > 0) == (y > 0))[:200].sum())
-        return loss_fn(logits, y)
-
-    return usual(program, loss)
-
-
-# By name: the program, the remedy that its diagnosis names so, its step and its
-# batches.
-REMEDIES: dict[
-    str, tuple[str, str, Callable[[Program], Any], Callable[[Program], Any]]
-] = {
-    "no wait": ("a sleep in the loader", "batches ready", usual, first_batches),
-    "no rows in Python": (
-        "Python per row, data in memory",
-        "__getitems__",
-        usual,
-        read_together,
-    ),
-    "sparse": (
-        "dense Adam over 12.4 M rows",
-        "SparseAdam",
-        sparse,
-        lambda program: program.batches,
-    ),
-    "batch": ("400 tiny ops", "4 times the batch", usual, four_at_once),
-    "bf16": ("an oversized MLP", "bf16", in_bf16, lambda program: program.batches),
-    "no values to Python": (
-        "values brought to Python",
-        "keep values",
-        not_read,
-        lambda program: program.batches,
-    ),
-}
-
-
-def realised(name: str, program: Program, diagnosis: Diagnosis) -> list[dict[str, Any]]:
-    """Returns how the remedies of a program that are made here came out."""
-    made: list[dict[str, Any]] = []
-    for about, prefix, step, batches in REMEDIES.values():
-        if about != name:
-            continue
-        remedies = [
-            each
-            for finding in diagnosis.findings
-            for each in finding.remedies
-            if each.name.startswith(prefix)
-        ]
-        if not remedies:
-            made.append(
-                {
-                    "held": None,
-                    "text": f"{name}: no remedy {prefix}: {diagnosis.verdict}",
-                }
-            )
-            continue
-        result = diagnosis.realised(step(program), batches(program), remedy=remedies[0])
-        low, high = result.predicted or (math.nan, math.nan)
-        width = (high - low) / (high + low)
-        made.append(
-            {"held": result.held, "half_width": width, "text": f"{name}: {result}"}
-        )
-    return made
-
-
-def on_threads(program: Program) -> Callable[..., None]:
-    """The step on one thread where it has several, else on all cores."""
-    step, before = usual(program), torch.get_num_threads()
-    threads = 1 if before > 1 else len(os.sched_getaffinity(0))
-
-    def changed(*batch: Tensor) -> None:
-        torch.set_num_threads(threads)
-        try:
-            step(*batch)
-        finally:
-            torch.set_num_threads(before)
-
-    return changed
-
-
-def tries(program: Program) -> dict[str, tuple[Callable[..., None], Any]]:
-    """What people try on a program, by the name of its answer: a step and its batches."""
-    step = usual(program)
-    made: dict[str, tuple[Callable[..., None], Any]] = {
-        "mixed precision": (in_bf16(program), program.batches),
-        "other thread numbers": (on_threads(program), program.batches),
-        "torch.compile": (usual(program, torch.compile(program.loss)), program.batches),
-    }
-    if isinstance(program.batches, list):
-        made["a larger batch"] = step, four_at_once(program)
-    elif isinstance(program.batches, DataLoader):
-        made["loader workers"] = (
-            step,
-            loader_with(program.batches, num_workers=1, prefetch_factor=2),
-        )
-    return made
-
-
-class WithLoss(nn.Module):
-    """A model whose forward is a loss, so that DDP sees all of a step's forward."""
-
-    def __init__(self, program: Program) -> None:
-        super().__init__()
-        self.model, self.loss = program.model, program.loss
-
-    def forward(self, *batch: Tensor) -> Tensor:
-        """Returns the mean loss."""
-        return self.loss(*batch)
-
-
-def on_two_ranks(name: str, seed: int, seconds: float) -> None:
-    """Times a program on one rank, while the other one sleeps, and on both with half of the batch each, by turns."""
-    dist.init_process_group("gloo")
-    torch.manual_seed(seed)
-    program = made_of(name)
-    alone = usual(program)
-    together = usual(program, DistributedDataParallel(WithLoss(program)))
-    if isinstance(program.batches, DataLoader):
-        loader = program.batches
-        rows = (loader.batch_size or 2) // 2
-        halves: Any = DataLoader(
-            loader.dataset, rows, shuffle=True, collate_fn=loader.collate_fn
-        )
-    else:
-        halves = [
-            tuple(column[: len(column) // 2] for column in batch)
-            for batch in program.batches
-        ]
-    sides = [
-        (alone, repeated(program.batches), (0,)),
-        (together, repeated(halves), (0, 1)),
-    ]
-    turns: list[list[float]] = []
-    until = time.perf_counter() + seconds
-    more = torch.ones(1)
-    while more.item():
-        turn = []
-        for step, batches, ranks in sides:
-            dist.barrier()
-            start, steps = time.perf_counter(), 8 if turns else 2
-            for batch in itertools.islice(
-                batches, steps if dist.get_rank() in ranks else 0
-            ):
-                step(*batch)
-            dist.barrier()
-            turn.append((time.perf_counter() - start) / steps)
-        turns.append(turn)
-        more.fill_(len(turns) < 6 or (time.perf_counter() < until and len(turns) < 16))
-        dist.broadcast(more, 0)
-    if dist.get_rank() == 0:
-        ratios = [before / after for before, after in turns[1:]]
-        print(
-            json.dumps(
-                {
-                    "ratio": statistics.median(ratios),
-                    "high": paired_gain(ratios).high / DRIFT,
-                }
-            ),
-            flush=True,
-        )
-    dist.destroy_process_group()
-
-
-def repeated(batches: Any) -> Iterator[Any]:
-    while True:
-        yield from batches
-
-
-def tried(
-    name: str, seed: int, program: Program, diagnosis: Diagnosis
-) -> dict[str, dict[str, float]]:
-    """Returns what came of trying what the diagnosis says gains under 5 %."""
-    useless = {answer.name for answer in diagnosis.answers if answer.helps == "no"}
-    made = {}
-    for answer, (step, batches) in tries(program).items():
-        if answer in useless:
-            result = diagnosis.realised(step, batches, seconds=5)
-            # Both sides were timed by turns, so that the drift between two moments,
-            # which a gain allows for, is not in them.
-            made[answer] = {"ratio": result.ratio, "high": result.gain.high / DRIFT}
-    if "DDP on this machine" in useless and len(os.sched_getaffinity(0)) > 1:
-        launch = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-        ]
-        made["DDP on this machine"] = last_json(
-            [*launch, __file__, "--ddp", name, seed, 5.0], limit_s=LIMIT_S
-        )
-    return made
-
-
 def made_of(name: str) -> Program:
     return PLANTED[name][0]() if name in PLANTED else HEALTHY[name]()
 
 
-def case(name: str, seed: int, budget_s: float, rows: Collection[str]) -> None:
-    """Diagnoses a program in this process; its verdict, and what else the rows ask for, is the last line."""
+def case(name: str, seed: int, budget_s: float) -> None:
+    """Diagnoses a program in this process; its verdict is the last line."""
     torch.manual_seed(seed)
     np.random.seed(seed)
     program = made_of(name)
@@ -597,26 +350,16 @@ def case(name: str, seed: int, budget_s: float, rows: Collection[str]) -> None:
         "seconds": seconds,
         "noisy": diagnosis.noisy,
     }
-    made["gain"] = realised(name, program, diagnosis) if "gain" in rows else []
-    made["no-help"] = tried(name, seed, program, diagnosis) if "no-help" in rows else {}
     print(json.dumps(made))
 
 
 @functools.cache
-def result_of(
-    name: str, turn: int, rows: tuple[str, ...], quick: bool
-) -> dict[str, Any]:
+def result_of(name: str, turn: int, quick: bool) -> dict[str, Any]:
     """Returns what a process of its own measured of a program, which all rows read."""
     budget_s = 5.0 if quick else 25.0
-    if name in rank_programs.CASES:
-        made = rank_programs.launched(
-            name, turn, functools.partial(last_json, limit_s=LIMIT_S), budget_s
-        )
-    else:
-        made = last_json(
-            [sys.executable, __file__, "--case", name, turn, budget_s, *rows],
-            limit_s=LIMIT_S,
-        )
+    made = last_json(
+        [sys.executable, __file__, "--case", name, turn, budget_s], limit_s=LIMIT_S
+    )
     print(
         f"{name}: {made['verdict']}, {made['seconds']:.0f} s {made['noisy']}",
         file=sys.stderr,
@@ -637,51 +380,12 @@ def results(
     names: Sequence[str], options: Options
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields what was measured of each of the programs, turn by turn."""
-    rows = tuple(each for each in ("gain", "no-help") if each in ASKED)
     for name, turn in runs(names, options):
-        yield name, result_of(name, turn, rows, options.quick)
-
-
-def gain(options: Options) -> Iterator[Row]:
-    """Yields the share of remedies whose gain lay in the interval that was predicted."""
-    about = list(dict.fromkeys(name for name, *_ in REMEDIES.values()))
-    made = [each for _, result in results(about, options) for each in result["gain"]]
-    outside = [each["text"] for each in made if not each["held"]]
-    share = (len(made) - len(outside)) / len(made)
-    widths = [each["half_width"] for each in made if "half_width" in each]
-    more = {
-        "of": len(made),
-        "outside": outside,
-        "half_width": statistics.median(widths),
-        "widest": max(widths),
-    }
-    yield row("gain", share, "in the interval", better="more", required=13 / 15, **more)
-
-
-def no_help(options: Options) -> Iterator[Row]:
-    """Yields the share of what was said to gain under 5 % whose whole measured interval is under 5 %."""
-    right, wrong = 0, []
-    for name, result in results([*PLANTED, *HEALTHY], options):
-        for answer, gained in result["no-help"].items():
-            if gained["high"] < UNDER:
-                right += 1
-            else:
-                wrong.append(f"{name}, {answer}: {gained['ratio']:.3g}x")
-    count = right + len(wrong)
-    share = right / count if count else 1.0  # of nothing, as `of` says
-    yield row(
-        "no-help",
-        share,
-        "gained under 5 %",
-        better="more",
-        required=0.95,
-        of=count,
-        wrong=wrong,
-    )
+        yield name, result_of(name, turn, options.quick)
 
 
 def overhead(options: Options) -> Iterator[Row]:
-    """Steps of two ranks, and beside these what counting their waits and writing their page takes."""
+    """Steps of two ranks, and beside these what counting their waits takes."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         words = [
@@ -730,54 +434,32 @@ def overhead(options: Options) -> Iterator[Row]:
         for _ in range(many):
             next(batches)
         end = time.perf_counter()
-        run_page(records, RunFacts(), {})
-        page_s = time.perf_counter() - end
         fetch_s = (2 * middle - start - end) / many
-        shares.append((fetch_s * steps + page_s) / seconds)
+        shares.append(fetch_s * steps / seconds)
     yield row(
         "overhead",
         shares,
         "of the steps' seconds",
         required=0.01,
         fetch_us=fetch_s * 1e6,
-        page_ms=page_s * 1e3,
-    )
-
-
-def planted_in(name: str) -> tuple[str, int | None]:
-    """Returns the cause that is planted in a program, and the rank that is slow, where one is."""
-    if name in PLANTED:
-        return PLANTED[name][1], None
-    case = rank_programs.PLANTED[name]
-    return case.cause, case.slow
-
-
-def _wrong(name: str, made: dict[str, Any]) -> str:
-    """Returns what is wrong with a verdict; empty where it is right, and names the rank that is slow."""
-    cause, slow = planted_in(name)
-    right = made["verdict"] == cause and (slow is None or made["ranks"] == [slow])
-    return (
-        ""
-        if right
-        else made["verdict"] + (f" of ranks {made['ranks']}" if "ranks" in made else "")
     )
 
 
 def planted(options: Options) -> Iterator[Row]:
     wrong: list[str] = []
     count, seconds = 0, []
-    for name, made in results([*PLANTED, *rank_programs.PLANTED], options):
+    for name, made in results([*PLANTED], options):
         count += 1
         seconds.append(made["seconds"])
-        if text := _wrong(name, made):
-            wrong.append(f"{name}: {text}")
+        if made["verdict"] != PLANTED[name][1]:
+            wrong.append(f"{name}: {made['verdict']}")
     share = (count - len(wrong)) / count
     yield row(
         "planted",
         share,
         "right first verdicts",
         better="more",
-        required=73 / 75,
+        required=39 / 40,
         of=count,
         wrong=wrong,
     )
@@ -789,17 +471,16 @@ def planted_traceml(options: Options) -> Iterator[Row]:
     command = diagnose_traceml.installed()
     if command is None:
         return
-    names = [*PLANTED, *rank_programs.PLANTED]
+    names = [*PLANTED]
     right, verdicts = 0, dict[str, list[str]]()
     for name, turn in runs(names, options):
-        verdict, ranks = diagnose_traceml.verdict(command, name, turn, options.quick)
-        cause, slow = planted_in(name)
-        right += diagnose_traceml.names(cause, verdict) and slow in (None, *ranks)
-        verdicts.setdefault(name, []).append(
-            f"{verdict} of ranks {ranks}" if ranks else verdict
-        )
+        verdict = diagnose_traceml.verdict(command, name, turn, options.quick)
+        right += diagnose_traceml.names(PLANTED[name][1], verdict)
+        verdicts.setdefault(name, []).append(verdict)
         print(f"TraceML, {name}: {verdicts[name][-1]}", file=sys.stderr, flush=True)
-    ours = [not _wrong(name, made) for name, made in results(names, options)]
+    ours = [
+        made["verdict"] == PLANTED[name][1] for name, made in results(names, options)
+    ]
     shares = sum(ours) / len(ours), right / len(ours)
     more = {"of": len(ours), "verdicts": verdicts, "version": diagnose_traceml.PACKAGE}
     yield row(
@@ -815,7 +496,7 @@ def planted_traceml(options: Options) -> Iterator[Row]:
 def healthy(options: Options) -> Iterator[Row]:
     above: list[str] = []
     count = 0
-    for name, made in results([*HEALTHY, *rank_programs.HEALTHY], options):
+    for name, made in results([*HEALTHY], options):
         count += 1
         above += (
             [f"{name}: {', '.join(made['above'])}"]
@@ -836,26 +517,18 @@ ROWS = {
     "planted": planted,
     "planted-traceml": planted_traceml,
     "healthy": healthy,
-    "gain": gain,
-    "no-help": no_help,
     "overhead": overhead,
     "foreign": diagnose_foreign.foreign,
     "others": diagnose_others.others,
     "others-healthy": diagnose_others.others_healthy,
     "end-to-end": diagnose_foreign.end_to_end,
 }
-QUICK = ("400 tiny ops", "an imbalanced table", "an MLP", "2 ranks: two towers")
+QUICK = ("400 tiny ops", "an MLP")
 STUDIES = ("planted-traceml", "others", "others-healthy")
-# Rows that are asked for: a program is diagnosed once, and measured for those alone.
-ASKED = set(sys.argv[sys.argv.index("--only") + 1 :] if "--only" in sys.argv else ROWS)
-if "--studies" in sys.argv:
-    ASKED = set(STUDIES)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--ddp"]:
-        on_two_ranks(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
-    elif sys.argv[1:2] == ["--case"]:
-        case(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), sys.argv[5:])
+    if sys.argv[1:2] == ["--case"]:
+        case(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
     else:
         command_line(__doc__, ROWS, turns=5, studies=STUDIES)

@@ -43,12 +43,10 @@ class Fault(NamedTuple):
     Args:
         make: makes it.
         causes: causes that name it.
-        remedy: how the name of the remedy begins whose gain is measured.
     """
 
     make: Callable[[], Case]
     causes: tuple[str, ...]
-    remedy: str
 
 
 def mlp(*widths: int) -> nn.Sequential:
@@ -534,37 +532,21 @@ def normalised() -> Case:
 
 
 FAULTS: dict[str, Fault] = {
-    "tokenising in collate_fn": Fault(
-        tokenising, ("loader_computes",), "batches ready"
-    ),
-    "rows of a pandas frame": Fault(data_frame, ("row_python",), "__getitems__"),
-    "CSV lines parsed in an IterableDataset": Fault(
-        csv_lines, ("loader_computes",), "batches ready"
-    ),
-    "a callback that sleeps": Fault(callback, ("python_lines",), "take these lines"),
-    "figures read one by one": Fault(figures_read, ("host_syncs",), "keep values"),
-    "a deep copy of the model in each step": Fault(
-        copied, ("python_lines", "whole_tables"), "the same on the rows"
-    ),
-    "vectors written as JSON in each step": Fault(
-        json_lines, ("python_lines",), "take these lines"
-    ),
-    "a checkpoint every tenth step": Fault(
-        saved, ("python_lines",), "take these lines"
-    ),
-    "the mean of a list of 200,000": Fault(
-        mean_of_list, ("python_lines",), "take these lines"
-    ),
-    "many objects to collect": Fault(collected, ("garbage",), "fewer objects"),
-    "a softmax over 60,000 items": Fault(
-        all_items, ("all_items",), "a sampled softmax"
-    ),
-    "64-bit floats": Fault(double, ("double_precision",), "32-bit"),
-    "anomaly mode": Fault(anomaly, ("debug_modes",), "train without"),
-    "a profiler left on": Fault(profiler, ("debug_modes",), "train without"),
-    "LightGCN's graph in each batch": Fault(graph_of_all, ("small_batch",), "4 times"),
-    "a loop over 400 groups": Fault(groups, ("launches",), "one op on all"),
-    "F.normalize of a whole table": Fault(
-        normalised, ("whole_tables",), "the same on the rows"
-    ),
+    "tokenising in collate_fn": Fault(tokenising, ("loader_rows",)),
+    "rows of a pandas frame": Fault(data_frame, ("loader_rows",)),
+    "CSV lines parsed in an IterableDataset": Fault(csv_lines, ("loader_rows",)),
+    "a callback that sleeps": Fault(callback, ("your_line",)),
+    "figures read one by one": Fault(figures_read, ("host_syncs",)),
+    "a deep copy of the model in each step": Fault(copied, ("your_line",)),
+    "vectors written as JSON in each step": Fault(json_lines, ("your_line",)),
+    "a checkpoint every tenth step": Fault(saved, ("your_line",)),
+    "the mean of a list of 200,000": Fault(mean_of_list, ("your_line",)),
+    "many objects to collect": Fault(collected, ("your_line",)),
+    "a softmax over 60,000 items": Fault(all_items, ("your_line",)),
+    "64-bit floats": Fault(double, ("your_line",)),
+    "anomaly mode": Fault(anomaly, ("your_line",)),
+    "a profiler left on": Fault(profiler, ("your_line",)),
+    "LightGCN's graph in each batch": Fault(graph_of_all, ("4 times the batch",)),
+    "a loop over 400 groups": Fault(groups, ("launches",)),
+    "F.normalize of a whole table": Fault(normalised, ("your_line",)),
 }

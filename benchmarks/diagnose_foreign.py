@@ -2,19 +2,17 @@
 
     python benchmarks/diagnose_foreign.py NAME BUDGET_S
 
-TorchRec's golden training is DLRM on its own random data, under DistributedModelParallel on two gloo ranks, and by
-itself in one process. torch-rechub's DSSM reads its own Dataset, RecBole's NeuMF batches in memory. `pip install
---no-deps --target FOLDER torch-rechub recbole`, with FOLDER on PYTHONPATH, brings both (they import what
-tests/foreign/test_adopted_models.py names); where one cannot be imported its program is left out, and stderr says why.
+TorchRec's golden training is DLRM on its own random data. torch-rechub's DSSM reads its own Dataset, RecBole's NeuMF
+batches in memory. `pip install --no-deps --target FOLDER torch-rechub recbole`, with FOLDER on PYTHONPATH, brings both
+(they import what tests/foreign/test_adopted_models.py names); where one cannot be imported its program is left out, and
+stderr says why.
 Last line: one JSON object.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -24,7 +22,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import adopt as adopted_ncf
-import rank_programs
 import torch
 import torch.nn.functional as F
 from harness import Options, Row, Trainings, last_json, row
@@ -36,6 +33,7 @@ from torchrec_ext.diagnose import why_slow
 
 USERS, ITEMS, B, D, ROWS = 20_000, 10_000, 256, 16, 50_000
 LIMIT_S = 300.0
+CAPTURED = "the step captured by adopt"
 
 
 class Foreign(NamedTuple):
@@ -124,8 +122,38 @@ def recbole_neumf() -> Foreign:
     )
 
 
+def dlrm(rows: int = 10_000, dim: int = 64, batch: int = 512) -> tuple[nn.Module, Any]:
+    """TorchRec's examples/golden_training: DLRM, and its random rows of Criteo's columns; with smaller tables."""
+    from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES
+    from torchrec.datasets.random import RandomRecDataset
+    from torchrec.models.dlrm import DLRM, DLRMTrain
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+    tables = [
+        EmbeddingBagConfig(
+            name=f"t_{name}",
+            embedding_dim=dim,
+            num_embeddings=rows,
+            feature_names=[name],
+        )
+        for name in DEFAULT_CAT_NAMES
+    ]
+    model = DLRM(
+        embedding_bag_collection=EmbeddingBagCollection(tables=tables),
+        dense_in_features=len(DEFAULT_INT_NAMES),
+        dense_arch_layer_sizes=[64, dim],
+        over_arch_layer_sizes=[64, 1],
+    )
+    data = RandomRecDataset(
+        DEFAULT_CAT_NAMES, batch, hash_size=rows, ids_per_feature=1, num_dense=len(DEFAULT_INT_NAMES),
+        manual_seed=0, num_generated_batches=10, num_batches=10,
+    )  # fmt: skip
+    return DLRMTrain(model), data
+
+
 def golden_alone() -> Foreign:
-    model, batches = rank_programs.dlrm(0)
+    model, batches = dlrm()
     return Foreign(
         model,
         torch.optim.Adagrad(model.parameters(), lr=0.1),
@@ -154,16 +182,19 @@ PROGRAMS: dict[str, tuple[str, Callable[[], Foreign]]] = {
 
 
 def diagnosed(name: str, budget_s: float) -> None:
-    """Diagnoses a program, applies what needs nobody's hand, and prints what came of it."""
+    """Diagnoses a program and its captured step, and prints what came of it."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, optimizer, loss, batches = PROGRAMS[name][1]()
-    diagnosis = why_slow(model, optimizer, loss, batches, budget_s=budget_s, apply=True)
+    diagnosis = why_slow(
+        model, optimizer, loss, batches, budget_s=budget_s, capture=True
+    )
     print(diagnosis)
+    gains = [trial.gain.middle for trial in diagnosis.trials if trial.name == CAPTURED]
     made = {
         "verdict": diagnosis.verdict,
-        "applied": [str(each) for each in diagnosis.proof],
-        "gain": math.prod(ratio for _, ratio in diagnosis.kept),
+        "why_not": diagnosis.facts.not_measured.get("captured", ""),
+        "gain": gains[0] if gains else 1.0,
     }
     print(json.dumps(made))
 
@@ -180,29 +211,21 @@ def missing(module: str) -> str:
 
 
 def foreign(options: Options) -> Iterator[Row]:
-    """Yields a verdict and what was gained for each program, and the verdict on two ranks of the golden training."""
+    """Yields a verdict for each program, and what its captured step gained."""
     budget_s = 2.0 if options.quick else 25.0
     for name, (module, _) in PROGRAMS.items():
         if why := missing(module):
             print(f"foreign, {name}: left out: {why}", file=sys.stderr, flush=True)
             continue
         made = last_json([sys.executable, __file__, name, budget_s], limit_s=LIMIT_S)
-        more = {"verdict": made["verdict"], "applied": made["applied"]}
         yield row(
             f"foreign, {name}",
             made["gain"],
-            "times as fast, applied",
+            "times as fast, captured",
             better="more",
-            **more,
+            verdict=made["verdict"],
+            why_not=made["why_not"],
         )
-    on_ranks = rank_programs.launched(
-        GOLDEN, 0, functools.partial(last_json, limit_s=LIMIT_S), budget_s
-    )
-    more = {"verdict": on_ranks["verdict"], "above": on_ranks["above"]}
-    yield row(f"foreign, {GOLDEN}", on_ranks["seconds"], "s to a verdict", **more)
-
-
-GOLDEN = next(iter(rank_programs.FOREIGN))
 
 
 def end_to_end(options: Options) -> Iterator[Row]:

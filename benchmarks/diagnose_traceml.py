@@ -2,8 +2,8 @@
 
     traceml run benchmarks/diagnose_traceml.py --args NAME SEED STEPS
 
-TraceML times the phases of a training's steps and, at its end, writes one verdict: a category, and a rank where one is
-slow. It has an environment of its own in the cache folder, which sees the packages of this one. A program trains under
+TraceML times the phases of a training's steps and, at its end, writes one verdict: a category.
+It has an environment of its own in the cache folder, which sees the packages of this one. A program trains under
 it as its quickstart says, `traceml.init(mode="auto")` and `trace_step` around each step; batches that no DataLoader
 makes are wrapped as well, without which it names nothing.
 """
@@ -11,7 +11,6 @@ makes are wrapped as well, without which it names nothing.
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import itertools
 import json
@@ -24,9 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import rank_programs
 import torch
-import torch.distributed as dist
 from harness import output
 from torch.utils.data import DataLoader
 
@@ -38,34 +35,19 @@ STEPS, QUICK_STEPS = 200, 40  # TraceML asks for 20
 
 # By planted cause, the verdicts that count as its name: those under whose meaning,
 # "common causes" or "what to do next" TraceML's own guide
-# (docs/user_guide/reading-output.md in its repository) has that cause. Where one rank
-# is slow, it must name that rank too.
+# (docs/user_guide/reading-output.md in its repository) has that cause.
 NAMED: dict[str, tuple[str, ...]] = {
-    "loader_sleeps": ("INPUT_BOUND",),
-    "row_python": ("INPUT_BOUND",),  # "slow preprocessing"
+    "loader_waits": ("INPUT_BOUND",),
+    "loader_rows": ("INPUT_BOUND",),  # "slow preprocessing"
     "products": ("COMPUTE_BOUND",),  # "large model compute cost"
     # "expensive optimizer step": where the time goes, if not why
     "untouched_rows": ("COMPUTE_BOUND optimizer",),
     "host_syncs": ("RESIDUAL_HEAVY",),  # "CPU stalls"
     # "validation or evaluation inside the measured loop"
     "between_steps": ("RESIDUAL_HEAVY",),
-    "straggler_input": ("INPUT_STRAGGLER",),
-    "straggler_backward": ("COMPUTE_STRAGGLER", "STRAGGLER"),
-    "slow_rank": ("COMPUTE_STRAGGLER", "STRAGGLER"),
-    "uneven_lists": ("COMPUTE_STRAGGLER", "STRAGGLER"),  # "uneven shapes or data"
-    "imbalanced_table": ("COMPUTE_STRAGGLER", "STRAGGLER"),
-    # "inspect sync, collective, and unattributed work around the culprit rank"
-    "slow_link": ("STRAGGLER",),
-    # No category has these. Small ops, threads and processes on few cores are not
-    # "large model compute cost"; residual time is "not direct collective, NCCL, or
-    # all-reduce timing"; a straggler that rotates is not one rank.
+    # No category has these: small ops and threads are not "large model compute cost".
     "launches": (),
-    "too_many_threads": (),
-    "oversubscribed": (),
-    "latency": (),
-    "bandwidth": (),
-    "unmerged_exchange": (),
-    "rotating_straggler": (),
+    "threads": (),
 }
 
 
@@ -115,28 +97,21 @@ def installed() -> Path | None:
     return command
 
 
-def verdict(command: Path, name: str, seed: int, quick: bool) -> tuple[str, list[int]]:
-    """Returns TraceML's verdict on a program, with its phase where it has one, and the ranks that it names."""
-    case = rank_programs.CASES.get(name)
+def verdict(command: Path, name: str, seed: int, quick: bool) -> str:
+    """Returns TraceML's verdict on a program, with its phase where it has one."""
     with tempfile.TemporaryDirectory() as folder:
         words = [command, "run", __file__, "--logs-dir", folder, "--run-name", "run"]
-        words += ["--nproc-per-node", 2 if case else 1]
+        words += ["--nproc-per-node", 1]
         for option, port in zip(
             ("--master-port", "--aggregator-port"), _free_ports(2), strict=True
         ):
             words += [option, port]
         words += ["--args", name, seed, QUICK_STEPS if quick else STEPS]
-        output(
-            words,
-            limit_s=LIMIT_S,
-            **(rank_programs.lagging(case, folder) if case else {}),
-        )
+        output(words, limit_s=LIMIT_S)
         summary = json.loads(Path(folder, "run", "final_summary.json").read_text())
-    # The run's primary diagnosis is this section's, and leaves its ranks and phase out.
+    # The run's primary diagnosis is this section's, and leaves its phase out.
     found = summary["step_time"]["diagnosis"]
-    return " ".join(filter(None, (found["kind"], found.get("phase")))), (
-        found.get("ranks") or []
-    ) if case else []
+    return " ".join(filter(None, (found["kind"], found.get("phase"))))
 
 
 def _free_ports(count: int) -> list[int]:
@@ -160,19 +135,11 @@ def without_end(batches: Any, traceml: Any) -> Iterator[Any]:
 
 
 def train(name: str, seed: int, steps: int) -> None:
-    """Trains a program as diagnose.py and rank_programs.py make it; runs in TraceML's environment."""
-    on_ranks = name in rank_programs.CASES
-    if on_ranks:
-        dist.init_process_group("gloo")
+    """Trains a program as diagnose.py makes it; runs in TraceML's environment."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     np.random.seed(seed)
     train_steps(name, steps)
-    if on_ranks:
-        # DDP is gone before the group: where its reducer lets go of it last, it joins
-        # gloo's threads while it holds the GIL that these wait for.
-        gc.collect()
-        dist.destroy_process_group()
 
 
 def train_steps(name: str, steps: int) -> None:
@@ -181,13 +148,9 @@ def train_steps(name: str, steps: int) -> None:
     import traceml_ai as traceml
 
     traceml.init(mode="auto")
-    between: dict[str, Any] = {}
-    if name in rank_programs.CASES:
-        step, batches, model, _ = rank_programs.CASES[name].make(dist.get_rank())
-    else:
-        program = diagnose.PLANTED[name][0]()
-        step, batches, model = diagnose.usual(program), program.batches, program.model
-        between = program.more.get("between", {})
+    program = diagnose.PLANTED[name][0]()
+    step, batches, model = diagnose.usual(program), program.batches, program.model
+    between: dict[str, Any] = program.more.get("between", {})
     for number, batch in enumerate(
         itertools.islice(without_end(batches, traceml), steps), 1
     ):

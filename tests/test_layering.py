@@ -73,7 +73,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
         "distributed.runtime",
     },
     "adopt": {"batch", "data.negatives", "distributed", "capture", "observe", "ids"},
-    "diagnose": {"adopt", "batch", "distributed", "observe", "drawing"},
+    "diagnose": {"adopt", "observe", "drawing"},
     "torchx_apps": BASE
     | {
         "data",
@@ -438,7 +438,7 @@ WITHOUT_TORCH = (
         "torchrec_ext.networks.config",
     ),
     *("torchrec_ext.distributed.optim.config", "torchrec_ext.distributed.placement"),
-    *("torchrec_ext.distributed.plan.config", "torchrec_ext.distributed.plan.devices"),
+    "torchrec_ext.distributed.plan.config",
     *("torchrec_ext.distributed.sync_config", "torchrec_ext.retrieval.server.settings"),
     *("torchrec_ext.train.config", "torchrec_ext.train.checkpoint.config"),
     *(

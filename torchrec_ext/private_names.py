@@ -115,11 +115,6 @@ PRIVATE_NAMES = (
     ),
     PrivateNames(
         "torch/distributed/distributed_c10d.py",
-        ("_get_default_store",),
-        "diagnose: ranks tell each other of a failure without a collective, which would hang",
-    ),
-    PrivateNames(
-        "torch/distributed/distributed_c10d.py",
         ("_world",),
         "shared_memory: the groups that TorchRec makes for a step",
     ),
@@ -128,16 +123,6 @@ PRIVATE_NAMES = (
         ("_device_types", "_get_backend", "_register_backend", "_timeout"),
         "shared_memory: another backend takes the place of a group's gloo; torch has no shared memory of its own",
         "https://github.com/pytorch/gloo/pull/490",
-    ),
-    PrivateNames(
-        "torch/testing/_internal/distributed/multi_threaded_pg.py",  # it has no stub; this is who else uses it
-        ("_create_work_from_future",),
-        "diagnose: a step is run on one rank alone, with the answers of the others replayed",
-    ),
-    PrivateNames(
-        "torch/library.py",
-        ("_destroy",),
-        "diagnose: its kernels of collectives go when it is done",
     ),
     PrivateNames(
         "torch/nn/modules/batchnorm.py",
@@ -163,12 +148,8 @@ PRIVATE_NAMES = (
     ),
     PrivateNames(
         "torch/_C/__init__.pyi",
-        (
-            "DisableTorchFunctionSubclass",
-            "_after_autograd_keyset",
-            "_storage_Use_Count",
-        ),
-        "adopt looks at a lagging table without updating it; diagnose stands in for collectives below autograd",
+        ("DisableTorchFunctionSubclass", "_storage_Use_Count"),
+        "adopt looks at a lagging table without updating it",
     ),
     PrivateNames(
         "torch/_tensor.py",

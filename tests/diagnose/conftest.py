@@ -1,16 +1,15 @@
-"""Diagnoses in tests are short: four rounds, four steps a turn, no yardstick of a second, no worker for three."""
+"""Diagnoses in tests are short: four rounds, four steps a turn, no worker for three seconds."""
 
 import pytest
 
-from torchrec_ext.diagnose import why
-from torchrec_ext.diagnose.experiments import batches, loop, measure, rounds
+from torchrec_ext.diagnose import loop, measure, variants, why
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "MOST_ROUNDS", rounds.FEWEST_ROUNDS)
+    monkeypatch.setattr(loop, "MOST_ROUNDS", loop.FEWEST_ROUNDS)
     monkeypatch.setattr(loop, "TURN_S", 0.0)
-    monkeypatch.setattr(batches, "_WORKER_S", 0.2)
+    monkeypatch.setattr(variants, "_WORKER_S", 0.2)
+    monkeypatch.setattr(why, "LISTEN_S", 0.0)
     monkeypatch.setattr(measure, "SAMPLE_S", 0.2)
-    monkeypatch.setattr(why, "_PROOF_S", 0.1)
-    monkeypatch.setattr(measure, "roofline", lambda: (5e10, 1e10))
+    monkeypatch.setattr(why, "_CAPTURED_S", 0.1)

@@ -17,9 +17,16 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from tests.diagnose.programs import Clock, mlp, training
 from torchrec_ext.adopt import adopt
-from torchrec_ext.diagnose import Diagnosis, ThreadClock, why, why_slow
-from torchrec_ext.diagnose.experiments import batches, loop, measure, rounds
-from torchrec_ext.observe import ops, samples, user_lines
+from torchrec_ext.diagnose import (
+    Diagnosis,
+    ThreadClock,
+    batches,
+    loop,
+    measure,
+    why,
+    why_slow,
+)
+from torchrec_ext.observe import samples, user_lines
 from torchrec_ext.observe.clock import busy_elsewhere
 
 
@@ -29,6 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(why, "ThreadClock", lambda: made)
     monkeypatch.setattr(batches, "thread_time", lambda: made.computed)
     monkeypatch.setattr(measure, "busy_elsewhere", lambda: lambda: 0.0)
+    monkeypatch.setattr(why, "busy_elsewhere", lambda: lambda: 0.0)
     monkeypatch.setattr(measure, "SAMPLE_S", 0.0)  # samples are of the real clock
     return made
 
@@ -97,61 +105,19 @@ def by_threads(clock: Clock) -> Diagnosis:
     return diagnosed(model)
 
 
-class Pair(nn.Module):
-    """Two towers, 3 and 2 ms, of which a small top reads both, or the second of which reads the first."""
-
-    def __init__(self, clock: Clock, *, chained: bool = False) -> None:
-        super().__init__()
-        self.first = Costly(clock, cost=lambda rows: 3)
-        self.second = (
-            Costly(clock, cost=lambda rows: 2) if not chained else Chained(clock)
-        )
-        self.top, self.chained = nn.Linear(2, 1), chained
-
-    def forward(self, ids: Tensor) -> Tensor:
-        first = self.first(ids)
-        return self.top(
-            torch.cat([first, self.second(first if self.chained else ids)], 1)
-        )
-
-
-class Chained(nn.Module):
-    """A layer of 2 ms."""
-
-    def __init__(self, clock: Clock) -> None:
-        super().__init__()
-        self.layer, self.clock = nn.Linear(1, 1), clock
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.clock.compute(2)
-        return self.layer(x)
-
-
-def by_towers(clock: Clock, **more: Any) -> Diagnosis:
-    """Diagnoses a pair of towers inside of another module, on one thread."""
-    torch.set_num_threads(1)
-    model = nn.Sequential(Pair(clock, **more))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    return why_slow(
-        model, optimizer, lambda ids, y: (model(ids) - y).square().mean(), LIST
-    )
-
-
 PLANTED: dict[str, Callable[[Clock], Diagnosis]] = {
-    "loader_sleeps": lambda clock: diagnosed(
+    "loader_waits": lambda clock: diagnosed(
         Costly(clock), DataLoader(Rows(clock.sleep, 1), 16)
     ),
-    "row_python": lambda clock: diagnosed(
+    "loader_rows": lambda clock: diagnosed(
         Costly(clock), DataLoader(Rows(clock.compute, 0.5), 16)
     ),
-    "loader_computes": lambda clock: diagnosed(Costly(clock), Computing(clock)),
     "untouched_rows": lambda clock: diagnosed(Costly(clock, rows=10_000)),
-    "too_many_threads": by_threads,
+    "threads": by_threads,
     "between_steps": lambda clock: diagnosed(
         Costly(clock), between={"evaluation": (lambda: clock.compute(300), 50)}
     ),
-    "sequential_towers": lambda clock: by_towers(clock),
-    "healthy": lambda clock: diagnosed(Costly(clock)),
+    "products": lambda clock: diagnosed(Costly(clock)),
 }
 
 
@@ -179,39 +145,6 @@ def test_the_verdict_is_the_planted_cause(
         torch.set_num_threads(threads)
 
 
-def test_towers_are_sub_networks_that_do_not_read_each_other(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    threads = torch.get_num_threads()
-    try:
-        apart, chained = by_towers(clock), by_towers(clock, chained=True)
-    finally:
-        torch.set_num_threads(threads)
-    assert [(name, pytest.approx(share)) for name, share in apart.facts.towers] == [
-        ("Sequential.0.first", 0.6),
-        ("Sequential.0.second", 0.4),
-    ]
-    assert chained.facts.towers == []
-    assert "towers" not in {**apart.facts.not_measured, **chained.facts.not_measured}
-
-
-def test_towers_of_one_class_that_no_module_holds_are_told_apart(clock: Clock) -> None:
-    towers = [Costly(clock, cost=lambda rows: 3), Costly(clock, cost=lambda rows: 2)]
-    optimizer = torch.optim.SGD(
-        [p for tower in towers for p in tower.parameters()], 0.1
-    )
-    facts = why_slow.step(
-        lambda ids, y: (
-            (sum(tower(ids) for tower in towers) - y).square().mean().backward()
-        ),
-        LIST,
-        optimizer=optimizer,
-    ).facts
-    assert {name.partition("[")[0] for name, _ in facts.towers} == {"Costly"}
-    assert sorted(share for _, share in facts.towers) == pytest.approx([0.4, 0.6])
-
-
 def test_what_is_measured_is_what_the_program_takes(clock: Clock) -> None:
     """2 ms of forward for 16 rows and 1 for the rest, 10.003 ms of optimizer, 8 ms of loader, of it 8 asleep."""
     facts = diagnosed(
@@ -227,8 +160,6 @@ def test_what_is_measured_is_what_the_program_takes(clock: Clock) -> None:
     }
     expected |= {
         "small_tables": 2.082,
-        "quarter": 11.252,
-        "double": 13.002,
         "quadruple": 15.002,
         "bf16": 12.002,
         "ready": 12.002,
@@ -260,13 +191,10 @@ def test_a_step_that_its_loader_slows_is_faster_without_it_and_a_change_is_measu
         Costly(clock, cost=cost), DataLoader(Rows(sleep, 10 / 16), 16)
     )
     iteration, rest = 14.052, 0.052  # milliseconds; the optimizer takes the rest
-    (finding,) = (each for each in diagnosis.findings if each.cause == "loader_sleeps")
-    ready = finding.remedies[0].gain
-    assert ready is not None
-    assert ready.low <= iteration / (2 + rest) <= ready.high
-    bf16 = {answer.name: answer.gain for answer in diagnosis.answers}["mixed precision"]
-    assert bf16 is not None
-    assert bf16.low <= iteration / (10 + 4.052 * (1 + rest) / (2 + rest)) <= bf16.high
+    gains = {trial.name: trial.gain.middle for trial in diagnosis.trials}
+    assert gains["batches ready in time"] == pytest.approx(iteration / (2 + rest))
+    changed = 10 + 4.052 * (1 + rest) / (2 + rest)
+    assert gains["bf16 autocast"] == pytest.approx(iteration / changed)
 
 
 def test_a_loader_that_works_in_bursts_has_its_longest_batch_and_its_mean_in_a_note(
@@ -296,18 +224,18 @@ def test_variants_run_in_every_round_and_in_reversed_order_every_other(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[str] = []
-    attempt = rounds.attempt
+    attempt = loop.attempt
 
     def noted(user_loop: Any, variant: Any) -> Any:
         ran.append(variant.name)
         return attempt(user_loop, variant)
 
-    monkeypatch.setattr(rounds, "attempt", noted)
+    monkeypatch.setattr(loop, "attempt", noted)
     diagnosed(Costly(clock))
     count = len(set(ran))
     assert ran.pop(0) == "loop"  # says how many steps a turn has
     orders = [ran[start : start + count] for start in range(0, len(ran), count)]
-    assert len(orders) == 1 + rounds.FEWEST_ROUNDS  # the first tries each variant
+    assert len(orders) == 1 + loop.FEWEST_ROUNDS  # the first tries each variant
     assert orders[1] == orders[0]
     assert orders[2] == orders[1][::-1]
     assert orders[3] == orders[1]
@@ -329,16 +257,16 @@ def test_short_steps_are_timed_many_at_once(
     monkeypatch.setattr(loop.TrainingLoop, "timed", noted)
     diagnosed(Costly(clock, cost=lambda rows: 2))
     steps = round(50 / 2.052)
-    assert set(timed) >= {(16, steps), (4, steps), (32, steps // 2), (64, steps // 4)}
+    assert set(timed) >= {(16, steps), (64, steps // 4)}
 
 
 def test_more_rounds_are_made_where_they_are_spread_far() -> None:
     steady = [{"data": 0.0, "step": 1.0}] * 4
     spread = [{"data": 0.0, "step": 1.0 + index} for index in range(4)]
-    assert not rounds.enough(steady[:3])
-    assert rounds.enough(steady)
-    assert not rounds.enough(spread)
-    assert rounds.enough(spread * 3)
+    assert not loop.enough(steady[:3])
+    assert loop.enough(steady)
+    assert not loop.enough(spread)
+    assert loop.enough(spread * 3)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +289,7 @@ def test_more_threads_are_tried_on_an_idle_machine(
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     torch.set_num_threads(1)
     diagnosis = diagnosed(Costly(clock, cost=lambda rows: 2 / torch.get_num_threads()))
-    assert diagnosis.verdict == "too_few_threads"
+    assert diagnosis.verdict == "threads"
     assert torch.get_num_threads() == 1
 
 
@@ -430,7 +358,6 @@ def test_ops_syncs_and_products_are_counted_by_the_users_lines() -> None:
     facts = why_slow.step(step, given).facts
     assert facts.syncs == 7
     assert facts.sync_ops == 7 + 3  # detach, repeat, and the loop's unbind
-    assert facts.loss_sync_lines == facts.sync_lines
     ((line, count),) = facts.sync_lines
     assert count == 7
     assert re.fullmatch(
@@ -439,11 +366,7 @@ def test_ops_syncs_and_products_are_counted_by_the_users_lines() -> None:
     lines = dict(facts.op_lines)
     assert sum(lines.values()) <= facts.ops
     assert {"backward", "optimizer"} <= set(lines)
-    # Forward, and for the gradients of weights and of the inner activations: 2 x 32 x
-    # (8 x 16 + 16).
-    forward = 2 * 32 * (8 * 16 + 16)
-    assert facts.product_flops == 2 * forward + 2 * 32 * 16
-    assert dict(facts.layers) == pytest.approx({"0": 8 / 9, "2": 1 / 9})
+    assert 0 < facts.product_s < facts.op_s
 
 
 @pytest.mark.gpu
@@ -494,7 +417,6 @@ def test_ops_that_only_feed_values_to_python_are_counted_with_them_at_whatever_l
     assert facts.syncs == 6
     assert facts.sync_ops == 6 + 4 + 3 + 1  # values, norms, what makes `right`, the sum
     assert len(facts.sync_lines) == 1
-    assert facts.loss_sync_lines == []  # all are read after the backward pass
 
 
 def test_ops_of_function_transforms_and_of_sparse_tensors_are_counted() -> None:
@@ -551,7 +473,6 @@ def test_a_device_is_watched_and_a_cpu_has_none(device: torch.device) -> None:
 def test_an_op_in_a_large_batch_is_the_same_op() -> None:
     small, large = (why_slow(*mlp(rows=rows)).facts for rows in (8, 64))
     assert small.ops == large.ops
-    assert large.product_flops == 8 * small.product_flops
 
 
 def test_tables_whose_read_rows_alone_move_are_not_made_small() -> None:
@@ -573,7 +494,7 @@ def test_a_step_function_gives_what_its_parts_give() -> None:
         optimizer.step()
 
     parts, whole = why_slow(model, optimizer, loss, given), why_slow.step(step, given)
-    for name in ("ops", "product_flops", "parameters", "rows", "optimizers"):
+    for name in ("ops", "parameters", "rows", "optimizers"):
         assert getattr(parts.facts, name) == getattr(whole.facts, name), name
     assert set(parts.facts.rounds[0]) == set(whole.facts.rounds[0])
 
@@ -588,7 +509,7 @@ def test_a_batch_may_be_a_mapping_or_a_tensor(form: str) -> None:
 
     facts = why_slow(model, optimizer, loss, [batch] * 3).facts
     assert facts.rows == 12
-    assert facts.has("step", "quadruple", "quarter")
+    assert facts.has("step", "quadruple")
 
 
 # ---------------------------------------------------------------------------- bad input
@@ -641,10 +562,7 @@ def test_a_variant_that_raises_is_left_out_and_the_rest_is_measured() -> None:
     assert facts.not_measured["quadruple"].startswith(
         "AssertionError: 64 rows (test_why_slow.py:"
     )
-    assert facts.not_measured["quarter"].startswith(
-        "AssertionError: 4 rows (test_why_slow.py:"
-    )
-    assert facts.has("step", "double", "bf16")
+    assert facts.has("step", "bf16")
 
 
 def test_a_loader_that_ends_after_two_batches_begins_anew() -> None:
@@ -709,7 +627,6 @@ def test_an_iterable_dataset_is_measured_without_a_worker() -> None:
     facts = why_slow(model, optimizer, loss, DataLoader(Stream(), 4)).facts
     assert facts.has("data", "step")
     assert facts.loader.row_calls == 0
-    assert facts.loader.is_stream
     assert "Dataset with rows" in facts.not_measured["worker"]
 
 
@@ -769,7 +686,7 @@ def test_a_compiled_step_is_not_compiled_again_for_an_experiment() -> None:
     ).facts  # type: ignore[arg-type, operator]
     assert "would be compiled again" in facts.not_measured["quadruple"]
     assert "would be compiled again" in facts.not_measured["bf16"]
-    assert facts.recompiles == 0
+    assert not any("torch.compile made" in note for note in facts.notes)
     assert facts.has("step")
 
 
@@ -830,21 +747,8 @@ def test_a_remedy_is_measured_beside_the_step_as_it_was(clock: Clock) -> None:
                 parameter -= 1e-3 * parameter.grad  # type: ignore[operator]
 
     diagnosis = why_slow(model, slow, loss, LIST)
-    with pytest.raises(
-        ValueError,
-        match=r"remedy='magic': must be how a remedy's name begins: adopt: the step captured",
-    ):
-        diagnosis.realised(remedy, remedy="magic", seconds=0)
     reference = [parameter.detach().clone() for parameter in model.parameters()]
-    result = diagnosis.realised(remedy, remedy="adopt", seconds=0)
-    assert result.ratio == pytest.approx(12.002 / 2)
-    assert result.held == (
-        result.predicted.low <= result.ratio <= result.predicted.high
-    )  # type: ignore[union-attr]
-    assert str(result).startswith(
-        "adopt: the step captured, rows moved when they are next read: predicted "
-    )
-    assert f"realised {6.0:.3g}x" in str(result)
+    assert diagnosis.realised(remedy, seconds=0).middle == pytest.approx(12.002 / 2)
     moved = [parameter.detach().clone() for parameter in model.parameters()]
     with torch.no_grad():
         for parameter, kept in zip(model.parameters(), reference, strict=True):
@@ -854,35 +758,6 @@ def test_a_remedy_is_measured_beside_the_step_as_it_was(clock: Clock) -> None:
     assert all(
         parameter.equal(kept)
         for parameter, kept in zip(model.parameters(), moved, strict=True)
-    )
-
-
-def test_threads_are_applied_and_proved_by_the_clock(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step of 2 ms on one thread and 1 ms on two."""
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    torch.set_num_threads(1)
-    model = Costly(clock, cost=lambda rows: 2 / torch.get_num_threads())
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def step(ids: Tensor, y: Tensor) -> None:
-        optimizer.zero_grad()
-        (model(ids) - y).square().mean().backward()
-        optimizer.step()
-
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    diagnosis = why_slow.step(
-        step, LIST, apply=True, between={"evaluation": (lambda: clock.compute(4), 2)}
-    )
-    assert [each.remedy for each in diagnosis.proof] == ["all cores"]
-    assert diagnosis.proof[0].ratio == pytest.approx((2 + 2) / (1 + 2))
-    assert diagnosis.proof[0].held
-    assert diagnosis.kept == [("torch.set_num_threads(2)", pytest.approx(4 / 3))]
-    assert torch.get_num_threads() == 1
-    assert all(
-        parameter.equal(kept)
-        for parameter, kept in zip(model.parameters(), before, strict=True)
     )
 
 
@@ -899,7 +774,7 @@ def test_a_remedy_of_other_batches_is_compared_by_row_and_an_iterator_by_iterati
     def step(ids: Tensor, y: Tensor) -> None:
         clock.compute(3)
 
-    assert diagnosis.realised(step, doubled, seconds=0).ratio == pytest.approx(
+    assert diagnosis.realised(step, doubled, seconds=0).middle == pytest.approx(
         2 * 2.052 / 3
     )
 
@@ -908,7 +783,7 @@ def test_a_remedy_of_other_batches_is_compared_by_row_and_an_iterator_by_iterati
             clock.compute(1)
             yield 0.0
 
-    assert diagnosis.realised(epoch(), seconds=0).ratio == pytest.approx(2.052)
+    assert diagnosis.realised(epoch(), seconds=0).middle == pytest.approx(2.052)
 
 
 def test_what_runs_between_steps_is_a_part_of_what_is_compared(clock: Clock) -> None:
@@ -924,10 +799,10 @@ def test_what_runs_between_steps_is_a_part_of_what_is_compared(clock: Clock) -> 
     )
     assert diagnosis.realised(
         lambda ids, y: clock.compute(1), seconds=0
-    ).ratio == pytest.approx(7.052 / 6)
+    ).middle == pytest.approx(7.052 / 6)
     doubled = [(torch.arange(32) % 50, torch.ones(32, 1))] * 4
     by_row = diagnosis.realised(lambda ids, y: clock.compute(2.052), doubled, seconds=0)
-    assert by_row.ratio == pytest.approx(7.052 / (2.052 / 2 + 5))
+    assert by_row.middle == pytest.approx(7.052 / (2.052 / 2 + 5))
 
 
 def test_facts_alone_cannot_be_realised() -> None:
@@ -977,13 +852,10 @@ def test_lines_that_hold_a_step_without_ops_are_named(sampled: None) -> None:
         sorted(str(number) for number in range(90_000))
 
     diagnosis = why_slow.step(stepping(model, optimizer, publish), given)
-    assert diagnosis.verdict == "python_lines"
-    lines = [
-        line.rpartition(": ")[2][:12]
-        for line in diagnosis.findings[0].remedies[0].lines
-    ]
-    # Beside busy processes, the lines of the model may come between them.
-    assert {"lock.acquire", "sorted(str(n"} <= set(lines)
+    assert diagnosis.verdict == "your_line"
+    evidence = " ".join(diagnosis.findings[0].evidence)
+    assert "lock.acquire" in evidence
+    assert "sorted(str(n" in evidence
 
 
 def test_the_line_that_calls_a_diagnosis_is_no_line_of_its_step(sampled: None) -> None:
@@ -1000,8 +872,9 @@ def test_a_collection_is_no_time_of_the_line_at_which_it_begins(sampled: None) -
     held = [[number] for number in range(200_000)]
     diagnosis = why_slow.step(stepping(model, optimizer, gc.collect), given)
     assert held
-    assert diagnosis.verdict == "garbage"
-    assert "python_lines" not in [finding.cause for finding in diagnosis.findings]
+    assert diagnosis.verdict == "your_line"
+    assert "garbage collector" in diagnosis.findings[0].title
+    assert not [each for each in diagnosis.findings if "gc.collect" in each.title]
 
 
 def test_a_collate_function_that_computes_is_named_with_its_line(sampled: None) -> None:
@@ -1022,7 +895,7 @@ def test_a_collate_function_that_computes_is_named_with_its_line(sampled: None) 
     model, optimizer, _, _ = mlp()
     loader = DataLoader(Numbers(), 256, collate_fn=collate)
     diagnosis = why_slow.step(stepping(model, optimizer, lambda: None), loader)
-    assert diagnosis.verdict == "loader_computes"
+    assert diagnosis.verdict == "loader_rows"
     assert "collate_fn" in diagnosis.findings[0].title
     assert any(
         "for word in text.split()" in sentence
@@ -1088,7 +961,7 @@ def test_a_sparse_product_is_no_dense_one_and_mixes_all_rows() -> None:
         return ((graph @ nodes.weight) * 0.5)[ids].square().mean()
 
     facts = why_slow(nodes, optimizer, loss, [torch.arange(64)] * 4).facts
-    assert facts.product_flops == 0
+    assert facts.product_s == 0
     assert not facts.whole_tables
     assert facts.op_s > 0
 
@@ -1105,7 +978,7 @@ def test_64_bit_floats_and_a_softmax_over_a_catalogue_are_seen() -> None:
     ).facts
     assert facts.double_s > 0.8 * facts.op_s
     (every,) = facts.all_items
-    assert every.items == 3_000
+    assert every.rows == 3_000
     assert not why_slow(*mlp()).facts.double_s
 
 
@@ -1190,20 +1063,6 @@ def test_a_call_that_holds_python_is_sampled_for_as_long_as_it_takes(
     assert shares["frame"] == pytest.approx(0.8, abs=0.03)
 
 
-def test_seconds_of_ops_are_no_longer_than_their_step() -> None:
-    """Others had the cores while ops were timed, which took twice as long as a step does."""
-    counted = ops.count_ops(lambda: torch.ones(64, 64) @ torch.ones(64, 64), [])
-    whole = counted.seconds
-    counted.scale_to(whole / 2)
-    assert counted.seconds == pytest.approx(whole / 2)
-    assert sum(counted.kinds.values()) == pytest.approx(whole / 2)
-    assert sum(each.seconds for each in counted.by_line.values()) == pytest.approx(
-        whole / 2
-    )
-    counted.scale_to(whole)
-    assert counted.seconds == pytest.approx(whole / 2)
-
-
 def test_a_loop_that_raises_in_the_rounds_is_a_verdict_and_not_an_error() -> None:
     model, optimizer, _, given = mlp()
     steps = [0]
@@ -1236,7 +1095,7 @@ def test_experiments_do_not_disturb_each_other() -> None:
         place = (place + len(x)) % 256
 
     facts = why_slow.step(step, given).facts
-    assert facts.has("step", "quarter", "quadruple")
+    assert facts.has("step", "quadruple")
     assert not {"loop", "step"} & set(facts.not_measured)
     assert (place, schedule.last_epoch) == (0, 0)
     assert not queue.any()
@@ -1319,11 +1178,73 @@ def test_programs_without_a_fault_have_none_of_the_causes_that_lines_and_ops_sho
         for finding in diagnosis.findings
         if finding.size in ("large", "medium")
     }
-    assert not seen & {
-        "python_lines",
-        "whole_tables",
-        "double_precision",
-        "garbage",
-        "debug_modes",
-        "loader_computes",
-    }
+    assert not seen & {"your_line", "loader_rows"}
+
+
+def test_a_step_that_is_faster_without_its_autocast_is_named(clock: Clock) -> None:
+    """8 ms under autocast and 2 without, by the clock; autocast is as it was afterwards."""
+    model = Costly(
+        clock, cost=lambda rows: 8 if torch.is_autocast_enabled("cpu") else 2
+    )
+
+    def loss(ids: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            made = model(ids)
+        return (made.float() - y).square().mean()
+
+    set_enabled = torch.set_autocast_enabled
+    diagnosis = why_slow(model, Sweeping(model), loss, LIST)
+    gains = {trial.name: trial.gain.middle for trial in diagnosis.trials}
+    assert gains["without autocast"] == pytest.approx(8.052 / 2.052)
+    assert "bf16 autocast" not in gains
+    assert diagnosis.verdict == "your_line"
+    assert re.match(
+        r"test_why_slow\.py:\d+ in \w+ runs under autocast, and the step is faster without",
+        diagnosis.findings[0].title,
+    )
+    assert torch.set_autocast_enabled is set_enabled
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_beside_busy_processes_a_step_is_measured_on_one_thread(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that two threads make ten times as long, since one of them waits for a core."""
+    monkeypatch.setattr(why, "busy_elsewhere", lambda: lambda: 1.0)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        diagnosis = diagnosed(
+            Costly(clock, cost=lambda rows: 2 * 10 ** (torch.get_num_threads() - 1))
+        )
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert diagnosis.facts.median("step") == pytest.approx(2.052e-3)
+    assert diagnosis.verdict == "products"
+    assert any(
+        "measured on 1 thread, not on 2" in note for note in diagnosis.facts.notes
+    )
+
+
+@pytest.mark.slow
+def test_a_captured_step_is_tried_on_request_and_leaves_no_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, optimizer, loss, given = mlp()
+    before = [each.detach().clone() for each in model.parameters()]
+    monkeypatch.setattr(why, "busy_elsewhere", lambda: lambda: 1.0)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    diagnosis = why_slow(model, optimizer, loss, given, capture=True)
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(threads)
+    (captured,) = (each for each in diagnosis.trials if "captured" in each.name)
+    assert captured.gain.middle > 0
+    for parameter, kept in zip(model.parameters(), before, strict=True):
+        assert parameter.equal(kept)
+    assert not optimizer._optimizer_state_dict_post_hooks
+    plain = why_slow(model, optimizer, loss, given)
+    assert not [each for each in plain.trials if "captured" in each.name]

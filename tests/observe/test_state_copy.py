@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.diagnose.programs import Training, mlp, trained, training
-from torchrec_ext.diagnose import StateCopy, why_slow
-from torchrec_ext.diagnose.experiments.variants import SmallTables
+from torchrec_ext.diagnose import StateCopy, measure, why_slow
+from torchrec_ext.diagnose.variants import SmallTables
 
 
 def by_parts(made: Training) -> object:
@@ -28,8 +28,8 @@ def by_step(made: Training) -> object:
     return why_slow.step(made.step, made.loader)
 
 
-def applied(made: Training) -> object:
-    return why_slow.step(made.step, made.loader, apply=True)
+def captured(made: Training) -> object:
+    return why_slow(made.model, made.optimizer, made.loss, made.loader, capture=True)
 
 
 def everything(made: Training) -> list[object]:
@@ -49,8 +49,8 @@ def everything(made: Training) -> list[object]:
     ]
 
 
-# an applied one takes longest: once
-WAYS = {"applied": applied, "by step": by_step, "by parts": by_parts}
+# a captured one takes longest: once
+WAYS = {"captured": captured, "by step": by_step, "by parts": by_parts}
 MOMENTS = {"before the first step": (0,), "in an epoch": (13,), "often": (0, 7, 20)}
 
 
@@ -128,14 +128,12 @@ def test_modes_hooks_and_threads_are_as_before() -> None:
 def test_state_is_put_back_where_a_diagnosis_is_interrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from torchrec_ext.diagnose.experiments import measure
-
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     made = training()
     before = [p.tolist() for p in made.model.parameters()]
-    monkeypatch.setattr(measure.Experiments, "_time_worker", interrupt)
+    monkeypatch.setattr(measure, "_time_worker", interrupt)
     with pytest.raises(KeyboardInterrupt):
         by_step(made)
     assert [p.tolist() for p in made.model.parameters()] == before

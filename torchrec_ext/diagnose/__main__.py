@@ -2,7 +2,7 @@
 
 python -m torchrec_ext.diagnose train.py --epochs 3
 python -m torchrec_ext.diagnose --json before.json train.py
-python -m torchrec_ext.diagnose --compare before.json after.json --limit 5%
+python -m torchrec_ext.diagnose --compare before.json after.json --limit 5
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,6 @@ from torchrec_ext.diagnose.findings import in_ms
 from torchrec_ext.diagnose.script import Loop, run_script
 from torchrec_ext.diagnose.why import why_slow
 from torchrec_ext.drawing.terminal import print_to_pipe
-
-_RESAMPLES = 300  # of the bootstrap over rounds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,26 +50,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="write the report, which --compare reads",
     )
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write the page with pictures"
-    )
-    parser.add_argument(
         "--compare",
         nargs=2,
         type=Path,
         metavar=("BEFORE", "AFTER"),
         help="compare two reports",
     )
-    parser.add_argument("--limit", default="5%", help="how much slower AFTER may be")
+    parser.add_argument(
+        "--limit", type=float, default=5.0, help="percent by which AFTER may be slower"
+    )
     parser.add_argument("script", nargs="?", help="a Python script that trains")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     options = parser.parse_args(argv)
     try:
         if options.compare:
-            comparison = compare_reports(
-                options.compare[0], options.compare[1], options.limit
-            )
-            print(comparison)
-            return int(comparison.is_slower)
+            before, after = options.compare
+            return compare_reports(before, after, options.limit)
         if not options.script:
             raise ValueError(
                 "name a Python script that trains, or --compare BEFORE AFTER"
@@ -84,11 +76,27 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"torchrun started {ranks} ranks, and this command diagnoses a script of one process; call "
                 "why_slow.step(step, batches) in the script, on every rank"
             )
+        if options.json:
+            _check_writable(options.json)
         run_script(options.script, options.args, lambda loop: _diagnose(loop, options))
     except ValueError as error:
         print(f"torchrec_ext.diagnose: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _check_writable(path: Path) -> None:
+    """Refuses a report that could not be written, before anything is measured."""
+    if not path.parent.is_dir():
+        raise ValueError(
+            f"--json {path}: there is no folder {path.parent}; make it, or name another file"
+        )
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ValueError(
+            f"--json {path}: cannot be written: {error.strerror}; name another file"
+        ) from None
 
 
 def _diagnose(loop: Loop, options: argparse.Namespace) -> None:
@@ -97,106 +105,46 @@ def _diagnose(loop: Loop, options: argparse.Namespace) -> None:
         file=sys.stderr,
     )
     diagnosis = why_slow.step(loop.step, loop.batches, budget_s=options.budget)
-    # The files first: a reader such as `head` may close the pipe.
+    # The file first: a reader such as `head` may close the pipe.
     if options.json:
         options.json.write_text(diagnosis.to_json())
-    if options.html:
-        diagnosis.html(options.html)
     print_to_pipe(str(diagnosis))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Seconds of an iteration in two reports.
+def compare_reports(before: Path, after: Path, limit: float) -> int:
+    """Prints whether the iterations of the second report are slower than those of the first.
 
     Args:
-        before: seconds of each round in the first report.
-        after: seconds of each round in the second one.
-        limit: share of an iteration by which the second one may be slower.
-        causes: causes that the second report has and the first one lacks.
-    """
+        before: file that ``--json`` wrote.
+        after: file of the second report.
+        limit: percent by which it may be slower, by medians; the quartiles of both may not overlap either.
 
-    before: Sequence[float]
-    after: Sequence[float]
-    limit: float
-    causes: Sequence[str] = ()
-
-    @property
-    def ratio(self) -> float:
-        """How many times as long an iteration takes, by medians."""
-        return statistics.median(self.after) / statistics.median(self.before)
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """The 80 % interval of this ratio, by a bootstrap over rounds."""
-        generator = random.Random(0)
-        ratios = []
-        for _ in range(_RESAMPLES):
-            # Not in pairs: the rounds of two reports have nothing to do with each
-            # other.
-            after = statistics.median(generator.choices(self.after, k=len(self.after)))
-            before = statistics.median(
-                generator.choices(self.before, k=len(self.before))
-            )
-            ratios.append(after / before)
-        ratios.sort()
-        return ratios[_RESAMPLES // 10], ratios[-_RESAMPLES // 10]
-
-    @property
-    def is_slower(self) -> bool:
-        """Whether it is slower by more than the limit, and not by the spread of the rounds alone."""
-        return self.ratio > 1 + self.limit and self.interval[0] > 1
-
-    def __str__(self) -> str:
-        low, high = self.interval
-        verdict = "slower" if self.is_slower else "within the limit"
-        causes = f"; new: {', '.join(self.causes)}" if self.causes else ""
-        return (
-            f"{verdict}: an iteration takes {in_ms(statistics.median(self.after))}, before "
-            f"{in_ms(statistics.median(self.before))}: {self.ratio:.2f} times ({low:.2f} to {high:.2f}), limit "
-            f"{1 + self.limit:.2f}{causes}"
-        )
-
-
-def compare_reports(before: Path, after: Path, limit: str) -> Comparison:
-    """Compares two reports of :meth:`Diagnosis.to_json`.
-
-    Args:
-        before: file of the first report.
-        after: file of the second one.
-        limit: how much slower it may be, such as ``5%``.
+    Returns:
+        1 if it is slower, else 0.
 
     Raises:
-        ValueError: a file holds no report, or the limit is no share.
-
-    Example:
-        >>> compare_reports(Path("none.json"), Path("none.json"), "5 percent")
-        Traceback (most recent call last):
-        ValueError: --limit '5 percent': must be a percentage of 0 or more, such as 5%
+        ValueError: a file holds no report, or the limit is below 0.
     """
-    try:
-        share = float(limit.removesuffix("%")) / 100
-    except ValueError:
-        share = -1.0
-    if not share >= 0:
-        raise ValueError(
-            f"--limit {limit!r}: must be a percentage of 0 or more, such as 5%"
-        )
+    if not limit >= 0:
+        raise ValueError(f"--limit {limit:g}: must be a percentage of 0 or more")
     old = _report(before)
     new = _report(after)
+    low, was, high = statistics.quantiles(_seconds(before, old), n=4)
+    begin, now, _ = statistics.quantiles(_seconds(after, new), n=4)
+    is_slower = now > was * (1 + limit / 100) and begin > high
     # An offer is no fault, so a build need not hear of a new one.
-    old_causes = {finding["cause"] for finding in old["findings"]}
+    known = {finding["cause"] for finding in old["findings"]}
     causes = [
         each["cause"]
         for each in new["findings"]
-        if each["size"] != "offer" and each["cause"] not in old_causes
+        if each["size"] != "offer" and each["cause"] not in known
     ]
-    return Comparison(
-        before=_seconds(before, old),
-        after=_seconds(after, new),
-        limit=share,
-        causes=causes,
+    print(
+        f"{'slower' if is_slower else 'within the limit'}: an iteration takes {in_ms(now)}, before {in_ms(was)} "
+        f"({in_ms(low)} to {in_ms(high)}): {now / was:.2f} times, limit {1 + limit / 100:.2f}"
+        + (f"; new: {', '.join(causes)}" if causes else "")
     )
+    return int(is_slower)
 
 
 def _report(path: Path) -> Mapping[str, Any]:
@@ -218,7 +166,7 @@ def _seconds(path: Path, report: Mapping[str, Any]) -> list[float]:
     for each in facts["rounds"]:
         if "data" in each and "step" in each:
             seconds.append(each["data"] + each["step"] + between)
-    if not seconds:
+    if len(seconds) < 2:
         raise ValueError(
             f"{path}: its step could not be timed ({report['verdict']}); diagnose again"
         )

@@ -1,145 +1,59 @@
-"""Findings: causes of lost time and their remedies, which rules make of facts.
+"""Facts that experiments measured on a training step, and what follows of them: findings, remedies and trials.
 
-A finding has a cause, its evidence in numbers, remedies as lines to paste, the speed-up that is expected of each as an
-interval, and what it changes in the mathematics. ``cost`` is the share of an iteration that would go if the cause did.
+A gain is a ratio within a round, since a machine drifts between two moments and both sides of such a ratio with it.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from torchrec_ext.diagnose.facts import Facts, Gain, Round
-
+Round = Mapping[str, float]
 Size = Literal["large", "medium", "small", "offer"]
-Helps = Literal["yes", "no", "perhaps", "not known"]
 LARGE, MEDIUM, LEAST = 0.33, 0.15, 0.05  # shares of an iteration
 # A gain below it is none: nobody should spend an afternoon on 5 %.
 UNDER = 1.05
 
 
-class Change(str, Enum):
-    """A change in the mathematics of a step."""
+class Gain(NamedTuple):
+    """A measured speed-up, the quartiles of paired turns: 1 is as fast as now, 2 is twice as fast."""
 
-    EXACT = "bit-equal"
-    ROUNDING = "the same but for rounding"
-    DRAWS = "the same law, other random draws"
-    ROUNDING_AND_DRAWS = (
-        "the same but for rounding, and the same law, other random draws"
-    )
-    DRAWS_OF_WORKERS = "the same law, other random draws where the Dataset draws: each worker has a seed of its own"
-    LESS_OFTEN = "nothing but how often it runs"
-    AVERAGED = "the same but for rounding; weights are averaged in place of gradients: quality must be measured"
-    AVERAGED_AND_DRAWS = (
-        "the same but for rounding, and the same law, other random draws; weights are averaged in place of gradients: "
-        "quality must be measured"
-    )
-    BATCH = "another batch size: the learning rate must follow, and quality must be measured"
-    EXCHANGED_LESS = "the same sums in another schedule: quality must be measured"
-    BF16_PRODUCTS = "products rounded to 8 bits: quality must be measured"
-    BF16_SUMS = "sums rounded to 8 bits: quality must be measured"
-    FLOAT32 = "32-bit products in place of 64-bit ones: quality must be measured"
-    LOSS = "another loss: quality must be measured"
-    OPTIMIZER = "another optimizer: rows that are seldom read end elsewhere, and quality must be measured"
-
-
-_KEEPING = (
-    Change.EXACT,
-    Change.ROUNDING,
-    Change.DRAWS,
-    Change.ROUNDING_AND_DRAWS,
-    Change.DRAWS_OF_WORKERS,
-)
-
-
-class Action(Enum):
-    """A remedy that a program can apply."""
-
-    THREADS = "other compute threads"
-    WORKERS = "worker processes of a DataLoader"
-    CAPTURE = "a captured step"
-    CAPTURE_WITH_ROWS = "a captured step that makes its batches"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Remedy:
-    """A way to remove a cause.
-
-    Args:
-        name: what it is, in a few words.
-        lines: exact lines or flags.
-        gain: speed-up of an iteration that is expected; None if nothing is known.
-        changes: what it changes in the mathematics.
-        basis: how the gain is known.
-        is_measured: whether the gain was measured, not predicted.
-        action: what a program does to apply it; None if a person must write it.
-        count: number of threads or workers of the action.
-    """
-
-    name: str
-    lines: tuple[str, ...]
-    gain: Gain | None
-    changes: Change
-    basis: str
-    is_measured: bool = False
-    action: Action | None = None
-    count: int = 0
+    low: float
+    middle: float
+    high: float
 
     @property
-    def keeps_mathematics(self) -> bool:
-        """Whether the step learns the same by the same law: bit-equal, but for rounding, or with other random draws."""
-        return self.changes in _KEEPING
+    def helps(self) -> Literal["yes", "no", "perhaps"]:
+        """Whether three of four turns gained 5 % or more, or less than that."""
+        if self.low >= UNDER:
+            return "yes"
+        return "no" if self.high < UNDER else "perhaps"
 
-    @property
-    def is_captured(self) -> bool:
-        """Whether the step is captured then; experiments need eager steps."""
-        return self.action in (Action.CAPTURE, Action.CAPTURE_WITH_ROWS)
+    def __str__(self) -> str:
+        return f"{_factor(self.middle)}x ({_factor(self.low)} to {_factor(self.high)})"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """A cause of lost time.
+def _factor(value: float) -> str:
+    if value < 2:
+        return f"{value:.2f}"
+    return f"{value:.1f}" if value < 20 else f"{value:,.0f}"
 
-    Args:
-        cause: name of the rule.
-        title: the cause in a sentence.
-        evidence: what was measured, a sentence each.
-        remedies: what to do about it, the best first.
-        cost: share of an iteration that would go with the cause.
-        size: ``large`` from a third of an iteration on, ``medium`` from .15, else ``small``; ``offer`` for what is no
-            fault but changes the mathematics.
-        ranks: ranks that it is about; empty if it is about all of them.
-        least: the least such share of a round; 0 if rounds do not measure it.
+
+def gain_of(ratios: Sequence[float]) -> Gain:
+    """Returns the quartiles of the ratios of paired turns.
+
+    Example:
+        >>> print(gain_of([1.0, 2.0, 3.0]))
+        2.0x (1.50 to 2.5)
     """
-
-    cause: str
-    title: str
-    evidence: tuple[str, ...]
-    remedies: tuple[Remedy, ...]
-    cost: float
-    size: Size
-    ranks: tuple[int, ...] = ()
-    least: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """The answer to whether a usual attempt will help.
-
-    Args:
-        name: what they try.
-        gain: speed-up of an iteration that is expected; None if it is not known.
-        helps: ``no`` if the whole interval is under 5 %, ``yes`` if all of it is above, else ``perhaps``.
-        why: a sentence.
-    """
-
-    name: str
-    gain: Gain | None
-    helps: Helps
-    why: str
+    if len(ratios) < 2:
+        return Gain(ratios[0], ratios[0], ratios[0])
+    return Gain(*statistics.quantiles(ratios, n=4, method="inclusive"))
 
 
 def in_ms(seconds: float) -> str:
@@ -152,28 +66,311 @@ def in_ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def shares_of(facts: Facts, seconds: Callable[[Round], float]) -> list[float]:
-    """Returns the share of an iteration in each round."""
-    return [seconds(each) / max(facts.iteration(each), 1e-12) for each in facts.rounds]
+# --------------------------------------------------------------------------- measured
 
 
-def share_of(facts: Facts, seconds: Callable[[Round], float]) -> float:
-    """Returns the median over rounds of the share of an iteration."""
-    # A share that a round has, and not the mean of two rounds.
-    shares = shares_of(facts, seconds)
-    return statistics.median_high(shares) if shares else 0.0
+@dataclass(frozen=True, kw_only=True)
+class LineFacts:
+    """A line of the user's own code.
+
+    Args:
+        name: file, number and function, such as ``train.py:31 in step``.
+        text: the line itself.
+        phase: ``data`` for a line that makes batches, ``step`` for one of the step.
+        seconds: sampled seconds of an iteration at this line, and in what it calls that is not the user's.
+        ops: aten ops that it makes.
+        op_s: seconds inside of these.
+        sync_ops: ops of these that bring values to Python, or that feed ops of this line that do.
+    """
+
+    name: str
+    text: str = ""
+    phase: str = "step"
+    seconds: float = 0.0
+    ops: int = 0
+    op_s: float = 0.0
+    sync_ops: int = 0
 
 
-def expected(
-    facts: Facts,
-    slow: Callable[[Round], float],
-    fast: Callable[[Round], float] | None = None,
-) -> Gain | None:
-    """Returns the speed-up of a remedy; None if an experiment is missing."""
-    try:
-        return facts.gain(slow, fast)
-    except KeyError:  # a round has no entry for an experiment that could not be made
-        return None
+@dataclass(frozen=True, kw_only=True)
+class TableFacts:
+    """A table of embeddings: path of its module, rows, width of a row, and ids that a step looks up."""
+
+    name: str
+    rows: int
+    dim: int
+    read: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WideOps:
+    """A line with ops over all rows of a table of which few are read, or over all items of a catalogue.
+
+    Args:
+        line: the user's line.
+        rows: rows of the table, or items.
+        read: rows that a step looks up.
+        seconds: seconds of a step inside of these ops.
+        backward_s: seconds inside of such ops in backward.
+    """
+
+    line: str
+    rows: int
+    read: int = 0
+    seconds: float = 0.0
+    backward_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderFacts:
+    """A loader as it was measured.
+
+    Args:
+        kind: ``list``, ``DataLoader``, ``iterable`` or ``iterator``.
+        dataset: name of the Dataset's class, if there is one.
+        workers: worker processes.
+        row_calls: calls of ``__getitem__`` for a batch, if it is called row by row.
+        row_s: seconds of such a call.
+        collate_s: seconds in which the rows of a batch are put together.
+        bytes_read: bytes read from files for a batch; None if unknown.
+    """
+
+    kind: str
+    dataset: str = ""
+    workers: int = 0
+    row_calls: int = 0
+    row_s: float = 0.0
+    collate_s: float = 0.0
+    bytes_read: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Between:
+    """A call between steps, such as an evaluation: its name, its seconds, and the steps from a call to the next."""
+
+    name: str
+    seconds: float
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankWaits:
+    """Seconds of an iteration of a rank: in its batch, blocked in its step, and computing."""
+
+    rank: int
+    data_s: float
+    blocked_s: float
+    compute_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Results of the experiments on a step.
+
+    Args:
+        rounds: seconds by experiment, for each round. ``data``: a batch, and of it ``sleep``, asleep or waiting for
+            files. ``step``: a step, and of it ``forward`` (with all that is neither of the other two), ``backward``
+            and ``optimizer``. Steps in a row on batches that are there: ``ready``; and of these changed:
+            ``quadruple`` of the batch, ``small_tables``, ``one_thread``, ``all_threads``, ``bf16``, ``no_autocast``,
+            and ``quiet`` without anomaly mode and profiler. ``gc``: garbage collections of an iteration. Yardsticks:
+            ``op``, a tiny op that autograd records, or one of backward; ``bare``, one that autograd does not record;
+            and ``sync``, one ``.item()``.
+        worker: seconds of the wall clock for a batch and its step as it is, and with a worker process, by turn.
+        captured: seconds of an iteration as it is, and with the adopted step, by turn.
+        rows: rows of a batch; 0 if unknown.
+        ops: aten ops of a step.
+        bare_ops: ops that autograd does not record, as those of an optimizer; without those of backward.
+        op_lines: the user's lines that make most ops, with their number.
+        syncs: ops of a step that bring a value to Python, on a GPU all that wait for it.
+        sync_lines: the user's lines that do so, with their number.
+        sync_ops: these, and ops of the same lines that feed them.
+        op_s: seconds of a step inside of ops; 0 if unknown.
+        work_s: seconds of these that ops on many numbers take beyond an op on few of them.
+        lines: the user's lines at which most of an iteration goes, as sampled.
+        sampled_s: seconds of an iteration while lines were sampled.
+        whole_tables: lines that work on all rows of a table of which few are read.
+        all_items: softmaxes over many items.
+        double_s: seconds of a step inside of ops of 64-bit floats.
+        double_line: the user's line that takes most of these.
+        modes: debugging modes of autograd that are on.
+        autocast_line: the user's first line with an op under autocast; empty if there is none.
+        product_s: seconds of a step inside matrix products.
+        tables: large tables that a dense optimizer moves.
+        parameters: number of parameters that are trained; of tables with sparse gradients, those that a step reads.
+        optimizers: names of the optimizers' classes.
+        loader: source of the batches.
+        kernels: kernels and copies that a step runs on a CUDA device.
+        device_busy: share of the time from the first of these to the last in which the device ran one; None on a CPU.
+        threads: compute threads.
+        cores: cores that this process may use.
+        busy: cores that others kept busy; None if unknown.
+        between: calls between steps.
+        ranks: waits of every rank, in order; empty for one process alone.
+        seconds: seconds of the wall clock that the experiments took.
+        not_measured: reasons by experiment that is missing.
+        notes: what else a reader must know, one sentence each.
+    """
+
+    rounds: Sequence[Round] = ()
+    worker: Sequence[tuple[float, float]] = ()
+    captured: Sequence[tuple[float, float]] = ()
+    rows: int = 0
+    ops: int = 0
+    bare_ops: int = 0
+    op_lines: Sequence[tuple[str, int]] = ()
+    syncs: int = 0
+    sync_lines: Sequence[tuple[str, int]] = ()
+    sync_ops: int = 0
+    op_s: float = 0.0
+    work_s: float = 0.0
+    lines: Sequence[LineFacts] = ()
+    sampled_s: float = 0.0
+    whole_tables: Sequence[WideOps] = ()
+    all_items: Sequence[WideOps] = ()
+    double_s: float = 0.0
+    double_line: str = ""
+    modes: Sequence[str] = ()
+    autocast_line: str = ""
+    product_s: float = 0.0
+    tables: Sequence[TableFacts] = ()
+    parameters: int = 0
+    optimizers: Sequence[str] = ()
+    loader: LoaderFacts = LoaderFacts(kind="list")
+    kernels: int = 0
+    device_busy: float | None = None
+    threads: int = 1
+    cores: int = 1
+    busy: float | None = None
+    between: Sequence[Between] = ()
+    ranks: Sequence[RankWaits] = ()
+    seconds: float = 0.0
+    not_measured: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    def has(self, *names: str) -> bool:
+        """Whether every round measured all of these."""
+        return bool(self.rounds) and all(
+            set(names) <= each.keys() for each in self.rounds
+        )
+
+    def median(self, name: str) -> float:
+        """Returns the median seconds of an experiment; 0 if it is missing."""
+        if not self.has(name):
+            return 0.0
+        return statistics.median([each[name] for each in self.rounds])
+
+    def mean_between(self) -> float:
+        """Returns the amortised seconds per step of evaluations and checkpoints."""
+        return sum(each.seconds / each.steps for each in self.between)
+
+    def iteration(self, each: Round) -> float:
+        """Returns the seconds of a round's iteration: batch, step, and the share of calls between steps."""
+        # Where a step failed, the loader alone was timed.
+        return each.get("data", 0.0) + each.get("step", 0.0) + self.mean_between()
+
+    def gain(self, seconds: Callable[[Round], float]) -> Gain:
+        """Returns the speed-up for other seconds of a round's batch and step."""
+        between = self.mean_between()
+        ratios = []
+        for each in self.rounds:
+            ratios.append(self.iteration(each) / max(seconds(each) + between, 1e-9))
+        return gain_of(ratios)
+
+    def shares(self, seconds: Callable[[Round], float]) -> list[float]:
+        """Returns the share of an iteration in each round."""
+        return [
+            seconds(each) / max(self.iteration(each), 1e-12) for each in self.rounds
+        ]
+
+    def share(self, seconds: Callable[[Round], float]) -> float:
+        """Returns the median over rounds of the share of an iteration."""
+        # A share that a round has, and not the mean of two rounds.
+        shares = self.shares(seconds)
+        return statistics.median_high(shares) if shares else 0.0
+
+    @property
+    def spread(self) -> float:
+        """The difference of the quartiles of an iteration over rounds, as a share of its median."""
+        return spread(list(map(self.iteration, self.rounds)))
+
+
+def spread(values: Sequence[float]) -> float:
+    """Returns the difference of the quartiles as a share of the median; infinite for fewer than four values."""
+    if len(values) < 4:
+        return math.inf
+    low, middle, high = statistics.quantiles(values, n=4)
+    return (high - low) / middle if middle else math.inf
+
+
+# ---------------------------------------------------------------------- what follows
+
+
+class Change(str, Enum):
+    """What a remedy changes in the mathematics of a step."""
+
+    EXACT = "the same numbers"
+    ROUNDING = "the same but for rounding"
+    DRAWS = "the same law, other random draws"
+    OTHER = "other mathematics: measure the quality"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """A way to remove a cause.
+
+    Args:
+        name: what to do, in a sentence.
+        changes: what it changes in the mathematics.
+        lines: lines that run as pasted beside ``model``, ``optimizer``, ``loss`` and ``loader``; empty if a person
+            must write them.
+    """
+
+    name: str
+    changes: Change
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A cause of lost time.
+
+    Args:
+        cause: name of the verdict.
+        title: the cause in a sentence.
+        evidence: what was measured, a sentence each.
+        remedies: what to do about it, the best first.
+        cost: share of an iteration that would go with the cause.
+        size: ``large`` from a third of an iteration on, ``medium`` from .15, else ``small``; ``offer`` for what is no
+            fault but changes the mathematics.
+        least: the share that three of four rounds reach; 0 if rounds do not measure it.
+    """
+
+    cause: str
+    title: str
+    evidence: tuple[str, ...]
+    remedies: tuple[Remedy, ...]
+    cost: float
+    size: Size
+    least: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A change that was run, and what it gains.
+
+    Args:
+        name: what was changed.
+        gain: quartiles of the speed-up of an iteration, over paired turns.
+        changes: what it changes in the mathematics.
+        why: what a reader must know of it.
+        lines: lines that run as pasted beside ``model``, ``optimizer``, ``loss`` and ``loader``.
+    """
+
+    name: str
+    gain: Gain
+    changes: Change
+    why: str = ""
+    lines: tuple[str, ...] = ()
 
 
 def size_of(cost: float) -> Size:
@@ -181,42 +378,3 @@ def size_of(cost: float) -> Size:
     if cost >= LARGE:
         return "large"
     return "medium" if cost >= MEDIUM else "small"
-
-
-def finding_of_cost(
-    cause: str,
-    title: str,
-    evidence: Sequence[str],
-    remedies: Sequence[Remedy],
-    cost: float,
-    *,
-    size: Size | None = None,
-    ranks: Sequence[int] = (),
-    least: float = 0.0,
-) -> Finding:
-    """Makes a finding; its size follows from its cost unless it is given."""
-    return Finding(
-        cause=cause,
-        title=title,
-        evidence=tuple(evidence),
-        remedies=tuple(remedies),
-        cost=cost,
-        size=size or size_of(cost),
-        ranks=tuple(ranks),
-        least=least,
-    )
-
-
-def finding_of(
-    facts: Facts,
-    cause: str,
-    title: str,
-    evidence: Sequence[str],
-    remedies: Sequence[Remedy],
-    seconds: Callable[[Round], float],
-) -> Finding:
-    """Makes a finding; cost = median over rounds of seconds / iteration."""
-    least = min(shares_of(facts, seconds), default=0.0)
-    return finding_of_cost(
-        cause, title, evidence, remedies, share_of(facts, seconds), least=least
-    )

@@ -14,6 +14,7 @@ import itertools
 import os
 import runpy
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -74,16 +75,28 @@ def run_script(
     if not Path(path).is_file():
         raise ValueError(f"{path}: no such file; name a Python script that trains")
     steps = 0
+    is_diagnosed = False
+    error: Exception | None = None
 
     def count(*_: object) -> None:
-        nonlocal steps
+        nonlocal steps, is_diagnosed, error
+        if is_diagnosing.locked():
+            # The diagnosis makes steps of its own.
+            return
         steps += 1
         if steps == _STEPS:
-            # The diagnosis makes steps of its own.
-            handle.remove()
-            diagnose(find_loop(sys._getframe(1)))
+            with is_diagnosing:
+                try:
+                    diagnose(find_loop(sys._getframe(1)))
+                except Exception as caught:
+                    # Kept for the caller: the script's own `except` must not have it.
+                    error = caught
+            is_diagnosed = True
+        if is_diagnosed:
+            # Again in each further step, if a bare `except` of the script stopped it.
             raise _DoneError
 
+    is_diagnosing = threading.Lock()
     handle = register_optimizer_step_pre_hook(count)
     argv = sys.argv
     folder = os.path.dirname(os.path.abspath(path))
@@ -92,14 +105,17 @@ def run_script(
     try:
         runpy.run_path(path, run_name="__main__")
     except _DoneError:
-        return
+        pass
     finally:
         handle.remove()
         sys.argv = argv
         sys.path.remove(folder)
-    raise ValueError(
-        f"{path}: it ended after {steps} optimizer steps, and {_STEPS} are needed to see its loop"
-    )
+    if error is not None:
+        raise error
+    if not is_diagnosed:
+        raise ValueError(
+            f"{path}: it ended after {steps} optimizer steps, and {_STEPS} are needed to see its loop"
+        )
 
 
 def find_loop(frame: FrameType | None) -> Loop:

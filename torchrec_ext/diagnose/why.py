@@ -1,13 +1,14 @@
-"""why_slow: says what a training step's time goes to, what will help and what will not."""
+"""why_slow: says what a training step's time goes to, and what changes to it gain: both measured on the step itself."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dis import get_instructions
-from functools import partial, wraps
-from itertools import chain
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -17,41 +18,42 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
-from torchrec_ext.adopt import AdoptedStep, adopt
-from torchrec_ext.diagnose.experiments.batches import (
-    BatchSource,
-    called_with,
-    loader_with,
-    row_count,
+from torchrec_ext.adopt import AdoptedStep, CannotAdopt, adopt
+from torchrec_ext.diagnose.batches import BatchSource, called_with, row_count
+from torchrec_ext.diagnose.findings import (
+    Facts,
 )
-from torchrec_ext.diagnose.experiments.collectives import Ranks, agreed
-from torchrec_ext.diagnose.experiments.loop import (
+from torchrec_ext.diagnose.loop import (
     StepFunction,
     TrainingLoop,
     steps_of_turn,
 )
-from torchrec_ext.diagnose.experiments.measure import Experiments
-from torchrec_ext.diagnose.findings import Action, Remedy
-from torchrec_ext.diagnose.report import Diagnosis, apply_in_turn
-from torchrec_ext.observe.clock import ThreadClock
+from torchrec_ext.diagnose.measure import Calls, measure, rank_waits
+from torchrec_ext.diagnose.report import Compare, Diagnosis
+from torchrec_ext.diagnose.variants import (
+    IDLE,
+)
+from torchrec_ext.observe.clock import ThreadClock, busy_elsewhere
 from torchrec_ext.observe.files import FilesWritten
 from torchrec_ext.observe.put_back import copy_mapping
 from torchrec_ext.observe.reached import content_of
 from torchrec_ext.observe.state_copy import StateCopy
+from torchrec_ext.observe.user_lines import described
 
-_PROOF_S = 10.0  # seconds of the wall clock in which a remedy is measured
-_Loss = Callable[..., Any]
+# Seconds in which others are watched before anything runs.
+LISTEN_S = 0.3
+_CAPTURED_S = 10.0  # seconds of the wall clock in which a captured step is measured
 
 
 class _WhySlow:
-    """Diagnoses slow training: its causes, remedies and their gains, all measured on the step itself.
+    """Diagnoses slow training: its causes, what to do about them, and what each change gains, measured on the step.
 
     Called with a model, its optimizer, ``loss(*batch)``, which returns the mean loss or a pair with it first, and the
     batches: an iterable such as a DataLoader. :meth:`step` takes any step function instead.
 
-    On several ranks each of them calls it, in the same place; they measure together, and rank 0's page is that of all.
+    Several ranks call it in the same place. It then runs their own loop, and says from its waits whether they wait for
+    one of them.
 
     All that the step changes is put back bit for bit, see :class:`StateCopy`. The rounds take ``budget_s``
     seconds, the first four up to three times as long: without them there is no verdict. Some more are taken to count
@@ -62,8 +64,8 @@ class _WhySlow:
         >>> model = nn.Linear(4, 1)
         >>> optimizer, batches = torch.optim.SGD(model.parameters()), [(torch.ones(8, 4), torch.ones(8, 1))] * 3
         >>> diagnosis = why_slow(model, optimizer, lambda x, y: (model(x) - y).square().mean(), batches, budget_s=1)
-        >>> [answer.name for answer in diagnosis.answers][:2]
-        ['loader workers', 'other thread numbers']
+        >>> [trial.name for trial in diagnosis.trials if trial.name.endswith("batch")]
+        ['4 times the batch']
     """
 
     __name__ = "why_slow"
@@ -72,12 +74,12 @@ class _WhySlow:
         self,
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
-        loss: _Loss,
+        loss: Callable[..., Any],
         batches: Iterable[Any],
         *,
         budget_s: float = 25.0,
-        between: Mapping[str, tuple[Callable[[], object], int]] | None = None,
-        apply: bool = False,
+        between: Calls | None = None,
+        capture: bool = False,
     ) -> Diagnosis:
         """Diagnoses the usual step: zero_grad, loss, backward, step.
 
@@ -88,12 +90,10 @@ class _WhySlow:
             batches: batches, such as a DataLoader.
             budget_s: seconds of the wall clock for the rounds; the first four may take three times as long.
             between: what else runs between steps, by name: a function, and the number of steps from a call to the next.
-            apply: apply the remedies that keep the mathematics and need nobody to write them, one after the other, and
-                measure what they gain, see :attr:`Diagnosis.proof`; what they train is put back too. They are
-                other thread numbers, a worker, and :func:`adopt`.
+            capture: also measure the step that :func:`adopt` captures, which takes 10 to 60 s more.
 
         Raises:
-            ValueError: there is no batch, or no memory for a copy of the state, on this rank or another one.
+            ValueError: there is no batch, or no memory for a copy of the state.
         """
         optimizers = _listed(optimizer)
 
@@ -107,13 +107,15 @@ class _WhySlow:
             for each in optimizers:
                 each.step()
 
-        request = _Request(
-            roots=(loss, model, *optimizers),
-            budget_s=budget_s,
-            between=dict(between or {}),
+        captured = partial(adopt, model, optimizers, loss, compile="require")
+        return _diagnosed(
+            step,
+            batches,
+            (loss, model, *optimizers),
+            budget_s,
+            between or {},
+            captured if capture else None,
         )
-        adopted = partial(adopt, model, optimizers, loss, compile="require")
-        return request.run(step, batches, apply, adopted)
 
     def step(
         self,
@@ -123,8 +125,7 @@ class _WhySlow:
         model: nn.Module | None = None,
         optimizer: Optimizer | Sequence[Optimizer] = (),
         budget_s: float = 25.0,
-        between: Mapping[str, tuple[Callable[[], object], int]] | None = None,
-        apply: bool = False,
+        between: Calls | None = None,
     ) -> Diagnosis:
         """Diagnoses any step function.
 
@@ -135,176 +136,19 @@ class _WhySlow:
             optimizer: its optimizers, in the same case.
             budget_s: seconds of the wall clock for the rounds; the first four may take three times as long.
             between: what else runs between steps, by name: a function, and the number of steps from a call to the next.
-            apply: apply the remedies that keep the mathematics and need nobody to write them, one after the other, and
-                measure what they gain, see :attr:`Diagnosis.proof`; what they train is put back too. They are
-                other thread numbers and a worker.
 
         Raises:
-            ValueError: there is no batch, or no memory for a copy of the state, on this rank or another one; or ``fn``
-                calls an adopted step.
+            ValueError: there is no batch, or no memory for a copy of the state; or ``fn`` calls an adopted step.
         """
         _check_eager(fn)
-        roots: list[Any] = [fn]
+        roots: list[Any] = [fn, *_listed(optimizer)]
         if model is not None:
             roots.append(model)
-        roots += _listed(optimizer)
-        request = _Request(
-            roots=tuple(roots), budget_s=budget_s, between=dict(between or {})
-        )
-        return request.run(fn, batches, apply)
+        return _diagnosed(fn, batches, tuple(roots), budget_s, between or {}, None)
 
 
 def _listed(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Request:
-    """A user's request for a diagnosis.
-
-    Args:
-        roots: objects from which all that a step changes is reached.
-        budget_s: seconds of the wall clock for the rounds; the first four may take three times as long.
-        between: what else runs between steps, by name: a function, and the number of steps from a call to the next.
-    """
-
-    roots: tuple[Any, ...]
-    budget_s: float
-    between: Mapping[str, tuple[Callable[[], object], int]]
-
-    def run(
-        self,
-        fn: StepFunction,
-        batches: Iterable[Any],
-        apply: bool,
-        adopted: Callable[[], AdoptedStep] | None = None,
-    ) -> Diagnosis:
-        """Diagnoses a step, and applies remedies on request; ``adopted`` makes the captured step."""
-        if apply and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ValueError(
-                f"apply=True on {dist.get_world_size()} ranks: it changes one process alone; leave it "
-                "out, or run one rank"
-            )
-        diagnosis = self.diagnose(fn, batches)
-        # An iterator's batches are used up by the diagnosis, and a step that fails has
-        # nothing to gain.
-        if (
-            apply
-            and diagnosis.verdict not in ("step failed", "loop failed")
-            and not isinstance(batches, Iterator)
-        ):
-            # Gains are predicted of iterations with what runs between steps, so the
-            # proof has it too.
-            between_s = diagnosis.facts.mean_between()
-            state = StateCopy(*self.roots, batches)
-            # An adopted step adds hooks to the optimizers' state_dict, which StateCopy
-            # does not know.
-            hooks = list(
-                map(copy_mapping, chain.from_iterable(map(_hooks, state.optimizers)))
-            )
-            try:
-                apply_in_turn(
-                    diagnosis,
-                    (fn, batches),
-                    partial(_with_remedy, adopted=adopted),
-                    lambda before, after: _compare(
-                        *before, self.roots, *after, _PROOF_S, between_s
-                    ),
-                    lambda training: self.diagnose(*training),
-                )
-            finally:
-                state.restore()
-                for put_back in hooks:
-                    put_back()
-        return diagnosis
-
-    def diagnose(self, fn: StepFunction, batches: Iterable[Any]) -> Diagnosis:
-        """Diagnoses a step, on all ranks together if there are several."""
-        ranks = Ranks() if dist.is_initialized() and dist.get_world_size() > 1 else None
-        try:
-            roots = (*self.roots, *(function for function, _ in self.between.values()))
-            # A list has no position in an epoch that would have to be put back.
-            loader = None if isinstance(batches, list | tuple) else batches
-            # Each stretch in which one rank alone may fail ends by agreement, so that
-            # the others do not wait for it.
-            with agreed(ranks):
-                _check(self.budget_s, self.between)
-                state = StateCopy(*roots, loader=loader)
-            files = FilesWritten()
-            try:
-                with ThreadClock() as clock, files:
-                    with agreed(ranks):
-                        loop = TrainingLoop(fn, batches, state, clock)
-                        experiments = Experiments(loop, self.budget_s, ranks)
-                    facts = experiments.facts(self.between)
-            finally:
-                state.restore()
-            # torch.save opens its file in C++, of which Python's audit hook hears
-            # nothing.
-            files.paths |= experiments.saved_files
-            notes = [*facts.notes]
-            if note := files.note():
-                notes.append(note)
-            facts = dataclasses.replace(facts, notes=[*notes, *state.changed_data()])
-            if ranks is None:
-                compare = partial(
-                    _compare,
-                    fn,
-                    loop.source.again(),
-                    (*roots, loader),
-                    between_s=facts.mean_between(),
-                )
-                diagnosis = Diagnosis(facts, compare)
-            else:
-                diagnosis = Diagnosis(facts, _not_on_ranks, ranks.rank)
-            diagnosis.batches = loop.source.handed_back()
-            loop.source.close()
-            return diagnosis
-        finally:
-            if ranks is not None:
-                ranks.close()
-
-
-def _hooks(optimizer: Optimizer) -> list[dict[Any, Any]]:
-    """Returns the hooks of an optimizer."""
-    return [
-        value
-        for name, value in vars(optimizer).items()
-        if name.endswith("_hooks") and isinstance(value, dict)
-    ]
-
-
-def _with_remedy(
-    training: tuple[StepFunction, Iterable[Any]],
-    remedy: Remedy,
-    adopted: Callable[[], AdoptedStep] | None,
-) -> tuple[tuple[StepFunction, Iterable[Any]], str] | None:
-    """Returns a step and its batches with a remedy, and its lines; None if a person must write it."""
-    fn, batches = training
-    lines = "\n".join(remedy.lines)
-    if remedy.action is Action.THREADS:
-        return (_on_threads(fn, remedy.count), batches), remedy.lines[0]
-    if remedy.action is Action.WORKERS and isinstance(batches, DataLoader):
-        return (
-            fn,
-            loader_with(batches, num_workers=remedy.count, prefetch_factor=2),
-        ), lines
-    if remedy.action is Action.CAPTURE and adopted is not None:
-        return (adopted(), batches), lines
-    return None
-
-
-def _on_threads(fn: StepFunction, threads: int) -> StepFunction:
-    @wraps(fn)
-    def step(*batch: Any) -> Any:
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            return fn(*batch)
-        finally:
-            torch.set_num_threads(before)
-
-    return step
 
 
 def _check_eager(fn: StepFunction) -> None:
@@ -324,9 +168,24 @@ def _check_eager(fn: StepFunction) -> None:
         )
 
 
-def _check(
-    budget_s: float, between: Mapping[str, tuple[Callable[[], object], int]]
-) -> None:
+def _diagnosed(
+    fn: StepFunction,
+    batches: Iterable[Any],
+    roots: tuple[Any, ...],
+    budget_s: float,
+    between: Calls,
+    captured: Callable[[], AdoptedStep] | None,
+) -> Diagnosis:
+    """Measures a step, and puts back what that changes.
+
+    Args:
+        fn: step function.
+        batches: its batches.
+        roots: objects from which all that a step changes is reached.
+        budget_s: seconds of the wall clock for the rounds.
+        between: what else runs between steps.
+        captured: makes the captured step; None if it is not tried.
+    """
     if not budget_s > 0:
         raise ValueError(f"budget_s={budget_s}: must be a number of seconds above 0")
     for name, (_, steps) in between.items():
@@ -334,13 +193,109 @@ def _check(
             raise ValueError(
                 f"between[{name!r}]: steps={steps} from a call to the next; must be at least 1"
             )
-
-
-def _not_on_ranks(*_: Any) -> list[tuple[float, float]]:
-    raise ValueError(
-        "realised: turns of two steps are not taken on several ranks; diagnose again with the remedy in place, and "
-        "compare the iterations of both pages"
+    roots = (*roots, *(function for function, _ in between.values()))
+    # A list has no position in an epoch that would have to be put back.
+    loader = None if isinstance(batches, list | tuple) else batches
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if captured is not None and num_ranks > 1:
+        raise ValueError(
+            f"capture=True on {num_ranks} ranks: adopt captures the step of one process; leave it out, or run one rank"
+        )
+    files = FilesWritten()
+    with ExitStack() as stack:
+        note = stack.enter_context(_threads_beside_others()) if num_ranks == 1 else ""
+        state = StateCopy(*roots, loader=loader)
+        stack.callback(state.restore)
+        clock = stack.enter_context(ThreadClock())
+        stack.enter_context(files)
+        loop = TrainingLoop(fn, batches, state, clock)
+        loop.notes += filter(None, [note])
+        if num_ranks > 1:
+            facts = Facts(ranks=rank_waits(loop), notes=loop.notes)
+        else:
+            facts = measure(loop, budget_s, between, files)
+    notes = [*facts.notes, *filter(None, [files.note()]), *state.changed_data()]
+    facts = dataclasses.replace(facts, notes=notes)
+    compare: Compare | None = partial(
+        _compare,
+        fn,
+        loop.source.again(),
+        (*roots, loader),
+        between_s=facts.mean_between(),
     )
+    if captured is not None and compare is not None:
+        facts = _with_captured(facts, captured, state, compare)
+    if num_ranks > 1:
+        compare = None
+    rank = dist.get_rank() if num_ranks > 1 else 0
+    diagnosis = Diagnosis(facts, compare, rank)
+    diagnosis.batches = loop.source.handed_back()
+    loop.source.close()
+    return diagnosis
+
+
+@contextmanager
+def _threads_beside_others() -> Iterator[str]:
+    """Takes one thread meanwhile if other processes want the cores, and yields a note that says so.
+
+    Threads that wait for a core make a step many times slower, which says nothing about the step. More threads than
+    cores are the program's own.
+    """
+    threads = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0))
+    if not 1 < threads <= cores:
+        yield ""
+        return
+    busy = busy_elsewhere()
+    time.sleep(LISTEN_S)
+    others = busy() or 0.0
+    if cores - others >= threads - IDLE:
+        yield ""
+        return
+    torch.set_num_threads(1)
+    try:
+        yield (
+            f"others keep {others:.1f} of {cores} cores busy, so all was measured on 1 thread, not on {threads}; ask "
+            "again on an idle machine for other numbers of threads"
+        )
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _with_captured(
+    facts: Facts,
+    captured: Callable[[], AdoptedStep],
+    state: StateCopy,
+    compare: Callable[..., list[tuple[float, float]]],
+) -> Facts:
+    """Returns the facts with the turns of the captured step, if it can be captured."""
+    why = ""
+    turns: list[tuple[float, float]] = []
+    if {"step", "loop"} & set(facts.not_measured):
+        why = "the step does not run"
+    else:
+        # An adopted step adds hooks to the optimizers' state_dict, which StateCopy does
+        # not know.
+        hooks = []
+        for optimizer in state.optimizers:
+            for name, value in vars(optimizer).items():
+                if name.endswith("_hooks") and isinstance(value, dict):
+                    hooks.append(copy_mapping(value))
+        threads = torch.get_num_threads()
+        try:
+            turns = compare(captured(), None, _CAPTURED_S)
+        except CannotAdopt as error:
+            why = described(error)
+        finally:
+            state.restore()
+            # The copy was made on the threads of the experiments.
+            torch.set_num_threads(threads)
+            for put_back in hooks:
+                put_back()
+    missing = dict(facts.not_measured)
+    if why:
+        missing["captured"] = why
+    return dataclasses.replace(facts, captured=turns, not_measured=missing)
 
 
 def _compare(
@@ -350,6 +305,7 @@ def _compare(
     step: StepFunction | Iterator[Any],
     with_batches: Any,
     seconds: float,
+    *,
     between_s: float = 0.0,
 ) -> list[tuple[float, float]]:
     """Returns seconds of a row, or of an iteration if rows are not known, as it was and with the remedy, by turn.

@@ -1,11 +1,9 @@
-"""Yardsticks of this machine: the rates of a large product and of a large copy; and what a device and files did."""
+"""What a device, files and torch.compile did meanwhile."""
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Collection
-from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
 
@@ -13,19 +11,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from torchrec_ext.observe.intervals import length, union
-
-
-def best_seconds(call: Callable[[], Any]) -> float:
-    """Returns the least seconds of a call, of as many as a tenth of a second holds."""
-    call()
-    best = float("inf")
-    end = time.perf_counter() + 0.1
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        call()
-        # The least, because other processes can only make a call longer.
-        best = min(best, time.perf_counter() - start)
-    return best
 
 
 def device_use(spans: Collection[tuple[float, float]]) -> float:
@@ -68,16 +53,3 @@ def bytes_read() -> int | None:
     except (OSError, ValueError):
         return None
     return int(before["rchar"])
-
-
-def roofline() -> tuple[float, float]:
-    """Returns floating-point operations of a large product, and bytes of a large copy, a second, on today's threads."""
-    size = 768
-    # 64 MiB each, which no cache holds.
-    many = 2**24
-    matrix = torch.randn(size, size)
-    source = torch.ones(many)
-    target = torch.empty(many)
-    product = best_seconds(lambda: matrix @ matrix)
-    copy = best_seconds(lambda: target.copy_(source))
-    return 2 * size**3 / product, 2 * 4 * many / copy

@@ -18,7 +18,7 @@ import torch
 from torchrec_ext.observe.user_lines import SampledLine, Stack, lines_of, stack_of
 
 _SAMPLE_EVERY_S = 3e-3
-_BATCHES = str(Path(__file__).parents[1] / "diagnose" / "experiments" / "batches.py")
+_BATCHES = str(Path(__file__).parents[1] / "diagnose" / "batches.py")
 
 
 def _part_and_line(stack: Stack) -> tuple[str, SampledLine]:

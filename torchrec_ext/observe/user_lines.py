@@ -12,7 +12,6 @@ import inspect
 import linecache
 import os
 import re
-import sys
 import sysconfig
 import traceback
 from collections.abc import Sequence
@@ -31,10 +30,7 @@ _AUTOGRAD = f"{_TORCH}autograd"
 _MEASURING = (f"{_PACKAGE}diagnose/", f"{_PACKAGE}observe/")
 # A step's stack ends below these, which call it: else a program that calls why_slow
 # would be the step's own line.
-_CALLERS = (
-    f"{_PACKAGE}diagnose/experiments/loop.py",
-    f"{_PACKAGE}diagnose/experiments/measure.py",
-)
+_CALLERS = (f"{_PACKAGE}diagnose/loop.py",)
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 UNKNOWN = "a line that torch does not name"
 
@@ -161,11 +157,6 @@ def lines_of(stack: Stack) -> tuple[str, SampledLine]:
                 name, linecache.getline(code.co_filename, number).strip()[:100]
             )
     return line or "step", SampledLine(line or "step")
-
-
-def calling_line() -> str:
-    """Returns the caller's calling line outside of torch; ``backward`` or ``optimizer`` below these."""
-    return lines_of(stack_of(sys._getframe(2)))[0]
 
 
 def described(error: BaseException) -> str:

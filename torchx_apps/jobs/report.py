@@ -22,7 +22,6 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.drawing.terminal import terminal
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.report.progress import (
-    REPORT,
     RunFolder,
     mean_over_time,
     records_of,
@@ -208,14 +207,11 @@ def finish_training(
     if worse:
         summary["warning"] = worse
     folder.write("summary.json", json.dumps(summary, indent=2))
-    folder.facts = dataclasses.replace(
-        folder.facts,
-        notes=[note for note in (worse, hint) if note],
-        memory=memory,
-        outside=trained.outside,
-        test={"this model": figures, task.baseline_name: baseline, **beside.figures},
-        commands=next_commands(folder.path),
-    )
+    folder.test = {
+        "this model": figures,
+        task.baseline_name: baseline,
+        **beside.figures,
+    }
 
 
 def report_steps(
@@ -245,24 +241,11 @@ def report_steps(
     )
 
 
-def next_commands(run: Path) -> dict[str, str]:
-    """Returns useful next commands for a reader of a run, by their purpose."""
-    python = program("python")
-    bundle = run / "bundle"
-    serve = f"{python} -m torchx_apps.serve {bundle}"
-    export = f"{python} -m torchx_apps.export {run} --out {bundle}"
-    commands = (
-        {"Serve it:": serve} if bundle.exists() else {"Export it for serving:": export}
-    )
-    commands["Look at the events:"] = f"{program('tensorboard')} --logdir {run}"
-    return commands
-
-
 def say_end(folder: Path, picture: Path) -> None:
     """Prints the location of the run's files."""
     events = f"`{program('tensorboard')} --logdir {folder}` shows the events"
     print(
-        f"\nrun folder: {folder} (picture: {picture.name}; page: {REPORT}; {events})",
+        f"\nrun folder: {folder} (picture: {picture.name}; {events})",
         flush=True,
     )
 

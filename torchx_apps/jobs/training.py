@@ -15,7 +15,6 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.distributed.autotune.choose import Decision
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
-from torchrec_ext.distributed.plan.explain import placed_bytes
 from torchrec_ext.distributed.runtime import Runtime, peak_resident
 from torchrec_ext.distributed.tables import tables_of
 from torchrec_ext.schema.validation import listed
@@ -28,7 +27,6 @@ from torchrec_ext.train.guards.watchdog import Watchdog
 from torchrec_ext.train.loop import train
 from torchrec_ext.train.metrics import EvaluationWatch, watching
 from torchrec_ext.train.report.progress import RunFolder
-from torchx_apps.config import keys_of
 from torchx_apps.jobs import report
 from torchx_apps.jobs.resuming import (
     CHECKPOINTS,
@@ -57,23 +55,6 @@ from torchx_apps.recipes.saved_job import CONFIG
 from torchx_apps.tasks.baselines import FORMS
 from torchx_apps.tasks.job import Job
 from torchx_apps.tasks.task import Evaluator, Task
-
-# Settings on a run's page.
-_SHOWN = (
-    "model.embedding_dim",
-    "model.tower_widths",
-    "data.name",
-    "data.folder",
-    "loader.batch_size",
-    "loader.negatives",
-    "optimizer.dense_lr",
-    "optimizer.tables",
-    "optimizer.tables_lr",
-    "plan.towers",
-    "train.epochs",
-    "train.seed",
-    "train.early_stop.metric",
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,14 +128,7 @@ def run_training(
             folder.write(IDS_FILE, json.dumps(about[MEANING], indent=2))
             print(f"\n{parts.plan_text}\n", flush=True)
             folder.write("plan.txt", parts.plan_text)
-            folder.facts = dataclasses.replace(
-                folder.facts,
-                title=f"{job.name} on {task.name}",
-                plan=placed_bytes(parts.plan, parts.model, runtime.world_size),
-                settings={
-                    path: repr(value) for path, value in keys_of(job) if path in _SHOWN
-                },
-            )
+            folder.title = f"{job.name} on {task.name}"
         parallel, optimizer = shard_job(parts, runtime)
         if not run.checkpoint:
             _begin_with(parts, task, parallel, optimizer, runtime)

@@ -1,9 +1,9 @@
-"""What a plan says of a rank, against the model that it holds and the messages that it sends.
+"""What a plan says of a rank's memory, against the model that it holds.
 
-torch's fake process group runs one rank of any number. For its memory the rank is on a fake CUDA device, whose tensors
-take none; for its messages on the CPU, with batches that are alike on all ranks, so that what others send is known.
+torch's fake process group runs one rank of any number, on a fake CUDA device, whose tensors take no memory.
 """
 
+import math
 import os
 import types
 import unittest.mock
@@ -17,24 +17,23 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed import comm
 from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import DataType
 
-from tests.examples import META, batches, small_model
+from tests.distributed.plan.topologies import GB, topology
+from tests.examples import META
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.optim.sharded import ShardedAdam, kernels_of
-from torchrec_ext.distributed.parallel import dense_layers, hybrid_parallel
-from torchrec_ext.distributed.plan.cluster import RankForecast, forecast
+from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.devices import GB, Cluster
 from torchrec_ext.distributed.plan.draft import Draft, PlanError, draft_plan
+from torchrec_ext.distributed.plan.explain import bytes_per_weight
+from torchrec_ext.distributed.plan.storage import state_storage
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.sharders import codecs_of
-from torchrec_ext.distributed.tables import collections
+from torchrec_ext.distributed.tables import collections, tables_of
 
 ROWS = 512  # of a rank and step, so that each of 512 ranks gets an id of every batch
 HOST = 8
@@ -107,10 +106,42 @@ def simulated(rank: int, world_size: int, device: str) -> Iterator[Runtime]:
             dist.destroy_process_group()
 
 
-def distinct(ranks: Sequence[RankForecast]) -> list[RankForecast]:
+class Planned(NamedTuple):
+    """Bytes of a rank by a plan: of its GPU and its host, and of these weights, optimizer state and buffers."""
+
+    rank: int
+    device: int
+    host: int
+    weights: int
+    state: int
+
+    @property
+    def buffers(self) -> int:
+        """What passes through the rank in a step, and what is cached from its host."""
+        return self.device + self.host - self.weights - self.state
+
+
+def planned(
+    drafted: Draft, model: torch.nn.Module, optimizer: OptimizerConfig, world_size: int
+) -> list[Planned]:
     """The first, the fullest and the last rank."""
-    fullest = max(ranks, key=lambda rank: rank.total)
-    return [ranks[number] for number in sorted({0, fullest.rank, len(ranks) - 1})]
+    ranks = [Planned(rank, 0, 0, 0, 0) for rank in range(world_size)]
+    tables = {table.name: table for table in tables_of(model)}
+    choices = optimizer.for_tables(model)
+    for option in drafted.options:
+        table, choice = tables[option.name], choices[option.name]
+        for shard in option.shards:
+            state = state_storage(choice, shard.size, option.compute_kernel, "cuda")
+            before = ranks[shard.rank]
+            ranks[shard.rank] = Planned(
+                shard.rank,
+                before.device + shard.storage.hbm,
+                before.host + shard.storage.ddr,
+                before.weights + math.prod(shard.size) * bytes_per_weight(table),
+                before.state + state.hbm + state.ddr + state.ssd,
+            )
+    fullest = max(ranks, key=lambda rank: rank.device + rank.host)
+    return [ranks[number] for number in sorted({0, fullest.rank, world_size - 1})]
 
 
 class Memory(NamedTuple):
@@ -281,7 +312,7 @@ def test_a_cache_has_rows_as_wide_as_its_widest_table() -> None:
     }
     check_memory("narrow=300Mx8,wide=1Mx128", cached, "row_wise_adagrad", 512)
     model = tables_model(parse_tables("narrow=300Mx8,wide=1Mx128"))
-    small = Cluster(world_size=8, local_world_size=8, hbm_gb=1).topology()
+    small = topology(8, 8, hbm_gb=1)
     with pytest.raises(
         PlanError,
         match=r"caches have rows as wide as their widest table, so rank 0 needs 1\.99 GiB",
@@ -302,19 +333,17 @@ def check_memory(
     world_size: int,
     data_type: DataType = DataType.FP32,
 ) -> None:
-    cluster = Cluster(world_size=world_size, local_world_size=HOST)
     sizes = parse_tables(tables)
     model = tables_model(sizes, data_type)
     optimizer = OptimizerConfig(tables=kind)  # type: ignore[arg-type]
     drafted = draft_plan(
         model,
-        cluster.topology(),
+        topology(world_size, HOST),
         PlanConfig(**config),
         optimizer=optimizer,
         batch_size=ROWS,
     )
-    ranks = forecast(drafted, model, cluster, optimizer)
-    for rank in distinct(ranks):
+    for rank in planned(drafted, model, optimizer, world_size):
         memory = allocated(
             tables_model(sizes, data_type),
             optimizer,
@@ -367,190 +396,3 @@ def test_the_state_of_tables_in_16_bits_has_32() -> None:
             16,
             DataType.FP16,
         )
-
-
-class Message(NamedTuple):
-    """A collective of a rank: the size of its group, the type of its numbers, and the bytes that go in and come out."""
-
-    ranks: int
-    dtype: torch.dtype
-    sent: int
-    received: int
-
-
-class Messages(TorchDispatchMode):
-    """Notes the collectives of one rank, and has every other rank send what this one sends to itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Message] = []
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        kinds: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func.namespace != "c10d" or not isinstance(args[0], torch.Tensor):
-            return func(*args, **(kwargs or {}))
-        received, sent, boxed = args[:3]
-        group = dist.ProcessGroup.unbox(boxed)
-        is_all_to_all = func is torch.ops.c10d.alltoall_base_.default
-        input_splits = args[4] if is_all_to_all else []
-        # What has no splits says how long the messages after it are.
-        if input_splits or not is_all_to_all:
-            sizes = [
-                tensor.numel() * tensor.element_size() for tensor in (sent, received)
-            ]
-            self.seen.append(Message(group.size(), sent.dtype, *sizes))
-        if not is_all_to_all:
-            return func(*args, **(kwargs or {}))
-        with torch.no_grad():
-            # What the numbers are is of no account, only how many.
-            if sent.is_floating_point():
-                received.zero_()
-            else:
-                pieces = (
-                    sent.split(input_splits)
-                    if input_splits
-                    else sent.chunk(group.size())
-                )
-                received.copy_(torch.cat([pieces[group.rank()]] * group.size()))
-        # The fake group would write other numbers, and refuses an empty tensor.
-        empty = sent.new_empty(0)
-        return func(empty, empty.clone(), boxed, [], [], *args[5:], **(kwargs or {}))
-
-
-def exchanged(
-    sizes: Sequence[TableSize],
-    drafted: Draft,
-    config: PlanConfig,
-    rank: int,
-    world_size: int,
-) -> tuple[list[Message], list[Message]]:
-    """The messages of a rank's forward and of its backward, with ids that are spread evenly over the rows."""
-    model = tables_model(sizes)
-    with simulated(rank, world_size, "cpu") as runtime:
-        sharded, _ = hybrid_parallel(
-            model,
-            runtime,
-            plan=drafted.plan,
-            optimizer=OptimizerConfig(tables="sgd"),
-            codecs=codecs_of(config),
-        )
-        values, lengths = [], []
-        for size in sizes:
-            count = ROWS * int(size.ids)
-            values.append(torch.arange(count) * size.rows // count)
-            lengths.append(torch.full((ROWS,), int(size.ids), dtype=torch.int32))
-        batch = KeyedJaggedTensor(
-            [size.name for size in sizes], torch.cat(values), lengths=torch.cat(lengths)
-        )
-        with Messages() as forward:
-            loss = sharded.module["tables"](batch).values().sum()
-        with Messages() as backward:
-            loss.backward()
-    return forward.seen, backward.seen
-
-
-def milliseconds(messages: Sequence[tuple[Message, int]], cluster: Cluster) -> float:
-    """How long messages of so many bytes take."""
-    seconds = 0.0
-    for message, size in messages:
-        rate = cluster.intra_gb_s if message.ranks == HOST else cluster.inter_gb_s
-        seconds += size / GB / rate
-    return 1000 * seconds
-
-
-EXCHANGES = {
-    "table_wise": ("ad=4096x64,item=8192x32x4", {"sharding": "table_wise"}),
-    "row_wise": ("ad=4096x64,item=8192x32x4", {"sharding": "row_wise"}),
-    "grid": (
-        "ad=4096x64,item=8192x128x4",
-        {"sharding": "grid_shard", "kernel": "fused"},
-    ),
-    "column_wise": ("ad=4096x2048,item=8192x2048x4", {"sharding": "column_wise"}),
-    "row_wise in 16 bits": (
-        "ad=4096x64,item=8192x32x4",
-        {
-            "sharding": "row_wise",
-            "forward_precision": "fp16",
-            "backward_precision": "bf16",
-        },
-    ),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-@pytest.mark.parametrize("name", EXCHANGES)
-def test_a_rank_of_512_sends_what_the_plan_says(name: str) -> None:
-    tables, settings = EXCHANGES[name]
-    sizes = parse_tables(tables)
-    config = PlanConfig(**settings)  # type: ignore[arg-type]
-    optimizer = OptimizerConfig(tables="sgd")
-    # The copy that TorchRec counts beside a gather takes no time in such a memory.
-    cluster = Cluster(
-        world_size=512, local_world_size=HOST, device="cpu", memory_gb_s=1e15
-    )
-    model = tables_model(sizes)
-    drafted = draft_plan(
-        model,
-        cluster.topology(),
-        config,
-        optimizer=optimizer,
-        batch_size=ROWS,
-        bag_lengths={size.name: size.ids for size in sizes},
-    )
-    ranks = forecast(drafted, model, cluster, optimizer)
-    for rank in distinct(ranks):
-        forward, backward = exchanged(sizes, drafted, config, rank.rank, 512)
-        # A message counts where its shard is: ids that come, embeddings that go,
-        # gradients that come.
-        inputs = [message for message in forward if not message.dtype.is_floating_point]
-        outputs = [message for message in forward if message.dtype.is_floating_point]
-        counted = [(message, message.received) for message in inputs + backward]
-        counted += [(message, message.sent) for message in outputs]
-        assert rank.exchange_ms == pytest.approx(
-            milliseconds(counted, cluster), rel=1e-6
-        )
-        if not config.quantised:
-            ids = sum(
-                message.received for message in inputs if message.dtype == torch.int64
-            )
-            assert rank.buffers == ids + outputs[0].sent
-
-
-def test_dense_layers_take_what_the_plan_says() -> None:
-    # The fake group has no sum of gradients to give to DistributedDataParallel.
-    config = OptimizerConfig(tables="sgd", dense="adam")
-    cluster = Cluster(world_size=1, local_world_size=1, device="cpu")
-    model = small_model(META)
-    drafted = draft_plan(
-        model,
-        cluster.topology(),
-        PlanConfig(sharding="row_wise"),
-        optimizer=config,
-        batch_size=24,
-    )
-    (planned, *_) = forecast(drafted, model, cluster, config)
-    with Runtime.start("cpu", threads=1) as runtime:
-        sharded, optimizer = hybrid_parallel(
-            model, runtime, plan=drafted.plan, optimizer=config
-        )
-        loss, _ = sharded(next(batches(1)))
-        loss.backward()
-        optimizer.step()
-        size = 0
-        for name in dense_layers(small_model(META)):
-            weight = sharded.module.get_parameter(name)
-            size += 4 * (weight.numel() + weight.grad.numel())
-        for _, part in optimizer.optimizers:
-            for state in part.state.values():
-                # Adam's count of steps, one number for each parameter, is not planned.
-                size += sum(
-                    4 * value.numel()
-                    for name, value in state.items()
-                    if name.startswith("exp_avg")
-                )
-    assert planned.dense == size > 0

@@ -11,12 +11,11 @@ from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
-from torchrec_ext.distributed.plan.devices import GB as GB
 from torchrec_ext.distributed.plan.tower_plan import TowerPlan, table_shardings
 from torchrec_ext.distributed.row_rule import ROWS_PER_LOOKUP, row_by_row
 from torchrec_ext.distributed.tables import tables_of
 
-MB = 1024**2
+GB, MB = 1024**3, 1024**2
 _HOMES = {
     "fused_uvm": "in host memory",
     "fused_uvm_caching": "in host memory",
@@ -78,26 +77,6 @@ def explain(
     if captured_rows:
         sweeps = _sweeps(plan, model, captured_rows)
     return f"{readable}\nweights on {totals}{towers}{sweeps}"
-
-
-def placed_bytes(
-    plan: ShardingPlan, model: nn.Module, world_size: int
-) -> list[tuple[str, dict[int, float]]]:
-    """Returns each table's name, and the bytes of its weights on each rank.
-
-    Args:
-        plan: sharding plan, as of :func:`explain`.
-        model: module that was planned, sharded since or not.
-        world_size: R, the number of ranks.
-    """
-    tables: list[tuple[str, dict[int, float]]] = []
-    for table, sharding in _planned(plan, model):
-        elements = _elements_per_rank(table, sharding, world_size)
-        by_rank: dict[int, float] = {
-            rank: count * bytes_per_weight(table) for rank, count in elements.items()
-        }
-        tables.append((table.name, by_rank))
-    return tables
 
 
 def _sweeps(plan: ShardingPlan, model: nn.Module, rows: int) -> str:

@@ -37,7 +37,6 @@ from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.optim.declared import chosen_optimizer
 from torchrec_ext.distributed.placement import TowerPlacement
 from torchrec_ext.distributed.plan.config import PlanConfig, TableChoice
-from torchrec_ext.distributed.plan.devices import GB
 from torchrec_ext.distributed.plan.draft import (
     PlanError,
     Request,
@@ -335,7 +334,7 @@ def _topology(runtime: Runtime, capacity: int, host: int) -> Topology:
 def _capacity(config: PlanConfig, runtime: Runtime) -> int:
     """Returns the bytes per rank for tables, their optimizer state and the reserve."""
     if config.memory_gb:
-        return int(config.memory_gb * GB)
+        return int(config.memory_gb * 1024**3)
     if runtime.device.type == "cuda":
         return int(torch.cuda.mem_get_info(runtime.device)[0])
     return available_memory() // runtime.local_world_size

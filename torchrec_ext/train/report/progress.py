@@ -1,6 +1,6 @@
 """Progress: shows a run's mean loss and throughput since the last record, as a bar or in lines.
 
-RunFolder: the files of a run: its configuration, its metrics as JSON lines and TensorBoard events, a picture, a page.
+RunFolder: the files of a run: its configuration, its metrics as JSON lines and TensorBoard events, and a picture.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from html import escape
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,18 +24,6 @@ from tqdm import tqdm
 from torchrec_ext.batch import ENDLESS
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.drawing.figures import BLUE, RED, figure_with_panels, save_figure
-from torchrec_ext.drawing.page import (
-    Bar,
-    Curve,
-    Lane,
-    card,
-    chart,
-    lanes,
-    page,
-    paragraph,
-    stacked,
-    text_table,
-)
 from torchrec_ext.drawing.terminal import step_line, terminal
 from torchrec_ext.train.config import Record
 
@@ -310,36 +296,8 @@ def _readable(name: str, value: float) -> str:
     return f"{value:.4f}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """Facts about a run, shown on its page in addition to the records.
-
-    Args:
-        title: what was trained on what.
-        notes: lines of text, such as a warning.
-        plan: tables, each with its name and its bytes by rank.
-        memory: peak memory of each rank in MiB.
-        outside: share of the run's time outside of steps, such as in evaluations and saves; None if unknown.
-        test: figures on the test rows by name: the model's first, then those of each baseline, by its name.
-        settings: the most used settings of the run.
-        commands: commands to run next, by their purpose.
-    """
-
-    title: str = "a run"
-    notes: Sequence[str] = ()
-    plan: Sequence[tuple[str, Mapping[int, float]]] = ()
-    memory: Sequence[float] = ()
-    outside: float | None = None
-    test: Mapping[str, Mapping[str, float]] | None = None
-    settings: Mapping[str, str] = field(default_factory=dict)
-    commands: Mapping[str, str] = field(default_factory=dict)
-
-
 class RunFolderError(ValueError):
     """The folder cannot be written to, or a library for its pictures is missing."""
-
-
-REPORT = "report.html"
 
 
 class RunFolder:
@@ -351,7 +309,8 @@ class RunFolder:
         replace: write over another run in the folder, as a restarted rank does with its own.
 
     Attributes:
-        facts: what ``report.html`` shows in addition to the records; replace it once more is known.
+        title: what was trained on what, above the picture.
+        test: figures on the test rows by name: the model's first, then those of each baseline, by its name.
 
     Raises:
         RunFolderError: the folder cannot be made or written to, or holds another run.
@@ -362,7 +321,8 @@ class RunFolder:
     ) -> None:
         self.path = path
         self.records: list[Record] = []
-        self.facts = RunFacts(title=str(config.get("name", path.name)))
+        self.title = str(config.get("name", path.name))
+        self.test: Mapping[str, Mapping[str, float]] = {}
         # Before anything is written: with the extra installed, the same folder is tried
         # again.
         event_writer = _event_writer()
@@ -419,7 +379,7 @@ class RunFolder:
         *,
         baseline_name: str = "popularity",
     ) -> Path:
-        """Closes the files, draws ``training.png`` and writes ``report.html``.
+        """Closes the files and draws ``training.png``.
 
         Args:
             baselines: figures by name on the same held-out rows, drawn as dashed lines, such as those of the popularity
@@ -434,10 +394,7 @@ class RunFolder:
             picture,
             baselines or {},
             baseline_name,
-            conclusion(self.records, self.facts.test),
-        )
-        self.write(
-            REPORT, run_page(self.records, self.facts, baselines or {}, baseline_name)
+            f"{self.title}: {conclusion(self.records, self.test)}".removesuffix(": "),
         )
         return picture
 
@@ -449,7 +406,7 @@ def conclusion(
 
     Args:
         records: records of the run.
-        test: figures on the test rows, as in :class:`RunFacts`.
+        test: figures on the test rows by name, of the model and then of each baseline.
 
     Example:
         >>> test = {"this model": {"hr@10": 0.2495}, "popularity": {"hr@10": 0.048}, "ease": {"hr@10": 0.259}}
@@ -579,176 +536,6 @@ def draw_training(
         axis.legend(frameon=False)
         axis.set(title=f"{name}, validation", xlabel="step")
     save_figure(figure, path)
-
-
-def run_page(
-    records: Sequence[Record],
-    facts: RunFacts,
-    baselines: Mapping[str, float],
-    baseline_name: str = "popularity",
-) -> str:
-    """Renders a run as one HTML page, see :func:`page`: its records from the first step on, and its facts.
-
-    Args:
-        records: records of the run, including those before a resume.
-        facts: what else is known.
-        baselines: figures by name on the same held-out rows, drawn as dashed lines.
-        baseline_name: name of these figures.
-    """
-    train = records_of(records, "train")
-    evaluations = records_of(records, "eval")
-    errors = [
-        record["message"]
-        for record in records
-        if record["kind"] in ("error", "stop", "restore")
-    ]
-    summary = paragraph(conclusion(records, facts.test), "conclusion")
-    for note in (*facts.notes, *errors):
-        summary += paragraph(note, "warning")
-    last = max((record["step"] for record in records), default=0)
-    rows = sum(record["rows"] for record in train)
-    summary += paragraph(f"{last:,} steps, {rows:,} rows trained", "muted")
-    # The result comes first, then what to do next; pictures of how it went follow.
-    cards = []
-    if facts.test:
-        cards.append(card("Test rows", _test_table(facts.test), wide=True))
-    if facts.settings:
-        cards.append(
-            card("Settings", text_table(["setting", "value"], facts.settings.items()))
-        )
-    if facts.commands:
-        commands = ""
-        for purpose, command in facts.commands.items():
-            commands += (
-                f"{paragraph(purpose)}<pre class=command>{escape(command)}</pre>"
-            )
-        cards.append(card("Next", commands))
-    losses = Curve("", [(record["step"], record["loss"]) for record in train])
-    cards.append(card("Loss", chart([losses], x="step", caption="training loss")))
-    cards += _figure_cards(evaluations, baselines, baseline_name)
-    if train:
-        cards.append(card("Shares of time", _time_picture(train, facts)))
-    if facts.plan:
-        cards.append(card("Plan", _plan_picture(facts.plan)))
-    if facts.memory:
-        cards.append(card("Memory", _memory_picture(facts.memory)))
-    return page(f"Training of {facts.title}", summary, cards)
-
-
-def _figure_cards(
-    evaluations: Sequence[Record], baselines: Mapping[str, float], baseline_name: str
-) -> Iterator[str]:
-    for name in _last_figures(evaluations):
-        points = [
-            (record["step"], record[name]) for record in evaluations if name in record
-        ]
-        curves = [Curve("model", points, marked=True)]
-        if name in baselines:
-            # Both ends are one point after a single evaluation.
-            ends = dict.fromkeys(
-                [evaluations[0]["step"], evaluations[-1]["step"]], baselines[name]
-            )
-            curves.append(Curve(baseline_name, list(ends.items()), dashed=True))
-        yield card(
-            name, chart(curves, x="step", caption=f"{name} on the validation rows")
-        )
-
-
-def _test_table(test: Mapping[str, Mapping[str, float]]) -> str:
-    names: dict[str, None] = {}
-    for figures in test.values():
-        names |= dict.fromkeys(figures)
-    rows = []
-    for name in names:
-        row = [name]
-        for figures in test.values():
-            cell = ""
-            # A baseline may lack a figure of the model, such as one of probabilities.
-            if name in figures:
-                cell = f"{figures[name]:.4f}"
-            row.append(cell)
-        rows.append(row)
-    return text_table(["", *test], rows)
-
-
-def _time_picture(train: Sequence[Record], facts: RunFacts) -> str:
-    points = [
-        (record["step"], record["rows_per_s"])
-        for record in train
-        if record.get("rows_per_s")
-    ]
-    rates = chart(
-        [Curve("", points)], x="step", caption="rows a second, over all ranks"
-    )
-    # Records of a stack of networks lack it.
-    if not all("data_wait" in record for record in train):
-        return rates
-    shares = time_shares(train)
-    names = {
-        "data": "waiting for data",
-        "ranks": "in collectives",
-        "compute": "computing",
-    }
-    by_rank = rank_shares(train)
-    rows = []
-    for rank, (data, ranks) in enumerate(by_rank):
-        compute = max(0.0, 1 - data - ranks)
-        parts = {names["data"]: data, names["ranks"]: ranks, names["compute"]: compute}
-        rows.append(
-            stacked(f"rank {rank}", parts, f"{data:.1%}, {ranks:.1%}, {compute:.1%}")
-        )
-    if not by_rank:
-        for key, share in shares.items():
-            rows.append(
-                Lane(
-                    name=names[key],
-                    spans=[Bar(names[key], 0, share)],
-                    value=f"{share:.1%}",
-                )
-            )
-    text = "shares of the steps' time"
-    if facts.outside is not None:
-        text += f"; steps took {1 - facts.outside:.0%} of the run, evaluations, saves and the rest {facts.outside:.0%}"
-    return lanes(rows, text) + rates
-
-
-def _plan_picture(plan: Sequence[tuple[str, Mapping[int, float]]]) -> str:
-    """Draws the bytes of tables on each rank, to scale; the largest have names and colours."""
-    by_size = sorted(plan, key=lambda each: -sum(each[1].values()))
-    largest = by_size[:7]
-    smaller = by_size[7:]
-    ranks_of_tables: set[int] = set()
-    for _, shards in plan:
-        ranks_of_tables |= set(shards)
-    rows = []
-    for rank in sorted(ranks_of_tables):
-        sizes = {
-            name: shards[rank] / 2**20 for name, shards in largest if rank in shards
-        }
-        others = sum(shards.get(rank, 0.0) for _, shards in smaller) / 2**20
-        if others:
-            sizes[f"{len(smaller)} smaller tables"] = others
-        rows.append(stacked(f"rank {rank}", sizes, f"{sum(sizes.values()):,.2f} MiB"))
-    return _rank_lanes(rows, "tables over ranks, to scale")
-
-
-def _memory_picture(memory: Sequence[float]) -> str:
-    rows = []
-    for rank, size in enumerate(memory):
-        rows.append(
-            Lane(
-                name=f"rank {rank}",
-                spans=[Bar("peak memory", 0, size)],
-                value=f"{size:,.0f} MiB",
-            )
-        )
-    return _rank_lanes(rows, "the most that each rank's process took")
-
-
-def _rank_lanes(rows: list[Lane], text: str) -> str:
-    if len(rows) > _MOST_RANKS:
-        text += f"; {len(rows) - _MOST_RANKS} more ranks are left out"
-    return lanes(rows[:_MOST_RANKS], text)
 
 
 def _event_writer() -> Any:

@@ -1,4 +1,4 @@
-"""BatchSource: batches without an end, and how long each took; and batches made larger and smaller."""
+"""BatchSource: batches without an end, and how long each took; joined_batches(): batches made larger."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from torchrec_ext.diagnose.facts import LoaderFacts
+from torchrec_ext.diagnose.findings import LoaderFacts
 from torchrec_ext.observe.machine import bytes_read
 
 _LEAST_READ = 1_024  # bytes: fewer are the counter's own file and the like
-_WORKER_S = 3.0  # in which a worker is tried, by turns with the loader as it is
 
 
 class BatchSource:
@@ -125,9 +124,7 @@ class BatchSource:
         is_stream = isinstance(loader.dataset, IterableDataset)
         by_row = not is_stream and loader.batch_sampler is not None
         if not by_row or hasattr(loader.dataset, "__getitems__") or workers:
-            return LoaderFacts(
-                kind=self.kind, dataset=name, workers=workers, is_stream=is_stream
-            )
+            return LoaderFacts(kind=self.kind, dataset=name, workers=workers)
         rows = list(next(iter(loader.batch_sampler)))  # type: ignore[arg-type]
         before = bytes_read()
         counted = bytes_read()
@@ -159,48 +156,6 @@ def loader_with(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     # Past __setattr__, by which a DataLoader refuses to change its settings.
     vars(changed).update({"persistent_workers": False, "_iterator": None, **changes})
     return changed
-
-
-def worker_turns(
-    loader: DataLoader[Any], call: Callable[[Any], object]
-) -> list[tuple[float, float]]:
-    """Times a batch and its step with the loader as it is and with a real worker, by turns.
-
-    Returns:
-        Seconds of the wall clock, by turn: both wait for cores.
-
-    Raises:
-        RuntimeError: an epoch is too short.
-    """
-    with_worker = iter(loader_with(loader, num_workers=1, prefetch_factor=2))
-    as_it_is = iter(loader_with(loader))
-    turns: list[tuple[float, float]] = []
-    end = perf_counter() + _WORKER_S
-    try:
-        for _ in range(3):
-            call(next(with_worker))
-        while perf_counter() < end or len(turns) < 2:
-            seconds = _wall_seconds(as_it_is, call)
-            # Uses up what the worker made while it was not asked.
-            for _ in range(4):
-                call(next(with_worker))
-            turns.append((seconds, _wall_seconds(with_worker, call)))
-    except StopIteration:
-        if not turns:
-            raise RuntimeError("an epoch is too short to time a worker") from None
-    finally:
-        # Ends the worker's process.
-        del with_worker
-    return turns
-
-
-def _wall_seconds(batches: Iterator[Any], call: Callable[[Any], object]) -> float:
-    start = perf_counter()
-    count = 0
-    while perf_counter() < start + _WORKER_S / 12 or count < 3:
-        call(next(batches))
-        count += 1
-    return (perf_counter() - start) / count
 
 
 def called_with(fn: Callable[..., object], batch: Any) -> Callable[[Any], object]:
@@ -258,8 +213,3 @@ def _mapped(function: Callable[..., Any], *batches: Any) -> Any:
 def joined_batches(batches: Sequence[Any]) -> Any:
     """Returns the rows of several batches as one batch."""
     return _mapped(lambda *tensors: torch.cat(tensors), *batches)
-
-
-def quarter_of(batch: Any) -> Any:
-    """Returns the first quarter of a batch's rows, at least one."""
-    return _mapped(lambda tensor: tensor[: max(1, len(tensor) // 4)], batch)

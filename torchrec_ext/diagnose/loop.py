@@ -1,6 +1,6 @@
-"""TrainingLoop: a user's own loop under experiments: its batches and its step, run, timed by spans, and changed.
+"""TrainingLoop: a user's own loop under experiments: its batches, its step by spans, and rounds of all variants.
 
-A span is a stretch of a step, such as its backward, by two clocks: see :class:`Moment`.
+The order of a round is reversed every other time. An experiment that cannot be made is left out, and it is noted why.
 """
 
 from __future__ import annotations
@@ -19,54 +19,43 @@ from typing import Any, NamedTuple
 import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
-from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from torchrec_ext.diagnose.experiments.batches import (
-    BatchSource,
-    called_with,
-    joined_batches,
-)
-from torchrec_ext.diagnose.facts import Round
+from torchrec_ext.diagnose.batches import BatchSource, called_with, joined_batches
+from torchrec_ext.diagnose.findings import Round, spread
 from torchrec_ext.observe.clock import ThreadClock
-from torchrec_ext.observe.ops import calls_of_autograd
 from torchrec_ext.observe.reached import named_modules
+from torchrec_ext.observe.samples import Samples
 from torchrec_ext.observe.state_copy import StateCopy
+from torchrec_ext.observe.user_lines import described
 
 TURN_S = 0.05  # seconds of a turn of short steps, of which one wait for a core must not be the half
+MOST_ROUNDS, FEWEST_ROUNDS = 15, 4
 _ITERATIONS = 4  # of the loop in a round, at least
 _STEPS = 2, 64  # of a turn, at least and at most
 _POOL = 4  # batches that the variants share
+_LONGER = 3  # times so many rounds where they are spread too far for a verdict, and there is time
+_STEADY = 0.25  # spread of iterations at which no further rounds are made
+# With fewer rounds there is no verdict, so the first four may take longer than the
+# budget.
+_OVERTIME = 3
 StepFunction = Callable[..., object]
+
+
+class Variant(NamedTuple):
+    """An experiment: it runs steps, and returns seconds of one step's batch by name."""
+
+    name: str
+    run: Callable[[], Round]
 
 
 def steps_of_turn(seconds: float) -> int:
     """Returns how many steps of so many seconds are timed at once."""
     least, most = _STEPS
     return max(least, min(most, round(TURN_S / max(seconds, 1e-6))))
-
-
-class Moment(NamedTuple):
-    """A moment: of the wall clock, which all processes of a host share, and of this thread's own clock."""
-
-    wall: float
-    own_s: float
-
-
-class Span(NamedTuple):
-    """A stretch of a step, such as its backward."""
-
-    name: str
-    begin: Moment
-    end: Moment
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the thread's own clock."""
-        return self.end.own_s - self.begin.own_s
 
 
 class StepClock:
@@ -88,12 +77,11 @@ class StepClock:
             torch.cuda.synchronize()
         return self.host()
 
-    def moment(self) -> Moment:
-        """Returns the present moment; other threads have the wall clock as their own."""
-        seconds = (
-            self() if threading.get_ident() == self._thread else time.perf_counter()
-        )
-        return Moment(time.perf_counter(), seconds)
+    def in_any_thread(self) -> float:
+        """Returns seconds as they are of this thread; other threads have the wall clock."""
+        if threading.get_ident() == self._thread:
+            return self()
+        return time.perf_counter()
 
 
 class TrainingLoop:
@@ -104,18 +92,12 @@ class TrainingLoop:
         batches: batches that it takes.
         state: copy of everything that a step changes; the caller puts it back at the end.
         clock: clock of this thread.
-        recipe: the step and the loader are a recipe's of this package.
-        modules: modules of the step, if ``state`` does not know them.
 
     Attributes:
         source: batches without an end.
-        modules: modules of the step.
         pool: last batches of the source.
-        fixed: batches for changed steps; those of the pool if there are none.
-        spans: spans of the last iteration, in the order of their ends.
         iterations: iterations of a round.
         turn_steps: steps of a turn.
-        before_step: called with each batch before its step.
         not_measured: reason for each experiment that is missing.
         notes: what else a reader must know, one sentence each.
     """
@@ -126,29 +108,22 @@ class TrainingLoop:
         batches: Iterable[Any],
         state: StateCopy,
         clock: ThreadClock,
-        *,
-        recipe: bool = False,
-        modules: Sequence[nn.Module] = (),
     ) -> None:
         self.state = state
-        self.recipe = recipe
         self.cuda = any(
             each.is_cuda
             for each in chain.from_iterable(root.parameters() for root in state.modules)
         )
         self.clock = StepClock(clock, cuda=self.cuda)
         self.source = BatchSource(batches)
-        self.modules = [*state.modules, *modules]
         self.compiled = any(
             type(module).__name__ == "OptimizedModule"
             for _, module in named_modules(state.modules)
         )
         self.pool: list[Any] = []
-        self.fixed: Sequence[Any] = ()
-        self.spans: list[Span] = []
+        self._parts: dict[str, float] = {}
         self.iterations = _ITERATIONS
         self.turn_steps = _STEPS[0]
-        self.before_step: Callable[[Any], object] = lambda batch: None
         self.not_measured: dict[str, str] = {}
         self.notes = [*dict.fromkeys(state.notes), *self.source.notes]
         if clock.note:
@@ -165,7 +140,6 @@ class TrainingLoop:
 
     def call(self, batch: Any) -> object:
         """Runs the step on a batch."""
-        self.before_step(batch)
         return self._step(batch)
 
     def iterate(self) -> dict[str, float]:
@@ -181,13 +155,11 @@ class TrainingLoop:
             batch = self.pool[0]
             data = 0.0
             sleep = 0.0
-        self.spans.clear()
-        begin = self.clock.moment()
+        self._parts = {"backward": 0.0, "optimizer": 0.0}
+        begin = self.clock()
         self.call(batch)
-        step = self._end("step", begin)
-        seconds = {"backward": 0.0, "optimizer": 0.0}
-        for span in self.spans[:-1]:
-            seconds[span.name] += span.seconds
+        step = self.clock() - begin
+        seconds = self._parts
         # All that is neither of the two counts as forward: so the parts add up to the
         # step.
         forward = step - (seconds["backward"] + seconds["optimizer"])
@@ -242,8 +214,7 @@ class TrainingLoop:
 
     def several(self, count: int) -> list[Any]:
         """Returns so many batches for changed steps, again from the first if there are fewer."""
-        batches = self.fixed or self.pool
-        return [batches[index % len(batches)] for index in range(count)]
+        return [self.pool[index % len(self.pool)] for index in range(count)]
 
     def steps(self, least: int = 1) -> list[Any]:
         """Returns the batches of a turn."""
@@ -271,39 +242,52 @@ class TrainingLoop:
 
     # ---------------------------------------------------------------------------- spans
 
-    def _end(self, name: str, begin: Moment) -> float:
-        """Notes a span up to now, and returns its seconds."""
-        span = Span(name, begin, self.clock.moment())
-        self.spans.append(span)
-        return span.seconds
+    def _add(self, name: str, begin: float) -> None:
+        """Adds the seconds of a stretch of the step up to now."""
+        self._parts[name] = (
+            self._parts.get(name, 0.0) + self.clock.in_any_thread() - begin
+        )
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Notes a span for every backward and every optimizer's step meanwhile."""
-        moments: list[Moment] = []
+        """Times every backward and every optimizer's step meanwhile."""
+        begins: list[float] = []
 
         def timed(function: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
-                begin = self.clock.moment()
+                begin = self.clock.in_any_thread()
                 try:
                     return function(*args, **kwargs)
                 finally:
-                    self._end("backward", begin)
+                    self._add("backward", begin)
 
             return call
 
         def begin(*_: Any) -> None:
-            moments.append(self.clock.moment())
+            begins.append(self.clock.in_any_thread())
 
         def end(*_: Any) -> None:
             # A stack, because an optimizer may step others inside of its own step.
-            if moments:
-                self._end("optimizer", moments.pop())
+            if begins:
+                self._add("optimizer", begins.pop())
 
         with calls_of_autograd(timed), ExitStack() as stack:
             stack.callback(register_optimizer_step_pre_hook(begin).remove)
             stack.callback(register_optimizer_step_post_hook(end).remove)
             yield
+
+
+@contextmanager
+def calls_of_autograd(
+    wrapper: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Iterator[None]:
+    """Wraps torch.autograd.backward and grad meanwhile."""
+    with ExitStack() as stack:
+        for name in ("backward", "grad"):
+            function = getattr(torch.autograd, name)
+            setattr(torch.autograd, name, wrapper(function))
+            stack.callback(setattr, torch.autograd, name, function)
+        yield
 
 
 @contextmanager
@@ -325,3 +309,161 @@ def garbage_seconds(clock: Callable[[], float]) -> Iterator[list[float]]:
         yield spent
     finally:
         gc.callbacks.remove(collect)
+
+
+def enough(rounds: Sequence[Round]) -> bool:
+    """Whether enough rounds were run: 15, and up to 45 while they vary."""
+    if len(rounds) < MOST_ROUNDS:
+        return False
+    return (
+        len(rounds) >= _LONGER * MOST_ROUNDS
+        or spread([each["data"] + each["step"] for each in rounds]) < _STEADY
+    )
+
+
+def is_late(count: int, elapsed_s: float, budget_s: float) -> bool:
+    """Whether so many rounds took longer than the budget; the first four may take three times as long."""
+    if count < FEWEST_ROUNDS:
+        budget_s = _OVERTIME * budget_s
+    return count > 0 and elapsed_s > budget_s
+
+
+def is_too_slow(round_s: float, elapsed_s: float, budget_s: float) -> bool:
+    """Whether a round of so many seconds has no time for a further variant."""
+    return round_s > 0 and (
+        elapsed_s > budget_s / 2 or round_s * FEWEST_ROUNDS > budget_s
+    )
+
+
+def in_order(variants: Sequence[Variant], number: int) -> Sequence[Variant]:
+    """Returns the variants of a round, in reversed order in every other one.
+
+    A machine that becomes slower or faster during a round would favour the same variants otherwise.
+    """
+    return variants if number % 2 == 0 else variants[::-1]
+
+
+def attempt(loop: TrainingLoop, variant: Variant) -> Round:
+    """Runs a variant, and puts the state back for the next one."""
+    try:
+        return variant.run()
+    except Exception as error:
+        loop.not_measured[variant.name] = described(error)
+        return {}
+    finally:
+        loop.state.restore_step()
+
+
+def warm_up(loop: TrainingLoop) -> bool:
+    """Runs the first steps; False if the step cannot be run."""
+    try:
+        for _ in range(3):
+            loop.iterate()
+    except StopIteration:
+        loop.note_end()
+    except Exception as error:
+        loop.not_measured["step"] = f"the step raised {described(error)}"
+        return False
+    return True
+
+
+def in_rounds(
+    loop: TrainingLoop,
+    variants_of: Callable[[float], Iterable[Variant]],
+    budget_s: float,
+) -> Sequence[Round]:
+    """Runs the loop and its variants in turn, all of them in every round.
+
+    Args:
+        loop: the user's loop.
+        variants_of: returns the changes to a step of so many seconds.
+        budget_s: seconds of the wall clock for the rounds; the first four may take three times as long.
+    """
+    start = time.perf_counter()
+    missing = loop.not_measured
+    with loop.watching():
+        # The loop is a variant too: it stands in each round beside the changes that it
+        # is compared with.
+        as_it_is = Variant("loop", loop.run)
+        first = attempt(loop, as_it_is)
+        if not first:
+            return []
+        loop.choose_iterations(first, time.perf_counter() - start)
+        variants = [as_it_is, *variants_of(first["step"])]
+        if not _try_each(loop, variants, budget_s, start):
+            return [first]
+        rounds: list[Round] = []
+        while not enough(rounds) and "loop" not in missing:
+            if is_late(len(rounds), time.perf_counter() - start, budget_s):
+                break
+            seconds: dict[str, float] = {}
+            for variant in in_order(variants, len(rounds)):
+                if variant.name not in missing:
+                    seconds |= attempt(loop, variant)
+            if "loop" not in missing:
+                rounds.append(seconds)
+    return rounds or [first]
+
+
+def _try_each(
+    loop: TrainingLoop, variants: Sequence[Variant], budget_s: float, start: float
+) -> float:
+    """Runs each variant once, gives up those beyond the budget, and returns the seconds of a round."""
+    round_s = 0.0
+    num_tried = 0
+    for variant in variants:
+        before = time.perf_counter()
+        if is_too_slow(round_s, before - start, budget_s):
+            # The variants that were tried stand for the others.
+            needed_s = FEWEST_ROUNDS * round_s * len(variants) / max(1, num_tried)
+            loop.not_measured[variant.name] = (
+                f"a round takes {round_s:.1f} s already, and budget_s={budget_s:g} holds {FEWEST_ROUNDS}; "
+                f"give about budget_s={max(needed_s, 2 * budget_s):.0f}"
+            )
+            continue
+        attempt(loop, variant)
+        if variant.name not in loop.not_measured:
+            round_s += time.perf_counter() - before
+            num_tried += 1
+    return round_s
+
+
+_DATA_S = 5.0  # at most, for a loader whose step cannot be run
+
+
+def data_alone(loop: TrainingLoop, budget_s: float) -> Sequence[Round]:
+    """Times the loader alone, after a failed step."""
+    rounds: list[Round] = []
+    end = time.perf_counter() + min(_DATA_S, budget_s)
+    while len(rounds) < FEWEST_ROUNDS or (
+        len(rounds) < MOST_ROUNDS and time.perf_counter() < end
+    ):
+        ahead = loop.source.is_ahead
+        try:
+            batch, data, sleep = loop.source.take(loop.clock)
+        except StopIteration:
+            loop.note_end()
+            break
+        except Exception as error:
+            loop.not_measured["data"] = f"the loader raised {described(error)}"
+            break
+        loop.pool = [batch]
+        if not ahead:
+            rounds.append({"data": data, "sleep": sleep})
+    return rounds
+
+
+def sampled(loop: TrainingLoop, seconds: float) -> tuple[Samples, int]:
+    """Runs the loop for so many seconds, and returns at which lines it was, and its iterations."""
+    samples = Samples()
+    iterations = 0
+    end = time.perf_counter() + seconds
+    with samples:
+        while time.perf_counter() < end or not iterations:
+            if loop.source.kind == "iterator":
+                # All that is taken of it is kept in memory.
+                loop.call(loop.pool[0])
+            else:
+                loop.iterate()
+            iterations += 1
+    return samples, iterations

@@ -1,0 +1,514 @@
+"""Verdicts on recorded facts: each cause is the first finding of its own facts, and no fault of the others'."""
+
+import ast
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.diagnose.recorded import (
+    DRIFT,
+    HEALTHY,
+    LINES,
+    RECORDED,
+    ROWS,
+    TABLE,
+    facts,
+    steps,
+)
+from torchrec_ext.diagnose import Diagnosis, Finding
+from torchrec_ext.diagnose.findings import (
+    Facts,
+    LineFacts,
+    LoaderFacts,
+    RankWaits,
+    Trial,
+    WideOps,
+    gain_of,
+)
+from torchrec_ext.diagnose.trials import trials
+from torchrec_ext.diagnose.verdicts import faults, findings
+
+pytestmark = pytest.mark.unit
+EVERY = {**RECORDED, **LINES}
+
+
+def causes(recorded: Facts) -> list[str]:
+    return [finding.cause for finding in faults(recorded)]
+
+
+def found(recorded: Facts, cause: str) -> Finding:
+    return next(each for each in findings(recorded) if each.cause == cause)
+
+
+@pytest.mark.parametrize("cause", RECORDED)
+def test_a_cause_is_the_first_finding_of_its_facts_and_the_only_fault(
+    cause: str,
+) -> None:
+    assert causes(RECORDED[cause]) == [cause]
+    assert Diagnosis(RECORDED[cause]).verdict == cause
+    evidence = found(RECORDED[cause], cause).evidence
+    assert any(letter.isdigit() for letter in evidence[0])
+
+
+@pytest.mark.parametrize("title", LINES)
+def test_what_a_line_does_is_said_in_the_title_of_your_line(title: str) -> None:
+    diagnosis = Diagnosis(LINES[title])
+    assert diagnosis.verdict == "your_line"
+    assert title in str(diagnosis).splitlines()[0]
+
+
+def test_every_verdict_stands_in_the_table_for_users() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "why_slow.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert set(rows) >= {*RECORDED, "products", "noisy"}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_lines_to_paste_are_statements_over_the_names_of_a_training(name: str) -> None:
+    """No dots to fill in, and no name that a training lacks."""
+    known = {"model", "optimizer", "loss", "loader", "torch", "value"}
+    diagnosis = Diagnosis(EVERY[name])
+    remedies = [each for finding in diagnosis.findings for each in finding.remedies]
+    for lines in [each.lines for each in (*remedies, *diagnosis.trials)]:
+        tree = ast.parse("\n".join(lines))
+        imported = set()
+        for node in ast.walk(tree):
+            assert not (isinstance(node, ast.Constant) and node.value is Ellipsis)
+            if isinstance(node, ast.ImportFrom | ast.Import):
+                imported |= {each.name for each in node.names}
+        read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        builtins = {"next", "iter", "step"}
+        assert read <= known | imported | builtins
+
+
+def test_nothing_is_wrong_with_a_step_that_is_its_products() -> None:
+    diagnosis = Diagnosis(HEALTHY)
+    assert diagnosis.verdict == "products"
+    assert not diagnosis.findings
+    assert (
+        str(diagnosis)
+        .splitlines()[0]
+        .endswith(
+            "nothing is wrong, the step is its own work: 96% of an iteration are matrix products"
+        )
+    )
+
+
+def test_a_step_that_a_trial_makes_faster_is_not_called_right() -> None:
+    diagnosis = Diagnosis(facts(steps(10.0, bf16=5.0), ops=10, product_s=9e-3))
+    assert diagnosis.verdict == "products"
+    headline = str(diagnosis).splitlines()[0]
+    assert "nothing is wrong" not in headline
+    assert "it is faster with: bf16 autocast" in headline
+
+
+def test_a_cause_that_has_no_time_to_explain_is_not_a_finding() -> None:
+    """A table of many rows with an optimizer that moves only those read; few ops; threads that are right."""
+    recorded = facts(
+        steps(10.0, small_tables=9.9, one_thread=10.5),
+        tables=(TABLE,),
+        ops=40,
+        threads=2,
+    )
+    assert causes(recorded) == []
+
+
+@pytest.mark.parametrize("name", sorted(set(EVERY) - {"ranks"}))
+def test_facts_that_lack_experiments_give_fewer_findings_and_no_error(
+    name: str,
+) -> None:
+    """Whatever could not be measured: the rest is still said."""
+    recorded = EVERY[name]
+    for missing in set(recorded.rounds[0]) - {"data"}:
+        rounds = [
+            {name: value for name, value in each.items() if name != missing}
+            for each in recorded.rounds
+        ]
+        less = dataclasses.replace(
+            recorded, rounds=rounds, not_measured={missing: "it raised"}
+        )
+        diagnosis = Diagnosis(less)
+        assert f"{missing}: it raised" in str(diagnosis)
+        json.loads(diagnosis.to_json())
+
+
+def test_an_optimizer_that_takes_sparse_gradients_is_kept() -> None:
+    recorded = dataclasses.replace(RECORDED["untouched_rows"], optimizers=("SGD",))
+    text = " ".join(str(Diagnosis(recorded)).split())
+    assert "SparseAdam" not in text
+    assert "12,400,000 rows, of which a step reads at most 1,024" in text
+
+
+def trial(recorded: Facts, name: str) -> Trial:
+    (made,) = (each for each in trials(recorded) if each.name.startswith(name))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("recorded", "name", "middle", "helps"),
+    [
+        (RECORDED["loader_waits"], "batches ready", 12.9 / 2.3, "yes"),
+        (RECORDED["loader_rows"], "a loader worker", 14.1 / 15.5, "no"),
+        (RECORDED["untouched_rows"], "small tables", 83.21 / 4.71, "yes"),
+        (RECORDED["untouched_rows"], "4 times", 83.21 / (0.01 + 84 / 4), "yes"),
+        (RECORDED["threads"], "1 thread(s), not 8", 20.81 / 9.81, "yes"),
+        (facts(steps(10.0, bf16=12.0)), "bf16", 10.01 / 12.01, "no"),
+        (
+            facts(steps(10.0), captured=((10.0, 2.0), (10.0, 2.5), (10.0, 2.0))),
+            "the step captured",
+            5.0,
+            "yes",
+        ),
+    ],
+)
+def test_a_trial_is_the_ratio_of_paired_rounds(
+    recorded: Facts, name: str, middle: float, helps: str
+) -> None:
+    gain = trial(recorded, name).gain
+    assert gain.middle == pytest.approx(middle, rel=0.01)
+    assert gain.helps == helps
+
+
+def test_what_was_not_run_has_no_row() -> None:
+    recorded = facts({"step": 10.0})
+    assert trials(recorded) == ()
+    assert "what was tried" not in str(Diagnosis(recorded))
+
+
+def test_a_worker_for_rows_in_memory_says_why_it_does_not_help() -> None:
+    worker = trial(RECORDED["loader_rows"], "a loader worker")
+    assert "the rows are in memory" in worker.why
+
+
+def test_drift_of_the_machine_cancels_and_noise_of_a_variant_widens() -> None:
+    assert gain_of([2.0] * 9) == (2.0, 2.0, 2.0)
+    drifting = facts(steps(10.0, one_thread=5.0)).gain(
+        lambda each: each["data"] + each["one_thread"]
+    )
+    assert drifting.high == pytest.approx(drifting.low)
+    noisy = gain_of([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert noisy == (2.0, 3.0, 4.0)
+
+
+def test_rounds_that_are_spread_too_far_carry_no_verdict() -> None:
+    rounds = [
+        {"data": 0.0, "sleep": 0.0, "step": 0.01 * scale}
+        for scale in (1, 4, 1, 5, 1, 4, 6)
+    ]
+    diagnosis = Diagnosis(Facts(rounds=rounds))
+    assert diagnosis.verdict == "noisy"
+    assert "too noisy for a verdict: the middle half of 7 rounds" in diagnosis.noisy
+    assert "10 ms to 60 ms" in diagnosis.noisy
+    assert diagnosis.noisy in " ".join(str(diagnosis).split())
+    few = Diagnosis(Facts(rounds=rounds[:3]))
+    assert "too few rounds for a verdict: 3 of 4; give more time" in few.noisy
+
+
+def test_threads_that_wait_for_somebody_elses_core_are_no_fault_of_the_program() -> (
+    None
+):
+    """Two threads on two cores, one of which others keep busy; eight threads are too many whatever others do."""
+    recorded = facts(steps(20.0, one_thread=9.0), threads=2, busy=1.0)
+    assert causes(recorded) == []
+    assert "while others keep 1.0 cores busy" in trial(recorded, "1 thread").why
+    assert causes(dataclasses.replace(recorded, busy=0.1)) == ["threads"]
+    assert causes(dataclasses.replace(recorded, threads=8)) == ["threads"]
+    idle = facts(steps(40.0, all_threads=22.0), threads=1, product_s=36e-3)
+    assert Diagnosis(idle).findings[0].title == "cores stay idle"
+
+
+def test_lines_that_sync_are_sampled() -> None:
+    """1,400 ops of 5 us are 6.2 ms by their price, of a step of 3.1 ms; the loop is at the line for 2 ms of it."""
+    line = LineFacts(
+        name="train.py:31 in loss",
+        text="total += each.item()",
+        seconds=4e-3,
+        ops=1_400,
+        op_s=1.5e-3,
+        sync_ops=1_400,
+    )
+    sampled = dataclasses.replace(
+        RECORDED["host_syncs"], lines=(line,), sampled_s=2 * 3.11e-3
+    )
+    finding = Diagnosis(sampled).findings[0]
+    assert finding.cause == "host_syncs"
+    assert finding.cost == pytest.approx(2 / 3.11, abs=0.01)
+
+
+def test_lines_whose_ops_explain_them_are_no_finding() -> None:
+    """A line that holds 9 of 10 ms with ops that take 7.5 ms; the same line with ops of 2 ms."""
+    line = LineFacts(
+        name="model.py:9 in forward",
+        text="x = self.layers(x)",
+        seconds=9e-3,
+        ops=40,
+        op_s=7.5e-3,
+    )
+    busy = facts(steps(10.0), ops=60, op_s=8e-3, lines=(line,), sampled_s=10e-3)
+    assert causes(busy) == []
+    held = dataclasses.replace(
+        busy, op_s=2.5e-3, lines=(dataclasses.replace(line, op_s=2e-3),)
+    )
+    assert causes(held) == ["your_line"]
+
+
+def test_lines_are_no_finding_if_ops_could_not_be_counted() -> None:
+    recorded = dataclasses.replace(
+        RECORDED["your_line"],
+        ops=0,
+        op_s=0.0,
+        not_measured={"ops": "NotImplementedError: no storage"},
+    )
+    assert causes(recorded) == []
+
+
+def test_a_copy_of_a_table_costs_all_that_its_line_takes_and_is_one_cause() -> None:
+    """A deep copy: 4 ms in its ops, 9 ms at its line, which gives memory back too."""
+    copied = WideOps(line="train.py:9 in step", rows=200_000, read=256, seconds=4e-3)
+    line = LineFacts(
+        name="train.py:9 in step",
+        text="best = copy.deepcopy(model)",
+        seconds=9e-3,
+        ops=10,
+        op_s=4e-3,
+    )
+    recorded = facts(
+        steps(10.0), ops=60, lines=(line,), sampled_s=10.01e-3, whole_tables=(copied,)
+    )
+    (finding,) = faults(recorded)
+    assert "works on a whole table" in finding.title
+    assert finding.cost == pytest.approx(0.9, abs=0.01)
+
+
+def test_a_whole_table_in_backward_costs_what_goes_outside_of_its_ops_too() -> None:
+    """2 ms, and 13 in backward of 17 ms in ops, of a step of 36 ms."""
+    whole = WideOps(
+        line="train.py:9 in step", rows=60_000, read=256, seconds=2e-3, backward_s=13e-3
+    )
+    recorded = facts(steps(36.0), ops=60, op_s=17e-3, whole_tables=(whole,))
+    cost = found(recorded, "your_line").cost
+    assert cost == pytest.approx((2 + 13 * 36 / 17) / 36.01, abs=0.02)
+
+
+def test_rows_that_are_not_read_cost_no_more_than_their_optimizer_explains() -> None:
+    """A step of 66 ms was timed as 50 with small tables, and its optimizer takes 1 ms: the rest is no sweep."""
+    recorded = facts(
+        steps(66.0, small_tables=50.0, optimizer=1.0), tables=(TABLE,), ops=60
+    )
+    assert "untouched_rows" not in [each.cause for each in findings(recorded)]
+
+
+def test_a_softmax_over_all_items_is_an_offer_with_the_sampled_one() -> None:
+    every = WideOps(line="loss.py:3 in loss", rows=60_000, seconds=85e-3)
+    diagnosis = Diagnosis(dataclasses.replace(HEALTHY, all_items=(every,)))
+    (finding,) = diagnosis.findings
+    assert (finding.cause, finding.size) == ("your_line", "offer")
+    assert diagnosis.verdict == "products"
+    assert "an offer: loss.py:3 in loss: a softmax over 60,000 items" in str(diagnosis)
+    few = dataclasses.replace(every, seconds=5e-3)
+    assert not findings(dataclasses.replace(HEALTHY, all_items=(few,)))
+
+
+def test_collections_that_are_seldom_and_long_count_by_their_mean() -> None:
+    """One round of ten has a collection of 60 ms for each of its steps."""
+    rounds = [
+        {"data": 0.0, "step": 2e-3 + seconds, "gc": seconds}
+        for seconds in [0.0] * 9 + [60e-3]
+    ]
+    finding = found(Facts(rounds=rounds), "your_line")
+    assert finding.size == "large"
+    assert "6 ms of an iteration" in finding.evidence[0]
+
+
+def test_a_loader_that_collates_for_long_is_not_read_row_by_row() -> None:
+    """Rows take 1 ms of a batch, collate_fn 9."""
+    tokenising = LoaderFacts(
+        kind="DataLoader", dataset="Texts", row_calls=256, row_s=4e-6, collate_s=9e-3
+    )
+    line = LineFacts(
+        name="data.py:8 in collate",
+        text="tokens = tokenise(text)",
+        phase="data",
+        seconds=9e-3,
+    )
+    recorded = facts(
+        {**steps(2.0), "data": 10.0},
+        loader=tokenising,
+        ops=40,
+        lines=(line,),
+        sampled_s=12e-3,
+    )
+    finding = Diagnosis(recorded).findings[0]
+    assert finding.cause == "loader_rows"
+    assert finding.title.startswith("collate_fn computes")
+    assert (
+        "75% of an iteration is at data.py:8 in collate: tokens = tokenise(text)"
+        in finding.evidence
+    )
+    by_row = found(RECORDED["loader_rows"], "loader_rows")
+    assert by_row.title == "the Dataset is read row by row in Python, from memory"
+    assert ROWS.dataset in by_row.evidence[1]
+
+
+def test_a_loop_that_raises_later_is_a_verdict_of_its_own() -> None:
+    diagnosis = Diagnosis(
+        dataclasses.replace(
+            HEALTHY, not_measured={"loop": "ValueError: 3001 steps (train.py:9)"}
+        )
+    )
+    assert diagnosis.verdict == "loop failed"
+    page = " ".join(str(diagnosis).split())
+    assert "it raised ValueError: 3001 steps (train.py:9)" in page
+
+
+def test_launches_on_a_device_are_the_gaps_between_its_kernels() -> None:
+    """868 ops of 5 us are all of a step of 4.4 ms; the device runs kernels for 80 % of it."""
+    recorded = RECORDED["launches"]
+    busy = dataclasses.replace(recorded, kernels=900, device_busy=0.8)
+    assert found(busy, "launches").cost == pytest.approx(0.2 * 4.4 / 4.41, rel=1e-6)
+    assert "900 kernels" in found(busy, "launches").evidence[1]
+    assert found(recorded, "launches").cost > 0.9
+
+
+def launches_of(recorded: Facts) -> float:
+    return sum(each.cost for each in findings(recorded) if each.cause == "launches")
+
+
+def test_ops_that_autograd_does_not_record_have_a_price_of_their_own() -> None:
+    """200 ops of 8 us are 16 % of a step; 120 of them are the optimizer's, and cost 2 us."""
+    recorded = facts(steps(10.0, op=0.008, bare=0.002), ops=200)
+    assert launches_of(recorded) == pytest.approx(1.6 / 10.01, rel=1e-3)
+    bare = dataclasses.replace(recorded, bare_ops=120)
+    assert launches_of(bare) == pytest.approx(0.88 / 10.01, rel=1e-3)
+
+
+def test_work_inside_of_ops_is_no_launch_whatever_the_ops_are() -> None:
+    """No matrix product among them, as in an LSTM: their work leaves 1 ms for the price of ops."""
+    recorded = facts(steps(10.0, op=0.008), ops=300, op_s=9.6e-3)
+    assert launches_of(recorded) == pytest.approx(2.4 / 10.01, rel=1e-3)
+    working = dataclasses.replace(recorded, work_s=9e-3)
+    assert launches_of(working) == pytest.approx(1 / 10.01, rel=1e-3)
+
+
+def test_seconds_that_go_with_threads_are_no_launches() -> None:
+    """Eight threads on two cores raise the price of an op too: what one thread does not take is theirs."""
+    recorded = facts(
+        steps(20.0, one_thread=10.0, op=0.12), threads=8, ops=100, product_s=4e-3
+    )
+    assert Diagnosis(recorded).verdict == "threads"
+    assert launches_of(recorded) == pytest.approx((20 - 4 - 10) / 20.01, abs=0.03)
+
+
+def test_a_cause_that_rounds_confirm_stands_however_far_they_are_spread() -> None:
+    """Threads that wait for cores make the noise; one thread is twice as fast in each round."""
+    scales = (1, 4, 1, 5, 1, 4, 6)
+    rounds = [
+        {"data": 0.0, "sleep": 0.0, "step": 0.02 * each, "one_thread": 0.01 * each}
+        for each in scales
+    ]
+    recorded = Facts(rounds=rounds, threads=8, cores=2)
+    assert Diagnosis(recorded).verdict == "threads"
+    unclear = [
+        {**each, "one_thread": 0.02 * scale}
+        for each, scale in zip(rounds, scales[::-1], strict=True)
+    ]
+    assert Diagnosis(dataclasses.replace(recorded, rounds=unclear)).verdict == "noisy"
+
+
+def test_a_share_of_three_in_four_rounds_stands_however_far_they_are_spread() -> None:
+    """Ops of 5 us where the machine is fast and of 30 where it is slow are a step of 1,000 ops in each round."""
+    rounds = [
+        {"data": 0.0, "sleep": 0.0, "step": 6e-3 * each, "op": 5e-6 * each}
+        for each in (1, 4, 1, 5, 1, 4, 6)
+    ]
+    assert Diagnosis(Facts(rounds=rounds, ops=1_000)).verdict == "launches"
+    unclear = [{**each, "op": 5e-6} for each in rounds]
+    assert Diagnosis(Facts(rounds=unclear, ops=1_000)).verdict == "noisy"
+
+
+def test_large_tables_that_no_experiment_looked_at_are_not_called_healthy() -> None:
+    unknown = facts(
+        steps(83.2),
+        tables=(TABLE,),
+        ops=202,
+        not_measured={"small_tables": "a round takes 9 s already"},
+    )
+    diagnosis = Diagnosis(unknown)
+    assert diagnosis.verdict == "noisy"
+    assert "not known (a round takes 9 s already)" in diagnosis.noisy
+
+
+def test_ranks_that_only_exchange_wait_for_none_of_them() -> None:
+    late = Diagnosis(RECORDED["ranks"])
+    assert "the other ranks wait for rank 1: its batches take longer" in str(late)
+    assert "docs/parallel.md" in str(late)
+    waits = [
+        RankWaits(rank=rank, data_s=1e-4, blocked_s=20e-3, compute_s=5e-3)
+        for rank in range(2)
+    ]
+    assert "the ranks exchange" in Diagnosis(Facts(ranks=waits)).findings[0].title
+    calm = [dataclasses.replace(each, blocked_s=1e-4) for each in waits]
+    assert Diagnosis(Facts(ranks=calm)).verdict == "products"
+    assert str(Diagnosis(Facts(ranks=calm), rank=1)) == ""
+
+
+def test_one_reason_for_several_missing_experiments_is_one_line() -> None:
+    missing = {
+        "bf16": "a round takes 9 s already",
+        "quadruple": "a round takes 9 s already",
+        "worker": "no DataLoader",
+    }
+    page = str(Diagnosis(facts(steps(5.0), not_measured=missing)))
+    lines = "   bf16, quadruple: a round takes 9 s already\n   worker: no DataLoader"
+    assert lines in page
+
+
+def test_the_json_holds_what_the_page_says() -> None:
+    made = json.loads(Diagnosis(RECORDED["loader_rows"]).to_json())
+    assert made["verdict"] == made["findings"][0]["cause"] == "loader_rows"
+    assert len(made["facts"]["rounds"]) == len(DRIFT)
+    gains = {each["name"]: each["gain"] for each in made["trials"]}
+    assert gains["a loader worker"][1] == pytest.approx(14.1 / 15.5)
+
+
+def test_verdicts_need_no_torch() -> None:
+    code = (
+        "import sys, tests.diagnose.recorded as r; from torchrec_ext.diagnose.report import Diagnosis; "
+        "print(Diagnosis(r.HEALTHY).verdict, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["products", "False"]
+
+
+def test_parts_add_up_to_the_iteration_and_no_line_takes_more_than_its_loader() -> None:
+    """Rounds of a busy machine: data is slow in some, the step in others; lines were sampled in a slow moment."""
+    rounds = [
+        {
+            "data": data * 1e-3,
+            "sleep": 0.0,
+            "step": 2e-3,
+            "forward": 1e-3,
+            "backward": 0.8e-3,
+            "optimizer": 0.2e-3,
+        }
+        for data in (9.0, 9.0, 90.0)
+    ]
+    rounds += [
+        {**each, "data": 9e-3, "step": 20e-3, "forward": 19e-3} for each in rounds[:2]
+    ]
+    lines = (LineFacts(name="train.py:5 in __getitem__", phase="data", seconds=0.9),)
+    recorded = dataclasses.replace(
+        RECORDED["loader_rows"], rounds=rounds, lines=lines, sampled_s=1.0
+    )
+    page = str(Diagnosis(recorded))
+    whole, *parts = map(float, re.findall(r"(\d[\d.]*) ms", page.partition(";")[0])[:5])
+    assert sum(parts) == pytest.approx(whole, rel=0.01)
+    cost = found(recorded, "loader_rows").cost
+    assert f"{cost:.0%} of an iteration is at train.py:5" in page

@@ -1,0 +1,337 @@
+"""measure(): all experiments on a loop of one process; rank_waits(): the waits of several ranks in their own loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torchrec_ext.needs_torch  # noqa: F401
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from torchrec_ext.diagnose.batches import row_count
+from torchrec_ext.diagnose.findings import (
+    Between,
+    Facts,
+    LineFacts,
+    LoaderFacts,
+    RankWaits,
+    Round,
+    in_ms,
+)
+from torchrec_ext.diagnose.loop import (
+    TrainingLoop,
+    Variant,
+    attempt,
+    data_alone,
+    in_rounds,
+    sampled,
+    warm_up,
+)
+from torchrec_ext.diagnose.ops import Counted, OpsOfLine, count_ops
+from torchrec_ext.diagnose.variants import (
+    SmallTables,
+    variants,
+    why_no_worker,
+    worker_turns,
+)
+from torchrec_ext.observe.clock import busy_elsewhere
+from torchrec_ext.observe.files import FilesWritten
+from torchrec_ext.observe.machine import compiled_graphs, device_spans, device_use
+from torchrec_ext.observe.user_lines import described
+
+# Seconds of the loop in which it is sampled at which lines it is: 500 samples.
+SAMPLE_S = 1.5
+# A table is small with so many rows for each id that a step reads, and is made so for
+# the experiment.
+_SMALL_TABLE = 5
+# Times the usual batch, and seconds, from which on the longest one is named.
+_BURST, _BURST_S = (10, 0.05)
+_LINES = 20  # that are kept
+_RANK_STEPS = 16  # iterations of several ranks
+Calls = Mapping[str, tuple[Callable[[], object], int]]
+
+
+def measure(
+    loop: TrainingLoop, budget_s: float, between: Calls, files: FilesWritten
+) -> Facts:
+    """Makes all experiments of one process."""
+    began = time.perf_counter()
+    busy_cores = busy_elsewhere()
+    busy: float | None = None
+    if not loop.state.optimizers:
+        loop.notes.append(
+            "no optimizer can be reached from the step, so what it changes is not put back; pass model= and "
+            "optimizer="
+        )
+    counted = Counted()
+    rounds: Sequence[Round] = []
+    lines: Sequence[LineFacts] = ()
+    sampled_s = 0.0
+    tables: list[tuple[Any, Any]] = []
+    moved = _parameters_of(loop.state.optimizers)
+    numbers = sum(each.size().numel() for each in moved.values())
+
+    def changes(step_s: float) -> Iterator[Variant]:
+        nonlocal busy
+        busy = busy_cores()
+        small = None
+        if tables:
+            reads = [(module, table.read) for table, module in tables]
+            small = SmallTables(loop.state, reads, _SMALL_TABLE)
+        yield from variants(loop, counted, small, step_s, busy)
+
+    if warm_up(loop):
+        counted = _counted(loop)
+        for table, module in counted.tables(loop.state.modules):
+            if module.sparse:
+                # Neither the optimizer nor its traffic touches the other rows.
+                numbers -= max(0, table.rows - table.read) * table.dim
+            elif table.rows > _SMALL_TABLE * table.read and id(module.weight) in moved:
+                tables.append((table, module))
+        graphs = compiled_graphs()
+        rounds = in_rounds(loop, changes, budget_s)
+        graphs = compiled_graphs() - graphs
+        if graphs:
+            loop.notes.append(
+                f"torch.compile made {graphs} graphs during steps whose batches have one shape; drop_last=True and "
+                "dynamic=True keep it from that"
+            )
+        lines, sampled_s = _sample_lines(loop, counted, files)
+    else:
+        rounds = data_alone(loop, budget_s)
+    loop.notes += _burst_notes(loop.source.seconds, rounds)
+    worker = _time_worker(loop, rounds)
+    runs = _time_between(loop, between)
+    kernels, device_busy = _watch_device(loop, rounds)
+    facts = Facts(
+        rounds=rounds,
+        worker=worker,
+        rows=row_count(loop.pool[0]) if loop.pool else 0,
+        ops=counted.ops,
+        bare_ops=counted.bare,
+        op_lines=counted.lines.most_common(5),
+        syncs=sum(counted.syncs.values()),
+        sync_lines=counted.syncs.most_common(5),
+        sync_ops=sum(ops.feeding for ops in counted.by_line.values()),
+        lines=lines,
+        sampled_s=sampled_s,
+        modes=sorted(counted.modes),
+        autocast_line=counted.autocast_line,
+        tables=[table for table, _ in tables],
+        parameters=numbers,
+        optimizers=[type(each).__name__ for each in loop.state.optimizers],
+        loader=_loader_facts(loop),
+        kernels=kernels,
+        device_busy=device_busy,
+        threads=torch.get_num_threads(),
+        cores=len(os.sched_getaffinity(0)),
+        busy=busy if busy is not None else busy_cores(),
+        between=runs,
+        seconds=time.perf_counter() - began,
+        not_measured=loop.not_measured,
+        notes=loop.notes,
+    )
+    # On a GPU an op returns before its kernel runs, so its seconds say nothing.
+    return facts if loop.cuda else _with_seconds_of_ops(facts, loop, counted)
+
+
+def _counted(loop: TrainingLoop) -> Counted:
+    """Counts the ops of a step; none if it cannot be counted."""
+    counted = Counted()
+
+    def count() -> Round:
+        nonlocal counted
+        counted = count_ops(lambda: loop.call(loop.several(1)[0]), loop.state.modules)
+        return {}
+
+    attempt(loop, Variant("ops", count))
+    return counted
+
+
+def _factor(facts: Facts, counted: Counted) -> float:
+    """Returns what makes the seconds of all ops no longer than a step: others may have run while they were timed."""
+    if not counted.seconds or not facts.has("step"):
+        return 1.0
+    return min(1.0, facts.median("step") / counted.seconds)
+
+
+def _with_seconds_of_ops(facts: Facts, loop: TrainingLoop, counted: Counted) -> Facts:
+    factor = _factor(facts, counted)
+    rows = set()
+    for module in loop.state.modules:
+        rows |= {each.shape[0] for each in module.parameters() if each.dim() > 1}
+    double = counted.sizes.double
+    return dataclasses.replace(
+        facts,
+        op_s=factor * counted.seconds,
+        work_s=factor * counted.sizes.work(),
+        product_s=factor * counted.product_s,
+        whole_tables=counted.sizes.whole_tables(rows, factor),
+        all_items=counted.sizes.all_items(factor),
+        double_s=factor * sum(double.values()),
+        double_line=max(double, key=double.__getitem__, default=""),
+        lines=[
+            dataclasses.replace(line, op_s=factor * line.op_s) for line in facts.lines
+        ],
+    )
+
+
+def _sample_lines(
+    loop: TrainingLoop, counted: Counted, files: FilesWritten
+) -> tuple[Sequence[LineFacts], float]:
+    """Returns the user's lines with the most time, and the seconds of an iteration."""
+    missing = loop.not_measured
+    if loop.cuda or loop.compiled:
+        missing["lines"] = "sampled only for eager steps on a CPU, whose ops are timed"
+        return (), 0.0
+    if not SAMPLE_S or "step" in missing or "loop" in missing:
+        return (), 0.0
+    lines: list[LineFacts] = []
+    seconds = 0.0
+
+    def sample() -> Round:
+        nonlocal seconds
+        samples, iterations = sampled(loop, SAMPLE_S)
+        # torch.save opens its file in C++, of which Python's audit hook hears nothing.
+        files.paths |= samples.saved
+        seconds = sum(samples.seconds.values()) / iterations
+        for (phase, line), spent in samples.seconds.items():
+            # A line without a text is none of the user's, such as that of garbage
+            # collections.
+            if line.text:
+                ops = counted.by_line.get(line, OpsOfLine())
+                of_line = LineFacts(
+                    name=line.name,
+                    text=line.text,
+                    phase=phase,
+                    seconds=spent / iterations,
+                    ops=ops.ops,
+                    op_s=ops.seconds,
+                    sync_ops=ops.feeding,
+                )
+                lines.append(of_line)
+        return {}
+
+    attempt(loop, Variant("lines", sample))
+    lines.sort(key=lambda each: -each.seconds)
+    return lines[:_LINES], seconds
+
+
+def _watch_device(
+    loop: TrainingLoop, rounds: Sequence[Round]
+) -> tuple[int, float | None]:
+    """Returns the number of kernels of a step on a CUDA device, and their share of its time."""
+    if not loop.cuda or not rounds or "step" in loop.not_measured:
+        return 0, None
+    batches = loop.steps(least=4)
+    try:
+        spans = device_spans(lambda: [loop.call(batch) for batch in batches])
+    except Exception as error:
+        loop.not_measured["device"] = described(error)
+        return 0, None
+    if not spans:
+        loop.not_measured["device"] = (
+            "torch.profiler saw no kernel; it needs permission for the GPU's counters"
+        )
+        return 0, None
+    return round(len(spans) / len(batches)), device_use(spans)
+
+
+def _time_worker(
+    loop: TrainingLoop, rounds: Sequence[Round]
+) -> Sequence[tuple[float, float]]:
+    """Times a real worker by turns with the loader as it is."""
+    if why := why_no_worker(loop, rounds):
+        loop.not_measured["worker"] = why
+        return ()
+    loader: Any = loop.source.batches
+    turns: list[tuple[float, float]] = []
+
+    def measure() -> Round:
+        turns.extend(worker_turns(loader, loop.call))
+        return {}
+
+    attempt(loop, Variant("worker", measure))
+    return turns
+
+
+def _time_between(loop: TrainingLoop, between: Calls) -> Sequence[Between]:
+    """Times the calls between steps once."""
+    runs: list[Between] = []
+    for name, (function, steps) in between.items():
+        start = loop.clock()
+        try:
+            function()
+        except Exception as error:
+            loop.not_measured[name] = described(error)
+            continue
+        runs.append(Between(name=name, seconds=loop.clock() - start, steps=steps))
+    return runs
+
+
+def _loader_facts(loop: TrainingLoop) -> LoaderFacts:
+    try:
+        return loop.source.facts(loop.clock.host)
+    except Exception as error:
+        loop.not_measured["rows"] = described(error)
+        return LoaderFacts(kind=loop.source.kind)
+
+
+def _parameters_of(optimizers: Sequence[Optimizer]) -> dict[int, Any]:
+    """Returns the parameters of all optimizers by id."""
+    parameters: dict[int, Any] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            parameters |= {id(parameter): parameter for parameter in group["params"]}
+    return parameters
+
+
+def _burst_notes(seconds: Sequence[float], rounds: Sequence[Round]) -> list[str]:
+    """Notes a batch that took many times the usual one: a loader that reads ahead also fills up between rounds."""
+    usual = statistics.median([each.get("data", 0.0) for each in rounds] or [0.0])
+    longest = max(seconds, default=0.0)
+    if longest <= max(_BURST * usual, _BURST_S):
+        return []
+    return [
+        f"the longest of {len(seconds):,} batches took {in_ms(longest)}, their mean is "
+        f"{in_ms(statistics.fmean(seconds))}: the loader works in bursts, of which rounds see a part; "
+        "time a whole epoch too"
+    ]
+
+
+def rank_waits(loop: TrainingLoop) -> list[RankWaits]:
+    """Runs the ranks' own loop, and returns the waits of each."""
+    if loop.cuda:
+        raise ValueError(
+            "why_slow on several ranks with CUDA: kernels wait there, and no thread; use torch.profiler on each rank"
+        )
+    loop.iterate()
+    loop.iterate()
+    data = []
+    blocked = []
+    computed = []
+    for _ in range(_RANK_STEPS):
+        cpu_s = time.thread_time()
+        parts = loop.iterate()
+        # What the thread computed in a batch is that batch's.
+        cpu_s = time.thread_time() - cpu_s - (parts["data"] - parts["sleep"])
+        compute_s = min(parts["step"], max(0.0, cpu_s))
+        data.append(parts["data"])
+        computed.append(compute_s)
+        blocked.append(parts["step"] - compute_s)
+    own = RankWaits(
+        rank=dist.get_rank(),
+        data_s=statistics.median(data),
+        blocked_s=statistics.median(blocked),
+        compute_s=statistics.median(computed),
+    )
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return gathered

@@ -1,0 +1,413 @@
+"""Counted: the ops of a step by the user's lines and by the sizes of their tensors, and the look-ups of its tables.
+
+torch.profiler names a line by a private setting alone, and shows neither ids nor sizes of tables, so a dispatch mode
+counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from typing import Any
+
+import torchrec_ext.needs_torch  # noqa: F401
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from torchrec_ext.diagnose.findings import TableFacts, WideOps
+from torchrec_ext.diagnose.loop import calls_of_autograd
+from torchrec_ext.observe.ops import tensors_in, waits_for_device
+from torchrec_ext.observe.reached import every_module, named_modules
+from torchrec_ext.observe.user_lines import SampledLine, lines_of, owner_of, stack_of
+
+_TO_PYTHON = (
+    "_local_scalar_dense",
+    "nonzero",
+    "_unique2",
+    "unique_dim",
+    "masked_select",
+    "equal",
+)
+_LOOK_UPS = ("embedding", "_embedding_bag", "index", "index_select", "gather")
+_LOOK_UP_BACKWARDS = (
+    "embedding_dense_backward",
+    "_embedding_bag_dense_backward",
+    "_index_put_impl_",
+    "new_zeros",
+)
+_SOFTMAX = ("_log_softmax", "_softmax", "logsumexp")
+_PRODUCTS = set(flop_registry)
+# Entries from which on a dimension may be a table's or a catalogue's.
+_LARGE_SIZE = 2_048
+_FEW = 1_024  # numbers on which an op does no work worth mention
+_WHOLE = 5  # a step reads few rows of a table that has so many times as many
+_COUNTING_S = 1.0  # seconds of counted steps after which none is counted again
+
+
+@dataclasses.dataclass
+class OpsOfLine:
+    """The ops of a line in a step, seconds inside of them, and those that only feed values to Python."""
+
+    ops: int = 0
+    seconds: float = 0.0
+    feeding: int = 0
+
+
+class Sizes:
+    """Ops by the sizes and the dtypes of their tensors.
+
+    Attributes:
+        double: seconds in ops of 64-bit floats by line.
+    """
+
+    def __init__(self) -> None:
+        self.double: defaultdict[str, float] = defaultdict(float)
+        self._looked_up: Counter[int] = Counter()  # ids by rows of their tensor
+        # Seconds of ops on a floating tensor of so many rows, by line.
+        self._by_rows: defaultdict[tuple[int, str], float] = defaultdict(float)
+        self._by_size: defaultdict[int, float] = defaultdict(float)
+        self._softmax: dict[int, str] = {}
+        # Rows that a sparse product mixes, so that each row needs the others.
+        self._mixed: set[int] = set()
+        self._few: list[float] = []
+        self._many: list[float] = []
+
+    def add(
+        self,
+        packet: Any,
+        args: Any,
+        tensors: Sequence[Tensor],
+        seconds: float,
+        line: str,
+    ) -> None:
+        """Adds an op of a line; ``tensors`` are those of its arguments and results."""
+        name = packet.__name__
+        most = max((each.numel() for each in tensors), default=0)
+        times = self._many if most > _FEW else self._few
+        times.append(seconds)
+        if name in _LOOK_UPS:
+            ids = args[1] if isinstance(args[1], Tensor) else args[-1]
+            count = max((each.numel() for each in tensors_in(ids)), default=0)
+            if args[0].dim() > 1 and args[0].is_floating_point() and count:
+                self._looked_up[len(args[0])] += count
+        else:
+            rows = set()
+            for each in tensors:
+                if (
+                    each.dim() > 1
+                    and each.is_floating_point()
+                    and len(each) >= _LARGE_SIZE
+                ):
+                    rows.add(len(each))
+            if any(each.layout != torch.strided for each in tensors):
+                # A sparse gradient mixes nothing, only a sparse product does.
+                if "mm" in name:
+                    self._mixed |= rows
+            elif (
+                packet not in _PRODUCTS
+                and name not in _LOOK_UP_BACKWARDS
+                and line != "optimizer"
+            ):
+                for count in rows:
+                    self._by_rows[count, line] += seconds
+        if name in _SOFTMAX and tensors[0].dim():
+            # logsumexp takes a list of dimensions.
+            dimension = args[1][0] if isinstance(args[1], list) else args[1]
+            self._softmax.setdefault(tensors[0].shape[dimension], line)
+        # A set, because an op counts once for a size that several of its tensors have.
+        for size in set(chain.from_iterable(each.shape for each in tensors)):
+            if size >= _LARGE_SIZE:
+                self._by_size[size] += seconds
+        # A single number, such as a Python float, makes no op a 64-bit one.
+        if any(each.dtype == torch.float64 and each.numel() > 1 for each in tensors):
+            self.double[line] += seconds
+
+    def work(self) -> float:
+        """Returns the seconds of ops on many numbers, less the price of an op on few numbers."""
+        # An op on few numbers does no work: its seconds are Python and dispatch, which
+        # every op has.
+        price = min(self._many, default=0.0)
+        if self._few:
+            price = statistics.median(self._few)
+        return sum(max(0.0, seconds - price) for seconds in self._many)
+
+    def whole_tables(self, tables: Collection[int], factor: float) -> list[WideOps]:
+        """Returns the lines with ops on all rows of a table, of which few are looked up.
+
+        Args:
+            tables: numbers of rows of the tables.
+            factor: seconds of a step of the rounds over the seconds of its ops.
+        """
+        found = []
+        for (rows, line), seconds in self._by_rows.items():
+            count = self._looked_up[rows]
+            few = (
+                rows in tables and rows not in self._mixed and 0 < _WHOLE * count < rows
+            )
+            if few and line not in ("backward", "optimizer"):
+                backward = self._by_rows.get((rows, "backward"), 0.0)
+                found.append(
+                    WideOps(
+                        line=line,
+                        rows=rows,
+                        read=count,
+                        seconds=factor * seconds,
+                        backward_s=factor * backward,
+                    )
+                )
+        return found
+
+    def all_items(self, factor: float) -> list[WideOps]:
+        """Returns the softmaxes over many items."""
+        return [
+            WideOps(line=line, rows=size, seconds=factor * self._by_size[size])
+            for size, line in self._softmax.items()
+            if size >= _LARGE_SIZE
+        ]
+
+
+class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts and times the aten ops of a step by the user's lines, its products, and the look-ups of its tables.
+
+    Attributes:
+        ops: number of ops.
+        bare: number of these that autograd does not record, without those of backward.
+        seconds: seconds inside of all ops.
+        product_s: seconds inside of matrix products.
+        lines: number of ops by the line that makes them, a library's too.
+        by_line: ops and seconds by the user's own line.
+        sizes: ops by the sizes of their tensors.
+        syncs: ops that bring a value to Python, on a GPU all that wait for it, by the user's own line.
+        reads: ids that a step looks up, by module of a table.
+        modes: names of autograd's debugging modes that were on.
+        autocast_line: the user's first line with an op under autocast; empty if there is none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops = 0
+        self.bare = 0
+        self.seconds = 0.0
+        self.product_s = 0.0
+        self.lines: Counter[str] = Counter()
+        self.by_line: dict[SampledLine, OpsOfLine] = {}
+        self.sizes = Sizes()
+        self.syncs: Counter[str] = Counter()
+        self.reads: Counter[nn.Module] = Counter()
+        self.modes: set[str] = set()
+        self.autocast_line = ""
+        self._flow = Flow()
+        self._line_of_op: list[OpsOfLine] = []
+        self._sync_ops: list[int] = []
+        self._thread = threading.get_ident()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        start = time.perf_counter()
+        result = func(*args, **kwargs)
+        seconds = time.perf_counter() - start
+        stack = stack_of(sys._getframe(1))
+        line, users_line = lines_of(stack)
+        if line == "step" and threading.get_ident() != self._thread:
+            # Autograd runs the backward of a GPU's ops in a thread of its own, which
+            # has no lines of Python.
+            line, users_line = "backward", SampledLine("backward")
+        self.ops += 1
+        self.seconds += seconds
+        self.lines[line] += 1
+        ops_of_line = self.by_line.setdefault(users_line, OpsOfLine())
+        ops_of_line.ops += 1
+        ops_of_line.seconds += seconds
+        self._line_of_op.append(ops_of_line)
+        number = self._flow.add(func, (args, kwargs), result)
+        packet = func._overloadpacket
+        of_torch = line in ("backward", "optimizer")
+        # The mode sees ops of both devices, and a model may have parts on the CPU.
+        tensors = tensors_in((args, result))
+        if any(each.is_cuda for each in tensors):
+            waits = waits_for_device(func, args, kwargs)
+        else:
+            # What Python reads in backward and optimizer is not for the user to change.
+            waits = packet.__name__ in _TO_PYTHON and not of_torch
+        if waits:
+            self.syncs[users_line.name] += 1
+            self._sync_ops.append(number)
+        inputs = [each for each in args if isinstance(each, Tensor)]
+        is_recorded = torch.is_grad_enabled() and any(
+            each.requires_grad for each in inputs
+        )
+        self.bare += not is_recorded and line != "backward"
+        if packet in _PRODUCTS and all(
+            each.is_floating_point() and each.layout == torch.strided for each in inputs
+        ):
+            self.product_s += seconds
+        if torch.is_anomaly_enabled():
+            self.modes.add("anomaly mode")
+        if torch.autograd._profiler_enabled():
+            self.modes.add("a profiler")
+        line_of_sizes = users_line.name
+        # The step of a user's own optimizer too: torch's wrapper around it is in the
+        # stack.
+        if any(owner_of(code.co_filename) == "optimizer" for code, _ in stack):
+            line_of_sizes = "optimizer"
+        self.sizes.add(packet, args, tensors, seconds, line_of_sizes)
+        return result
+
+    @contextmanager
+    def watching(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Notes the look-ups of tables and the starts of backward meanwhile."""
+
+        def read(module: nn.Module, args: Any) -> None:
+            if args and isinstance(args[0], Tensor):
+                self.reads[module] += args[0].numel()
+
+        with ExitStack() as stack:
+            stack.enter_context(calls_of_autograd(self._flow.using))
+            autocast = stack.enter_context(AutocastLine())
+            tables = {}
+            # Two roots may hold one module, whose ids count once.
+            for module in chain.from_iterable(map(every_module, modules)):
+                if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                    tables[id(module)] = module
+            for module in tables.values():
+                stack.callback(module.register_forward_pre_hook(read).remove)
+            yield
+        self.autocast_line = autocast.name
+        for number in self._flow.feeding(self._sync_ops):
+            self._line_of_op[number].feeding += 1
+
+    def tables(self, modules: Sequence[nn.Module]) -> list[tuple[TableFacts, Any]]:
+        """Returns the tables that were read, with their modules."""
+        paths = {id(module): path for path, module in named_modules(modules)}
+        found: list[tuple[TableFacts, Any]] = []
+        for module, read in self.reads.items():
+            table: Any = module
+            rows, dim = table.weight.shape
+            name = paths.get(id(module)) or type(module).__name__
+            found.append((TableFacts(name=name, rows=rows, dim=dim, read=read), module))
+        return found
+
+
+class AutocastLine(TorchFunctionMode):
+    """The user's first line with a call of torch under autocast, which is off again where ops are dispatched.
+
+    Attributes:
+        name: the line; empty if there is none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = ""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        enabled = map(torch.is_autocast_enabled, ("cpu", "cuda"))
+        if not self.name and any(enabled):
+            self.name = lines_of(stack_of(sys._getframe(1)))[1].name
+        return func(*args, **(kwargs or {}))
+
+
+class Flow:
+    """The flow of results from op to op in a step.
+
+    Ops are numbered in their order. A tensor is recognised by its Python object and its storage together, since Python
+    and torch use each of them again. A tensor that no op was seen to return, such as one that autograd has saved,
+    counts as the result of every op that wrote to its storage.
+    """
+
+    def __init__(self) -> None:
+        self._readers: list[set[int]] = []  # by op
+        self._used: set[int] = set()  # ops whose results are read by more than ops
+        self._results: dict[
+            int, tuple[int, int]
+        ] = {}  # storage and op by id of a tensor
+        self._writers: dict[int, list[int]] = {}  # ops by storage
+
+    def add(self, func: Any, arguments: Any, result: Any) -> int:
+        """Adds an op, and returns its number."""
+        number = len(self._readers)
+        self._readers.append(set())
+        inputs = tensors_in(arguments)
+        outputs = tensors_in(result)
+        for tensor in inputs:
+            for writer in self._writers_of(tensor):
+                self._readers[writer].add(number)
+        objects = {id(tensor) for tensor in inputs}
+        storages = {_storage_of(tensor) for tensor in inputs}
+        writes = func._schema.is_mutable
+        if writes and not outputs:
+            self._used.add(number)
+        for tensor in outputs:
+            storage = _storage_of(tensor)
+            if writes and id(tensor) in objects:
+                # It writes into a parameter, or into a sum over steps, which outlives
+                # the step.
+                if storage not in self._writers:
+                    self._used.add(number)
+                self._writers.setdefault(storage, []).append(number)
+            # A view of an input is written by the writers of that.
+            elif storage not in storages:
+                self._writers[storage] = [number]
+            self._results[id(tensor)] = storage, number
+        return number
+
+    def _writers_of(self, tensor: Tensor) -> list[int]:
+        storage = _storage_of(tensor)
+        storage_of_result, number = self._results.get(id(tensor), (0, 0))
+        # Python uses the id of a dead tensor again, so its storage must be the same
+        # too.
+        if storage_of_result == storage:
+            return [number]
+        return self._writers.get(storage, [])
+
+    def using(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that also notes its tensors as used outside of ops."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for tensor in tensors_in((args, kwargs)):
+                self._used.update(self._writers_of(tensor))
+            return function(*args, **kwargs)
+
+        return call
+
+    def feeding(self, last: Collection[int]) -> set[int]:
+        """Returns these ops, and all ops whose results only they and each other read."""
+        ops = set(last)
+        for number in reversed(range(len(self._readers))):
+            readers = self._readers[number]
+            if readers and readers <= ops and number not in self._used:
+                ops.add(number)
+        return ops
+
+
+def _storage_of(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:
+        # it has none, as a sparse one and that of a function transform
+        return id(tensor)
+
+
+def count_ops(call: Callable[[], object], modules: Sequence[nn.Module]) -> Counted:
+    """Counts and times the ops of a training step; of three calls, if there is time, those of the fastest."""
+    counts: list[Counted] = []
+    while len(counts) < 3 and sum(each.seconds for each in counts) < _COUNTING_S:
+        counted = Counted()
+        with counted.watching(modules), counted:
+            call()
+        counts.append(counted)
+    return min(counts, key=lambda each: each.seconds)

@@ -1,0 +1,407 @@
+"""findings(): the causes of lost time by the facts, ranked by their cost; too_noisy(): why there is no verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import itemgetter
+from statistics import fmean, median
+
+from torchrec_ext.diagnose.costs import (
+    changed_seconds,
+    changed_text,
+    finding_of,
+    launched_seconds,
+    op_price,
+    ratios_of,
+    swept_seconds,
+    synced_seconds,
+    variant_gain,
+)
+from torchrec_ext.diagnose.findings import (
+    LEAST,
+    MEDIUM,
+    UNDER,
+    Change,
+    Facts,
+    Finding,
+    Remedy,
+    gain_of,
+    in_ms,
+    size_of,
+)
+from torchrec_ext.diagnose.trials import ADOPT, WORKER
+from torchrec_ext.diagnose.your_line import (
+    all_items,
+    debug_mode,
+    double_floats,
+    garbage,
+    held,
+    slow_autocast,
+    whole_table,
+)
+
+NOISY = 0.6  # spread of iterations above which there is no verdict
+_IDLE = 0.3  # cores that others may keep busy where threads of this process have theirs
+_RANKS = "docs/parallel.md"  # the page about several ranks
+
+
+def loader_waits(facts: Facts) -> Finding | None:
+    """The loader waits for files, a network or a sleep."""
+    if not _waits(facts):
+        return None
+    loader = facts.loader
+    evidence = [
+        f"{in_ms(facts.median('sleep'))} of the {in_ms(facts.median('data'))} that a batch takes, this thread slept or "
+        "waited, and did not compute"
+    ]
+    if loader.workers:
+        evidence.append(
+            f"{loader.workers} worker(s) make the batches, and are slower than the step"
+        )
+    elif loader.bytes_read:
+        evidence.append(
+            f"{loader.bytes_read:,.0f} bytes were read from files for a batch"
+        )
+    remedies = [
+        Remedy(
+            name="read the source once, before the first step, or a block ahead of the steps",
+            changes=Change.EXACT,
+        )
+    ]
+    if facts.worker:
+        remedies.append(
+            Remedy(
+                name="a worker process waits in place of the step",
+                changes=Change.DRAWS,
+                lines=WORKER,
+            )
+        )
+    title = "the loader waits, and the step waits for the loader"
+    return finding_of(
+        facts, "loader_waits", title, evidence, remedies, itemgetter("data")
+    )
+
+
+def _waits(facts: Facts) -> bool:
+    has = facts.has("data", "sleep")
+    return has and facts.median("sleep") >= 0.5 * facts.median("data") > 0
+
+
+def loader_rows(facts: Facts) -> Finding | None:
+    """The loader computes: Python for each row, or its collate_fn."""
+    if not facts.has("data", "sleep") or _waits(facts):
+        return None
+    loader = facts.loader
+    data = facts.median("data")
+    rows = loader.row_calls * loader.row_s
+    title = "the loader computes in the training thread, and the step waits for it"
+    evidence = [
+        f"a batch takes {in_ms(data)}, a step {in_ms(facts.median('step'))}; the loader computes and does not wait"
+    ]
+    advice = "make the epoch's batches ahead of the steps, by whole-array operations"
+    # Rows and collating are compared with each other: both were timed in one moment.
+    if loader.row_calls and loader.collate_s > max(rows, 0.25 * data):
+        title = "collate_fn computes in the training thread, and the step waits for it"
+        advice = "do once, before training, what collate_fn does with each batch"
+        evidence.append(
+            f"collate_fn takes {in_ms(loader.collate_s)}, reading {loader.row_calls} rows {in_ms(rows)}"
+        )
+    elif loader.row_calls and rows + loader.collate_s >= 0.5 * data:
+        title = "the Dataset is read row by row in Python"
+        if loader.bytes_read == 0:
+            title += ", from memory"
+        evidence.append(
+            f"{loader.dataset}.__getitem__ is called {loader.row_calls} times a batch, {loader.row_s * 1e6:.0f} us each"
+        )
+        advice = (
+            f"give {loader.dataset} a __getitems__(rows), which torch calls with all row numbers of a batch, and index "
+            "whole arrays there; adopt's Rows.of makes batches inside of a captured step"
+        )
+    lines = [line for line in facts.lines if line.phase == "data"]
+    sampled = sum(line.seconds for line in lines)
+    # Lines were sampled in another moment than the rounds, in which the loader may have
+    # taken a larger share.
+    share_of_data = facts.share(itemgetter("data"))
+    for line in lines[:3]:
+        share = min(
+            line.seconds / facts.sampled_s, share_of_data * line.seconds / sampled
+        )
+        if share >= 0.1:
+            evidence.append(
+                f"{share:.0%} of an iteration is at {line.name}: {line.text}"
+            )
+    remedies = [Remedy(name=advice, changes=Change.DRAWS)]
+    if facts.worker and gain_of(ratios_of(facts.worker)).low >= UNDER:
+        remedies.append(
+            Remedy(
+                name="a worker process makes the batches",
+                changes=Change.DRAWS,
+                lines=WORKER,
+            )
+        )
+    return finding_of(
+        facts, "loader_rows", title, evidence, remedies, itemgetter("data")
+    )
+
+
+def untouched_rows(facts: Facts) -> Finding | None:
+    """A dense optimizer moves rows of tables outside of the batch."""
+    if not facts.has("step", "small_tables") or not facts.tables:
+        return None
+    table = max(facts.tables, key=lambda each: each.rows * each.dim)
+    mover = " and ".join(facts.optimizers) or "the optimizer"
+    rows = sum(each.rows for each in facts.tables)
+    ids = sum(each.read for each in facts.tables)
+    evidence = [
+        f"{mover} moves all {facts.parameters:,} parameters in every step: the tables have "
+        f"{rows:,} rows, of which a step reads at most {ids:,} (largest: {table.name}, {table.rows:,} x {table.dim})",
+        f"with tables that hold only the rows of a few batches the step takes {changed_text(facts, 'small_tables')} "
+        f"instead of {in_ms(facts.median('step'))}",
+    ]
+    name = (
+        "nn.Embedding(..., sparse=True), moved by SparseAdam, and Adam for the layers"
+    )
+    changes = Change.OTHER
+    if facts.optimizers and {"SGD", "Adagrad"}.issuperset(facts.optimizers):
+        # Both make the same step of sparse gradients as of dense ones.
+        name = f"nn.Embedding(..., sparse=True), as {mover} reads it; weight_decay must be 0"
+        changes = Change.ROUNDING
+    remedies = [
+        Remedy(
+            name="adopt: the step captured, and rows moved when they are next read",
+            changes=Change.ROUNDING,
+            lines=ADOPT,
+        ),
+        Remedy(name=name, changes=changes),
+    ]
+    title = "the optimizer sweeps rows that the step never read"
+    return finding_of(
+        facts,
+        "untouched_rows",
+        title,
+        evidence,
+        remedies,
+        partial(swept_seconds, facts),
+    )
+
+
+def launches(facts: Facts) -> Finding | None:
+    """The step consists of many tiny ops, and their price is Python and dispatch, not work."""
+    if not facts.has("step", "op") or not facts.ops:
+        return None
+    price = median([op_price(facts, each) for each in facts.rounds])
+    evidence = [
+        f"a step runs {facts.ops:,} ops, {price * 1e6:.1f} us each on this machine before any work: "
+        f"{in_ms(facts.ops * price)} of {in_ms(facts.median('step'))}; matrix products take {in_ms(facts.product_s)}"
+    ]
+    if facts.device_busy is not None:
+        evidence.append(
+            f"the device runs {facts.kernels:,} kernels and copies a step, for {facts.device_busy:.0%} of the time"
+        )
+    if facts.op_lines:
+        evidence.append(f"most ops: {_first_lines(facts.op_lines)}")
+    remedies = [
+        Remedy(
+            name="adopt: the step captured, by turns beside yours with capture=True",
+            changes=Change.ROUNDING,
+            lines=ADOPT,
+        ),
+        Remedy(
+            name="one op on stacked tensors in place of a loop over them",
+            changes=Change.ROUNDING,
+        ),
+    ]
+    title = (
+        "the step is many small ops: Python and dispatch take the time, not the work"
+    )
+    return finding_of(
+        facts, "launches", title, evidence, remedies, partial(launched_seconds, facts)
+    )
+
+
+def _first_lines(counts: Sequence[tuple[str, int]]) -> str:
+    return "; ".join(f"{line}, {count:,}" for line, count in counts[:3])
+
+
+def host_syncs(facts: Facts) -> Finding | None:
+    """The step brings values to Python, one by one."""
+    if not facts.has("step", "sync") or not facts.syncs:
+        return None
+    evidence = [
+        f"a step brings {facts.syncs:,} values to Python (.item(), .tolist(), if on a tensor, boolean masks): "
+        f"{_first_lines(facts.sync_lines)}",
+        f"with the ops that feed them: {facts.sync_ops:,} of {facts.ops:,} ops",
+    ]
+    remedy = Remedy(
+        name="keep values as tensors (total += loss.detach()), and read one of them every hundred steps",
+        changes=Change.EXACT,
+    )
+    title = "the step waits for values that Python wants to see"
+    return finding_of(
+        facts, "host_syncs", title, evidence, [remedy], partial(synced_seconds, facts)
+    )
+
+
+def threads(facts: Facts) -> Finding | None:
+    """Another number of threads is faster."""
+    for variant, count in (("one_thread", 1), ("all_threads", facts.cores)):
+        if not facts.has("step", variant) or variant_gain(facts, variant).low < UNDER:
+            continue
+        # Threads that wait for a core of somebody else's are no fault of the program.
+        if facts.threads <= facts.cores and (facts.busy or 0.0) > _IDLE:
+            continue
+        title = "more threads than the step can use"
+        if count > facts.threads:
+            title = "cores stay idle"
+        evidence = (
+            f"a step takes {in_ms(facts.median('step'))} on {facts.threads} thread(s) and "
+            f"{changed_text(facts, variant)} on {count}; this process may use {facts.cores} core(s)"
+        )
+        remedy = Remedy(
+            name=f"{count} thread(s)",
+            changes=Change.ROUNDING,
+            lines=(f"torch.set_num_threads({count})",),
+        )
+        return finding_of(
+            facts,
+            "threads",
+            title,
+            [evidence],
+            [remedy],
+            lambda each, variant=variant: (  # type: ignore[misc]
+                each["step"] - changed_seconds(each, variant)
+            ),
+        )
+    return None
+
+
+def between_steps(facts: Facts) -> Finding | None:
+    """An evaluation or a checkpoint takes a share of the training."""
+    if not facts.between or not facts.rounds:
+        return None
+    each = max(facts.between, key=lambda one_of: one_of.seconds / one_of.steps)
+    seconds = each.seconds / each.steps
+    iteration = fmean(map(facts.iteration, facts.rounds)) - facts.mean_between()
+    evidence = (
+        f"{each.name} takes {in_ms(each.seconds)} every {each.steps:,} steps, which take "
+        f"{in_ms(iteration * each.steps)} themselves"
+    )
+    remedy = Remedy(
+        name=f"{each.name} every {4 * each.steps:,} steps in place of {each.steps:,}",
+        changes=Change.EXACT,
+    )
+    title = f"{each.name} stands in the way of training"
+    return finding_of(
+        facts, "between_steps", title, [evidence], [remedy], lambda _: seconds
+    )
+
+
+def ranks(facts: Facts) -> Finding | None:
+    """Ranks wait for one of them, or exchange for long."""
+    if len(facts.ranks) < 2:
+        return None
+    own = [each.data_s + each.compute_s for each in facts.ranks]
+    whole = fmean(each.data_s + each.blocked_s + each.compute_s for each in facts.ranks)
+    slow = max(range(len(own)), key=own.__getitem__)
+    others = [seconds for rank, seconds in enumerate(own) if rank != slow]
+    more = own[slow] - median(others)
+    blocked = median(
+        [each.blocked_s for each in facts.ranks if each.rank != slow] or [0.0]
+    )
+    cost = min(more, blocked) / whole
+    advice = f"give each rank the same rows and ids; {_RANKS} has the page about several ranks"
+    if cost >= MEDIUM:
+        rank = facts.ranks[slow]
+        rest = [each for each in facts.ranks if each.rank != slow]
+        late = rank.data_s - median([each.data_s for each in rest])
+        where = "its batches" if late > 0.5 * more else "its step"
+        title = f"the other ranks wait for rank {slow}: {where} take longer"
+    else:
+        cost = fmean(each.blocked_s for each in facts.ranks) / whole
+        title = "the ranks exchange, and none of them is late"
+        advice = f"exchange less often or fewer bytes; {_RANKS} has the page about several ranks"
+    if cost < LEAST:
+        return None
+    evidence = [
+        f"rank {each.rank}: {in_ms(each.data_s)} in its batch, {in_ms(each.compute_s)} computing, "
+        f"{in_ms(each.blocked_s)} blocked in its step"
+        for each in facts.ranks[:8]
+    ]
+    return Finding(
+        cause="ranks",
+        title=title,
+        evidence=tuple(evidence),
+        remedies=(Remedy(name=advice, changes=Change.OTHER),),
+        cost=cost,
+        size=size_of(cost),
+        least=cost,
+    )
+
+
+CAUSES: tuple[Callable[[Facts], Finding | None], ...] = (
+    debug_mode,
+    loader_waits,
+    loader_rows,
+    untouched_rows,
+    launches,
+    host_syncs,
+    threads,
+    held,
+    whole_table,
+    double_floats,
+    garbage,
+    slow_autocast,
+    between_steps,
+    ranks,
+    all_items,
+)
+
+
+def findings(facts: Facts) -> tuple[Finding, ...]:
+    """Returns the findings of at least a twentieth of an iteration, the largest first, offers last."""
+    found: list[tuple[tuple[bool, bool, float], Finding]] = []
+    for rule in CAUSES:
+        finding = rule(facts)
+        if finding is not None and finding.cost >= LEAST:
+            # A debugging mode comes first: it lengthens what the other causes are
+            # measured by. Offers come last: they change what is learned.
+            order = finding.size == "offer", rule is not debug_mode, -finding.cost
+            found.append((order, finding))
+    return tuple(finding for _, finding in sorted(found, key=lambda each: each[0]))
+
+
+def faults(facts: Facts) -> list[Finding]:
+    """Returns the findings of .15 of an iteration and more, without offers."""
+    return [each for each in findings(facts) if each.size in ("large", "medium")]
+
+
+def too_noisy(facts: Facts) -> str:
+    """Returns why these facts carry no verdict; empty if they do.
+
+    Where rounds are spread far, a cause stands if it takes a share in three of four of them. Threads that want more
+    cores than there are make noise themselves.
+    """
+    found = faults(facts)
+    if (
+        facts.tables
+        and not facts.has("small_tables")
+        and not any(finding.size == "large" for finding in found)
+    ):
+        why = facts.not_measured.get("small_tables", "not measured")
+        return f"no verdict: whether rows that are not read cost time is not known ({why}); give more time (budget_s)"
+    if facts.spread <= NOISY:
+        return ""
+    times = sorted(map(facts.iteration, facts.rounds))
+    if len(times) < 4:
+        return f"too few rounds for a verdict: {len(times)} of 4; give more time (budget_s)"
+    for finding in found:
+        # A share is a ratio within a round, and what slows the machine slows both sides
+        # of it.
+        is_large = finding.size == "large" and finding.least >= MEDIUM
+        if is_large or finding.cause == "threads":
+            return ""
+    return (
+        f"too noisy for a verdict: the middle half of {len(times)} rounds is spread over {facts.spread:.0%} of the "
+        f"median iteration, {in_ms(times[0])} to {in_ms(times[-1])}; measure again on a machine that does less else"
+    )
