@@ -1,4 +1,4 @@
-"""Preprocess data: fit on training rows, transform files, in one process (DuckDB) or on a Spark cluster.
+"""Preprocess data: fit on training rows, transform files, in one process.
 
 TorchX executes this file on its own, so it imports nothing but torchx and typing and names its app by string.
 """
@@ -14,7 +14,6 @@ def preprocess(
     recipe: str = "ml_100k",
     set: Optional[str] = None,  # noqa: A002  (the flag is --set)
     settings: Optional[str] = None,
-    engine: Optional[str] = None,
     out: Optional[str] = None,
     name: str = "preprocess",
     image: str = torchx.IMAGE,
@@ -26,35 +25,29 @@ def preprocess(
 ) -> specs.AppDef:
     r"""Fits a recipe's preprocessor on its training rows and transforms its files.
 
-    On this machine::
+    Example::
 
         torchx run rec.data.preprocess --recipe ml_100k \
             --set config.folder=data/ml-100k --out data/ml-100k-ready
-
-    With a Spark cluster::
-
-        torchx run rec.data.preprocess --recipe my_recipe.py:job --engine spark://host:7077 --out /shared/ready
 
     Args:
         args: further flags of torchx_apps.preprocess, after -- (ex. -- --dry-run)
         recipe: a built-in recipe (ml_100k, clicks), my_recipe.py:job or my.module:job
         set: change one key of the recipe, such as config.min_count=5; give --set as often as you like
         settings: a TOML file of such changes, [loader] with batch_size = 4096; those of set come after it
-        engine: duckdb, spark (the session that is configured there) or a Spark master URL
         out: folder for the result; a new one in runs/ where not given
         name: name of the job
         image: container image; local and Slurm schedulers use the current folder and environment instead
         h: a named resource, instead of cpu and memMB
         cpu: CPU cores
         memMB: memory in MiB
-        env: environment (ex. SPARK_HOME=/opt/spark)
+        env: environment (ex. TMPDIR=/scratch)
         mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
     """
     flags = ["-m", "torchx_apps.preprocess", "--recipe", recipe]
     for flag, value in (
         ("--set", set),
         ("--settings", settings),
-        ("--engine", engine),
         ("--out", out),
     ):
         if value:

@@ -41,19 +41,13 @@ def _preprocess(argv: Sequence[str] | None) -> int:
     parser = build_parser("torchx_apps.preprocess", __doc__, trains=False)
     parser.set_defaults(recipe="ml_100k")
     parser.add_argument(
-        "--engine",
-        help="duckdb, spark (the session that is configured here) or a Spark master URL",
-    )
-    parser.add_argument(
         "--out", help="folder for the result; a new one in runs/ where not given"
     )
     options = parser.parse_args(argv)
     if options.list_recipes:
         return say_once(list_recipes(PREPROCESS_RECIPES))
     job = apply_overrides(load_job(options.recipe), options.set)
-    job = dataclasses.replace(
-        job, engine=options.engine or job.engine, out=options.out or job.out
-    )
+    job = dataclasses.replace(job, out=options.out or job.out)
     if options.dry_run:
         return say_once(describe_keys(job))
     from torchx_apps.jobs.preprocessing import run_preprocess

@@ -117,7 +117,6 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
             log="log", until_idle=0.1, run_dir="stream", image=image
         ),
         preprocess=lambda image: data.preprocess(
-            "--set=pictures=false",
             set="config.folder=ml-100k",
             out="ready",
             image=image,

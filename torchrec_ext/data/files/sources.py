@@ -14,11 +14,15 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.fs as fs
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
@@ -435,6 +439,31 @@ class ParquetSource(FileSource):
                     self._footers.get(file.path) or self._file(file).metadata,
                 )
 
+    @cached_property
+    def dataset(self) -> ds.Dataset:
+        """All files for Arrow and DuckDB to scan; hive partitions are texts."""
+        first = self._openings[0].schema
+        form = ds.ParquetFileFormat(
+            default_fragment_scan_options=ds.ParquetFragmentScanOptions(
+                page_checksum_verification=True
+            ),
+        )
+        fields = [pa.field(name, pa.string()) for name in self._partitions]
+        schema = pa.schema([*first, *fields])
+        parts = []
+        for remote, files in groupby(self.files, lambda file: file.remote):
+            found = list(files)
+            parts.append(
+                ds.FileSystemDataset.from_paths(
+                    [file.path for file in found],
+                    schema=schema,
+                    format=form,
+                    filesystem=_arrow_file_system(remote),
+                    partitions=[_partition_of(file) for file in found],
+                )
+            )
+        return parts[0] if len(parts) == 1 else ds.UnionDataset(schema, parts)
+
     def open_file(self, file: DataFile) -> _Opening:
         """See :meth:`FileSource.open_file`."""
         metadata = self._file(file).metadata
@@ -496,6 +525,21 @@ class ParquetSource(FileSource):
                 else:
                     # pyarrow cannot skip pages, so they are decoded for nothing.
                     _joined(batches, rows)
+
+
+def _arrow_file_system(remote: Any) -> fs.FileSystem:
+    if remote is None:
+        return fs.LocalFileSystem()
+    return fs.PyFileSystem(fs.FSSpecHandler(remote))
+
+
+def _partition_of(file: DataFile) -> ds.Expression:
+    """Returns the values of a file's hive partitions as a condition that all of its rows fulfil."""
+    condition = ds.scalar(True)
+    for name, text in file.partitions.items():
+        field = ds.field(name)
+        condition &= field.is_null() if text == NULL_PARTITION else field == text
+    return condition
 
 
 class ArrowSource(FileSource):
