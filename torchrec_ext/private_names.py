@@ -372,11 +372,6 @@ PRIVATE_NAMES = (
         "launch.kubernetes: list() asks one namespace, of all that a user may not see",
     ),
     PrivateNames(
-        "fsspec/asyn.py",
-        ("_find",),
-        "data.files: find() skips forbidden folders without a word; ours stops",
-    ),
-    PrivateNames(
         "torchx/specs/api.py",
         ("_app", "_cfg", "_scheduler"),
         "what a dry run is about to start, and where",

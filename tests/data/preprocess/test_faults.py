@@ -503,15 +503,6 @@ def test_a_folder_above_the_log_is_no_partition(tmp_path: Path) -> None:
     )
 
 
-def test_remote_files_are_read_through_fsspec(tmp_path: Path, good: Path) -> None:
-    fsspec = pytest.importorskip(
-        "fsspec", reason="needs fsspec: pip install 'torchrec-ext[data]'"
-    )
-    fsspec.filesystem("memory").pipe("/preprocess/good.parquet", good.read_bytes())
-    fitted = CITY.fit("memory://preprocess/good.parquet")
-    assert fitted.transform("memory://preprocess/*.parquet", tmp_path / "out") == 3
-
-
 def test_without_duckdb_only_fitting_and_files_are_missing(
     good: Path, fitted: FittedPreprocessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,6 @@ class _LogSource(ParquetSource):
     """The parquet files of a log, which others wrote."""
 
     endings = (".parquet", ".pq")
-    warns = False
 
 
 @dataclass(frozen=True, kw_only=True)
