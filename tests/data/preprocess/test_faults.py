@@ -367,27 +367,6 @@ def test_a_list_longer_than_its_limit(tmp_path: Path) -> None:
         strict.online({"tags": [["a", "b", "c"]]})
 
 
-def test_another_type_than_in_fitting(
-    tmp_path: Path, fitted: FittedPreprocessor
-) -> None:
-    with pytest.raises(
-        DataError,
-        match=r"b\.parquet: column 'city' is int64, in fitting it is string; write it with that type",
-    ):
-        fitted.transform(
-            table(tmp_path / "b.parquet", city=[1], label=[1.0]), tmp_path / "out"
-        )
-
-
-def test_an_order_by_a_column_that_is_not_there(
-    tmp_path: Path, good: Path, fitted: FittedPreprocessor
-) -> None:
-    with pytest.raises(
-        DataError, match=r"column 'cities' is missing.*did you mean 'city'"
-    ):
-        fitted.transform(good, tmp_path / "out", order_by=("cities",))
-
-
 @pytest.mark.parametrize(
     ("error", "message"),
     [
@@ -426,17 +405,6 @@ def test_a_full_disk_leaves_the_old_output_and_nothing_else(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good.parquet", "out"]
 
 
-def test_nothing_is_overwritten_unless_asked(
-    tmp_path: Path, good: Path, fitted: FittedPreprocessor
-) -> None:
-    fitted.transform(good, tmp_path / "out")
-    with pytest.raises(
-        DataError, match=r"out: there is something already; choose another folder"
-    ):
-        fitted.transform(good, tmp_path / "out")
-    fitted.transform(good, tmp_path / "out", overwrite=True)
-
-
 def test_the_result_has_row_groups_of_one_size_and_checksums(tmp_path: Path) -> None:
     size = 2 * ROW_GROUP + 5
     path = table(tmp_path / "a.parquet", x=list(range(size)), label=[0.0] * size)
@@ -460,23 +428,6 @@ def test_the_result_has_row_groups_of_one_size_and_checksums(tmp_path: Path) -> 
         DataError, match=r"row group 1, column 'x' cannot be read: the file is damaged"
     ):
         read_parquet(part)
-
-
-def test_hive_partitions_are_columns(tmp_path: Path) -> None:
-    for day in ("01", "02"):
-        (tmp_path / f"log/day={day}").mkdir(parents=True)
-        table(tmp_path / f"log/day={day}/a.parquet", city=["a", "b"], label=[0.0, 1.0])
-    fitted = Preprocessor([Categorify(column="day"), Categorify(column="city")]).fit(
-        tmp_path / "log"
-    )
-    fitted.transform(tmp_path / "log", tmp_path / "out")
-    assert read_parquet(tmp_path / "out/part-00000.parquet")["day"].values.tolist() == [
-        1,
-        1,
-        2,
-        2,
-    ]
-    assert fitted.online({"day": ["02"], "city": ["b"]})["day"].values.tolist() == [2]
 
 
 def test_a_folder_above_the_log_is_no_partition(tmp_path: Path) -> None:

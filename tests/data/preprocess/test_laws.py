@@ -79,43 +79,6 @@ def test_a_saved_preprocessor_is_the_same(con: Any, tmp_path: Path) -> None:
     same(loaded.online(with_events(rows, rows)), fitted.online(with_events(rows, rows)))
 
 
-def test_texts_of_any_total_length_are_one_vocabulary(
-    con: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More than 2 GiB of texts need offsets of 64 bits; here the limit is lowered."""
-    rows = random_rows(300, seed=4)
-    log = write(rows, tmp_path / "log.parquet")
-    steps = Preprocessor([Categorify(column="city")])
-    expected = steps.fit(log, con=con)
-    monkeypatch.setattr(categorical, "_MOST", 3)
-    made = steps.fit(log, con=con)
-    assert made.states[0].values.type == pa.large_string()
-    made.save(tmp_path / "made")
-    loaded = type(made).load(tmp_path / "made")
-    assert loaded.states[0].values.to_pylist() == expected.states[0].values.to_pylist()
-    requests = {"city": rows["city"]}
-    for fitted in (made, loaded):
-        fitted.transform(log, tmp_path / "out", con=con, overwrite=True)
-        same(fitted.online(requests), read_parquet(tmp_path / "out/part-00000.parquet"))
-        same(fitted.online(requests), expected.online(requests))
-
-
-def test_ids_stay_below_the_vocabulary_sizes(con: Any, tmp_path: Path) -> None:
-    fitted = EVERY_STEP.fit(
-        write(random_rows(200, seed=3), tmp_path / "a.parquet"), con=con
-    )
-    rows = random_rows(2000, seed=4)
-    made = fitted.online(with_events(rows, rows))
-    assert set(fitted.vocab) | set(fitted.dense) | {"label"} == set(fitted.outputs)
-    for name, size in fitted.vocab.items():
-        assert (
-            0
-            <= made[name].values.min(initial=0)
-            <= made[name].values.max(initial=0)
-            < size
-        ), name
-
-
 def test_fitting_sees_the_training_rows_alone(con: Any, tmp_path: Path) -> None:
     train = write(random_rows(300, seed=5), tmp_path / "train.parquet")
     alone = EVERY_STEP.fit(train, con=con)

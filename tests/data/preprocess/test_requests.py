@@ -7,7 +7,6 @@ import hashlib
 import json
 import subprocess
 import sys
-import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,38 +69,6 @@ def test_known_unknown_and_null_ids() -> None:
         (),
         {"city": "string"},
     )
-
-
-def test_columns_of_one_vocabulary_are_told_from_one_that_a_later_step_replaced() -> (
-    None
-):
-    raw = {"home": "string", "work": "string", "shop": "string", "at": "timestamp[s]"}
-    home = (Categorify(column="home", output="home_id", also=("work", "shop")), CITIES)
-    made = fitted(
-        raw,
-        home,
-        (HashBucket(column="shop", buckets=9), {}),
-        (TimeFeatures(column="at"), {}),
-    )
-    assert made.vocabularies == {
-        "home_id": "home_id",
-        "work": "home_id",
-        "shop": "shop",
-        "at_hour": "at_hour",
-        "at_weekday": "at_weekday",
-    }
-    other = fitted(
-        raw, home, (HashBucket(column="home", output="home_id", buckets=9), {})
-    )
-    assert other.vocabularies == {
-        "work": "work",
-        "shop": "work",
-        "home_id": "home_id",
-    }, "the first that is left"
-
-
-def test_no_rows_give_no_rows() -> None:
-    assert CITY.online({"city": []}).num_rows == 0
 
 
 @pytest.mark.parametrize(
@@ -170,47 +137,6 @@ def test_a_value_of_another_type(kind: str, value: Any, message: str) -> None:
         read_cells("x", [None, value], kind)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        [3.0, None],
-        pa.array([3, None]),
-        pa.chunked_array([[3], [None]]),
-        (v for v in (3, None)),
-    ],
-)
-def test_what_stands_for_an_integer(data: Any) -> None:
-    cells = read_cells("x", data, "int64")
-    assert (cells.values[0], cells.values.dtype, cells.valid.tolist()) == (
-        3,
-        np.int64,
-        [True, False],
-    )
-
-
-def test_arrow_texts_are_no_numbers_and_a_mapping_is_no_column() -> None:
-    with pytest.raises(
-        DataError, match=r"row 0: value .*'7'.* is not int64 \(it is string\)"
-    ):
-        read_cells("x", pa.array(["7"]), "int64")
-    with pytest.raises(DataError, match=r"column 'x': \{'a': 1\} is one value"):
-        read_cells("x", {"a": 1}, "int64")  # type: ignore[arg-type]
-
-
-def test_integers_beyond_64_bits_are_refused_and_within_are_unknown() -> None:
-    ids = fitted(
-        {"user": "int64"},
-        (Categorify(column="user"), Vocabulary(pa.array([5, -7]), pa.array([2, 1]))),
-    )
-    assert ids.online({"user": [-7, 2**63 - 1, -(2**63), 5]})[
-        "user"
-    ].values.tolist() == [2, 0, 0, 1]
-    with pytest.raises(
-        DataError, match=r"column 'user', row 1: value 9223372036854775808 is not int64"
-    ):
-        ids.online({"user": [1, 2**63]})
-
-
 @pytest.mark.parametrize("one_hash", [False, True])
 @pytest.mark.parametrize("many", [1, 20], ids=["by index", "by Arrow's table"])
 @pytest.mark.parametrize("dtype", [pa.string(), pa.large_string(), pa.int64()])
@@ -239,21 +165,6 @@ def test_a_vocabulary_knows_its_values_and_no_others(
         )
         given = column.to_numpy() if dtype == pa.int64() else column
         assert vocabulary.ids(given).tolist() == list(ids) * many
-
-
-@pytest.mark.parametrize("dtype", [pa.string(), pa.int64()])
-def test_a_vocabulary_takes_16_bytes_a_value_for_its_index(dtype: pa.DataType) -> None:
-    size = 200_000
-    numbers = np.random.default_rng(0).permutation(3 * size)[:size]
-    values = pa.array(numbers).cast(dtype)
-    vocabulary = Vocabulary(values, pa.array(np.ones(size, np.int64)))
-    asked = values[:1] if dtype == pa.string() else values[:1].to_numpy()
-    tracemalloc.start()
-    assert vocabulary.ids(asked).tolist() == [1]
-    stays, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert stays < 17 * size
-    assert most < (40 if dtype == pa.string() else 25) * size + (1 << 23)
 
 
 def test_a_history_needs_a_time_for_each_item() -> None:
@@ -455,19 +366,3 @@ def test_pythons_numbers_are_the_cells_that_arrow_makes_of_them(
         found, expected = getattr(plain, name), getattr(arrow, name)
         np.testing.assert_array_equal(found, expected)
         assert getattr(found, "dtype", None) == getattr(expected, "dtype", None), name
-
-
-@pytest.mark.parametrize(
-    ("raw", "data"),
-    [
-        ("int64", [2**63]),
-        ("int64", [1.5]),
-        ("int64", [True]),
-        ("float32", [2**24 + 1]),
-        ("list<int64>", [1]),
-        ("int64", [[1]]),
-    ],
-)
-def test_what_a_type_does_not_hold_is_refused(raw: str, data: list[Any]) -> None:
-    with pytest.raises(DataError, match=rf"column 'c', row 0: value .* is not {raw}"):
-        read_cells("c", data, raw)

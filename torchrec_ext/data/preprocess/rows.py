@@ -145,16 +145,14 @@ def _told(text: str) -> str:
     if not line_of_csv:
         return ""
     file = re.search(r"^\s*file = (.*)$", text, re.MULTILINE)
-    faults = text.splitlines()[1:]
-    # The line itself may be long, or no text.
-    if faults and faults[0].startswith("Original Line"):
-        faults = faults[1:]
-    fault = next(iter(faults), "").strip(" .")[:80]
-    remedy = "mend the line, or name the column's type: types={...}"
+    # After the line itself, which may be long, and before DuckDB's own remedies.
+    begin = re.split(r"\n\n|\nPossible", text)[0]
+    fault = begin.splitlines()[-1].split(". ")[0].strip(" .")[:100]
+    remedy = "mend the line, or name the column's type: read_csv(..., types={...})"
     if "unicode" in text.lower():
-        remedy = "mend it, or read it by its encoding: encoding='latin-1'"
+        remedy = "mend it, or read it as what it is: read_csv(..., encoding='latin-1')"
     elif "quote" in fault.lower():
-        remedy = "mend the quotes, or read none: quote=''"
+        remedy = "mend the quotes, or read none: read_csv(..., quote='')"
     where = file.group(1) if file else "the csv file"
     return f"{where}: line {line_of_csv.group(1)}: {fault}; {remedy}"
 
