@@ -46,11 +46,6 @@ class Files:
         return self.source.files
 
     @property
-    def rows(self) -> int:
-        """Number of rows of all files together."""
-        return self.source.num_rows
-
-    @property
     def where(self) -> str:
         """Name of the files in messages."""
         first = self.files[0].name
