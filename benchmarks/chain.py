@@ -114,7 +114,6 @@ def preprocessed(folder: Path, gigabytes: float, file_rows: int) -> Log:
         "config.folder": raw,
         "config.max_size": 100_000,
         "memory": "1500MB",
-        "pictures": "false",
     }
     run(
         [

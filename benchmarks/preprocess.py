@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from harness import Options, Row, command_line, in_turn, row
 
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Preprocessor
-from torchrec_ext.data.preprocess.engines import DuckDB
+from torchrec_ext.data.preprocess.rows import connected
 
 MIN_COUNT = 2
 LIMIT = 1.5  # times the SQL by hand
@@ -71,10 +71,10 @@ def by_hand(source: Path, out: Path, threads: int) -> None:
 
 
 def ours(source: Path, out: Path, threads: int) -> FittedPreprocessor:
-    with DuckDB(threads=threads) as engine:
+    with connected(threads=threads) as con:
         steps = [Categorify(column=name, min_count=MIN_COUNT) for name in COLUMNS]
-        fitted = Preprocessor(steps, keep=["label"]).fit(source, engine=engine)
-        fitted.transform(source, out, engine=engine, overwrite=True)
+        fitted = Preprocessor(steps, keep=["label"]).fit(source, con=con)
+        fitted.transform(source, out, con=con, overwrite=True)
     return fitted
 
 
@@ -143,4 +143,4 @@ ROWS = {"fit-transform": fit_transform, "online": online}
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    command_line(__doc__, ROWS, turns=3, packages="duckdb ibis-framework pyarrow numpy")
+    command_line(__doc__, ROWS, turns=3, packages="duckdb pyarrow numpy")

@@ -1,4 +1,4 @@
-"""Preprocess data: fit on training rows, transform files, in one process (DuckDB) or on a Spark cluster.
+"""Preprocess data: fit on training rows, transform files, in one process.
 
 TorchX executes this file on its own, so it imports torchx and typing, and an app only inside of a function.
 """
@@ -23,13 +23,9 @@ def preprocess(
 ) -> specs.AppDef:
     r"""Fits a recipe's preprocessor on its training rows and transforms its files.
 
-    On this machine::
+    Example::
 
         torchx run -s local_cwd rec.data.preprocess --recipe ml_100k -- --config.folder data/ml-100k --out data/ready
-
-    With a Spark cluster::
-
-        torchx run -s local_cwd rec.data.preprocess --recipe my_recipe.py:job -- --engine spark://host:7077 --out ready
 
     Args:
         args: flags of torchx_apps.preprocess, behind --, such as -- --out data/ready --config.min_count 5
@@ -40,7 +36,7 @@ def preprocess(
         cpu: CPU cores
         gpu: GPUs
         memMB: memory in MiB
-        env: environment (ex. SPARK_HOME=/opt/spark)
+        env: environment (ex. TMPDIR=/scratch)
         mounts: mounts (ex. type=bind,src=/host,dst=/job,readonly)
     """
     words = ["--recipe", recipe, *args]

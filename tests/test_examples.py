@@ -182,7 +182,7 @@ def test_the_planned_memory_is_that_of_the_tables_and_their_state() -> None:
 def test_a_log_becomes_a_service_and_finished_stages_are_skipped(
     tmp_path: Path,
 ) -> None:
-    pytest.importorskip("ibis", reason="needs the extra data")
+    pytest.importorskip("duckdb", reason="needs the extra `data`")
     (port,) = free_ports(1)
     made = serve_log(tmp_path / "chain", port)
     assert made["data/summary.json"] < made["run/summary.json"]

@@ -469,7 +469,6 @@ HEAVY = (
     "pyarrow",
     "pandas",
     "duckdb",
-    "ibis",
 )
 # Imports the modules of argv, then runs each app that a line of stdin names, with its
 # flags, in a fork.

@@ -277,7 +277,6 @@ def test_every_component_is_compared() -> None:
 # `kubernetes` brings docker.
 IMPORTED_AS = {
     "faiss-cpu": ["faiss"],
-    "ibis-framework": [],
     "torchx": ["docker"],
 }
 

@@ -85,7 +85,7 @@ def ran(python: Path, tmp_path: Path, code: str, *words: str) -> str:
 def test_nothing_else_is_there(python: Path, tmp_path: Path) -> None:
     code = """
 from importlib.util import find_spec
-names = "torch numpy tqdm torchrec fbgemm_gpu tensordict torchmetrics torchx pyarrow tabulate safetensors ibis".split()
+names = "torch numpy tqdm torchrec fbgemm_gpu tensordict torchmetrics torchx pyarrow safetensors duckdb".split()
 print(*[name for name in names if find_spec(name)])
 """
     assert ran(python, tmp_path, code) == "torch numpy tqdm\n"

@@ -290,11 +290,6 @@ PRIVATE_NAMES = (
         ("_optims", "_optimizer"),
         "a checkpoint takes each optimizer by itself",
     ),
-    PrivateNames(
-        "fsspec/asyn.py",
-        ("_find",),
-        "data.files: find() skips forbidden folders without a word; ours stops",
-    ),
 )
 
 

@@ -587,12 +587,11 @@ def test_sessions_are_in_the_order_of_their_dates(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What rec.data.preprocess makes of ratings; rare items are unknown."""
-    pytest.importorskip("ibis", reason="needs the extra `data`")
+    pytest.importorskip("duckdb", reason="needs the extra `data`")
     root = tmp_path_factory.mktemp("prepared")
     write_ml_100k(root / "raw")
     sets = [
         f"--config.folder={root / 'raw' / 'ml-100k'}",
-        "--pictures=false",
         "--config.min_count=12",
     ]
     assert preprocess.main(["--recipe=ml_100k", *sets, f"--out={root / 'ready'}"]) == 0
@@ -629,7 +628,7 @@ RECIPE = """
 from torchrec_ext.data.preprocess import Categorify, FillMissing, Normalize, Preprocessor, TimeFeatures
 from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
 
-def build(config, engine):
+def build(config, con):
     steps = [
         Categorify(column="user", output="{user}"),
         Categorify(column="item", output="item_id"),
@@ -643,13 +642,13 @@ def build(config, engine):
     return Prepared(preprocessor=preprocessor, splits=splits, label="label", user="{user}", item="item_id")
 
 def job():
-    return PreprocessJob(name="mine", build=build, pictures=False)
+    return PreprocessJob(name="mine", build=build)
 """
 
 
 def preprocessed(tmp_path: Path, user: str) -> Path:
     """What rec.data.preprocess makes of labelled rows with ids of text, dates and missing values."""
-    pytest.importorskip("ibis", reason="needs the extra `data`")
+    pytest.importorskip("duckdb", reason="needs the extra `data`")
     folder = of_clicks(tmp_path / "clicks", in_other_order)
     (tmp_path / "recipe.py").write_text(RECIPE.format(user=user, folder=folder))
     assert (

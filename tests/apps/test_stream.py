@@ -45,10 +45,7 @@ from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
 from torchx_apps.tasks.job import Job, schema_of
 from torchx_apps.tasks.streamed import StreamedTask, held_out_rows, question_of
 
-pytest.importorskip(
-    "ibis", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'"
-)
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ibis")
+pytest.importorskip("duckdb", reason="needs the extra `data`")
 
 ROWS, USERS, ITEMS = 6_000, 60, 40
 SMALL = (
@@ -145,9 +142,7 @@ def prepare(
         user_features=("history", "age"),
         **given,
     )
-    return PreprocessJob(
-        name="films", build=lambda config, engine: prepared, pictures=False
-    )
+    return PreprocessJob(name="films", build=lambda config, con: prepared)
 
 
 @pytest.fixture(scope="module")

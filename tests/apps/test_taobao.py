@@ -25,8 +25,8 @@ from torchrec_ext.data.datasets.streamed import (
     planted_log_folder,
 )
 from torchrec_ext.data.datasets.synthetic import planted_log
-from torchrec_ext.data.preprocess.engines import connected
 from torchrec_ext.data.preprocess.history import GAPS
+from torchrec_ext.data.preprocess.rows import connected
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.scorer import Scorer, ScoreRequest
 from torchrec_ext.schema import DataError
@@ -40,10 +40,7 @@ from torchx_apps.recipes.session import BstConfig, build_bst
 from torchx_apps.tasks.job import Job, schema_of
 from torchx_apps.tasks.streamed import StreamedTask
 
-pytest.importorskip(
-    "ibis", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'"
-)
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ibis")
+pytest.importorskip("duckdb", reason="needs the extra `data`")
 
 S = 6
 SMALL = {
@@ -94,7 +91,6 @@ def prepared(path: Path, out: Path, *overrides: str) -> Path:
         [
             f"config.path={path}",
             f"config.history_length={S}",
-            "pictures=false",
             *overrides,
         ],
     )
@@ -128,8 +124,8 @@ def test_rows_without_a_user_or_a_time_are_counted(
     path = tmp_path / "log.csv"
     path.write_text("\n".join(lines))
     config = dataclasses.replace(taobao().config, path=str(path))
-    with connected("duckdb") as engine:
-        build_taobao(config, engine)
+    with connected() as con:
+        build_taobao(config, con)
     assert (
         f"note: {path}: rows without user_id or timestamp are left out: 3 of {len(log):,}\n"
         in capsys.readouterr().out

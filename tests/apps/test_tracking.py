@@ -324,7 +324,7 @@ def test_preprocessing_and_export_are_runs(
         assert summary[name]
         assert {key: known[f"{name}.{key}"] for key in summary[name]} == summary[name]
     assert paths["data"].path == str(out / "data")
-    assert {"preprocessor", "preprocess.png", "summary.json"} <= set(paths)
+    assert {"preprocessor", "summary.json"} <= set(paths)
     manifest = json.loads((out / "bundle" / "manifest.json").read_text())
     known, paths = tracker.metadata(f"{RUN}/export"), tracker.artifacts(f"{RUN}/export")
     assert (known["run"], known["store"]) == (str(out / "run"), "fp32")

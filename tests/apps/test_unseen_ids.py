@@ -306,14 +306,13 @@ def test_known_of_labelled_rows_is_what_had_a_training_row(
 def test_what_the_preprocessing_writes_is_trained_and_served_without_its_placeholder(
     min_count: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("ibis", reason="needs the extra `data`")
+    pytest.importorskip("duckdb", reason="needs the extra `data`")
     from tests.small_sets import write_ml_100k
 
     write_ml_100k(tmp_path / "raw")
     ready = tmp_path / "sets" / "ready"
     flags = [
         f"--config.folder={tmp_path / 'raw' / 'ml-100k'}",
-        "--pictures=false",
         f"--config.min_count={min_count}",
     ]
     assert preprocess.main(["--recipe=ml_100k", *flags, f"--out={ready}"]) == 0

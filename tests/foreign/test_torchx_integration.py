@@ -117,7 +117,7 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
             image=image,
         ),
         preprocess=lambda image: data.preprocess(
-            *("--pictures=false", "--config.folder=ml-100k", "--out=ready"),
+            *("--config.folder=ml-100k", "--out=ready"),
             image=image,
         ),
     )

@@ -28,7 +28,7 @@ from torchrec_ext.retrieval.export import export
 from torchrec_ext.retrieval.scorer import RequestError, Scorer, ScoreRequest
 from torchrec_ext.schema import DataError, Jagged
 
-pytest.importorskip("ibis", reason="needs the extra `data`")
+pytest.importorskip("duckdb", reason="needs the extra `data`")
 
 ROWS, ITEMS = 60, 12
 BEGIN = datetime.datetime(1997, 11, 20, tzinfo=datetime.timezone.utc)

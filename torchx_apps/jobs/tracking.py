@@ -18,7 +18,7 @@ _LAST = ("seconds", "samples_per_s", "data_wait", "peak_memory_mib")
 _FIGURES = ("test.", "missing.", "unknown.", "bundle.")
 # Of a folder, where it has them.
 _ARTIFACTS = (
-    "checkpoints", "bundle", "plan.txt", "summary.json", "training.png", "preprocessor", "preprocess.png",
+    "checkpoints", "bundle", "plan.txt", "summary.json", "training.png", "preprocessor",
     "manifest.json",
 )  # fmt: skip
 # Variable with the handle of the TorchX job.

@@ -12,8 +12,7 @@ from torchrec_ext.schema.validation import DataError, check_least, listed
 
 if TYPE_CHECKING:
     from torchrec_ext.data.preprocess import Preprocessor, Step
-    from torchrec_ext.data.preprocess.engines import Engine
-    from torchrec_ext.data.preprocess.files import Source
+    from torchrec_ext.data.preprocess.rows import Connection, Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +21,13 @@ class Prepared:
 
     Args:
         preprocessor: the preprocessing steps.
-        splits: files or tables by name of the split; the steps are fitted on the first split.
+        splits: files or relations by name of the split; the steps are fitted on the first split.
         events: rows of which histories are made; each split's rows where not given.
-        label: numeric column of the sources, 0 to 1, whose mean by day is drawn; where the preprocessor keeps it, the
-            recipes ``stream`` and ``bst`` learn it.
+        label: numeric column of the sources, 0 to 1; where the preprocessor keeps it, the recipes ``stream`` and
+            ``bst`` learn it.
         tasks: further such columns that the preprocessor keeps, such as the conversion beside the click, which the
             recipe ``multi_task`` learns together with the label.
-        time: column of the sources with a timestamp or seconds since 1970, for that picture.
+        time: column of the sources with a timestamp or seconds since 1970.
         weight: column of the result with a weight for each row, for the recipe ``stream``.
         user: column of the result with the users' ids, and ``item`` with the items': the recipe ``stream`` then ranks
             the catalogue.
@@ -94,26 +93,22 @@ class PreprocessJob:
 
     Args:
         name: name of the recipe.
-        build: function that makes steps and sources from ``config`` and an engine.
+        build: function that makes steps and sources from ``config`` and a connection of DuckDB.
         config: frozen dataclass that ``build`` reads, whose fields ``--config.KEY VALUE`` changes; None where it
             needs none.
         out: folder for the result; a new one in ``runs/`` where not given.
-        engine: ``duckdb``, ``spark`` or a Spark master URL.
         threads: number of DuckDB's threads; all cores where not given.
         memory: memory that DuckDB may use before it writes to disk, such as 4GB; 80 % of the machine's where not given.
         overwrite: replace an earlier result in ``out``.
-        pictures: draw pictures of the columns, with matplotlib.
     """
 
     name: str
     build: Callable[[Any, Any], Prepared]
     config: Any = None
     out: str | None = None
-    engine: str = "duckdb"
     threads: int | None = None
     memory: str | None = None
     overwrite: bool = False
-    pictures: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +142,7 @@ def ml_100k() -> PreprocessJob:
     return PreprocessJob(name="ml_100k", build=build_ml_100k, config=MovieLensConfig())
 
 
-def build_ml_100k(config: MovieLensConfig, engine: Engine) -> Prepared:
+def build_ml_100k(config: MovieLensConfig, con: Connection) -> Prepared:
     """Joins the three files, splits them by time and names the steps; a rating of 4 or 5 has label 1."""
     from torchrec_ext.data.preprocess import (
         Categorify,
@@ -159,23 +154,26 @@ def build_ml_100k(config: MovieLensConfig, engine: Engine) -> Prepared:
         Preprocessor,
         TimeFeatures,
     )
-    from torchrec_ext.data.preprocess.engines import count_rows
     from torchrec_ext.data.preprocess.numeric import quantiles_of
+    from torchrec_ext.data.preprocess.rows import query_of
 
     path = _movielens(config)
-    ratings, users, items = _movielens_tables(path, engine)
-    # The rows of the join have the numbers of the ratings.
-    rows = ratings.join(_without_numbers(users), "user_id").join(
-        _without_numbers(items), "item_id"
+    ratings, users, items = _movielens_tables(path, con)
+    con.execute(
+        "CREATE TABLE ratings_of_users AS SELECT r.* EXCLUDE (place), u.* EXCLUDE (user_id), i.* EXCLUDE (item_id), "
+        'i."class" AS genres, CAST(r.rating >= 4 AS FLOAT) AS label '
+        f"FROM (SELECT *, row_number() OVER () AS place FROM {ratings}) r "
+        f"JOIN {users} u USING (user_id) JOIN {items} i USING (item_id) ORDER BY r.place"
     )
-    rows = engine.stage(
-        rows.mutate(label=(rows.rating >= 4).cast("float32"), genres=rows["class"])
-    )
+    rows = con.sql("SELECT * FROM ratings_of_users")
     what = f"{path}: ratings of a user or an item that its file does not describe"
-    _note_left_out(count_rows(ratings, engine), rows, what, engine)
-    times = rows.select(x=rows.timestamp.cast("float64"))
+    _note_left_out(_count(con, ratings), _count(con, "ratings_of_users"), what)
     (cut,) = quantiles_of(
-        "the split by time", times, [1 - config.test_share], str(path), engine
+        "the split by time",
+        "timestamp",
+        [1 - config.test_share],
+        str(path),
+        query_of(con, "VIEW", "SELECT timestamp FROM ratings_of_users"),
     )
     steps: list[Step] = [
         History(
@@ -199,8 +197,8 @@ def build_ml_100k(config: MovieLensConfig, engine: Engine) -> Prepared:
     return Prepared(
         preprocessor=Preprocessor(steps, keep=("label", "timestamp")),
         splits={
-            "train": rows.filter(rows.timestamp <= int(cut)),
-            "test": rows.filter(rows.timestamp > int(cut)),
+            "train": rows.filter(f"timestamp <= {int(cut)}"),
+            "test": rows.filter(f"timestamp > {int(cut)}"),
         },
         events=rows,
         label="label",
@@ -210,12 +208,6 @@ def build_ml_100k(config: MovieLensConfig, engine: Engine) -> Prepared:
         user_features=("history", "gender", "occupation", "zip_code", "age"),
         item_features=("genres", "release_year"),
     )
-
-
-def _without_numbers(table: Any) -> Any:
-    from torchrec_ext.data.preprocess.engines import ROW
-
-    return table.drop(ROW) if ROW in table.columns else table
 
 
 def _movielens(config: MovieLensConfig) -> Path:
@@ -240,27 +232,36 @@ def _movielens(config: MovieLensConfig) -> Path:
         ) from None
 
 
-def _movielens_tables(path: Path, engine: Engine) -> list[Any]:
-    """Returns ratings, users and items as tables of the engine."""
+def _movielens_tables(path: Path, con: Connection) -> list[str]:
+    """Returns the names of ratings, users and items in SQL."""
     import pyarrow as pa
 
     from torchrec_ext.data.datasets.catalog import ml_100k_tables
-    from torchrec_ext.data.preprocess.engines import ROW
-    from torchrec_ext.data.preprocess.files import scan
+    from torchrec_ext.data.preprocess.rows import named, view_of
 
     if path.suffix != ".zip":
         return [
-            engine.read(scan(path / f"{name}.parquet"))
+            view_of(path / f"{name}.parquet", con)
             for name in ("inter", "users", "items")
         ]
-    tables = []
-    for chunk in ml_100k_tables(path):
-        table = pa.table(
-            {name: pa.array(column.values) for name, column in chunk.items()}
+    return [
+        named(
+            con, pa.table({name: pa.array(each.values) for name, each in chunk.items()})
         )
-        numbers = pa.array(range(len(table)), pa.int64())
-        tables.append(engine.register(table.append_column(ROW, numbers)))
-    return tables
+        for chunk in ml_100k_tables(path)
+    ]
+
+
+def _count(con: Connection, view: str) -> int:
+    """Returns the number of rows of a table or a view."""
+    ((rows,),) = con.sql(f"SELECT count(*) FROM {view}").fetchall()
+    return int(rows)
+
+
+def _note_left_out(every: int, kept: int, what: str) -> None:
+    """Prints how many of ``every`` rows are left out, if any."""
+    if every > kept:
+        print(f"note: {what} are left out: {every - kept:,} of {every:,}", flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,7 +292,7 @@ def clicks() -> PreprocessJob:
     return PreprocessJob(name="clicks", build=build_clicks, config=ClicksConfig())
 
 
-def build_clicks(config: ClicksConfig, engine: Engine) -> Prepared:
+def build_clicks(config: ClicksConfig, con: Connection) -> Prepared:
     """Names the steps and the files; the last file is for testing."""
     from torchrec_ext.data.files.find import find_files
     from torchrec_ext.data.preprocess import (
@@ -373,7 +374,7 @@ def taobao() -> PreprocessJob:
     return PreprocessJob(name="taobao", build=build_taobao, config=TaobaoConfig())
 
 
-def build_taobao(config: TaobaoConfig, engine: Engine) -> Prepared:
+def build_taobao(config: TaobaoConfig, con: Connection) -> Prepared:
     """Makes a row of each click and of its drawn negatives, splits them by time and names the steps.
 
     A click is converted if the same user bought the item at that time or later, before the end of the click's split.
@@ -386,24 +387,33 @@ def build_taobao(config: TaobaoConfig, engine: Engine) -> Prepared:
     )
     from torchrec_ext.data.preprocess.history import GAPS
     from torchrec_ext.data.preprocess.numeric import quantiles_of
+    from torchrec_ext.data.preprocess.rows import query_of
 
-    log = _taobao_log(config, engine)
-    clicks = log.filter(log.behavior_type == "pv")
-    times = clicks.select(x=clicks.timestamp.cast("float64"))
+    log = _taobao_log(config, con)
+    con.execute(
+        f"CREATE TABLE clicks AS SELECT * FROM {log} WHERE behavior_type = 'pv'"
+    )
     shares = [1 - config.test_share - config.validation_share, 1 - config.test_share]
+    query = query_of(con, "VIEW", "SELECT timestamp FROM clicks")
     first, second = map(
-        int, quantiles_of("the split by time", times, shares, str(config.path), engine)
+        int,
+        quantiles_of("the split by time", "timestamp", shares, str(config.path), query),
     )
     bounds = {
-        "train": (None, first),
-        "validation": (first, second),
-        "test": (second, None),
+        "train": f"timestamp <= {first}",
+        "validation": f"timestamp > {first} AND timestamp <= {second}",
+        "test": f"timestamp > {second}",
     }
+    pool = _count(con, f"clicks WHERE {bounds['train']}")
+    # Mixed into the draws of each split.
+    ends = {"train": first, "validation": second, "test": None}
     rows = {}
-    for split, (after, upto) in bounds.items():
-        rows[split] = _taobao_rows(
-            log, clicks, after, upto, first, config.negatives, engine
+    for split, within in bounds.items():
+        con.execute(
+            f"CREATE TABLE clicks_{split} AS "
+            + _taobao_rows(log, within, ends[split], first, pool, config.negatives)
         )
+        rows[split] = con.sql(f"SELECT * EXCLUDE (number, draw) FROM clicks_{split}")
     steps: list[Step] = [
         History(
             user="user_id",
@@ -426,7 +436,7 @@ def build_taobao(config: TaobaoConfig, engine: Engine) -> Prepared:
     return Prepared(
         preprocessor=Preprocessor(steps, keep=labels),
         splits=rows,
-        events=_without_numbers(clicks),
+        events=con.sql("SELECT * FROM clicks"),
         label=labels[0],
         tasks=labels[1:],
         time="timestamp",
@@ -438,117 +448,70 @@ def build_taobao(config: TaobaoConfig, engine: Engine) -> Prepared:
 
 
 def _taobao_rows(
-    log: Any,
-    clicks: Any,
-    after: int | None,
-    upto: int | None,
-    trained: int,
-    negatives: int,
-    engine: Engine,
-) -> Any:
-    """Returns the rows of the clicks after one second and up to another, those drawn for them, in the order of time."""
-    import ibis
+    log: str, within: str, end: int | None, trained: int, pool: int, negatives: int
+) -> str:
+    """Returns SQL for the rows of the clicks within a time, and those drawn for them, in the order of time.
 
-    from torchrec_ext.data.preprocess.categorical import hashed_id_expression
-    from torchrec_ext.data.preprocess.engines import ROW, count_rows
-
-    def within(table: Any) -> Any:
-        if after is not None:
-            table = table.filter(table.timestamp > after)
-        if upto is not None:
-            table = table.filter(table.timestamp <= upto)
-        return table
-
-    order = ["timestamp", "user_id", "item_id", "category_id"]
-
-    def row_number(table: Any) -> Any:
-        # By all columns: rows of one second would have their numbers by chance.
-        return ibis.row_number().over(
-            ibis.window(order_by=[table[name] for name in order])
-        )
-
-    columns = within(clicks).select(*order)
-    numbered = columns.mutate(number=row_number(columns))
-    buys = within(log.filter(log.behavior_type == "buy"))
-    buys = buys.group_by(buyer=buys.user_id, bought=buys.item_id).aggregate(
-        last=buys.timestamp.max()
-    )
-    joined = numbered.left_join(
-        buys, [numbered.user_id == buys.buyer, numbered.item_id == buys.bought]
-    )
-    converted = (joined["last"] >= joined.timestamp).fill_null(False).cast("float32")
+    Args:
+        log: name of the log in SQL.
+        within: condition of the split.
+        end: last second of the split, which is mixed into its draws.
+        trained: last second of the training clicks.
+        pool: number of these.
+        negatives: number of rows to draw for each click.
+    """
+    # By all columns: rows of one second would have their numbers by chance.
+    number = "row_number() OVER (ORDER BY timestamp, user_id, item_id, category_id) - 1"
+    columns = "timestamp, user_id, item_id, category_id"
     parts = [
-        joined.select(
-            *order,
-            number=joined.number,
-            draw=ibis.literal(0, "int64"),
-            conversion=converted,
-        )
+        f"SELECT {columns}, number, 0 AS draw, "
+        "coalesce(CAST(bought.last >= timestamp AS FLOAT), 0) AS conversion "
+        "FROM numbered LEFT JOIN bought USING (user_id, item_id)"
     ]
     # Negatives are items of training clicks, drawn by their popularity, which alone
     # then tells nothing.
-    pool = clicks.filter(clicks.timestamp <= trained).select(*order)
-    pool = pool.select(
-        drawn_item=pool.item_id,
-        drawn_category=pool.category_id,
-        index=row_number(pool),
-    )
-    size = count_rows(pool, engine) if negatives else 0
     for draw in range(1, negatives + 1):
-        index = (
-            hashed_id_expression(
-                numbered.number.cast("string"), size, f"{upto} {draw} ", engine
-            )
-            - 1
-        )
-        requests = numbered.mutate(wanted=index)
-        negative_rows = requests.inner_join(pool, [requests.wanted == pool["index"]])
-        negative_rows = negative_rows.filter(
-            negative_rows.drawn_item != negative_rows.item_id
-        )
+        digits = f"substr(md5('{end} {draw} ' || number), 1, 15)"
+        place = f"CAST('0x' || {digits} AS BIGINT) % {pool}"
         parts.append(
-            negative_rows.select(
-                timestamp=negative_rows.timestamp,
-                user_id=negative_rows.user_id,
-                item_id=negative_rows.drawn_item,
-                category_id=negative_rows.drawn_category,
-                number=negative_rows.number,
-                draw=ibis.literal(draw, "int64"),
-                conversion=ibis.literal(0.0, "float32"),
-            )
+            f"SELECT timestamp, user_id, pool.item_id, pool.category_id, number, {draw} AS draw, "
+            f"CAST(0 AS FLOAT) AS conversion FROM (SELECT *, {place} AS place FROM numbered) n "
+            "JOIN pool USING (place) WHERE pool.item_id <> n.item_id"
         )
-    rows = ibis.union(*parts) if len(parts) > 1 else parts[0]
-    rows = rows.mutate(
-        click=(rows.draw == 0).cast("float32"),
-        **{ROW: rows.number * (negatives + 1) + rows.draw},
+    return (
+        f"WITH numbered AS (SELECT {columns}, {number} AS number FROM clicks WHERE {within}), "
+        f"bought AS (SELECT user_id, item_id, max(timestamp) AS last FROM {log} "
+        f"WHERE behavior_type = 'buy' AND {within} GROUP BY ALL), "
+        f"pool AS (SELECT item_id, category_id, {number} AS place FROM clicks WHERE timestamp <= {trained}) "
+        "SELECT *, CAST(draw = 0 AS FLOAT) AS click "
+        f"FROM ({' UNION ALL '.join(parts)}) ORDER BY number, draw"
     )
-    return engine.stage(rows.drop("number", "draw"))
 
 
-def _taobao_log(config: TaobaoConfig, engine: Engine) -> Any:
-    """Returns the log as a table of the engine.
+def _taobao_log(config: TaobaoConfig, con: Connection) -> str:
+    """Returns the name of the log in SQL.
 
     Raises:
         DataError: there is no log, it lacks a column, or a behaviour is none of the four.
     """
     from torchrec_ext.data.preprocess.columns import missing_column
-    from torchrec_ext.data.preprocess.files import scan
+    from torchrec_ext.data.preprocess.rows import view_of
 
     if not config.path:
         raise DataError(
             f"recipe taobao needs a log: --config.path UserBehavior.csv, or parquet, with {', '.join(_TAOBAO)}"
         )
     path = Path(config.path)
-    log = (
-        _taobao_csv(path, engine)
-        if path.suffix in (".csv", ".txt")
-        else engine.read(scan(config.path))
-    )
+    is_csv = path.suffix in (".csv", ".txt")
+    log = _taobao_csv(path) if is_csv else view_of(config.path, con)
+    con.execute(f"CREATE TABLE log AS SELECT * FROM {log}")
+    names = con.sql("SELECT * FROM log").columns
     for name in _TAOBAO:
-        if name not in log.columns:
-            raise missing_column(str(path), name, log.columns)
-    counts = engine.collect(log.group_by("behavior_type").aggregate(rows=log.count()))
-    kinds = counts["behavior_type"].to_pylist()
+        if name not in names:
+            raise missing_column(str(path), name, names)
+    kinds = [
+        kind for (kind,) in con.sql("SELECT DISTINCT behavior_type FROM log").fetchall()
+    ]
     other = sorted(str(kind) for kind in kinds if kind not in BEHAVIOURS)
     if other or "pv" not in kinds:
         what = (
@@ -559,62 +522,35 @@ def _taobao_log(config: TaobaoConfig, engine: Engine) -> Any:
         raise DataError(
             f"{path}: column 'behavior_type' has {what}; must be one of {', '.join(BEHAVIOURS)}"
         )
-    complete = log.select(*_TAOBAO).filter(
-        log.timestamp.notnull() & log.user_id.notnull()
+    every = _count(con, "log")
+    con.execute("DELETE FROM log WHERE timestamp IS NULL OR user_id IS NULL")
+    _note_left_out(
+        every, _count(con, "log"), f"{path}: rows without user_id or timestamp"
     )
-    staged = engine.stage(complete)
-    every = sum(counts["rows"].to_pylist())
-    _note_left_out(every, staged, f"{path}: rows without user_id or timestamp", engine)
-    return staged
+    return "log"
 
 
-def _note_left_out(every: int, kept: Any, what: str, engine: Engine) -> None:
-    """Prints how many of ``every`` rows are not in the table ``kept``, if any."""
-    from torchrec_ext.data.preprocess.engines import count_rows
-
-    left_out = every - count_rows(kept, engine)
-    if left_out:
-        print(f"note: {what} are left out: {left_out:,} of {every:,}", flush=True)
-
-
-def _taobao_csv(path: Path, engine: Any) -> Any:
-    """Reads a csv file by DuckDB; an id column is numeric if its first row is a number."""
-    if engine.name != "duckdb":
-        raise DataError(
-            f"{path}: the engine {engine.name} reads parquet here; write it as parquet, or use duckdb"
-        )
+def _taobao_csv(path: Path) -> str:
+    """Returns a csv file in SQL; the timestamp is a number, and DuckDB finds the other types."""
     if not path.is_file():
         raise DataError(
             f"{path}: there is no such file; give the log: --config.path FILE"
         )
-    with path.open() as file:
-        lines = [file.readline().strip(), file.readline().strip()]
-    lines = [line for line in lines if line]
-    header = bool(lines) and "user_id" in lines[0].split(",")
-    names = lines[0].split(",") if header else list(_TAOBAO)
-    # Without a header the second line is a row as good as the first.
-    row = lines[-1].split(",") if lines[header:] else []
-    if len(row) != len(names):
+    with path.open(errors="replace") as file:
+        first = file.readline().strip().split(",")
+    header = "user_id" in first
+    if not header and len(first) != len(_TAOBAO):
         raise DataError(
-            f"{path}: its first row {','.join(row)[:80]!r} has {len(row)} values, must be {len(names)}: "
-            f"{', '.join(names)}; give commas between them, and a header where the order is another"
+            f"{path}: its first row {','.join(first)[:80]!r} has {len(first)} values, must be {len(_TAOBAO)}: "
+            f"{', '.join(_TAOBAO)}; give commas between them, and a header where the order is another"
         )
-    kinds = {}
-    for name, value in zip(names, row, strict=True):
-        # 18 digits always fit int64.
-        is_number = name == "timestamp" or re.fullmatch(r"-?\d{1,18}", value)
-        kinds[name] = "int64" if is_number else "string"
-    table = engine.ibis.read_csv(str(path), columns=kinds, header=header, delim=",")
-    try:
-        # DuckDB reads rows when they are asked for, so a wrong one would be met in a
-        # later step.
-        engine.collect(table.aggregate(n=table.timestamp.max()))
-    except Exception as error:
-        # DuckDB's message names line, column and value.
-        raise DataError(
-            f"{path}: {str(error).splitlines()[0]}; write every row like the first one"
-        ) from error
-    return table
+    names = "" if header else f", names={list(_TAOBAO)}"
+    text = str(path).replace("'", "''")
+    # A file with a header alone lacks the column's name at times.
+    types = (
+        ", types={'timestamp': 'BIGINT'}" if "timestamp" in first or not header else ""
+    )
+    return f"read_csv('{text}', delim=',', header={header}{names}{types})"
 
 
 # By the name that `--recipe` of rec.data.preprocess takes.

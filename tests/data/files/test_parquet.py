@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from torchrec_ext.data.files import sources as checksums
 from torchrec_ext.data.files.parquet import read_parquet
-from torchrec_ext.data.files.sources import ArrowSource, ParquetSource
 from torchrec_ext.schema import DataError
 
 pytestmark = pytest.mark.unit
@@ -127,53 +124,6 @@ def test_a_flipped_bit_is_found_where_pages_have_checksums(tmp_path: Path) -> No
     path.write_bytes(content)
     with pytest.raises(DataError, match="row group 0, column 'id' cannot be read"):
         read_parquet(path)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {},
-        {"use_dictionary": False},
-        {"data_page_version": "2.0", "compression": "none"},
-    ],
-)
-def test_files_in_which_damage_is_not_found_are_told_once_with_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: dict[str, Any]
-) -> None:
-    monkeypatch.setattr(checksums, "_warned", set())
-    monkeypatch.delenv("RANK", raising=False)
-    table = {"id": np.arange(1_000)}
-    sums = [
-        write(
-            tmp_path / f"{name}.parquet",
-            table,
-            **layout,
-            write_page_checksum=name == "sums",
-        )
-        for name in ("sums", "a", "b")
-    ]
-    arrow = [tmp_path / "a.arrow", tmp_path / "b.arrow"]
-    for path in arrow:
-        with pa.ipc.new_file(path, pa.table(table).schema) as writer:
-            writer.write_table(pa.table(table))
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        read_parquet(sums[0])
-        ParquetSource(sums[0])
-        assert not told
-        read_parquet(sums)
-        ParquetSource(sums[1:])
-        ArrowSource(arrow)
-    parquet, ipc = (str(warning.message) for warning in told)
-    assert parquet.startswith(f"{sums[1]}: parquet without page checksums: ")
-    assert ipc.startswith(f"{arrow[0]}: Arrow IPC, which has no checksums: ")
-    assert "write_page_checksum=True" in parquet
-    assert "\n" not in parquet
-    monkeypatch.setattr(checksums, "_warned", set())
-    monkeypatch.setenv("RANK", "1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        read_parquet(sums[1])
 
 
 def test_a_missing_column_is_answered_with_the_nearest(tmp_path: Path) -> None:

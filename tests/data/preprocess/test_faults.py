@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-pytest.importorskip(
-    "ibis", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'"
-)
-pytest.importorskip(
-    "duckdb", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'"
-)
+pytest.importorskip("duckdb", reason="needs the extra `data`")
 
 from tests.data.preprocess_cases import same
 from torchrec_ext.data.files.parquet import read_parquet
@@ -31,11 +27,10 @@ from torchrec_ext.data.preprocess import (
     Preprocessor,
     TimeFeatures,
 )
-from torchrec_ext.data.preprocess.engines import DuckDB
 from torchrec_ext.data.preprocess.files import ROW_GROUP
+from torchrec_ext.data.preprocess.rows import connected, telling
 from torchrec_ext.schema import DataError
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ibis")
 CITY = Preprocessor([Categorify(column="city")], keep=("label",))
 
 
@@ -183,17 +178,42 @@ def test_columns_that_an_engine_cannot_tell_apart(tmp_path: Path) -> None:
         r"columns 'city' and 'City' differ in case alone",
         table(tmp_path / "a.parquet", city=["a"], City=["b"], label=[1.0]),
     )
-    refuses(
-        r"column 'file_index': DuckDB has a column of that name",
-        table(tmp_path / "b.parquet", city=["a"], label=[1.0], file_index=[1]),
-    )
 
 
-def test_a_table_of_another_connection(good: Path) -> None:
-    with DuckDB(threads=1) as mine:
-        held = mine.ibis.read_parquet(str(good))
-        assert CITY.fit(held, engine=mine).vocab == {"city": 3}
-        refuses(r"the table is of another connection than the engine duckdb", held)
+def test_a_relation_of_another_connection(good: Path) -> None:
+    with connected(threads=1) as mine:
+        held = mine.sql(f"SELECT * FROM '{good}'")
+        assert CITY.fit(held, con=mine).vocab == {"city": 3}
+        refuses(r"relation is of another connection", held)
+
+
+CSV_FAULTS = {
+    "encoding": (b'a;b\n"x";1\n' * 1 + b'"y";1\n' * 30_000 + b'"\xff";1\n', "unicode"),
+    "quoting": (b"a;b\n" + b'"y";1\n' * 30_000 + b'"y"z";1\n' + b'"y;1\n', "quote"),
+    "type": (b"a;b\n" + b"y;1\n" * 30_000 + b"y;x\n", 'column "b".*types='),
+    "columns": (b"a;b\n" + b"y;1\n" * 30_000 + b"y\n", "Columns: 2 Found: 1"),
+}
+
+
+@pytest.mark.parametrize("fault", CSV_FAULTS)
+def test_a_fault_of_a_csv_file_is_told_by_its_line(fault: str, tmp_path: Path) -> None:
+    text, words = CSV_FAULTS[fault]
+    file = tmp_path / "log.csv"
+    file.write_bytes(text)
+    steps = [Categorify(column="a"), HashBucket(column="b", buckets=9)]
+
+    def preprocess(con: Any) -> None:
+        with telling():
+            rows = con.sql(f"SELECT * FROM read_csv('{file}', delim=';')")
+            fitted = Preprocessor(steps).fit(rows, con=con)
+            fitted.transform(rows, tmp_path / "out", con=con)
+
+    with (
+        connected(threads=1) as con,
+        pytest.raises(DataError, match=rf"log\.csv: line 3000\d: .*{words}") as caught,
+    ):
+        preprocess(con)
+    assert len(str(caught.value)) < 200 + len(str(tmp_path))
 
 
 def test_events_may_have_fewer_columns_but_not_other_types(tmp_path: Path) -> None:
@@ -288,11 +308,14 @@ def test_a_missing_value_is_named_by_its_row(tmp_path: Path) -> None:
     size = ROW_GROUP + 10
     price, label = [1.0 + k % 7 for k in range(size)], [0.0] * size
     price[ROW_GROUP + 3] = float("nan")
-    path = table(tmp_path / "a.parquet", price=price, label=label)
+    path = tmp_path / "a.parquet"
+    pq.write_table(
+        pa.table({"price": price, "label": label}), path, row_group_size=ROW_GROUP
+    )
     fitted = Preprocessor([Normalize(column="price")], keep=("label",)).fit(path)
     with pytest.raises(
         DataError,
-        match=rf"column 'price': the result of row {ROW_GROUP + 3} is missing.*FillMissing\(column='price'",
+        match=r"a\.parquet: row group 1, column 'price', row 3: the result is missing.*FillMissing\(column='price'",
     ):
         fitted.transform(path, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
@@ -309,7 +332,7 @@ def test_a_missing_value_is_named_by_its_row(tmp_path: Path) -> None:
     price[ROW_GROUP + 3] = 0.0
     with pytest.raises(
         DataError,
-        match=r"column 'label': the result of row 5 is missing.*it is kept as it is: fill it",
+        match=r"row group 0, column 'label', row 5: the result is missing.*it is kept as it is: fill it",
     ):
         fitted.transform(
             table(tmp_path / "b.parquet", price=price, label=label), tmp_path / "out"
@@ -333,7 +356,7 @@ def test_a_list_longer_than_its_limit(tmp_path: Path) -> None:
     ).fit(path)
     with pytest.raises(
         DataError,
-        match=r"a\.parquet: column 'tags', row 1: \['a', None, 'b', 'c'\]: a list longer than max_length=2; cut it",
+        match=r"a\.parquet: row group 0, column 'tags', row 1: 3 elements, a list longer than max_length=2; cut it",
     ):
         strict.transform(path, tmp_path / "strict")
     assert not (tmp_path / "strict").exists()
@@ -342,27 +365,6 @@ def test_a_list_longer_than_its_limit(tmp_path: Path) -> None:
         match=r"column 'tags', row 0: 3 elements, a list longer than max_length=2",
     ):
         strict.online({"tags": [["a", "b", "c"]]})
-
-
-def test_another_type_than_in_fitting(
-    tmp_path: Path, fitted: FittedPreprocessor
-) -> None:
-    with pytest.raises(
-        DataError,
-        match=r"b\.parquet: column 'city' is int64, in fitting it is string; write it with that type",
-    ):
-        fitted.transform(
-            table(tmp_path / "b.parquet", city=[1], label=[1.0]), tmp_path / "out"
-        )
-
-
-def test_an_order_by_a_column_that_is_not_there(
-    tmp_path: Path, good: Path, fitted: FittedPreprocessor
-) -> None:
-    with pytest.raises(
-        DataError, match=r"column 'cities' is missing.*did you mean 'city'"
-    ):
-        fitted.transform(good, tmp_path / "out", order_by=("cities",))
 
 
 @pytest.mark.parametrize(
@@ -403,26 +405,15 @@ def test_a_full_disk_leaves_the_old_output_and_nothing_else(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good.parquet", "out"]
 
 
-def test_nothing_is_overwritten_unless_asked(
-    tmp_path: Path, good: Path, fitted: FittedPreprocessor
-) -> None:
-    fitted.transform(good, tmp_path / "out")
-    with pytest.raises(
-        DataError, match=r"out: there is something already; choose another folder"
-    ):
-        fitted.transform(good, tmp_path / "out")
-    fitted.transform(good, tmp_path / "out", overwrite=True)
-
-
 def test_the_result_has_row_groups_of_one_size_and_checksums(tmp_path: Path) -> None:
     size = 2 * ROW_GROUP + 5
     path = table(tmp_path / "a.parquet", x=list(range(size)), label=[0.0] * size)
-    seen: list[int] = []
+    seen: list[pa.RecordBatch] = []
     fitted = Preprocessor([HashBucket(column="x", buckets=1000)], keep=("label",)).fit(
         path
     )
-    assert fitted.transform(path, tmp_path / "out", progress=seen.append) == size
-    assert seen[-1] == size
+    assert fitted.transform(path, tmp_path / "out", watch=seen.append) == size
+    assert sum(map(len, seen)) == size
     part = tmp_path / "out/part-00000.parquet"
     metadata = pq.ParquetFile(part).metadata
     assert [metadata.row_group(k).num_rows for k in range(3)] == [
@@ -437,23 +428,6 @@ def test_the_result_has_row_groups_of_one_size_and_checksums(tmp_path: Path) -> 
         DataError, match=r"row group 1, column 'x' cannot be read: the file is damaged"
     ):
         read_parquet(part)
-
-
-def test_hive_partitions_are_columns(tmp_path: Path) -> None:
-    for day in ("01", "02"):
-        (tmp_path / f"log/day={day}").mkdir(parents=True)
-        table(tmp_path / f"log/day={day}/a.parquet", city=["a", "b"], label=[0.0, 1.0])
-    fitted = Preprocessor([Categorify(column="day"), Categorify(column="city")]).fit(
-        tmp_path / "log"
-    )
-    fitted.transform(tmp_path / "log", tmp_path / "out")
-    assert read_parquet(tmp_path / "out/part-00000.parquet")["day"].values.tolist() == [
-        1,
-        1,
-        2,
-        2,
-    ]
-    assert fitted.online({"day": ["02"], "city": ["b"]})["day"].values.tolist() == [2]
 
 
 def test_a_folder_above_the_log_is_no_partition(tmp_path: Path) -> None:
@@ -480,22 +454,13 @@ def test_a_folder_above_the_log_is_no_partition(tmp_path: Path) -> None:
     )
 
 
-def test_remote_files_are_read_through_fsspec(tmp_path: Path, good: Path) -> None:
-    fsspec = pytest.importorskip(
-        "fsspec", reason="needs fsspec: pip install 'torchrec-ext[data]'"
-    )
-    fsspec.filesystem("memory").pipe("/preprocess/good.parquet", good.read_bytes())
-    fitted = CITY.fit("memory://preprocess/good.parquet")
-    assert fitted.transform("memory://preprocess/*.parquet", tmp_path / "out") == 3
-
-
-def test_without_ibis_only_the_offline_half_is_missing(
+def test_without_duckdb_only_fitting_and_files_are_missing(
     good: Path, fitted: FittedPreprocessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "ibis", None)
+    monkeypatch.setitem(sys.modules, "duckdb", None)
     with pytest.raises(
         DataError,
-        match=r"preprocessing files needs ibis, .*pip install 'torchrec-ext\[data\]'",
+        match=r"preprocessing files needs duckdb, .*pip install 'torchrec-ext\[data\]'",
     ):
         CITY.fit(good)
     assert fitted.online({"city": ["b"]})["city"].values.tolist() == [2]

@@ -1,4 +1,4 @@
-"""Files and requests agree; fitting sees its own rows alone; no history looks ahead."""
+"""Files and requests agree; fitting sees its own rows alone; no history looks ahead; saved is the same."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-pytest.importorskip(
-    "ibis", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'"
-)
-pytest.importorskip(
-    "duckdb", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'"
-)
+pytest.importorskip("duckdb", reason="needs the extra `data`")
 
 from tests.data.preprocess_cases import (
     EVERY_STEP,
@@ -35,21 +30,17 @@ from torchrec_ext.data.preprocess import (
     Preprocessor,
     categorical,
 )
-from torchrec_ext.data.preprocess.engines import DuckDB
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ibis")
+from torchrec_ext.data.preprocess.rows import connected
 
 
 @pytest.fixture(scope="module")
-def duckdb() -> Iterator[DuckDB]:
-    engine = DuckDB(threads=2)
-    yield engine
-    engine.close()
+def con() -> Iterator[Any]:
+    with connected(threads=2) as opened:
+        yield opened
 
 
-@pytest.mark.slow
 def test_requests_agree_with_files_on_many_rows_in_their_order(
-    duckdb: DuckDB, tmp_path: Path
+    con: Any, tmp_path: Path
 ) -> None:
     rows = random_rows(3000, seed=1)
     files = [
@@ -60,8 +51,8 @@ def test_requests_agree_with_files_on_many_rows_in_their_order(
         )
         for at in (0, 1000, 2000)
     ]
-    fitted = EVERY_STEP.fit(files, engine=duckdb)
-    assert fitted.transform(files, tmp_path / "out", engine=duckdb) == 3000
+    fitted = EVERY_STEP.fit(files, con=con)
+    assert fitted.transform(files, tmp_path / "out", con=con) == 3000
     whole = read_parquet(tmp_path / "out/part-00000.parquet")
     requests = with_events(rows, rows)
     same(fitted.online(requests), whole)
@@ -74,9 +65,9 @@ def test_requests_agree_with_files_on_many_rows_in_their_order(
         )
 
 
-def test_a_saved_preprocessor_is_the_same(duckdb: DuckDB, tmp_path: Path) -> None:
+def test_a_saved_preprocessor_is_the_same(con: Any, tmp_path: Path) -> None:
     rows = random_rows(500, seed=2)
-    fitted = EVERY_STEP.fit(write(rows, tmp_path / "a.parquet"), engine=duckdb)
+    fitted = EVERY_STEP.fit(write(rows, tmp_path / "a.parquet"), con=con)
     fitted.save(tmp_path / "saved")
     loaded = type(fitted).load(tmp_path / "saved")
     assert (loaded.vocab, loaded.outputs, loaded.dense, loaded.steps) == (
@@ -88,56 +79,17 @@ def test_a_saved_preprocessor_is_the_same(duckdb: DuckDB, tmp_path: Path) -> Non
     same(loaded.online(with_events(rows, rows)), fitted.online(with_events(rows, rows)))
 
 
-def test_texts_of_any_total_length_are_one_vocabulary(
-    duckdb: DuckDB, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More than 2 GiB of texts need offsets of 64 bits; here the limit is lowered."""
-    rows = random_rows(300, seed=4)
-    log = write(rows, tmp_path / "log.parquet")
-    steps = Preprocessor([Categorify(column="city")])
-    expected = steps.fit(log, engine=duckdb)
-    monkeypatch.setattr(categorical, "_MOST", 3)
-    made = steps.fit(log, engine=duckdb)
-    assert made.states[0].values.type == pa.large_string()
-    made.save(tmp_path / "made")
-    loaded = type(made).load(tmp_path / "made")
-    assert loaded.states[0].values.to_pylist() == expected.states[0].values.to_pylist()
-    requests = {"city": rows["city"]}
-    for fitted in (made, loaded):
-        fitted.transform(log, tmp_path / "out", engine=duckdb, overwrite=True)
-        same(fitted.online(requests), read_parquet(tmp_path / "out/part-00000.parquet"))
-        same(fitted.online(requests), expected.online(requests))
-
-
-def test_ids_stay_below_the_vocabulary_sizes(duckdb: DuckDB, tmp_path: Path) -> None:
-    fitted = EVERY_STEP.fit(
-        write(random_rows(200, seed=3), tmp_path / "a.parquet"), engine=duckdb
-    )
-    rows = random_rows(2000, seed=4)
-    made = fitted.online(with_events(rows, rows))
-    assert set(fitted.vocab) | set(fitted.dense) | {"label"} == set(fitted.outputs)
-    for name, size in fitted.vocab.items():
-        assert (
-            0
-            <= made[name].values.min(initial=0)
-            <= made[name].values.max(initial=0)
-            < size
-        ), name
-
-
-def test_fitting_sees_the_training_rows_alone(duckdb: DuckDB, tmp_path: Path) -> None:
+def test_fitting_sees_the_training_rows_alone(con: Any, tmp_path: Path) -> None:
     train = write(random_rows(300, seed=5), tmp_path / "train.parquet")
-    alone = EVERY_STEP.fit(train, engine=duckdb)
+    alone = EVERY_STEP.fit(train, con=con)
     alone.save(tmp_path / "alone")
     # beside it, and in histories' events
     write(random_rows(300, seed=6), tmp_path / "test.parquet")
-    again = EVERY_STEP.fit(
-        train, engine=duckdb, events=[train, tmp_path / "test.parquet"]
-    )
+    again = EVERY_STEP.fit(train, con=con, events=[train, tmp_path / "test.parquet"])
     again.transform(
         tmp_path / "test.parquet",
         tmp_path / "out",
-        engine=duckdb,
+        con=con,
         events=tmp_path / "*.parquet",
     )
     again.save(tmp_path / "again")
@@ -146,24 +98,21 @@ def test_fitting_sees_the_training_rows_alone(duckdb: DuckDB, tmp_path: Path) ->
     ).read_bytes()
 
 
-@pytest.mark.slow
 def test_fitted_twice_the_state_is_byte_for_byte_the_same(
-    duckdb: DuckDB, tmp_path: Path
+    con: Any, tmp_path: Path
 ) -> None:
     rows = random_rows(4000, seed=7)
-    EVERY_STEP.fit(write(rows, tmp_path / "a.parquet"), engine=duckdb).save(
-        tmp_path / "one"
-    )
+    EVERY_STEP.fit(write(rows, tmp_path / "a.parquet"), con=con).save(tmp_path / "one")
     backwards = {name: values[::-1] for name, values in rows.items()}
     EVERY_STEP.fit(
-        write(backwards, tmp_path / "b.parquet", row_group_size=100), engine=duckdb
+        write(backwards, tmp_path / "b.parquet", row_group_size=100), con=con
     ).save(tmp_path / "two")
     assert (tmp_path / "one/preprocessor.json").read_bytes() == (
         tmp_path / "two/preprocessor.json"
     ).read_bytes()
 
 
-def test_histories_against_brute_force(duckdb: DuckDB, tmp_path: Path) -> None:
+def test_histories_against_brute_force(con: Any, tmp_path: Path) -> None:
     rng = np.random.default_rng(8)
     size = 2000
     user = rng.integers(0, 20, size)
@@ -180,8 +129,8 @@ def test_histories_against_brute_force(duckdb: DuckDB, tmp_path: Path) -> None:
         Categorify(column="item", also=("history",)),
     ]
     path = write(rows, tmp_path / "a.parquet")
-    fitted = Preprocessor(steps).fit(path, engine=duckdb)
-    fitted.transform(path, tmp_path / "out", engine=duckdb)
+    fitted = Preprocessor(steps).fit(path, con=con)
+    fitted.transform(path, tmp_path / "out", con=con)
     made = read_parquet(tmp_path / "out/part-00000.parquet")["history"]
     ids = {
         value: place + 1
@@ -199,7 +148,7 @@ def test_histories_against_brute_force(duckdb: DuckDB, tmp_path: Path) -> None:
         assert made.row(row).tolist() == before[-4:]
 
 
-def test_a_test_set_sees_the_training_events(duckdb: DuckDB, tmp_path: Path) -> None:
+def test_a_test_set_sees_the_training_events(con: Any, tmp_path: Path) -> None:
     base = {
         "user": [1, 1, 2],
         "item": ["a", "b", "c"],
@@ -220,8 +169,8 @@ def test_a_test_set_sees_the_training_events(duckdb: DuckDB, tmp_path: Path) -> 
         History(user="user", item="item", time="ts", length=9),
         Categorify(column="item", also=("history",)),
     ]
-    fitted = Preprocessor(steps).fit(train, engine=duckdb)
-    fitted.transform(test, tmp_path / "out", engine=duckdb, events=[train, test])
+    fitted = Preprocessor(steps).fit(train, con=con)
+    fitted.transform(test, tmp_path / "out", con=con, events=[train, test])
     made = read_parquet(tmp_path / "out/part-00000.parquet")
     assert [made["history"].row(k).tolist() for k in range(3)] == [[1], [3], []]
     assert made["item"].values.tolist() == [0, 1, 1]
@@ -229,35 +178,16 @@ def test_a_test_set_sees_the_training_events(duckdb: DuckDB, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("parts", [2, 7, 100])
 def test_quantiles_are_the_smallest_values_that_so_many_rows_do_not_exceed(
-    duckdb: DuckDB, tmp_path: Path, parts: int
+    con: Any, tmp_path: Path, parts: int
 ) -> None:
     values = np.random.default_rng(9).integers(0, 40, 100)
     path = write({"age": values.tolist()}, tmp_path / "a.parquet")
-    fitted = Preprocessor([Bucketize(column="age", quantiles=parts)]).fit(
-        path, engine=duckdb
-    )
+    fitted = Preprocessor([Bucketize(column="age", quantiles=parts)]).fit(path, con=con)
     ordered = np.sort(values)
     expected = [ordered[-(-at * 100 // parts) - 1] for at in range(1, parts)]
     assert fitted.states[0]["boundaries"] == sorted(
         {float(value) for value in expected}
     )
-
-
-def test_many_list_columns_cost_no_more_than_their_number(
-    duckdb: DuckDB, tmp_path: Path
-) -> None:
-    """The query for k list columns once held everything before each of them twice: 2**k."""
-    rows = {"tags": [["a", "b"], ["b"]], "shops": [[1], [2, 1]], "genre": ["x|y", "y"]}
-    path = write(rows, tmp_path / "a.parquet")
-    lists = [
-        Categorify(column=name, output=f"{name}_{k}")
-        for k in range(8)
-        for name in ("tags", "shops")
-    ]
-    fitted = Preprocessor(lists).fit(path, engine=duckdb)
-    fitted.transform(path, tmp_path / "out", engine=duckdb)
-    made = read_parquet(tmp_path / "out/part-00000.parquet")
-    assert [made[f"tags_{k}"].values.tolist() for k in range(8)] == [[2, 1, 1]] * 8
 
 
 def fitted_by_hand(

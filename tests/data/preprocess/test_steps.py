@@ -1,28 +1,30 @@
-"""Every step by itself: what it makes of a request's rows is what DuckDB writes of a file's, on any rows."""
+"""Every step by itself: known answers, and the same values for files and for requests, on any rows."""
 
 from __future__ import annotations
 
+import datetime
+import zoneinfo
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip(
-    "ibis", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'"
-)
-pytest.importorskip(
-    "duckdb", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'"
-)
+pytest.importorskip("duckdb", reason="needs the extra `data`")
 
 from tests.data.preprocess_cases import ALL_TIMES, ANY_VALUES, same, with_events, write
+from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.files.parquet import read_parquet
 from torchrec_ext.data.preprocess import (
     Bucketize,
     Categorify,
     Cross,
     FillMissing,
+    FittedPreprocessor,
     HashBucket,
     History,
     Lists,
@@ -32,9 +34,8 @@ from torchrec_ext.data.preprocess import (
     Step,
     TimeFeatures,
 )
-from torchrec_ext.data.preprocess.engines import DuckDB
+from torchrec_ext.data.preprocess.rows import connected
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ibis")
 STEPS: dict[str, list[Step]] = {
     "Categorify": [
         Categorify(column="city"),
@@ -95,9 +96,9 @@ KNOWN = {"age": 30, "price": 1.5}  # fitting needs one number at least
 
 
 @pytest.fixture(scope="module")
-def duckdb() -> Iterator[DuckDB]:
-    with DuckDB(threads=1) as engine:
-        yield engine
+def con() -> Iterator[Any]:
+    with connected(threads=1) as opened:
+        yield opened
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -107,8 +108,8 @@ def duckdb() -> Iterator[DuckDB]:
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-def test_requests_agree_with_files(
-    duckdb: DuckDB,
+def test_a_request_has_the_values_of_the_file(
+    con: Any,
     tmp_path_factory: pytest.TempPathFactory,
     name: str,
     data: st.DataObject,
@@ -131,7 +132,101 @@ def test_requests_agree_with_files(
         )
         for name, part in (("train", train), ("other", other))
     }
-    fitted = steps.fit(files["train"], engine=duckdb)
-    fitted.transform(files["other"], folder / "out", engine=duckdb)
+    fitted = steps.fit(files["train"], con=con)
+    fitted.transform(files["other"], folder / "out", con=con)
     made = fitted.online(with_events(rows, rows) if name == "History" else rows)
     same(made, read_parquet(folder / "out/part-00000.parquet"))
+
+
+NAN, INF = float("nan"), float("inf")
+DST = 1_616_893_200  # 2021-03-28 01:00 UTC: Berlin's clocks go from 2 to 3
+KNOWN_ANSWERS: list[tuple[list[Step], list[Any], list[Any]]] = [
+    # As often, by value; null and the third are unknown.
+    ([Categorify(column="x", max_size=2)], ["b", "a", None, "c"], [2, 1, 0, 0]),
+    ([Categorify(column="x", min_count=2)], [-7, 5, -7, None], [1, 0, 1, 0]),
+    ([Categorify(column="x")], [["u", None], [], None, ["u"]], [[1, 0], [], [], [1]]),
+    # MD5's first 60 bits: 7 and "7" have one id.
+    ([HashBucket(column="x", buckets=1000)], ["sushi", "-7", None], [387, 748, 0]),
+    ([HashBucket(column="x", buckets=1000)], [-7, None], [748, 0]),
+    ([HashBucket(column="x", buckets=1000)], [["sushi"], []], [[387], []]),
+    ([Bucketize(column="x", boundaries=(1.0, 2.0))], [0, 1, 3, None], [1, 2, 3, 0]),
+    ([Bucketize(column="x", quantiles=2)], [1.0, 2.0, 3.0, NAN], [1, 2, 2, 0]),
+    ([FillMissing(column="x", value="?"), Categorify(column="x")], [None, "a"], [1, 2]),
+    ([FillMissing(column="x", statistic="median")], [1.0, 2.0, 4.0, INF], [1, 2, 4, 2]),
+    ([FillMissing(column="x", statistic="most_common")], [5, 5, None], [5, 5, 5]),
+    ([FillMissing(column="x", statistic="mean")], [1.0, 3.0, None], [1, 3, 2]),
+    ([Normalize(column="x")], [1.0, 3.0], [-1, 1]),
+    ([Normalize(column="x")], [4.0, 4.0], [0, 0]),
+    ([LogClip(column="x", low=1, high=2, log=False)], [0.0, 1.5, 9.0], [1, 1.5, 2]),
+    ([LogClip(column="x")], [-1.0, 0.0], [0, 0]),
+    (
+        [Lists(column="x", max_length=2), HashBucket(column="x", buckets=1)],
+        [["a", None, "b", "c"], None],
+        [[1, 1], []],
+    ),
+    (
+        [Lists(column="x", separator="|"), Categorify(column="x")],
+        ["b|a||b", "", None],
+        [[1, 2, 1], [], []],
+    ),
+]
+
+
+@pytest.mark.parametrize("case", KNOWN_ANSWERS, ids=lambda case: str(case[0][-1]))
+def test_known_answers(
+    con: Any, case: tuple[list[Step], list[Any], list[Any]], tmp_path: Path
+) -> None:
+    steps, values, expected = case
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"x": values}), file)
+    fitted = Preprocessor(steps).fit(file, con=con)
+    for made in (fitted.online({"x": values}), transformed(fitted, file, con)):
+        rows = made["x"]
+        found = [
+            rows.row(row).tolist() if rows.ragged else rows.values[row]
+            for row in range(len(values))
+        ]
+        assert found == expected
+
+
+def transformed(fitted: FittedPreprocessor, file: Path, con: Any) -> Chunk:
+    fitted.transform(file, file.parent / "out", con=con)
+    return read_parquet(file.parent / "out/part-00000.parquet")
+
+
+@pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin", "Asia/Kolkata"])
+def test_times_are_those_of_the_zone(zone: str) -> None:
+    step = TimeFeatures(column="t", zone=zone, features=ALL_TIMES)
+    times = [0, 86_399, -1, DST - 1, DST, 1_709_164_800, 2_100_000_000]
+    fitted = FittedPreprocessor.of([(step, {})], {"t": "int64"})
+    made = fitted.online({"t": [*times, None, 2**62]})
+    for row, second in enumerate(times):
+        local = datetime.datetime.fromtimestamp(second, zoneinfo.ZoneInfo(zone))
+        hour, weekday = local.hour + 1, local.isoweekday()
+        of_week = (weekday - 1) * 24 + hour
+        expected = [hour, weekday, of_week, local.day, local.month]
+        assert [made[f"t_{name}"].values[row] for name in ALL_TIMES] == expected
+    assert [made[f"t_{name}"].values[-2:].tolist() for name in ALL_TIMES] == [
+        [0, 0]
+    ] * 5
+
+
+def test_a_cross_tells_combinations_apart(con: Any) -> None:
+    step = Cross(columns=("a", "b"), buckets=10**9)
+    fitted = FittedPreprocessor.of([(step, {})], {"a": "string", "b": "int64"})
+    rows = {"a": ["x", "x1", "x", None, "x"], "b": [12, 2, 12, 12, None]}
+    ids = fitted.online(rows)["a_x_b"].values.tolist()
+    alone = [
+        fitted.online({"a": [a], "b": [b]})["a_x_b"].values[0]
+        for a, b in zip(rows["a"], rows["b"], strict=True)
+    ]
+    assert ids == alone
+    assert (ids[0] == ids[2], ids[0] == ids[1], ids[3:]) == (True, False, [0, 0])
+
+
+def test_float32_is_fitted_in_64_bits(con: Any, tmp_path: Path) -> None:
+    """In 32 bits, 1e7 and 1 more or less have a deviation of 1.003."""
+    values = pa.array([1e7 - 1, 1e7 + 1] * 5_000, pa.float32())
+    pq.write_table(pa.table({"x": values}), tmp_path / "a.parquet")
+    fitted = Preprocessor([Normalize(column="x")]).fit(tmp_path / "a.parquet", con=con)
+    assert fitted.states == ({"mean": 1e7, "std": 1.0},)

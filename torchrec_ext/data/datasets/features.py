@@ -33,7 +33,7 @@ from torchrec_ext.data.preprocess import (
     Vocabulary,
 )
 from torchrec_ext.data.preprocess.columns import as_times, is_iso
-from torchrec_ext.data.preprocess.times import Feature, offsets_of
+from torchrec_ext.data.preprocess.times import Feature
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import listed
 
@@ -336,11 +336,7 @@ def _time_steps(name: str, values: pa.Array) -> ColumnSteps:
     # Dates are times at midnight by now.
     is_midnight = values.cast(pa.int64()).to_numpy() % _DAY == 0
     features = OF_DATES if is_midnight.all() else OF_TIMES
-    starts, offsets = offsets_of("UTC")
-    state = {"starts": list(starts), "offsets": list(offsets)}
-    return ColumnSteps(
-        name, TIME, [(TimeFeatures(column=name, features=features), state)]
-    )
+    return ColumnSteps(name, TIME, [(TimeFeatures(column=name, features=features), {})])
 
 
 def _id_steps_of_values(

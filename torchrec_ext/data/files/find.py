@@ -1,16 +1,22 @@
-"""Paths, globs, folders and remote addresses -> the data files that they name, with the values of hive partitions."""
+"""Paths, globs, folders and remote addresses -> the data files that they name, with the values of hive partitions.
+
+Listed by :mod:`pyarrow.fs`, which knows local disks, S3 (``s3://``), Google's store (``gs://``) and HDFS.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, cast
 from urllib.parse import unquote
+
+import pyarrow as pa
+from pyarrow import fs
 
 from torchrec_ext.schema import DataError
 
@@ -32,20 +38,20 @@ class DataFile:
         name: path or address by which messages name the file.
         path: path of the file in its file system.
         partitions: values of the hive partitions (``day=3/``) that the file lies in.
-        remote: fsspec file system; None for a local file.
+        remote: file system of a remote file; None for a local one.
         stamp: size and time of the last change when the file was found.
     """
 
     name: str
     path: str
     partitions: Mapping[str, str] = field(default_factory=dict)
-    remote: Any = None
+    remote: fs.FileSystem | None = None
     stamp: tuple[int, int] = (0, 0)
 
     def open(self) -> BinaryIO:
-        """Opens the remote file for reading, through fsspec."""
-        stream: BinaryIO = self.remote.open(self.path, "rb")
-        return stream
+        """Opens the file for reading."""
+        system = self.remote or fs.LocalFileSystem()
+        return cast(BinaryIO, system.open_input_file(self.path))
 
     def sample(self) -> bytes:
         """Returns the size and blocks from all over a local file; another file most likely differs in them."""
@@ -95,15 +101,12 @@ def find_files(
             counts the files with other endings, and names one.
 
     Raises:
-        DataError: a path names nothing, or cannot be read; a link leads nowhere, back to a folder above it, or to
-            a file that another path leads to as well.
+        DataError: a path names nothing, or cannot be read; two paths below a folder lead to one file.
     """
     path_list = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     files = []
     for path in path_list:
-        text = os.fspath(path)
-        find = _remote if "://" in text else _local
-        files += find(text, endings)
+        files += _find(os.fspath(path), endings)
     if not files:
         raise DataError("no file was given; name at least one")
     return files
@@ -127,113 +130,103 @@ def check_partitions(file: DataFile, columns: Collection[str]) -> None:
             )
 
 
-def _local(path: str, endings: Sequence[str]) -> list[DataFile]:
+def _find(address: str, endings: Sequence[str]) -> list[DataFile]:
+    scheme, separator, path = address.rpartition("://")
+    base, pattern = _before_wildcard(path)
+    remote = None
     try:
-        # A set, because patterns such as ** match a file both by itself and below its
-        # folder.
-        unique_names: set[str] = set()
-        for match in _matches(path):
-            unique_names.update(_below(match, endings))
-        names = sorted(unique_names)
-        _check_twins(names)
-        files = [
-            DataFile(name, name, _partitions(path, name), None, _stamp(name))
-            for name in names
-        ]
-    except OSError as error:
+        if scheme not in ("", "file"):
+            remote, base = fs.FileSystem.from_uri(f"{scheme}://{base}")
+        system = remote or fs.LocalFileSystem()
+        # A file may have brackets in its name.
+        if pattern and system.get_file_info(path).is_file:
+            base, pattern = path, ()
+        info = system.get_file_info(base)
+        if info.type == fs.FileType.NotFound:
+            raise DataError(f"{address}: no such file; check the path")
+        found = [info]
+        if not info.is_file:
+            found = sorted(
+                _below(system, base, pattern, endings), key=lambda info: info.path
+            )
+    except (OSError, pa.ArrowException) as error:
         raise DataError(
-            f"{error.filename or path}: cannot be read ({error.strerror or error}), and the rows there would be "
-            "missing; give this user the right to read it, or name the files to read"
+            f"{address}: cannot be read ({error}), and the rows there would be missing; check path, rights and network"
         ) from error
-    if not files:
-        rule = "no such file"
-        if os.path.isdir(path):
-            rule = f"the folder has no file that ends in {' or '.join(endings)}"
-        raise DataError(f"{path}: {rule}; check the path")
+    if not found:
+        rule = f"the folder has no file that ends in {' or '.join(endings)}"
+        raise DataError(f"{address}: {rule}; check the path")
+    files = []
+    for each in found:
+        place = each.path if remote else str(Path(each.path))
+        files.append(
+            DataFile(
+                name=f"{scheme}{separator}{place}",
+                path=place,
+                partitions=_partitions(Path(place).relative_to(base)),
+                remote=remote,
+                stamp=(0, 0) if remote else _stamp(place),
+            )
+        )
+    if remote is None:
+        _check_twins([file.path for file in files])
     return files
 
 
-def _matches(path: str) -> list[str]:
-    """Returns the matching paths; fails on unreadable folders and bad links, which a glob skips silently."""
-    if not glob.has_magic(path) or os.path.isfile(path):
-        return [path]
-    segments = Path(path).parts
-    first = _first_wildcard(segments)
-    for index, segment in enumerate(segments[first:], start=first):
-        # ** stands for the folder itself and for all below it.
-        inside = (segment, "") if segment == "**" else ("",)
-        for folder in glob.glob(
-            os.path.join(".", *segments[:index], *inside), recursive=True
+def _before_wildcard(path: str) -> tuple[str, Sequence[str]]:
+    """Returns the part of a path before its first wildcard, and the segments from there on."""
+    parts = Path(path).parts
+    for index, part in enumerate(parts):
+        if glob.has_magic(part):
+            return str(Path(*parts[:index])), parts[index:]
+    return str(Path(path)), ()
+
+
+def _below(
+    system: fs.FileSystem, base: str, pattern: Sequence[str], endings: Sequence[str]
+) -> Iterator[fs.FileInfo]:
+    """Yields the files of a folder: those that a pattern names, and the data files below the folders that it names."""
+    left_out = []
+    for info in system.get_file_info(fs.FileSelector(base, recursive=True)):
+        inside = Path(info.path).relative_to(base).parts
+        if info.type == fs.FileType.Directory or any(
+            part.startswith(_HIDDEN) for part in inside
         ):
-            if glob.has_magic(segment):
-                # Raises if the folder may not be listed; a glob would find nothing
-                # there.
-                os.scandir(folder).close()
+            continue
+        if pattern and _is_match(pattern, inside):
+            yield info
+        elif any(_is_match(pattern, inside[:depth]) for depth in range(len(inside))):
+            if info.path.endswith(tuple(endings)):
+                yield info
             else:
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    os.stat(os.path.join(folder, segment))
-        for match in glob.glob(os.path.join(*segments[: index + 1]), recursive=True):
-            _check_link(Path(match))
-    return glob.glob(path, recursive=True)
-
-
-def _first_wildcard(segments: Sequence[str]) -> int:
-    """Returns the index of the first segment of a path that is a pattern; their number if none is."""
-    for index, segment in enumerate(segments):
-        if glob.has_magic(segment):
-            return index
-    return len(segments)
-
-
-def _below(path: str, endings: Sequence[str]) -> list[str]:
-    _check_link(Path(path))
-    if os.path.isfile(path):
-        return [path]
-    if not os.path.isdir(path):
-        return []
-    files: list[str] = []
-    left_out: list[str] = []
-    # Without onerror, os.walk would leave out folders that it may not list.
-    for folder, inside, names in os.walk(path, onerror=_raise, followlinks=True):
-        # In place, so that os.walk does not enter hidden folders.
-        inside[:] = [name for name in inside if not name.startswith(_HIDDEN)]
-        for name in [*inside, *names]:
-            path_inside = Path(folder, name)
-            if not name.startswith(_HIDDEN):
-                _check_link(path_inside)
-            # Pipes and sockets are no files.
-            if name.startswith(_HIDDEN) or not path_inside.is_file():
-                continue
-            found = files if name.endswith(tuple(endings)) else left_out
-            found.append(str(path_inside))
-    _warn_of(path, left_out, endings)
-    return files
-
-
-def _warn_of(path: str, left_out: Sequence[str], endings: Sequence[str]) -> None:
-    """Warns of files with other endings in a folder, on the run's first rank."""
+                left_out.append(info.base_name)
     if left_out and os.environ.get("RANK", "0") == "0":
         warnings.warn(
-            f"{path}: files left out: {len(left_out):,}, such as {os.path.basename(min(left_out))}; data files end in "
+            f"{base}: files left out: {len(left_out):,}, such as {min(left_out)}; data files end in "
             f"{' or '.join(endings)}; write them so, or move them away",
             stacklevel=2,
         )
 
 
-def _check_link(path: Path) -> None:
-    """Refuses a link to nothing (its rows would be missing), and to a folder above it (it has no end)."""
-    if not path.is_symlink():
-        return
-    if not path.exists():
-        raise DataError(
-            f"{path}: a link to {os.readlink(path)}, which is not there, so its rows would be missing; put it back, or "
-            "remove the link"
+def _is_match(pattern: Sequence[str], parts: Sequence[str]) -> bool:
+    """Says whether a pattern names a path.
+
+    Example:
+        >>> _is_match(["**", "day=*"], ["log", "day=3"]), _is_match(["*"], ["log", "day=3"])
+        (True, False)
+    """
+    if not pattern:
+        return not parts
+    # ** stands for the folder itself and for all below it.
+    if pattern[0] == "**":
+        return any(
+            _is_match(pattern[1:], parts[depth:]) for depth in range(len(parts) + 1)
         )
-    for above in path.parents:
-        if path.samefile(above):
-            raise DataError(
-                f"{path}: a link to {above}, a folder above it, which would be read again; remove the link"
-            )
+    return (
+        bool(parts)
+        and fnmatchcase(parts[0], pattern[0])
+        and _is_match(pattern[1:], parts[1:])
+    )
 
 
 def _check_twins(names: Sequence[str]) -> None:
@@ -247,93 +240,10 @@ def _check_twins(names: Sequence[str]) -> None:
             )
 
 
-def _raise(error: OSError) -> None:
-    raise error
-
-
-def _remote(path: str, endings: Sequence[str]) -> list[DataFile]:
-    try:
-        import fsspec.implementations.local  # type: ignore[import-untyped, import-not-found, unused-ignore]
-    except ImportError as error:
-        raise DataError(
-            f"{path}: addresses need fsspec; pip install 'torchrec-ext[data]'"
-        ) from error
-    try:
-        system, inner = fsspec.core.url_to_fs(path)
-        if isinstance(system, fsspec.implementations.local.LocalFileSystem):
-            # A file:// address gets the checks of local files.
-            files = []
-            for file in _local(inner, endings):
-                files.append(
-                    replace(
-                        file, name=system.unstrip_protocol(file.path), remote=system
-                    )
-                )
-            return files
-        unique_names: set[str] = set()
-        for match in system.glob(inner) if glob.has_magic(inner) else [inner]:
-            unique_names.update(_below_remote(system, match, endings))
-    except DataError:
-        raise
-    # Each file system has errors of its own: no such bucket, no right, no network, no
-    # driver.
-    except Exception as error:
-        raise DataError(
-            f"{path}: cannot be read ({type(error).__name__}: {error}); check address, rights and network"
-        ) from error
-    if not unique_names:
-        raise DataError(
-            f"{path}: no file that ends in {' or '.join(endings)}; check the address"
-        )
-    names = sorted(unique_names)
-    return [
-        DataFile(system.unstrip_protocol(name), name, _partitions(inner, name), system)
-        for name in names
-    ]
-
-
-def _below_remote(system: Any, path: str, endings: Sequence[str]) -> list[str]:
-    if system.isfile(path):
-        return [path]
-    root = path.rstrip("/")
-    files: list[str] = []
-    left_out: list[str] = []
-    for name in _listed(system, root):
-        if _is_hidden(name.removeprefix(root).lstrip("/")):
-            continue
-        found = files if name.endswith(tuple(endings)) else left_out
-        found.append(name)
-    _warn_of(path, left_out, endings)
-    return files
-
-
-def _listed(system: Any, root: str) -> Iterator[str]:
-    """Yields all files below ``root``; fsspec's own walk would silently skip forbidden folders."""
-    from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped, import-not-found, unused-ignore]
-    from fsspec.spec import AbstractFileSystem  # type: ignore[import-untyped, import-not-found, unused-ignore]
-
-    # A listing of its own, such as an object store's by prefix, is no such walk.
-    find = getattr(type(system), "_find", type(system).find)
-    if find not in (AbstractFileSystem.find, AsyncFileSystem._find):
-        yield from system.find(root)
-        return
-    if not system.isdir(root):
-        return
-    for entry in system.ls(root, detail=True):
-        if entry["type"] == "directory":
-            yield from _listed(system, entry["name"])
-        else:
-            yield entry["name"]
-
-
-def _is_hidden(relative: str) -> bool:
-    return any(segment.startswith(_HIDDEN) for segment in relative.split("/"))
-
-
-def _partitions(path: str, name: str) -> dict[str, str]:
-    """Returns the hive partitions of a file below ``path``; folders above a named folder do not count."""
+def _partitions(inside: Path) -> dict[str, str]:
+    """Returns the hive partitions of a file by its path below a folder."""
     partitions = {}
-    for segment in Path(name).parts[_first_wildcard(Path(path).parts) : -1]:
+    for segment in inside.parts[:-1]:
         key, equals, value = segment.partition("=")
         if equals:
             partitions[key] = unquote(value)

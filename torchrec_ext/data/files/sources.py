@@ -1,24 +1,24 @@
 """ParquetSource and ArrowSource: files of any total size as row groups that can be read one at a time, or in parts.
 
 FileSource: files of one format as row groups, checked before the first is read; faults are named by file and row.
-
-warn_of_parquet(), warn_of_arrow(): warnings, once a run, of files without checksums, whose damage nobody would notice.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.fs as fs
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
@@ -264,7 +264,7 @@ class FileSource(ABC):
         file.check_unchanged()
         try:
             return read_table(names) if names else pa.table({})
-        # Of Arrow, the disk, or any fsspec file system.
+        # Of Arrow, the disk or the network.
         except Exception as error:
             # A file that was cut or replaced meanwhile fails in many ways, so the cause
             # is told instead.
@@ -319,70 +319,6 @@ def _is_integer(text: str) -> bool:
     return text.removeprefix("-").isdecimal()
 
 
-# Number of the field in a page's header, after its type and its two sizes.
-_CRC = 4
-# Bytes that hold all fields up to it.
-_HEADER = 64
-_warned: set[str] = set()
-
-
-def warn_of_parquet(name: str, path: str | Path, metadata: pq.FileMetaData) -> None:
-    """Warns if the pages of a local file have no checksums; existing ones are verified when a page is read.
-
-    Args:
-        name: name of the file in messages.
-        path: path of the file.
-        metadata: footer of the file.
-    """
-    if "parquet" not in _warned and metadata.num_row_groups and metadata.num_columns:
-        column = metadata.row_group(0).column(0)
-        start = (
-            column.dictionary_page_offset
-            if column.has_dictionary_page
-            else column.data_page_offset
-        )
-        with open(path, "rb") as stream:
-            stream.seek(start)
-            header = stream.read(_HEADER)
-        if not _has_checksum(header):
-            _warn("parquet", f"{name}: parquet without page checksums")
-
-
-def _warn(kind: str, what: str) -> None:
-    """Warns once for each kind of file and run, on the run's first rank."""
-    # All ranks read the same files, so one warning is enough.
-    if kind in _warned or os.environ.get("RANK", "0") != "0":
-        return
-    _warned.add(kind)
-    warnings.warn(
-        f"{what}: a flipped bit is read as another value; write parquet by pyarrow's write_page_checksum=True (.06 % "
-        "of size), or by rec.data.preprocess",
-        stacklevel=3,
-    )
-
-
-def _has_checksum(header: bytes) -> bool:
-    """Says whether a page header in Thrift's compact protocol has the field ``crc``; all fields before it are varints.
-
-    Example:
-        >>> [_has_checksum(bytes.fromhex(page)) for page in ("1504 1510 1522 15c2a60f 4c15", "1504 1510 1522 4c15")]
-        [True, False]
-    """
-    field = 0
-    offset = 0
-    while offset < len(header):
-        field += header[offset] >> 4
-        # Type 5 is i32. A field of another type means that the header is not as it
-        # should be.
-        if field >= _CRC or header[offset] & 15 != 5:
-            return field == _CRC
-        offset += 1
-        while offset < len(header) and header[offset] & 128:
-            offset += 1
-        offset += 1
-    return False
-
-
 # Parsed footers that are held. A set of more files parses them anew for each row group
 # rather than fill the memory.
 _FOOTER_LIMIT = 64
@@ -401,8 +337,8 @@ class ParquetSource(FileSource):
     Page checksums are verified if the files have them (write with ``write_page_checksum=True``: 0.06 % of size).
 
     Args:
-        paths: files, folders, patterns, or addresses such as ``s3://bucket/clicks/day=*/`` (through fsspec, with its
-            driver installed). Hive partitions (``day=3/``) below a named folder, or from the first wildcard of a
+        paths: files, folders, patterns, or addresses such as ``s3://bucket/clicks/day=*/``, see
+            :mod:`pyarrow.fs`. Hive partitions (``day=3/``) below a named folder, or from the first wildcard of a
             pattern on, are columns, integers if all their values are.
         fill: maps a column to the value that stands for null, see :class:`ColumnRules`.
         max_length: maps a list column to the greatest number of values in a row.
@@ -417,23 +353,36 @@ class ParquetSource(FileSource):
     """
 
     endings: tuple[str, ...] = (".parquet", ".parq", ".pq")
-    # Whether to warn of files without page checksums.
-    warns = True
     remedy = "write smaller row groups and pages: pq.write_table(table, path, row_group_size={size})"
 
     def __init__(self, paths: PathLike | Sequence[PathLike], **options: Any) -> None:
         self._footers: dict[str, pq.FileMetaData] = {}
         super().__init__(paths, **options)
-        # Without footers in memory every file would be opened again, so the first
-        # stands for all.
-        files = self.files if self._footers else self.files[:1]
-        for file in files:
-            if self.warns and file.remote is None:
-                warn_of_parquet(
-                    file.name,
-                    file.path,
-                    self._footers.get(file.path) or self._file(file).metadata,
+
+    @cached_property
+    def dataset(self) -> ds.Dataset:
+        """All files for Arrow and DuckDB to scan; hive partitions are texts."""
+        first = self._openings[0].schema
+        form = ds.ParquetFileFormat(
+            default_fragment_scan_options=ds.ParquetFragmentScanOptions(
+                page_checksum_verification=True
+            ),
+        )
+        fields = [pa.field(name, pa.string()) for name in self._partitions]
+        schema = pa.schema([*first, *fields])
+        parts = []
+        for remote, files in groupby(self.files, lambda file: file.remote):
+            found = list(files)
+            parts.append(
+                ds.FileSystemDataset.from_paths(
+                    [file.path for file in found],
+                    schema=schema,
+                    format=form,
+                    filesystem=remote or fs.LocalFileSystem(),
+                    partitions=[_partition_of(file) for file in found],
                 )
+            )
+        return parts[0] if len(parts) == 1 else ds.UnionDataset(schema, parts)
 
     def open_file(self, file: DataFile) -> _Opening:
         """See :meth:`FileSource.open_file`."""
@@ -498,6 +447,15 @@ class ParquetSource(FileSource):
                     _joined(batches, rows)
 
 
+def _partition_of(file: DataFile) -> ds.Expression:
+    """Returns the values of a file's hive partitions as a condition that all of its rows fulfil."""
+    condition = ds.scalar(True)
+    for name, text in file.partitions.items():
+        field = ds.field(name)
+        condition &= field.is_null() if text == NULL_PARTITION else field == text
+    return condition
+
+
 class ArrowSource(FileSource):
     """Rows of Arrow IPC files (Feather), memory-mapped: without a shuffle nothing is copied before the batch.
 
@@ -527,8 +485,6 @@ class ArrowSource(FileSource):
     ) -> None:
         self._map = pa.memory_map if memory_map else pa.OSFile
         super().__init__(paths, **options)
-        # Warn of an Arrow IPC file: the format has no checksums.
-        _warn("arrow", f"{self.files[0].name}: Arrow IPC, which has no checksums")
 
     def open_file(self, file: DataFile) -> _Opening:
         """See :meth:`FileSource.open_file`."""

@@ -1,4 +1,4 @@
-"""Preprocessing, fitted once on training rows, applied alike to files (DuckDB, Spark) and to requests (numpy)."""
+"""Preprocessing, fitted once on training rows by DuckDB, applied to files and to requests by the same numpy code."""
 
 from torchrec_ext.data.preprocess.categorical import (
     Categorify,

@@ -1,8 +1,8 @@
-"""Types of columns, each one word that parquet, the engines and a request share; Cells: a column of a request.
+"""Types of columns, each one word that parquet, DuckDB and a request share; Cells: some rows of a column.
 
 A *raw* type is one of ``bool``, ``int64``, ``float32``, ``float64``, ``string``, ``timestamp[UNIT]`` or ``list<...>``
 of one. Steps see *working* types, which are fewer: ``bool`` becomes ``int64`` and ``float32`` becomes ``float64``, both
-exactly, so that every engine and a request compute the same.
+exactly.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def check_case(names: Collection[str]) -> None:
         other = by_lower_case.setdefault(name.lower(), name)
         if other != name:
             raise ValueError(
-                f"columns '{other}' and '{name}' differ in case alone, which no engine tells apart; rename one"
+                f"columns '{other}' and '{name}' differ in case alone, which DuckDB does not tell apart; rename one"
             )
 
 
@@ -206,18 +206,20 @@ def _plain_reading(raw: str) -> _Plain | None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cells:
-    """B rows of one column of a request, as numpy arrays.
+    """B rows of one column, of a file or of a request, as numpy arrays.
 
     Args:
-        values: (B,), or (sum of lengths,) for a list column: int64, float64, or str objects. Times are int64 in their
-            own unit.
+        values: (B,), or (sum of lengths,) for a list column: int64 or float64. Texts are int64 indices of ``words``,
+            times are int64 in their own unit.
         valid: array of the shape of ``values``; False for null, whose entry in ``values`` means nothing.
         lengths: (B,) for a list column (a null list is empty), else None.
+        words: (W,) the texts in Arrow; None for numbers.
     """
 
     values: Array
     valid: Mask
     lengths: Int64 | None = None
+    words: pa.Array | None = None
 
     @classmethod
     def full(cls, values: Array, lengths: Int64 | None = None) -> Cells:
@@ -227,7 +229,7 @@ class Cells:
         )
 
     def with_values(self, values: Array, valid: Mask | None = None) -> Cells:
-        """Returns the same rows with other values; by default none of them is null."""
+        """Returns the same rows with other values, no texts; by default none of them is null."""
         if valid is None:
             return Cells.full(values, self.lengths)
         return Cells(values=values, valid=valid, lengths=self.lengths)
@@ -237,21 +239,57 @@ class Cells:
         values = self.values.astype(np.float64)
         return values, self.valid & np.isfinite(values)
 
-    def rows(self) -> list[Array]:
-        """Returns the values of each row of a list column."""
-        assert self.lengths is not None
-        # numpy splits an array at no place into one part.
-        if not len(self.lengths):
-            return []
-        return np.split(self.values, np.cumsum(self.lengths)[:-1])
+    def each(self, function: Callable[[Any], Int64]) -> Int64:
+        """Applies a function to the values, an array, or to the texts, an Arrow array; 0 stands for null."""
+        if self.words is None:
+            return np.where(self.valid, function(self.values), 0)
+        return np.where(self.valid, function(self.words)[self.values], 0)
+
+    def codes(self) -> Array:
+        """Returns the values, or for texts numbers that are equal for equal texts."""
+        if self.words is None:
+            return self.values
+        codes: Array = self.words.dictionary_encode().indices.to_numpy()
+        return codes[self.values]
 
     def column(self) -> Column:
         """Returns the cells as a column of a chunk."""
-        return (
-            Column(self.values)
-            if self.lengths is None
-            else Column.from_lengths(self.values, self.lengths)
-        )
+        values = self.values
+        if self.words is not None:
+            values = self.words.to_numpy(zero_copy_only=False)[values]
+        if self.lengths is None:
+            return Column(values)
+        return Column.from_lengths(values, self.lengths)
+
+    def array(self) -> pa.Array:
+        """Returns the cells as an Arrow array, with nulls."""
+        missing = None if self.valid.all() else ~self.valid
+        values = pa.array(self.values, mask=missing)
+        if self.words is not None:
+            values = pa.DictionaryArray.from_arrays(values, self.words)
+            values = values.cast(pa.large_string())
+        if self.lengths is None:
+            return values
+        offsets = np.concatenate([[0], np.cumsum(self.lengths)])
+        return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), values)
+
+
+class CellError(DataError):
+    """A refused value of some rows.
+
+    Args:
+        column: name of its column.
+        row: number of its row.
+        rule: value, rule and remedy.
+        where: file and row group.
+    """
+
+    def __init__(self, column: str, row: int, rule: str, where: str = "") -> None:
+        place = f"{where}, " if where else ""
+        super().__init__(f"{place}column '{column}', row {row}: {rule}")
+        self.column = column
+        self.row = row
+        self.rule = rule
 
 
 def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
@@ -289,6 +327,10 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
         )
         array = array.flatten()
     valid = array.is_valid().to_numpy(zero_copy_only=False)
+    if element(raw) == "string":
+        rows = np.arange(len(array))
+        words = array.fill_null("") if array.null_count else array
+        return Cells(values=rows, valid=valid, lengths=lengths, words=words)
     return Cells(values=_numpy(array, element(raw)), valid=valid, lengths=lengths)
 
 
@@ -328,9 +370,6 @@ def _plain(data: list[Any], raw: str) -> Cells | None:
 
 
 def _numpy(array: pa.Array, raw: str) -> Array:
-    if raw == "string":
-        texts: Array = array.to_numpy(zero_copy_only=False)
-        return texts
     kind: type[np.generic] = np.int64
     if raw in TIMES:
         array = array.cast(pa.int64())
@@ -454,9 +493,10 @@ def _type_error(name: str, data: Sequence[Any], raw: str) -> DataError:
             row = index
             why = complaint
             break
-    return DataError(
-        f"column '{name}', row {row}: value {short_text(data[row])} is not {raw} ({why}); send values of that type"
+    rule = (
+        f"value {short_text(data[row])} is not {raw} ({why}); send values of that type"
     )
+    return CellError(name, row, rule)
 
 
 def _complaint(value: Any, raw: str) -> str:
@@ -471,10 +511,3 @@ def short_text(value: Any) -> str:
     """Returns at most 80 characters of a value for a message, all of them ASCII."""
     text = ascii(value.as_py() if isinstance(value, pa.Scalar) else value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def map_texts(cells: Cells, function: Callable[[str], int]) -> Int64:
-    """Applies a function from text to int64 to each valid value, 0 for null; integers are written in decimal."""
-    pairs = zip(cells.values.tolist(), cells.valid.tolist(), strict=True)
-    ids = (function(str(value)) if valid else 0 for value, valid in pairs)
-    return np.fromiter(ids, dtype=np.int64, count=len(cells.values))

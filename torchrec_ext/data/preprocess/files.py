@@ -1,4 +1,4 @@
-"""scan(): parquet files as a preprocessor's input; every footer is checked before an engine starts.
+"""scan(): parquet files as a preprocessor's input; every footer is checked before a row is read.
 
 Sink: parquet files as loaders read them best, with row groups of one size, page checksums and no missing value.
 """
@@ -13,23 +13,19 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchrec_ext.data.files.find import DataFile, PathLike
 from torchrec_ext.data.files.sources import ParquetSource
-from torchrec_ext.data.preprocess.columns import arrow_type, missing_column, raw_type
+from torchrec_ext.data.preprocess.columns import missing_column, raw_type
 from torchrec_ext.data.preprocess.folders import disk_errors
 from torchrec_ext.schema import DataError
-
-Source = Any  # a path, several of them, or an ibis Table of the engine
 
 
 class _LogSource(ParquetSource):
     """The parquet files of a log, which others wrote."""
 
     endings = (".parquet", ".pq")
-    warns = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +46,6 @@ class Files:
         return self.source.files
 
     @property
-    def rows(self) -> int:
-        """Number of rows of all files together."""
-        return self.source.num_rows
-
-    @property
     def where(self) -> str:
         """Name of the files in messages."""
         first = self.files[0].name
@@ -62,16 +53,23 @@ class Files:
             first if len(self.files) == 1 else f"{first} and {len(self.files) - 1} more"
         )
 
+    def place(self, row: int) -> tuple[str, int]:
+        """Returns the row group that a row is in, with its file's name, and the row's number there."""
+        groups = self.source.groups
+        ends = np.cumsum([group.rows for group in groups])
+        group = groups[int(np.searchsorted(ends, row, side="right"))]
+        return group.name, row - int(ends[groups.index(group)]) + group.rows
+
     @contextmanager
     def blaming(self) -> Iterator[None]:
-        """Names file, row group and column in an engine's error over damaged data."""
+        """Names file, row group and column in an error over damaged data."""
         try:
             yield
         except DataError:
             raise
         except Exception:
-            # Engines differ in what they say of damage, so the files are read once
-            # more: that fails at the damage.
+            # Arrow does not say where the damage is, so the files are read once more:
+            # that fails there.
             for group in self.source.groups:
                 self.source.table(group, self.source.columns)
             raise
@@ -117,7 +115,7 @@ def raw_types(
         for other in schema:
             if other != name and other.lower() == name.lower():
                 raise DataError(
-                    f"{where}: columns '{name}' and '{other}' differ in case alone, which no engine tells apart; "
+                    f"{where}: columns '{name}' and '{other}' differ in case alone, which DuckDB does not tell apart; "
                     "rename one where they are written"
                 )
         kind = raw_type(schema[name])
@@ -133,34 +131,22 @@ def raw_types(
 ROW_GROUP = 65_536
 # 4 M rows.
 GROUPS_PER_FILE = 64
-Progress = Callable[[int], None]
+# Is called with each batch that is written.
+Watch = Callable[[pa.RecordBatch], None]
 
 
 class Sink:
-    """The folder and the format of an engine's output.
+    """Parquet files of row groups of one size, in a folder.
 
     Args:
         folder: empty folder.
-        columns: type of each result by name: ``int64``, ``float32``, ``list<int64>``, ...
-        remedies: what helps against a missing value in each column.
-        progress: function that is called with the number of rows written so far.
+        watch: function that is called with each batch.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        columns: Mapping[str, str],
-        remedies: Mapping[str, str],
-        progress: Progress | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, watch: Watch | None = None) -> None:
         self.folder = folder
-        self.columns = dict(columns)
-        self.remedies = remedies
         self.rows = 0
-        self._progress = progress
-        self._schema = pa.schema(
-            [(name, arrow_type(kind)) for name, kind in columns.items()]
-        )
+        self._watch = watch
 
     @contextmanager
     def writer(self) -> Iterator[Callable[[pa.RecordBatch], None]]:
@@ -176,30 +162,14 @@ class Sink:
             with disk_errors(self.folder):
                 self._close()
 
-    def missing(self, name: str, row: int | None, count: int) -> DataError:
-        """Returns the error for a result without a value."""
-        # Spark writes by itself, and counts such rows afterwards.
-        where = "" if row is None else f" of row {row}"
-        return DataError(
-            f"column '{name}': the result{where} is missing: null, NaN or beyond float32 ({count:,} such rows so far); "
-            f"{self.remedies.get(name, 'fill it where it is written')}"
-        )
-
     def _add(self, batch: pa.RecordBatch) -> None:
-        # An engine may return a small literal as int32 although its Ibis type is int64.
-        if batch.schema != self._schema:
-            batch = batch.cast(self._schema)
-        for name in self.columns:
-            bad = _missing(batch.column(name))
-            if bad is not None:
-                raise self.missing(name, self.rows + int(bad.argmax()), int(bad.sum()))
         self._pending.append(batch)
         self._pending_rows += batch.num_rows
         self.rows += batch.num_rows
         if self._pending_rows >= ROW_GROUP:
             self._flush(self._pending_rows - self._pending_rows % ROW_GROUP)
-        if self._progress:
-            self._progress(self.rows)
+        if self._watch:
+            self._watch(batch)
 
     def _flush(self, rows: int) -> None:
         if not rows:
@@ -249,22 +219,3 @@ def _encoding(schema: pa.Schema) -> dict[str, Any]:
         "column_encoding": packed or None,
         "compression": "snappy",
     }
-
-
-def _missing(column: pa.Array) -> np.ndarray[Any, Any] | None:
-    """Returns the mask of a column's missing values, or None if there are none."""
-    if column.null_count:
-        return np.asarray(column.is_null().to_numpy(zero_copy_only=False))
-    if pa.types.is_floating(column.type):
-        finite = pc.is_finite(column).to_numpy(zero_copy_only=False)
-        return None if finite.all() else ~finite
-    if not pa.types.is_list(column.type):
-        return None
-    inside = _missing(column.flatten())
-    if inside is None:
-        return None
-    # The row of each missing element.
-    lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
-    rows = np.zeros(len(column), dtype=bool)
-    rows[np.repeat(np.arange(len(column)), lengths)[inside]] = True
-    return rows

@@ -1,7 +1,5 @@
 """FittedPreprocessor: a preprocessor after fitting; for files, for requests, and on disk.
 
-A fitted preprocessor over files: expressions put together, checked, run and written.
-
 A fitted preprocessor on disk: ``preprocessor.json`` and a parquet file for each vocabulary. No pickle: loading runs no
 code.
 
@@ -14,7 +12,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,10 +23,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from torchrec_ext.data.columns import Chunk
+from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.preprocess.categorical import (
     Categorify,
     Cross,
@@ -34,22 +34,17 @@ from torchrec_ext.data.preprocess.categorical import (
 )
 from torchrec_ext.data.preprocess.columns import (
     TIMES,
+    CellError,
     Cells,
     Types,
+    arrow_type,
     element,
+    is_list_column,
     missing_column,
     read_cells,
-    short_text,
     working_type,
 )
-from torchrec_ext.data.preprocess.engines import (
-    FLOAT32_MAX,
-    ROW,
-    Engine,
-    as_float32,
-    connected,
-)
-from torchrec_ext.data.preprocess.files import Progress, Sink, Source
+from torchrec_ext.data.preprocess.files import Sink, Watch
 from torchrec_ext.data.preprocess.folders import keep_sources, whole_folder
 from torchrec_ext.data.preprocess.history import History
 from torchrec_ext.data.preprocess.lists import Lists
@@ -59,12 +54,29 @@ from torchrec_ext.data.preprocess.numeric import (
     LogClip,
     Normalize,
 )
-from torchrec_ext.data.preprocess.step import Chain, Step, StepState, Table
-from torchrec_ext.data.preprocess.tables import Opened, open_sources
-from torchrec_ext.data.preprocess.times import TimeFeatures, per_second, whole_seconds
+from torchrec_ext.data.preprocess.rows import (
+    ROW,
+    Connection,
+    Rows,
+    Source,
+    batches,
+    connected,
+    open_rows,
+    telling,
+)
+from torchrec_ext.data.preprocess.step import Step, StepState, quoted
+from torchrec_ext.data.preprocess.times import TimeFeatures, per_second
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import did_you_mean, listed
 from torchrec_ext.sealed import existing_folder, json_digest, measure_file
+
+_SPARK = {
+    "int64": "bigint",
+    "float32": "float",
+    "float64": "double",
+    "string": "string",
+}
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -200,6 +212,29 @@ class FittedPreprocessor:
             step_columns.update(step.writes)
         return columns
 
+    @cached_property
+    def event_reads(self) -> tuple[str, ...]:
+        """Names of the needed columns of the events behind histories."""
+        names = [name for step in self.steps for name in step.event_reads]
+        return tuple(dict.fromkeys(names))
+
+    @cached_property
+    def schema(self) -> pa.Schema:
+        """The result's columns in Arrow."""
+        return pa.schema(
+            [(name, arrow_type(kind)) for name, kind in self.outputs.items()]
+        )
+
+    @property
+    def ddl(self) -> str:
+        """The result's columns as Spark writes a schema."""
+        fields = []
+        for name, kind in self.outputs.items():
+            inner = _SPARK[element(kind)]
+            dtype = f"array<{inner}>" if is_list_column(kind) else inner
+            fields.append(f"`{name}` {dtype}")
+        return ", ".join(fields)
+
     def transform(
         self,
         source: Source,
@@ -207,22 +242,22 @@ class FittedPreprocessor:
         *,
         events: Source | None = None,
         order_by: Sequence[str] = (),
-        engine: Any = "duckdb",
+        con: Connection = None,
         overwrite: bool = False,
-        progress: Progress | None = None,
+        watch: Watch | None = None,
     ) -> int:
         """Writes the rows of a source as parquet, ``out/part-*.parquet``, for ``read_parquet`` and the loader.
 
-        DuckDB keeps the order of the files' rows; Spark and tables promise none, unless ``order_by`` asks for one.
+        The rows keep the order of the files, or of the relation.
 
         Args:
             source: see :meth:`Preprocessor.fit`.
             out: folder to write, which is there whole or not at all.
             events: rows to make histories of; ``source`` by default.
             order_by: columns of the source by which to sort.
-            engine: see :func:`~torchrec_ext.data.preprocess.engines.connected`.
+            con: connection of DuckDB; a new one by default.
             overwrite: replace what is in ``out``.
-            progress: function that is called with the number of rows written so far.
+            watch: function that is called with each batch of the result.
 
         Returns:
             The number of rows.
@@ -234,34 +269,50 @@ class FittedPreprocessor:
         out = Path(out)
         with (
             whole_folder(out, overwrite=overwrite, mark="part-*.parquet") as staging,
-            connected(engine) as opened,
+            connected(con) as opened,
         ):
             columns = list(dict.fromkeys([*self.raw, *order_by]))
-            event_columns = list(
-                dict.fromkeys(name for step in self.steps for name in step.event_reads)
-            )
-            data, past = open_sources(source, events, columns, event_columns, opened)
+            data, past = open_rows(source, events, columns, self.event_reads, opened)
             data.check_types(self.raw, "in fitting")
             # The folder `out` is replaced at the end: no file in it may be a source.
-            for opened_source in (data, past):
-                if opened_source.files:
-                    keep_sources(out, opened_source.files.files)
-            sink = Sink(staging, self.outputs, self.remedies(), progress)
-            with past.blaming(), data.blaming():
-                table = _apply_steps(self, data, past.table, opened)
-                table = _sorted(table, data, order_by)
-                rows = opened.write(table.select(*self.outputs), sink)
-            # Executors of a cluster that write to disks of their own leave nothing
-            # here.
-            if data.rows not in (None, rows):
-                raise DataError(
-                    f"{out}: got {rows:,} of the {data.rows:,} rows of {data.where}; where several machines write, "
-                    "choose a folder that all of them and this one share"
-                )
-            return rows
+            for rows in (data, past):
+                if rows.files:
+                    keep_sources(out, rows.files.files)
+            sink = Sink(staging, watch)
+            sql = requests_sql(self, data, past, order_by)
+            with past.blaming(), data.blaming(), telling(), sink.writer() as write:
+                try:
+                    for batch in _ahead(self.batch, batches(opened, sql)):
+                        write(batch)
+                except CellError as error:
+                    if order_by:
+                        raise DataError(f"{data.where}: {error}") from None
+                    where, row = data.place(sink.rows + error.row)
+                    raise CellError(error.column, row, error.rule, where) from None
+            if not sink.rows:
+                raise DataError(f"{data.where}: no rows; give a split at least one")
+            return sink.rows
+
+    def batches(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Transforms batches of rows as requests have them: ``spark_df.mapInArrow(fitted.batches, fitted.ddl)``.
+
+        Raises:
+            DataError: see :meth:`online`; also if a column of ``keep`` is missing.
+        """
+        return map(self.batch, batches)
+
+    def batch(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Transforms one batch, see :meth:`batches`."""
+        names = batch.schema.names
+        for name in self.keep:
+            if name not in names:
+                raise missing_column("the batch", name, names)
+        chunk = self.online({name: batch.column(name) for name in names})
+        arrays = [_as_arrow(chunk[each.name], each.type) for each in self.schema]
+        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
     def online(self, rows: Mapping[str, Sequence[Any]]) -> Chunk:
-        """Transforms a request's rows, value for value as :meth:`transform` would write them.
+        """Transforms a request's rows, or those of a batch of a file.
 
         Args:
             rows: (B,) values by column, None for null; see ``request_columns``. Further columns are ignored.
@@ -280,8 +331,7 @@ class FittedPreprocessor:
             if name in rows
         }
         _check_sizes({**cells, **kept_cells})
-        for (step, state), types in zip(self.pairs, self.types, strict=False):
-            cells.update(step.online(cells, types, state))
+        self.apply(cells)
         # A step may read or replace a column of `keep`; the result has it as it was
         # sent.
         for name in self.keep:
@@ -293,6 +343,11 @@ class FittedPreprocessor:
             if name in cells:
                 columns[name] = _result_cells(name, cells[name], kind, self).column()
         return Chunk(columns)
+
+    def apply(self, cells: dict[str, Cells]) -> None:
+        """Adds to some rows what the steps write."""
+        for (step, state), types in zip(self.pairs, self.types, strict=False):
+            cells.update(step.apply(cells, types, state))
 
     def remedies(self) -> dict[str, str]:
         """Returns the remedy for a missing value, by column of the result."""
@@ -356,6 +411,22 @@ class FittedPreprocessor:
             ) from None
 
 
+def _ahead(
+    function: Callable[[pa.RecordBatch], pa.RecordBatch],
+    batches: Iterable[pa.RecordBatch],
+) -> Iterator[pa.RecordBatch]:
+    """Yields the results in the order of the batches, computed by as many threads as there are cores, four at most."""
+    threads = min(4, len(os.sched_getaffinity(0)))
+    pending: deque[Future[pa.RecordBatch]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for batch in batches:
+            pending.append(pool.submit(function, batch))
+            if len(pending) > threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
 def stages(steps: Sequence[Step], where: str, raw: Mapping[str, str]) -> list[Types]:
     """Returns the working types before each step, and after the last.
 
@@ -398,91 +469,69 @@ def _result_cells(
         with np.errstate(invalid="ignore"):
             valid = valid & np.isfinite(values)
             if element(kind) == "float32":
-                valid &= np.abs(values) <= FLOAT32_MAX
+                valid &= np.abs(values) <= _FLOAT32_MAX
                 values = np.where(valid, values, 0.0).astype(np.float32)
     if not valid.all():
         index = int((~valid).argmax())
         row = cells.column().row_of(index)
-        raise DataError(
-            f"column '{name}', row {row}: the result is missing: null, NaN or beyond float32; send a value, or have it "
-            f"filled by the preprocessor: {fitted.remedies().get(name, 'fill it before')}"
+        rule = (
+            "the result is missing: null, NaN or beyond float32; send a value, or have it filled by the preprocessor: "
+            f"{fitted.remedies().get(name, 'fill it before')}"
         )
-    return Cells(values=values, valid=valid, lengths=cells.lengths)
+        raise CellError(name, row, rule)
+    return Cells(values=values, valid=valid, lengths=cells.lengths, words=cells.words)
 
 
-# 26 steps took Ibis and DuckDB 2.8 s to plan in one piece, 2.2 s in stages of 8, 5.4 s
-# in stages of 1.
-_STEPS_PER_STAGE = 8
+def _as_arrow(column: Column, dtype: pa.DataType) -> pa.Array:
+    if not column.ragged:
+        return pa.array(column.values, dtype)
+    values = pa.array(column.values, dtype.value_type)
+    return pa.ListArray.from_arrays(pa.array(column.offsets, pa.int32()), values)
 
 
-def _apply_steps(
-    fitted: FittedPreprocessor, data: Opened, events: Table, engine: Engine
-) -> Table:
-    chain = Chain(
-        steps=fitted.steps,
-        types=fitted.types,
-        states=fitted.states,
-        engine=engine,
-        table=data.table,
-        events=events,
-    )
-    # A step may replace a column in place that `keep` or `order_by` need as it was.
-    raw = {f"__raw_{name}__": data.table[name] for name in data.raw}
-    table = data.table.mutate(**raw)
-    for number, step in enumerate(fitted.steps):
-        for predicate, column, rule in step.problems(table, fitted.types[number]):
-            _check_rows(data, table, predicate, column, rule, engine)
-        table = chain.apply(number, table)
-        if number % _STEPS_PER_STAGE == _STEPS_PER_STAGE - 1:
-            table = engine.stage(table)
-    results = {}
-    for name, kind in fitted.outputs.items():
-        column = table[name]
-        if name in fitted.keep:
-            column = table[f"__raw_{name}__"]
-            if fitted.raw[name] in TIMES:
-                column = whole_seconds(column)
-        if kind == "float32":
-            column = as_float32(column, engine)
-        elif kind == "list<float32>" and name not in fitted.keep:
-            column = column.map(lambda value: as_float32(value, engine))
-        results[name] = column
-    if ROW in table.columns:
-        results[ROW] = table[ROW]
-    return table.select(**results, **{name: table[name] for name in raw})
+def requests_sql(
+    fitted: FittedPreprocessor,
+    data: Rows,
+    past: Rows,
+    order_by: Sequence[str] = (),
+    extra: Sequence[str] = (),
+    where: str = "",
+) -> str:
+    """Returns SQL for rows as a request has them: raw columns, and the events that each history needs.
 
-
-def _check_rows(
-    data: Opened, table: Table, predicate: Any, column: str, rule: str, engine: Engine
-) -> None:
-    """Raises a DataError for a row refused by a step."""
-    bad = table.filter(predicate)
-    has_order = ROW in table.columns
-    # The first such row, whatever the engine's threads find first.
-    first = bad.select(column, ROW).order_by([ROW]) if has_order else bad.select(column)
-    rows = engine.collect(first.limit(1)).to_pylist()
-    if not rows:
-        return
-    # The column holds the file's index times 2**40 and the row in the file.
-    row = f", row {rows[0][ROW] % 2**40}" if has_order else ""
-    raise DataError(
-        f"{data.where}: column '{column}'{row}: {short_text(rows[0][column])}: {rule}"
-    )
-
-
-def _sorted(table: Table, data: Opened, order_by: Sequence[str]) -> Table:
-    """Sorts rows by columns of the source, and ties by the order of the files if the engine knows it."""
-    order = []
+    Args:
+        fitted: steps; their states are not needed.
+        data: the rows.
+        past: the events.
+        order_by: columns to sort by; the order of the rows by default.
+        extra: further raw columns of the rows.
+        where: condition for the rows, which may use their number ``__row__``.
+    """
+    histories = [step for step in fitted.steps if isinstance(step, History)]
+    sent = {name for step in histories for name in step.sent}
+    names = [name for name in fitted.request_columns if name not in sent]
+    names = list(dict.fromkeys([*names, *fitted.keep, *extra]))
     for name in order_by:
         if name not in data.raw:
             raise missing_column(data.where, name, data.raw.keys())
-        order.append(f"__raw_{name}__")
-    if ROW in table.columns:
-        order.append(ROW)
-    return table.order_by(order) if order else table
+    inner = [*names, *order_by]
+    for step in histories:
+        inner += [step.user, step.time]
+    columns = ", ".join(quoted(name) for name in dict.fromkeys(inner))
+    if not (histories or order_by or where):
+        return f"SELECT {columns or '1 AS one'} FROM {data.view}"
+    rows = f"(SELECT {columns}, row_number() OVER () - 1 AS {ROW} FROM {data.view})"
+    if where:
+        rows = f"(SELECT * FROM {rows} WHERE {where})"
+    for step in histories:
+        rows = f"({step.sql(rows, past.view)})"
+    columns = ", ".join(quoted(name) for name in [*names, *sorted(sent)])
+    order = ", ".join([*map(quoted, order_by), ROW])
+    return f"SELECT {columns} FROM {rows} ORDER BY {order}"
 
 
-VERSION = 1
+# 1: zones as tables of numbers, steps for Ibis.
+VERSION = 2
 STEPS: Mapping[str, type[Step]] = {
     step.__name__: step
     for step in (
@@ -498,12 +547,6 @@ STEPS: Mapping[str, type[Step]] = {
         TimeFeatures,
     )
 }
-_CODECS = ("SNAPPY", "UNCOMPRESSED")
-_ENCODINGS = {"PLAIN", "RLE", "PLAIN_DICTIONARY", "RLE_DICTIONARY"}
-# Bytes in memory for each byte of a vocabulary's file; 3 to 5 are usual.
-_MAX_EXPANSION = 64
-# Further bytes in memory for any file, however small.
-_ALLOWANCE = 2**24
 _MAIN = "preprocessor.json"
 DIGEST = "preprocessor.sha256"
 
@@ -511,8 +554,8 @@ DIGEST = "preprocessor.sha256"
 def _from_json(folder: Path, main: Any) -> FittedPreprocessor:
     if main.get("version") != VERSION:
         raise DataError(
-            f"{folder / _MAIN}: format version {main.get('version')!r}, this package reads {VERSION}; fit it again, or "
-            "install the version of torchrec_ext that wrote it"
+            f"{folder / _MAIN}: format version {main.get('version')!r}, this package reads {VERSION}; preprocess the "
+            "log again"
         )
     pairs = [_load_step(folder, entry) for entry in main["steps"]]
     return FittedPreprocessor.of(pairs, dict(main["columns"]), main["keep"])
@@ -578,7 +621,6 @@ def _vocabulary(folder: Path, entry: Mapping[str, Any]) -> Vocabulary:
             f"{path}: does not have the SHA-256 in {_MAIN}: it was changed or damaged; copy it again"
         )
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
-        _check_size(path, file.metadata, entry["rows"])
         table = file.read().combine_chunks()
     # combine_chunks() has made one chunk of each column; of an empty one there is none
     # to take.
@@ -587,65 +629,6 @@ def _vocabulary(folder: Path, entry: Mapping[str, Any]) -> Vocabulary:
             table["value"].combine_chunks(), table["count"].combine_chunks()
         )
     return Vocabulary(table["value"].chunk(0), table["count"].chunk(0))
-
-
-def _check_size(path: Path, footer: pq.FileMetaData, rows: int) -> None:
-    """Refuses a file, before it is unpacked, if it would take far more memory than it has bytes.
-
-    Distinct values, as in a vocabulary, take about as much memory as the file has bytes. A few repeated values, a codec
-    or an encoding other than those of :func:`_save_step` may take thousands of times as much.
-    """
-    columns = []
-    for group in range(footer.num_row_groups):
-        columns += [
-            footer.row_group(group).column(index) for index in range(footer.num_columns)
-        ]
-    is_own_format = all(
-        column.compression in _CODECS and _ENCODINGS.issuperset(column.encodings)
-        for column in columns
-    )
-    size = path.stat().st_size
-    limit = _MAX_EXPANSION * size + _ALLOWANCE
-    # 16 bytes a row: a count of int64, and a value of int64 or the offset of a text.
-    packed = (
-        sum(column.total_uncompressed_size for column in columns) + footer.num_rows * 16
-    )
-    if (
-        footer.num_rows != rows
-        or not is_own_format
-        or packed > limit
-        or _unpacked_texts(path, footer, limit) > limit
-    ):
-        raise DataError(
-            f"{path}: {footer.num_rows:,} rows in {size:,} bytes, which unpack to more than the {limit:,} that are "
-            f"read, or are not the {rows:,} in {_MAIN}: it is no vocabulary of this package; fit the preprocessor again"
-        )
-
-
-def _unpacked_texts(path: Path, footer: pq.FileMetaData, limit: int) -> int:
-    """Returns an upper bound of the bytes of column ``value``, with a dictionary's text counted once per row."""
-    with pq.ParquetFile(path, read_dictionary=["value"]) as file:
-        if not pa.types.is_dictionary(file.schema_arrow.field("value").type):
-            return 0
-        longest = 0
-        for group in range(footer.num_row_groups):
-            for batch in file.iter_batches(
-                1, row_groups=[group], columns=["value"], use_threads=False
-            ):
-                longest = max(
-                    longest,
-                    pc.max(pc.binary_length(batch.column(0).dictionary)).as_py() or 0,
-                )
-                break  # the first row has all of its group's dictionary
-        if longest * footer.num_rows <= limit:
-            return int(longest * footer.num_rows)
-        total = 0
-        for chunk in file.read(columns=["value"], use_threads=False)["value"].chunks:
-            total += (
-                pc.sum(pc.binary_length(chunk.dictionary).take(chunk.indices)).as_py()
-                or 0
-            )
-        return int(total)
 
 
 def _main_text(folder: Path) -> str:

@@ -122,7 +122,7 @@ def disk_errors(out: Path, *, writing: bool = True) -> Iterator[None]:
         raise
     except Exception as error:
         folder = visible_name(out)
-        # Engines wrap the system's error, so its number may be gone and only its words
+        # DuckDB wraps the system's error, so its number may be gone and only its words
         # are left.
         full = isinstance(error, OSError) and error.errno in (
             errno.ENOSPC,

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from torchrec_ext.data.preprocess.columns import IDS, NUMBERS, TIMES, Cells, Types
-from torchrec_ext.data.preprocess.engines import exact, number, step_function
-from torchrec_ext.data.preprocess.step import Step, StepContext, StepState, Table
-from torchrec_ext.data.preprocess.times import per_second, whole_seconds
-from torchrec_ext.schema import DataError
+from torchrec_ext.data.columns import Int64
+from torchrec_ext.data.preprocess.columns import (
+    IDS,
+    NUMBERS,
+    TIMES,
+    CellError,
+    Cells,
+    Mask,
+    Types,
+)
+from torchrec_ext.data.preprocess.step import Step, StepState, quoted
+from torchrec_ext.data.preprocess.times import per_second
 from torchrec_ext.schema.validation import check_least
 
 # Starts of buckets of gaps in seconds, for History.gaps: 1, 2, 4 and so on to two
@@ -141,61 +149,6 @@ class History(Step):
         """Returns the number of buckets of the gaps + 1, row 0 included."""
         return {f"{self.output}_gap": len(self.gaps) + 2} if self.gaps else {}
 
-    def transform(
-        self, table: Table, types: Types, state: StepState, run: StepContext
-    ) -> Table:
-        """Numbers each user's events, counts for each (user, time) how many came before, and joins the two."""
-        import ibis
-
-        events = self._events(run, types)
-        input_columns = table.columns
-        moments = table.select(user=table[self.user], time=table[self.time]).distinct()
-        moments = moments.filter(moments.user.notnull() & moments.time.notnull())
-        tails = [name for name in events.columns if name not in ("user", "time")]
-        histories = _histories(moments, events, self.length, tails)
-        same_moment = [
-            table[self.user] == histories["__user__"],
-            table[self.time] == histories["__time__"],
-        ]
-        joined = table.left_join(histories, same_moment)
-        # `writes` is in the order of the events' columns: item, those of `also`, and
-        # the second of a gap.
-        lists = {
-            name: joined[f"__{tail}__"]
-            for name, tail in zip(self.writes, tails, strict=True)
-        }
-        if self.gaps:
-            now = _seconds(joined[self.time], types[self.time])
-            values = range(1, len(self.gaps) + 2)
-            gap = self.writes[-1]
-            lists[gap] = lists[gap].map(
-                lambda second: step_function(now - second, self.gaps, values)
-            )
-        # Rows without a history have empty lists; Ibis calls a list an array.
-        for name, kind in self.types(types).items():
-            empty = ibis.literal([], type=kind.replace("list", "array"))
-            lists[name] = ibis.coalesce(lists[name], empty)
-        return joined.mutate(lists).select(
-            *dict.fromkeys([*input_columns, *self.writes])
-        )
-
-    def _events(self, run: StepContext, types: Types) -> Table:
-        rows = run.events
-        if self.where:
-            rows = rows.filter(
-                number(rows[self.where], types[self.where], run.engine)
-                >= exact(self.at_least)
-            )
-        columns = {
-            "user": rows[self.user],
-            "time": rows[self.time],
-            "item": rows[self.item],
-        }
-        columns |= {f"also_{index}": rows[name] for index, name in enumerate(self.also)}
-        if self.gaps:
-            columns["second"] = _seconds(rows[self.time], types[self.time])
-        return rows.select(**columns).drop_null()
-
     def request_types(self, raw: Mapping[str, str]) -> Mapping[str, str]:
         """Returns the types of the row's time and of the user's events."""
         kinds = {self.time: raw[self.time]}
@@ -203,71 +156,109 @@ class History(Step):
             kinds[name] = f"list<{raw[column]}>"
         return kinds
 
-    def online(
+    def apply(
         self, cells: Mapping[str, Cells], types: Types, state: StepState
     ) -> Mapping[str, Cells]:
-        """Computes the same from the events in the request."""
+        """Sorts the events that came with each row, and keeps the last ones before it."""
         now = cells[self.time]
         lists = [cells[name] for name in self.sent]
         _check_lengths(self.sent, lists)
-        # An event counts if none of its values is null.
-        is_event = np.logical_and.reduce([each.valid for each in lists])
-        event_masks = lists[0].with_values(is_event).rows()
-        rows = zip(
-            now.values.tolist(),
-            now.valid.tolist(),
-            event_masks,
-            *(each.rows() for each in lists),
-            strict=True,
-        )
-        events: list[Any] = []
-        lengths = np.zeros(len(now.values), dtype=np.int64)
-        for index, fields in enumerate(rows):
-            tail = self._tail(*fields)
-            events += tail
-            lengths[index] = len(tail)
-        # The columns of the events in the order in which a tail is sorted; of no events
-        # there are none to transpose.
-        times, items, *also = list(zip(*events, strict=True)) or [()] * len(lists)
+        lengths: Any = lists[0].lengths
+        row = np.repeat(np.arange(len(lengths)), lengths)
+        # An event counts if none of its values is null, and it is strictly earlier.
+        times = lists[1].values
+        counts = np.logical_and.reduce([each.valid for each in lists])
+        counts &= now.valid[row] & (times < now.values[row])
+        order = np.flatnonzero(counts)
+        items, _, *also = [_ranks(each)[order] for each in lists]
+        order = order[_sorting([*also[::-1], items, times[order], row[order]])]
+        kept, lengths = _last(row[order], len(lengths), self.length)
+        order = order[kept]
         results = {}
-        for name, values, each in zip(
-            self.ids, [items, *also], [lists[0], *lists[2:]], strict=True
-        ):
-            results[name] = Cells.full(
-                np.array(values, dtype=each.values.dtype), lengths
-            )
+        for name, each in zip(self.ids, [lists[0], *lists[2:]], strict=True):
+            column = Cells.full(each.values[order], lengths)
+            results[name] = dataclasses.replace(column, words=each.words)
         if self.gaps:
             size = per_second(types[self.time])
-            row_times = now.values.repeat(lengths) // size
-            event_times = np.array(times, dtype=np.int64) // size
-            # Clipped as `transform` does, so that no difference is beyond 64 bits.
-            gaps = np.clip(row_times, -_FARTHEST, _FARTHEST) - np.clip(
-                event_times, -_FARTHEST, _FARTHEST
-            )
+            seconds = np.clip(now.values[row[order]] // size, -_FARTHEST, _FARTHEST)
+            gaps = seconds - np.clip(times[order] // size, -_FARTHEST, _FARTHEST)
             buckets = np.searchsorted(np.array(self.gaps), gaps, side="right") + 1
-            results[self.writes[-1]] = Cells.full(
-                buckets.astype(np.int64, copy=False), lengths
-            )
+            results[self.writes[-1]] = Cells.full(buckets.astype(np.int64), lengths)
         return results
 
-    def _tail(
-        self, now: int, valid: bool, event_mask: Any, items: Any, times: Any, *also: Any
-    ) -> list[Any]:
-        """Returns the latest events of a row, oldest first, each as (time, item, columns of ``also``)."""
-        if not valid:
-            return []
-        before = event_mask & (times < now)
-        events = zip(
-            *(values[before].tolist() for values in (times, items, *also)), strict=True
+    def sql(self, rows: str, events: str) -> str:
+        """Returns SQL that adds to ``rows`` what a request brings along, ``sent``, from ``events`` before each row.
+
+        The list of an event's last ones, itself included, is that of every row after it and before the user's next
+        event, so an ASOF join finds it. Only the last event of a time has one.
+        """
+        user, time = quoted(self.user), quoted(self.time)
+        return (
+            f"SELECT r.*, {self._sent} FROM {rows} r ASOF LEFT JOIN ({self._tails(events, time)}) e "
+            f"ON r.{user} = e.{user} AND r.{time} > e.{time}"
         )
-        return sorted(events)[-self.length :]
+
+    def latest_sql(self, users: str, events: str) -> str:
+        """Returns SQL that adds ``sent`` to a table of users, from all of their ``events``."""
+        user = quoted(self.user)
+        return (
+            f"SELECT r.*, {self._sent} FROM {users} r LEFT JOIN ({self._tails(events, user)}) e "
+            f"ON r.{user} = e.{user}"
+        )
+
+    @property
+    def _sent(self) -> str:
+        return ", ".join(
+            f"coalesce(e.{quoted(name)}, []) AS {quoted(name)}" for name in self.sent
+        )
+
+    def _tails(self, events: str, each: str) -> str:
+        """Returns SQL for the lists of a user's events up to the last one of ``each`` time or user."""
+        user, item, time = map(quoted, (self.user, self.item, self.time))
+        also = [quoted(name) for name in self.also]
+        known = [f"{name} IS NOT NULL" for name in (user, item, time, *also)]
+        if self.where:
+            where = f"CAST({quoted(self.where)} AS DOUBLE)"
+            least = f"CAST('{float(self.at_least)!r}' AS DOUBLE)"
+            known.append(f"isfinite({where}) AND {where} >= {least}")
+        lists = ", ".join(
+            f"list({column}) OVER last AS {quoted(name)}"
+            for name, column in zip(self.sent, (item, time, *also), strict=True)
+        )
+        order = f"PARTITION BY {user} ORDER BY {', '.join((time, item, *also))}"
+        return (
+            f"SELECT {user}, {time}, {lists} FROM {events} WHERE {' AND '.join(known)} "
+            f"WINDOW last AS ({order} ROWS BETWEEN {self.length - 1} PRECEDING AND CURRENT ROW), every AS ({order}) "
+            f"QUALIFY lead({each}) OVER every IS DISTINCT FROM {each}"
+        )
 
 
-def _seconds(column: Any, kind: str) -> Any:
-    """Returns times in whole seconds, integers in their own unit."""
-    return (
-        whole_seconds(column) if kind in TIMES else column.clip(-_FARTHEST, _FARTHEST)
-    )
+def _ranks(cells: Cells) -> Int64:
+    """Returns integers in the order of the values, as DuckDB sorts them: texts by their bytes."""
+    if cells.words is None:
+        return cells.values
+    encoded = cells.words.dictionary_encode()
+    keys = [text.encode() for text in encoded.dictionary.to_pylist()]
+    ranks = np.empty(len(keys), dtype=np.int64)
+    ranks[sorted(range(len(keys)), key=keys.__getitem__)] = np.arange(len(keys))
+    return ranks[encoded.indices.to_numpy()[cells.values]]
+
+
+def _sorting(keys: Sequence[Int64]) -> Any:
+    """Returns the order by the last key, ties by the one before it; events of files come sorted."""
+    is_equal: Mask = np.ones(max(len(keys[0]) - 1, 0), dtype=bool)
+    for key in reversed(keys):
+        if (is_equal & (key[1:] < key[:-1])).any():
+            return np.lexsort(keys)
+        is_equal &= key[1:] == key[:-1]
+    return slice(None)
+
+
+def _last(row: Int64, rows: int, length: int) -> tuple[Mask, Int64]:
+    """Returns which of the sorted events are a row's last ones, and how many each row has of them."""
+    lengths = np.bincount(row, minlength=rows).astype(np.int64)
+    from_end = np.cumsum(lengths)[row] - np.arange(len(row))
+    return from_end <= length, np.minimum(lengths, length)
 
 
 def _check_lengths(names: Sequence[str], lists: Sequence[Cells]) -> None:
@@ -278,48 +269,5 @@ def _check_lengths(names: Sequence[str], lists: Sequence[Cells]) -> None:
         if not np.array_equal(expected, lengths):
             row = int((expected != lengths).argmax())
             what = "time" if name == names[1] else "value"
-            raise DataError(
-                f"column '{names[0]}', row {row}: {expected[row]} items, but '{name}' has {lengths[row]}; send one "
-                f"{what} for each item"
-            )
-
-
-def _histories(
-    moments: Table, events: Table, length: int, columns: Sequence[str]
-) -> Table:
-    """Returns (__user__, __time__, __COLUMN__ ...) of each moment with earlier events, one list per column."""
-    import ibis
-
-    # By time and then by the ids, so that the order does not depend on the engine or on
-    # the files.
-    order = [events[name] for name in events.columns if name not in ("user", "second")]
-    # The list at an event's number is the history of a moment with so many events
-    # before it.
-    latest = ibis.window(
-        group_by=events.user, order_by=order, preceding=length - 1, following=0
-    )
-    tails = events.select(
-        "user",
-        number=ibis.row_number().over(ibis.window(group_by=events.user, order_by=order))
-        + 1,
-        **{f"__{name}__": events[name].collect().over(latest) for name in columns},
-    )
-    # A moment is sorted before the events of its own time (0 before 1), so these are
-    # not counted.
-    both = ibis.union(
-        moments.mutate(event=ibis.literal(0, type="int64")),
-        events.select("user", "time", event=ibis.literal(1, type="int64")),
-    )
-    upto = ibis.window(
-        group_by=both.user,
-        order_by=[both.time, both.event],
-        preceding=None,
-        following=0,
-    )
-    counted = both.mutate(before=both.event.sum().over(upto))
-    counted = counted.filter((counted.event == 0) & (counted.before > 0))
-    joined = counted.inner_join(
-        tails, [counted.user == tails.user, counted.before == tails.number]
-    )
-    lists = [tails[f"__{name}__"] for name in columns]
-    return joined.select(*lists, __user__=counted.user, __time__=counted.time)
+            rule = f"{expected[row]} items, but '{name}' has {lengths[row]}; send one {what} for each item"
+            raise CellError(names[0], row, rule)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import re
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from itertools import chain
+from typing import Literal, get_args
 
 import numpy as np
+import pyarrow as pa
 
-from torchrec_ext.data.columns import Int64
-from torchrec_ext.data.preprocess.columns import Cells, Types
-from torchrec_ext.data.preprocess.step import ColumnStep, StepContext, StepState, Table
-from torchrec_ext.schema import DataError
+from torchrec_ext.data.columns import Column, Int64
+from torchrec_ext.data.preprocess.columns import CellError, Cells, Types
+from torchrec_ext.data.preprocess.step import ColumnStep, StepState
 from torchrec_ext.schema.validation import check_choice, check_least
 
 TooLong = Literal["recent", "error"]
@@ -63,51 +64,13 @@ class Lists(ColumnStep):
             )
         }
 
-    def transform(
-        self, table: Table, types: Types, state: StepState, run: StepContext
-    ) -> Table:
-        """Splits, filters and cuts."""
-        table = table.mutate({self.writes[0]: self._uncut(table)})
-        if self.max_length is None:
-            return table
-        import ibis
-
-        values = table[self.writes[0]]
-        first = ibis.greatest(values.length() - self.max_length, 0)
-        return table.mutate({self.writes[0]: values[first:]})
-
-    def _uncut(self, table: Table) -> Any:
-        import ibis
-
-        column = table[self.column]
-        if self.separator is None:
-            return column.filter(lambda value: value.notnull())
-        # A pattern, since Spark knows no other way to split.
-        elements = column.re_split(re.escape(self.separator)).filter(
-            lambda element: element != ""
-        )
-        return ibis.coalesce(elements, ibis.literal([], type="array<string>"))
-
-    def problems(self, table: Table, types: Types) -> list[tuple[Any, str, str]]:
-        """Returns the condition of rows that are too long, if these are refused."""
-        if self.too_long == "recent" or self.max_length is None:
-            return []
-        return [
-            (self._uncut(table).length() > self.max_length, self.column, self._rule())
-        ]
-
-    def _rule(self) -> str:
-        return f"a list longer than max_length={self.max_length}; cut it where it is written, or set too_long='recent'"
-
-    def online(
+    def apply(
         self, cells: Mapping[str, Cells], types: Types, state: StepState
     ) -> Mapping[str, Cells]:
-        """Computes the same in numpy."""
-        lists = (
-            cells[self.column]
-            if self.separator is None
-            else self._split(cells[self.column])
-        )
+        """Splits, drops nulls and cuts."""
+        lists = cells[self.column]
+        if self.separator is not None:
+            lists = _split(lists, self.separator)
         assert lists.lengths is not None
         # The row of each element that is not null, and the number of these in each row.
         row = np.repeat(np.arange(len(lists.lengths)), lists.lengths)[lists.valid]
@@ -118,17 +81,8 @@ class Lists(ColumnStep):
             # 1 for the last element of a row: the last ones are kept.
             from_end = np.cumsum(lengths)[row] - np.arange(len(values))
             values = values[from_end <= kept_lengths[row]]
-        return {self.writes[0]: Cells.full(values, kept_lengths)}
-
-    def _split(self, cells: Cells) -> Cells:
-        elements: list[str] = []
-        lengths = np.zeros(len(cells.values), dtype=np.int64)
-        # The text of a null cell means nothing.
-        for row in np.flatnonzero(cells.valid):
-            texts = [text for text in cells.values[row].split(self.separator) if text]
-            elements += texts
-            lengths[row] = len(texts)
-        return Cells.full(np.array(elements, dtype=object), lengths)
+        kept = Cells.full(values, kept_lengths)
+        return {self.writes[0]: dataclasses.replace(kept, words=lists.words)}
 
     def _cut_lengths(self, lengths: Int64) -> Int64:
         if self.max_length is None:
@@ -139,7 +93,33 @@ class Lists(ColumnStep):
             and lengths.max() > self.max_length
         ):
             row = int((lengths > self.max_length).argmax())
-            raise DataError(
-                f"column '{self.column}', row {row}: {lengths[row]} elements, {self._rule()}"
+            rule = (
+                f"{lengths[row]} elements, a list longer than max_length={self.max_length}; cut it where it is "
+                "written, or set too_long='recent'"
             )
+            raise CellError(self.column, row, rule)
         return np.minimum(lengths, self.max_length)
+
+
+def _split(texts: Cells, separator: str) -> Cells:
+    """Splits each different text once; null is an empty list."""
+    assert texts.words is not None
+    encoded = texts.words.dictionary_encode()
+    elements: dict[str, int] = {}
+    parts: list[list[int]] = []
+    for text in encoded.dictionary.to_pylist():
+        words = [word for word in text.split(separator) if word]
+        parts.append([elements.setdefault(word, len(elements)) for word in words])
+    # The last list is that of null.
+    parts.append([])
+    places = encoded.indices.to_numpy()[texts.values]
+    rows = np.where(texts.valid, places, len(parts) - 1)
+    lengths_of = np.array([len(part) for part in parts], dtype=np.int64)
+    codes = np.array(list(chain.from_iterable(parts)), dtype=np.int64)
+    column = Column.from_lengths(codes, lengths_of).take(rows)
+    return Cells(
+        values=column.values,
+        valid=np.ones(len(column.values), dtype=bool),
+        lengths=column.lengths,
+        words=pa.array(list(elements), pa.string()),
+    )

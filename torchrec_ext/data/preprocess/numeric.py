@@ -2,41 +2,32 @@
 
 FillMissing: a value for null; for floats also for NaN and the infinities.
 
-mean_and_std(), quantiles_of(), most_common(): statistics of number columns, the same from every engine.
+mean_and_std(), quantiles_of(), most_common(): statistics of number columns, the same on every machine.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
 
 from torchrec_ext.data.preprocess.columns import NUMBERS, Cells, Types
-from torchrec_ext.data.preprocess.engines import (
-    count_rows,
-    exact,
-    number,
-    step_function,
-)
-from torchrec_ext.data.preprocess.step import ColumnStep, StepContext, StepState, Table
+from torchrec_ext.data.preprocess.step import ColumnStep, Query, StepState, quoted
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import check_choice, check_least
 
-if TYPE_CHECKING:
-    from torchrec_ext.data.preprocess.engines import Engine
-
-Values = Any  # one column, x: float64, null if missing
 _DIGITS = 10
 
 
 def rounded(value: float) -> float:
-    """Rounds to 10 significant digits: sums over many threads differ in the last ones, by engine and by run.
+    """Rounds to 10 significant digits: sums over many threads differ in the last ones from run to run.
 
     Example:
         >>> rounded(0.1 + 0.2), rounded(123456.7890123456)
@@ -45,36 +36,45 @@ def rounded(value: float) -> float:
     return float(f"{value:.{_DIGITS - 1}e}")
 
 
+def _numbers(column: str) -> str:
+    """Returns a table with the finite numbers of a column as doubles, ``x``, in SQL."""
+    x = f"CAST({quoted(column)} AS DOUBLE)"
+    # -0.0 and 0.0 are one value; adding 0.0 leaves the second.
+    return f"(SELECT {x} + 0.0 AS x FROM fit_rows WHERE isfinite({x}))"
+
+
 def mean_and_std(
-    step: Any, values: Values, where: str, engine: Engine
+    step: Any, column: str, where: str, query: Query
 ) -> tuple[float, float]:
-    """Computes the mean and the population standard deviation.
+    """Computes the mean and the population standard deviation, in 64 bits.
 
     Raises:
         DataError: no value is a number, or the sum overflows.
     """
-    values = values.filter(values.x.notnull())
-    statistics = values.aggregate(
-        n=values.count(), mean=values.x.mean(), std=values.x.std(how="pop")
+    sql = f"SELECT count(*) AS n, avg(x) AS mean, stddev_pop(x) AS std FROM {_numbers(column)}"
+    overflow = DataError(
+        f"{where}: {step}: the sum of its values is beyond float64; clip the column first with LogClip"
     )
-    row = engine.collect(statistics).to_pylist()[0]
+    try:
+        (row,) = query(sql).to_pylist()
+    except Exception as error:
+        if "out of range" not in str(error).lower():
+            raise
+        raise overflow from error
     _check_not_empty(step, row["n"], where)
     mean = row["mean"]
     std = row["std"]
-    # An engine answers an overflow with infinity, NaN or null.
     if mean is None or std is None or not math.isfinite(mean) or not math.isfinite(std):
-        raise DataError(
-            f"{where}: {step}: the sum of its values is beyond float64; clip the column first with LogClip"
-        )
+        raise overflow
     return rounded(mean), rounded(std)
 
 
 def quantiles_of(
     step: Any,
-    values: Values,
+    column: str,
     shares: Sequence[float | Fraction],
     where: str,
-    engine: Engine,
+    query: Query,
 ) -> list[float]:
     """Returns, for each share, the smallest value with at least this share of the rows at or below it.
 
@@ -83,43 +83,37 @@ def quantiles_of(
     Raises:
         DataError: no value is a number.
     """
-    values = values.filter(values.x.notnull())
-    size = count_rows(values, engine)
+    numbers = _numbers(column)
+    size = query(f"SELECT count(*) AS n FROM {numbers}")["n"][0].as_py()
     _check_not_empty(step, size, where)
-    # -0.0 and 0.0 are one value; adding 0.0 leaves the second.
-    counts = values.group_by(x=values.x + 0.0).aggregate(n=lambda t: t.count())
-    import ibis
-
-    # The number of rows with a value up to x. Counts are exact in every engine;
-    # quantile functions may interpolate.
-    upto = counts.n.sum().over(
-        ibis.window(order_by=counts.x, preceding=None, following=0)
-    )
-    counts = counts.mutate(upto=upto)
     needs = [max(1, math.ceil(share * size)) for share in shares]
-    places = engine.register(pa.table({"place": sorted(set(needs))}))
-    # Each place is reached by one value: the first with so many rows up to it.
-    reached = counts.inner_join(
-        places, [counts.upto >= places.place, counts.upto - counts.n < places.place]
-    )
-    rows = engine.collect(reached.select("place", "x")).to_pylist()
+    places = ", ".join(f"({need})" for need in sorted(set(needs)))
+    # Each place is reached by one value, the first with so many rows up to it. Counts
+    # are exact, quantile functions may interpolate.
+    rows = query(
+        f"WITH counts AS (SELECT x, count(*) AS n FROM {numbers} GROUP BY x), "
+        "sums AS (SELECT x, n, sum(n) OVER (ORDER BY x) AS upto FROM counts) "
+        f"SELECT place, x FROM sums JOIN (VALUES {places}) places(place) ON upto >= place AND upto - n < place"
+    ).to_pylist()
     values_at = {row["place"]: float(row["x"]) for row in rows}
     return [values_at[need] for need in needs]
 
 
-def most_common(step: Any, values: Values, where: str, engine: Engine) -> Any:
+def most_common(step: Any, column: str, kind: str, where: str, query: Query) -> Any:
     """Returns the value with the most rows, the smallest one of a tie.
 
     Raises:
         DataError: every value is missing.
     """
-    values = values.filter(values.x.notnull())
-    counts = values.group_by("x").aggregate(n=lambda t: t.count())
-    rows = engine.collect(counts.order_by(counts.n.desc(), counts.x.asc()).limit(1))[
-        "x"
-    ].to_pylist()
+    x = quoted(column)
+    values = f"(SELECT {x} AS x FROM fit_rows WHERE {x} IS NOT NULL)"
+    # Integers and texts stay what they are: as a float a large integer would be
+    # another one.
+    if kind == "float64":
+        values = _numbers(column)
+    rows = query(f"SELECT x FROM {values} GROUP BY x ORDER BY count(*) DESC, x LIMIT 1")
     _check_not_empty(step, len(rows), where)
-    return rows[0]
+    return rows["x"][0].as_py()
 
 
 def _check_not_empty(step: Any, size: int, where: str) -> None:
@@ -136,9 +130,6 @@ class _NumberStep(ColumnStep):
         """Returns floats."""
         types.need(self, self.column, NUMBERS, "give it numbers")
         return {self.writes[0]: "float64"}
-
-    def _number(self, table: Table, types: Types, run: StepContext) -> Any:
-        return number(table[self.column], types[self.column], run.engine)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,31 +173,17 @@ class Bucketize(_NumberStep):
         )
         return {self.writes[0]: "int64"}
 
-    def fit(self, table: Table, types: Types, run: StepContext) -> StepState:
+    def fit(self, query: Query, types: Types) -> StepState:
         """Fits the boundaries."""
         if self.quantiles is None:
             return {"boundaries": [float(edge) for edge in self.boundaries or ()]}
         shares = [
             Fraction(bucket, self.quantiles) for bucket in range(1, self.quantiles)
         ]
-        values = table.select(x=self._number(table, types, run))
-        boundaries = quantiles_of(self, values, shares, types.where, run.engine)
+        boundaries = quantiles_of(self, self.column, shares, types.where, query)
         return {"boundaries": sorted(set(boundaries))}
 
-    def transform(
-        self, table: Table, types: Types, state: StepState, run: StepContext
-    ) -> Table:
-        """Bisects the boundaries by nested conditions."""
-        x = self._number(table, types, run)
-        edges = state["boundaries"]
-        bucket = step_function(
-            x, [exact(edge) for edge in edges], range(1, len(edges) + 2)
-        )
-        return table.mutate(
-            {self.writes[0]: x.isnull().ifelse(0, bucket).cast("int64")}
-        )
-
-    def online(
+    def apply(
         self, cells: Mapping[str, Cells], types: Types, state: StepState
     ) -> Mapping[str, Cells]:
         """Bisects the boundaries."""
@@ -232,8 +209,8 @@ class Bucketize(_NumberStep):
 class LogClip(_NumberStep):
     """Computes ln(1 + x - low) of x clipped to [low, high]: for counts and prices, which have a long tail.
 
-    The logarithm is rounded to 32 bits. Java's and C's differ in the last of 64 (Spark's from numpy's in 0.3 % of
-    300,000 numbers), and a step after this one could make a bucket of that.
+    The logarithm is rounded to 32 bits: machines differ in the last of 64, and a step after this one could make a
+    bucket of that.
 
     Args:
         column: name of a column of integers or floats.
@@ -256,25 +233,12 @@ class LogClip(_NumberStep):
                 f"LogClip('{self.column}'): low={self.low}, high={self.high}: must be finite, low at most high"
             )
 
-    def transform(
-        self, table: Table, types: Types, state: StepState, run: StepContext
-    ) -> Table:
-        """Clips by conditions and takes the logarithm."""
-        x = self._number(table, types, run)
-        x = (x < exact(self.low)).ifelse(exact(self.low), x)
-        if self.high is not None:
-            x = (x > exact(self.high)).ifelse(exact(self.high), x)
-        if self.log:
-            x = (x - exact(self.low) + exact(1.0)).ln().cast("float32").cast("float64")
-        return table.mutate({self.writes[0]: x})
-
-    def online(
+    def apply(
         self, cells: Mapping[str, Cells], types: Types, state: StepState
     ) -> Mapping[str, Cells]:
-        """Computes the same in numpy."""
+        """Clips, and takes the logarithm."""
         x, is_number = cells[self.column].numbers()
         x = np.clip(np.where(is_number, x, self.low), self.low, self.high)
-        # By way of 32 bits, as `transform` does.
         if self.log:
             x = np.log(x - self.low + 1.0).astype(np.float32).astype(np.float64)
         return {self.writes[0]: cells[self.column].with_values(x, is_number)}
@@ -282,7 +246,7 @@ class LogClip(_NumberStep):
 
 @dataclass(frozen=True, kw_only=True)
 class Normalize(_NumberStep):
-    """Computes (x - mean) / std with the training rows' statistics, rounded to 10 digits so that engines agree.
+    """Computes (x - mean) / std with the training rows' statistics, rounded to 10 digits.
 
     A column with one value only is divided by 1.
 
@@ -299,26 +263,16 @@ class Normalize(_NumberStep):
         """``column``."""
         return (self.column,)
 
-    def fit(self, table: Table, types: Types, run: StepContext) -> StepState:
+    def fit(self, query: Query, types: Types) -> StepState:
         """Fits mean and standard deviation."""
-        values = table.select(x=self._number(table, types, run))
-        mean, std = mean_and_std(self, values, types.where, run.engine)
+        mean, std = mean_and_std(self, self.column, types.where, query)
         # It is 0 for a column with one value.
         return {"mean": mean, "std": std or 1.0}
 
-    def transform(
-        self, table: Table, types: Types, state: StepState, run: StepContext
-    ) -> Table:
-        """Subtracts the mean and divides by the deviation."""
-        x = self._number(table, types, run)
-        return table.mutate(
-            {self.writes[0]: (x - exact(state["mean"])) / exact(state["std"])}
-        )
-
-    def online(
+    def apply(
         self, cells: Mapping[str, Cells], types: Types, state: StepState
     ) -> Mapping[str, Cells]:
-        """Computes the same in numpy."""
+        """Subtracts the mean and divides by the deviation."""
         x, is_number = cells[self.column].numbers()
         with np.errstate(all="ignore"):
             return {
@@ -403,46 +357,35 @@ class FillMissing(ColumnStep):
             )
         return {self.writes[0]: "float64" if numeric else kind}
 
-    def fit(self, table: Table, types: Types, run: StepContext) -> StepState:
+    def fit(self, query: Query, types: Types) -> StepState:
         """Returns the value, or computes the statistic."""
+        column = self.column
         if self.statistic is None:
             return {"value": self.value}
-        kind = types[self.column]
-        x = table[self.column]
-        # Integers and texts stay what they are: as a float a large integer would be
-        # another one.
-        if kind == "float64" or self.statistic != "most_common":
-            x = number(x, kind, run.engine)
-        values = table.select(x=x)
         if self.statistic == "most_common":
-            return {"value": most_common(self, values, types.where, run.engine)}
+            return {
+                "value": most_common(self, column, types[column], types.where, query)
+            }
         if self.statistic == "mean":
-            return {"value": mean_and_std(self, values, types.where, run.engine)[0]}
-        return {"value": quantiles_of(self, values, [0.5], types.where, run.engine)[0]}
+            return {"value": mean_and_std(self, column, types.where, query)[0]}
+        return {"value": quantiles_of(self, column, [0.5], types.where, query)[0]}
 
-    def transform(
-        self, table: Table, types: Types, state: StepState, run: StepContext
-    ) -> Table:
-        """Replaces the missing values of the column."""
-        kind = self.types(types)[self.writes[0]]
-        value = state["value"]
-        column = table[self.column]
-        if kind == "float64":
-            # Makes NaN and the infinities null.
-            column = number(column, types[self.column], run.engine)
-            value = exact(value)
-        return table.mutate({self.writes[0]: column.fill_null(value)})
-
-    def online(
+    def apply(
         self, cells: Mapping[str, Cells], types: Types, state: StepState
     ) -> Mapping[str, Cells]:
-        """Computes the same in numpy."""
+        """Replaces the missing values of the column."""
         column = cells[self.column]
+        value = state["value"]
+        if column.words is not None:
+            # The value is one word more, behind the others.
+            codes = np.where(column.valid, column.values, len(column.words))
+            more = pa.array([value], column.words.type)
+            words = pa.concat_arrays([column.words, more])
+            filled = Cells.full(codes, column.lengths)
+            return {self.writes[0]: dataclasses.replace(filled, words=words)}
         values = column.values
         is_present = column.valid
         if self.types(types)[self.writes[0]] == "float64":
             values, is_present = column.numbers()
-        # A copy: the cells may be the request's own memory.
-        values = values.copy()
-        values[~is_present] = state["value"]
-        return {self.writes[0]: column.with_values(np.asarray(values))}
+        numbers = np.where(is_present, values, np.asarray(value, values.dtype))
+        return {self.writes[0]: column.with_values(numbers)}

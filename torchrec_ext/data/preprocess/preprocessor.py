@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-from torchrec_ext.data.preprocess.columns import check_case
-from torchrec_ext.data.preprocess.engines import connected
-from torchrec_ext.data.preprocess.files import Source
-from torchrec_ext.data.preprocess.fitted import FittedPreprocessor, stages
-from torchrec_ext.data.preprocess.step import Chain, Step, StepState
-from torchrec_ext.data.preprocess.tables import open_sources
+import pyarrow as pa
+
+from torchrec_ext.data.preprocess.columns import (
+    arrow_type,
+    check_case,
+    read_cells,
+)
+from torchrec_ext.data.preprocess.fitted import (
+    FittedPreprocessor,
+    requests_sql,
+    stages,
+)
+from torchrec_ext.data.preprocess.rows import (
+    Connection,
+    Rows,
+    Source,
+    batches,
+    connected,
+    named,
+    open_rows,
+    query_of,
+    telling,
+    working_columns,
+)
+from torchrec_ext.data.preprocess.step import Query, Step, ancestors
 
 FitProgress = Callable[[str], None]
 
@@ -39,7 +59,7 @@ class Preprocessor:
         >>> Preprocessor([Categorify(column="city"), FillMissing(column="City", value="?")])
         Traceback (most recent call last):
         ...
-        ValueError: columns 'City' and 'city' differ in case alone, which no engine tells apart; rename one
+        ValueError: columns 'City' and 'city' differ in case alone, which DuckDB does not tell apart; rename one
     """
 
     steps: Sequence[Step]
@@ -95,47 +115,73 @@ class Preprocessor:
         self,
         source: Source,
         *,
-        engine: Any = "duckdb",
+        con: Connection = None,
         events: Source | None = None,
         progress: FitProgress | None = None,
     ) -> FittedPreprocessor:
         """Fits the steps to training rows.
 
         Args:
-            source: parquet files, folders, patterns, remote addresses, or an Ibis table of the engine (``engine.ibis``
-                makes them).
-            engine: see :func:`~torchrec_ext.data.preprocess.engines.connected`.
+            source: parquet files, folders, patterns, remote addresses, or a relation of ``con``.
+            con: connection of DuckDB, such as ``duckdb.connect()``; a new one by default.
             events: rows to make histories of, if a step is fitted on these; ``source`` by default.
             progress: function that is called with each step's name before it is fitted.
 
         Raises:
             DataError: the files or a column do not allow it; the message names file, column and remedy.
         """
-        with connected(engine) as opened:
-            data, past = open_sources(
+        with connected(con) as opened:
+            data, past = open_rows(
                 source, events, self.raw_columns, self.event_columns, opened
             )
             types = stages(self.steps, data.where, data.raw)
-            states: list[StepState] = []
-            chain = Chain(
-                steps=self.steps,
-                types=types,
-                states=states,
-                engine=opened,
-                table=data.table,
-                events=past.table,
+            fitted = FittedPreprocessor(
+                steps=(), keep=tuple(self.keep), raw=data.raw, states=()
             )
-            with past.blaming(), data.blaming():
+            with past.blaming(), data.blaming(), telling():
                 for number, step in enumerate(self.steps):
                     if progress:
                         progress(str(step))
-                    # Only the steps behind the columns of this one are run again over
-                    # the rows.
-                    table = chain.before(number, step.fit_reads)
-                    states.append(step.fit(table, types[number], chain.run(number)))
-        return FittedPreprocessor(
-            steps=tuple(self.steps),
-            keep=tuple(self.keep),
-            raw=data.raw,
-            states=tuple(states),
-        )
+                    with _fit_rows(fitted, step, data, past, opened) as query:
+                        state = step.fit(query, types[number])
+                    fitted = dataclasses.replace(
+                        fitted,
+                        steps=(*fitted.steps, step),
+                        states=(*fitted.states, state),
+                    )
+        return fitted
+
+
+@contextmanager
+def _fit_rows(
+    fitted: FittedPreprocessor, step: Step, data: Rows, past: Rows, con: Connection
+) -> Iterator[Query]:
+    """Yields SQL over the columns that a step is fitted on, after the steps before it."""
+    names = step.fit_reads
+    numbers = ancestors(fitted.steps, len(fitted.steps), names)
+    if not numbers:
+        columns = working_columns(data.raw, names)
+        yield query_of(con, "VIEW", f"SELECT {columns} FROM {data.view}")
+        return
+    # Only the steps behind the columns are applied again.
+    pairs = [fitted.pairs[number] for number in numbers]
+    before = FittedPreprocessor.of(pairs, data.raw)
+    written = {name for earlier, _ in pairs for name in earlier.writes}
+    extra = [name for name in names if name not in written]
+    types = {**before.request_columns, **{name: data.raw[name] for name in extra}}
+
+    def made() -> Iterator[pa.RecordBatch]:
+        for batch in batches(con, requests_sql(before, data, past, extra=extra)):
+            cells = {
+                name: read_cells(name, batch.column(name), kind)
+                for name, kind in types.items()
+            }
+            before.apply(cells)
+            arrays = [cells[name].array() for name in names]
+            yield pa.RecordBatch.from_arrays(arrays, names=list(names)).cast(schema)
+
+    schema = pa.schema([(name, arrow_type(before.types[-1][name])) for name in names])
+    # Another connection to the same database, since this one is reading.
+    with con.cursor() as cursor:
+        stream = named(cursor, pa.RecordBatchReader.from_batches(schema, made()))
+        yield query_of(cursor, "TABLE", f"SELECT * FROM {stream}")

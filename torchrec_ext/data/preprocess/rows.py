@@ -1,0 +1,312 @@
+"""Sources as DuckDB sees them: parquet files, or a relation of SQL; opened, checked, and read in batches.
+
+connected(): a connection with the settings that a log larger than memory needs.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import itertools
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from torchrec_ext.data.files.find import NULL_PARTITION
+from torchrec_ext.data.preprocess.columns import element, is_list_column, working_type
+from torchrec_ext.data.preprocess.files import Files, raw_types, scan
+from torchrec_ext.data.preprocess.step import quoted
+from torchrec_ext.schema import DataError
+
+# Paths of parquet files, or a relation of the connection: con.sql("SELECT ...").
+Source = Any
+Connection = Any  # duckdb.DuckDBPyConnection
+# The place of a row among those of its source.
+ROW = "__row__"
+# Values of a batch: the more there are, the less the tables of its look-ups cost.
+_VALUES = 2**22
+_MOST_ROWS = 2**19
+_LEAST_ROWS = 2**16
+# Values of a list, where nobody knows.
+_LENGTH = 20
+_numbers = itertools.count()
+
+
+@contextmanager
+def connected(
+    con: Connection = None, *, threads: int | None = None, memory: str | None = None
+) -> Iterator[Connection]:
+    """Opens DuckDB in this process for the time of the block; it goes to disk when memory runs out.
+
+    Args:
+        con: a connection, which stays open; a new one by default.
+        threads: number of threads; all cores by default.
+        memory: memory before it goes to disk, such as ``4GB``; 80 % of the machine's by default.
+
+    Raises:
+        DataError: DuckDB is not installed, or refuses a setting.
+    """
+    if con is not None:
+        yield con
+        return
+    try:
+        import duckdb
+    except ImportError as error:
+        raise DataError(
+            f"preprocessing files needs {error.name}, which is not installed: pip install 'torchrec-ext[data]' (a "
+            "saved preprocessor works on requests without it)"
+        ) from error
+    with (
+        tempfile.TemporaryDirectory(
+            prefix="torchrec_ext_duckdb_", ignore_cleanup_errors=True
+        ) as spill,
+        duckdb.connect() as opened,
+    ):
+        settings = {
+            "temp_directory": spill,
+            "TimeZone": "UTC",
+            "threads": threads,
+            "memory_limit": memory,
+            # With the default, 1 MB, the two sides of a stream wait for each other.
+            "streaming_buffer_size": "64MB",
+        }
+        for name, value in settings.items():
+            if value is None:
+                continue
+            try:
+                opened.execute(f"SET {name}={_text(str(value))}")
+            except duckdb.Error as error:
+                raise DataError(
+                    f"DuckDB refuses {name}={value!r} ({error}); choose another"
+                ) from error
+        yield opened
+
+
+def batches(con: Connection, sql: str) -> Iterator[pa.RecordBatch]:
+    """Runs a query whose rows are read as they come, in batches of many row groups."""
+    result = con.sql(sql)
+    lists = sum(str(dtype).endswith("[]") for dtype in result.types)
+    size = _VALUES // (len(result.types) + _LENGTH * lists)
+    size = min(max(size, _LEAST_ROWS), _MOST_ROWS)
+    pending: list[pa.RecordBatch] = []
+    for batch in _reader(result, size):
+        pending.append(batch)
+        if sum(map(len, pending)) >= size:
+            yield pa.concat_batches(pending)
+            pending = []
+    if pending:
+        yield pa.concat_batches(pending)
+
+
+def _reader(result: Any, size: int) -> pa.RecordBatchReader:
+    # DuckDB 2 has renamed it.
+    read = getattr(result, "to_arrow_reader", None) or result.fetch_arrow_reader
+    reader: pa.RecordBatchReader = read(size)
+    return reader
+
+
+def table(con: Connection, sql: str) -> pa.Table:
+    """Runs a query whose rows fit into memory."""
+    return _reader(con.sql(sql), _LEAST_ROWS).read_all()
+
+
+def named(con: Connection, data: Any) -> str:
+    """Gives an Arrow table, a dataset or a stream of batches a name in SQL."""
+    name = f"held_{next(_numbers)}"
+    con.register(name, data)
+    return name
+
+
+@contextmanager
+def telling() -> Iterator[None]:
+    """Raises DuckDB's error over a csv or json file as one line: file, line, what is wrong, remedy."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        told = _told(str(error))
+        if not told:
+            raise
+        raise DataError(told) from error
+
+
+def _told(text: str) -> str:
+    json_fault = re.search(r'JSON in file "(.*?)".* line (\d+): (.*)', text)
+    if json_fault:
+        name, line, fault = json_fault.groups()
+        return f"{name}: line {line}: {fault.strip(' .')}; write one JSON object a line"
+    line_of_csv = re.search(r"CSV Error on Line: (\d+)", text)
+    if not line_of_csv:
+        return ""
+    file = re.search(r"^\s*file = (.*)$", text, re.MULTILINE)
+    # After the line itself, which may be long, and before DuckDB's own remedies.
+    begin = re.split(r"\n\n|\nPossible", text)[0]
+    fault = begin.splitlines()[-1].split(". ")[0].strip(" .")[:100]
+    remedy = "mend the line, or name the column's type: read_csv(..., types={...})"
+    if "unicode" in text.lower():
+        remedy = "mend it, or read it as what it is: read_csv(..., encoding='latin-1')"
+    elif "quote" in fault.lower():
+        remedy = "mend the quotes, or read none: read_csv(..., quote='')"
+    where = file.group(1) if file else "the csv file"
+    return f"{where}: line {line_of_csv.group(1)}: {fault}; {remedy}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """A source that is open.
+
+    Args:
+        view: its name in SQL.
+        raw: raw type of each requested column.
+        where: name of the files, for messages.
+        files: files that were opened; None for a relation.
+    """
+
+    view: str
+    raw: Mapping[str, str]
+    where: str
+    files: Files | None
+
+    def check_types(self, expected_types: Mapping[str, str], elsewhere: str) -> None:
+        """Refuses a column with another type than it has elsewhere.
+
+        Raises:
+            DataError: the types differ; the message names column, types and remedy.
+        """
+        for name, kind in expected_types.items():
+            if self.raw[name] != kind:
+                raise DataError(
+                    f"{self.where}: column '{name}' is {self.raw[name]}, {elsewhere} it is {kind}; write it with that "
+                    "type"
+                )
+
+    def place(self, row: int) -> tuple[str, int]:
+        """Returns the file and row group that a row is in, and its number there."""
+        return self.files.place(row) if self.files else (self.where, row)
+
+    def blaming(self) -> AbstractContextManager[None]:
+        """Names the damaged file when a query fails on it."""
+        return self.files.blaming() if self.files else nullcontext()
+
+
+def open_rows(
+    source: Source,
+    events: Source | None,
+    columns: Sequence[str],
+    event_columns: Sequence[str],
+    con: Connection,
+) -> tuple[Rows, Rows]:
+    """Opens the rows, and the events behind histories: the same rows if no others are given or needed.
+
+    Raises:
+        DataError: see :func:`open_source`; or an event's column has another type than the row's.
+    """
+    data = open_source(source, columns, con)
+    if events is None or not event_columns:
+        return data, data
+    past = open_source(events, event_columns, con)
+    past.check_types(
+        {name: data.raw[name] for name in event_columns}, f"in {data.where}"
+    )
+    return data, past
+
+
+def open_source(source: Source, columns: Sequence[str], con: Connection) -> Rows:
+    """Opens files, or takes a relation.
+
+    Raises:
+        DataError: a file or a column is missing, damaged or of a wrong type.
+    """
+    if hasattr(source, "create_view"):
+        view = f"rows_{next(_numbers)}"
+        with telling():
+            source.create_view(view)
+            try:
+                schema = table(con, f"SELECT * FROM {view} LIMIT 0").schema
+            except Exception as error:
+                if "does not exist" not in str(error):
+                    raise
+                raise DataError(
+                    "the relation is of another connection; make it with the one that the recipe's build is given, as "
+                    "in con.sql(...), or give files"
+                ) from error
+        types = dict(zip(schema.names, schema.types, strict=True))
+        raw = raw_types("the relation", types, columns)
+        return Rows(view=view, raw=raw, where="the relation", files=None)
+    files = scan(source)
+    # Types are checked from the footers, before a row is read.
+    raw = raw_types(files.where, files.schema, columns)
+    return Rows(view=_view_of(files, con), raw=raw, where=files.where, files=files)
+
+
+def view_of(paths: Any, con: Connection) -> str:
+    """Gives parquet files a name in SQL.
+
+    Raises:
+        DataError: see :func:`~torchrec_ext.data.preprocess.files.scan`.
+    """
+    return _view_of(scan(paths), con)
+
+
+def _view_of(files: Files, con: Connection) -> str:
+    """Gives the files a name in SQL; DuckDB's own reader is faster than Arrow's, but knows no remote addresses."""
+    if any(file.remote for file in files.files):
+        return named(con, files.source.dataset)
+    # DuckDB takes every name for a pattern.
+    names = [_text(glob.escape(file.name)) for file in files.files]
+    partitions = files.files[0].partitions
+    columns = [quoted(name) for name in files.schema if name not in partitions]
+    # By the file's number, as DuckDB would count folders above the log as well.
+    for name in partitions:
+        values = [file.partitions[name] for file in files.files]
+        texts = [
+            "NULL" if value == NULL_PARTITION else _text(value) for value in values
+        ]
+        columns.append(
+            f"CAST([{', '.join(texts)}] AS VARCHAR[])[CAST(file_index AS BIGINT) + 1] AS {quoted(name)}"
+        )
+    clash = "file_index" if partitions and "file_index" in files.schema else None
+    if clash:
+        raise DataError(
+            f"{files.where}: column '{clash}': DuckDB has a column of that name itself; rename it"
+        )
+    view = f"files_{next(_numbers)}"
+    con.execute(
+        f"CREATE VIEW {view} AS SELECT {', '.join(columns)} FROM read_parquet([{', '.join(names)}], "
+        "hive_partitioning=false)"
+    )
+    return view
+
+
+def _text(value: str) -> str:
+    return "'" + value.replace("'", "''") + "'"
+
+
+_SQL = {"int64": "BIGINT", "float64": "DOUBLE", "string": "VARCHAR"}
+
+
+def working_columns(raw: Mapping[str, str], names: Iterable[str]) -> str:
+    """Returns columns in their working types, in SQL; times keep their unit."""
+    columns = []
+    for name in names:
+        kind = working_type(raw[name])
+        dtype = _SQL.get(element(kind))
+        column = quoted(name)
+        if dtype:
+            suffix = "[]" if is_list_column(kind) else ""
+            column = f"CAST({column} AS {dtype}{suffix}) AS {column}"
+        columns.append(column)
+    # A table needs a column.
+    return ", ".join(columns) or "1 AS one"
+
+
+def query_of(con: Connection, kind: str, select: str) -> Callable[[str], pa.Table]:
+    """Returns a function for SQL over ``fit_rows``, a view or a table of a SELECT."""
+    con.execute(f"CREATE OR REPLACE TEMP {kind} fit_rows AS {select}")
+    return functools.partial(table, con)
