@@ -30,7 +30,7 @@ from torchrec_ext.data.preprocess.folders import keep_sources, whole_folder
 from torchrec_ext.data.preprocess.rows import (
     ROW,
     Connection,
-    Rows,
+    Opened,
     connected,
     named,
     open_source,
@@ -325,7 +325,7 @@ def write_raw_rows(
     pq.write_table(table(con, sql), folder / RAW_ITEMS)
 
 
-def _last_of_each(rows: Rows, key: str, columns: Sequence[str]) -> str:
+def _last_of_each(rows: Opened, key: str, columns: Sequence[str]) -> str:
     """Returns SQL for a row for each value of ``key``, with its last row's values of ``columns``."""
     names = ", ".join(map(quoted, [key, *columns]))
     # The last row's values, also where one of them is null.

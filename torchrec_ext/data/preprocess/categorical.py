@@ -294,7 +294,8 @@ class HashBucket(ColumnStep):
                 numbers, places = np.unique(values, return_inverse=True)
                 unique = map(str, numbers.tolist())
             ids = [hashed_id(text, self.buckets, self.salt) for text in unique]
-            return np.array(ids, dtype=np.int64)[places]
+            hashes: Int64 = np.array(ids, dtype=np.int64)[places]
+            return hashes
 
         return {self.writes[0]: column.with_values(column.each(hashed))}
 

@@ -57,7 +57,7 @@ from torchrec_ext.data.preprocess.numeric import (
 from torchrec_ext.data.preprocess.rows import (
     ROW,
     Connection,
-    Rows,
+    Opened,
     Source,
     batches,
     connected,
@@ -491,8 +491,8 @@ def _as_arrow(column: Column, dtype: pa.DataType) -> pa.Array:
 
 def requests_sql(
     fitted: FittedPreprocessor,
-    data: Rows,
-    past: Rows,
+    data: Opened,
+    past: Opened,
     order_by: Sequence[str] = (),
     extra: Sequence[str] = (),
     where: str = "",

@@ -241,7 +241,8 @@ def _ranks(cells: Cells) -> Int64:
     keys = [text.encode() for text in encoded.dictionary.to_pylist()]
     ranks = np.empty(len(keys), dtype=np.int64)
     ranks[sorted(range(len(keys)), key=keys.__getitem__)] = np.arange(len(keys))
-    return ranks[encoded.indices.to_numpy()[cells.values]]
+    of_values: Int64 = ranks[encoded.indices.to_numpy()[cells.values]]
+    return of_values
 
 
 def _sorting(keys: Sequence[Int64]) -> Any:

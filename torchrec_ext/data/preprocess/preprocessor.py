@@ -21,7 +21,7 @@ from torchrec_ext.data.preprocess.fitted import (
 )
 from torchrec_ext.data.preprocess.rows import (
     Connection,
-    Rows,
+    Opened,
     Source,
     batches,
     connected,
@@ -154,7 +154,7 @@ class Preprocessor:
 
 @contextmanager
 def _fit_rows(
-    fitted: FittedPreprocessor, step: Step, data: Rows, past: Rows, con: Connection
+    fitted: FittedPreprocessor, step: Step, data: Opened, past: Opened, con: Connection
 ) -> Iterator[Query]:
     """Yields SQL over the columns that a step is fitted on, after the steps before it."""
     names = step.fit_reads

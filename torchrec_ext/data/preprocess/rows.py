@@ -158,7 +158,7 @@ def _told(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class Opened:
     """A source that is open.
 
     Args:
@@ -201,7 +201,7 @@ def open_rows(
     columns: Sequence[str],
     event_columns: Sequence[str],
     con: Connection,
-) -> tuple[Rows, Rows]:
+) -> tuple[Opened, Opened]:
     """Opens the rows, and the events behind histories: the same rows if no others are given or needed.
 
     Raises:
@@ -217,7 +217,7 @@ def open_rows(
     return data, past
 
 
-def open_source(source: Source, columns: Sequence[str], con: Connection) -> Rows:
+def open_source(source: Source, columns: Sequence[str], con: Connection) -> Opened:
     """Opens files, or takes a relation.
 
     Raises:
@@ -238,11 +238,11 @@ def open_source(source: Source, columns: Sequence[str], con: Connection) -> Rows
                 ) from error
         types = dict(zip(schema.names, schema.types, strict=True))
         raw = raw_types("the relation", types, columns)
-        return Rows(view=view, raw=raw, where="the relation", files=None)
+        return Opened(view=view, raw=raw, where="the relation", files=None)
     files = scan(source)
     # Types are checked from the footers, before a row is read.
     raw = raw_types(files.where, files.schema, columns)
-    return Rows(view=_view_of(files, con), raw=raw, where=files.where, files=files)
+    return Opened(view=_view_of(files, con), raw=raw, where=files.where, files=files)
 
 
 def view_of(paths: Any, con: Connection) -> str:
