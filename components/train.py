@@ -25,6 +25,7 @@ def hybrid(
     env: Optional[Dict[str, str]] = None,
     mounts: Optional[List[str]] = None,
     rdzv_port: int = 29500,
+    metadata: Optional[Dict[str, str]] = None,
     debug: bool = False,
 ) -> specs.AppDef:
     r"""Trains a recipe, hybrid-parallel, on NODESxPROCS ranks.
@@ -52,6 +53,7 @@ def hybrid(
         env: environment for every rank (ex. NCCL_DEBUG=INFO,GLOO_SOCKET_IFNAME=eth0)
         mounts: mounts (ex. type=bind,src=/host,dst=/job,readonly)
         rdzv_port: port on the first node where several nodes meet; two jobs with one first node need two
+        metadata: what a scheduler reads besides (ex. kubernetes=file:///path/to/pod_overlay.yaml)
         debug: turn on torch's slow distributed checks
     """
     return _ranks(
@@ -69,6 +71,7 @@ def hybrid(
         env=env,
         mounts=mounts,
         rdzv_port=rdzv_port,
+        metadata=metadata,
         debug=debug,
     )
 
@@ -88,6 +91,7 @@ def networks(
     env: Optional[Dict[str, str]] = None,
     mounts: Optional[List[str]] = None,
     rdzv_port: int = 29500,
+    metadata: Optional[Dict[str, str]] = None,
     debug: bool = False,
 ) -> specs.AppDef:
     r"""Trains several networks in one job: those of one shape as a stack, others at the same time on groups of ranks.
@@ -116,6 +120,7 @@ def networks(
         env: environment for every rank (ex. NCCL_DEBUG=INFO,GLOO_SOCKET_IFNAME=eth0)
         mounts: mounts (ex. type=bind,src=/host,dst=/job,readonly)
         rdzv_port: port on the first node where several nodes meet; two jobs with one first node need two
+        metadata: what a scheduler reads besides (ex. kubernetes=file:///path/to/pod_overlay.yaml)
         debug: turn on torch's slow distributed checks
     """
     return _ranks(
@@ -133,6 +138,7 @@ def networks(
         env=env,
         mounts=mounts,
         rdzv_port=rdzv_port,
+        metadata=metadata,
         debug=debug,
     )
 
@@ -152,6 +158,7 @@ def stream(
     env: Optional[Dict[str, str]] = None,
     mounts: Optional[List[str]] = None,
     rdzv_port: int = 29500,
+    metadata: Optional[Dict[str, str]] = None,
     debug: bool = False,
 ) -> specs.AppDef:
     r"""Trains on a log that grows, each event once and in order, and publishes a bundle every few seconds.
@@ -176,6 +183,7 @@ def stream(
         env: environment for every rank (ex. NCCL_DEBUG=INFO,GLOO_SOCKET_IFNAME=eth0)
         mounts: mounts (ex. type=bind,src=/host,dst=/job,readonly)
         rdzv_port: port on the first node where several nodes meet; two jobs with one first node need two
+        metadata: what a scheduler reads besides (ex. kubernetes=file:///path/to/pod_overlay.yaml)
         debug: turn on torch's slow distributed checks
     """
     return _ranks(
@@ -193,6 +201,7 @@ def stream(
         env=env,
         mounts=mounts,
         rdzv_port=rdzv_port,
+        metadata=metadata,
         debug=debug,
     )
 
@@ -206,6 +215,7 @@ def _ranks(
     threads: int,
     max_retries: int,
     env: Optional[Dict[str, str]],
+    metadata: Optional[Dict[str, str]],
     **more: object,
 ) -> "specs.AppDef":
     # Imported here, because TorchX executes this file on its own.
@@ -223,7 +233,7 @@ def _ranks(
         # Gives each attempt a store of its own: in the agents' store a restarted rank
         # finds the dead one's address (https://github.com/pytorch/pytorch/issues/135712).
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    return dist.ddp(
+    app = dist.ddp(
         *words,
         m=main,
         j=j,
@@ -233,3 +243,5 @@ def _ranks(
         tee=2,
         **more,
     )
+    app.roles[0].metadata.update(metadata or {})
+    return app

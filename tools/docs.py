@@ -695,7 +695,7 @@ _WHERE = (
     "env",
     "mounts",
 )
-_WHERE += ("rdzv_port", "debug")
+_WHERE += ("rdzv_port", "metadata", "debug")
 
 
 # Flags of the apps, by what has them.

@@ -108,6 +108,8 @@ def test_resources_nodes_and_mounts() -> None:
     assert (role.resource.gpu, role.resource.memMB) == (8, 9000)
     assert role.mounts[0].dst_path == "/r"
     assert ":29501 " in role.args[-1]
+    (role,) = launch("--metadata", "kubernetes=file:///overlay.yaml").roles
+    assert role.metadata == {"kubernetes": "file:///overlay.yaml"}
 
 
 @pytest.mark.parametrize("name", COMPONENTS)
