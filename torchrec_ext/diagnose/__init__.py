@@ -1,4 +1,4 @@
-"""Why is my training slow: experiments on a user's own step, a ranked verdict, and what will and will not help."""
+"""Why is my training slow: experiments on a user's own step, a ranked verdict, and what each change gains."""
 
 import torchrec_ext.needs_torch  # noqa: F401
 
