@@ -1,4 +1,4 @@
-"""TaskQuestion: the one ranking question that a model, popularity, EASE and ALS answer side by side.
+"""TaskQuestion: the one ranking question that a model, popularity and EASE answer side by side.
 
 row_batches(), item_batches(): the query rows and the items that this rank embeds.
 """
@@ -32,7 +32,7 @@ class TaskQuestion:
     Args:
         question: the question about the whole catalogue; or each query's target and its own candidates, (Q, 1 + N),
             below 0 if there are fewer.
-        user_items: Q rows of the items that each query's user has taken, by which EASE and ALS know a user.
+        user_items: Q rows of the items that each query's user has taken, by which EASE knows a user.
         figures: names of the figures with their numbers of items shown.
         num_items: the last item of the catalogue; a target beyond it counts as not found. None if there is none.
     """
@@ -122,7 +122,7 @@ class TaskQuestion:
         return self._figures(ranks)
 
     def of_closed_forms(self, forms: ClosedForms | None) -> Beside:
-        """Returns the figures of EASE and ALS, none without ``forms``, and the number of repeats."""
+        """Returns the figures of EASE, none without ``forms``, and the number of repeats."""
         beside = Beside({}, {})
         if forms is not None:
             beside = forms.beside(self.user_items, self._ranks, self._figures)
@@ -150,6 +150,14 @@ class TaskQuestion:
             ties = ranks.ties.masked_fill(missed, 0)
             ranks = ranks._replace(better=better, ties=ties)
         return metrics.named_figures(ranks, self.figures)
+
+
+def padded_lists(lists: Column) -> Int64:
+    """Returns (B, N) the values of each row of a ragged column, filled up with -1."""
+    lengths = lists.lengths
+    table = np.full((len(lengths), int(lengths.max(initial=0))), -1)
+    table[np.arange(table.shape[1]) < lengths[:, None]] = lists.values
+    return table
 
 
 def row_batches(

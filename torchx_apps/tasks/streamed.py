@@ -1,4 +1,4 @@
-"""The task of prediction on preprocessed rows that are read while they train: clicks of a log of any size."""
+"""The task of prediction on rows with labels: few rows are held in memory, more are read while they train."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StreamedTask(RankedTask):
 
     @cached_property
     def closed_forms(self) -> ClosedForms | None:
-        """EASE and ALS of the users' and items' training rows with label 1; None without a user or item column."""
+        """EASE of the users' and items' training rows with label 1; None without a user or item column."""
         user = self.data.roles.user
         item = self.data.roles.item
         if user is None or item is None:
@@ -65,7 +65,6 @@ class StreamedTask(RankedTask):
             num_pairs=self.data.splits["train"].num_rows,
             num_users=self.data.vocab[user],
             num_items=self.data.vocab[item],
-            roles={user: "user", item: "item"},
             names=self.baselines,
             config=self.closed_form,
         )
@@ -83,7 +82,8 @@ class StreamedTask(RankedTask):
         )
         tables = len(self.data.features)
         dense = len(self.data.dense)
-        return f"{self.name}, {rows}, {tables} tables of {sum(self.data.vocab.values()):,} rows, {dense} dense columns"
+        text = f"{self.name}, {rows}, {tables} tables of {sum(self.data.vocab.values()):,} rows, {dense} dense columns"
+        return "\n".join([text, *self.data.describe_columns()])
 
     def with_roles(self, config: LoaderConfig) -> LoaderConfig:
         """Fills the loader's label and weight columns from the preprocessing, if they are not set."""
@@ -116,8 +116,13 @@ class StreamedTask(RankedTask):
         self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int
     ) -> ChunkLoader:
         """Returns the loader of the labelled training rows; it reads them while the epoch runs."""
-        source = self.data.splits["train"]
+        if config.negatives:
+            raise ValueError(
+                f"loader.negatives={config.negatives}: the rows of '{self.name}' have labels of their own, negatives "
+                "among them; set loader.negatives=0"
+            )
         config = self.with_roles(config)
+        source = self.data.rows("train")
         items = None
         everything = None
         # Reading the items takes a pass over the training rows.
