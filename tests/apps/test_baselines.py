@@ -275,7 +275,8 @@ def test_a_model_and_its_baselines_answer_one_question(
                 scores = task.closed_forms.scores(known[-1])
                 assert figures_of_planned(task, model, scores, split) == figures
             if popular:
-                counts = task.data.popularity
+                of = evaluator if recipe == "session" else task.data
+                counts = of.popularity
                 each = torch.from_numpy(
                     counts() if callable(counts) else counts
                 ).float()

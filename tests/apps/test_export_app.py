@@ -619,7 +619,7 @@ def test_a_task_that_says_nothing_of_its_items_is_refused_by_name(
         (
             "n_tower",
             "user_id+weekday,item_id+hour",
-            r"there is no tower 'item'; leave out model\.towers or export=require",
+            r"tower 'tower_1' reads hour, too; leave out model\.towers or export=require",
         ),
         (
             "n_tower",

@@ -194,7 +194,7 @@ def test_a_run_is_taken_up_only_where_its_ids_stand_for_the_same_values(
     pq.write_table(log.set_column(at, "item_id", [bought]), folder / "inter.parquet")
     grown = SimpleNamespace(data=load_dataset(**sets), prepared=None)
     words = (
-        r"column 'item_id' had 31 values in training, whose ids now stand for others"
+        r"column 'item_id' had \d+ values in training, whose ids now stand for others"
     )
     with pytest.raises(DataError, match=words):
         check_ids_stay(checkpoint, grown, HERE, run=run_folder)
@@ -367,7 +367,7 @@ def test_a_raw_row_is_served_as_it_was_trained(
     scorer = Scorer(bundle)
     (user,) = list(ids([5]))
     item = bundle.items.ids.arrow().to_pylist()[0]
-    asked = {"user_id": user, "sex": None, "born": "2024-01-03", "history": [item]}
+    asked = {"user_id": user, "born": "2024-01-03", "history": [item]}
     if recipe == "ncf":
         asked = {"user_id": user}
     answer = scorer.recommend(RecommendRequest(user=asked, k=5))
@@ -376,9 +376,9 @@ def test_a_raw_row_is_served_as_it_was_trained(
     if recipe == "ncf":
         return
     score = scorer.score(ScoreRequest(user=asked, items=[item])).scores
-    same = {**asked, "born": datetime.date(2024, 1, 3), "sex": "no such"}
+    same = {**asked, "born": datetime.date(2024, 1, 3)}
     assert scorer.score(ScoreRequest(user=same, items=[item])).scores == score
-    other = {**asked, "sex": "m", "born": "2024-01-04"}
+    other = {**asked, "born": "2024-01-04"}
     assert scorer.score(ScoreRequest(user=other, items=[item])).scores != score
     with pytest.raises(
         ValueError, match=r"user\.born: it is missing; the model reads "

@@ -299,7 +299,7 @@ def begun(runtime: Runtime) -> list[float]:
     n_tower = apply_overrides(load_recipe("n_tower"), ["data.name=planted"])
     stacked = stackable.build([MemberJob("a", (), n_tower)], runtime)[0].network
     task = load_task(n_tower, runtime)
-    labels = task.data.train["label"].values
+    labels = task.data.rows("train")["label"].values
     return [
         float(labels.mean()),
         last_bias(n_tower, runtime),

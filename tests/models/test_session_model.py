@@ -277,9 +277,9 @@ def test_what_does_not_fit_is_named() -> None:
         small().embed("user", next(batches(0)))
     with pytest.raises(
         ValueError,
-        match="a sequence of 13 steps in row 0 of the batch: must have at most max_length=12",
+        match="a sequence of 21 steps in row 0 of the batch: must have at most max_length=20",
     ):
-        small()(only("session", [torch.ones(14, dtype=torch.int64)]))
+        small()(only("session", [torch.ones(22, dtype=torch.int64)]))
 
 
 def planned(world_size: int, memory_gb: float) -> str:

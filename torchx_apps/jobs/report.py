@@ -166,14 +166,11 @@ def finish_training(
     records = trained.records
     rate = sum(record["rows"] for record in records) / trained.steps_s
     shares = time_shares(trained.history)
+    if beside.rule:
+        print(f"\n{beside.rule}", end="")
     print(f"\n{figures_table(task, figures, baseline, beside.figures)}")
     for name, reason in beside.left_out.items():
         print(f"left out: {name}, {reason}")
-    if beside.repeats:
-        print(
-            f"note: {beside.repeats:,} test items were taken by their users before: seen items are not ranked, so "
-            "these count as missed"
-        )
     undefined = [name for name, value in figures.items() if math.isnan(value)]
     if undefined:
         print(

@@ -30,12 +30,13 @@ class Beside(NamedTuple):
     """Figures of each baseline by its name, and why others were left out, by theirs.
 
     ``repeats`` is the number of held-out items that count as missed, for model and baselines alike, because their user
-    has taken them before.
+    has taken them before; ``rule`` says what is ranked.
     """
 
     figures: Mapping[str, Record]
     left_out: Mapping[str, str]
     repeats: int = 0
+    rule: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

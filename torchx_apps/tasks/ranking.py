@@ -87,10 +87,7 @@ class RankingTask(RankedTask):
         held_out = f"{rows:,} held-out items of {users:,} users"
         if rows == users:
             held_out = f"{users:,} users with a held-out item"
-        missed = int((self.data.test["item_id"].values > self.data.num_items).sum())
         text = f"{self.name}, {self.data.train.num_rows:,} training rows, {held_out}, {self.data.num_items:,} items"
-        if missed:
-            text += f" ({missed:,} held-out items have no training row, so they are not ranked and count as missed)"
         return "\n".join([text, *self.data.prepared.describe_columns()])
 
     def loader(
@@ -279,7 +276,6 @@ def heldout_question(
         target_rows=target_rows,
         keep_seen=evaluation.keep_seen,
         not_items=(0, *range(data.num_items + 1, data.items.num_rows)),
-        num_items=data.num_items,
     )
 
 

@@ -114,8 +114,6 @@ class SessionTask(RankedTask):
             f"{self.name}, {len(train.next):,} sessions of {len(np.unique(train.users)):,} users to train on, "
             f"{len(test.next):,} held-out items, {num_items(self.data):,} items in the catalogue"
         )
-        if missed := int((test.next == 0).sum()):
-            text += f" ({missed:,} held-out items have no training row, so they are not ranked and count as missed)"
         return "\n".join([text, *self.data.describe_columns()])
 
     def loader(
@@ -232,11 +230,15 @@ class SessionEvaluator(RankedEvaluator):
             self.schema, Chunk({str(self.data.roles.item): Column(items)})
         )
 
+    @property
+    def popularity(self) -> Int64:
+        """The number of users who have taken an item, by row of the ranked items."""
+        _, items = self._taken
+        return np.bincount(items, minlength=num_items(self.data) + 2).astype(np.int64)
+
     def baseline(self, split: str) -> Record:
         """Returns the figures of the ranking by the number of users who have taken an item."""
-        _, items = self._taken
-        counts = np.bincount(items, minlength=num_items(self.data) + 2)
-        return self.question(split).of_popularity(torch.from_numpy(counts))
+        return self.question(split).of_popularity(torch.from_numpy(self.popularity))
 
     def example(self) -> str:
         """Describes the first test user's last items and the model's recommendations after them."""
@@ -280,7 +282,6 @@ class SessionEvaluator(RankedEvaluator):
             self.ranking_figures,
             candidates=candidates,
             not_items=(0, outside),
-            num_items=outside - 1,
         )
 
     def _user_items(self, rows: Sessions) -> Column:

@@ -17,8 +17,8 @@ from torchrec_ext.data.datasets.catalog import DatasetUnavailable
 from torchrec_ext.data.datasets.config import DataConfig
 from torchrec_ext.data.datasets.prepare import Evaluation
 from torchrec_ext.data.datasets.sets import (
-    TakenItems,
     Form,
+    TakenItems,
     load_dataset,
     load_set,
     set_of_sessions,

@@ -362,6 +362,7 @@ def _write_split(
 def _last_of_each(raw: RawSet, key: str, names: Sequence[str]) -> pa.Table:
     """Returns the latest row of each value of ``key`` that a training row has, the latest split first."""
     trained = pc.unique(raw.splits["train"][key].drop_null())
+    trained = trained.take(pc.sort_indices(trained))
     keys = []
     places: list[tuple[RawColumns, Int64]] = []
     for split in reversed(PARTS):

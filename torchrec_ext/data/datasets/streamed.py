@@ -168,7 +168,7 @@ class StreamedData:
         )
 
     def chunks(self, split: str, names: Sequence[str]) -> Iterator[Chunk]:
-        """Yields the columns ``names`` of a split in the order of the files: parts of row groups, or all of few rows."""
+        """Yields the columns ``names`` of a split in the files' order: parts of row groups, or all of few rows."""
         rows = self.rows(split)
         if isinstance(rows, Chunk) and rows and {*names} <= {*rows}:
             yield rows.select(list(names))
