@@ -380,6 +380,8 @@ def test_a_raw_row_is_served_as_it_was_trained(
     assert scorer.score(ScoreRequest(user=same, items=[item])).scores == score
     other = {**asked, "born": "2024-01-04"}
     assert scorer.score(ScoreRequest(user=other, items=[item])).scores != score
+    # What is known of a user need not be sent.
+    (asked["user_id"],) = list(ids([999]))
     with pytest.raises(
         ValueError, match=r"user\.born: it is missing; the model reads "
     ):

@@ -36,6 +36,7 @@ def test_what_the_preprocessing_writes_is_trained_and_served_without_its_placeho
         "train.epochs=1",
         "device=cpu",
         "export=require",
+        "train.early_stop.metric=",
     ]
     run_training(apply_overrides(load_recipe("contextual_ncf"), sets), tmp_path / "run")
     bundle = Bundle.load(tmp_path / "run" / "bundle")

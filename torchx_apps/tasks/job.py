@@ -261,17 +261,9 @@ def schema_settings(job: Job) -> dict[str, Any]:
 
 
 def schema_of(job: Job, task: Task, model: Any) -> BatchSchema:
-    """Returns the schema of the job's batches, with the table rows of unseen ids and any ids in dynamic columns."""
+    """Returns the schema of the job's batches, with any ids in dynamic columns; row 0 is that of unseen ids."""
     schema: BatchSchema = model.schema(**schema_settings(job))
-    dynamic = dynamic_ids_of(job, task, schema)
-    rows = {
-        name: row
-        for name, row in task.oov_ids.items()
-        if name in schema.keys and name not in dynamic
-    }
-    if any(rows.values()):
-        schema = model.schema(**schema_settings(job), oov_ids=rows)
-    return schema.with_dynamic(dynamic)
+    return schema.with_dynamic(dynamic_ids_of(job, task, schema))
 
 
 def dynamic_ids_of(job: Job, task: Task, schema: BatchSchema) -> dict[str, Dynamic]:

@@ -336,11 +336,6 @@ class Task(ABC):
         """EASE of the training rows; none by default."""
         return None
 
-    @property
-    def oov_ids(self) -> Mapping[str, int]:
-        """Table row of ids unseen in training, by feature; none by default."""
-        return {}
-
     def raw_values(self, name: str) -> pa.Array:
         """Returns the log's value of each row of a column's vocabulary, (V,) whole numbers or text, null for unknown.
 

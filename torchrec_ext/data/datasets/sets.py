@@ -396,9 +396,7 @@ def _set_of_pairs(
     splits = {}
     for number, part in enumerate(PARTS):
         indices = pa.array(np.flatnonzero(split.part == number))
-        splits[part] = {
-            word: _flat_text(values.take(indices)) for word, values in columns.items()
-        }
+        splits[part] = {word: values.take(indices) for word, values in columns.items()}
     notes = []
     repeats = len(rows.users) - len(split.rows)
     if repeats:
@@ -430,10 +428,6 @@ def _set_of_pairs(
         licence=licence,
         numbers=numbers,
     )
-
-
-def _flat_text(values: pa.Array) -> pa.Array:
-    return values.cast(pa.int64()) if pa.types.is_boolean(values.type) else values
 
 
 def _lists(column: Column, distinct: pa.Array) -> pa.ListArray:
@@ -531,7 +525,8 @@ def _side(folder: Path, owner: str, name: str) -> _Side | None:
                 f"{path}: column '{column}' has the name of another, or a meaning of its own; rename it here"
             )
         else:
-            columns[short] = _plain(raw_column(path, column, table.column(column)))
+            values = raw_column(path, column, table.column(column))
+            columns[short] = _as_float64(values)
     return _Side(path, columns, left_out)
 
 
@@ -539,6 +534,11 @@ def _plain(column: pa.Array) -> pa.Array:
     """Returns a raw column with True and False as 1 and 0, and fractions of 32 bits."""
     if pa.types.is_boolean(column.type):
         return column.cast(pa.int64())
+    return _as_float64(column)
+
+
+def _as_float64(column: pa.Array) -> pa.Array:
+    """Returns fractions of 32 bits in 64, in which means are computed; other columns stay."""
     if pa.types.is_floating(column.type):
         # Rounded to 32 bits, so that a number compares equal in files of 32 and of 64
         # bits.
