@@ -21,9 +21,9 @@ class DataConfig:
     """Settings of the set to load: a prepared folder, a folder as it stands, or a set by its name.
 
     Args:
-        name: folder that ``rec.data.preprocess --out`` wrote, its path or its name in ``data.folder``; a folder as it
-            stands (docs/recipes.md says of which files); ``ml-100k``, which is downloaded; or ``planted`` or
-            ``checkerboard``, generated rows.
+        name: folder that ``rec.data.preprocess --out`` wrote, its path or its name in ``data.folder``; a folder of your
+            own as it stands, with inter.parquet, or train.parquet and test.parquet (docs/recipes.md); ``ml-100k``,
+            which is downloaded; or ``planted`` or ``checkerboard``, generated rows.
         folder: folder of sets, each in a folder of its own name; ``$TORCHREC_EXT_DATA`` where not given.
         ranked: greatest number of held-out rows with label 1 for whose user the whole catalogue is ranked, evenly
             spread over all of them, where the recipe learns labels and the set has users and items; 0 ranks nothing.

@@ -212,7 +212,7 @@ def _numbers(*ids: pa.Array) -> tuple[Int64, ...]:
 
 
 def pairs_in(folder: Path, config: DataConfig) -> RawSet:
-    """Reads a folder of pairs, in one of the layouts of :data:`torchrec_ext.data.datasets.config.LAYOUTS`.
+    """Reads a folder of pairs: inter.parquet with times, or train and test.parquet with what belongs to them.
 
     If neither times nor a file says which rows are for validation, one random training item of each user is. If test
     items have candidates of their own, the validation item gets as many, drawn uniformly from the items that the user
