@@ -35,7 +35,7 @@ from harness import ROOT, Options, Row, command_line, has_data, row
 from torchx_apps.config import with_settings
 from torchx_apps.recipes.by_name import load_recipe
 
-# EASE and ALS would be solved for in each run
+# EASE would be solved for in each run
 _BESIDE = ("evaluation.baselines=popularity",)
 # Epochs that are enough to compare, the figure that is compared, and further settings.
 RECIPES: dict[str, tuple[int, str, tuple[str, ...]]] = {

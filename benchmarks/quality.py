@@ -6,8 +6,8 @@ Each training is the command that a user types: `python -m torchx_apps.train --r
 for more than one rank. What is trained, how often and what is required stands in quality.json. A finished run is kept
 in the results file with its command, figures, seconds and commit, so that a killed benchmark continues. The commit is
 the last one that touched the package's code: with other code the run is trained again, and with uncommitted changes of
-it every run is. Figures are those after the last epoch, the mean over the seeds; `beside` has those of popularity, EASE
-and ALS as the runs print them, and `minutes` what the row took. A run with `networks` trains members in one job and has
+it every run is. Figures are those after the last epoch, the mean over the seeds; `beside` has those of popularity and
+EASE as the runs print them, and `minutes` what the row took. A run with `networks` trains members in one job and has
 their mean. All rows take three hours. Needs TORCHREC_EXT_DATA. Last lines: one JSON
 object for each id, `ratio` being the lowest of reached / required over its figures (of required / reached where less is
 better).
@@ -36,9 +36,11 @@ ROOT = Path(__file__).resolve().parent.parent
 SPEC = Path(__file__).with_suffix(".json")
 RESULTS = ROOT / "benchmarks" / "results" / "quality.json"
 FOLDERS = ROOT / "runs" / "quality"
+# prepared folders of published splits, see sets.py
+SETS = FOLDERS / "sets"
 BIN = Path(sys.executable).parent
 # that a run prints beside its ranking figures
-BASELINES = ("popularity", "ease", "als")
+BASELINES = ("popularity", "ease")
 LESS_IS_BETTER = ("log_loss", "difference")
 # what a run is told, and all that its figures depend on but the code
 COMMAND = ("id", "run", "recipe", "set", "ranks")
@@ -290,7 +292,7 @@ def code_commit() -> str:
 
 def command(key: Row, folder: Path) -> list[str]:
     """What a user would type."""
-    flags = as_words(load_recipe(key["recipe"]), key["set"])
+    flags = as_words(load_recipe(key["recipe"]), [*map(prepared, key["set"])])
     if key.get("networks"):
         program = [
             sys.executable,
@@ -322,6 +324,17 @@ def command(key: Row, folder: Path) -> list[str]:
         str(folder),
     ]
     return [str(BIN / "torchx"), "run", "-s", "local_cwd", *job, *flags]
+
+
+def prepared(text: str) -> str:
+    """A setting with the folder of a published split in the place of ``{sets}/NAME``; it is written first."""
+    start, mark, name = text.partition("{sets}/")
+    if not mark:
+        return text
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import sets
+
+    return start + str(sets.prepare(name, SETS / name))
 
 
 def _follow(line: Sequence[str], title: str, log: Path) -> None:
@@ -371,14 +384,15 @@ def popularity(data: str) -> dict[str, float]:
     """Returns HR@10 and NDCG@10 of the popularity ranking; the target loses ties, as in the published evaluation."""
     import torch
 
-    from torchrec_ext.data.datasets.catalog import load_dataset
-    from torchrec_ext.train.metrics import TargetRanks, ranking_metrics
+    from torchrec_ext.data.datasets.sets import load_dataset
+    from torchrec_ext.train.metrics import TargetRanks, ranking_metrics, ranks_among
     from torchx_apps.tasks.ranking import heldout_question
 
-    rows = load_dataset(data, validation=False, history_length=0)
-    ranks = heldout_question(rows, "test", ()).popularity_ranks(
-        torch.from_numpy(rows.popularity())
-    )
+    rows = load_dataset(prepared(data))
+    question = heldout_question(rows, "test", ()).question
+    counts = torch.from_numpy(rows.popularity())
+    assert isinstance(question, torch.Tensor)
+    ranks = ranks_among(counts[question.clamp(min=0)], question)
     return ranking_metrics(
         TargetRanks(ranks.better + ranks.ties, torch.zeros_like(ranks.ties))
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchrec_ext.data.datasets import labelled, streamed
+from torchrec_ext.data.datasets import synthetic
 
 USERS, ITEMS, RATINGS_EACH = 60, 40, 12
 
@@ -51,11 +51,11 @@ def generate_less() -> None:
 
     For laws that hold whatever a model has learned.
     """
-    log = streamed.planted_log
+    log = synthetic.planted_log
 
     def fewer_users(**options: Any) -> Any:
         return log(**{**options, "users": options["users"] // 10})
 
-    labelled.planted_context = partial(labelled.planted_context, rows=6_000)
-    streamed.planted_folder = partial(streamed.planted_folder, rows=6_000)
-    streamed.planted_log = fewer_users
+    synthetic.planted_context = partial(synthetic.planted_context, rows=6_000)
+    synthetic.planted_folder = partial(synthetic.planted_folder, rows=6_000)
+    synthetic.planted_log = fewer_users

@@ -189,7 +189,7 @@ def test_members_of_one_job_have_their_mean_and_a_run_what_it_printed_beside(
     )
     assert quality.results_of(tmp_path) == ({"auc": 0.625}, {})
     (tmp_path / "results.json").unlink()
-    beside = {"popularity": {"hr@10": 0.25}, "als": {"hr@10": 0.5}}
+    beside = {"popularity": {"hr@10": 0.25}, "ease": {"hr@10": 0.5}}
     (tmp_path / "summary.json").write_text(
         json.dumps({"test": {"hr@10": 0.75}, "seconds": 1.0, **beside})
     )
@@ -197,12 +197,12 @@ def test_members_of_one_job_have_their_mean_and_a_run_what_it_printed_beside(
     two = {
         "model": [
             {"beside": beside},
-            {"beside": {"als": {"hr@10": 0.75}, "popularity": {"hr@10": 0.25}}},
+            {"beside": {"ease": {"hr@10": 0.75}, "popularity": {"hr@10": 0.25}}},
         ]
     }
     assert quality.beside_of(two, {"hr@10": 0.5}) == {
         "popularity": {"hr@10": 0.25},
-        "als": {"hr@10": 0.625},
+        "ease": {"hr@10": 0.625},
     }
     assert quality.beside_of({"model": [{"figures": {}}]}, {"hr@10": 0.5}) == {}, (
         "a run of an earlier release"

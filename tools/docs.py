@@ -215,7 +215,7 @@ def quality_table() -> Iterator[str]:
             for run in runs
             if run["id"] == name and asked.get(run["run"], set()) <= set(run["set"])
         ]
-        if not kept:
+        if not kept or asked.keys() - {run["run"] for run in kept}:
             continue
         by_run = {
             run: [one for one in kept if one["run"] == run]

@@ -1,12 +1,10 @@
 """Keys that name the features of towers and compress what leaves them: from the command line to the model."""
 
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.datasets.labelled import LabelledData
 from torchx_apps.config import with_settings
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.recipes.n_tower import build_n_tower
@@ -16,36 +14,19 @@ pytestmark = pytest.mark.unit
 ROWS, IDS, FEATURES = 3000, 40, ("user_id", "item_id", "c0", "c1", "c2", "c3")
 
 
-def data() -> LabelledData:
-    """user_id goes with c1 and c3, item_id with c0 and c2, for nine rows of ten."""
-    draw = np.random.default_rng(0)
-    hidden = draw.integers(0, IDS, (2, ROWS))
-    columns = {}
-    for index, name in enumerate(FEATURES):
-        planted_tower = {"user_id": 0, "item_id": 1}.get(name, 1 - index % 2)
-        columns[name] = Column(
-            np.where(
-                draw.random(ROWS) < 0.9,
-                hidden[planted_tower],
-                draw.integers(0, IDS, ROWS),
-            ).astype(np.int64)
-        )
-    rows = Chunk(
-        {
-            **columns,
-            "label": Column(np.zeros(ROWS, dtype=np.float32)),
-            "d": Column(np.zeros(ROWS, dtype=np.float32)),
-        }
-    )
-    return LabelledData(
+def data() -> Any:
+    """What a recipe reads of a set to build its towers."""
+    return SimpleNamespace(
         name="planted",
-        train=rows,
-        validation=rows,
-        test=rows,
-        vocab=dict.fromkeys(FEATURES, IDS) | {"c0": 10 * IDS},
-        context=FEATURES[2:],
+        features=FEATURES,
         dense=("d",),
-        best={},
+        vocab=dict.fromkeys(FEATURES, IDS) | {"c0": 10 * IDS},
+        tables={name: name for name in FEATURES},
+        towers={
+            "user": (("user_id",), ()),
+            "context": (FEATURES[2:], ("d",)),
+            "item": (("item_id",), ()),
+        },
     )
 
 

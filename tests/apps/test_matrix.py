@@ -29,7 +29,7 @@ from covertable import make
 
 from tests.contracts import leave_group, run_ranks
 from tests.distributed.shared_memory.conftest import missing as no_library
-from torchrec_ext.data.datasets import streamed
+from torchrec_ext.data.datasets import synthetic
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle import AUDIT, Bundle
 from torchrec_ext.retrieval.catalogue import read_table
@@ -228,9 +228,7 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "metrics": {"recipe's": (), "named": ("evaluation.metrics=hr@10,recall@20,map@5",)},
-    "tables": {"drawn": (), "als": ("pretrained={table}=als",)},
-    "baselines": {"quick": (), "named": ("evaluation.baselines=popularity,als",)},
-    "test_items": {"1": (), "3": ("data.test_items=3",)},
+    "baselines": {"quick": (), "named": ("evaluation.baselines=popularity,ease",)},
     "sharding": {
         "auto": (),
         "table_wise": ("plan.sharding=table_wise",),
@@ -473,22 +471,11 @@ REFUSED = [
     ),
     Refused(
         {"recipe": _ON_LABELLED, "metrics": ("named",)},
-        r"evaluation\.metrics=hr@10,recall@20,map@5: the rows of 'planted' have labels, which are predicted",
+        r"evaluation\.metrics=hr@10,recall@20,map@5: the catalogue of 'planted' is not ranked",
     ),
     Refused(
         {"recipe": _ON_LABELLED, "baselines": ("named",)},
-        r"evaluation\.baselines=popularity,als: the rows of 'planted' have labels, which are predicted",
-    ),
-    Refused(
-        {"recipe": _ON_LABELLED, "tables": ("als",)},
-        r"pretrained: item_id(_gmf)?=als: the rows of 'planted' are not pairs of a user and an item; give a file",
-    ),
-    Refused(
-        {
-            "recipe": ("two_tower", "retrieval", "ncf", *_ON_LABELLED, *_STREAMED),
-            "test_items": ("3",),
-        },
-        r"Unrecognized options: --data\.test_items, 3",
+        r"evaluation\.baselines=popularity,ease: the catalogue of 'planted' is not ranked",
     ),
     Refused(
         {"recipe": ("session",), "ids": ("dynamic",)},
@@ -517,14 +504,6 @@ REFUSED = [
             "recipe": ("two_tower", "retrieval", "stream"),
         },
         r"model\.loss=catalogue with ids\.item_id: every step reads all items",
-    ),
-    Refused(
-        {
-            "ids": ("dynamic",),
-            "tables": ("als",),
-            "recipe": ("two_tower", "retrieval", "ncf", *_STREAMED),
-        },
-        r"pretrained: 'item_id(_gmf)?' has dynamic ids, which get their rows in training",
     ),
     Refused(
         {"recipe": ("session",), "id_dropout": ("on",)},
@@ -654,11 +633,7 @@ REFUSED += [
     ),
     Refused(
         {"recipe": ("stream",), "towers": ("2",), "baselines": ("named",)},
-        r"evaluation\.baselines=popularity,als: the catalogue of 'planted' is not ranked",
-    ),
-    Refused(
-        {"recipe": ("two_tower",), "share_items": ("yes",), "tables": ("als",)},
-        r"pretrained: item_id=als: the table is read for history\|item_id",
+        r"evaluation\.baselines=popularity,ease: the catalogue of 'planted' is not ranked",
     ),
     Refused(
         {"recipe": ("multi_task",), "towers": ("2",)},
@@ -759,8 +734,8 @@ class Outcome(NamedTuple):
 def trained(runtime: Runtime, cells: Sequence[Cell], folder: Path) -> list[Outcome]:
     """The outcomes of several cells, one after another: most of the time of a refused one is what a process imports."""
     ports = iter(leave_group(runtime, groups=2 * len(cells)))
-    streamed.planted_log_folder = written_once(
-        streamed.planted_log_folder, folder / f"logs{runtime.rank}"
+    synthetic.planted_log_folder = written_once(
+        synthetic.planted_log_folder, folder / f"logs{runtime.rank}"
     )
     outcomes = []
     for number, cell in enumerate(cells):

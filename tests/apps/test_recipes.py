@@ -6,9 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
-import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,8 @@ import torch
 
 from tests.apps.test_matrix import RECIPES
 from tests.contracts import leave_group, run_ranks
-from torchrec_ext.data.columns import Chunk
-from torchrec_ext.data.datasets.labelled import planted_context
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.schema import DataError
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import train
 from torchrec_ext.train.metrics import (
@@ -38,10 +33,8 @@ from torchx_apps.config import with_settings
 from torchx_apps.jobs.setup import build_model, load_task
 from torchx_apps.recipes import Job
 from torchx_apps.recipes.by_name import load_recipe
-from torchx_apps.recipes.ncf import NCFConfig, build_contextual_ncf
 from torchx_apps.recipes.two_tower import TwoTowerConfig, build_two_tower
 from torchx_apps.tasks.job import schema_of
-from torchx_apps.tasks.ranking import heldout_question
 
 
 def job_of(recipe: str, *overrides: str) -> Job:
@@ -121,36 +114,6 @@ def test_a_model_of_ones_own_needs_no_field_that_it_does_not_read() -> None:
     strict = dataclasses.replace(job, model=TwoTowerConfig(out_of_range="oov"))
     schema = schema_of(strict, task, build_model(strict, task))
     assert schema.out_of_range == "oov"
-
-
-def test_a_column_named_context_id_is_context_as_any_other() -> None:
-    data = planted_context(rows=600)
-    by_name = {"hour": "context_id"}
-
-    def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {by_name.get(name, name): value for name, value in values.items()}
-
-    parts = ("train", "validation", "test")
-    named = dataclasses.replace(
-        data,
-        **{part: Chunk(renamed(getattr(data, part))) for part in parts},
-        vocab=renamed(data.vocab),
-        context=("context_id", "weekday"),
-    )
-    model = build_contextual_ncf(NCFConfig(), named)
-    assert set(model.schema().keys) == {"user_id", "item_id", "context_id", "weekday"}
-
-
-def test_without_its_context_it_cannot(with_context: dict[str, Record]) -> None:
-    job = job_of(
-        "contextual_ncf",
-        *CONTEXT,
-        "train.epochs=6",
-        "model.embedding_std=0.1",
-        "data.context=false",
-    )
-    blind = run_ranks(trained, 1, job)[0]["test"]
-    assert 0.7 < blind["auc"] < with_context["test"]["auc"] - 0.05
 
 
 @pytest.mark.slow
@@ -248,37 +211,6 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> str:
             pa.table({"user": users, item: items}), root / "colours" / f"{name}.parquet"
         )
     return str(root)
-
-
-def hours(folder: Path) -> str:
-    """Users who take, at each of eight hours, one of the ten films of that hour, whoever they are."""
-    draw = np.random.default_rng(0)
-    user = np.arange(200).repeat(12)
-    hour = draw.integers(0, 8, len(user))
-    item = hour + 8 * draw.integers(0, 10, len(user))
-    (folder / "hours").mkdir()
-    columns = {
-        "user_id": user,
-        "item_id": item,
-        "hour": hour,
-        "timestamp": np.arange(len(user)),
-    }
-    pq.write_table(pa.table(columns), folder / "hours" / "inter.parquet")
-    return str(folder)
-
-
-def test_negatives_have_the_context_of_their_positive(tmp_path: Path) -> None:
-    overrides = [
-        f"data.folder={hours(tmp_path)}",
-        "data.name=hours",
-        "loader.batch_size=64",
-        "train.epochs=6",
-    ]
-    overrides += ["optimizer.tables_lr=0.01", "optimizer.dense_lr=0.01"]
-    (seeing,) = run_ranks(trained, 1, job_of("ncf", *overrides, "data.context=hour"))
-    (blind,) = run_ranks(trained, 1, job_of("ncf", *overrides))
-    assert seeing["test"]["hr@10"] > 0.98  # the ten films of the hour, of 80
-    assert blind["test"]["hr@10"] < 0.25
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -451,62 +383,4 @@ def test_an_evaluation_says_what_makes_it_cheaper_and_ends_when_asked_to(
     assert ended
     assert len(lines) == len(expected), lines
     for line, pattern in zip(lines, expected, strict=True):
-        assert re.fullmatch(pattern.format(queries=60, items=51), line), line
-
-
-# 1: 6 rows, 2: 4, 3: 4, 4: 2, 5: 1
-TRAIN_LINES = ("0 1 2 3", "1 1 2 4", "2 1 3 5", "3 1 2", "4 1 2 3 4", "7 1 3")
-TEST_LINES = ("0 5 4", "1 3 5", "3 3", "4", "7 2 4 5")
-
-
-def test_the_text_files_of_lightgcn_give_its_recall(tmp_path: Path) -> None:
-    """All items but the user's training items are ranked; recall and NDCG are means over the users with test items."""
-    folder = tmp_path / "gowalla"
-    folder.mkdir()
-    (folder / "train.txt").write_text("\n".join(TRAIN_LINES) + "\n")
-    (folder / "test.txt").write_text("\n".join(TEST_LINES) + "\n")
-    sets = (
-        "data.name=gowalla",
-        f"data.folder={tmp_path}",
-        "evaluation.metrics=recall@2,ndcg@2,recall@20",
-    )
-    job = job_of("two_tower", *sets, "data.validation=false")
-    task = job.task(job.data)
-    assert (
-        task.data.train.num_rows,
-        task.data.test.num_rows,
-        task.data.validation.num_rows,
-    ) == (17, 8, 0)
-    question = heldout_question(task.data, "test", job.evaluation.figures)
-    baseline = question.of_popularity(torch.from_numpy(task.data.popularity()))
-    # By popularity among what each has not taken: user 0: 4, 5; user 1: 3, 5; user 3:
-    # 3, 4, 5; user 7: 2, 4, 5.
-    first, second = 1.0, 1 / math.log2(3)
-    assert baseline["recall@2"] == pytest.approx((2 / 2 + 2 / 2 + 1 / 1 + 2 / 3) / 4)
-    assert baseline["ndcg@2"] == pytest.approx(
-        (1 + 1 + 1 + (first + second) / (first + second)) / 4
-    )
-    assert baseline["recall@20"] == 1
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (
-            ("0 1 2 x",),
-            r"train\.txt: line 1 has 'x', must have a user and items, ids of 0 or more",
-        ),
-        (("0", "1"), r"train\.txt: no line has an item after its user"),
-        ((), r"train\.txt: no lines; copy it again"),
-    ],
-)
-def test_damaged_text_files_are_named(
-    tmp_path: Path, lines: tuple[str, ...], message: str
-) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "train.txt").write_text("\n".join(lines))
-    (tmp_path / "mine" / "test.txt").write_text("0 5\n")
-    with pytest.raises(DataError, match=message):
-        load_task(
-            job_of("two_tower", "data.name=mine", f"data.folder={tmp_path}"), Runtime()
-        )
+        assert re.fullmatch(pattern.format(queries=60, items=52), line), line

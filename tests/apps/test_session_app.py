@@ -15,7 +15,7 @@ import torch
 
 from tests.contracts import run_ranks
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.datasets.sequences import SequenceData
+from torchrec_ext.data.datasets.sets import TakenItems, set_of_sessions
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
@@ -24,7 +24,6 @@ from torchx_apps.config import with_settings
 from torchx_apps.jobs.setup import load_task
 from torchx_apps.recipes.session import session
 from torchx_apps.tasks.job import Job
-from torchx_apps.tasks.sessions import SessionTask
 
 PLANTED: Job = with_settings(
     session(),
@@ -33,7 +32,7 @@ PLANTED: Job = with_settings(
             "data.name=planted",
             "data.users=1000",
             "data.items=60",
-            "data.max_length=20",
+            "data.history_length=20",
             "loader.batch_size=64",
         ),
         *(
@@ -117,8 +116,9 @@ def test_two_ranks_reach_the_figures_of_one(
 
 def test_what_is_shown_and_told(by_ranks: dict[int, list[dict[str, Any]]]) -> None:
     (outcome,) = by_ranks[1]
-    assert outcome["task"].startswith("planted, 1,000 users with ")
-    assert outcome["task"].endswith(" 1,000 held-out items, 60 items in the catalogue")
+    told = outcome["task"].splitlines()[0]
+    assert told.startswith("planted, 1,000 sessions of 1,000 users to train on")
+    assert told.endswith(" 1,000 held-out items, 60 items in the catalogue")
     first, second, *shown = outcome["example"].splitlines()
     assert first.startswith("the first user took last: item ")
     assert second.startswith("10 recommendations (the held-out item was: item ")
@@ -133,15 +133,11 @@ def test_what_is_shown_and_told(by_ranks: dict[int, list[dict[str, Any]]]) -> No
 
 @pytest.mark.unit
 def test_a_set_without_anything_to_test_on_is_refused() -> None:
-    pairs = SequenceData(
-        name="pairs",
-        sequences=Column.from_lengths(np.array([1, 2, 1, 2]), np.array([2, 2])),
-        num_items=2,
-    )
+    pairs = TakenItems(users=pa.array([0, 0, 1, 1]), items=pa.array([1, 2, 1, 2]))
     with pytest.raises(
         ValueError, match="set 'pairs' has no test rows: no user has the 3 items"
     ):
-        SessionTask(pairs)
+        set_of_sessions("pairs", pairs, 50)
 
 
 @pytest.mark.unit
@@ -151,14 +147,14 @@ def test_every_key_of_the_recipe_can_be_set() -> None:
         [
             "model.layers=3",
             "model.position=end",
-            "data.max_length=10",
+            "data.history_length=10",
             "loader.negatives=0",
         ],
     )
     assert (
         changed.model.layers,
         changed.model.position,
-        changed.data.max_length,
+        changed.data.history_length,
         changed.loader.negatives,
     ) == (
         3,
@@ -217,34 +213,28 @@ def counted_by_hand(runtime: Runtime, root: Path, *overrides: str) -> dict[str, 
     parallel, _ = hybrid_parallel(model, runtime, optimizer=job.optimizer, seed=3)
     evaluator = task.evaluator(schema, parallel, runtime)
     figures = evaluator.test()
-    data, held_out = task.data, task.data.held_out("test")
-    ids = np.arange(data.num_items + 1)
-    builder = BatchBuilder(schema, Chunk({"candidates": Column(ids)}))
+    rows = task.rows["test"]
+    item_ids = task.data.id_values["item_id"].to_pylist()
+    user_ids = task.data.id_values["user_id"].to_pylist()
+    ids = np.arange(len(item_ids) + 1)
+    builder = BatchBuilder(schema, Chunk({"item_id": Column(ids)}))
     with torch.no_grad():
         sessions = parallel.module.embed(
-            "session", builder.user_batch(Chunk({"session": held_out.before}))
+            "session", builder.user_batch(Chunk({"session": rows.before}))
         ).double()
         items = parallel.module.embed("item", builder.item_batch(ids)).double()
-    places: list[list[int]] = [[] for _ in held_out.users]
-    rows = (
-        np.arange(len(held_out.users))
-        if held_out.target_rows is None
-        else held_out.target_rows
-    )
-    for row, target in zip(rows, held_out.targets, strict=True):
-        user = held_out.users[row]
-        if "test" in data.candidates:
-            file = pq.read_table(root / "mine" / "test_negatives.parquet").to_pandas()
-            named = file.negative[file.user == data.user_ids[user]]
-            rivals = [int((data.item_ids[1:] == name).argmax()) + 1 for name in named]
+    places: list[list[int]] = []
+    file = root / "mine" / "test_negatives.parquet"
+    for row, target in enumerate(rows.next.tolist()):
+        if file.exists():
+            table = pq.read_table(file).to_pandas()
+            named = table.negative[table.user == user_ids[rows.users[row] - 1]]
+            rivals = [item_ids.index(name) + 1 for name in named]
         else:
-            rivals = sorted(
-                set(range(1, data.num_items + 1))
-                - set(held_out.before.row(row).tolist())
-                - {int(target)}
-            )
+            taken = {*rows.before.row(row).tolist(), int(target)}
+            rivals = sorted({*range(1, len(ids))} - taken)
         scores = items @ sessions[row]
-        places[row].append(int((scores[rivals] > scores[target]).sum()))
+        places.append([int((scores[rivals] > scores[target]).sum())])
     hits = [[place for place in some if place < 5] for some in places]
     ideal = [
         sum(1 / math.log2(2 + place) for place in range(min(5, len(some))))
@@ -268,18 +258,14 @@ def counted_by_hand(runtime: Runtime, root: Path, *overrides: str) -> dict[str, 
     }
 
 
-@pytest.mark.parametrize("given", ["candidates", "3 test items"])
+@pytest.mark.parametrize("given", ["candidates", "whole catalogue"])
 def test_figures_are_those_of_a_count_by_hand_on_any_number_of_ranks(
     given: str, tmp_path: Path
 ) -> None:
     folder = write_sequences(tmp_path)
-    overrides: tuple[str, ...] = ()
     if given != "candidates":
         (folder / "test_negatives.parquet").unlink()
-        overrides = ("data.test_items=3",)
-    (single,), two = (
-        run_ranks(counted_by_hand, ranks, tmp_path, *overrides) for ranks in (1, 2)
-    )
+    (single,), two = (run_ranks(counted_by_hand, ranks, tmp_path) for ranks in (1, 2))
     assert single["asked"] == (
         "test items, among 9 others"
         if given == "candidates"

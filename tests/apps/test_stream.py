@@ -196,7 +196,7 @@ def trained(folder: Path) -> Path:
     rows = held_out_rows(data, "test").num_rows
     repeats = json.loads((out / "summary.json").read_text())["repeats"]
     assert 0 < repeats < rows
-    assert f"{repeats:,} test items were taken by their users before" in run.output
+    assert f"held-out items {repeats:,} were taken before" in run.output
     assert run.figures["hr@10"] * rows > 0.5 * (rows - repeats), (
         "half of the new items are good"
     )

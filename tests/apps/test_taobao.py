@@ -19,12 +19,8 @@ import pytest
 from tests.apps.test_stream import Run, model_scores, ran, resumed_run, rows_of
 from tests.contracts import run_ranks
 from torchrec_ext.data.datasets.config import StreamConfig
-from torchrec_ext.data.datasets.streamed import (
-    StreamedData,
-    load_streamed,
-    planted_log_folder,
-)
-from torchrec_ext.data.datasets.synthetic import planted_log
+from torchrec_ext.data.datasets.streamed import StreamedData, load_streamed
+from torchrec_ext.data.datasets.synthetic import planted_log, planted_log_folder
 from torchrec_ext.data.preprocess.history import GAPS
 from torchrec_ext.data.preprocess.rows import connected
 from torchrec_ext.retrieval.bundle import Bundle

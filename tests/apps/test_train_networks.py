@@ -430,8 +430,8 @@ def test_settings_of_the_job_are_checked() -> None:
             "export=auto makes a bundle where a network is trained alone; run rec.serve.export afterwards",
         ),
         (
-            "pretrained=item_id=als",
-            "pretrained=item_id=als is of networks that are trained alone",
+            "pretrained=item_id=v.npy",
+            "pretrained=item_id=v.npy is of networks that are trained alone",
         ),
         ("loader.sampling=hard", "asks one model for its hardest items"),
     ],

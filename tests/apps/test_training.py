@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.contracts import run_ranks
-from torchrec_ext.data.columns import Column
+from torchrec_ext.data.datasets import catalog
 from torchrec_ext.data.datasets.catalog import DatasetUnavailable
 from torchrec_ext.data.datasets.synthetic import planted
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
@@ -35,7 +35,6 @@ from torchx_apps.networks import stacks as stackable
 from torchx_apps.networks.members import MemberJob
 from torchx_apps.recipes import Job, two_tower_job
 from torchx_apps.recipes.by_name import load_recipe
-from torchx_apps.tasks.labelled import LabelledTask
 from torchx_apps.tasks.ranking import (
     RankingEvaluator,
     RankingTask,
@@ -240,6 +239,9 @@ def nowhere(tmp_path: Path) -> Path:
 def fallen_back(runtime: Runtime, job: Job, home: Path) -> tuple[str, str, int]:
     os.environ.update(HOME=str(home), XDG_CACHE_HOME=str(home / "cache"))
     os.environ.pop("TORCHREC_EXT_DATA", None)
+    catalog.ML_100K = dataclasses.replace(
+        catalog.ML_100K, url="file:///nowhere/ml-100k.zip"
+    )
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         try:
@@ -257,7 +259,6 @@ def test_without_the_real_set_generated_data_is_trained_on_with_a_note(
     nowhere: Path,
 ) -> None:
     job = two_tower_with(
-        "data.offline=true",
         "fallback=planted",
         "train.epochs=1",
         "loader.batch_size=8192",
@@ -269,8 +270,8 @@ def test_without_the_real_set_generated_data_is_trained_on_with_a_note(
     assert output.count("note: training on the generated set 'planted' instead\n") == 1
     cache = nowhere / "cache" / "torchrec_ext" / "ml-100k"
     assert (
-        "note: set 'ml-100k' was not downloaded (data.offline is set): put https://files.grouplens.org/datasets/movielens"
-        f"/ml-100k.zip into {cache}, or set "
+        "note: set 'ml-100k' was not downloaded (No such file or directory): put file:///nowhere/ml-100k.zip"
+        f" into {cache}, or set "
     ) in output
     assert "note:" not in other_said
 
@@ -278,16 +279,13 @@ def test_without_the_real_set_generated_data_is_trained_on_with_a_note(
 def test_without_real_set_and_fallback_every_rank_says_which_file_to_put_where(
     nowhere: Path,
 ) -> None:
-    first, second = run_ranks(
-        fallen_back, 2, two_tower_with("data.offline=true"), nowhere
-    )
+    first, second = run_ranks(fallen_back, 2, two_tower_with(), nowhere)
     assert first[0] == second[0]
     assert first[0].startswith(
-        "set 'ml-100k' was not downloaded (data.offline is set): put https://files.grouplens.org/"
+        "set 'ml-100k' was not downloaded (No such file or directory): put file:///nowhere/ml-100k.zip"
     )
     assert (
-        f"/ml-100k.zip into {nowhere / 'cache' / 'torchrec_ext' / 'ml-100k'}, or set "
-        in first[0]
+        f" into {nowhere / 'cache' / 'torchrec_ext' / 'ml-100k'}, or set " in first[0]
     )
     assert first[1] == ""
 
@@ -301,16 +299,11 @@ def begun(runtime: Runtime) -> list[float]:
     n_tower = with_settings(load_recipe("n_tower"), ["data.name=planted"])
     stacked = stackable.build([MemberJob("a", (), n_tower)], runtime)[0].network
     task = load_task(n_tower, runtime)
-    labels = task.data.train["label"].values
-    weighted = dataclasses.replace(
-        task.data, train=task.data.train.with_columns({"w": Column(1 + 3 * labels)})
-    )
-    loader = dataclasses.replace(n_tower.loader, weight="w")
+    labels = task.data.rows("train")["label"].values
     return [
         float(labels.mean()),
         last_bias(n_tower, runtime),
         float(stacked.interaction.last_biases[0]),  # type: ignore[index, union-attr]
-        LabelledTask(weighted).positives(loader)[0],
         last_bias(two_tower_with("data.name=planted", "loader.negatives=3"), runtime),
         last_bias(with_settings(load_recipe("ncf"), ["data.name=planted"]), runtime),
     ]
@@ -320,10 +313,9 @@ def test_a_model_begins_at_the_log_odds_of_what_its_loader_gives_alone_or_stacke
     None
 ):
     first, other = run_ranks(begun, 2)
-    share, alone, stacked, weighted, two_tower_bias, ncf_bias = first
+    share, alone, stacked, two_tower_bias, ncf_bias = first
     assert alone == pytest.approx(math.log(share / (1 - share)))
     assert stacked == alone
-    assert weighted == pytest.approx(4 * share / (1 + 3 * share))
     assert two_tower_bias == pytest.approx(math.log(1 / 3))
     assert ncf_bias == pytest.approx(math.log(1 / 4))
     assert other == first
@@ -469,7 +461,7 @@ def test_what_is_to_be_said_of_the_data_the_first_rank_says(
         warnings.simplefilter("always")
         quieten_libraries()
         # Of a table's rows and of a part of the files, one rank alone may know.
-        for module in ("data.datasets.folder", "data.files.sources", "ids.dynamic"):
+        for module in ("data.datasets.sets", "data.files.sources", "ids.dynamic"):
             warnings.warn_explicit(
                 "rows", UserWarning, "f.py", 1, module=f"torchrec_ext.{module}"
             )

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_ext.data.datasets.catalog import load_dataset
 from torchrec_ext.data.datasets.interactions import InteractionData
+from torchrec_ext.data.datasets.sets import load_dataset
 
 
 @pytest.fixture(scope="session")

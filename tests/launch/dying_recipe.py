@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchrec_ext.data.datasets.catalog import DataConfig
+from torchrec_ext.data.datasets.config import DataConfig
 from torchrec_ext.data.datasets.interactions import InteractionData
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.train.loop import TrainConfig

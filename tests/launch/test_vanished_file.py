@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.launch.jobs import Job, gone
-from torchrec_ext.data.datasets.labelled import planted_context
+from torchrec_ext.data.datasets.synthetic import planted_context
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
 FILES = 8
@@ -17,7 +17,7 @@ FILES = 8
 
 def write_rows(folder: Path) -> None:
     folder.mkdir()
-    train = planted_context().train
+    train = planted_context().splits["train"]
     for number, rows in enumerate(np.array_split(np.arange(train.num_rows), FILES)):
         table = pa.table({name: train[name].values[rows] for name in train})
         pq.write_table(table, folder / f"part-{number}.parquet", row_group_size=1000)

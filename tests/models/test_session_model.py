@@ -16,7 +16,7 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 
 from tests.contracts import gather_state, run_ranks
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.datasets.sequences import planted_sequences, training_windows
+from torchrec_ext.data.datasets.synthetic import planted_sequences
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.sessions import SessionLoader
 from torchrec_ext.distributed.optim.config import OptimizerConfig
@@ -33,16 +33,18 @@ from torchrec_ext.schema import Jagged
 from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 META = torch.device("meta")
-DATA = planted_sequences(users=60, items=40)
+# Its sequences are no longer than 20 items.
+ITEMS = 40
+DATA, _ = planted_sequences(users=60, items=ITEMS)
 STEPS = 6
 
 
 def small(device: torch.device | None = None) -> NextItemModel:
     torch.manual_seed(0)
-    encoder = SessionEncoder(16, 12, layers=2, heads=2, hidden=32, causal=True)
+    encoder = SessionEncoder(16, 20, layers=2, heads=2, hidden=32, causal=True)
     table = EmbeddingConfig(
         name="item_id",
-        num_embeddings=DATA.num_items + 1,
+        num_embeddings=ITEMS + 1,
         embedding_dim=16,
         init_fn=partial(torch.nn.init.normal_, std=0.3),
     )
@@ -53,12 +55,11 @@ def batches(
     negatives: int, rank: int = 0, world_size: int = 1, size: int = 10
 ) -> Iterator[TowerBatch]:
     config = LoaderConfig(batch_size=size, negatives=negatives, prefetch=0)
-    windows = training_windows(DATA.training(), 12)
     loader = SessionLoader(
-        windows,
+        DATA,
         small(META).schema(),
         config=config,
-        num_items=DATA.num_items,
+        num_items=ITEMS,
         rank=rank,
         world_size=world_size,
     )
@@ -168,7 +169,7 @@ def test_sharded_equals_unsharded(
 
 
 def test_a_rank_without_a_sequence_takes_its_steps() -> None:
-    windows = len(training_windows(DATA.training(), 12))
+    windows = len(DATA)
     expected = unsharded("sgd", 0, windows - 1)
     ranks = run_ranks(sharded, 2, "row_wise", "sgd", 0, windows - 1)
     assert [len(rank["losses"]) for rank in ranks] == [2, 2]
@@ -205,9 +206,7 @@ def test_the_loss_is_the_cross_entropy_of_what_embed_scores() -> None:
     sequences = torch.split(jagged.values(), jagged.lengths().tolist())
     items = model.embed(
         "item",
-        only(
-            "candidates", [torch.tensor([item]) for item in range(DATA.num_items + 1)]
-        ),
+        only("item_id", [torch.tensor([item]) for item in range(ITEMS + 1)]),
     )
     losses = []
     for sequence in sequences:
@@ -232,7 +231,7 @@ def only(feature: str, rows: list[Tensor]) -> TowerBatch:
         torch.zeros(0, dtype=torch.int64), torch.zeros(size, dtype=torch.int32)
     )
     bags = Jagged(torch.cat(rows), torch.tensor([len(row) for row in rows]))
-    columns = {"session": empty, "candidates": empty} | {feature: bags}
+    columns = {"session": empty, "item_id": empty} | {feature: bags}
     return small(META).schema().assemble(columns, labels=torch.zeros(size))
 
 
@@ -278,9 +277,9 @@ def test_what_does_not_fit_is_named() -> None:
         small().embed("user", next(batches(0)))
     with pytest.raises(
         ValueError,
-        match="a sequence of 13 steps in row 0 of the batch: must have at most max_length=12",
+        match="a sequence of 21 steps in row 0 of the batch: must have at most max_length=20",
     ):
-        small()(only("session", [torch.ones(14, dtype=torch.int64)]))
+        small()(only("session", [torch.ones(22, dtype=torch.int64)]))
 
 
 def planned(world_size: int, memory_gb: float) -> str:

@@ -1,9 +1,9 @@
 from .columns import Chunk as Chunk
 from .columns import Column as Column
-from .datasets.catalog import load_dataset as load_dataset
 from .datasets.config import DataConfig as DataConfig
 from .datasets.interactions import InteractionData as InteractionData
 from .datasets.interactions import from_ratings as from_ratings
+from .datasets.sets import load_dataset as load_dataset
 from .files.sources import ArrowSource as ArrowSource
 from .files.sources import ParquetSource as ParquetSource
 from .loader.config import LoaderConfig as LoaderConfig

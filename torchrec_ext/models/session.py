@@ -32,7 +32,7 @@ from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, OutOfRange
 
 SESSION = "session"
-CANDIDATES = "candidates"
+CANDIDATES = "item_id"
 
 
 class NextItems(NamedTuple):
@@ -52,7 +52,7 @@ class NextItemModel(nn.Module):
 
     Its loss is a softmax over the catalogue, whose one sharded table is read for the sequence and for the items to be
     scored. A batch has two features: ``session``, the items of B sequences, oldest first, each of which but the first
-    is a target; and ``candidates``, the items among which all targets of all ranks are found, the whole catalogue or a
+    is a target; and ``item_id``, the items among which all targets of all ranks are found, the whole catalogue or a
     uniform sample of it. They are spread over the rows in any way, with the same number on every rank; 0 is padding.
 
     Args:
@@ -70,7 +70,7 @@ class NextItemModel(nn.Module):
         >>> table = EmbeddingConfig(name="item_id", num_embeddings=300_000_000, embedding_dim=64)
         >>> model = NextItemModel(table, SessionEncoder(64, 50, layers=2, causal=True), device=torch.device("meta"))
         >>> model.schema().keys
-        ['session', 'candidates']
+        ['session', 'item_id']
     """
 
     def __init__(

@@ -4,7 +4,7 @@ EarlyStop: the condition for an end before the last epoch, and the choice of the
 
 EvaluationConfig: the ranking figures of an evaluation, by name, and its baselines.
 
-ClosedFormConfig: penalties of EASE and ALS.
+ClosedFormConfig: penalty of EASE.
 
 This module imports no torch, so that a command line is checked at once.
 """
@@ -21,7 +21,7 @@ from torchrec_ext.schema.validation import check_choice, check_least
 Amp = Literal["off", "bf16", "fp16"]
 Threads = Literal["given", "auto"]
 Figure = Literal["hr", "recall", "precision", "ndcg", "mrr", "map"]
-Baseline = Literal["popularity", "ease", "als"]
+Baseline = Literal["popularity", "ease"]
 ScheduleKind = Literal["constant", "linear", "cosine", "inverse_sqrt", "step"]
 
 
@@ -133,8 +133,8 @@ class EvaluationConfig:
     Args:
         metrics: ranking figures with the length of the list, as ``recall@20,ndcg@20``: ``hr``, ``recall``,
             ``precision``, ``ndcg``, ``mrr`` or ``map``, see :func:`query_figures`; by default the recipe's own.
-        baselines: rankings to compare the model with, as ``popularity,ease,als``, fitted on its training rows and
-            ranked by its rules: ``popularity``, always included; ``ease`` and ``als``, see :class:`ClosedFormConfig`.
+        baselines: rankings to compare the model with, as ``popularity,ease``, fitted on its training rows and
+            ranked by its rules: ``popularity``, always included; ``ease``, see :class:`ClosedFormConfig`.
             By default all that take less than about ten seconds.
 
     Example:
@@ -180,40 +180,20 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ClosedFormConfig:
-    """Settings of closed-form recommenders, used as baselines and as initial tables.
+    """Settings of closed-form recommenders, used as baselines.
 
-    The default penalty of EASE is the paper's for MovieLens 20M; those of ALS lie between the best for the validation
-    rows of MovieLens 100K and of 1M.
-
-    ``ease`` predicts a user's items from the user's other items (Steck 2019); ``als`` is matrix factorisation of all
-    pairs of a user and an item, including pairs that did not occur (Hu, Koren and Volinsky 2008).
+    ``ease`` predicts a user's items from the user's other items (Steck 2019). Its default penalty is the paper's for
+    MovieLens 20M.
 
     Args:
         ease_l2: penalty of EASE, above 0: 200 to 1,000 in the paper.
-        als_dim: length of the vectors of the baseline ``als``; tables that begin with them have their own width.
-        als_l2: penalty of ALS, above 0, times the number of a user's or an item's pairs.
-        als_unobserved: weight of the pairs that did not occur, 0 or more.
-        als_epochs: number of times that ALS solves for users and for items.
     """
 
     ease_l2: float = 500.0
-    als_dim: int = 32
-    als_l2: float = 0.007
-    als_unobserved: float = 0.5
-    als_epochs: int = 10
 
     def __post_init__(self) -> None:
-        for name in ("ease_l2", "als_l2"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ValueError(
-                    f"{name}={getattr(self, name)}: must be a number above 0"
-                )
-        if not (math.isfinite(self.als_unobserved) and self.als_unobserved >= 0):
-            raise ValueError(
-                f"als_unobserved={self.als_unobserved}: must be a number of 0 or more"
-            )
-        check_least("als_dim", self.als_dim)
-        check_least("als_epochs", self.als_epochs)
+        if not (math.isfinite(self.ease_l2) and self.ease_l2 > 0):
+            raise ValueError(f"ease_l2={self.ease_l2}: must be a number above 0")
 
 
 # Figures and messages by name, as written to metrics.jsonl.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import statistics
 import sys
@@ -164,13 +165,15 @@ def finish_training(
     records = trained.records
     rate = sum(record["rows"] for record in records) / trained.steps_s
     shares = time_shares(trained.history)
+    if beside.rule:
+        print(f"\n{beside.rule}", end="")
     print(f"\n{figures_table(task, figures, baseline, beside.figures)}")
     for name, reason in beside.left_out.items():
         print(f"left out: {name}, {reason}")
-    if beside.repeats:
+    undefined = [name for name, value in figures.items() if math.isnan(value)]
+    if undefined:
         print(
-            f"note: {beside.repeats:,} test items were taken by their users before: seen items are not ranked, so "
-            "these count as missed"
+            f"note: {', '.join(undefined)}: not defined, because the test rows have one label"
         )
     worse = worse_than(task.baseline_name, figures, baseline)
     if worse:
@@ -273,7 +276,7 @@ def figures_table(
         base = baseline.get(name)
         row = [name, f"{value:.4f}"]
         # A baseline without this figure, or with a 0, gives no ratio.
-        if base:
+        if base and not math.isnan(value):
             row += [f"{base:.4f}", f"{value / base:.2f}x"]
         else:
             row += ["", ""]
@@ -301,6 +304,8 @@ def worse_than(
     Example:
         >>> worse_than("the same for all", {"auc": 0.7, "log_loss": 0.321}, {"auc": 0.5, "log_loss": 0.042})[:81]
         'this model is worse than the same for all by log_loss (0.3210 against 0.0420); tr'
+        >>> worse_than("the same for all", {"auc": float("nan")}, {"auc": 0.5})
+        ''
         >>> worse_than("popularity", {"hr@10": 0.2, "buy_log_loss": 0.1}, {"hr@10": 0.1, "buy_log_loss": 0.2})
         ''
     """
@@ -310,6 +315,9 @@ def worse_than(
     worse = []
     for key in baseline:
         if key not in figures or figures[key] == baseline[key]:
+            continue
+        # What is not defined is not worse.
+        if math.isnan(figures[key]):
             continue
         if (figures[key] > baseline[key]) == (key in falling):
             worse.append(key)
@@ -332,7 +340,7 @@ def closed_form_notes(
     """Notes each closed form with a better ranking than the model by some figure.
 
     Example:
-        >>> closed_form_notes({"hr@10": 0.5}, {"als": {"hr@10": 0.4}, "ease": {"hr@10": 0.6}})[0][:65]
+        >>> closed_form_notes({"hr@10": 0.5}, {"ease": {"hr@10": 0.6}})[0][:65]
         'ease, which is solved for and not trained, is better by hr@10 (0.'
     """
     notes = []
@@ -342,8 +350,7 @@ def closed_form_notes(
         ]
         if better:
             notes.append(
-                f"{name}, which is solved for and not trained, is better by {_against(better, theirs, figures)}; "
-                f"tables can begin with its vectors: pretrained=TABLE={name}"
+                f"{name}, which is solved for and not trained, is better by {_against(better, theirs, figures)}"
             )
     return notes
 

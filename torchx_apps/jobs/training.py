@@ -52,7 +52,6 @@ from torchx_apps.jobs.setup import (
 from torchx_apps.jobs.tracking import Tracking
 from torchx_apps.process import end_process
 from torchx_apps.recipes.saved_job import CONFIG
-from torchx_apps.tasks.baselines import FORMS
 from torchx_apps.tasks.job import Job
 from torchx_apps.tasks.task import Evaluator, Task
 
@@ -169,7 +168,7 @@ def run_training(
             collectives=report.collectives_of(runtime),
         )
         tested = _tested(folder, task, evaluator, runtime)
-        # Before EASE and ALS, which may need more memory than there is: a run that ends
+        # Before EASE, which may need more memory than there is: a run that ends
         # there has its bundle.
         bundle = None
         if job.export != "never":
@@ -348,13 +347,7 @@ def _begin_with(
             raise ValueError(
                 f"pretrained: '{name}' has dynamic ids, which get their rows in training; leave it out"
             )
-        if str(file) in FORMS:
-            solved = _solved(job, task, model, name, str(file), runtime)
-            count = load_vectors(
-                model, name, file, [(torch.arange(len(solved)), solved)]
-            )
-        else:
-            count = load_vectors(model, name, file)
+        count = load_vectors(model, name, file)
         if runtime.is_main:
             print(f"table '{name}' begins with {count:,} vectors of {file}")
     if not job.start.path:
@@ -389,38 +382,6 @@ def start_with(
     )
     if together.rank == 0:
         print(f"{differences}\n", flush=True)
-
-
-def _solved(
-    job: Job,
-    task: Task,
-    model: DistributedModelParallel,
-    table: str,
-    form: str,
-    runtime: Runtime,
-) -> torch.Tensor:
-    """Returns the vectors of EASE or ALS for a table, solved by rank 0. Collective."""
-    forms = task.closed_forms
-    if forms is None:
-        raise ValueError(
-            f"pretrained: {table}={form}: the rows of '{task.name}' are not pairs of a user and an item; give a file"
-        )
-    features: list[str] = []
-    dim = 0
-    # A table that several collections hold is listed once for each.
-    for config in tables_of(model):
-        if config.name == table:
-            features += config.feature_names
-            dim = config.embedding_dim
-    feature = forms.feature(form, table, features)
-    vectors = torch.empty(forms.rows(feature), dim)
-    if runtime.is_main:
-        vectors = forms.vectors(form, feature, dim, seed=job.train.seed)
-    if runtime.world_size > 1:
-        # NCCL sends tensors of its own device alone.
-        vectors = vectors.to(runtime.device)
-        dist.broadcast(vectors, src=0)
-    return vectors.cpu()
 
 
 def settings_of(job: Job) -> dict[str, Any]:

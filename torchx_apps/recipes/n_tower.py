@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchrec_ext.data.datasets.config import LabelledConfig, StreamConfig
+from torchrec_ext.data.datasets.config import DataConfig
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.modules.config import (
@@ -36,7 +36,6 @@ from torchx_apps.tasks.job import Job, numbers_by_name
 from torchx_apps.tasks.loading import labelled_task, multi_label_task, streamed_task
 
 if TYPE_CHECKING:
-    from torchrec_ext.data.datasets.labelled import LabelledData
     from torchrec_ext.data.datasets.streamed import StreamedData
     from torchrec_ext.models.multi_task import MultiTaskModel
     from torchrec_ext.models.tower_model import TowerModel
@@ -229,7 +228,7 @@ def n_tower() -> Job:
         name="n_tower",
         build=build_n_tower,
         model=NTowerConfig(),
-        data=LabelledConfig(),
+        data=DataConfig(name="frappe", ranked=0),
         task=labelled_task,
         loader=LoaderConfig(negatives=0, label="label"),
         # tables_l2 keeps the tables from memorising rare ids; its exact value matters
@@ -253,7 +252,7 @@ def stream_job() -> Job:
         model=NTowerConfig(
             embedding_dim=16, tower_widths=(64, 32), top_widths=(64,), dropout=0.0
         ),
-        data=StreamConfig(),
+        data=DataConfig(),
         task=streamed_task,
         loader=LoaderConfig(batch_size=4096, negatives=0),
         optimizer=OptimizerConfig(
@@ -263,9 +262,7 @@ def stream_job() -> Job:
     )
 
 
-def build_n_tower(
-    config: NTowerConfig, data: LabelledData | StreamedData
-) -> TowerModel:
+def build_n_tower(config: NTowerConfig, data: StreamedData) -> TowerModel:
     """Builds a tower for user, item and, if there is any, context; or the towers of ``config.towers``."""
     import torch
 
@@ -303,7 +300,7 @@ def build_n_tower(
 
 
 def _item_of(
-    config: NTowerConfig, data: LabelledData | StreamedData, towers: Mapping[str, Tower]
+    config: NTowerConfig, data: StreamedData, towers: Mapping[str, Tower]
 ) -> str:
     """Returns the item column; the last tower must read it for a loss that compares items."""
     item = data.item_key
@@ -331,9 +328,7 @@ def _item_of(
     return item
 
 
-def _towers(
-    config: NTowerConfig, data: LabelledData | StreamedData
-) -> dict[str, Tower]:
+def _towers(config: NTowerConfig, data: StreamedData) -> dict[str, Tower]:
     import torch
 
     from torchrec_ext.modules.tower import Tower
@@ -402,7 +397,7 @@ def multi_task() -> Job:
             normalization="none",
             dropout=0.0,
         ),
-        data=StreamConfig(),
+        data=DataConfig(),
         task=multi_label_task,
         # What user and item tell together needs some hundred steps; with millions of
         # rows one epoch of large batches.
@@ -456,7 +451,7 @@ def build_multi_task(config: MultiTaskConfig, data: StreamedData) -> MultiTaskMo
 
 
 def _columns_by_tower(
-    config: NTowerConfig, data: LabelledData | StreamedData
+    config: NTowerConfig, data: StreamedData
 ) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
     """Returns the names of each tower's features and of its dense columns, by tower."""
     if not config.towers:
@@ -493,7 +488,7 @@ def _columns_by_tower(
 
 def tables_of_features(
     config: Any,
-    data: LabelledData | StreamedData,
+    data: StreamedData,
     features: Sequence[str],
     *,
     bags: bool = True,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchrec_ext.data.datasets.config import DataConfig, LabelledConfig
+from torchrec_ext.data.datasets.config import DataConfig
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.modules.config import LOSSES, Activation, LossName
@@ -17,7 +17,7 @@ from torchx_apps.tasks.loading import labelled_task
 
 if TYPE_CHECKING:
     from torchrec_ext.data.datasets.interactions import InteractionData
-    from torchrec_ext.data.datasets.labelled import LabelledData
+    from torchrec_ext.data.datasets.streamed import StreamedData
     from torchrec_ext.models.ncf import ContextualNCF
 
 
@@ -82,7 +82,7 @@ def contextual_ncf() -> Job:
         name="contextual_ncf",
         build=build_contextual_ncf,
         model=NCFConfig(share_user=False),
-        data=LabelledConfig(),
+        data=DataConfig(name="frappe", ranked=0),
         task=labelled_task,
         loader=LoaderConfig(batch_size=512, negatives=0, label="label"),
         optimizer=OptimizerConfig(tables="adam", tables_lr=2e-3, dense_lr=2e-3),
@@ -99,7 +99,7 @@ def build_ncf(config: NCFConfig, data: InteractionData) -> ContextualNCF:
     return _network(config, data.vocab, *data.of_context)
 
 
-def build_contextual_ncf(config: NCFConfig, data: LabelledData) -> ContextualNCF:
+def build_contextual_ncf(config: NCFConfig, data: StreamedData) -> ContextualNCF:
     """Builds the network over the ids, the context, and the users' and items' other columns.
 
     Raises:

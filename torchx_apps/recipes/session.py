@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchrec_ext.data.datasets.config import SequenceConfig, StreamConfig
+from torchrec_ext.data.datasets.config import DataConfig
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.modules.config import (
@@ -28,7 +28,6 @@ from torchx_apps.tasks.job import Job
 from torchx_apps.tasks.loading import logged_task, session_task
 
 if TYPE_CHECKING:
-    from torchrec_ext.data.datasets.sequences import SequenceData
     from torchrec_ext.data.datasets.streamed import StreamedData
     from torchrec_ext.models.session import NextItemModel
     from torchrec_ext.models.tower_model import TowerModel
@@ -80,7 +79,7 @@ def session() -> Job:
         name="session",
         build=build_session,
         model=SessionConfig(),
-        data=SequenceConfig(),
+        data=DataConfig(name="amazon-beauty-sequences"),
         task=session_task,
         # 256 x 8 = 2,048 candidates that all targets of a step share; with negatives=0
         # all items.
@@ -94,7 +93,24 @@ def session() -> Job:
     )
 
 
-def build_session(config: SessionConfig, data: SequenceData) -> NextItemModel:
+def session_length(data: StreamedData) -> int:
+    """Returns the greatest number of items of a session, by the step that cuts it."""
+    from torchrec_ext.data.preprocess import Lists
+
+    lengths = [
+        step.max_length
+        for step in data.preprocessor.steps
+        if isinstance(step, Lists) and step.column == "session" and step.max_length
+    ]
+    if not lengths:
+        raise ValueError(
+            f"data.name={data.name}: its preprocessing does not say how long a session is; add Lists(column='session', "
+            "max_length=50)"
+        )
+    return lengths[-1]
+
+
+def build_session(config: SessionConfig, data: StreamedData) -> NextItemModel:
     """Builds the model over the items of ``data``, its table on the meta device."""
     import torch
     from torchrec.modules.embedding_configs import EmbeddingConfig
@@ -113,7 +129,7 @@ def build_session(config: SessionConfig, data: SequenceData) -> NextItemModel:
     check_tables([table])
     encoder = SessionEncoder(
         config.embedding_dim,
-        data.max_length,
+        session_length(data),
         layers=config.layers,
         heads=config.heads,
         hidden=config.hidden,
@@ -177,7 +193,7 @@ def bst_job() -> Job:
         model=BstConfig(),
         # The transformer runs for each pair of a row and an item, so the catalogue is
         # ranked where it is asked for.
-        data=StreamConfig(ranked=0),
+        data=DataConfig(ranked=0),
         task=logged_task,
         loader=LoaderConfig(batch_size=256, negatives=0),
         # The paper's Adagrad is further from the best possible prediction after as many

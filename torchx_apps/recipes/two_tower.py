@@ -97,7 +97,7 @@ def two_tower_job() -> Job:
         name="two_tower",
         build=build_two_tower,
         model=TwoTowerConfig(),
-        data=DataConfig(history_length=20),
+        data=DataConfig(name="ml-100k", history_length=20),
         optimizer=OptimizerConfig(tables_lr=0.25, dense_lr=2e-3),
         train=TrainConfig(epochs=10, eval_every=2),
     )
@@ -120,7 +120,7 @@ def retrieval() -> Job:
             dropout=0.2,
             loss="in_batch",
         ),
-        data=DataConfig(name="ml-1m-ncf", history_length=300),
+        data=DataConfig(name="ml-1m-ncf", history_length=64),
         loader=LoaderConfig(batch_size=1024, negatives=0),
         optimizer=OptimizerConfig(tables_lr=0.05, dense_lr=2e-3),
         train=TrainConfig(epochs=16, eval_every=4),

@@ -10,15 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrec_ext.data.columns import Chunk, Column, Int64, concatenate_rows
-from torchrec_ext.data.datasets.config import PARTS
-from torchrec_ext.data.datasets.features import RowContext, vocabulary_of
-from torchrec_ext.data.datasets.interactions import InteractionData
-from torchrec_ext.data.datasets.labelled import LabelledData
-from torchrec_ext.data.datasets.sequences import SequenceData, most_recent
+from torchrec_ext.data.columns import Column, Int64
 from torchrec_ext.data.datasets.streamed import (
     RAW_ITEMS,
     RAW_REQUESTS,
@@ -26,13 +20,7 @@ from torchrec_ext.data.datasets.streamed import (
     StreamedData,
 )
 from torchrec_ext.data.files.arrow import as_arrow
-from torchrec_ext.data.preprocess import (
-    Categorify,
-    FittedPreprocessor,
-    Lists,
-    Step,
-    Vocabulary,
-)
+from torchrec_ext.data.preprocess import FittedPreprocessor, Lists
 from torchrec_ext.data.preprocess.columns import raw_type
 from torchrec_ext.retrieval.catalogue import Catalogue, NamedUsers, filterable
 from torchrec_ext.retrieval.columns import steps_for_columns
@@ -56,129 +44,6 @@ class ExportData:
     oov_ids: Mapping[str, int] | None = None
     unseen: Mapping[str, Sequence[int]] | None = None
     rows: Mapping[str, Tensor] | None = None
-
-
-def of_interactions(data: InteractionData, schema: BatchSchema) -> ExportData:
-    """Returns the catalogue, and the users as before their test items: the bundle serves the validated state.
-
-    Ids and features in requests are those of the files. The items are those of the catalogue, the users those with a
-    training row. An item without a training row has the unknown item's id and its own features, as in the evaluation.
-    A user without a training row is not known: a request gives his or her features, and the id is the unknown user's.
-    Each request gives its context. Of rows that rec.data.preprocess wrote requests are raw rows, see
-    :func:`of_streamed`.
-    """
-    if data.prepared is not None:
-        return of_streamed(data.prepared, schema)
-    past_last = data.num_items + 1
-    everything = _rows_of(data)
-    owners = everything["user_id"].values
-    # A user's features are those of the latest row.
-    users, first = np.unique(owners, return_index=True)
-    trained = np.isin(users, data.train["user_id"].values)
-    users = users[trained]
-    first = first[trained]
-    names = [*schema.keys, *schema.dense, *schema.weight_columns]
-    context = data.context.sources(
-        [name for name in names if name in data.context.names]
-    )
-    encoding = data.sides.joined(data.context)
-    names = encoding.sources(names)
-    user_columns = [
-        name for name in names if name not in data.items and name not in context
-    ]
-    item_columns = [name for name in names if name in data.items]
-    item_ids = data.items_by_row[:past_last]
-    ids = {"user_id": data.users_by_row, "item_id": item_ids, "history": item_ids}
-    # Row 0 is the unknown one; tolist() makes a Python value, as JSON needs it.
-    unknown_ids = {name: values[:1].tolist()[0] for name, values in ids.items()}
-    user_rows = everything.take(first).select(user_columns)
-    item_rows = data.items.slice(1, past_last)
-    users_table = _as_in_files(user_rows, encoding, ids)
-    items_table = _as_in_files(item_rows.select(item_columns), encoding, ids)
-    tables = [users_table, items_table]
-    queries = None
-    if context:
-        queries = _as_in_files(
-            data.train.sample(AUDITED).select([*user_columns, *context]), encoding, ids
-        )
-        tables.append(queries)
-    liked = data.liked.take(users)
-    # Items outside the catalogue have no position.
-    has_position = liked.values < past_last
-    liked = Column.grouped(
-        liked.values[has_position], liked.owners[has_position], len(users)
-    )
-    return ExportData(
-        catalogue=Catalogue(
-            ids=item_ids[1:],
-            features=items_table,
-            titles=None if data.titles is None else data.titles[1:past_last],
-            categories=None
-            if data.categories is None
-            else data.categories[1:past_last],
-            attributes=_attributes(_as_in_files(item_rows, encoding, ids), encoding),
-            trained=item_ids[np.unique(data.train["item_id"].values)],
-        ),
-        users=NamedUsers(
-            key="user_id",
-            ids=ids["user_id"][users],
-            features=users_table,
-            unknown=_unknown(user_rows, encoding, unknown_ids),
-            seen=_positions(data.seen(users, "train", "validation")),
-            liked=_positions(liked),
-        ),
-        queries=queries,
-        preprocessor=_preprocessor(tables, encoding, _id_vocabularies(data, ids)),
-        candidate="item",
-    )
-
-
-def of_labelled(data: LabelledData, schema: BatchSchema) -> ExportData:
-    """Returns the items and users of the training rows with their columns; requests give the context.
-
-    Raises:
-        BundleError: the rows have no item.
-    """
-    if data.prepared is not None:
-        return of_streamed(data.prepared, schema)
-    if "item_id" not in data.vocab:
-        raise BundleError(without_item(f"the rows of '{data.name}' name no item"))
-    items = data.trained("item_id")
-    item_ids = data.ids("item_id", items)
-    names = (*schema.keys, *schema.dense)
-    request_columns = data.words.sources(
-        [name for name in names if name not in ("item_id", *data.item_features)]
-    )
-    queries = _as_in_files(
-        data.test.sample(AUDITED).select(request_columns), data.words, {}
-    )
-    features = _as_in_files(_described(data, "item_id", items, names), data.words, {})
-    users = None
-    if "user_id" in data.vocab:
-        users = _users_of_labelled(data, items, names)
-    unseen = {}
-    # A row that no training row reads is served as the row of unknown ids.
-    for name in schema.keys:
-        if name in data.words.vocabularies:
-            continue
-        trained_rows = np.append(data.trained(name), data.oov_ids[name])
-        rows = np.setdiff1d(np.arange(data.vocab[name]), trained_rows)
-        if len(rows):
-            unseen[name] = rows.tolist()
-    return ExportData(
-        catalogue=Catalogue(
-            ids=item_ids,
-            features=features,
-            attributes=_attributes(features, data.words),
-            trained=item_ids,
-        ),
-        users=users,
-        queries=queries,
-        preprocessor=_preprocessor([queries, features], data.words, {}),
-        candidate="item",
-        oov_ids={name: data.oov_ids[name] for name in schema.keys},
-        unseen=unseen,
-    )
 
 
 def without_item(why: str) -> str:
@@ -224,103 +89,24 @@ def tower_columns(arguments: Mapping[str, Any]) -> Iterator[str]:
     yield from arguments.get("dense", ())
 
 
-def _attributes(features: pa.Table, encoding: RowContext) -> pa.Table:
-    """Returns the columns to filter items by; texts that hold lists are split."""
-    attributes = filterable(features, "item_id")
-    for index, name in enumerate(attributes.column_names):
-        if name in encoding.separators:
-            texts = attributes[name]
-            # An empty text has no value; split, it would have one that is empty.
-            texts = pc.if_else(pc.equal(texts, ""), pa.scalar(None, texts.type), texts)
-            attributes = attributes.set_column(
-                index, name, pc.split_pattern(texts, encoding.separators[name])
-            )
-    return attributes
-
-
-def _described(
-    data: LabelledData, key: str, rows: Int64, names: Sequence[str]
-) -> Chunk:
-    """Returns the item's or user's columns behind ``names`` for ``rows`` (N,) of a table."""
-    described = data.described(key, rows)
-    sources = data.words.sources(names)
-    return described.select([name for name in described if name in sources])
-
-
-def _users_of_labelled(
-    data: LabelledData, items: Int64, names: Sequence[str]
-) -> NamedUsers:
-    """Returns the users of the training rows, with the positions of their items among ``items`` (I,).
-
-    Args:
-        data: rows with a user.
-        items: rows of the items.
-        names: columns that the model reads.
-    """
-    users = data.trained("user_id")
-    owners = data.train["user_id"].values
-    row_items = data.train["item_id"].values
-    is_liked = (
-        (data.train["label"].values > 0)
-        & np.isin(owners, users)
-        & np.isin(row_items, items)
-    )
-    owners = users.searchsorted(owners[is_liked])
-    positions = items.searchsorted(row_items[is_liked])
-    lists = as_arrow(Column.grouped(positions, owners, len(users)))
-    user_rows = _described(data, "user_id", users, names)
-    return NamedUsers(
-        key="user_id",
-        ids=data.ids("user_id", users),
-        features=_as_in_files(user_rows, data.words, {}),
-        unknown=_unknown(user_rows, data.words, data.oov_ids),
-        seen=lists,
-        liked=lists,
-    )
-
-
-def of_sequences(data: SequenceData) -> ExportData:
-    """Returns the items, and the users with the items before their test items; requests name items as the files do."""
-    names = np.arange(data.num_items + 1) if data.item_ids is None else data.item_ids
-    held_out = data.held_out("test")
-    user_ids = (
-        held_out.users if data.user_ids is None else data.user_ids[held_out.users]
-    )
-    before = most_recent(held_out.before, data.max_length)
-    ids = as_arrow(Column(names[1:]))
-    sessions = as_arrow(Column(names[before.values], before.offsets))
-    training = data.popularity()
-    pairs: list[tuple[Step, Any]] = [
-        (Lists(column="session", max_length=data.max_length), {}),
-        (
-            Categorify(column="candidates", also=("session",)),
-            Vocabulary(ids, pa.array(training[1:])),
-        ),
-    ]
-    raw = {"session": f"list<{ids.type}>", "candidates": str(ids.type)}
-    return ExportData(
-        catalogue=Catalogue(
-            ids=names[1:],
-            features=pa.table({"candidates": ids}),
-            trained=names[np.flatnonzero(training)],
-        ),
-        users=NamedUsers(
-            key="user_id",
-            ids=user_ids,
-            features=pa.table({"session": sessions}),
-            unknown={"session": []},
-            seen=_positions(held_out.before),
-            liked=_positions(before),
-        ),
-        preprocessor=FittedPreprocessor.of(pairs, raw),
-    )
-
-
-def of_streamed(data: StreamedData, schema: BatchSchema) -> ExportData:
+def of_streamed(
+    data: StreamedData,
+    schema: BatchSchema,
+    *,
+    served: Int64 | None = None,
+    taken: tuple[Int64, Int64] | None = None,
+) -> ExportData:
     """Returns the items and users of the training rows as they stand in the log; a request is a row without the item.
 
     A request may name a user of the vocabulary by id, and gives the context beside it, such as the time, by which the
     user's latest events become a history.
+
+    Args:
+        data: the set.
+        schema: columns of the model.
+        served: rows of the items' table that can be recommended; by default those of the training rows.
+        taken: users (P,) and the items (P,) that they have taken, in order; by default those of the training rows with
+            label 1.
 
     Raises:
         BundleError: the preprocessing names no item, or its folder has no raw rows.
@@ -347,8 +133,10 @@ def of_streamed(data: StreamedData, schema: BatchSchema) -> ExportData:
     of_items = steps_for_columns(data.preprocessor, dict.fromkeys([item, *columns]))
     rows = of_items.online(raw_items.to_pydict())
     (key,) = steps_for_columns(data.preprocessor, [item]).request_columns
-    served = np.isin(rows[item].values, data.items[0])
-    items = raw_items.filter(pa.array(served))
+    if served is None:
+        served = data.items[0]
+    mask = np.isin(rows[item].values, served)
+    items = raw_items.filter(pa.array(mask))
     ids = items[key].to_numpy(zero_copy_only=False)
     features = items.select(list(of_items.request_columns))
     request_steps = steps_for_columns(
@@ -358,10 +146,13 @@ def of_streamed(data: StreamedData, schema: BatchSchema) -> ExportData:
         catalogue=Catalogue(
             ids=ids,
             features=features,
-            attributes=filterable(features, key),
+            titles=items["title"].to_pylist()
+            if "title" in items.column_names
+            else None,
+            attributes=_attributes(features, key, data.preprocessor),
             trained=ids,
         ),
-        users=_users_of_streamed(data, names, rows[item].values[served]),
+        users=_users_of_streamed(data, names, rows[item].values[mask], taken),
         queries=pq.read_table(data.folder / RAW_REQUESTS).select(
             list(request_steps.request_columns)
         ),
@@ -369,8 +160,32 @@ def of_streamed(data: StreamedData, schema: BatchSchema) -> ExportData:
     )
 
 
+def _attributes(
+    features: pa.Table, key: str, preprocessor: FittedPreprocessor
+) -> pa.Table:
+    """Returns the columns to filter items by; texts that hold lists are split."""
+    attributes = filterable(features, key)
+    separators = {
+        step.column: step.separator
+        for step in preprocessor.steps
+        if isinstance(step, Lists) and step.separator
+    }
+    for index, name in enumerate(attributes.column_names):
+        if name in separators:
+            texts = attributes[name]
+            # An empty text has no value; split, it would have one that is empty.
+            texts = pc.if_else(pc.equal(texts, ""), pa.scalar(None, texts.type), texts)
+            attributes = attributes.set_column(
+                index, name, pc.split_pattern(texts, separators[name])
+            )
+    return attributes
+
+
 def _users_of_streamed(
-    data: StreamedData, names: Sequence[str], items: Int64
+    data: StreamedData,
+    names: Sequence[str],
+    items: Int64,
+    taken: tuple[Int64, Int64] | None,
 ) -> NamedUsers | None:
     """Returns the users of the vocabulary, with their items in training.
 
@@ -378,6 +193,7 @@ def _users_of_streamed(
         data: preprocessed rows.
         names: columns that the model reads.
         items: row of the items' table of each position of the catalogue, (I,).
+        taken: see :func:`of_streamed`.
 
     Returns:
         The users; None if the preprocessing names no user or has no vocabulary of them, or an older version did it.
@@ -408,7 +224,8 @@ def _users_of_streamed(
     position = np.full(data.vocab[str(data.roles.item)], -1)
     owner[rows] = np.arange(len(rows))
     position[items] = np.arange(len(items))
-    item_lists = as_arrow(_taken(data, owner, position, len(rows), len(items)))
+    events = [taken] if taken is not None else _clicked(data)
+    item_lists = as_arrow(_taken(events, owner, position, len(rows), len(items)))
     return NamedUsers(
         key=key,
         ids=table[key].to_numpy(zero_copy_only=False),
@@ -419,24 +236,34 @@ def _users_of_streamed(
     )
 
 
+def _clicked(data: StreamedData) -> Iterator[tuple[Int64, Int64]]:
+    """Yields the users and the items of training rows with label 1, a part at a time."""
+    user = str(data.roles.user)
+    item = str(data.roles.item)
+    for rows in data.clicked(user, item):
+        yield rows[user].values, rows[item].values
+
+
 def _taken(
-    data: StreamedData, owner: Int64, position: Int64, users: int, items: int
+    events: Iterable[tuple[Int64, Int64]],
+    owner: Int64,
+    position: Int64,
+    users: int,
+    items: int,
 ) -> Column:
-    """Returns the positions of each user's items, from first to last, of training rows with label 1.
+    """Returns the positions of each user's items, from first to last.
 
     Args:
-        data: preprocessed rows.
+        events: users and items, a part at a time.
         owner: number of the user of each row of the users' table, -1 for none.
         position: position in the catalogue of each row of the items' table, -1 for none.
         users: number of users.
         items: number of items of the catalogue.
     """
-    user = str(data.roles.user)
-    item = str(data.roles.item)
     pairs = [np.zeros(0, np.int64)]
-    for rows in data.clicked(user, item):
-        owners = owner[rows[user].values]
-        positions = position[rows[item].values]
+    for user, item in events:
+        owners = owner[user]
+        positions = position[item]
         usable = (owners >= 0) & (positions >= 0)
         pairs.append(owners[usable] * items + positions[usable])
     values, first = np.unique(np.concatenate(pairs), return_index=True)
@@ -470,65 +297,6 @@ def _nobody(
     return nobody
 
 
-def _rows_of(data: InteractionData) -> Chunk:
-    """Returns the rows of all parts, the latest part first; the training rows have the latest first."""
-    chunks = [getattr(data, part) for part in reversed(PARTS)]
-    chunks[-1] = chunks[-1].take(np.arange(chunks[-1].num_rows)[::-1])
-    names = [name for name in chunks[0] if all(name in chunk for chunk in chunks)]
-    return concatenate_rows(chunks, names)
-
-
-# By column of ids: the id in files and requests of each table row.
-FileIds = Mapping[str, NDArray[Any]]
-
-
-def _positions(lists: Column) -> pa.ListArray:
-    """Returns lists of items as positions in the catalogue; that of item 1 is 0."""
-    return as_arrow(Column(lists.values - 1, lists.offsets))
-
-
-def _as_in_files(rows: Chunk, encoding: RowContext, ids: FileIds) -> pa.Table:
-    """Returns rows with the ids, words and numbers of the files, as requests have them."""
-    columns = encoding.raw(rows)
-    for name, column in rows.items():
-        if name in ids:
-            column = Column(ids[name][column.values], column.offsets)
-        if name not in columns:
-            columns[name] = as_arrow(column)
-    return pa.table({name: columns[name] for name in rows})
-
-
-def _id_vocabularies(
-    data: InteractionData, ids: FileIds
-) -> dict[tuple[str, ...], NDArray[Any]]:
-    """Returns the file's ids of rows 1..n of each group of columns with one id space, unless ids equal rows.
-
-    A user or an item without a training row is the unknown one, though not in a history, as in the evaluation.
-    """
-    vocabularies: dict[tuple[str, ...], NDArray[Any]] = {}
-    for name in ("user_id", "item_id"):
-        file_ids = ids[name][1:]
-        table_rows = np.arange(1, len(file_ids) + 1)
-        trained = np.isin(table_rows, data.train[name].values)
-        numbered = np.array_equal(file_ids, table_rows)
-        lists = ("history",) if name == "item_id" else ()
-        if trained.all():
-            if not numbered:
-                columns = (name, *lists)
-                vocabularies[columns] = file_ids
-            continue
-        # Ids that no request has.
-        unused = np.iinfo(np.int64).min + np.arange(len(file_ids))
-        if file_ids.dtype == object:
-            unused = np.array(
-                [f"\0{row}" for row in range(len(file_ids))], dtype=object
-            )
-        vocabularies[(name,)] = np.where(trained, file_ids, unused)
-        if lists and not numbered:
-            vocabularies[lists] = file_ids
-    return vocabularies
-
-
 def raw_types(tables: Iterable[pa.Table]) -> dict[str, str]:
     """Returns the raw type of each column of some tables."""
     return {
@@ -536,63 +304,3 @@ def raw_types(tables: Iterable[pa.Table]) -> dict[str, str]:
         for table in tables
         for field in table.schema
     }
-
-
-def _preprocessor(
-    tables: Sequence[pa.Table],
-    encoding: RowContext,
-    vocabularies: Mapping[tuple[str, ...], NDArray[Any]],
-) -> FittedPreprocessor | None:
-    """Returns a preprocessor from the values of files and requests to ids and numbers; None if they are equal.
-
-    Args:
-        tables: tables with the columns, as in the files.
-        encoding: vocabularies and scales of the columns.
-        vocabularies: ids of the files, see :func:`_id_vocabularies`.
-    """
-    raw = raw_types(tables)
-    pairs: list[tuple[Step, Any]] = []
-    for name in raw:
-        steps = encoding.steps_of(name)
-        if steps:
-            raw[name] = encoding.raw_type(name)
-            pairs += steps
-    for columns, ids in vocabularies.items():
-        names = [name for name in columns if name in raw]
-        if names:
-            pairs.append(
-                (Categorify(column=names[0], also=tuple(names[1:])), vocabulary_of(ids))
-            )
-    if not pairs:
-        return None
-    outputs: set[str] = set()
-    for step, _ in pairs:
-        outputs.update(step.writes)
-    return FittedPreprocessor.of(
-        pairs, raw, [name for name in raw if name not in outputs]
-    )
-
-
-def _unknown(
-    rows: Chunk, encoding: RowContext, ids: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Returns the columns of an unknown user.
-
-    Args:
-        rows: rows of known users.
-        encoding: vocabularies and scales of the columns.
-        ids: id of the unknown in a column of ids.
-    """
-    unknown: dict[str, Any] = {}
-    for name, column in rows.items():
-        if name in encoding.scales:
-            unknown[name] = encoding.scales[name][0]
-        elif name in encoding.vocabularies or name in encoding.times:
-            unknown[name] = "" if name in encoding.separators else None
-        elif column.ragged:
-            unknown[name] = []
-        else:
-            unknown[name] = ids.get(
-                name, 0 if column.values.dtype.kind in "iu" else 0.0
-            )
-    return unknown

@@ -114,12 +114,11 @@ class Job:
         train: length of the training, and the seed of everything.
         evaluation: ranking figures of the evaluations, where they should be others than the recipe's, and the
             baselines beside them.
-        closed_form: settings of EASE and ALS, as baselines and in ``pretrained``.
+        closed_form: settings of EASE as a baseline.
         checkpoint: times and folder of the run's checkpoints.
         start: the checkpoint whose weights a new run begins with.
         pretrained: files of the vectors that a new run's tables begin with, by table, as
-            ``("item_id=vectors.parquet",)``; see :func:`read_vectors`. ``als`` or ``ease`` in the place of a file are
-            solved for on the training rows, in the table's width.
+            ``("item_id=vectors.parquet",)``; see :func:`read_vectors`.
         export: ``require`` ends a run with a bundle for serving in its folder; ``auto`` does so where the model can be
             served, and otherwise says why it cannot.
         fallback: generated set to use where the real one is not to be had; None stops and says how to get the real one.
@@ -234,7 +233,7 @@ class Job:
             name, equals, path = text.partition("=")
             if not (name and equals and path):
                 raise ValueError(
-                    f"pretrained: {text!r} must be a table and a file, such as item_id=vectors.parquet, or als or ease"
+                    f"pretrained: {text!r} must be a table and a file, such as item_id=vectors.parquet"
                 )
             files[name] = Path(path)
         return files
@@ -269,17 +268,9 @@ def schema_settings(job: Job) -> dict[str, Any]:
 
 
 def schema_of(job: Job, task: Task, model: Any) -> BatchSchema:
-    """Returns the schema of the job's batches, with the table rows of unseen ids and any ids in dynamic columns."""
+    """Returns the schema of the job's batches, with any ids in dynamic columns; row 0 is that of unseen ids."""
     schema: BatchSchema = model.schema(**schema_settings(job))
-    dynamic = dynamic_ids_of(job, task, schema)
-    rows = {
-        name: row
-        for name, row in task.oov_ids.items()
-        if name in schema.keys and name not in dynamic
-    }
-    if any(rows.values()):
-        schema = model.schema(**schema_settings(job), oov_ids=rows)
-    return schema.with_dynamic(dynamic)
+    return schema.with_dynamic(dynamic_ids_of(job, task, schema))
 
 
 def dynamic_ids_of(job: Job, task: Task, schema: BatchSchema) -> dict[str, Dynamic]:

@@ -1,4 +1,4 @@
-"""TaskQuestion: the one ranking question that a model, popularity, EASE and ALS answer side by side.
+"""TaskQuestion: the one ranking question that a model, popularity and EASE answer side by side.
 
 row_batches(), item_batches(): the query rows and the items that this rank embeds.
 """
@@ -32,15 +32,13 @@ class TaskQuestion:
     Args:
         question: the question about the whole catalogue; or each query's target and its own candidates, (Q, 1 + N),
             below 0 if there are fewer.
-        user_items: Q rows of the items that each query's user has taken, by which EASE and ALS know a user.
+        user_items: Q rows of the items that each query's user has taken, by which EASE knows a user.
         figures: names of the figures with their numbers of items shown.
-        num_items: the last item of the catalogue; a target beyond it counts as not found. None if there is none.
     """
 
     question: metrics.Question | Tensor
     user_items: Column
     figures: Sequence[tuple[Figure, int]]
-    num_items: int | None = None
 
     @classmethod
     def about(
@@ -53,7 +51,6 @@ class TaskQuestion:
         target_rows: Int64 | None = None,
         keep_seen: bool = False,
         not_items: Sequence[int] = (0,),
-        num_items: int | None = None,
     ) -> TaskQuestion:
         """Asks for the place of each target among its own candidates, or in the whole catalogue.
 
@@ -65,8 +62,8 @@ class TaskQuestion:
             candidates: (T, N) the candidates of each target, below 0 if there are fewer; None for the whole catalogue.
             target_rows: (T,) query of each target, ascending; None if each query has one.
             keep_seen: rank the items of ``user_items``, too.
-            not_items: ids that are never ranked in the catalogue.
-            num_items: see :class:`TaskQuestion`.
+            not_items: ids that are never ranked in the catalogue; a target among them is an item without a training
+                row, and counts as missed.
         """
         if candidates is not None:
             ids = np.concatenate([targets[:, None], candidates], axis=1)
@@ -82,12 +79,7 @@ class TaskQuestion:
             seen_items=torch.from_numpy(left_out.values),
             not_items=not_items,
         )
-        return cls(
-            question=question,
-            user_items=user_items,
-            figures=figures,
-            num_items=num_items,
-        )
+        return cls(question=question, user_items=user_items, figures=figures)
 
     def of_model(
         self,
@@ -122,11 +114,11 @@ class TaskQuestion:
         return self._figures(ranks)
 
     def of_closed_forms(self, forms: ClosedForms | None) -> Beside:
-        """Returns the figures of EASE and ALS, none without ``forms``, and the number of repeats."""
+        """Returns the figures of EASE, none without ``forms``, and the number of repeats."""
         beside = Beside({}, {})
         if forms is not None:
             beside = forms.beside(self.user_items, self._ranks, self._figures)
-        return beside._replace(repeats=self.repeats)
+        return beside._replace(repeats=self.repeats, rule=self.rule)
 
     @property
     def repeats(self) -> int:
@@ -134,6 +126,28 @@ class TaskQuestion:
         if isinstance(self.question, Tensor):
             return 0
         return int(self.question.repeats.sum())
+
+    @property
+    def new(self) -> Tensor:
+        """Whether each target is an item without a training row, (T,) bool; none is among candidates."""
+        if isinstance(self.question, Tensor):
+            return torch.zeros(len(self.question), dtype=torch.bool)
+        nobody = torch.tensor(list(self.question.not_items))
+        return torch.isin(self.question.targets, nobody)
+
+    @property
+    def rule(self) -> str:
+        """The rule of the ranking as a line, with the numbers of held-out items that count as missed."""
+        if isinstance(self.question, Tensor):
+            return "ranked: each held-out item among its own candidates"
+        question = self.question
+        taken = "with" if not len(question.seen_items) else "without"
+        new = int(self.new.sum())
+        return (
+            f"ranked: the items of the training rows, {taken} those that a user has taken; of "
+            f"{len(question.targets):,} held-out items {self.repeats:,} were taken before and {new:,} have no training "
+            "row: these count as missed"
+        )
 
     def _ranks(self, scores: Tensor, start: int) -> metrics.TargetRanks:
         """Ranks the targets of queries ``start`` to ``start + B`` by the scores (B, I) of all items."""
@@ -143,13 +157,21 @@ class TaskQuestion:
         return metrics.ranks_of(scores, self.question, start)
 
     def _figures(self, ranks: metrics.TargetRanks) -> Record:
-        # No ranking finds a target outside the catalogue, whatever its vector scores.
-        if self.num_items is not None and isinstance(self.question, metrics.Question):
-            missed = self.question.targets > self.num_items
+        # No ranking finds a target without a training row, whatever its vector scores.
+        missed = self.new
+        if missed.any():
             better = ranks.better.masked_fill(missed, BEHIND)
             ties = ranks.ties.masked_fill(missed, 0)
             ranks = ranks._replace(better=better, ties=ties)
         return metrics.named_figures(ranks, self.figures)
+
+
+def padded_lists(lists: Column) -> Int64:
+    """Returns (B, N) the values of each row of a ragged column, filled up with -1."""
+    lengths = lists.lengths
+    table = np.full((len(lengths), int(lengths.max(initial=0))), -1)
+    table[np.arange(table.shape[1]) < lengths[:, None]] = lists.values
+    return table
 
 
 def row_batches(

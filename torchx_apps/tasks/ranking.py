@@ -13,9 +13,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.data.columns import Chunk, Int64
 from torchrec_ext.data.datasets.interactions import InteractionData
-from torchrec_ext.data.datasets.sequences import HELD_OUT
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
-from torchrec_ext.data.loader.id_dropout import unseen_as_oov
 from torchrec_ext.data.loader.loader import (
     ChunkLoader,
     LoaderConfig,
@@ -28,17 +26,18 @@ from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Record
 from torchx_apps.tasks.baselines import ClosedForms
-from torchx_apps.tasks.dynamic_ids import with_unknown
-from torchx_apps.tasks.export_data import ExportData, of_interactions
+from torchx_apps.tasks.dynamic_ids import columns_like, values_of_prepared
+from torchx_apps.tasks.export_data import ExportData, of_streamed
 from torchx_apps.tasks.question import (
     SHOWN,
     TaskQuestion,
+    padded_lists,
     recommendation_lines,
     row_batches,
 )
 from torchx_apps.tasks.task import Figures, RankedEvaluator, RankedTask, heading_of
 
-_ITEM_IDS = ("item_id", "history")
+HELD_OUT = ("validation", "test")
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class RankingTask(RankedTask):
     @property
     def heading(self) -> str:
         """Heading of the figures: the rows that are ranked, and the candidates they are ranked among."""
-        return heading_of(self.data.evaluation.candidates)
+        return heading_of(candidates_of(self.data, "test"))
 
     @property
     def validates(self) -> bool:
@@ -71,13 +70,12 @@ class RankingTask(RankedTask):
 
     @cached_property
     def closed_forms(self) -> ClosedForms:
-        """EASE and ALS of the training rows."""
+        """EASE of the training rows."""
         return ClosedForms(
             pairs=lambda: self.data.pairs("train"),
             num_pairs=self.data.train.num_rows,
             num_users=self.data.vocab["user_id"],
             num_items=self.data.items.num_rows,
-            roles={"user_id": "user", "item_id": "item", "history": "history"},
             names=self.baselines,
             config=self.closed_form,
         )
@@ -89,11 +87,8 @@ class RankingTask(RankedTask):
         held_out = f"{rows:,} held-out items of {users:,} users"
         if rows == users:
             held_out = f"{users:,} users with a held-out item"
-        missed = int((self.data.test["item_id"].values > self.data.num_items).sum())
         text = f"{self.name}, {self.data.train.num_rows:,} training rows, {held_out}, {self.data.num_items:,} items"
-        if missed:
-            text += f" ({missed:,} held-out items are outside of the catalogue: neither trained nor described)"
-        return text
+        return "\n".join([text, *self.data.prepared.describe_columns()])
 
     def loader(
         self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int
@@ -131,25 +126,17 @@ class RankingTask(RankedTask):
         return self._evaluators[-1]
 
     def raw_values(self, name: str) -> pa.Array:
-        """See :meth:`Task.raw_values`; users and items alone have them."""
-        if name not in ("user_id", *_ITEM_IDS):
-            raise ValueError(
-                f"ids.{name}: only user_id, item_id and history have raw ids in '{self.name}'; leave it out"
-            )
-        if name == "user_id":
-            return with_unknown(self.data.users_by_row[1:], self.data.vocab[name])
-        return with_unknown(
-            self.data.items_by_row[1 : self.data.num_items + 1],
-            self.data.items.num_rows,
-        )
+        """See :meth:`Task.raw_values`."""
+        return values_of_prepared(self.data.prepared, name)
 
     def same_ids(self, name: str) -> Sequence[str]:
-        """Returns the columns of items for one of them."""
-        return _ITEM_IDS if name in _ITEM_IDS else [name]
+        """Returns the columns that share a column's vocabulary."""
+        return columns_like(self.data.prepared, name)
 
     def export_data(self, schema: BatchSchema) -> ExportData:
         """Returns the catalogue, and the users as they were before their test items."""
-        return of_interactions(self.data, schema)
+        pairs = self.data.pairs("train", "validation")
+        return of_streamed(self.data.prepared, schema, taken=(pairs.users, pairs.items))
 
 
 @dataclass(frozen=True)
@@ -179,36 +166,22 @@ class RankingEvaluator(RankedEvaluator):
         return [(name, k) for k in protocol.at for name in protocol.figures]
 
     @cached_property
-    def _items(self) -> Chunk:
-        # The evaluation does what serving does: a user or an item without a training
-        # row has the unknown id's table row and its own features. That table row is
-        # trained where ids are dropped; otherwise it has its initial values, which all
-        # such items share.
-        return self._with_oov_ids(self.data.items, "item_id")
-
-    @cached_property
     def _builder(self) -> BatchBuilder:
-        return self.builder(self._items)
+        return self.builder(self.data.items)
 
     @cached_property
     def _labelled(self) -> dict[str, Chunk]:
         """Held-out rows with negatives, for the AUC, by split; without splits whose items have candidates."""
-        candidates = self.data.evaluation.candidates
-        splits = [
-            name
-            for name in HELD_OUT
-            if name not in candidates and getattr(self.data, name).num_rows
-        ]
-        return {
-            split: self._with_oov_ids(labelled_rows(self.data, split), "user_id")
-            for split in splits
-        }
+        if self.data.evaluation.candidates:
+            return {}
+        splits = [name for name in HELD_OUT if getattr(self.data, name).num_rows]
+        return {split: labelled_rows(self.data, split) for split in splits}
 
     @property
     def validated(self) -> list[str]:
         """Names of the figures of :meth:`validate`."""
         # Rows with candidates of their own are ranked among these alone.
-        if "validation" in self.data.evaluation.candidates:
+        if self.data.evaluation.candidates:
             return self.ranking_names
         return ["auc", *self.ranking_names]
 
@@ -224,7 +197,7 @@ class RankingEvaluator(RankedEvaluator):
         """Returns the K best items for the user of a test row, fewer if there are fewer new items for that user."""
         row = self.data.test.slice(user_row, user_row + 1)
         user = row["user_id"].values
-        query = self._builder.user_batch(self._with_oov_ids(row, "user_id"))
+        query = self._builder.user_batch(row)
         user_items = self.data.seen(user, "train", "validation").values
         return Recommended(
             int(user[0]), *self.best_items("user", query, self._builder, user_items)
@@ -269,23 +242,15 @@ class RankingEvaluator(RankedEvaluator):
         if self.data.evaluation.by == "user":
             # One question for each user, in the order of the users' ids.
             rows = rows.take(np.unique(rows["user_id"].values, return_index=True)[1])
-        rows = self._with_oov_ids(rows, "user_id")
         figures = self.question(split).of_model(
             self.model.module, self.runtime, self._builder, rows
         )
-        if split in self.data.evaluation.candidates:
+        if self.data.evaluation.candidates:
             return figures
         predictions = self.predictions(
-            self._labelled[split], batch_size=4_096, items=self._items
+            self._labelled[split], batch_size=4_096, items=self.data.items
         )
         return {"auc": metrics.auc(*predictions, self.runtime), **figures}
-
-    def _with_oov_ids(self, rows: Chunk, name: str) -> Chunk:
-        """Replaces ids without a training row by the unknown id; dynamic ids know by themselves who has a row."""
-        feature = self.schema.feature(name)
-        if feature is None or feature.dynamic:
-            return rows
-        return unseen_as_oov(rows, self.data.train, feature)
 
 
 def heldout_question(
@@ -307,12 +272,17 @@ def heldout_question(
         targets,
         data.seen(users, *before),
         figures,
-        candidates=evaluation.candidates.get(split),
+        candidates=candidates_of(data, split),
         target_rows=target_rows,
         keep_seen=evaluation.keep_seen,
         not_items=(0, *range(data.num_items + 1, data.items.num_rows)),
-        num_items=data.num_items,
     )
+
+
+def candidates_of(data: InteractionData, split: str) -> Int64 | None:
+    """Returns (rows, N) the candidates of each held-out row, filled up with -1; None for the whole catalogue."""
+    name = data.evaluation.candidates
+    return None if name is None else padded_lists(getattr(data, split)[name])
 
 
 def recommendation_text(data: InteractionData, recommended: Recommended) -> str:

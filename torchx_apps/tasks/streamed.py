@@ -1,4 +1,4 @@
-"""The task of prediction on preprocessed rows that are read while they train: clicks of a log of any size."""
+"""The task of prediction on rows with labels: few rows are held in memory, more are read while they train."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import pyarrow as pa
 import torch
-from numpy.typing import NDArray
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.data.columns import Chunk, Column, Int64, concatenate_rows
@@ -45,16 +44,23 @@ class StreamedTask(RankedTask):
 
     data: StreamedData
     heading: str = "test rows"
-    baseline_name: str = "the same for all, by popularity"
 
     @property
     def prepared(self) -> StreamedData:
         """The folder of rec.data.preprocess that the rows come from."""
         return self.data
 
+    @property
+    def baseline_name(self) -> str:
+        """Name of the baseline: one prediction for all rows and, where the catalogue is ranked, popularity."""
+        roles = self.data.roles
+        if self.data.ranked and roles.user and roles.item:
+            return "the same for all, by popularity"
+        return "the same for all"
+
     @cached_property
     def closed_forms(self) -> ClosedForms | None:
-        """EASE and ALS of the users' and items' training rows with label 1; None without a user or item column."""
+        """EASE of the users' and items' training rows with label 1; None without a user or item column."""
         user = self.data.roles.user
         item = self.data.roles.item
         if user is None or item is None:
@@ -65,7 +71,6 @@ class StreamedTask(RankedTask):
             num_pairs=self.data.splits["train"].num_rows,
             num_users=self.data.vocab[user],
             num_items=self.data.vocab[item],
-            roles={user: "user", item: "item"},
             names=self.baselines,
             config=self.closed_form,
         )
@@ -83,7 +88,8 @@ class StreamedTask(RankedTask):
         )
         tables = len(self.data.features)
         dense = len(self.data.dense)
-        return f"{self.name}, {rows}, {tables} tables of {sum(self.data.vocab.values()):,} rows, {dense} dense columns"
+        text = f"{self.name}, {rows}, {tables} tables of {sum(self.data.vocab.values()):,} rows, {dense} dense columns"
+        return "\n".join([text, *self.data.describe_columns()])
 
     def with_roles(self, config: LoaderConfig) -> LoaderConfig:
         """Fills the loader's label and weight columns from the preprocessing, if they are not set."""
@@ -116,8 +122,13 @@ class StreamedTask(RankedTask):
         self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int
     ) -> ChunkLoader:
         """Returns the loader of the labelled training rows; it reads them while the epoch runs."""
-        source = self.data.splits["train"]
+        if config.negatives:
+            raise ValueError(
+                f"loader.negatives={config.negatives}: the rows of '{self.name}' have labels of their own, negatives "
+                "among them; set loader.negatives=0"
+            )
         config = self.with_roles(config)
+        source = self.data.rows("train")
         items = None
         everything = None
         # Reading the items takes a pass over the training rows.
@@ -329,32 +340,26 @@ def ranking_towers(model: Any, data: StreamedData) -> list[str] | None:
 
 
 def held_out_rows(data: StreamedData, split: str) -> Chunk:
-    """Returns at most ``data.ranked`` rows of a split with label 1 and a known item, evenly spread over all of them."""
+    """Returns at most ``data.ranked`` rows of a split with label 1, evenly spread over all of them."""
     roles = data.roles
     assert roles.item is not None
     roles_read = [roles.label, roles.item]
-    item_ids, _ = data.items
     # A first pass counts the rows to choose from, since a split may not fit memory.
     count = sum(
-        int(_wanted(chunk, data, item_ids).sum())
-        for chunk in data.chunks(split, roles_read)
+        int((chunk[roles.label].values > 0).sum())
+        for chunk in data.chunks(split, [roles.label])
     )
     every = max(1, -(-count // data.ranked))
     names = list(dict.fromkeys([*roles_read, *data.features, *data.dense]))
     pieces = []
     passed = 0
     for chunk in data.chunks(split, names):
-        rows = np.flatnonzero(_wanted(chunk, data, item_ids))
+        rows = np.flatnonzero(chunk[roles.label].values > 0)
         # Every n-th of all chunks together, however the files are cut.
         sample = rows[(np.arange(len(rows)) + passed) % every == 0]
         passed += len(rows)
         pieces.append(chunk.take(sample))
     return concatenate_rows(pieces, names)
-
-
-def _wanted(chunk: Chunk, data: StreamedData, item_ids: Int64) -> NDArray[np.bool_]:
-    is_known = np.isin(chunk[str(data.roles.item)].values, item_ids)
-    return is_known & (chunk[data.roles.label].values > 0)
 
 
 def question_of(data: StreamedData, held_out: Chunk, figures: Figures) -> TaskQuestion:

@@ -89,7 +89,7 @@ class Evaluator(ABC):
         return self.figures("test")
 
     def beside(self, split: str) -> Beside:
-        """Returns the figures of EASE and ALS; none by default."""
+        """Returns the figures of EASE; none by default."""
         del split
         return Beside({}, {})
 
@@ -175,7 +175,7 @@ class RankedEvaluator(Evaluator):
         model: the sharded model.
         runtime: this rank's runtime.
         figures: names of the ranking's figures with their numbers of items shown; the usual ones if empty.
-        closed_forms: EASE and ALS of the training rows, if they are ranked too.
+        closed_forms: EASE of the training rows, if they are ranked too.
     """
 
     def __init__(
@@ -218,15 +218,20 @@ class RankedEvaluator(Evaluator):
         return [f"{name}@{k}" for name, k in self.ranking_figures]
 
     def beside(self, split: str) -> Beside:
-        """Returns the figures of EASE and ALS on the same question; they are fitted on the training rows."""
+        """Returns the figures of EASE on the same question; it is fitted on the training rows."""
         question = self.question(split)
         if question is None:
             return Beside({}, {})
         return question.of_closed_forms(self._closed_forms)
 
+    @property
+    def catalogue_size(self) -> int:
+        """Number of items that can be recommended."""
+        return int(self.data.num_items)
+
     def catalogue(self, builder: BatchBuilder) -> Tensor:
         """Returns the vectors of the unknown item and of all items that can be recommended, (1 + I, D). Collective."""
-        batches = item_batches(builder, self.data.num_items + 1, self.runtime)
+        batches = item_batches(builder, self.catalogue_size + 1, self.runtime)
         return metrics.embed_all(self.model.module, "item", batches, self.runtime)
 
     def best_items(
@@ -328,13 +333,8 @@ class Task(ABC):
 
     @property
     def closed_forms(self) -> ClosedForms | None:
-        """EASE and ALS of the training rows; none by default."""
+        """EASE of the training rows; none by default."""
         return None
-
-    @property
-    def oov_ids(self) -> Mapping[str, int]:
-        """Table row of ids unseen in training, by feature; none by default."""
-        return {}
 
     def raw_values(self, name: str) -> pa.Array:
         """Returns the log's value of each row of a column's vocabulary, (V,) whole numbers or text, null for unknown.
@@ -426,10 +426,10 @@ class Task(ABC):
         return shares
 
 
-def heading_of(candidates: Mapping[str, Int64]) -> str:
+def heading_of(candidates: Int64 | None) -> str:
     """Returns the heading of a ranking: the rows that are ranked, and the ``candidates`` they are ranked among."""
-    if "test" in candidates:
-        return f"test items, among {candidates['test'].shape[1]} others"
+    if candidates is not None:
+        return f"test items, among {candidates.shape[1]} others"
     return "test items, whole catalogue"
 
 
@@ -441,7 +441,7 @@ class RankedTask(Task):
         data: the data.
         figures: names of the figures with their numbers of items shown; the task's usual ones if empty.
         baselines: baselines to rank; those that take little time if empty.
-        closed_form: settings of EASE and ALS.
+        closed_form: settings of EASE.
     """
 
     data: Any

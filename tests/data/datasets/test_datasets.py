@@ -8,22 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from torchrec_ext.data.datasets import catalog as datasets
 from torchrec_ext.data.datasets import catalog as download
 from torchrec_ext.data.datasets.catalog import (
-    DataConfig,
     DatasetUnavailable,
     Download,
     fetch,
-    load_dataset,
     sha256,
 )
+from torchrec_ext.data.datasets.config import DataConfig
 from torchrec_ext.data.datasets.interactions import InteractionData
 from torchrec_ext.data.datasets.movielens import GENRES, from_parquet
+from torchrec_ext.data.datasets.sets import load_dataset
 from torchrec_ext.schema import DataError
 
 RATINGS = "196\t242\t3\t881250949\n196\t1\t5\t881250950\n196\t3\t4\t881250951\n22\t242\t1\t878887116\n"
@@ -87,7 +86,7 @@ def test_the_set_is_downloaded_once_and_then_found_in_the_cache(
     assert "Harper" in shown
     assert "100%" in shown
     (home / "published.zip").unlink()
-    again = load_dataset("ml-100k", offline=True)
+    again = load_dataset("ml-100k")
     assert capfd.readouterr().err == ""
     assert same(data.train, again.train)
     cached = home / "cache" / "torchrec_ext" / "ml-100k"
@@ -98,38 +97,19 @@ def test_the_set_is_downloaded_once_and_then_found_in_the_cache(
 def test_the_publishers_text_becomes_features(publisher: Download) -> None:
     data = load_dataset("ml-100k", progress=False)
     assert data.titles is not None
-    assert data.items_by_row.tolist() == [0, 1, 3, 242, 267], (
-        "rows of the items that there are"
-    )
-    assert [data.titles[row] for row in range(5)] == [
-        "(unknown)",
-        "Toy Story",
-        "Misérables, Les",
-        "Land Before Time III",
-        "unknown",
-    ]
-    assert data.items["release_year"].values[[1, 2, 3, 4, 0]].tolist() == [
-        1,
-        2,
-        1,
-        0,
-        0,
-    ]
-    assert [data.items["genres"].row(i).tolist() for i in (1, 3, 4, 0)] == [
-        [3, 5],
-        [3],
-        [0],
-        [],
-    ]
-    assert data.vocab["release_year"] == 3
+    # User 196 takes 242, 1 and 3; with 22's item 242 is all that is trained on.
+    assert data.items_by_row.tolist()[1:2] == [242]
+    assert data.titles[1] == "Land Before Time III"
+    assert data.num_items == 1
     assert data.users_by_row[data.test["user_id"].values].tolist() == [196]
-    assert data.test["zip_prefix"].values.tolist() == [11], (
-        "a Canadian code starts with a letter"
-    )
-    assert data.test["age"].values[0] == pytest.approx((49 - 35) / 15)
-    assert data.train["zip_prefix"].values[
-        data.users_by_row[data.train["user_id"].values] == 22
-    ].tolist() == [5], "'4' is the fifth digit"
+    assert data.prepared is not None
+    raw = pq.read_table(data.prepared.folder / "raw/users.parquet").to_pydict()
+    assert raw["zip_prefix"] == ["4", "Canada"], "a Canadian code starts with a letter"
+    assert raw["age"] == [25.0, 49.0]
+    assert raw["history"] == [[], [242, 1]], "as before the test item"
+    items = pq.read_table(data.prepared.folder / "raw/items.parquet").to_pydict()
+    assert items["release_year"] == [1995]
+    assert items["genres"] == ["Animation"]
 
 
 @pytest.mark.unit
@@ -150,18 +130,6 @@ def test_two_processes_at_once_leave_one_whole_file(
     for thread in threads:
         thread.join()
     assert results == [2] * 4
-
-
-@pytest.mark.unit
-def test_offline_says_which_file_to_put_where(home: Path) -> None:
-    where = home / "cache" / "torchrec_ext" / "ml-100k"
-    with pytest.raises(DatasetUnavailable) as caught:
-        load_dataset("ml-100k", offline=True)
-    message = str(caught.value)
-    assert message == (
-        "set 'ml-100k' was not downloaded (data.offline is set): put https://files.grouplens.org/datasets/movielens/"
-        f"ml-100k.zip into {where}, or set data.name=planted"
-    )
 
 
 @pytest.mark.unit
@@ -254,64 +222,6 @@ def test_a_text_file_of_another_form_names_file_and_line(
         load_dataset("ml-100k", progress=False)
 
 
-@pytest.mark.unit
-@pytest.mark.filterwarnings("ignore:.*figures may differ")
-def test_parquet_that_was_written_again_is_read_with_a_warning(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = home / "ml-100k"
-    folder.mkdir()
-    pq.write_table(
-        pa.table(
-            {
-                "user_id": [1, 1],
-                "item_id": [1, 2],
-                "rating": [5, 4],
-                "timestamp": [1, 2],
-            }
-        ),
-        folder / "inter.parquet",
-    )
-    users = {
-        "user_id": [1],
-        "age": [24],
-        "gender": ["M"],
-        "occupation": ["technician"],
-        "zip_code": ["85711"],
-    }
-    pq.write_table(pa.table(users), folder / "users.parquet")
-    items = {
-        "item_id": [1, 2],
-        "movie_title": ["A", "B"],
-        "release_year": ["1995", "1996"],
-        "class": ["Drama", "Comedy Drama"],
-    }
-    pq.write_table(pa.table(items), folder / "items.parquet")
-    monkeypatch.setenv("TORCHREC_EXT_DATA", str(home))
-    with pytest.warns(
-        UserWarning, match=r"inter\.parquet: sha256 is .*figures may differ"
-    ):
-        assert load_dataset("ml-100k").train.num_rows == 2
-    pq.write_table(
-        pa.table({name: 2 * values for name, values in users.items()}),
-        folder / "users.parquet",
-    )
-    with (
-        pytest.warns(UserWarning, match="figures may differ"),
-        pytest.raises(
-            DataError,
-            match=r"users\.parquet: column 'user_id', rows 0 and 1: both describe id 1",
-        ),
-    ):
-        load_dataset("ml-100k")
-    pq.write_table(pa.table({"user_id": [1]}), folder / "items.parquet")
-    with (
-        pytest.warns(UserWarning, match="figures may differ"),
-        pytest.raises(DataError, match=r"items\.parquet: column 'item_id' is missing"),
-    ):
-        load_dataset("ml-100k")
-
-
 def test_the_parquet_files_and_the_publishers_zip_give_the_same_data(
     ml_100k: InteractionData,
     ml_100k_folder: Path,
@@ -368,13 +278,10 @@ def test_the_parquet_files_and_the_publishers_zip_give_the_same_data(
 
 
 def test_movielens_has_the_figures_of_its_readme(ml_100k: InteractionData) -> None:
-    assert (ml_100k.vocab["user_id"], ml_100k.vocab["item_id"]) == (944, 1683)
+    assert ml_100k.vocab["user_id"] == 944
     assert ml_100k.licence is not None
-    for chunk in (ml_100k.train, ml_100k.items):
-        for name, rows in ml_100k.vocab.items():
-            if name in chunk:
-                values = chunk[name].values
-                assert 0 <= values.min() <= values.max() < rows, name
+    assert ml_100k.validation.num_rows == ml_100k.test.num_rows == 943
+    assert ml_100k.train.num_rows == 100_000 - 2 * 943
     assert ml_100k.titles is not None
     assert ml_100k.titles[1] == "Toy Story"
     assert "unkonwn" not in ml_100k.titles
@@ -384,7 +291,7 @@ def test_movielens_has_the_figures_of_its_readme(ml_100k: InteractionData) -> No
 def test_a_set_that_does_not_exist_is_told_with_those_that_do(home: Path) -> None:
     with pytest.raises(
         DataError,
-        match=r"data\.name='ml-1b': no such set in .*; choose ml-100k, ml-1m-ncf, planted",
+        match=r"set 'ml-1b' is not on this machine",
     ):
         load_dataset("ml-1b")
 
@@ -394,7 +301,7 @@ def test_a_set_that_does_not_exist_is_told_with_those_that_do(home: Path) -> Non
     ("options", "message"),
     [
         ({"history_length": -1}, r"data\.history_length=-1: must be 0 or more"),
-        ({"users": 5}, r"data\.users=5: ml-100k has its own"),
+        ({"name": "ml-100k", "users": 5}, r"data\.users=5: ml-100k has its own"),
         ({"name": "planted", "items": 0}, r"data\.items=0: must be 1 or more"),
     ],
 )

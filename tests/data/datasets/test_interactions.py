@@ -7,12 +7,11 @@ from hypothesis import strategies as st
 
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.datasets import synthetic
-from torchrec_ext.data.datasets.interactions import (
+from torchrec_ext.data.datasets.interactions import InteractionData, from_ratings
+from torchrec_ext.data.datasets.splits import (
     TEST,
     TRAIN,
     VALIDATION,
-    InteractionData,
-    from_ratings,
     leave_one_out,
 )
 from torchrec_ext.schema import DataError
@@ -97,14 +96,6 @@ def test_no_feature_of_generated_data_looks_into_the_future() -> None:
     assert len(np.unique(times)) < len(times), "the data must have ties to be a test"
     check_laws(data)
     check_laws(synthetic.checkerboard(users=10, items=12))
-
-
-def test_no_feature_of_movielens_looks_into_the_future(
-    ml_100k: InteractionData,
-) -> None:
-    check_laws(ml_100k)
-    assert ml_100k.validation.num_rows == ml_100k.test.num_rows == 943
-    assert ml_100k.train.num_rows == 100_000 - 2 * 943
 
 
 @pytest.mark.unit

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.contracts import leave_group, run_ranks
+from torchrec_ext.data.columns import Chunk
+from torchrec_ext.data.datasets import streamed
 from torchrec_ext.data.datasets.catalog import FOLDER_VARIABLE, DatasetUnavailable
 from torchrec_ext.data.datasets.config import StreamConfig
 from torchrec_ext.data.datasets.streamed import (
     StreamedData,
     load_streamed,
-    planted_folder,
     prepared_folder,
 )
+from torchrec_ext.data.datasets.synthetic import planted_folder
 from torchrec_ext.distributed.runtime import Runtime
 
 
@@ -63,3 +66,30 @@ def test_generated_rows_go_with_their_data_and_with_their_process() -> None:
     del data
     gc.collect()
     assert not folder.exists()
+
+
+@pytest.mark.unit
+def test_few_rows_are_read_once_and_shuffled_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted_folder(tmp_path, rows=2_000)
+    read: list[int] = []
+    source = streamed.ParquetSource.read
+
+    def counted(*arguments: Any) -> Any:
+        read.append(1)
+        return source(*arguments)
+
+    monkeypatch.setattr(streamed.ParquetSource, "read", counted)
+    data = load_streamed(StreamConfig(name=str(tmp_path)))
+    rows = data.rows("train")
+    assert isinstance(rows, Chunk)
+    assert rows.num_rows == data.splits["train"].num_rows
+    assert data.popularity.sum() == rows["label"].values.sum()
+    assert len(data.items[0]) == data.num_items
+    assert 0 < data.share("train") < 1
+    assert len(read) == len(data.splits), "each split once"
+    monkeypatch.setattr(streamed, "WHOLE_VALUES", 100)
+    large = load_streamed(StreamConfig(name=str(tmp_path)))
+    assert large.rows("train") is large.splits["train"]
+    assert large.share("train") == data.share("train")

@@ -26,7 +26,7 @@ SCHEMA = BatchSchema.from_tables(
             name="item_id",
             embedding_dim=4,
             num_embeddings=ITEMS + 1,
-            feature_names=["session", "candidates"],
+            feature_names=["session", "item_id"],
         )
     ],
     label_range=None,
@@ -77,7 +77,7 @@ def candidates(batches: list[TowerBatch]) -> list[int]:
     return sorted(
         item
         for batch in batches
-        for row in feature(batch, "candidates")
+        for row in feature(batch, "item_id")
         for item in row
         if item
     )
@@ -120,8 +120,7 @@ def test_any_number_of_ranks_sees_every_sequence_once(
             assert candidates(list(step)) == candidates([whole])
             assert len({len(batch) for batch in step}) == 1
             assert (
-                len({batch.sparse["candidates"].values().numel() for batch in step})
-                == 1
+                len({batch.sparse["item_id"].values().numel() for batch in step}) == 1
             )
             targets = sum(len(row) - 1 for row in seen(whole))
             assert all(
@@ -137,7 +136,7 @@ def test_a_batch_is_no_larger_than_the_epoch() -> None:
     )
     assert len(few) == len(many) == 1
     assert torch.equal(few[0].weights, many[0].weights)
-    for name in ("session", "candidates"):
+    for name in ("session", "item_id"):
         assert feature(few[0], name) == feature(many[0], name)
 
 

@@ -1,4 +1,4 @@
-"""load_dataset(): sets of interactions by name, found on disk, downloaded from their publisher, or generated.
+"""find_ml_100k(): MovieLens 100K on this machine, or downloaded from its publisher.
 
 fetch(): downloads a publisher's file with a progress bar and a checksum, and leaves nothing half-written behind.
 """
@@ -11,32 +11,14 @@ import os
 import sys
 import tempfile
 import urllib.request
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
-from torchrec_ext.data.columns import Chunk
-from torchrec_ext.data.datasets import synthetic
-from torchrec_ext.data.datasets.config import GENERATED, NAMES, PLANTED, generated_sizes
-from torchrec_ext.data.datasets.config import DataConfig as DataConfig
-from torchrec_ext.data.datasets.folder import from_folder, is_folder_of_interactions
-from torchrec_ext.data.datasets.interactions import InteractionData
-from torchrec_ext.data.datasets.movielens import (
-    LICENCE,
-    LICENCE_1M,
-    Protocol,
-    Tables,
-    from_parquet,
-    from_zip,
-    movielens_100k,
-    recbole,
-    tfrs,
-)
+from torchrec_ext.data.datasets.movielens import LICENCE, Tables, from_parquet, from_zip
 from torchrec_ext.schema import DataError
 
 
@@ -145,59 +127,6 @@ ML_100K = Download(
     size=4_924_029,
     sha256="50d2a982c66986937beb9ffb3aa76efe955bf3d5c6b761f4e3a7cd717c6a3229",
 )
-# n_interactions of items.parquet counts the test items too.
-NCF_COLUMNS = {"users": ("gender", "age", "occupation"), "items": ("year", "genres")}
-# RecBole's conversion of the same ratings.
-ML_100K_PARQUET = {
-    "inter.parquet": "51d977cd785c2175934bb577bd896e34c0143e7fd111f9c11eea3a0efdea4a22",
-    "users.parquet": "f03e172aa69658a0e13d1b4464460f7ab1d7a8f29a59e3ac2354b5bd4f42eada",
-    "items.parquet": "962a090e6fa43f5da7dfde9cfe1ba1d697dfc5ad02e17f5dfea74da91732665b",
-}
-
-
-def load_dataset(
-    name: str = "ml-100k", *, progress: bool = True, **settings: Any
-) -> InteractionData:
-    """Loads a set by name; ``settings`` are those of :class:`DataConfig`, and :func:`load_config` has the steps."""
-    return load_config(DataConfig(name=name, **settings), progress=progress)
-
-
-def load_config(config: DataConfig, *, progress: bool = True) -> InteractionData:
-    """Loads the set named by ``config``.
-
-    A real set is looked for in ``<folder>/<name>/`` (parquet files, or the publisher's zip), then in the user's cache,
-    then it is downloaded there. Several processes may call this at once: one of them downloads.
-
-    Args:
-        config: settings that name the set.
-        progress: show the download and the licence on stderr.
-
-    Raises:
-        DatasetUnavailable: the set is not on this machine and cannot be downloaded.
-        DataError: a file is damaged.
-    """
-    if config.name == "ml-100k":
-        try:
-            path = find_ml_100k(
-                data_folder(config.name, config.folder),
-                offline=config.offline,
-                progress=progress,
-            )
-        except DatasetUnavailable as error:
-            # Added here, because preprocessing looks for the same file and has no
-            # data.name.
-            raise DatasetUnavailable(f"{error}, or set data.name=planted") from None
-        if path.is_dir():
-            _warn_if_other(path)
-        return _ml_100k(config, ml_100k_tables(path))
-    if config.name not in GENERATED:
-        return _from_folder(config)
-    generate = synthetic.planted if config.name == PLANTED else synthetic.checkerboard
-    return generate(
-        history_length=config.history_length,
-        seed=config.seed,
-        **generated_sizes(config),
-    )
 
 
 def data_folder(name: str, folder: str | None) -> Path | None:
@@ -214,75 +143,11 @@ def cache_folder() -> Path:
     )
 
 
-def _ml_100k(config: DataConfig, tables: Tables) -> InteractionData:
-    if config.split == "last_item":
-        return movielens_100k(tables, config.history_length)
-    if config.split == "tfrs":
-        protocol = tfrs(tables, config.history_length, validation=config.validation)
-    else:
-        protocol = _recbole(config, tables[0])
-    tables = (protocol.ratings, *tables[1:])
-    return movielens_100k(
-        tables,
-        config.history_length,
-        split=protocol.split,
-        evaluation=protocol.evaluation,
-    )
-
-
-def _recbole(config: DataConfig, ratings: Chunk) -> Protocol:
-    folder = data_folder(config.name, config.folder)
-    if folder is None or not (folder / "recbole_split.parquet").exists():
-        place = f"neither data.folder nor {FOLDER_VARIABLE} is given"
-        if folder is not None:
-            place = f"{folder} has none"
-        raise DatasetUnavailable(
-            "data.split=recbole needs recbole_split.parquet (user_id, item_id, split: train, valid or test), and "
-            f"{place}; write what RecBole 1.2.1 makes of ml-100k by its defaults there"
-        )
-    return recbole(ratings, folder / "recbole_split.parquet", config.history_length)
-
-
-def _from_folder(config: DataConfig) -> InteractionData:
-    folder = data_folder(config.name, config.folder)
-    if folder is None or not is_folder_of_interactions(folder):
-        recbole_files = [] if folder is None else sorted(folder.glob("*.inter"))
-        if recbole_files:
-            raise DataError(
-                f"{recbole_files[0]}: is RecBole's; write it as parquet, as in docs/from/recbole.md"
-            )
-        place = folder or "data.folder, which is not set"
-        if config.name not in NAMES:
-            raise DataError(
-                f"data.name={config.name!r}: no such set in {place}; choose {', '.join(NAMES)}, or a folder with "
-                "inter.parquet or train.parquet (docs/recipes.md)"
-            )
-        raise DatasetUnavailable(
-            f"set '{config.name}' is not on this machine (looked in {place}); put ml-1m.train.rating, "
-            "ml-1m.test.rating and ml-1m.test.negative of the NCF paper there, or set data.name=planted"
-        )
-    details: dict[str, Any] = {}
-    if config.name == "ml-1m-ncf":
-        details = {"columns": NCF_COLUMNS, "licence": LICENCE_1M}
-    return from_folder(
-        folder,
-        name=config.name,
-        history_length=config.history_length,
-        validation=config.validation,
-        seed=config.seed,
-        context=config.context,
-        **details,
-    )
-
-
-def find_ml_100k(
-    folder: Path | None, *, offline: bool = False, progress: bool = True
-) -> Path:
+def find_ml_100k(folder: Path | None, *, progress: bool = True) -> Path:
     """Finds MovieLens 100K, a folder with its parquet files or the publisher's zip; downloads it if it is nowhere.
 
     Args:
         folder: folder that is looked into first.
-        offline: never download.
         progress: show the download and the licence on stderr.
 
     Raises:
@@ -297,9 +162,7 @@ def find_ml_100k(
         if path.exists():
             verify(path, ML_100K)
             return path
-    reason: str | None = "data.offline is set"
-    if not offline:
-        reason = fetch(ML_100K, target, licence=LICENCE, progress=progress)
+    reason = fetch(ML_100K, target, licence=LICENCE, progress=progress)
     if reason:
         raise DatasetUnavailable(
             f"set 'ml-100k' was not downloaded ({reason}): put {ML_100K.url} into {folder or target.parent}"
@@ -310,14 +173,3 @@ def find_ml_100k(
 def ml_100k_tables(path: Path) -> Tables:
     """Reads (ratings, users, items) from a path returned by :func:`find_ml_100k`."""
     return from_zip(path) if path.suffix == ".zip" else from_parquet(path)
-
-
-def _warn_if_other(folder: Path) -> None:
-    """Warns of files with other bytes: the same table written anew, or a part of it, which may change figures."""
-    for name, expected in ML_100K_PARQUET.items():
-        path = folder / name
-        if path.exists() and (digest := sha256(path)) != expected:
-            warnings.warn(
-                f"{path}: sha256 is {digest}, the known file has {expected}; figures may differ from published ones",
-                stacklevel=3,
-            )

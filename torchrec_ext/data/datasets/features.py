@@ -1,32 +1,26 @@
-"""RowContext: raw columns of rows in memory under the fitted preprocessor that reads a request's rows too.
+"""The readers of a user's files: their columns in types that steps take, and the steps that follow these types.
 
-raw_column(), raw_ids(): a column of a user's file in a type that steps take: dates are times, missing values stay.
-
-side_features(): a table of users or items -> feature columns by id; their kinds are inferred from the values.
+raw_column(), raw_ids(): dates are times, missing values stay.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from torchrec_ext.data.columns import Array, Chunk, Column, Int64
+from torchrec_ext.data.columns import Array, Column
 from torchrec_ext.data.files.arrow import as_int64, is_list_type, one_piece
 from torchrec_ext.data.files.parquet import read_columns
 from torchrec_ext.data.preprocess import (
     Categorify,
     FillMissing,
-    FittedPreprocessor,
-    Lists,
     Normalize,
     Step,
     TimeFeatures,
@@ -37,18 +31,13 @@ from torchrec_ext.data.preprocess.times import Feature
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import listed
 
-# Stands in a list for a value that is in no vocabulary.
-_UNKNOWN = "unknown"
 SEPARATOR = "|"
 # Share of distinct values from which on a column names its row, as a title does, and
 # says nothing about another row.
 MOST_DISTINCT = 0.5
-MISSING_TIME = np.iinfo(np.int64).min
 # The first text among these rows decides whether a column holds dates.
 _PROBE_ROWS = 1000
 _DAY = 86_400_000_000
-# Raw type of a column of dates or times.
-TIME = "timestamp[us]"
 OF_TIMES: tuple[Feature, ...] = ("hour", "weekday")
 # Features of a column in which every time is midnight: its hour says nothing.
 OF_DATES: tuple[Feature, ...] = ("weekday", "month")
@@ -58,6 +47,8 @@ _OTHER_DATE = re.compile(
 RawColumns = Mapping[str, pa.Array]
 # By tower: the names of its columns of ids, and of those of numbers.
 TowerColumns = dict[str, tuple[Sequence[str], Sequence[str]]]
+# Steps, each with its state.
+Pairs = list[tuple[Step, Any]]
 
 
 def owned_columns(
@@ -94,274 +85,30 @@ def columns_by_tower(
     return towers
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowContext:
-    """The mapping of raw columns to ids and numbers; context is fitted on training rows, users and items on all rows.
-
-    Args:
-        steps: the fitted preprocessor that maps rows in memory here and the rows of a request later. Text and whole
-            numbers become ids from 1 on, in the order of the values. Dates and times become the ids of their hour,
-            weekday or month. Fractions become numbers of mean 0 and deviation 1. 0 stands for a missing and for an
-            unknown value.
-
-    Example:
-        >>> rows = {"device": pa.array(["tv", "phone"]), "price": pa.array([1.0, 3.0])}
-        >>> context = RowContext.fit(rows)
-        >>> {name: column.values.tolist() for name, column in context.transform(rows).items()}
-        {'device': [2, 1], 'price': [-1.0, 1.0]}
-    """
-
-    steps: FittedPreprocessor = field(
-        default_factory=lambda: FittedPreprocessor.of((), {})
-    )
-
-    @classmethod
-    def of(cls, columns: Sequence[ColumnSteps]) -> RowContext:
-        """Builds the preprocessor from the fitted steps of each column."""
-        pairs: list[tuple[Step, Any]] = []
-        for column in columns:
-            pairs += column.pairs
-        return cls(
-            steps=FittedPreprocessor.of(
-                pairs, {column.name: column.raw for column in columns}
-            )
-        )
-
-    @classmethod
-    def fit(
-        cls,
-        rows: RawColumns,
-        *,
-        filled: Collection[str] = (),
-        separator: str | None = None,
-    ) -> RowContext:
-        """Fits vocabularies and scales to raw columns, as :func:`raw_column` returns them.
-
-        Args:
-            rows: raw columns of the training rows.
-            filled: columns of fractions in which a missing value stands for the mean.
-            separator: separator of the values in texts with lists; None if no column has such texts.
-
-        Raises:
-            DataError: all values of a column are missing.
-        """
-        ids: list[ColumnSteps] = []
-        numbers: list[ColumnSteps] = []
-        times: list[ColumnSteps] = []
-        for name, column in rows.items():
-            values = column.drop_null()
-            if not len(values):
-                raise DataError(
-                    f"column '{name}': all {len(column):,} values are missing; leave the column out"
-                )
-            if pa.types.is_floating(values.type):
-                floats = values.to_numpy()
-                # A constant column has deviation 0, by which nothing can be divided.
-                deviation = float(floats.std()) or 1.0
-                numbers.append(
-                    number_steps(
-                        name, float(floats.mean()), deviation, filled=name in filled
-                    )
-                )
-            elif pa.types.is_timestamp(values.type):
-                times.append(_time_steps(name, values))
-            else:
-                ids.append(_id_steps_of_values(name, values, separator))
-        # Ids come first, numbers next: a model's columns keep this order.
-        context = cls.of([*ids, *numbers, *times])
-        for name, features in context.times.items():
-            if clash := sorted(set(features) & rows.keys()):
-                raise DataError(
-                    f"column '{clash[0]}' is there, and is made of the dates in '{name}' too; leave one of them out, "
-                    "or rename it"
-                )
-        return context
-
-    @cached_property
-    def vocabularies(self) -> dict[str, Vocabulary]:
-        """Values of each column of text or whole numbers, from row 1 on; any other value is row 0."""
-        return {
-            step.column: state
-            for step, state in self.steps.pairs
-            if isinstance(step, Categorify)
-        }
-
-    @cached_property
-    def scales(self) -> dict[str, tuple[float, float]]:
-        """Mean and standard deviation of each column of fractions."""
-        scaled = {
-            step.column: state
-            for step, state in self.steps.pairs
-            if isinstance(step, Normalize)
-        }
-        return {name: (state["mean"], state["std"]) for name, state in scaled.items()}
-
-    @cached_property
-    def separators(self) -> dict[str, str]:
-        """Separator of the values in each column of texts with lists."""
-        return {
-            step.column: str(step.separator)
-            for step in self.steps.steps
-            if isinstance(step, Lists)
-        }
-
-    @cached_property
-    def times(self) -> dict[str, tuple[str, ...]]:
-        """Names of the id columns made of each column of times."""
-        return {
-            step.column: step.writes
-            for step in self.steps.steps
-            if isinstance(step, TimeFeatures)
-        }
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of all columns of ids and of numbers."""
-        return (*self.vocab, *self.scales)
-
-    @property
-    def vocab(self) -> dict[str, int]:
-        """Number of rows of the table of each column of ids."""
-        return dict(self.steps.vocab)
-
-    def transform(self, rows: RawColumns) -> dict[str, Column]:
-        """Maps raw columns to ids (B,) int64 from 1 on, and numbers (B,) float32 of mean 0 and deviation 1.
-
-        A column of times stays next to its features, in microseconds since 1970; ``MISSING_TIME`` stands for a missing
-        one.
-        """
-        times = {}
-        for name in self.times:
-            moments = rows[name].cast(pa.int64()).fill_null(MISSING_TIME)
-            times[name] = Column(moments.to_numpy())
-        return {**self.steps.online(rows), **times}
-
-    def raw(self, rows: Chunk) -> dict[str, pa.Array]:
-        """Maps ids and numbers back to raw values, as in a file or a request; null for the unknown."""
-        values = {
-            name: self._words(name, rows[name])
-            for name in self.vocabularies
-            if name in rows
-        }
-        for name, (mean, deviation) in self.scales.items():
-            if name in rows:
-                values[name] = pa.array(
-                    rows[name].values.astype(np.float64) * deviation + mean
-                )
-        for name in self.times:
-            if name in rows:
-                moments = rows[name].values
-                values[name] = pa.array(moments, mask=moments == MISSING_TIME).cast(
-                    pa.timestamp("us", "UTC")
-                )
-        return values
-
-    def raw_type(self, name: str) -> str:
-        """Returns the type of a raw column in a file or a request."""
-        return self.steps.raw[name]
-
-    def sources(self, names: Sequence[str]) -> list[str]:
-        """Returns the raw columns behind ``names``, in their order; other names stay. See :meth:`derived`."""
-        source_of: dict[str, str] = {}
-        for name, features in self.times.items():
-            source_of |= dict.fromkeys(features, name)
-        return list(dict.fromkeys(source_of.get(name, name) for name in names))
-
-    def derived(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Returns the columns made of the raw columns ``names``, in their order."""
-        columns: list[str] = []
-        for name in names:
-            columns += self.times.get(name, (name,))
-        return tuple(columns)
-
-    def steps_of(self, name: str) -> list[tuple[Step, Any]]:
-        """Returns the steps on a raw column, with their states."""
-        return [
-            (step, state) for step, state in self.steps.pairs if step.reads == (name,)
-        ]
-
-    def joined(self, other: RowContext) -> RowContext:
-        """Returns one mapping of both mappings' columns, which must differ."""
-        pairs = [*self.steps.pairs, *other.steps.pairs]
-        return RowContext(
-            steps=FittedPreprocessor.of(pairs, {**self.steps.raw, **other.steps.raw})
-        )
-
-    def _words(self, name: str, column: Column) -> pa.Array:
-        ids = column.values
-        words = self.vocabularies[name].values.take(pa.array(ids - 1, mask=ids == 0))
-        if name in self.separators:
-            lists = pa.ListArray.from_arrays(
-                pa.array(column.offsets, pa.int32()), words.fill_null(_UNKNOWN)
-            )
-            return pc.binary_join(lists, self.separators[name])
-        if self.raw_type(name) == "bool":
-            # Its vocabulary holds 0 and 1.
-            return words.cast(pa.bool_())
-        return words
-
-
-class ColumnSteps(NamedTuple):
-    """The name and the raw type of a column, and its fitted steps, each with its state."""
-
-    name: str
-    raw: str
-    pairs: list[tuple[Step, Any]]
-
-
-def id_steps(name: str, words: Vocabulary, separator: str | None = None) -> ColumnSteps:
-    """Returns the steps from text or whole numbers to rows of ``words``; with a separator, from texts with lists."""
-    pairs: list[tuple[Step, Any]] = [(Categorify(column=name), words)]
-    if separator is None:
-        return ColumnSteps(name, str(words.values.type), pairs)
-    return ColumnSteps(
-        name, "string", [(Lists(column=name, separator=separator), {}), *pairs]
-    )
+def id_steps(name: str, words: Vocabulary) -> Pairs:
+    """Returns the step from text or whole numbers to rows of ``words``."""
+    return [(Categorify(column=name), words)]
 
 
 def number_steps(
     name: str, mean: float, deviation: float, *, filled: bool = False
-) -> ColumnSteps:
+) -> Pairs:
     """Returns the steps from fractions to numbers of mean 0 and deviation 1; ``filled`` puts the mean for null."""
-    pairs: list[tuple[Step, Any]] = [
-        (Normalize(column=name), {"mean": mean, "std": deviation})
-    ]
+    pairs: Pairs = [(Normalize(column=name), {"mean": mean, "std": deviation})]
     if filled:
         pairs.insert(0, (FillMissing(column=name, statistic="mean"), {"value": mean}))
-    return ColumnSteps(name, "float64", pairs)
+    return pairs
 
 
-def _time_steps(name: str, values: pa.Array) -> ColumnSteps:
+def time_steps(name: str, values: pa.Array) -> Pairs:
     """Returns the step from times to the ids of their hour, weekday or month."""
     # Dates are times at midnight by now.
     is_midnight = values.cast(pa.int64()).to_numpy() % _DAY == 0
     features = OF_DATES if is_midnight.all() else OF_TIMES
-    return ColumnSteps(name, TIME, [(TimeFeatures(column=name, features=features), {})])
+    return [(TimeFeatures(column=name, features=features), {})]
 
 
-def _id_steps_of_values(
-    name: str, values: pa.Array, separator: str | None
-) -> ColumnSteps:
-    """Returns the steps from text or whole numbers to ids from 1 on, in the order of the values."""
-    if pa.types.is_boolean(values.type):
-        return id_steps(
-            name, _vocabulary_with_counts(values.cast(pa.int64()))
-        )._replace(raw="bool")
-    has_lists = (
-        separator
-        and pa.types.is_string(values.type)
-        and pc.any(pc.match_substring(values, separator)).as_py()
-    )
-    if not has_lists:
-        return id_steps(name, _vocabulary_with_counts(values))
-    words = pc.list_flatten(pc.split_pattern(values, separator))
-    # Two separators in a row, and an empty text, hold no value.
-    return id_steps(
-        name, _vocabulary_with_counts(words.filter(pc.not_equal(words, ""))), separator
-    )
-
-
-def _vocabulary_with_counts(values: pa.Array) -> Vocabulary:
+def vocabulary_with_counts(values: pa.Array) -> Vocabulary:
     """Returns the distinct values, in sorted order, with the number of rows of each."""
     value_counts = pc.value_counts(values)
     order = pc.sort_indices(value_counts.field("values"))
@@ -616,68 +363,6 @@ def check_finite(path: Path, name: str, values: Array) -> None:
         )
 
 
-class SideFeatures(NamedTuple):
-    """Features of users or items: ``columns`` with a row per id, row 0 the unknown; ``words`` maps raw values."""
-
-    columns: Chunk
-    words: RowContext
-
-
-def side_features(
-    ids: Int64,
-    table: RawColumns,
-    size: int,
-    columns: Sequence[str] | None = None,
-    words: RowContext | None = None,
-) -> SideFeatures:
-    """Turns a table of users or items into feature columns by id.
-
-    Text and whole numbers become ids from 1, in sorted order. Text with ``|`` in it becomes a list of ids. Fractions
-    become dense columns of mean 0 and standard deviation 1. Dates become the ids of their weekday and month or hour. A
-    missing value is the unknown one, or the mean. Columns whose values are nearly all distinct, such as titles and
-    postal codes, are left out: they name a row and do not describe it.
-
-    Args:
-        ids: (B,) from 1 to ``size - 1``, the row of the result that each row of ``table`` describes; a row that none
-            describes is all 0.
-        table: B rows of raw values.
-        size: number of rows of the result.
-        columns: columns of ``table`` to use; by default all that are not left out.
-        words: mapping of the columns, which names them; fitted to the table by default.
-
-    Example:
-        >>> table = {"genres": pa.array(["b|a", "a"]), "year": pa.array([1995, 1995])}
-        >>> features = side_features(np.array([1, 3]), table, 4, ["genres", "year"])
-        >>> genre_lists = [features.columns["genres"].row(item).tolist() for item in range(4)]
-        >>> genre_lists, features.columns["year"].values.tolist()
-        ([[], [2, 1], [], [1]], [0, 1, 0, 1])
-        >>> features.words.vocab
-        {'genres': 3, 'year': 2}
-    """
-    arrays = dict(table)
-    # Mean and deviation are computed in 64 bits, whatever the width in the file.
-    for name, array in arrays.items():
-        if pa.types.is_floating(array.type):
-            arrays[name] = array.cast(pa.float64())
-    if words is not None:
-        columns = list(words.steps.raw)
-    elif columns is None:
-        columns = [name for name in arrays if _describes(arrays[name])]
-    raw = {name: arrays[name] for name in columns}
-    if words is None:
-        words = RowContext.fit(
-            raw,
-            filled=[name for name in columns if raw[name].null_count],
-            separator=SEPARATOR,
-        )
-    # A missing time has a mark of its own, because 0 is a time, too: 1970.
-    missing = dict.fromkeys(words.times, MISSING_TIME)
-    feature_columns = {}
-    for name, column in words.transform(raw).items():
-        feature_columns[name] = _by_id(ids, column, size, missing.get(name, 0))
-    return SideFeatures(Chunk(feature_columns), words)
-
-
 def check_described(path: Path, key: str, ids: Array) -> None:
     """Refuses repeated ids in a file of users or items.
 
@@ -710,25 +395,16 @@ def vocabulary_of(values: Array | Sequence[str]) -> Vocabulary:
     return Vocabulary(words, pa.array(np.zeros(len(words), np.int64)))
 
 
-def _describes(column: pa.Array) -> bool:
-    if is_list_type(column.type) or column.null_count == len(column):
-        return False
+def why_left_out(column: pa.Array) -> str | None:
+    """Says why a column of users or items describes none of them; None if it does."""
+    if is_list_type(column.type):
+        return "it holds lists"
+    known = len(column) - column.null_count
+    if not known:
+        return "all its values are missing"
     if pa.types.is_floating(column.type) or pa.types.is_timestamp(column.type):
-        return True
-    return bool(
-        pc.count_distinct(column).as_py()
-        <= MOST_DISTINCT * (len(column) - column.null_count)
-    )
-
-
-def _by_id(ids: Int64, column: Column, size: int, missing: int) -> Column:
-    """Spreads a column to a row for each id; ids without a row get ``missing`` or an empty list."""
-    if not column.ragged:
-        values = np.full(size, missing, dtype=column.values.dtype)
-        values[ids] = column.values
-        return Column(values)
-    starts = np.zeros(size, np.int64)
-    stops = np.zeros(size, np.int64)
-    starts[ids], stops[ids] = column.windows
-    rows = column.windowed(starts, stops)
-    return Column(rows.values, rows.offsets)
+        return None
+    distinct = pc.count_distinct(column).as_py()
+    if distinct <= MOST_DISTINCT * known:
+        return None
+    return f"{distinct:,} different values in {known:,} rows name a row and do not describe it"

@@ -1,7 +1,4 @@
-"""MovieLens 100K: the publisher's text files, or the same as parquet -> InteractionData; this package holds no data.
-
-recbole(), tfrs(): the splits on which published figures were made.
-"""
+"""MovieLens 100K: the publisher's text files, or the same as parquet -> raw columns; this package holds no data."""
 
 from __future__ import annotations
 
@@ -9,32 +6,12 @@ import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from torchrec_ext.data.columns import Chunk, Column, Int64
-from torchrec_ext.data.datasets.features import (
-    RowContext,
-    SideFeatures,
-    check_described,
-    id_steps,
-    number_steps,
-    side_features,
-    vocabulary_of,
-)
-from torchrec_ext.data.datasets.interactions import (
-    TEST,
-    TRAIN,
-    VALIDATION,
-    Evaluation,
-    InteractionData,
-    Split,
-    from_sides,
-    rows_among,
-    with_profiles,
-)
+from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.datasets.features import RawColumns, check_described
 from torchrec_ext.data.files.arrow import Kind
 from torchrec_ext.data.files.parquet import read_parquet
 from torchrec_ext.schema import DataError
@@ -66,125 +43,47 @@ GENRES = (
     "War",
     "Western",
 )
-GENDERS = ("M", "F")
-OCCUPATIONS = (
-    "administrator",
-    "artist",
-    "doctor",
-    "educator",
-    "engineer",
-    "entertainment",
-    "executive",
-    "healthcare",
-    "homemaker",
-    "lawyer",
-    "librarian",
-    "marketing",
-    "none",
-    "other",
-    "programmer",
-    "retired",
-    "salesman",
-    "scientist",
-    "student",
-    "technician",
-    "writer",
-)
-# 18 of the 943 users gave a Canadian code, which starts with a letter.
-ZIP_PREFIXES = (*"0123456789", "Canada")
-AGE_CENTRE = 35.0
-AGE_SCALE = 15.0
-
 Tables = tuple[Chunk, Chunk, Chunk]
 # Texts of an item.
 ITEM_COLUMNS = ("movie_title", "release_year", "class")
 
 
-def movielens_100k(
-    tables: Tables,
-    history_length: int,
-    *,
-    split: Split | None = None,
-    evaluation: Evaluation | None = None,
-) -> InteractionData:
-    """Builds the set of interactions, every rating a positive.
-
-    User features: ``user_id``, ``gender``, ``occupation``, ``zip_prefix`` (first digit; one id for Canada), dense
-    ``age`` = (years - 35) / 15, ``history``. Item features: ``item_id``, ``release_year`` (an id per year), ``genres``
-    (ragged). Id 0 is unknown.
+def films_and_people(
+    ratings: Chunk, people: Chunk, films: Chunk
+) -> tuple[RawColumns, RawColumns, RawColumns]:
+    """Returns the raw columns of ratings, users and films, as requests have them.
 
     Args:
-        tables: (ratings, users, items) as :func:`from_parquet` and :func:`from_zip` read them.
-        history_length: greatest length of a history.
-        split: split of the ratings; by time if None.
-        evaluation: rules by which the held-out ratings are ranked.
+        ratings: as :func:`from_parquet` and :func:`from_zip` read them.
+        people: users, read in the same way.
+        films: films, read in the same way.
     """
-    ratings, people, movies = tables
-    user_ids = np.unique(people["user_id"].values)
-    item_ids = np.unique(movies["item_id"].values)
-    ratings = ratings.with_columns(
-        {name: Column(ratings[name].values.astype(np.int64)) for name in ratings}
-    )
-    rows = {
-        "user_id": _rows("user_id", user_ids, ratings),
-        "item_id": _rows("item_id", item_ids, ratings),
-    }
-    if split is not None:
-        # Its histories hold the publisher's ids.
-        pool = item_ids.searchsorted(split.history.pool).astype(np.int64) + 1
-        split = split._replace(history=split.history.with_pool(pool))
-    users = _users(people, user_ids)
-    size = len(item_ids) + 1
-    item_rows = item_ids.searchsorted(movies["item_id"].values) + 1
-    titles = ["(unknown)"] * size
-    categories: list[list[str]] = [[]] * size
-    years = np.zeros(movies.num_rows, np.int64)
-    texts = [movies[name].values for name in ITEM_COLUMNS]
-    for index, (row, title, year, genres) in enumerate(
-        zip(item_rows.tolist(), *texts, strict=True)
-    ):
-        titles[row], years[index] = split_title(title, year)
-        categories[row] = genres.split()
-    raw = {
-        "release_year": pa.array(years, mask=years == 0),
-        "genres": pa.array(movies["class"].values),
-    }
-    year_steps = id_steps("release_year", vocabulary_of(np.unique(years[years > 0])))
-    genre_steps = id_steps("genres", vocabulary_of(GENRES), " ")
-    items = side_features(
-        item_rows, raw, size, words=RowContext.of([year_steps, genre_steps])
-    )
-    return from_sides(
-        name="ml-100k",
-        ratings=ratings.with_columns(rows),
-        users=users,
-        items=items,
-        history_length=history_length,
-        titles=titles,
-        categories=categories,
-        user_ids=np.concatenate([[0], user_ids]),
-        item_ids=np.concatenate([[0], item_ids]),
-        licence=LICENCE,
-        split=split,
-        evaluation=evaluation,
-    )
-
-
-def _users(people: Chunk, user_ids: Int64) -> SideFeatures:
-    """Returns the features of the users, a row for each of the ascending ``user_ids`` after that of the unknown one."""
-    rows = user_ids.searchsorted(people["user_id"].values) + 1
-    raw = {
-        name: pa.array(people[name].values) for name in ("gender", "occupation", "age")
-    }
     prefixes = []
     for code in people["zip_code"].values:
         prefixes.append("Canada" if code[:1].isalpha() else code[:1])
-    raw["zip_prefix"] = pa.array(prefixes, pa.string())
-    # Fixed words and scales, so that an id means the same whatever users there are.
-    words = {"gender": GENDERS, "occupation": OCCUPATIONS, "zip_prefix": ZIP_PREFIXES}
-    steps = [id_steps(name, vocabulary_of(values)) for name, values in words.items()]
-    steps.append(number_steps("age", AGE_CENTRE, AGE_SCALE))
-    return side_features(rows, raw, len(user_ids) + 1, words=RowContext.of(steps))
+    users = {
+        "user_id": pa.array(people["user_id"].values.astype(np.int64)),
+        "gender": pa.array(people["gender"].values),
+        "occupation": pa.array(people["occupation"].values),
+        "zip_prefix": pa.array(prefixes, pa.string()),
+        "age": pa.array(people["age"].values.astype(np.float64)),
+    }
+    texts = {name: pa.array(films[name].values) for name in ITEM_COLUMNS}
+    titles = [
+        split_title(title, year)[0]
+        for title, year in zip(
+            films["movie_title"].values, films["release_year"].values, strict=True
+        )
+    ]
+    items = {
+        "item_id": pa.array(films["item_id"].values.astype(np.int64)),
+        "title": pa.array(titles),
+        **features_of_items(texts),
+    }
+    interactions = {
+        name: pa.array(ratings[name].values.astype(np.int64)) for name in ratings
+    }
+    return interactions, users, items
 
 
 def split_title(title: str, year: str = "") -> tuple[str, int]:
@@ -324,116 +223,3 @@ def _table(rows: Sequence[Sequence[str]], name: str) -> Chunk:
             np.array(values, dtype=np.int64 if kind == "int" else object)
         )
     return Chunk(columns)
-
-
-def _rows(name: str, described: Int64, ratings: Chunk) -> Column:
-    """Returns (N,) the row, from 1 on, of each rating's id in ``described``.
-
-    Raises:
-        DataError: an id is not described.
-    """
-    ids = ratings[name].values
-    rows = rows_among(described, ids)
-    bad = rows < 0
-    if bad.any():
-        row = int(bad.argmax())
-        raise DataError(
-            f"set 'ml-100k': {name} {ids[row]} in row {row} of the ratings is not described ({int(bad.sum())} such "
-            "rows); drop these rows or add the missing description"
-        )
-    return Column(rows + 1)
-
-
-_PARTS = {"train": TRAIN, "valid": VALIDATION, "test": TEST}
-
-
-class Protocol(NamedTuple):
-    """The ratings as the split sees them, their parts (None: by time), and the rules of the evaluation."""
-
-    ratings: Chunk
-    split: Split | None
-    evaluation: Evaluation
-
-
-def recbole(ratings: Chunk, file: Path, history_length: int) -> Protocol:
-    """Returns RecBole 1.2.1's default protocol, seed 2020.
-
-    A random tenth of each user's ratings is for validation, another for test; all items but those seen are ranked.
-
-    Args:
-        ratings: ratings of all users.
-        file: parquet file with ``user_id``, ``item_id`` and ``split`` (train, valid or test) of each rating.
-        history_length: greatest length of a profile.
-
-    Raises:
-        DataError: the file is missing, or does not hold each rating once.
-    """
-    table = read_parquet(file, {"user_id": "int", "item_id": "int", "split": "string"})
-    # A pair becomes one number, user * many + item.
-    many = int(max(ratings["item_id"].values.max(), table["item_id"].values.max())) + 1
-    rating_keys = (
-        ratings["user_id"].values.astype(np.int64) * many + ratings["item_id"].values
-    )
-    table_keys = (
-        table["user_id"].values.astype(np.int64) * many + table["item_id"].values
-    )
-    indices = rows_among(table_keys, rating_keys)
-    if len(table_keys) != len(rating_keys) or (indices < 0).any():
-        raise DataError(
-            f"{file}: {len(table_keys):,} pairs, which are not the {len(rating_keys):,} of the ratings, each once; "
-            "get both anew"
-        )
-    part_of_pair = np.array(
-        [_PARTS[str(name)] for name in table["split"].values], dtype=np.int8
-    )
-    part = part_of_pair[indices]
-    split = with_profiles(
-        ratings["user_id"].values, ratings["item_id"].values, part, history_length
-    )
-    return Protocol(ratings, split, Evaluation(figures=("recall", "ndcg"), by="user"))
-
-
-def tfrs(
-    tables: tuple[Chunk, Chunk, Chunk], history_length: int, *, validation: bool
-) -> Protocol:
-    """Returns the protocol of TensorFlow Recommenders' retrieval tutorial: 80,000 random ratings train, 20,000 test.
-
-    Movies of one title are one, that of the smallest id. Each test rating is ranked among all titles, those that the
-    user has taken before too. TensorFlow's shuffle cannot be repeated without TensorFlow: this one is numpy's.
-
-    Args:
-        tables: ratings, users and movies.
-        history_length: greatest length of a profile.
-        validation: take a tenth of the training ratings for validation.
-    """
-    ratings, _, movies = tables
-    # The year is a part of the title, as the publisher writes it.
-    titles = movies["movie_title"].values + " " + movies["release_year"].values
-    _, first, of_title = np.unique(
-        titles.astype(str), return_index=True, return_inverse=True
-    )
-    ids = movies["item_id"].values.astype(np.int64)
-    by_id = np.zeros(ids.max() + 1, dtype=np.int64)
-    by_id[ids] = ids[first[of_title]]
-    ratings = ratings.with_columns(
-        {"item_id": Column(by_id[ratings["item_id"].values])}
-    )
-    # The tutorial's seed.
-    order = np.random.default_rng(42).permutation(ratings.num_rows)
-    tenth = ratings.num_rows // 10
-    part = np.full(ratings.num_rows, TRAIN, dtype=np.int8)
-    part[order[: 2 * tenth]] = TEST
-    if validation:
-        # A tenth of the eight tenths that are left for training.
-        part[order[2 * tenth : 2 * tenth + 8 * tenth // 10]] = VALIDATION
-    split = with_profiles(
-        ratings["user_id"].values.astype(np.int64),
-        ratings["item_id"].values,
-        part,
-        history_length,
-    )
-    return Protocol(
-        ratings,
-        split,
-        Evaluation(at=(1, 5, 10, 50, 100), figures=("hr",), keep_seen=True),
-    )

@@ -1,8 +1,6 @@
-"""StreamedData: the folder that rec.data.preprocess writes, of any size, read a row group at a time.
+"""StreamedData: a prepared folder of any size, read a row group at a time.
 
-labelled_rows_of(), interactions_of(): the same rows in memory, for the recipes that keep theirs there.
-
-planted_folder(), planted_log_folder(): such a folder with generated rows whose right answer is known.
+interactions_of(): its positives in memory, for the recipes that draw negatives.
 """
 
 from __future__ import annotations
@@ -22,54 +20,36 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchrec_ext.data.columns import (
-    Array,
-    Chunk,
-    Column,
-    Int64,
-    Windows,
-    concatenate_rows,
-)
+from torchrec_ext.data.columns import Array, Chunk, Column, Int64, concatenate_rows
 from torchrec_ext.data.datasets.catalog import (
     FOLDER_VARIABLE,
     DatasetUnavailable,
     data_folder,
 )
-from torchrec_ext.data.datasets.config import NAMES, PARTS, PLANTED, StreamConfig
+from torchrec_ext.data.datasets.config import CHECKERBOARD, PARTS, PLANTED, DataConfig
 from torchrec_ext.data.datasets.features import (
     TowerColumns,
     columns_by_tower,
     owned_columns,
-    vocabulary_of,
 )
-from torchrec_ext.data.datasets.folder import PREPROCESSOR
-from torchrec_ext.data.datasets.interactions import InteractionData, Pairs
-from torchrec_ext.data.datasets.labelled import (
-    LabelledData,
-    planted_context,
-    without_context,
-)
-from torchrec_ext.data.datasets.synthetic import best_prediction, planted_log
-from torchrec_ext.data.files.arrow import Kind, as_arrow
+from torchrec_ext.data.datasets.interactions import InteractionData
+from torchrec_ext.data.datasets.prepare import PREPROCESSOR as PREPROCESSOR
+from torchrec_ext.data.datasets.prepare import RAW_ITEMS as RAW_ITEMS
+from torchrec_ext.data.datasets.prepare import RAW_REQUESTS as RAW_REQUESTS
+from torchrec_ext.data.datasets.prepare import RAW_USERS as RAW_USERS
+from torchrec_ext.data.datasets.prepare import SUMMARY as SUMMARY
+from torchrec_ext.data.datasets.prepare import Evaluation
+from torchrec_ext.data.datasets.prepare import Roles as Roles
+from torchrec_ext.data.datasets.splits import Pairs
+from torchrec_ext.data.files.arrow import Kind
 from torchrec_ext.data.files.sources import ParquetSource
-from torchrec_ext.data.preprocess import (
-    Categorify,
-    FittedPreprocessor,
-    History,
-    Vocabulary,
-)
+from torchrec_ext.data.preprocess import FittedPreprocessor, Vocabulary
 from torchrec_ext.data.preprocess.fitted import DIGEST
-from torchrec_ext.data.preprocess.history import GAPS
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import listed
 
-SUMMARY = "summary.json"
-# Some training rows as a request has them.
-RAW_REQUESTS = "raw/requests.parquet"
-# A row for each item, its columns as in the log.
-RAW_ITEMS = "raw/items.parquet"
-# A row for each user: the user's columns and latest events as a request has them.
-RAW_USERS = "raw/users.parquet"
+# Values of a split that is held in memory: 512 MiB.
+WHOLE_VALUES = 2**26
 _KINDS: dict[str, tuple[Kind, ...]] = {
     "int64": ("int",),
     "list<int64>": ("ints",),
@@ -77,31 +57,6 @@ _KINDS: dict[str, tuple[Kind, ...]] = {
 }
 # Kinds of labels and weights.
 _NUMBERS: tuple[Kind, ...] = ("int", "float", "bool")
-# Rows of a row group of generated data: a small set still has several groups.
-_GROUP_ROWS = 8_192
-
-
-@dataclass(frozen=True, kw_only=True)
-class Roles:
-    """The special columns of preprocessed rows, beside their features.
-
-    Args:
-        label: column of the labels, 0 to 1; empty if every row is a positive.
-        tasks: further columns of labels, of tasks that are learned together with the label.
-        weight: column of a weight for each row, or None.
-        user: column of the users' ids, or None.
-        item: column of the items' ids, or None.
-        user_features: further columns that are the user's, beside those whose names begin with ``user_``.
-        item_features: further columns that are the item's, beside those whose names begin with ``item_``.
-    """
-
-    label: str
-    tasks: Sequence[str] = ()
-    weight: str | None = None
-    user: str | None = None
-    item: str | None = None
-    user_features: Sequence[str] = ()
-    item_features: Sequence[str] = ()
 
 
 class _LabelSums(NamedTuple):
@@ -126,6 +81,10 @@ class StreamedData:
         roles: columns of label, weight, user and item.
         folder: the folder with the rows.
         ranked: greatest number of held-out rows for which the catalogue is ranked.
+        evaluation: rule of a ranking of held-out positives.
+        left_out: why a column of the files is not read, by its name.
+        notes: what a reader should know of the rows, one line each.
+        licence: terms of the publisher for users, or None.
         best: figures of the best possible prediction, if known (generated data).
         temporary: a temporary folder that lives as long as the data, or None.
     """
@@ -136,6 +95,10 @@ class StreamedData:
     roles: Roles
     folder: Path
     ranked: int = 0
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    licence: str | None = None
     best: Mapping[str, float] = field(default_factory=dict)
     temporary: Any = None
 
@@ -175,7 +138,8 @@ class StreamedData:
         return tuple(
             name
             for name in self.vocab
-            if name not in (self.roles.label, self.roles.weight)
+            if name
+            not in (self.roles.label, self.roles.weight, self.evaluation.candidates)
         )
 
     @property
@@ -204,11 +168,53 @@ class StreamedData:
         )
 
     def chunks(self, split: str, names: Sequence[str]) -> Iterator[Chunk]:
-        """Yields the columns ``names`` of a split, a part of a row group at a time, in the order of the files."""
+        """Yields the columns ``names`` of a split in the files' order: parts of row groups, or all of few rows."""
+        rows = self.rows(split)
+        if isinstance(rows, Chunk) and rows and {*names} <= {*rows}:
+            yield rows.select(list(names))
+            return
         source = self.splits[split]
         for group in source.groups:
             # In parts, because a row group may be larger than the memory.
             yield from source.parts(group, list(names), 0, 1 << 16)
+
+    def rows(self, split: str) -> Chunk | ParquetSource:
+        """Returns a split's columns in memory where they are few enough, to be shuffled as a whole; else its files."""
+        source = self.splits[split]
+        roles = self.roles
+        others = (roles.label, *roles.tasks, roles.weight, self.evaluation.candidates)
+        names = [*self.features, *self.dense, *filter(None, others)]
+        if source.num_rows * len(names) > WHOLE_VALUES:
+            return source
+        if split not in self._held:
+            chunks = [source.read(group, names) for group in source.groups]
+            self._held[split] = concatenate_rows(chunks, names)
+        return self._held[split]
+
+    @cached_property
+    def _held(self) -> dict[str, Chunk]:
+        """The splits that are held in memory, each read once."""
+        return {}
+
+    def describe_columns(self) -> list[str]:
+        """Returns lines that say what each column is: ids, a number, or left out and why."""
+        lines = []
+        ids = {}
+        for name in self.features:
+            table = self.tables[name]
+            same = "" if table == name else f" as {table}"
+            ids[name] = f"{name}{same or f' ({self.vocab[name] - 1:,})'}"
+        for tower, (features, dense) in self.towers.items():
+            kinds = []
+            if features:
+                kinds.append(f"ids {', '.join(ids[name] for name in features)}")
+            if dense:
+                kinds.append(f"numbers {', '.join(dense)}")
+            lines.append(f"  {tower:8} {'; '.join(kinds)}")
+        for name, reason in self.left_out.items():
+            lines.append(f"  left out {name}: {reason}")
+        lines += [f"  note: {note}" for note in self.notes]
+        return lines
 
     def clicked(self, *names: str) -> Iterator[Chunk]:
         """Yields columns of the training rows with a label above 0, or of all of them if the rows have no labels."""
@@ -387,9 +393,8 @@ def prepared_folder(name: str, root: str | None) -> Path | None:
 
     Files train.parquet or inter.parquet beside the rows are a set of their own, which is read instead.
     """
-    # A known set is read by its own loader, whatever folder of this name lies where the
-    # command runs.
-    if name in (*NAMES, "frappe"):
+    # Rows are generated, whatever folder of this name lies where the command runs.
+    if name in (PLANTED, CHECKERBOARD):
         return None
     for folder in _places(name, root):
         if not (folder / "train").is_dir():
@@ -403,7 +408,7 @@ def prepared_folder(name: str, root: str | None) -> Path | None:
 
 
 def load_streamed(
-    config: StreamConfig,
+    config: DataConfig,
     *,
     labels: bool = True,
     generate: Callable[..., dict[str, float]] | None = None,
@@ -421,17 +426,16 @@ def load_streamed(
         DataError: the folder is not one that rec.data.preprocess wrote, or its files contradict it.
     """
     if config.name == PLANTED:
-        # Removed with the data, which keep it, or when the process ends.
-        temporary_folder = tempfile.TemporaryDirectory(prefix="torchrec_ext-planted-")
-        # Processes that multiprocessing starts end without `atexit`, by which the folder
-        # would be removed.
-        multiprocessing.util.Finalize(
-            temporary_folder, _remove, (temporary_folder.name,), exitpriority=0
-        )
-        folder = Path(temporary_folder.name)
-        write = generate or planted_folder
+        # Imported here: it makes folders for this module to read.
+        from torchrec_ext.data.datasets import synthetic
+
+        temporary = temporary_folder()
+        folder = Path(temporary.name)
+        write = generate or synthetic.planted_folder
         best = write(folder, seed=config.seed)
-        return _open(folder, config, labels, best=best, temporary=temporary_folder)
+        return open_prepared(
+            folder, config, labels=labels, best=best, temporary=temporary
+        )
     places = _places(config.name, config.folder)
     found = next(filter(Path.is_dir, places), None)
     if found is None:
@@ -442,16 +446,36 @@ def load_streamed(
             f"data.name={config.name}: there is no such folder, {place}; write one from your log by `torchx run "
             f"rec.data.preprocess --recipe ... -- --out {places[-1]}`, or use generated rows: data.name={PLANTED}"
         )
-    return _open(found, config, labels)
+    return open_prepared(found, config, labels=labels)
+
+
+def temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """Returns a new folder that is removed with this object, or when the process ends."""
+    folder = tempfile.TemporaryDirectory(prefix="torchrec_ext-planted-")
+    # Processes that multiprocessing starts end without `atexit`, by which the folder
+    # would be removed.
+    multiprocessing.util.Finalize(folder, _remove, (folder.name,), exitpriority=0)
+    return folder
 
 
 def _remove(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _open(
-    folder: Path, config: StreamConfig, labels: bool, **details: Any
+def open_prepared(
+    folder: Path, config: DataConfig, *, labels: bool = True, **details: Any
 ) -> StreamedData:
+    """Opens a prepared folder; only metadata are read.
+
+    Args:
+        folder: the folder.
+        config: settings with the name of the set.
+        labels: the rows must have labels.
+        details: fields of :class:`StreamedData` in place of those of the folder.
+
+    Raises:
+        DataError: the folder is not one that rec.data.preprocess wrote, or its files contradict it.
+    """
     path = folder / SUMMARY
     if not path.is_file() or not (folder / PREPROCESSOR).is_dir():
         missing = SUMMARY if not path.is_file() else f"{PREPROCESSOR}/"
@@ -490,8 +514,18 @@ def _open(
         roles=roles,
         folder=folder,
         ranked=config.ranked,
-        **details,
+        **(_details(summary) | details),
     )
+
+
+def _details(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a set tells of itself beside its columns; rec.data.preprocess writes nothing of it."""
+    names = ("left_out", "notes", "licence", "best")
+    details = {name: summary[name] for name in names if name in summary}
+    if rule := summary.get("evaluation"):
+        lists = {name: tuple(rule[name]) for name in ("at", "figures")}
+        details["evaluation"] = Evaluation(**{**rule, **lists})
+    return details
 
 
 def _roles(
@@ -522,57 +556,11 @@ def _roles(
 def _all_rows(data: StreamedData, split: str) -> Chunk:
     """Reads all rows of a split: ids, numbers and labels; no rows if the folder has no such split."""
     names = [*data.features, *data.dense]
-    if data.roles.label:
-        names.append(data.roles.label)
+    names += filter(None, (data.roles.label, data.evaluation.candidates))
     if split not in data.splits:
         # No rows, with the columns that rows have.
         return _all_rows(data, "train").slice(0, 0)
     return concatenate_rows(list(data.chunks(split, names)), names)
-
-
-def labelled_rows_of(data: StreamedData, *, context: bool = True) -> LabelledData:
-    """Reads preprocessed rows with labels into memory.
-
-    Args:
-        data: rows on disk, with any columns; user and item, if there are such, are ``user_id`` and ``item_id``.
-        context: see :class:`LabelledConfig`.
-
-    Raises:
-        DataError: user or item have another name, a label is neither 0 nor 1, or the rows have weights.
-    """
-    _check_names(data)
-    chunks = {split: _all_rows(data, split) for split in PARTS}
-    for split, rows in chunks.items():
-        labels = rows[data.roles.label].values
-        wrong = ~np.isin(labels, (0, 1))
-        if wrong.any():
-            raise DataError(
-                f"{data.folder}: column '{data.roles.label}', row {int(wrong.argmax())} of {split}: "
-                f"{labels[wrong][0]}; must be 0 or 1 in a recipe that keeps its rows in memory: take --recipe stream"
-            )
-        chunks[split] = rows.with_columns({"label": Column(labels.astype(np.float32))})
-    described = {}
-    for tower in ("user", "item"):
-        features, dense = data.towers.get(tower, ((), ()))
-        described[tower] = tuple(
-            name for name in (*features, *dense) if name != getattr(data.roles, tower)
-        )
-    labelled = LabelledData(
-        name=data.name,
-        train=chunks["train"],
-        validation=chunks["validation"],
-        test=chunks["test"],
-        vocab={name: data.vocab[name] for name in data.features},
-        context=tuple(data.towers.get("context", ((), ()))[0]),
-        dense=data.dense,
-        user_features=described["user"],
-        item_features=described["item"],
-        # Where LabelledData would take the last row: a preprocessor's unknown value has
-        # id 0.
-        oov_ids=dict.fromkeys(data.features, 0),
-        prepared=data,
-    )
-    return labelled if context else without_context(labelled)
 
 
 def _check_names(data: StreamedData) -> None:
@@ -639,6 +627,7 @@ def interactions_of(data: StreamedData) -> InteractionData:
         )
     # The row outside has the columns of row 0, the unknown item.
     items = concatenate_rows([table, table.take(np.zeros(1, np.int64))], table)
+    item_ids = _values_of(data.preprocessor, "item_id", items.num_rows)
     pairs = Pairs(training_rows["user_id"].values, training_rows["item_id"].values)
     vocab: dict[str, int] = {}
     for features, _ in data.towers.values():
@@ -654,10 +643,27 @@ def interactions_of(data: StreamedData) -> InteractionData:
         known=pairs,
         liked=Column.grouped(pairs.items, pairs.users, data.vocab["user_id"]),
         user_ids=_values_of(data.preprocessor, "user_id", data.vocab["user_id"]),
-        item_ids=_values_of(data.preprocessor, "item_id", items.num_rows),
+        item_ids=item_ids,
         outside=1,
+        titles=_titles(data, item_ids),
+        licence=data.licence,
+        best=data.best,
+        evaluation=data.evaluation,
         prepared=data,
     )
+
+
+def _titles(data: StreamedData, item_ids: Array | None) -> list[str] | None:
+    """Returns the text of each row of the items' table; None if the set has no texts."""
+    path = data.folder / RAW_ITEMS
+    if item_ids is None or not path.exists():
+        return None
+    table = pq.read_table(path)
+    if not {"title", str(data.roles.item)} <= {*table.column_names}:
+        return None
+    columns = (table[str(data.roles.item)], table["title"])
+    texts = dict(zip(*(column.to_pylist() for column in columns), strict=True))
+    return [texts.get(item) or f"item {item}" for item in item_ids.tolist()]
 
 
 def _positives(data: StreamedData, split: str) -> Chunk:
@@ -678,204 +684,3 @@ def _values_of(preprocessor: FittedPreprocessor, name: str, rows: int) -> Array 
     # outside the catalogue.
     nobody = np.array([None], object) if values.dtype == object else np.array([-1])
     return np.concatenate([nobody, values, nobody])[:rows]
-
-
-def planted_folder(
-    folder: Path, *, seed: int = 0, rows: int = 60_000
-) -> dict[str, float]:
-    """Writes the rows of :func:`planted_context` as rec.data.preprocess would, and returns the best possible figures.
-
-    Args:
-        folder: an empty folder.
-        seed: seed of the generator.
-        rows: number of rows of all splits together.
-    """
-    data = planted_context(rows=rows, seed=seed)
-    numbers = ("label", "weight")
-    names = [name for name in data.train if name not in numbers]
-    pairs = [
-        (Categorify(column=name), vocabulary_of(data.trained(name))) for name in names
-    ]
-    raw = dict.fromkeys(names, "int64") | dict.fromkeys(numbers, "float32")
-    fitted = FittedPreprocessor.of(pairs, raw, numbers)
-    rows_of = {}
-    for split in PARTS:
-        chunk: Chunk = getattr(data, split)
-        rows_of[split] = {name: chunk[name].values for name in (*names, *numbers)}
-    requests = data.train.slice(0, 1_000)
-    tables = {
-        RAW_REQUESTS: pa.table({name: requests[name].values for name in names}),
-        RAW_ITEMS: pa.table({"item_id": data.trained("item_id")}),
-        RAW_USERS: pa.table({"user_id": data.trained("user_id")}),
-    }
-    roles = {"label": "label", "weight": None, "user": "user_id", "item": "item_id"}
-    _write_planted(folder, fitted, rows_of, tables, roles)
-    return dict(data.best)
-
-
-def _write_planted(
-    folder: Path,
-    fitted: FittedPreprocessor,
-    splits: Mapping[str, Mapping[str, Any]],
-    raw_tables: Mapping[str, pa.Table],
-    roles: Mapping[str, Any],
-) -> None:
-    """Writes rows as rec.data.preprocess would, made of requests' rows by split, and raw tables by their path."""
-    fitted.save(folder / PREPROCESSOR)
-    counts = {}
-    for split, rows in splits.items():
-        columns = fitted.online(rows)
-        (folder / split).mkdir()
-        table = pa.table({name: as_arrow(column) for name, column in columns.items()})
-        path = folder / split / "part-00000.parquet"
-        pq.write_table(
-            table, path, row_group_size=_GROUP_ROWS, write_page_checksum=True
-        )
-        counts[split] = len(table)
-    (folder / "raw").mkdir()
-    for name, table in raw_tables.items():
-        pq.write_table(table, folder / name)
-    (folder / SUMMARY).write_text(
-        json.dumps({"recipe": PLANTED, "rows": counts, "roles": roles}) + "\n"
-    )
-
-
-def planted_log_folder(
-    folder: Path, *, seed: int = 0, sessions: bool = True
-) -> dict[str, float]:
-    """Writes the rows of :func:`planted_log` as the preprocessing recipe taobao would, with one drawn item a click.
-
-    Args:
-        folder: an empty folder.
-        seed: seed of the generator.
-        sessions: whether the latest clicks tell the next one. Otherwise the user alone does, so a model that reads a
-            session as a bag can be as good as any.
-
-    Returns:
-        The best possible figures of the labels ``click`` and ``conversion`` on the test rows.
-    """
-    follows, favourite = (0.7, 0.6) if sessions else (0.0, 0.8)
-    log = planted_log(
-        users=150, items=120, visits=20, follows=follows, favourite=favourite, seed=seed
-    )
-    length = 10
-    columns = log.columns
-    size = len(log.bought)
-    rng = np.random.default_rng([seed, 1])
-    # Two rows for each click: the clicked item, and one that is drawn uniformly.
-    clicks = np.arange(size).repeat(2)
-    shown_items = columns["item_id"][clicks]
-    shown_items[1::2] = rng.integers(1, int(shown_items.max()) + 1, size)
-    click = np.tile(np.array([1.0, 0.0]), size)
-    # A drawn item that is the clicked one would have both labels, so its row is
-    # dropped.
-    mask = (click > 0) | (shown_items != columns["item_id"][clicks])
-    clicks = clicks[mask]
-    shown_items = shown_items[mask]
-    click = click[mask]
-    categories = int(columns["category_id"].max()) + 1
-    rows: dict[str, Any] = {
-        "user_id": columns["user_id"][clicks],
-        "timestamp": columns["timestamp"][clicks],
-        "item_id": shown_items,
-        "category_id": shown_items % categories,
-        "click": click,
-        "conversion": click * log.bought[clicks],
-        "weight": 1.0 + shown_items % 2,
-    }
-    rows |= _past(columns, clicks, length)
-    # By time, since the log is in its order.
-    cuts = [0, int(0.8 * len(clicks)), int(0.9 * len(clicks)), len(clicks)]
-    splits = {}
-    for split, start, stop in zip(PARTS, cuts[:-1], cuts[1:], strict=True):
-        splits[split] = {name: values[start:stop] for name, values in rows.items()}
-    steps = (
-        History(
-            user="user_id",
-            item="item_id",
-            time="timestamp",
-            length=length,
-            also=("category_id",),
-            gaps=GAPS,
-        ),
-        Categorify(column="item_id", also=("history",)),
-        Categorify(column="category_id", also=("history_category_id",)),
-        Categorify(column="user_id"),
-    )
-    vocabularies = [
-        vocabulary_of(np.unique(splits["train"][step.writes[0]])) for step in steps[1:]
-    ]
-    labels = ("click", "conversion")
-    numbers = (*labels, "weight")
-    raw = dict.fromkeys(columns, "int64") | dict.fromkeys(numbers, "float32")
-    fitted = FittedPreprocessor(
-        steps=steps, keep=numbers, raw=raw, states=({}, *vocabularies)
-    )
-    names = fitted.request_columns
-    # A request lists its candidates separately, so its rows have no item.
-    requests = {
-        name: splits["train"][name][-1_000:]
-        for name in names
-        if name not in ("item_id", "category_id")
-    }
-    training_items = np.unique(splits["train"]["item_id"])
-    roles = {
-        "label": labels[0],
-        "tasks": labels[1:],
-        "user": "user_id",
-        "item": "item_id",
-        "user_features": ["history", "history_category_id", "history_gap"],
-        "item_features": ["category_id"],
-    }
-    users, last = np.unique(columns["user_id"][::-1], return_index=True)
-    latest = _past(columns, size - 1 - last, length, itself=1)
-    is_training_user = np.isin(users, splits["train"]["user_id"])
-    raw_tables = {
-        RAW_REQUESTS: pa.table(requests),
-        RAW_ITEMS: pa.table(
-            {"item_id": training_items, "category_id": training_items % categories}
-        ),
-        RAW_USERS: pa.table({"user_id": users, **latest}).filter(
-            pa.array(is_training_user)
-        ),
-    }
-    _write_planted(folder, fitted, splits, raw_tables, roles)
-    test = slice(cuts[2], cuts[3])
-    odds = log.odds(clicks[test], shown_items[test])
-    click_chance = odds / (1 + odds)
-    chances = {
-        "click": click_chance,
-        "conversion": click_chance * log.buys(shown_items[test]),
-    }
-    # Those of the click stand under their plain names, too, since the click is the
-    # label.
-    best = best_prediction(click_chance, click_chance, click[test])
-    for name, chance in chances.items():
-        for figure, value in best_prediction(chance, chance, rows[name][test]).items():
-            best[f"{name}_{figure}"] = value
-    return best
-
-
-def _past(
-    columns: Mapping[str, Int64], clicks: Int64, length: int, itself: int = 0
-) -> dict[str, pa.Array]:
-    """Lists each row's latest earlier clicks as a request does, a few more than are read.
-
-    With ``itself=1`` the row's own click is the last of them.
-    """
-    users = columns["user_id"]
-    # A user's clicks one after the other, in the order of time, and the place of each
-    # click among them.
-    order = np.argsort(users, kind="stable")
-    place = np.argsort(order)[clicks]
-    first = users[order].searchsorted(users[clicks])
-    past = Column.from_windows(
-        order, Windows(np.maximum(first, place - length - 2), place + itself)
-    )
-    sources = {"items": "item_id", "times": "timestamp", "category_id": "category_id"}
-    histories = {}
-    for name, column in sources.items():
-        histories[f"history_{name}"] = as_arrow(
-            Column(columns[column][past.values], past.offsets)
-        )
-    return histories

@@ -1,24 +1,42 @@
-"""Generated data whose right answer is known: checkerboard() can be learned exactly, planted() up to a known bound.
+"""Generated data whose right answer is known, in memory and as prepared folders.
 
-Both have the column names of ml-100k, so that every recipe runs on them.
+checkerboard() can be learned exactly, planted() up to a known bound; planted_folder() and planted_log_folder() write
+rows with labels.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from torchrec_ext.data.columns import Chunk, Column, Int64
+from torchrec_ext.data.columns import Chunk, Column, Int64, Windows
+from torchrec_ext.data.datasets.config import PARTS, PLANTED
+from torchrec_ext.data.datasets.features import vocabulary_of
 from torchrec_ext.data.datasets.interactions import InteractionData, from_ratings
+from torchrec_ext.data.datasets.prepare import (
+    RAW_ITEMS,
+    RAW_REQUESTS,
+    RAW_USERS,
+    RawSet,
+    Roles,
+    write_rows,
+)
+from torchrec_ext.data.files.arrow import as_arrow
+from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, History
+from torchrec_ext.data.preprocess.history import GAPS
 
 _Floats = NDArray[np.float64]
 GENDERS, OCCUPATIONS, ZIP_PREFIXES, YEARS, GENRES = 2, 21, 11, 20, 18
 # Users x items. planted() holds one float64 for each: 800 MB.
 MOST_CELLS = 100_000_000
+# Length of the longest planted sequence.
+LONGEST_SEQUENCE = 20
 
 
 def checkerboard(
@@ -123,6 +141,38 @@ def planted(
         + [f"item {i}, kind {kind[i] + 1}" for i in range(1, items + 1)],
     )
     return dataclasses.replace(data, best=_best(preferences, data))
+
+
+def raw_set_of(data: InteractionData) -> RawSet:
+    """Returns the rows of :func:`planted` or :func:`checkerboard` as files would have them."""
+    splits = {}
+    for part in PARTS:
+        rows: Chunk = getattr(data, part)
+        items = data.items.take(rows["item_id"].values)
+        columns = {**rows, **items}
+        splits[part] = {
+            name: as_arrow(columns[name]) for name in (*data.vocab, *data.dense)
+        }
+    own = [name for name in (*data.vocab, *data.dense) if name not in data.items]
+    has_history = bool(data.train["history"].lengths.any())
+    if not has_history:
+        for split in splits.values():
+            del split["history"]
+        own.remove("history")
+    return RawSet(
+        name=data.name,
+        splits=splits,
+        roles=Roles(
+            label="",
+            user="user_id",
+            item="item_id",
+            user_features=own,
+            item_features=list(data.items),
+        ),
+        shared={"item_id": ("history",)} if has_history else {},
+        titles=dict(enumerate(data.titles or ())),
+        best=data.best,
+    )
 
 
 def planted_preferences(
@@ -392,3 +442,296 @@ def planted_log(
         "timestamp": times,
     }
     return PlantedLog(columns, rng.random(len(rows)) < buys(item_ids), odds, buys)
+
+
+class PlantedRows(NamedTuple):
+    """Generated rows by split, and the figures of the best possible prediction of the test rows."""
+
+    splits: Mapping[str, Chunk]
+    best: Mapping[str, float]
+
+
+def planted_context(*, rows: int = 60_000, seed: int = 0) -> PlantedRows:
+    """Generates clicks with log-odds from a user's taste and an item's kind, moved by the hour, not by the weekday.
+
+    The column ``weight``, 1 or 2 by the weekday, is read if ``loader.weight`` names it.
+
+    The answer: no score can order the rows better than the log-odds themselves, whose AUC and log loss on the test rows
+    are in ``best``.
+
+    Args:
+        rows: number of rows of all parts together, eight tenths for training and one for each other part.
+        seed: seed of the generator.
+    """
+    users = 300
+    items = 200
+    rng = np.random.default_rng([seed, rows, users, items])
+    sizes = {"user_id": users, "item_id": items, "hour": 24, "weekday": 7}
+    ids = {name: rng.integers(size, size=rows) for name, size in sizes.items()}
+    taste = rng.normal(size=(users, 4))
+    kind = rng.normal(size=(items, 4))
+    # How much more an item is wanted at night than at noon.
+    evening = rng.normal(size=items)
+    logits = (taste[ids["user_id"]] * kind[ids["item_id"]]).sum(1)
+    logits += 2 * evening[ids["item_id"]] * np.cos(2 * np.pi * ids["hour"] / 24) - 1
+    chance = 1 / (1 + np.exp(-logits))
+    label = (rng.random(rows) < chance).astype(np.float32)
+    numbers = {"label": label, "weight": (1 + ids["weekday"] % 2).astype(np.float32)}
+    everything = Chunk(
+        {name: Column(values) for name, values in (ids | numbers).items()}
+    )
+    tenth = rows // 10
+    test = slice(rows - tenth, rows)
+    cuts = [0, rows - 2 * tenth, rows - tenth, rows]
+    splits = {
+        part: everything.slice(start, stop)
+        for part, start, stop in zip(PARTS, cuts[:-1], cuts[1:], strict=True)
+    }
+    return PlantedRows(splits, best_prediction(logits[test], chance[test], label[test]))
+
+
+def planted_folder(
+    folder: Path, *, seed: int = 0, rows: int = 60_000
+) -> dict[str, float]:
+    """Writes the rows of :func:`planted_context` as rec.data.preprocess would, and returns the best possible figures.
+
+    Args:
+        folder: an empty folder.
+        seed: seed of the generator.
+        rows: number of rows of all splits together.
+    """
+    splits, best = planted_context(rows=rows, seed=seed)
+    train = splits["train"]
+    numbers = ("label", "weight")
+    names = [name for name in train if name not in numbers]
+    trained = {name: np.unique(train[name].values) for name in names}
+    pairs = [
+        (Categorify(column=name), vocabulary_of(values))
+        for name, values in trained.items()
+    ]
+    raw = dict.fromkeys(names, "int64") | dict.fromkeys(numbers, "float32")
+    requests = train.slice(0, 1_000)
+    write_rows(
+        folder,
+        FittedPreprocessor.of(pairs, raw, numbers),
+        {
+            split: {name: chunk[name].values for name in (*names, *numbers)}
+            for split, chunk in splits.items()
+        },
+        {
+            RAW_REQUESTS: pa.table({name: requests[name].values for name in names}),
+            RAW_ITEMS: pa.table({"item_id": trained["item_id"]}),
+            RAW_USERS: pa.table({"user_id": trained["user_id"]}),
+        },
+        Roles(label="label", user="user_id", item="item_id"),
+        recipe=PLANTED,
+    )
+    return dict(best)
+
+
+def planted_log_folder(
+    folder: Path, *, seed: int = 0, sessions: bool = True
+) -> dict[str, float]:
+    """Writes the rows of :func:`planted_log` as the preprocessing recipe taobao would, with one drawn item a click.
+
+    Args:
+        folder: an empty folder.
+        seed: seed of the generator.
+        sessions: whether the latest clicks tell the next one. Otherwise the user alone does, so a model that reads a
+            session as a bag can be as good as any.
+
+    Returns:
+        The best possible figures of the labels ``click`` and ``conversion`` on the test rows.
+    """
+    follows, favourite = (0.7, 0.6) if sessions else (0.0, 0.8)
+    log = planted_log(
+        users=150, items=120, visits=20, follows=follows, favourite=favourite, seed=seed
+    )
+    length = 10
+    columns = log.columns
+    size = len(log.bought)
+    rng = np.random.default_rng([seed, 1])
+    # Two rows for each click: the clicked item, and one that is drawn uniformly.
+    clicks = np.arange(size).repeat(2)
+    shown_items = columns["item_id"][clicks]
+    shown_items[1::2] = rng.integers(1, int(shown_items.max()) + 1, size)
+    click = np.tile(np.array([1.0, 0.0]), size)
+    # A drawn item that is the clicked one would have both labels, so its row is
+    # dropped.
+    mask = (click > 0) | (shown_items != columns["item_id"][clicks])
+    clicks = clicks[mask]
+    shown_items = shown_items[mask]
+    click = click[mask]
+    categories = int(columns["category_id"].max()) + 1
+    rows: dict[str, Any] = {
+        "user_id": columns["user_id"][clicks],
+        "timestamp": columns["timestamp"][clicks],
+        "item_id": shown_items,
+        "category_id": shown_items % categories,
+        "click": click,
+        "conversion": click * log.bought[clicks],
+        "weight": 1.0 + shown_items % 2,
+    }
+    rows |= _past(columns, clicks, length)
+    # By time, since the log is in its order.
+    cuts = [0, int(0.8 * len(clicks)), int(0.9 * len(clicks)), len(clicks)]
+    splits = {}
+    for split, start, stop in zip(PARTS, cuts[:-1], cuts[1:], strict=True):
+        splits[split] = {name: values[start:stop] for name, values in rows.items()}
+    steps = (
+        History(
+            user="user_id",
+            item="item_id",
+            time="timestamp",
+            length=length,
+            also=("category_id",),
+            gaps=GAPS,
+        ),
+        Categorify(column="item_id", also=("history",)),
+        Categorify(column="category_id", also=("history_category_id",)),
+        Categorify(column="user_id"),
+    )
+    vocabularies = [
+        vocabulary_of(np.unique(splits["train"][step.writes[0]])) for step in steps[1:]
+    ]
+    labels = ("click", "conversion")
+    numbers = (*labels, "weight")
+    raw = dict.fromkeys(columns, "int64") | dict.fromkeys(numbers, "float32")
+    fitted = FittedPreprocessor(
+        steps=steps, keep=numbers, raw=raw, states=({}, *vocabularies)
+    )
+    names = fitted.request_columns
+    # A request lists its candidates separately, so its rows have no item.
+    requests = {
+        name: splits["train"][name][-1_000:]
+        for name in names
+        if name not in ("item_id", "category_id")
+    }
+    training_items = np.unique(splits["train"]["item_id"])
+    roles = Roles(
+        label=labels[0],
+        tasks=labels[1:],
+        user="user_id",
+        item="item_id",
+        user_features=["history", "history_category_id", "history_gap"],
+        item_features=["category_id"],
+    )
+    users, last = np.unique(columns["user_id"][::-1], return_index=True)
+    latest = _past(columns, size - 1 - last, length, itself=1)
+    is_training_user = np.isin(users, splits["train"]["user_id"])
+    raw_tables = {
+        RAW_REQUESTS: pa.table(requests),
+        RAW_ITEMS: pa.table(
+            {"item_id": training_items, "category_id": training_items % categories}
+        ),
+        RAW_USERS: pa.table({"user_id": users, **latest}).filter(
+            pa.array(is_training_user)
+        ),
+    }
+    write_rows(folder, fitted, splits, raw_tables, roles, recipe=PLANTED)
+    test = slice(cuts[2], cuts[3])
+    odds = log.odds(clicks[test], shown_items[test])
+    click_chance = odds / (1 + odds)
+    chances = {
+        "click": click_chance,
+        "conversion": click_chance * log.buys(shown_items[test]),
+    }
+    # Those of the click stand under their plain names, too, since the click is the
+    # label.
+    best = best_prediction(click_chance, click_chance, click[test])
+    for name, chance in chances.items():
+        for figure, value in best_prediction(chance, chance, rows[name][test]).items():
+            best[f"{name}_{figure}"] = value
+    return best
+
+
+def _past(
+    columns: Mapping[str, Int64], clicks: Int64, length: int, itself: int = 0
+) -> dict[str, pa.Array]:
+    """Lists each row's latest earlier clicks as a request does, a few more than are read.
+
+    With ``itself=1`` the row's own click is the last of them.
+    """
+    users = columns["user_id"]
+    # A user's clicks one after the other, in the order of time, and the place of each
+    # click among them.
+    order = np.argsort(users, kind="stable")
+    place = np.argsort(order)[clicks]
+    first = users[order].searchsorted(users[clicks])
+    past = Column.from_windows(
+        order, Windows(np.maximum(first, place - length - 2), place + itself)
+    )
+    sources = {"items": "item_id", "times": "timestamp", "category_id": "category_id"}
+    histories = {}
+    for name, column in sources.items():
+        histories[f"history_{name}"] = as_arrow(
+            Column(columns[column][past.values], past.offsets)
+        )
+    return histories
+
+
+def planted_sequences(
+    *, users: int = 4_000, items: int = 400, seed: int = 0
+) -> tuple[Column, dict[str, float]]:
+    """Generates sequences: with probability .7 an item's fixed successor follows, else any item.
+
+    No item is taken twice. Returns the sequences, and the figures of the best rule on the last items.
+
+    The rule ranks the successor of the last item first, if it has not been taken, and the others in any order.
+    Popularity knows nothing.
+
+    Args:
+        users: number of users.
+        items: number of items, at least 30.
+        seed: seed of the generator.
+    """
+    if users < 1 or items < LONGEST_SEQUENCE + 10:
+        raise ValueError(
+            f"planted sequences of users={users}, items={items}: needs at least 1 user and "
+            f"{LONGEST_SEQUENCE + 10} items"
+        )
+    rng = np.random.default_rng([seed, users, items])
+    rows = np.arange(users)
+    successor = rng.permutation(items)
+    lengths = rng.integers(4, LONGEST_SEQUENCE + 1, users)
+    steps = np.zeros((users, LONGEST_SEQUENCE), dtype=np.int64)
+    available = np.ones((users, items), dtype=bool)
+    for step in range(LONGEST_SEQUENCE):
+        # At step 0 this reads the last column, which is still 0; ``follows`` is False
+        # there.
+        following = successor[steps[:, step - 1]]
+        follows = (rng.random(users) < 0.7) & available[rows, following] & (step > 0)
+        # The greatest of uniform numbers is a uniform choice among the available items.
+        others = (rng.random((users, items)) * available).argmax(axis=1)
+        steps[:, step] = np.where(follows, following, others)
+        available[rows, steps[:, step]] = False
+    inside = np.arange(LONGEST_SEQUENCE) < lengths[:, None]
+    sequences = Column.from_lengths(steps[inside].astype(np.int64) + 1, lengths)
+    return sequences, _best_of_rule(steps, lengths, successor)
+
+
+def _best_of_rule(steps: Int64, lengths: Int64, successor: Int64) -> dict[str, float]:
+    """Returns the expected figures of the rule on the last items; earlier items are left out of the ranking."""
+    rows = np.arange(len(steps))
+    last = lengths - 1
+    targets = steps[rows, last]
+    guesses = successor[steps[rows, last - 1]]
+    available = np.ones((len(steps), len(successor)), dtype=bool)
+    before = np.arange(steps.shape[1]) < last[:, None]
+    available[np.nonzero(before)[0], steps[before]] = False
+    # Number of places that the guess takes: none if the user has taken the successor
+    # already.
+    first = available[rows, guesses].astype(np.int64)
+    # Of each figure the sum of its gains at the first n places, for n from 0 to 10.
+    gains = {
+        "HR@1": np.arange(11.0).clip(max=1),
+        "HR@10": np.arange(11.0),
+        "NDCG@10": np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(2, 12)))]),
+    }
+    figures = {}
+    for name, upto in gains.items():
+        # All other items come in any order: each of them has the same share of the
+        # gains that are left.
+        by_chance = (upto[-1] - upto[first]) / (available.sum(axis=1) - first)
+        figures[name] = float(np.where(targets == guesses, upto[1], by_chance).mean())
+    return figures

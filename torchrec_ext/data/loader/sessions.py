@@ -22,7 +22,7 @@ from torchrec_ext.schema import BatchSchema, DataError, Jagged
 
 
 class SessionLoader(Epochs):
-    """Yields an epoch of batches with the features ``session`` and ``candidates``; every sequence counts exactly once.
+    """Yields an epoch of batches with the features ``session`` and ``item_id``; every sequence counts exactly once.
 
     The order and the candidates are functions of (seed, epoch), whatever the number of ranks. Each global step takes
     the next ``batch_size`` sequences, deals them out so that the ranks get almost equally many items, and pads every
@@ -112,9 +112,7 @@ class SessionLoader(Epochs):
         return self._schema.assemble(
             {
                 "session": session,
-                "candidates": Jagged(
-                    torch.from_numpy(candidates), lengths_of_candidates
-                ),
+                "item_id": Jagged(torch.from_numpy(candidates), lengths_of_candidates),
             },
             labels=torch.ones(size),
             weights=(torch.arange(size) < len(local_rows)).float(),
