@@ -19,9 +19,9 @@ from torchrec_ext.data.datasets.synthetic import planted
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.data.loader.id_dropout import IdDropout, unseen_as_oov
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, training_loader
+from torchrec_ext.data.negatives.known_items import KnownItems
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
-from torchrec_ext.data.negatives.mixed import MixedCandidates, MixedNegatives
-from torchrec_ext.data.negatives.on_device import KnownItems
+from torchrec_ext.data.negatives.mixed import MixedNegatives
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -298,11 +298,7 @@ def share_of_unseen_above_seen(rate: float, sampling: str) -> float:
     items = unseen_as_oov(data.items, train, feature)
     mixed = {"sampling": "mixed", "shared_negatives": 64} if sampling == "mixed" else {}
     config = LoaderConfig(batch_size=128, negatives=0, prefetch=0, **mixed)  # type: ignore[arg-type]
-    candidates = (
-        MixedCandidates(MixedNegatives(data.num_items, 64, 128), counts)
-        if mixed
-        else None
-    )
+    candidates = MixedNegatives(data.num_items, 64, 128, counts) if mixed else None
     plain = ChunkLoader(
         train, schema, config=config, items=data.items, negatives=candidates
     )

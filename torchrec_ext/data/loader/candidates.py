@@ -17,7 +17,7 @@ from torchrec_ext.data.columns import Array, Chunk, Column, Int64
 from torchrec_ext.data.loader.batch_builder import BatchBuilder, known_items, padded
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Share
-from torchrec_ext.data.negatives.mixed import CatalogueCandidates, MixedCandidates
+from torchrec_ext.data.negatives.mixed import CatalogueCandidates, MixedNegatives
 from torchrec_ext.data.negatives.samplers import Negatives, RejectionNegatives
 from torchrec_ext.schema import BatchSchema, DataError, Jagged
 
@@ -127,7 +127,7 @@ class OwnCandidates:
         self._share = share
 
     def draw_ahead(self, rows: Chunk, numbers: Int64, epoch: int) -> Candidates | None:
-        """See :meth:`Pairing.draw_ahead`: for samplers without a state, which nothing refreshes between steps."""
+        """See :meth:`Pairing.draw_ahead`: a draw depends on the row's number and not on the step."""
         if not isinstance(self._negatives, RejectionNegatives):
             return None
         try:
@@ -212,7 +212,7 @@ class SharedCandidates:
         schema: BatchSchema,
         config: LoaderConfig,
         items: Chunk,
-        candidates: MixedCandidates | CatalogueCandidates,
+        candidates: MixedNegatives | CatalogueCandidates,
         share: Share,
     ) -> None:
         self.ids = (schema.candidate or "item_id",)

@@ -16,8 +16,6 @@ from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Epochs, Share
 from torchrec_ext.data.loader.in_memory import order_of
 from torchrec_ext.data.negatives.mixed import CatalogueCandidates
-from torchrec_ext.data.negatives.registry import NEGATIVES
-from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import BatchSchema, DataError, Jagged
 
 
@@ -172,7 +170,7 @@ def _check(config: LoaderConfig) -> None:
             raise ValueError(
                 f"loader.{name}={getattr(config, name)!r}: sequences have no such column; leave it out"
             )
-    if NEGATIVES[config.sampling] is not UniformNegatives:
+    if config.sampling != "uniform":
         raise ValueError(
             f"loader.sampling={config.sampling!r}: candidates that all targets share are drawn "
             "uniformly; leave it out, and set loader.negatives=0 for the whole catalogue"
