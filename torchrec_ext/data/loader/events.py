@@ -75,6 +75,7 @@ class EventLoader:
 
     Attributes:
         events: number of events so far.
+        hook: where :class:`DynamicIdLoader` replaces the ids of the batches.
         last: the last batch, before ids become rows.
         newest: time of the last event, NaN for a log without times.
     """
@@ -92,7 +93,7 @@ class EventLoader:
         waiting: Callable[[], None] = lambda: None,
     ) -> None:
         self._log = EventLog(config)
-        self._schema = schema
+        self._schema, self.hook = schema.with_hook()
         self._config = config
         self._batch_size = batch_size
         self._negatives = negatives

@@ -131,7 +131,7 @@ def on_host(
     in_order: bool,
 ) -> Batches:
     """Builds the source of batches on the host, for rows in memory or in files."""
-    pairing: OwnCandidates | SharedCandidates | None
+    pairing: OwnCandidates | SharedCandidates
     if isinstance(sampler, MixedNegatives | CatalogueCandidates):
         assert items is not None, "checked by ChunkLoader"
         pairing = SharedCandidates(schema, config, items, sampler, share)
@@ -139,10 +139,6 @@ def on_host(
         pairing = OwnCandidates(schema, config, items, sampler, share)
     if isinstance(chunk, Chunk):
         return MemoryRows(chunk, schema, config, pairing, share)
-    # Rows that come as they are go straight from their blocks into the batch, each
-    # value copied once.
-    if items is None and not config.negatives:
-        pairing = None
     return StreamedRows(chunk, schema, config, items, pairing, share, in_order=in_order)
 
 
@@ -231,6 +227,9 @@ class ChunkLoader(Epochs):
             rank decodes most blocks; False gives each rank a part of the files, so that one rank decodes each row, for
             figures that do not depend on the order.
 
+    Attributes:
+        hook: where :class:`IdDropout` and :class:`DynamicIdLoader` replace the ids of the batches.
+
     Raises:
         DataError: a source or chunk lacks a column; when iterated, a bad value, naming feature, value and row of
             ``chunk``, or file, row group and row.
@@ -260,6 +259,7 @@ class ChunkLoader(Epochs):
         else:
             rows = sum(group.rows for group in chunk.groups)
         self._chunk = chunk
+        schema, self.hook = schema.with_hook()
         if items is not None:
             items = with_elements(items, schema.dense)
         # Padding up to a batch that no epoch fills would cost its time and memory.

@@ -39,7 +39,7 @@ from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Share
 from torchrec_ext.data.loader.in_memory import order_of
 from torchrec_ext.data.negatives.samplers import Negatives
-from torchrec_ext.schema import BatchSchema
+from torchrec_ext.schema import BatchSchema, RowNumbers
 
 
 class _Ragged(NamedTuple):
@@ -364,6 +364,11 @@ class DeviceBatchBuilder:
             numbers |= tables.items.numbers(item_ids)
             if candidates.log_q is not None:
                 log_q = padded(candidates.log_q.reshape(-1), size)
+        if schema.replaces is not None:
+            columns = {name: bags[name] for name in schema.keys}
+            places = torch.arange(width, device=self.device)
+            row_places = (rows[:, None] * width + places).view(-1)
+            bags.update(schema.replaces(columns, RowNumbers(row_places, rows)))
         if schema.shared:
             shared_dense = self._dense(numbers, users, schema.shared_dense)
             index = torch.arange(users, device=self.device).repeat_interleave(
@@ -529,8 +534,8 @@ class ResidentRows:
 
     @property
     def fixed(self) -> bool:
-        """Whether each bag of every column holds one id, as :meth:`drawn` requires."""
-        return not self._builder.ragged
+        """Whether each bag of every column holds one id that nobody replaces, as :meth:`drawn` requires."""
+        return not self._builder.ragged and self._builder.schema.replaces is None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -610,7 +615,7 @@ class ResidentRows:
     ) -> list[_Counts]:
         """Counts, for each step, the ids in the bags of each ragged column; both hold the steps' rows."""
         counts = [_Counts({}, {}) for _ in local_rows]
-        if self.fixed:
+        if not self._builder.ragged:
             return counts
         rows = torch.cat(
             [torch.empty(0, dtype=torch.int64, device=self._device), *local_rows]

@@ -36,6 +36,9 @@ class SessionLoader(Epochs):
         rank: r.
         world_size: R.
 
+    Attributes:
+        hook: where :class:`DynamicIdLoader` replaces the ids of the batches.
+
     Raises:
         DataError: a sequence without a target; when iterated, an id outside its table.
     """
@@ -60,7 +63,7 @@ class SessionLoader(Epochs):
                 "others are targets; cut sequences with training_windows()"
             )
         self._sequences = sequences
-        self._schema = schema
+        self._schema, self.hook = schema.with_hook()
         self._num_items = num_items
         super().__init__(config, len(sequences), "sequences")
         # Padding up to a batch that no epoch fills would cost its time and memory.
