@@ -231,7 +231,7 @@ def stream(
 ) -> specs.AppDef:
     r"""Trains on a log that grows, each event once and in order, and publishes a bundle every few seconds.
 
-    Follow a folder of .jsonl, .csv and .parquet files, and serve what was learned up to some seconds ago::
+    Follow a folder into which .jsonl, .csv and .parquet files are renamed, and serve what was learned seconds ago::
 
         torchx run rec.train.stream --log clicks --run_dir runs/clicks --resume auto --set data.label=clicked \
             --set loader.negatives=0
@@ -243,11 +243,11 @@ def stream(
 
     Args:
         args: further flags of torchx_apps.train_stream, after -- (ex. -- --dry-run)
-        log: folder of the log's files, read in the order of their names; only the last one may grow
+        log: folder of the log's files, read in the order of their names, each as a whole
         recipe: a built-in recipe, my_recipe.py:job or my.module:job
         set: change one key of the recipe, such as data.label=clicked; give --set as often as you like
         settings: a TOML file of such changes, [data] with label = "clicked"; those of set come after it
-        run_dir: folder for checkpoints, bundles, metrics and picture
+        run_dir: folder for checkpoints, bundles and metrics
         resume: auto for the last good checkpoint of run_dir, or of the recipe's newest run; or the path of another run
         until_idle: end after these seconds without a new event; without it the run follows the log until SIGTERM
         events: end after this number of events, with those before a resume

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -150,8 +149,6 @@ class EventLoader:
             elif config.until_idle_s and now - last >= config.until_idle_s:
                 # What is there makes the last batch.
                 self._is_over = True
-                if unfinished := self._log.unfinished():
-                    warnings.warn(unfinished, stacklevel=2)
             else:
                 self.waiting()
                 time.sleep(_POLL_S)
