@@ -44,6 +44,7 @@ from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.ids import Dynamic, DynamicIds
 from torchrec_ext.ids.index import mixed
 from torchrec_ext.models.tower_model import two_tower
+from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.loop import TrainConfig, train
 
 BATCH, LOOKUPS, LIVE = 4_096, 16_384, 1_000_000
@@ -153,19 +154,30 @@ def drawn(names: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield torch.where(is_new, random_ids(*known.shape), known), is_new
 
 
-class NewIds(Repeated):
-    """Batches again and again, whose new ids come in two passes, and are others in the next two."""
+class Batches(Repeated):
+    """Batches of the same columns again and again; new ids come in two passes, and are others in the next two."""
 
-    def __init__(self, batches: Sequence[Any], is_new: Sequence[Tensor]) -> None:
-        super().__init__(batches)
-        self._places = [mask.reshape(-1).nonzero().squeeze(1) for mask in is_new]
+    def __init__(
+        self,
+        schema: BatchSchema,
+        raw: Sequence[tuple[Tensor, Tensor]],
+        *,
+        changes: bool,
+    ) -> None:
+        super().__init__(raw)
+        self._schema, self.hook = schema.with_hook()
+        self._changes = changes
+        self._labels = (torch.rand(BATCH) < 0.3).float()
 
     def __iter__(self) -> Iterator[Any]:
         for number in itertools.count():
-            for batch, places in zip(self._batches, self._places, strict=True):
-                # The keys of the batch are NAMES, in their order.
-                batch.sparse.values()[places] += number % 2
-                yield batch
+            for ids, is_new in self._batches:
+                if self._changes:
+                    ids += is_new * (number % 2)
+                columns = {
+                    name: Jagged(row) for name, row in zip(NAMES, ids, strict=True)
+                }
+                yield self._schema.assemble(columns, labels=self._labels)
 
 
 def training(
@@ -195,20 +207,14 @@ def training(
     )
     schema = model.schema().with_dynamic(NAMES)
     parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=adagrad)
-    labels = (torch.rand(BATCH) < 0.3).float()
-    batches = []
-    for ids, _ in raw:
-        values = ids.abs() % ROWS if kind == "static" else ids
-        columns = {
-            name: Jagged(values[number].contiguous())
-            for number, name in enumerate(NAMES)
-        }
-        batches.append(schema.assemble(columns, labels=labels))
-    loader: Any = Repeated(batches)
-    if kind == "dynamic":
+    if kind == "static":
+        static = [(ids.abs() % ROWS, is_new) for ids, is_new in raw]
+        loader: Any = Batches(schema, static, changes=False)
+    else:
         policies = {name: Dynamic(capacity=ROWS, admit_after=2) for name in NAMES}
+        own = [(ids.clone(), is_new) for ids, is_new in raw]
         loader = DynamicIdLoader(
-            NewIds(batches, [mask for _, mask in raw]), schema, policies, every=EVERY
+            Batches(schema, own, changes=True), schema, policies, every=EVERY
         )
         # The catalogue is live before the first step.
         for _ in range(2 * EVERY):

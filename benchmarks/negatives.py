@@ -7,7 +7,7 @@ thread: KeyedJaggedTensors of user_id and item_id, context, labels, log q, every
 once per positive, as a shared tower reads them. `exact-repeated` has them beside every candidate, as the baseline has.
 `exact-draws` is what the baseline hands out and no more: four tensors (user, item, context, label) of whole columns and
 a sampler's draw. The baseline is small_model_baseline.py's Dataset under DataLoader with a collate that concatenates.
-`draw-...`, of 1,024 positives: the sampler in torch against the same in numpy, and hard negatives in numpy.
+`draw-...`: a sampler's draw for 1,024 positives.
 `in-batch`: the loss over 1,024 candidates of the batch with correction and masks, against a bare product with cross
 entropy.
 """
@@ -34,9 +34,7 @@ from torchrec import EmbeddingBagConfig
 
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.negatives.hard import HardNegatives
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
-from torchrec_ext.data.negatives.on_device import sampler_on_device
 from torchrec_ext.data.negatives.samplers import (
     Negatives,
     PopularityNegatives,
@@ -158,39 +156,20 @@ def draws_of(name: str, options: Options) -> Iterator[Row]:
     items, rows = SHAPES[name].items, positives(SHAPES[name])
     numbers = np.random.default_rng(1).permutation(len(rows.user))[:STEP]
     users = rows.user[numbers]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    there = (torch.from_numpy(users).to(device), torch.from_numpy(numbers).to(device))
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    uniform = UniformNegatives(items, *rows[:2])
     for kind, sampler in {
-        "uniform": uniform,
+        "uniform": UniformNegatives(items, *rows[:2]),
         "popularity": PopularityNegatives(items, *rows[:2]),
     }.items():
-        drawer = sampler_on_device(sampler, device)
-        sides = {
-            "numpy": lambda sampler=sampler: sampler.draw(users, numbers, 0, NEGATIVES),
-            "torch": lambda drawer=drawer: (drawer.draw(*there, 0, NEGATIVES), wait()),
-        }
-        times = milliseconds(sides, options, 50)
-        yield row(f"draw-{kind}, numpy, {name}", times["numpy"], UNIT)
-        yield row(
-            f"draw-{kind}, torch on {device.type}, {name}",
-            times["torch"],
-            UNIT,
-            baseline=times["numpy"],
+        times = milliseconds(
+            {
+                "draw": lambda sampler=sampler: sampler.draw(
+                    users, numbers, 0, NEGATIVES
+                )
+            },
+            options,
+            50,
         )
-    hard = HardNegatives(uniform, k=50)
-    vectors = torch.randn(items + 1, 16)
-    queries = torch.randn(uniform.known.num_users, 16)
-    hard.refresh(
-        lambda of: (queries[of] @ vectors.T).topk(200).indices.numpy(),
-        np.unique(users),
-        block=256,
-    )
-    times = milliseconds(
-        {"hard": lambda: hard.draw(users, numbers, 0, NEGATIVES)}, options, 50
-    )
-    yield row(f"draw-hard, numpy, {name}", times["hard"], UNIT)
+        yield row(f"draw-{kind}, numpy, {name}", times["draw"], UNIT)
 
 
 def in_batch(options: Options) -> Iterator[Row]:

@@ -163,7 +163,7 @@ def stream(
 ) -> specs.AppDef:
     r"""Trains on a log that grows, each event once and in order, and publishes a bundle every few seconds.
 
-    Follow a folder of .jsonl, .csv and .parquet files, and serve what was learned up to some seconds ago::
+    Follow a folder into which .jsonl, .csv and .parquet files are renamed, and serve what was learned seconds ago::
 
         torchx run -s local_cwd rec.train.stream -- --data.folder clicks --run_dir runs/clicks
         torchx run -s local_cwd rec.serve.http --bundle runs/clicks/bundles/current -- --watch 0.2

@@ -1,10 +1,11 @@
-"""Writes a log that grows: users and items arrive and fade, and users take what they like.
+"""Writes a log, a file a second: users and items arrive and fade, and users take what they like.
 
     python examples/stream_clicks.py FOLDER [--events 100000] [--rate 1000] [--users 2000] [--items 1000] [--clicks]
 
-Without --rate all events are written at once. A user likes the items near to him or her on a circle; each item and
-user is there for a while and leaves for good, and ids are random 64-bit numbers. With --clicks an event is an item that
-was shown, with a label `clicked`; else it is an item that was taken. A second call goes on where the first ended.
+A file holds the events of a second, and is renamed when it is whole. Without --rate all events are one file. A user
+likes the items near to him or her on a circle; each item and user is there for a while and leaves for good, and ids are
+random 64-bit numbers. With --clicks an event is an item that was shown, with a label `clicked`; else it is an item that
+was taken. A second call goes on where the first ended.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -53,12 +55,23 @@ def id_of(number: int, kind: int) -> int:
     return int(np.random.default_rng([kind, number]).integers(-(2**63) + 1, 2**63 - 1))
 
 
-def last_number(file: Path) -> int:
-    """Returns the number after which a second call goes on."""
-    if not file.exists():
-        return 0
-    lines = file.read_bytes().splitlines()
-    return int(json.loads(lines[-1])["number"]) if lines else 0
+def last_file(folder: Path) -> tuple[int, int]:
+    """Returns the number of the last file, and that of its last event; -1 and 0 if there is none."""
+    numbers = [
+        int(path.stem.removeprefix("events-")) for path in folder.glob("events-*.jsonl")
+    ]
+    if not numbers:
+        return -1, 0
+    number = max(numbers)
+    lines = (folder / f"events-{number}.jsonl").read_text().splitlines()
+    return number, int(json.loads(lines[-1])["number"])
+
+
+def write(folder: Path, number: int, lines: Sequence[str]) -> None:
+    """Writes a file under a hidden name, and renames it: readers see it when it is whole."""
+    path = folder / "_events.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    path.rename(folder / f"events-{number}.jsonl")
 
 
 def main() -> None:
@@ -83,20 +96,19 @@ def main() -> None:
     )
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    path = options.folder / "events.jsonl"
-    source = events(
-        options.users, options.items, first=last_number(path), clicks=options.clicks
-    )
+    number, first = last_file(options.folder)
+    source = events(options.users, options.items, first=first, clicks=options.clicks)
+    a_file = max(1, int(options.rate)) if options.rate else options.events
     begin = time.time()
-    with path.open("a") as file:
-        for count, event in zip(range(1, options.events + 1), source, strict=False):
-            file.write(json.dumps(event) + "\n")
-            if (
-                options.rate
-                and (ahead := begin + count / options.rate - time.time()) > 0
-            ):
-                file.flush()
-                time.sleep(ahead)
+    for start in range(0, options.events, a_file):
+        count = min(a_file, options.events - start)
+        lines = []
+        for event in islice(source, count):
+            lines.append(json.dumps(event))
+        if options.rate:
+            time.sleep(max(0.0, begin + (start + count) / options.rate - time.time()))
+        number += 1
+        write(options.folder, number, lines)
 
 
 if __name__ == "__main__":

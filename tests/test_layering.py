@@ -433,7 +433,6 @@ WITHOUT_TORCH = (
         "torchrec_ext.data.loader.config",
     ),
     *(
-        "torchrec_ext.data.negatives.registry",
         "torchrec_ext.modules.config",
         "torchrec_ext.networks.config",
     ),

@@ -191,7 +191,6 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "sampling": {
         "recipe's": (),
         "popularity": ("loader.sampling=popularity",),
-        "hard": ("loader.sampling=hard", "loader.hard_k=10"),
         "mixed": (
             "loader.sampling=mixed",
             "loader.negatives=0",
@@ -288,7 +287,6 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "on_nan": {"stop": (), "skip": ("train.on_nan=skip",)},
     "reading": {"recipe's": (), "small": ("loader.lanes=3", "loader.buffer_rows=2048")},
     "weight": {"none": (), "column": ("loader.weight=weight",)},
-    "hard_share": {"half": (), "most": ("loader.hard_share=0.9",)},
 }
 # Recipes that have the keys of an option; the others refuse them by name.
 ONLY = {
@@ -354,13 +352,13 @@ REFUSED = [
     Refused(
         {
             "recipe": ("retrieval", *_ON_LABELLED, *_STREAMED),
-            "sampling": ("popularity", "hard"),
+            "sampling": ("popularity",),
         },
-        r"loader\.sampling='(popularity|hard)' with loader\.negatives=0: it would do nothing",
+        r"loader\.sampling='popularity' with loader\.negatives=0: it would do nothing",
     ),
     Refused(
-        {"recipe": ("session",), "sampling": ("popularity", "hard", "mixed")},
-        r"loader\.sampling='(popularity|hard|mixed)': candidates that all targets share are drawn uniformly",
+        {"recipe": ("session",), "sampling": ("popularity", "mixed")},
+        r"loader\.sampling='(popularity|mixed)': candidates that all targets share are drawn uniformly",
     ),
     Refused(
         {"recipe": ("two_tower",), "sampling": ("mixed",), "loss": ("recipe's",)},
@@ -418,7 +416,7 @@ REFUSED = [
         {
             "recipe": ("two_tower",),
             "reject_known": ("on",),
-            "sampling": ("popularity", "hard"),
+            "sampling": ("popularity",),
         },
         r"model\.reject_known=true with model\.loss=bce: drawn negatives are never known",
     ),
@@ -433,10 +431,10 @@ REFUSED = [
     Refused(
         {
             "recipe": ("two_tower",),
-            "sampling": ("popularity", "hard"),
+            "sampling": ("popularity",),
             "loss": ("in_batch", "catalogue"),
         },
-        r"loader\.sampling='(popularity|hard)' with loader\.negatives=0: it would do nothing",
+        r"loader\.sampling='popularity' with loader\.negatives=0: it would do nothing",
     ),
     Refused(
         {
@@ -514,8 +512,8 @@ REFUSED = [
         r"loader\.device='cpu': sequences are dealt out on the host",
     ),
     Refused(
-        {"sampling": ("hard", "mixed"), "rows_on": ("cpu",)},
-        r"loader\.device='cpu' with loader\.sampling='(hard|mixed)': ",
+        {"sampling": ("mixed",), "rows_on": ("cpu",)},
+        r"loader\.device='cpu' with loader\.sampling='mixed': ",
     ),
     Refused(
         {"compile": ("require",), "ranks": ("2",), "sync": ("every_step",)}, _WAITING
@@ -840,8 +838,8 @@ def outcomes_of(
 
 
 def learns_little(cell: Cell) -> bool:
-    """Whether three options meet that each slow learning: what a few steps then learn is close to chance."""
-    slow = [("id_dropout", "on"), ("compress", "linear"), ("sampling", "hard")]
+    """Whether options meet that each slow learning: what a few steps then learn is close to chance."""
+    slow = [("id_dropout", "on"), ("compress", "linear")]
     if cell["compress"] == "linear":
         # Each takes some .07 of the AUC of the few steps, by runs of one cell of the
         # recipe stream.

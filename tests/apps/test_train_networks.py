@@ -433,7 +433,6 @@ def test_settings_of_the_job_are_checked() -> None:
             "pretrained=item_id=v.npy",
             "pretrained=item_id=v.npy is of networks that are trained alone",
         ),
-        ("loader.sampling=hard", "asks one model for its hardest items"),
     ],
 )
 def test_settings_that_no_stack_has_are_told_and_their_network_is_trained_alone(

@@ -9,7 +9,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,7 +16,6 @@ from tests.contracts import run_ranks
 from torchrec_ext.data.datasets import catalog
 from torchrec_ext.data.datasets.catalog import DatasetUnavailable
 from torchrec_ext.data.datasets.synthetic import planted
-from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.data.loader.loader import training_loader
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
@@ -142,54 +140,6 @@ def test_two_ranks_reach_the_figures_of_one(
     assert two.figures == pytest.approx(single.figures, abs=0.01)
     assert two.popularity == single.popularity
     assert two.recommended[0].items[:3] == single.recommended[0].items[:3]
-
-
-def drawn_hard(runtime: Runtime) -> list[Any]:
-    """After two epochs with hard negatives: refreshes, and three users' candidates, as drawn and by brute force."""
-    job = two_tower_with(
-        *(
-            "data.name=planted",
-            "data.users=40",
-            "data.items=50",
-            "train.epochs=3",
-            "model.interaction=dot",
-        ),
-        *("loader.sampling=hard", "loader.hard_k=5", "loader.batch_size=128"),
-    )
-    task = load_task(job, runtime)
-    assert isinstance(task, RankingTask)
-    model = job.build(job.model, task.data)
-    schema = model.schema()
-    parallel, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer)
-    loader = task.loader(
-        schema, job.loader, rank=runtime.rank, world_size=runtime.world_size
-    )
-    evaluator = task.evaluator(schema, parallel, runtime)
-    train(parallel, optimizer, loader, runtime, job.train)
-    asked = np.array([1, 7, 0, 20])
-    last = {
-        user: row for row, user in enumerate(task.data.train["user_id"].values.tolist())
-    }
-    best = []
-    builder = BatchBuilder(schema, task.data.items)
-    with torch.no_grad():
-        items = parallel.module.embed("item", builder.item_batch(np.arange(51)))
-        for user in (1, 7, 20):
-            row = task.data.train.slice(last[user], last[user] + 1)
-            scores = parallel.module.embed("user", builder.user_batch(row))[0] @ items.T
-            scores[task.data.seen(np.array([user])).values] = -torch.inf
-            scores[0] = -torch.inf
-            best.append(scores.topk(5).indices.tolist())
-    state = loader.state_dict()["sampler"]
-    return [state["refreshes"], evaluator.hardest(5)(asked).tolist(), best]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_hard_negatives_are_what_the_model_ranks_highest(ranks: int) -> None:
-    refreshes, negatives, best = run_ranks(drawn_hard, ranks)[0]
-    assert refreshes == 2, "before each epoch but the first"
-    assert [negatives[0], negatives[1], negatives[3]] == best
-    assert negatives[2] == [0] * 5, "nobody knows user 0"
 
 
 def recommended(runtime: Runtime) -> list[Any]:

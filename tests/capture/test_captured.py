@@ -32,8 +32,8 @@ from torchrec_ext.capture.executors import (
 from torchrec_ext.capture.sharded import ShardedSource
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.negatives.known_items import KnownItems
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
-from torchrec_ext.data.negatives.on_device import KnownItems
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel

@@ -91,7 +91,7 @@ class Raw:
     """Batches of raw ids that drift; each rank has its share."""
 
     def __init__(self, runtime: Runtime, schema: BatchSchema, drift: int) -> None:
-        self.schema = schema
+        self.schema, self.hook = schema.with_hook()
         self.first = 0
         self.here = slice(
             runtime.rank * SIZE // runtime.world_size,
@@ -166,9 +166,12 @@ class WithoutEnd(DynamicIdLoader):
 class Static(DynamicIdLoader):
     """The rows that the ids have in the end, without notes: those of a vocabulary that was known before."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._loader.hook.replace = self.rows  # type: ignore[attr-defined]
+
     def __iter__(self) -> Iterator[TowerBatch]:
-        for batch in self._loader:
-            yield self.rows(batch)
+        return iter(self._loader)
 
 
 Result = dict[str, Any]

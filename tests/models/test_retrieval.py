@@ -1,6 +1,7 @@
 """RetrievalModel: on two ranks what it is on one, a gradient for everything, and what it refuses."""
 
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,9 @@ from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.datasets.synthetic import planted
 from torchrec_ext.data.loader.id_dropout import IdDropout
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, training_loader
+from torchrec_ext.data.negatives.known_items import KnownItems
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
 from torchrec_ext.data.negatives.mixed import CatalogueCandidates
-from torchrec_ext.data.negatives.on_device import KnownItems
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
@@ -249,6 +250,18 @@ def test_known_items_are_rejected_on_a_loaders_batches_on_any_number_of_ranks(
 
 
 @pytest.mark.unit
+def test_the_hardest_candidates_alone_are_trained() -> None:
+    losses = {}
+    for hardest in (0, 1, 3):
+        model = retrieval(hardest=hardest).train()
+        losses[hardest] = float(model(batch())[0])
+    assert losses[1] < losses[3] < losses[0]
+    for loss in ("catalogue", "in_batch"):
+        with pytest.raises(ValueError, match=r"hardest=(-1|2)"):
+            retrieval(loss=loss, hardest=-1 if loss == "in_batch" else 2)
+
+
+@pytest.mark.unit
 def test_in_evaluation_rows_are_not_compared() -> None:
     model = retrieval().eval()
     _, together = model(batch())
@@ -408,22 +421,13 @@ def test_a_loss_over_the_catalogue_needs_the_catalogue() -> None:
         match=r"loss 'catalogue': the batch does not end with all items; make its loader",
     ):
         model(batch)
-    for changed, message in (
-        (
-            {"negatives": 4},
-            r"loader\.negatives=4 .* and a loss over the catalogue: all items are candidates already",
-        ),
-        (
-            {"sampling": "mixed", "shared_negatives": 8},
-            r"loader\.shared_negatives=8 with loader\.sampling='mixed' and a loss over the catalogue",
-        ),
-        (
-            {"device": "cpu"},
-            r"loader\.device='cpu' with a loss over the catalogue: its batches are made on the host",
-        ),
+    for changed, value in (
+        ({"negatives": 4}, "loader.negatives=4, "),
+        ({"sampling": "mixed", "shared_negatives": 8}, "loader.shared_negatives=8, "),
+        ({"device": "cpu"}, "loader.device='cpu' with a loss over the catalogue"),
     ):
         config = LoaderConfig(**{"negatives": 0, **changed})  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=re.escape(value)):
             training_loader(CLICKS, model.schema(), config)
 
 

@@ -153,6 +153,20 @@ else:  # what the command line checks
     ]
 
 
+def check_hardest(name: str, hardest: int, loss: str) -> None:
+    """Refuses a number of hardest negatives that the loss does not choose among.
+
+    Raises:
+        ValueError: by its ``name``.
+    """
+    check_least(name, hardest, 0)
+    if hardest and not LOSSES[loss].in_batch:
+        raise ValueError(
+            f"{name}={hardest} with loss {loss!r}: the hardest are chosen among the candidates of the batch; leave it "
+            "out, or take the loss in_batch"
+        )
+
+
 def check_loss(loss: str, interaction: str, temperature: float) -> None:
     """Refuses settings of a recipe's towers that its loss cannot be computed with.
 

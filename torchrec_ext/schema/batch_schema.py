@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar, get_args
 
@@ -38,6 +38,7 @@ from torchrec_ext.schema.checks import (
     check_repeats,
     finite,
     finite_matrix,
+    numbers_of,
     side_by_side,
     total_of,
 )
@@ -50,6 +51,28 @@ from torchrec_ext.schema.features import (
     unique,
 )
 from torchrec_ext.schema.validation import DataError, OutOfRange, check_choice, listed
+
+
+class RowNumbers(NamedTuple):
+    """Numbers that tell the rows of an epoch apart, the same on any number of ranks: (B,) and, of shared rows, (Q,)."""
+
+    rows: Tensor
+    shared: Tensor
+
+
+IdReplacement = Callable[[Mapping[str, Jagged], RowNumbers], Mapping[str, Jagged]]
+
+
+@dataclass(eq=False)
+class IdHook:
+    """Where a loader's ids are replaced: in the columns of each batch, before it is laid out.
+
+    Args:
+        replace: function from the bags of all features by name, of the batch's rows or of its shared rows, and the
+            numbers of these rows, to bags with other ids for some of the features; None replaces none.
+    """
+
+    replace: IdReplacement | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +95,7 @@ class BatchColumns:
             compare rows.
         candidate: the column with the item of each row of a training batch, for ``batch.items``. Needed likewise.
         catalogue: whether a training batch ends with all items as candidates, spread over the ranks.
+        hook: where the ids of a batch are replaced; None if they never are.
     """
 
     sparse: tuple[SparseFeature, ...]
@@ -85,6 +109,7 @@ class BatchColumns:
     query: str | None = None
     candidate: str | None = None
     catalogue: bool = False
+    hook: IdHook | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_choice("out_of_range", self.out_of_range, get_args(OutOfRange))
@@ -226,6 +251,16 @@ class BatchColumns:
             )
         return replace(self, sparse=tuple(features))
 
+    def with_hook(self, function: IdReplacement | None = None) -> tuple[Self, IdHook]:
+        """Returns the schema with a hook of its own, and the hook, which replaces ids by ``function``."""
+        hook = IdHook(function)
+        return replace(self, hook=hook), hook
+
+    @property
+    def replaces(self) -> IdReplacement | None:
+        """The function that replaces ids; None if there is none."""
+        return None if self.hook is None else self.hook.replace
+
     def missing(self, name: str, columns: Iterable[str]) -> DataError:
         """Returns the error to raise if ``columns`` lack column ``name`` of the schema."""
         schema_columns = [*self.keys, *source_columns(self.dense), *self.weight_columns]
@@ -300,6 +335,13 @@ class BatchSchema(BatchColumns):
                 feature, self._column(sparse, feature.name), expected
             )
         bags = {name: column.bags for name, column in columns.items()}
+        items = None
+        if self.replaces is not None:
+            # The item that was sampled, whatever is looked up for it.
+            if self.candidate in bags:
+                items = _first_ids(bags[self.candidate], row_names.size)
+            numbers = RowNumbers(numbers_of(row_names), numbers_of(queries))
+            bags.update(self.replaces(bags, numbers))
 
         def fill(keys: Keys, sizes: Sequence[int]) -> KeyedIds:
             ids = concatenated(keys, sizes, bags)
@@ -326,6 +368,7 @@ class BatchSchema(BatchColumns):
             total_weight=total_of(weights, total_weight, row_names.size),
             log_q=None if log_q is None else finite("log_q", log_q, row_names),
             targets=self._targets(targets, row_names),
+            items=items,
             shared_dense=finite_matrix(self.shared_dense, dense.shared, queries)
             if self.shared
             else None,
@@ -417,6 +460,18 @@ class BatchSchema(BatchColumns):
         if name not in columns:
             raise self.missing(name, columns)
         return columns[name]
+
+
+def _first_ids(bags: Jagged, size: int) -> Tensor:
+    """Returns (size,) the first id of each bag, 0 for an empty one."""
+    if bags.lengths is None:
+        return bags.values
+    lengths = bags.lengths.long()
+    ids = bags.values.new_zeros(size)
+    starts = lengths.cumsum(0) - lengths
+    is_full = lengths > 0
+    ids[: len(lengths)][is_full] = bags.values[starts[is_full]]
+    return ids
 
 
 def _expected_rows(

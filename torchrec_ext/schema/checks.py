@@ -48,6 +48,18 @@ class ExpectedRows(NamedTuple):
         return f"({self.axis},) = ({self.size},)"
 
 
+def numbers_of(rows: ExpectedRows) -> Tensor:
+    """Returns (size,) int64 numbers of the rows, of which no two are equal if those for messages are not."""
+    places = rows.places
+    if rows.numbers is None:
+        return torch.arange(rows.size)
+    if not isinstance(places, int):
+        return rows.numbers[places]
+    if places == 1:
+        return rows.numbers
+    return (rows.numbers[:, None] * places + torch.arange(places)).view(-1)
+
+
 def side_by_side(
     names: Sequence[str], columns: Sequence[Tensor], rows: ExpectedRows
 ) -> Tensor:

@@ -1,4 +1,4 @@
-"""Trains on a log that grows: each event once, its prediction first; publishes a bundle every few seconds.
+"""Trains on a folder of events as files come: each event once, predicted first; publishes a bundle every few seconds.
 
 A checkpoint holds weights, optimizer, ids and the log's position together, so a run that is killed goes on as if it
 had not been. Servers watch the file `current` beside the bundles, which names the newest one.
@@ -26,7 +26,6 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.ids import DynamicIds
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.config import LOSSES
-from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.catalogue import Catalogue, NamedUsers
 from torchrec_ext.retrieval.export import Renewal, export
 from torchrec_ext.retrieval.manifest import BUNDLE_MANIFEST
@@ -34,7 +33,6 @@ from torchrec_ext.schema import BatchSchema
 from torchrec_ext.sealed import remove_leftovers, write_whole
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks
 from torchrec_ext.train.checkpoint.run import CheckpointedRun, RunCheckpoints
-from torchrec_ext.train.config import Record
 from torchrec_ext.train.guards.finite import RunStoppedError
 from torchrec_ext.train.loop import train
 from torchx_apps.jobs.report import program
@@ -48,13 +46,11 @@ from torchx_apps.jobs.setup import (
 )
 from torchx_apps.jobs.training import open_run, start_with
 from torchx_apps.tasks.job import Job, schema_settings
-from torchx_apps.tasks.stream_figures import Ages, Predictions, draw_stream
+from torchx_apps.tasks.stream_figures import Predictions
 
-BUNDLES, CURRENT, PICTURE = "bundles", "current", "stream.png"
+BUNDLES, CURRENT = "bundles", "current"
 # Records that a checkpoint keeps; beyond it the older half is thinned out.
 _MOST_RECORDS = 1000
-# Bundles that predict later events at a publication.
-_MOST_AGES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +131,7 @@ def run_stream(
             details = {**about, "events": events.events}
             export_ids(parallel, loader.ids, out, details, renewal)
 
-        publisher = Publisher(publication, folder, export_now, predictions, run.log)
+        publisher = Publisher(publication, folder, export_now)
         checkpoints = StreamCheckpoints(
             run.checkpointer, job.checkpoint, resume=run.checkpoint, publisher=publisher
         )
@@ -155,10 +151,7 @@ def run_stream(
                 observer=predictions,
             )
         run.folder.close()
-        conclusion = draw_stream(run.folder.records, run.path / PICTURE)
-        print(
-            f"\n{events.events:,} events so far. {conclusion}\npicture: {run.path / PICTURE}"
-        )
+        print(f"\n{events.events:,} events so far")
         if publisher.newest is not None:
             print(f"bundle: {publisher.newest}")
             print(
@@ -346,14 +339,12 @@ def export_ids(
 
 
 class Publisher:
-    """Publishes a bundle when it is time, and has the last few predict the events that came after them.
+    """Publishes a bundle when it is time.
 
     Args:
         publication: when, and how many to keep.
         folder: folder of the bundles.
         write: exports a bundle to a folder.
-        predictions: the predictions that training made itself.
-        log: receives the records of kind ``age``.
 
     Attributes:
         newest: folder of the newest bundle; None before the first one.
@@ -364,14 +355,10 @@ class Publisher:
         publication: Publication,
         folder: Path,
         write: Callable[[Path], None],
-        predictions: Predictions,
-        log: Callable[[Record], None],
     ) -> None:
         self._publication = publication
         self._folder = folder
         self._write = write
-        self._log = log
-        self._ages = Ages(predictions, min(publication.keep, _MOST_AGES))
         self._due = time.monotonic() + publication.seconds
         # Until then only a training that has caught up with the log is interrupted.
         self._training_until = 0.0
@@ -410,11 +397,6 @@ class Publisher:
             self._write(self.newest)
         write_whole(self._folder / CURRENT, f"{self.newest.name}\n".encode())
         self._step = run.at.step
-        # Only now, because servers wait for the bundle and nobody for these figures.
-        for record in self._ages.records(run.at.step):
-            run.at.history.append(record)
-            self._log(record)
-        self._ages.add(Bundle.load(self.newest, verify=False))
         self._prune()
         # While it is behind the log, training has at least half of the time, however
         # long a publication takes.

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrec_ext.data.negatives.registry import NEGATIVES
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections, initialise_tables
 from torchrec_ext.networks.skeleton import first_difference
@@ -122,8 +121,6 @@ def build(members: Sequence[MemberJob], runtime: Runtime) -> list[Built]:
 
 def why_alone(job: Job) -> str | None:
     """Names the first setting unsupported by stacks; None if there is none."""
-    if NEGATIVES.facts(job.loader.sampling).refreshed and job.loader.negatives:
-        return f"loader.sampling={job.loader.sampling} asks one model for its hardest items, and a stack has several"
     if job.export != "never":
         return f"export={job.export} makes a bundle where a network is trained alone; run rec.serve.export afterwards"
     if job.ids.features:

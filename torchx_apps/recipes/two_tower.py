@@ -14,6 +14,7 @@ from torchrec_ext.modules.config import (
     Activation,
     Interaction,
     LossName,
+    check_hardest,
     check_loss,
 )
 from torchrec_ext.schema.validation import OutOfRange
@@ -58,6 +59,7 @@ class TwoTowerConfig:
         reject_known: under ``in_batch`` never use an item as a negative of a user who has taken it. Where false, a
             user's other items compete with the row's item, as in the softmax over the whole catalogue that the batch
             stands for.
+        hardest: number of negatives of a row that count under ``in_batch``, those with the greatest scores; 0 for all.
         share_items: the user's history reads the item table, instead of a table for histories.
         share_user: run the user tower once for a positive and its negatives; the result is the same.
         out_of_range: what happens to an id outside its table: ``error``, or ``oov``, which reads row 0.
@@ -76,6 +78,7 @@ class TwoTowerConfig:
     temperature: float = 1.0
     correct: bool = True
     reject_known: bool = False
+    hardest: int = 0
     share_items: bool = False
     share_user: bool = True
     out_of_range: OutOfRange = "error"
@@ -84,6 +87,7 @@ class TwoTowerConfig:
         # Parsed for its errors alone, before any data are loaded.
         compression_of(self.compress)
         check_loss(self.loss, self.interaction, self.temperature)
+        check_hardest("model.hardest", self.hardest, self.loss)
         if self.reject_known and not LOSSES[self.loss].in_batch:
             raise ValueError(
                 f"model.reject_known=true with model.loss={self.loss}: {_REJECTED[LOSSES[self.loss].catalogue]}; leave "
@@ -131,8 +135,8 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
     """Builds a tower over the item's columns and one over all others; ids and lists have tables, the rest is dense."""
     import torch
 
+    from torchrec_ext.data.negatives.known_items import KnownItems
     from torchrec_ext.data.negatives.known_pairs import KnownPairs
-    from torchrec_ext.data.negatives.on_device import KnownItems
     from torchrec_ext.models.retrieval import RetrievalModel
     from torchrec_ext.models.tower_model import TowerModel
     from torchrec_ext.modules.interaction import interaction_layer
@@ -189,6 +193,7 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
         known=rejected,
         temperature=config.temperature,
         loss=config.loss,
+        hardest=config.hardest,
         shared=shared,
     )
 

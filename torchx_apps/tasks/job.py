@@ -102,7 +102,7 @@ class Job:
         task: function that loads ``data``; called as ``task(data, progress=...)``, it raises DatasetUnavailable where
             the set is not to be had.
         loader: how rows become batches.
-        id_dropout: share of bags, by feature, that read the out-of-vocabulary row in training, as
+        id_dropout: share of ids, by feature, that read the out-of-vocabulary row in training, as
             ``("item_id=0.1",)``: ids that training never saw are ranked by that row; see :class:`IdDropout`.
         ids: columns whose ids get and lose rows while the job trains.
         optimizer: optimizers of tables and dense layers.

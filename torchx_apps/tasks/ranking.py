@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
-import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.data.columns import Chunk, Int64
@@ -20,7 +19,6 @@ from torchrec_ext.data.loader.loader import (
     labelled_rows,
     training_loader,
 )
-from torchrec_ext.data.negatives.hard import Index
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
@@ -33,7 +31,6 @@ from torchx_apps.tasks.question import (
     TaskQuestion,
     padded_lists,
     recommendation_lines,
-    row_batches,
 )
 from torchx_apps.tasks.task import Figures, RankedEvaluator, RankedTask, heading_of
 
@@ -50,7 +47,6 @@ class RankingTask(RankedTask):
 
     data: InteractionData
     baseline_name: str = "popularity"
-    _evaluators: list[RankingEvaluator] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         if not self.data.test.num_rows:
@@ -93,7 +89,7 @@ class RankingTask(RankedTask):
     def loader(
         self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int
     ) -> ChunkLoader:
-        """Returns the loader of the training rows with negatives; the last evaluator's model scores hard negatives."""
+        """Returns the loader of the training rows with negatives."""
         # The schema has a label range where the loss reads labels, and none if it
         # compares rows.
         if (
@@ -106,24 +102,17 @@ class RankingTask(RankedTask):
                 "set loader.label, or model.loss=in_batch"
             )
 
-        def refresh(epoch: int) -> Index:
-            # Looked up when an epoch begins: the evaluator is made after the loader.
-            return self._evaluators[-1].hardest(config.hard_k)
-
         return training_loader(
-            self.data, schema, config, refresh=refresh, rank=rank, world_size=world_size
+            self.data, schema, config, rank=rank, world_size=world_size
         )
 
     def evaluator(
         self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime
     ) -> RankingEvaluator:
         """Returns the evaluator for the figures of ``data.evaluation``."""
-        self._evaluators.append(
-            RankingEvaluator(
-                self.data, schema, model, runtime, self.figures, self.closed_forms
-            )
+        return RankingEvaluator(
+            self.data, schema, model, runtime, self.figures, self.closed_forms
         )
-        return self._evaluators[-1]
 
     def raw_values(self, name: str) -> pa.Array:
         """See :meth:`Task.raw_values`."""
@@ -202,39 +191,6 @@ class RankingEvaluator(RankedEvaluator):
         return Recommended(
             int(user[0]), *self.best_items("user", query, self._builder, user_items)
         )
-
-    def hardest(self, k: int) -> Index:
-        """Returns a function from users to their hard negatives, by the model as it is now, in evaluation. Collective.
-
-        Hard negatives are the ``k`` items that the model ranks highest among those that a user has not taken: users
-        (N,) to rows (N, k), with 0 if there are fewer. The function itself needs no other rank.
-        """
-        self.model.eval()
-        owners = self.data.train["user_id"].values
-        # A user's last row has the longest history.
-        users, from_end = np.unique(owners[::-1], return_index=True)
-        model = self.model.module
-        train = self.data.train.take(len(owners) - 1 - from_end)
-        batches = row_batches(self._builder, train, self.runtime)
-        vectors = metrics.embed_all(model, "user", batches, self.runtime)
-        items = self.catalogue(self._builder)
-
-        @torch.no_grad()
-        def index(queries: Int64) -> Int64:
-            best = np.zeros((len(queries), min(k, len(items) - 1)), dtype=np.int64)
-            trained = np.flatnonzero(np.isin(queries, users))
-            scores = model.interaction.score_all(
-                vectors[users.searchsorted(queries[trained])], items
-            ).cpu()
-            own_items = self.data.seen(queries[trained])
-            scores[own_items.owners, own_items.values] = -torch.inf
-            # Row 0 is the unknown item.
-            scores[:, 0] = -torch.inf
-            values, rows = scores.topk(best.shape[1])
-            best[trained] = torch.where(values > -torch.inf, rows, 0).numpy()
-            return best
-
-        return index
 
     def figures(self, split: str) -> Record:
         """Returns figures by name on the held-out rows of a split."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -24,6 +24,7 @@ from torchrec_ext.data.loader.loader import ChunkLoader
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.schema import BatchSchema
+from torchrec_ext.schema.batch_schema import IdReplacement
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import ClosedFormConfig, EvaluationConfig, Figure, Record
 from torchx_apps.tasks.baselines import Beside, ClosedForms
@@ -44,7 +45,7 @@ class Evaluator(ABC):
         runtime: this rank's runtime.
 
     Attributes:
-        rows: returns a batch with the rows that dynamic ids have now; the batch itself by default.
+        rows: puts the rows that dynamic ids have now in their place; None by default.
     """
 
     data: Any
@@ -60,7 +61,7 @@ class Evaluator(ABC):
         self.schema = schema
         self.model = model
         self.runtime = runtime
-        self.rows: Callable[[TowerBatch], TowerBatch] = lambda batch: batch
+        self.rows: IdReplacement | None = None
 
     def builder(self, items: Chunk | None) -> BatchBuilder:
         """Returns a builder of batches for the model, whose ids are rows of its tables."""
@@ -144,10 +145,11 @@ class Evaluator(ABC):
             world_size=world_size,
             in_order=False,
         )
+        loader.hook.replace = self.rows
         for batch in metrics.watched(loader, len(loader)):
             with torch.no_grad():
                 # The first of two results is the loss.
-                output = self.model.module(self.rows(batch).to(self.runtime.device))[1]
+                output = self.model.module(batch.to(self.runtime.device))[1]
             yield output
 
     def predictions(

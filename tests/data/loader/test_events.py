@@ -42,20 +42,12 @@ def loader(
     )
 
 
-def test_a_line_without_an_end_is_named_when_the_log_is_idle(tmp_path: Path) -> None:
-    write(tmp_path, 3)
-    with (tmp_path / "a.jsonl").open("a") as file:
-        file.write('{"user_id": 7, "item_id": 1}')
-    events = loader(tmp_path)
-    with pytest.warns(UserWarning, match=r"a\.jsonl: the last line has no end"):
-        assert sum(1 for _ in events) == 1
-    assert events.events == 3
-
-
-def write(folder: Path, count: int) -> None:
-    with (folder / "a.jsonl").open("a") as file:
-        for number in range(count):
-            file.write(json.dumps({"user_id": number, "item_id": number % 4}) + "\n")
+def write(folder: Path, count: int, name: str = "a") -> None:
+    lines = []
+    for number in range(count):
+        lines.append(json.dumps({"user_id": number, "item_id": number % 4}))
+    (folder / "_hidden").write_text("\n".join(lines))
+    (folder / "_hidden").rename(folder / f"{name}.jsonl")
 
 
 def rows(batch: TowerBatch) -> list[Any]:
@@ -127,7 +119,7 @@ def test_a_run_ends_after_a_number_of_events_or_when_it_is_asked_to(
 
 def test_a_batch_is_cut_after_some_seconds(tmp_path: Path) -> None:
     write(tmp_path, 3)
-    late = threading.Timer(0.15, write, (tmp_path, 12))
+    late = threading.Timer(0.15, write, (tmp_path, 12, "b"))
     late.start()
     begin = time.monotonic()
     cut = EventLoader(

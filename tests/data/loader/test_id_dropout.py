@@ -1,10 +1,12 @@
-"""Id dropout: whole bags, the same on any number of ranks and after a resume; and what an unseen item gains by it."""
+"""Id dropout: the same on any number of ranks and after a resume; and what an unseen item gains by it."""
 
-import dataclasses
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor
@@ -16,12 +18,13 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.datasets.interactions import InteractionData
 from torchrec_ext.data.datasets.synthetic import planted
+from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.data.loader.id_dropout import IdDropout, unseen_as_oov
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, training_loader
+from torchrec_ext.data.negatives.known_items import KnownItems
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
-from torchrec_ext.data.negatives.mixed import MixedCandidates, MixedNegatives
-from torchrec_ext.data.negatives.on_device import KnownItems
+from torchrec_ext.data.negatives.mixed import MixedNegatives
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -106,7 +109,7 @@ def joined(batches: list[dict[str, list[list[int]]]], name: str) -> list[list[in
 
 @pytest.mark.unit
 @pytest.mark.parametrize("shared", [True, False])
-def test_whole_bags_become_the_oov_row_at_the_rate_asked_for_and_nothing_else_changes(
+def test_ids_become_the_oov_row_at_the_rate_asked_for_and_nothing_else_changes(
     shared: bool,
 ) -> None:
     data = small()
@@ -122,9 +125,17 @@ def test_whole_bags_become_the_oov_row_at_the_rate_asked_for_and_nothing_else_ch
     for name in names:
         old, new = joined(before, name), joined(after, name)
         oov = 7 if name == "item_id" else 0
-        changed = [bag for bag, was in zip(new, old, strict=True) if bag != was]
-        assert all(bag == [oov] * len(bag) for bag in changed), name
-        could = sum(bag != [oov] * len(bag) for bag in old)
+        assert [len(bag) for bag in new] == [len(bag) for bag in old], name
+        pairs = list(
+            zip(
+                itertools.chain.from_iterable(new),
+                itertools.chain.from_iterable(old),
+                strict=True,
+            )
+        )
+        changed = [after for after, before in pairs if after != before]
+        assert all(after == oov for after in changed), name
+        could = sum(before != oov for _, before in pairs)
         rate = RATES.get(name, 0.0)
         assert (
             abs(len(changed) - rate * could) <= 5 * (rate * (1 - rate) * could) ** 0.5
@@ -298,11 +309,7 @@ def share_of_unseen_above_seen(rate: float, sampling: str) -> float:
     items = unseen_as_oov(data.items, train, feature)
     mixed = {"sampling": "mixed", "shared_negatives": 64} if sampling == "mixed" else {}
     config = LoaderConfig(batch_size=128, negatives=0, prefetch=0, **mixed)  # type: ignore[arg-type]
-    candidates = (
-        MixedCandidates(MixedNegatives(data.num_items, 64, 128), counts)
-        if mixed
-        else None
-    )
+    candidates = MixedNegatives(data.num_items, 64, 128, counts) if mixed else None
     plain = ChunkLoader(
         train, schema, config=config, items=data.items, negatives=candidates
     )
@@ -345,21 +352,55 @@ def test_what_was_sampled_stays_beside_what_is_looked_up() -> None:
         DotProduct([8, 8]),
     )
     schema = made.schema()
-    whole = list(loader(data, schema, negatives=0))
-    bare = [
-        dataclasses.replace(batch, users=None, items=None, queries=None)
-        for batch in whole
-    ]
-    for batches in (whole, bare):
-        feed: Any = batches
-        for old, new in zip(
-            batches, IdDropout(feed, schema, {"item_id": 0.3}), strict=True
-        ):
-            looked_up, was = (batch.ids("item_id") for batch in (new, old))
-            assert torch.equal(new.items, was)  # type: ignore[arg-type]
-            dropped = looked_up != was
-            assert dropped.any()
-            assert not looked_up[dropped].any()
+    plain = loader(data, schema, negatives=0)
+    for old, new in zip(
+        list(plain), IdDropout(plain, schema, {"item_id": 0.3}), strict=True
+    ):
+        looked_up, was = (batch.ids("item_id") for batch in (new, old))
+        assert torch.equal(new.items, was)  # type: ignore[arg-type]
+        dropped = looked_up != was
+        assert dropped.any()
+        assert not looked_up[dropped].any()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("negatives", [0, 2])
+def test_rows_in_files_and_on_a_device_lose_the_ids_of_rows_in_memory(
+    negatives: int, tmp_path: Path
+) -> None:
+    data = small()
+    names = ("item_id", "user_id", "history")
+    rows = data.train.select(list(names))
+    pq.write_table(
+        pa.table(
+            {
+                "item_id": rows["item_id"].values,
+                "user_id": rows["user_id"].values,
+                "history": [
+                    rows["history"].row(row).tolist() for row in range(rows.num_rows)
+                ],
+            }
+        ),
+        tmp_path / "rows.parquet",
+        write_page_checksum=True,
+    )
+    schema = BatchSchema.from_tables(tables_of(small(), *names), shared=["user_id"])
+    config = LoaderConfig(batch_size=32, negatives=negatives, shuffle=False, prefetch=0)
+    users, items = rows["user_id"].values, rows["item_id"].values
+    options: dict[str, Any] = {}
+    if negatives:
+        options["items"] = data.items.select(["item_id"])
+        options["negatives"] = UniformNegatives(data.num_items, users, items)
+    made = []
+    for source, device in (
+        (rows, None),
+        (rows, "cpu"),
+        (ParquetSource(tmp_path / "rows.parquet"), None),
+    ):
+        chunks = ChunkLoader(source, schema, config=config, device=device, **options)
+        made.append(epoch(IdDropout(chunks, schema, RATES), names, 1))
+    assert made[0] == made[1] == made[2]
+    assert [0] in joined(made[0], "user_id")
 
 
 SIDE, USERS = 16, 40

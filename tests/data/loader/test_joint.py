@@ -18,7 +18,7 @@ from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.datasets.synthetic import planted
 from torchrec_ext.data.files.sources import ArrowSource
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
-from torchrec_ext.data.loader.id_dropout import drop_ids
+from torchrec_ext.data.loader.id_dropout import IdDropout
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import BatchSchema, DataError
@@ -332,7 +332,7 @@ def test_one_side_alone_has_no_weights_of_the_other() -> None:
 
 
 def test_id_dropout_reaches_joint_and_weighted_bags_alike(tmp_path: Path) -> None:
-    """Which bags are replaced depends on the row's ids, not on the tensor in which they stand."""
+    """Which ids are replaced depends on the row and the id, not on the tensor in which they stand."""
     chunk, _ = weighted_sources(tmp_path)
     config = LoaderConfig(batch_size=SIZE, negatives=0, prefetch=0, shuffle=False)
     rates, dropped = {"history": 0.5, "item_id": 0.5}, []
@@ -349,7 +349,8 @@ def test_id_dropout_reaches_joint_and_weighted_bags_alike(tmp_path: Path) -> Non
         )
         made = BatchSchema.from_tables([items], **options)  # type: ignore[arg-type]
         (batch,) = ChunkLoader(chunk, made, config=config)
-        changed = drop_ids(batch, made, rates, key=7)
+        loader = ChunkLoader(chunk, made, config=config)
+        (changed,) = IdDropout(loader, made, rates, seed=7)
         dropped.append([bags(changed, name) for name in rates])
         if "weights" in options:
             assert weights(changed, "history") == weights(batch, "history")

@@ -21,7 +21,6 @@ from torchrec_ext.data.loader.loader import (
     labelled_rows,
     training_loader,
 )
-from torchrec_ext.data.negatives.registry import NEGATIVES
 from torchrec_ext.data.negatives.samplers import PopularityNegatives, UniformNegatives
 from torchrec_ext.schema import BatchSchema, DataError
 
@@ -475,13 +474,8 @@ def test_labelled_rows_are_the_same_at_every_call_and_hold_no_positive_as_a_nega
         ({"negatives": -1}, r"loader\.negatives=-1: must be 0 or more"),
         (
             {"sampling": "soft"},
-            rf"loader\.sampling='soft': must be one of {', '.join(NEGATIVES)}",
+            r"loader\.sampling='soft': must be one of uniform, popularity, mixed",
         ),
-        (
-            {"frequency": "known"},
-            r"loader\.frequency='known': must be one of counted, estimated",
-        ),
-        ({"hard_share": 1.0}, r"loader\.hard_share=1\.0: must be above 0 and below 1"),
         (
             {"sampling": "mixed"},
             r"sampling='mixed' with loader\.negatives=4 and loader\.shared_negatives=0: .* set negatives=0",

@@ -11,11 +11,12 @@ from torchrec_ext.modules.softmax import in_batch_negatives
 
 pytestmark = pytest.mark.unit
 ITEMS = 80
+COUNTS = np.arange(ITEMS + 1)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 7])
 def test_ranks_together_draw_what_one_draws(world_size: int) -> None:
-    mixed = MixedNegatives(ITEMS, 10, 32, seed=4)
+    mixed = MixedNegatives(ITEMS, 10, 32, COUNTS, seed=4)
     whole = mixed.draw(2, 5)
     parts = np.concatenate(
         [
@@ -34,14 +35,14 @@ def test_batch_and_extra_together_follow_the_mixture_that_log_q_states(
     seed: int,
 ) -> None:
     batch, extra, steps = 48, 16, 4000
-    p = 1 / np.arange(1, ITEMS + 1)
-    p /= p.sum()
-    mixed = MixedNegatives(ITEMS, extra, batch, seed)
+    counts = 1_000 // np.arange(1, ITEMS + 1)
+    p = counts / counts.sum()
+    mixed = MixedNegatives(ITEMS, extra, batch, np.append(0, counts), seed)
     positives = np.random.default_rng(seed).choice(ITEMS, (steps, batch), p=p) + 1
     candidates = np.concatenate(
         [positives.ravel(), *(mixed.draw(0, step) for step in range(steps))]
     )
-    q = mixed.log_q(torch.from_numpy(p).log()).exp().numpy()
+    q = np.exp(mixed.log_q(np.arange(1, ITEMS + 1)).astype(np.float64))
     assert q.sum() == pytest.approx(1)
     counts = np.bincount(candidates, minlength=ITEMS + 1)[1:]
     chi_square = ((counts - len(candidates) * q) ** 2 / (len(candidates) * q)).sum()
@@ -50,7 +51,8 @@ def test_batch_and_extra_together_follow_the_mixture_that_log_q_states(
 
 def test_a_million_places_count_no_known_item_of_a_query() -> None:
     users, items = random_pairs(40, ITEMS, 0.5)
-    known, mixed = KnownPairs(ITEMS, users, items), MixedNegatives(ITEMS, 100, 150)
+    known = KnownPairs(ITEMS, users, items)
+    mixed = MixedNegatives(ITEMS, 100, 150, COUNTS)
     places = 0
     for step in range(27):
         rows = np.random.default_rng(step).integers(0, len(users), 150)
@@ -71,11 +73,17 @@ def test_a_million_places_count_no_known_item_of_a_query() -> None:
 
 
 def test_an_item_that_no_batch_holds_comes_from_the_uniform_part_alone() -> None:
-    log_q = MixedNegatives(ITEMS, 16, 48).log_q(torch.tensor([-torch.inf, -1.0]))
-    assert float(log_q[0].exp()) == pytest.approx(16 / 64 / ITEMS)
-    assert float(log_q[1].exp()) == pytest.approx((48 * np.exp(-1) + 16 / ITEMS) / 64)
+    counts = COUNTS % 2
+    q = np.exp(MixedNegatives(ITEMS, 16, 48, counts).log_q(np.array([2, 3])))
+    assert q[0] == pytest.approx(16 / 64 / ITEMS)
+    assert q[1] == pytest.approx((48 / counts.sum() + 16 / ITEMS) / 64)
 
 
 def test_wrong_settings_are_named() -> None:
     with pytest.raises(ValueError, match="extra=0: must be 1 or more"):
-        MixedNegatives(5, 0, 3)
+        MixedNegatives(5, 0, 3, np.ones(6, np.int64))
+    with pytest.raises(
+        ValueError,
+        match=r"counts: shape \(3,\) with sum 3, must be \(num_items \+ 1,\) = \(31,\)",
+    ):
+        MixedNegatives(30, 5, 8, np.ones(3, np.int64))

@@ -11,7 +11,6 @@ from torchrec_ext.data.negatives import known_pairs
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
 from torchrec_ext.data.negatives.random import alias_table
 from torchrec_ext.data.negatives.samplers import (
-    FreeMass,
     Negatives,
     PopularityNegatives,
     UniformNegatives,
@@ -193,26 +192,6 @@ def test_narrow_ids_and_no_known_pair_at_all() -> None:
     assert narrow.contains(*wide).all()
     nobody = KnownPairs(5, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
     assert not nobody.contains(np.array([[0], [3]]), np.arange(1, 6)).any()
-
-
-@given(st.integers(1, 6), st.integers(1, 12), st.integers(0, 99))
-def test_free_mass_covers_each_item_not_taken_by_its_own_weight(
-    users: int, items: int, seed: int
-) -> None:
-    owner, taken = random_pairs(users, items, 0.6, seed)
-    weights = np.random.default_rng(seed).random(items) ** 9
-    free = FreeMass(KnownPairs(items, owner, taken), weights)
-    np.testing.assert_allclose(free.share[1:], weights / weights.sum(), atol=1e-12)
-    for user in range(users + 2):
-        left = np.setdiff1d(np.arange(1, items + 1), taken[owner == user])
-        ends = np.cumsum(np.diff(free.sums)[left - 1])
-        # the first and the last place of each
-        places = np.concatenate([[0], ends[:-1], ends - 1])
-        assert free.mass[free.known.row_of(np.array([user]))[0]] == ends[-1]
-        assert np.array_equal(
-            free.item_at(np.full(len(places), user), places),
-            np.concatenate([left, left]),
-        )
 
 
 @pytest.mark.parametrize("pairs", [1_000, 300_000])

@@ -415,7 +415,7 @@ class NegativeDraws:
     def share(self) -> Floats:
         """(I + 1,) probability of each item's number before anything is excluded; that of number 0 is 0."""
         if isinstance(self._sampler, PopularityNegatives):
-            return self._sampler.free_mass.share
+            return self._sampler.share
         return np.concatenate([[0.0], np.full(len(self.ids), 1 / len(self.ids))])
 
     def moments(self, rows: Ids) -> Floats:

@@ -12,11 +12,11 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class EventsConfig:
-    """A log that grows: a folder of .jsonl, .ndjson, .csv and .parquet files, an event a line or row.
+    """A log that grows: a folder into which whole .jsonl, .ndjson, .csv and .parquet files are renamed.
 
     Args:
         name: name of the log, for reports.
-        folder: folder of the files, which are read in the order of their names; only the last one may grow.
+        folder: folder of the files, which are read in the order of their names, each as a whole.
         user: column with the id of the user, a whole number of 64 bits.
         item: column with the id of the item, likewise.
         label: column with a label from 0 to 1, such as a click; empty if each event is a positive.

@@ -7,7 +7,7 @@ known_items(): checks the item ids of rows and of draws against the table of ite
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64, with_elements
 from torchrec_ext.schema import BatchSchema, DataError, Dense, Jagged
+from torchrec_ext.schema.batch_schema import IdReplacement
 
 
 class BatchBuilder:
@@ -32,7 +33,7 @@ class BatchBuilder:
         schema: the columns that the model reads.
         items: row i holds the features of item i, as in ``InteractionData.items``; its columns are the item's, all
             others the user's. None if the rows hold everything themselves.
-        rows: returns a batch with rows of the model's tables in the place of dynamic ids; None if there are none.
+        rows: puts rows of the model's tables in the place of dynamic ids, see :class:`IdHook`; None if there are none.
     """
 
     def __init__(
@@ -40,10 +41,11 @@ class BatchBuilder:
         schema: BatchSchema,
         items: Chunk | None,
         *,
-        rows: Callable[[TowerBatch], TowerBatch] | None = None,
+        rows: IdReplacement | None = None,
     ) -> None:
         self.schema = schema
-        self._rows = rows
+        if rows is not None:
+            self.schema, _ = schema.with_hook(rows)
         self.items = with_elements(items or Chunk({}), schema.dense)
         names = [*schema.keys, *schema.dense, *schema.weight_columns]
         self._item_names = [name for name in names if name in self.items]
@@ -193,7 +195,7 @@ class BatchBuilder:
                 bags[name] = self._jagged(
                     name, columns, pad if name in self.schema.shared else pad * width
                 )
-        batch = self.schema.assemble(
+        return self.schema.assemble(
             bags,
             Dense(
                 self._dense(columns, self.schema.row_dense, size, width, matrices),
@@ -209,7 +211,6 @@ class BatchBuilder:
             index=width,
             shared_rows=padded(as_tensor(row_numbers), padded_users),
         )
-        return batch if self._rows is None else self._rows(batch)
 
     def _dense(
         self,

@@ -17,7 +17,7 @@ from torchrec_ext.data.columns import Array, Chunk, Column, Int64
 from torchrec_ext.data.loader.batch_builder import BatchBuilder, known_items, padded
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Share
-from torchrec_ext.data.negatives.mixed import CatalogueCandidates, MixedCandidates
+from torchrec_ext.data.negatives.mixed import CatalogueCandidates, MixedNegatives
 from torchrec_ext.data.negatives.samplers import Negatives, RejectionNegatives
 from torchrec_ext.schema import BatchSchema, DataError, Jagged
 
@@ -118,8 +118,12 @@ class OwnCandidates:
         negatives: Negatives | None,
         share: Share,
     ) -> None:
-        # Negatives are drawn for a user, to avoid the user's own items.
-        self.ids = ("user_id", "item_id") if config.negatives else ("item_id",)
+        self.ids: tuple[str, ...] = ()
+        if items is not None:
+            self.ids = ("item_id",)
+        if config.negatives:
+            # Negatives are drawn for a user, to avoid the user's own items.
+            self.ids = ("user_id", "item_id")
         self._builder = BatchBuilder(schema, items)
         self._schema = schema
         self._config = config
@@ -127,7 +131,7 @@ class OwnCandidates:
         self._share = share
 
     def draw_ahead(self, rows: Chunk, numbers: Int64, epoch: int) -> Candidates | None:
-        """See :meth:`Pairing.draw_ahead`: for samplers without a state, which nothing refreshes between steps."""
+        """See :meth:`Pairing.draw_ahead`: a draw depends on the row's number and not on the step."""
         if not isinstance(self._negatives, RejectionNegatives):
             return None
         try:
@@ -212,7 +216,7 @@ class SharedCandidates:
         schema: BatchSchema,
         config: LoaderConfig,
         items: Chunk,
-        candidates: MixedCandidates | CatalogueCandidates,
+        candidates: MixedNegatives | CatalogueCandidates,
         share: Share,
     ) -> None:
         self.ids = (schema.candidate or "item_id",)
@@ -265,6 +269,11 @@ class SharedCandidates:
         )
         items = np.zeros(size, np.int64)
         items[indices] = ids
+        numbers = np.zeros(size, np.int64)
+        numbers[: len(positives)] = rows.numbers
+        # Those of the candidates are below 0, by their places among those of all ranks.
+        first = self._share.rank * len(padded_extra)
+        numbers[queries:] = -1 - first - np.arange(len(padded_extra))
         labels = weights = np.ones(len(positives))
         if self._config.label:
             labels = chunk[self._config.label].values
@@ -293,8 +302,9 @@ class SharedCandidates:
             weights=_spread(weights, size),
             log_q=_spread(self._candidates.log_q(ids), size, indices),
             total_weight=rows.total / self._share.world_size,
+            rows=torch.from_numpy(numbers),
             index=index,
-            shared_rows=padded(torch.from_numpy(rows.numbers), shared_size),
+            shared_rows=torch.from_numpy(numbers[:shared_size]),
         )
         batch = identified(batch, self._schema, rows, candidates=items)
         return dataclasses.replace(batch, queries=queries)

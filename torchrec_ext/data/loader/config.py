@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import Literal, get_args
 
-from torchrec_ext.data.negatives.registry import NEGATIVES
 from torchrec_ext.schema.validation import DataError, check_choice, check_least, listed
 
-# At run time the choices of --loader.sampling; mypy takes no computed Literal.
-if TYPE_CHECKING:
-    Sampling: TypeAlias = str
-else:
-    Sampling = Literal[tuple(NEGATIVES)]
-Frequency = Literal["counted", "estimated"]
+Sampling = Literal["uniform", "popularity", "mixed"]
 _LEAST = {
     "batch_size": 1,
     "negatives": 0,
-    "hard_k": 1,
     "shared_negatives": 0,
     "prefetch": 0,
     "lanes": 1,
@@ -36,16 +29,11 @@ class LoaderConfig:
             rank's batch has ceil(batch_size / R) x (1 + negatives) rows; fewer where a whole epoch has fewer.
         negatives: drawn per positive; 0 for rows with labels of their own, or for losses that take negatives from the
             batch.
-        sampling: how negatives are drawn: ``uniform``, ``popularity``, ``hard`` (:class:`HardNegatives`), or ``mixed``:
-            positives with candidates that all queries of a step share (:class:`MixedNegatives`), for a softmax over the
-            batch.
+        sampling: how negatives are drawn: ``uniform``, ``popularity``, or ``mixed``: positives with candidates that
+            all queries of a step share (:class:`MixedNegatives`), for a softmax over the batch.
         popularity_exponent: see :class:`PopularityNegatives`.
-        hard_k: number of a user's best items among which ``hard`` draws, see :class:`HardNegatives`.
-        hard_share: share of draws of ``hard`` that are hard, the others being uniform; see :class:`HardNegatives`.
         shared_negatives: candidates that ``mixed`` draws for each step over all ranks, beside its positives; needs
             ``negatives=0``.
-        frequency: how ``mixed`` knows how likely a batch holds an item: ``counted`` in the training rows, or
-            ``estimated`` while they go by (:class:`StreamingFrequency`).
         shuffle: draw a new order each epoch; False keeps the order of the rows.
         drop_last: leave out the last step if it is not full; else rows of weight 0 fill it.
         prefetch: number of batches built ahead by a thread; 0 builds them in the caller's thread. Where not given, 2
@@ -74,10 +62,7 @@ class LoaderConfig:
     negatives: int = 4
     sampling: Sampling = "uniform"
     popularity_exponent: float = 0.75
-    hard_k: int = 100
-    hard_share: float = 0.5
     shared_negatives: int = 0
-    frequency: Frequency = "counted"
     shuffle: bool = True
     drop_last: bool = False
     prefetch: int | None = None
@@ -95,14 +80,9 @@ class LoaderConfig:
             value = getattr(self, name)
             check_least(f"loader.{name}", value, least)
         check_choice("loader.sampling", self.sampling, get_args(Sampling))
-        check_choice("loader.frequency", self.frequency, get_args(Frequency))
         if self.device not in (None, "cpu", "cuda"):
             raise ValueError(
                 f"loader.device={self.device!r}: must be cpu or cuda, the device that trains, or be left out"
-            )
-        if not 0 < self.hard_share < 1:
-            raise ValueError(
-                f"loader.hard_share={self.hard_share}: must be above 0 and below 1, so that every item can be drawn"
             )
         self._check_sampling()
 
@@ -150,41 +130,29 @@ class LoaderConfig:
         return ""
 
     def _check_sampling(self) -> None:
-        sampler = NEGATIVES.facts(self.sampling)
-        if sampler.shared and (self.negatives or not self.shared_negatives):
+        mixed = self.sampling == "mixed"
+        if mixed and (self.negatives or not self.shared_negatives):
             raise ValueError(
-                f"loader.sampling={self.sampling!r} with loader.negatives={self.negatives} and "
+                f"loader.sampling='mixed' with loader.negatives={self.negatives} and "
                 f"loader.shared_negatives={self.shared_negatives}: queries share these; set negatives=0 "
                 "and shared_negatives to 1 or more"
             )
-        if self.shared_negatives and not sampler.shared:
-            sharing = " or ".join(
-                repr(name) for name in NEGATIVES if NEGATIVES.facts(name).shared
-            )
+        if self.shared_negatives and not mixed:
             raise ValueError(
                 f"loader.shared_negatives={self.shared_negatives} with loader.sampling={self.sampling!r}: set "
-                f"sampling={sharing}"
+                "sampling='mixed'"
             )
-        # The default may stand there without being asked for, so it is no
-        # contradiction.
-        if (
-            self.sampling != LoaderConfig.sampling
-            and not sampler.shared
-            and not self.negatives
-        ):
+        if self.sampling == "popularity" and not self.negatives:
             raise ValueError(
-                f"loader.sampling={self.sampling!r} with loader.negatives=0: it would do nothing; leave "
-                "loader.sampling out, or set loader.negatives to 1 or more"
+                "loader.sampling='popularity' with loader.negatives=0: it would do nothing; leave loader.sampling "
+                "out, or set loader.negatives to 1 or more"
             )
-        if self.device and sampler.host_only:
-            on_device = " or ".join(
-                name for name in NEGATIVES if not NEGATIVES.facts(name).host_only
-            )
+        if self.device and mixed:
             raise ValueError(
-                f"loader.device={self.device!r} with loader.sampling={self.sampling!r}: {sampler.host_only} on the "
-                f"host; leave loader.device out, or choose loader.sampling={on_device}"
+                f"loader.device={self.device!r} with loader.sampling='mixed': candidates are drawn on the host; leave "
+                "loader.device out, or choose loader.sampling=uniform or popularity"
             )
-        option = "shared_negatives" if sampler.shared else "negatives"
+        option = "shared_negatives" if mixed else "negatives"
         if self.label and getattr(self, option):
             raise ValueError(
                 f"loader.label={self.label!r} with loader.{option}={getattr(self, option)}: drawn negatives have label "

@@ -10,21 +10,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_ext.batch import Fresh, ResumableLoader, TowerBatch
-from torchrec_ext.data.loader.id_dropout import parts_of, with_parts, with_values
+from torchrec_ext.batch import Fresh, Jagged, ResumableLoader, TowerBatch
+from torchrec_ext.data.loader.epochs import BuiltAhead, Epochs
 from torchrec_ext.ids import Dynamic, DynamicIds, resized
 from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.ids.policy import IdsChangedError
-from torchrec_ext.schema import BatchSchema, DataError
+from torchrec_ext.schema import BatchSchema, DataError, IdHook, RowNumbers
 from torchrec_ext.schema.validation import listed
 
 
 class DynamicIdLoader:
     """Wraps a training loader of raw ids: its batches hold rows, and notes about rows that begin anew.
 
-    Features that share a table share its ids, such as a user's history and the candidate. :func:`train` applies the
-    notes; a loop of one's own does so by :class:`torchrec_ext.train.step.fresh_rows.FreshRows`. Every rank has a
-    loader, all ranks iterate together, and each step of theirs exchanges the new ids.
+    Ids become rows in the columns of a batch, before it is laid out: the loader has a ``hook`` (:class:`IdHook`), and
+    builds no batch ahead. Features that share a table share its ids, such as a user's history and the candidate.
+
+    :func:`train` applies the notes; a loop of one's own does so by
+    :class:`torchrec_ext.train.step.fresh_rows.FreshRows`. Every rank has a loader, all ranks iterate together, and each
+    step of theirs exchanges the new ids.
 
     Args:
         loader: loader of the training batches, made with ``schema``.
@@ -39,8 +42,8 @@ class DynamicIdLoader:
         ids: the ids of the tables, by the feature that stands for them.
 
     Raises:
-        ValueError: a feature that the schema does not have or check, two of one table, or a table of other than
-            ``capacity`` rows.
+        ValueError: a loader without a hook, a feature that the schema does not have or check, two of one table, or a
+            table of other than ``capacity`` rows.
 
     Example::
 
@@ -60,7 +63,6 @@ class DynamicIdLoader:
         raw_ids: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._loader = loader
-        self._schema = schema
         self._tables = {
             name: _tables(schema, name, policy) for name, policy in features.items()
         }
@@ -81,6 +83,17 @@ class DynamicIdLoader:
         self._policies = dict(features)
         self._raw_ids = dict(raw_ids or {})
         self.ids = DynamicIds(features, every=every, group=group)
+        self._fresh: tuple[Fresh, ...] = ()
+        hook = getattr(loader, "hook", None)
+        if not isinstance(hook, IdHook):
+            raise ValueError(
+                f"{type(loader).__name__} has no hook, where ids become rows; set `schema, self.hook = "
+                "schema.with_hook()` in it, and build its batches by this schema"
+            )
+        hook.replace = self._step
+        # An id has its row from its batch on, so no batch may be built ahead.
+        if isinstance(loader, Epochs):
+            loader.ahead = BuiltAhead(0)
         # Look-ups of this rank at the last figures, and those among them that read row
         # 0.
         self._reported = torch.zeros(2, dtype=torch.int64)
@@ -103,55 +116,50 @@ class DynamicIdLoader:
 
     def __iter__(self) -> Iterator[TowerBatch]:
         for batch in self._loader:
-            yield self._mapped(batch, train=True)
+            yield dataclasses.replace(batch, fresh=self._fresh)
 
-    def rows(self, batch: TowerBatch) -> TowerBatch:
-        """Returns a batch of raw ids with the rows that they have now, for an evaluation; changes nothing."""
-        return self._mapped(batch, train=False)
-
-    def _mapped(self, batch: TowerBatch, *, train: bool) -> TowerBatch:
-        candidate = self._schema.candidate
-        if batch.items is None and candidate in self._space_of:
-            # A loss over the batch would read the rows of the table.
-            batch = dataclasses.replace(batch, items=batch.ids(candidate))
-        parts = parts_of(batch, self._schema)
-        pieces = {name: part.ids_by_piece() for name, part in parts.items()}
-        ids_by_space: dict[str, list[Tensor]] = {}
-        for name, part in parts.items():
-            for piece, ids in zip(part.pieces, pieces[name], strict=True):
-                space = self._space_of.get(piece.feature)
-                if space is not None:
-                    ids_by_space.setdefault(space, []).append(
-                        self._raw(piece.feature, ids)
-                    )
+    def _step(
+        self, bags: Mapping[str, Jagged], numbers: RowNumbers
+    ) -> dict[str, Jagged]:
+        """See :class:`IdHook`; admits ids."""
+        del numbers
         # One call for all features: on several ranks each call is an exchange.
-        raw = {space: torch.cat(ids) for space, ids in ids_by_space.items()}
-        fresh: tuple[Fresh, ...] | None = None
-        if train:
-            rows, notes = self.ids.step(raw)
-            notes_by_table: list[Fresh] = []
-            for note in notes:
-                # Sorted: a set of names has another order in each process.
-                notes_by_table += [
-                    note._replace(table=table)
-                    for table in sorted(self._tables[note.table])
-                ]
-            fresh = tuple(notes_by_table)
-        else:
-            rows = self.ids.rows(raw)
-        # The pieces are visited in the order in which their ids were joined.
-        rest = {}
-        for space, each in ids_by_space.items():
-            rest[space] = iter(torch.split(rows[space], [len(ids) for ids in each]))
-        mapped = {}
-        for name, part in parts.items():
-            mapped[name] = part.ids
-            for number, piece in enumerate(part.pieces):
-                if piece.feature in self._space_of:
-                    pieces[name][number] = next(rest[self._space_of[piece.feature]])
-            if part.pieces:
-                mapped[name] = with_values(part.ids, torch.cat(pieces[name]))
-        return dataclasses.replace(with_parts(batch, mapped), fresh=fresh)
+        rows, notes = self.ids.step(self._joined(bags))
+        fresh = []
+        for note in notes:
+            # Sorted: a set of names has another order in each process.
+            for table in sorted(self._tables[note.table]):
+                fresh.append(note._replace(table=table))
+        self._fresh = tuple(fresh)
+        return self._split(bags, rows)
+
+    def rows(
+        self, bags: Mapping[str, Jagged], numbers: RowNumbers
+    ) -> dict[str, Jagged]:
+        """Replaces ids by the rows that they have now, for an evaluation; changes nothing. See :class:`IdHook`."""
+        del numbers
+        return self._split(bags, self.ids.rows(self._joined(bags)))
+
+    def _joined(self, bags: Mapping[str, Jagged]) -> dict[str, Tensor]:
+        """Returns the raw ids of each set of ids, feature by feature."""
+        raw = {}
+        for space, names in self.features.items():
+            raw[space] = torch.cat(
+                [self._raw(name, bags[name].values) for name in names]
+            )
+        return raw
+
+    def _split(
+        self, bags: Mapping[str, Jagged], rows: Mapping[str, Tensor]
+    ) -> dict[str, Jagged]:
+        """Returns the bags of each feature with its part of the rows."""
+        replaced = {}
+        for space, names in self.features.items():
+            sizes = [len(bags[name].values) for name in names]
+            parts = torch.split(rows[space], sizes)
+            for name, part in zip(names, parts, strict=True):
+                replaced[name] = bags[name]._replace(values=part)
+        return replaced
 
     def _raw(self, feature: str, ids: Tensor) -> Tensor:
         """Returns the raw ids of a feature's ids."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -75,6 +74,7 @@ class EventLoader:
 
     Attributes:
         events: number of events so far.
+        hook: where :class:`DynamicIdLoader` replaces the ids of the batches.
         last: the last batch, before ids become rows.
         newest: time of the last event, NaN for a log without times.
     """
@@ -92,7 +92,7 @@ class EventLoader:
         waiting: Callable[[], None] = lambda: None,
     ) -> None:
         self._log = EventLog(config)
-        self._schema = schema
+        self._schema, self.hook = schema.with_hook()
         self._config = config
         self._batch_size = batch_size
         self._negatives = negatives
@@ -149,8 +149,6 @@ class EventLoader:
             elif config.until_idle_s and now - last >= config.until_idle_s:
                 # What is there makes the last batch.
                 self._is_over = True
-                if unfinished := self._log.unfinished():
-                    warnings.warn(unfinished, stacklevel=2)
             else:
                 self.waiting()
                 time.sleep(_POLL_S)

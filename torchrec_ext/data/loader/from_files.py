@@ -325,7 +325,8 @@ class StreamedRows:
         schema: the columns that the model reads.
         config: see :class:`LoaderConfig`.
         items: row i holds the features of item i, which the source then need not have.
-        pairing: maker of the batches; None if rows come as they are, to be copied straight into their batch.
+        pairing: maker of the batches. Rows that come as they are need none, unless their ids are replaced: they go
+            straight from their blocks into the batch, each value copied once.
         share: this rank's share of each global batch.
         in_order: keep the order of the files if there is no shuffle, see :class:`ChunkLoader`.
     """
@@ -338,12 +339,12 @@ class StreamedRows:
         schema: BatchSchema,
         config: LoaderConfig,
         items: Chunk | None,
-        pairing: Pairing | None,
+        pairing: Pairing,
         share: Share,
         *,
         in_order: bool = True,
     ) -> None:
-        ids = pairing.ids if pairing else ()
+        ids = pairing.ids
         # Features of items are looked up in `items`; of the item the rows have the id
         # alone.
         without = [name for name in items or () if name not in ids]
@@ -392,6 +393,8 @@ class StreamedRows:
         self.num_rows = plan.num_rows
         self._config = config
         self._pairing = pairing
+        self._schema = schema
+        self._as_they_are = items is None and not config.negatives
         self._share = share
         self._places = plan.places
 
@@ -414,7 +417,7 @@ class StreamedRows:
                 if weight
                 else float(step.num_rows)
             )
-            if self._pairing is None:
+            if self._as_they_are and self._schema.replaces is None:
                 yield self._assembler.batch(
                     step.mine, size, total / self._share.world_size
                 )

@@ -12,7 +12,6 @@ from torchrec_ext.data.columns import Chunk, Int64, PackedRows
 from torchrec_ext.data.loader.candidates import Candidates, Pairing, StepRows
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Share
-from torchrec_ext.data.negatives.mixed import MixedCandidates
 from torchrec_ext.schema import BatchSchema
 
 # Rows of a rank to gather and draw for together: the cost of a numpy call is then
@@ -38,7 +37,6 @@ class MemoryRows:
         config: see :class:`LoaderConfig`.
         pairing: maker of the batches.
         share: this rank's share of each global batch.
-        observer: sampler that estimates how frequent items are; it is shown the items of every global batch.
     """
 
     ahead = True
@@ -50,7 +48,6 @@ class MemoryRows:
         config: LoaderConfig,
         pairing: Pairing,
         share: Share,
-        observer: MixedCandidates | None = None,
     ) -> None:
         used_columns = {
             *schema.keys,
@@ -79,8 +76,6 @@ class MemoryRows:
         self._config = config
         self._pairing = pairing
         self._share = share
-        self._observer = observer
-        self._items = chunk["item_id"].values if observer else None
 
     def fingerprint(self) -> dict[str, Any]:
         """See :meth:`Batches.fingerprint`."""
@@ -94,17 +89,8 @@ class MemoryRows:
             order[step * size : (step + 1) * size]
             for step in range(self._config.num_steps(self.num_rows))
         ]
-        if self._observer:
-            self._observer.begin(epoch)
-        step_rows = self._gather_steps(steps[start:], epoch)
-        for step, global_rows in enumerate(steps):
-            # After a resume too, the estimate is that of all steps from the first on.
-            if self._observer and self._items is not None:
-                self._observer.observe(self._items[global_rows])
-            if step >= start:
-                yield self._pairing.batch(next(step_rows), epoch, step)
-        if self._observer:
-            self._observer.end()
+        for step, rows in enumerate(self._gather_steps(steps[start:], epoch), start):
+            yield self._pairing.batch(rows, epoch, step)
 
     def _gather_steps(self, steps: Sequence[Int64], epoch: int) -> Iterator[StepRows]:
         """Yields this rank's rows of each step; those of several small steps are gathered and drawn for at once."""

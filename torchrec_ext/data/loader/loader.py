@@ -2,15 +2,15 @@
 
 Batches: the protocol of these three kinds of rows; on_host() and batches_on_device() build them.
 
-training_negatives(): builds the sampler of a LoaderConfig; check_sampler(): checks a sampler against a config.
+training_negatives(): builds the sampler of a LoaderConfig.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,32 +27,15 @@ from torchrec_ext.data.loader.epochs import BuiltAhead, Epochs, Share
 from torchrec_ext.data.loader.from_files import StreamedRows
 from torchrec_ext.data.loader.in_memory import MemoryRows
 from torchrec_ext.data.loader.on_device import DeviceCandidates, ResidentRows, read_all
-from torchrec_ext.data.negatives.hard import Index
-from torchrec_ext.data.negatives.mixed import CatalogueCandidates, MixedCandidates
-from torchrec_ext.data.negatives.registry import NEGATIVES
-from torchrec_ext.data.negatives.samplers import Negatives, SampledData, TrainingSampler
+from torchrec_ext.data.negatives.mixed import CatalogueCandidates, MixedNegatives
+from torchrec_ext.data.negatives.samplers import (
+    Negatives,
+    PopularityNegatives,
+    UniformNegatives,
+)
 from torchrec_ext.schema import BatchSchema
 
-Sampler = Negatives | MixedCandidates | CatalogueCandidates
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """A sampler with a state: its draws depend on more than seed, epoch and row."""
-
-    def state_dict(self, epoch: int) -> dict[str, Any]:
-        """Returns the state behind the draws of ``epoch``."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores ``state``: the next draws are those after it."""
-
-
-@runtime_checkable
-class Refreshable(Protocol):
-    """A sampler of the items ranked high by the current model."""
-
-    def refresh(self, index: Index) -> None:
-        """Asks ``index`` for each user's best items."""
+Sampler = Negatives | MixedNegatives | CatalogueCandidates
 
 
 def training_negatives(data: InteractionData, config: LoaderConfig) -> Sampler | None:
@@ -61,76 +44,63 @@ def training_negatives(data: InteractionData, config: LoaderConfig) -> Sampler |
     Training pairs are never drawn. Held-out pairs may be: to avoid them would tell the model which they are. Candidates
     of ``mixed`` avoid nothing: ``is_known`` of :func:`in_batch_negatives` excludes the items that a user has taken.
     """
-    kind: type[TrainingSampler] = NEGATIVES[config.sampling]
-    if not kind.shared and not config.negatives:
-        return None
     counts = data.popularity()[: data.num_items + 1]
-    sampled = SampledData(
-        num_items=data.num_items,
-        users=data.known.users,
-        items=data.known.items,
+    if config.sampling == "mixed":
+        return MixedNegatives(
+            data.num_items,
+            config.shared_negatives,
+            config.batch_size,
+            counts,
+            config.seed,
+        )
+    if not config.negatives:
+        return None
+    known = data.known
+    if config.sampling == "uniform":
+        return UniformNegatives(data.num_items, known.users, known.items, config.seed)
+    return PopularityNegatives(
+        data.num_items,
+        known.users,
+        known.items,
+        config.seed,
+        exponent=config.popularity_exponent,
         counts=counts,
     )
-    return kind.configured(config, sampled)  # type: ignore[return-value]  # each has the methods that `shared` implies
 
 
-def check_sampler(
-    config: LoaderConfig, sampler: Sampler | None, *, has_items: bool
-) -> None:
-    """Checks that a sampler fits ``config``.
+def _check(config: LoaderConfig, sampler: Sampler | None, *, has_items: bool) -> None:
+    """Refuses a sampler that does not fit the settings.
 
     Raises:
-        ValueError: a sampler is missing, or is of another kind or has other settings than ``config`` says.
+        ValueError: it is missing, or its batches would be others.
     """
-    if isinstance(sampler, CatalogueCandidates):
-        _check_catalogue(config, has_items=has_items)
-        return
-    shared = NEGATIVES[config.sampling].shared
-    if shared:
-        setting = f"loader.shared_negatives={config.shared_negatives}"
-        required_kind = "MixedCandidates"
-    else:
-        setting = f"loader.negatives={config.negatives}"
-        required_kind = "a sampler with draw(users, positions, epoch, n)"
-    if sampler is None and (shared or config.negatives):
-        raise ValueError(
-            f"{setting}, but no sampler was given; pass negatives=, or set it to 0"
-        )
-    if sampler is not None and isinstance(sampler, MixedCandidates) != shared:
-        raise ValueError(
-            f"loader.sampling={config.sampling!r} with negatives={type(sampler).__name__}: must be {required_kind}"
-        )
+    shared = isinstance(sampler, MixedNegatives | CatalogueCandidates)
     if shared and not has_items:
         raise ValueError(
-            f"loader.sampling={config.sampling!r} without items: the features of extra candidates are looked up there; "
-            "pass items="
+            f"{type(sampler).__name__} without items: the features of candidates are looked up there; pass items="
         )
-    if isinstance(sampler, MixedCandidates):
-        extra = sampler.mixed.extra
-        batch_size = sampler.mixed.batch_size
-        if (extra, batch_size) != (config.shared_negatives, config.batch_size):
+    if isinstance(sampler, CatalogueCandidates):
+        if config.negatives or config.shared_negatives or config.device:
             raise ValueError(
-                f"MixedNegatives(extra={extra}, batch_size={batch_size}) with "
-                f"loader.shared_negatives={config.shared_negatives} and loader.batch_size={config.batch_size}: log_q "
-                "would be that of other batches; give both the same"
+                f"loader.negatives={config.negatives}, loader.shared_negatives={config.shared_negatives}, "
+                f"loader.device={config.device!r} with a loss over the catalogue: set negatives=0, leave the others out"
             )
-
-
-def _check_catalogue(config: LoaderConfig, *, has_items: bool) -> None:
-    for name in ("negatives", "shared_negatives"):
-        if getattr(config, name):
-            raise ValueError(
-                f"loader.{name}={getattr(config, name)} with loader.sampling={config.sampling!r} and a loss over the "
-                "catalogue: all items are candidates already; leave both out, with loader.negatives=0"
-            )
-    if config.device:
+        return
+    sizes = (config.shared_negatives, config.batch_size)
+    if (
+        isinstance(sampler, MixedNegatives)
+        and (sampler.extra, sampler.batch_size) != sizes
+    ):
         raise ValueError(
-            f"loader.device={config.device!r} with a loss over the catalogue: its batches are made on the host; leave "
-            "loader.device out"
+            f"MixedNegatives(extra={sampler.extra}, batch_size={sampler.batch_size}) with loader.shared_negatives="
+            f"{sizes[0]} and loader.batch_size={sizes[1]}: log_q would be of other batches; give both the same"
         )
-    if not has_items:
+    if (config.negatives and (sampler is None or shared)) or (
+        config.shared_negatives and not shared
+    ):
         raise ValueError(
-            "CatalogueCandidates without items: the features of all items are looked up there; pass items="
+            f"loader.negatives={config.negatives}, loader.shared_negatives={config.shared_negatives} with "
+            f"negatives={type(sampler).__name__}: pass a sampler of these, or set both to 0"
         )
 
 
@@ -160,31 +130,15 @@ def on_host(
     *,
     in_order: bool,
 ) -> Batches:
-    """Builds the source of batches on the host, for rows in memory or in files.
-
-    Raises:
-        ValueError: a frequency estimate with a source.
-    """
-    pairing: OwnCandidates | SharedCandidates | None
-    if isinstance(sampler, MixedCandidates | CatalogueCandidates):
-        assert items is not None, "checked by check_sampler"
+    """Builds the source of batches on the host, for rows in memory or in files."""
+    pairing: OwnCandidates | SharedCandidates
+    if isinstance(sampler, MixedNegatives | CatalogueCandidates):
+        assert items is not None, "checked by ChunkLoader"
         pairing = SharedCandidates(schema, config, items, sampler, share)
     else:
         pairing = OwnCandidates(schema, config, items, sampler, share)
-    estimator = None
-    if isinstance(sampler, MixedCandidates) and sampler.estimates:
-        estimator = sampler
     if isinstance(chunk, Chunk):
-        return MemoryRows(chunk, schema, config, pairing, share, estimator)
-    if estimator:
-        raise ValueError(
-            "a frequency estimate with a source of rows: a rank sees its own rows only; give MixedCandidates the "
-            "counts of the items, or rows in memory"
-        )
-    # Rows that come as they are go straight from their blocks into the batch, each
-    # value copied once.
-    if items is None and not config.negatives:
-        pairing = None
+        return MemoryRows(chunk, schema, config, pairing, share)
     return StreamedRows(chunk, schema, config, items, pairing, share, in_order=in_order)
 
 
@@ -203,7 +157,7 @@ def batches_on_device(
         ValueError: the settings ask for what only the host can do.
     """
     where = f"device={device} with loader."
-    if isinstance(sampler, MixedCandidates | CatalogueCandidates):
+    if isinstance(sampler, MixedNegatives | CatalogueCandidates):
         raise ValueError(
             f"{where}sampling={config.sampling!r}: its candidates are drawn on the host; leave device out"
         )
@@ -238,10 +192,7 @@ _STREAM_SETTINGS = (
     "negatives",
     "sampling",
     "popularity_exponent",
-    "hard_k",
-    "hard_share",
     "shared_negatives",
-    "frequency",
     "shuffle",
     "drop_last",
     "seed",
@@ -266,11 +217,7 @@ class ChunkLoader(Epochs):
         config: see :class:`LoaderConfig`.
         items: row i holds the features of item i.
         negatives: sampler of the negatives; must be given if ``config`` asks for some. A row's index in ``chunk`` is
-            its position. If draws depend on more than seed, epoch and position, the sampler's state is part of the
-            loader's.
-        refresh: function from an epoch to an index of each user's best items, for :class:`HardNegatives`. It is called
-            when :meth:`set_epoch` begins an epoch other than the first, on every rank, so that it may use collectives.
-            All draws of the first epoch are uniform.
+            its position.
         rank: r.
         world_size: R.
         device: device that holds all rows and items as tensors, for a set that fits; gathers and draws are made there,
@@ -280,19 +227,12 @@ class ChunkLoader(Epochs):
             rank decodes most blocks; False gives each rank a part of the files, so that one rank decodes each row, for
             figures that do not depend on the order.
 
+    Attributes:
+        hook: where :class:`IdDropout` and :class:`DynamicIdLoader` replace the ids of the batches.
+
     Raises:
         DataError: a source or chunk lacks a column; when iterated, a bad value, naming feature, value and row of
             ``chunk``, or file, row group and row.
-
-    Example:
-        Hard negatives by a search of your own: ``vectors()`` returns (U, D), row u is the vector of user u, and
-        ``index`` searches the items' (more than ``k``, since known ones are dropped)::
-
-            def refresh(epoch: int) -> Index:
-                queries = vectors()
-                return lambda users: index.search(queries[users], 200)[1]
-
-            loader = ChunkLoader(rows, schema, config=config, items=items, negatives=sampler, refresh=refresh)
     """
 
     def __init__(
@@ -303,23 +243,13 @@ class ChunkLoader(Epochs):
         config: LoaderConfig,
         items: Chunk | None = None,
         negatives: Sampler | None = None,
-        refresh: Callable[[int], Index] | None = None,
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | str | None = None,
         in_order: bool = True,
     ) -> None:
         share = Share(rank=rank, world_size=world_size)
-        check_sampler(config, negatives, has_items=items is not None)
-        if refresh is not None and not isinstance(negatives, Refreshable):
-            refreshed = " and ".join(
-                kind.__name__ for kind in NEGATIVES.values() if kind.refreshed
-            )
-            raise ValueError(
-                f"refresh with negatives={type(negatives).__name__}: only {refreshed} are refreshed; leave it out"
-            )
-        self._sampler = negatives
-        self._refresh = refresh
+        _check(config, negatives, has_items=items is not None)
         device = device or config.device
         # Of files an array column becomes columns of one number where a row group is
         # read.
@@ -329,6 +259,7 @@ class ChunkLoader(Epochs):
         else:
             rows = sum(group.rows for group in chunk.groups)
         self._chunk = chunk
+        schema, self.hook = schema.with_hook()
         if items is not None:
             items = with_elements(items, schema.dense)
         # Padding up to a batch that no epoch fills would cost its time and memory.
@@ -363,18 +294,12 @@ class ChunkLoader(Epochs):
             self._pin = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Starts ``epoch``, counted from 0, at its first step; from the second epoch on refreshes hard negatives."""
+        """Starts ``epoch``, counted from 0, at its first step."""
         super().set_epoch(epoch)
         # An epoch that was resumed on another number of ranks keeps its order; the next
         # one has this number's.
         if isinstance(self._rows, StreamedRows):
             self._rows.follow(None)
-        if (
-            epoch
-            and self._refresh is not None
-            and isinstance(self._sampler, Refreshable)
-        ):
-            self._sampler.refresh(self._refresh(epoch))
 
     def epoch_batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
         """See :meth:`Epochs.epoch_batches`."""
@@ -393,13 +318,6 @@ class ChunkLoader(Epochs):
             self._step = step
             yield item
 
-    def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
-        """Returns the position in the stream (:meth:`Epochs.state_dict`), with the sampler's state if it has one."""
-        state = super().state_dict(step=step)
-        if isinstance(self._sampler, Stateful):
-            state["sampler"] = self._sampler.state_dict(self._epoch)
-        return state
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See :meth:`Epochs.load_state_dict`.
 
@@ -408,16 +326,9 @@ class ChunkLoader(Epochs):
         if isinstance(self._rows, StreamedRows):
             self._rows.follow(state["stream"])
         super().load_state_dict(state)
-        if isinstance(self._sampler, Stateful):
-            self._sampler.load_state_dict(state["sampler"])
-        # Saved after an epoch's last step but before its end: an estimate has still to
-        # count the epoch.
-        if isinstance(self._sampler, MixedCandidates) and self._start == len(self):
-            for _ in self._rows.batches(self._epoch, self._start):
-                pass
 
     def stream_facts(self) -> dict[str, Any]:
-        """Returns the settings and facts behind the stream of samples, without epoch and sampler's state."""
+        """Returns the settings and facts behind the stream of samples, without the epoch."""
         settings = {name: getattr(self.config, name) for name in _STREAM_SETTINGS}
         return self._rows.fingerprint() | {"content": self._content} | settings
 
@@ -435,23 +346,11 @@ def training_loader(
     schema: BatchSchema,
     config: LoaderConfig,
     *,
-    refresh: Callable[[int], Index] | None = None,
     rank: int = 0,
     world_size: int = 1,
     device: torch.device | str | None = None,
 ) -> ChunkLoader:
-    """Builds the loader of ``data.train`` with the negatives of ``config``; see :class:`ChunkLoader`.
-
-    Raises:
-        ValueError: a sampler of hard negatives without ``refresh``, which would stay uniform for ever.
-    """
-    refreshed = NEGATIVES[config.sampling].refreshed and config.negatives > 0
-    if not refreshed:
-        refresh = None
-    elif refresh is None:
-        raise ValueError(
-            f"loader.sampling={config.sampling!r} without refresh: nobody says which items are hard; pass refresh="
-        )
+    """Builds the loader of ``data.train`` with the negatives of ``config``; see :class:`ChunkLoader`."""
     negatives: Sampler | None
     if schema.catalogue:
         negatives = CatalogueCandidates(np.arange(1, data.num_items + 1))
@@ -463,7 +362,6 @@ def training_loader(
         config=config,
         items=data.items,
         negatives=negatives,
-        refresh=refresh,
         rank=rank,
         world_size=world_size,
         device=device,

@@ -1,8 +1,8 @@
-"""ResidentRows: all rows as tensors on one device, to gather batches and draw negatives there.
+"""ResidentRows: all rows as tensors on one device, to gather batches there.
 
 DeviceTable: rows as tensors on a device, gathered there.
 
-DeviceCandidates: draws for rows on a device, and the features of the drawn items.
+DeviceCandidates: draws for rows on a device, made on the host, and the features of the drawn items.
 
 DeviceBatchBuilder: a batch from rows and their candidates on a device.
 """
@@ -31,16 +31,15 @@ from torchrec_ext.batch import (
     concatenated,
     pack,
 )
-from torchrec_ext.data.columns import Array, Chunk, Column, concatenate_rows
+from torchrec_ext.data.columns import Array, Chunk, Column, Int64, concatenate_rows
 from torchrec_ext.data.files.arrow import RowGroup, Source
 from torchrec_ext.data.loader.batch_builder import as_tensor, known_items, padded
 from torchrec_ext.data.loader.blocks import BlockLayout
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Share
 from torchrec_ext.data.loader.in_memory import order_of
-from torchrec_ext.data.negatives.on_device import sampler_on_device
 from torchrec_ext.data.negatives.samplers import Negatives
-from torchrec_ext.schema import BatchSchema
+from torchrec_ext.schema import BatchSchema, RowNumbers
 
 
 class _Ragged(NamedTuple):
@@ -168,7 +167,9 @@ class Drawn(NamedTuple):
 
 
 class DeviceCandidates:
-    """The candidates of rows: each row's item and N negatives, the same as the loader draws in numpy.
+    """The candidates of rows: each row's item and N negatives, the same as for rows on the host.
+
+    They are drawn in numpy, for many steps at once, and copied: torch takes several times as long, on a GPU too.
 
     Args:
         schema: the columns of a batch.
@@ -176,11 +177,10 @@ class DeviceCandidates:
         items: row i holds the features of item i.
         sampler: sampler of the negatives; None for N = 0.
         negatives: N.
-        device: device of rows and draws.
+        device: device of the rows.
 
     Raises:
-        DataError: an item has no features, a feature is out of range, or a user of ``rows`` has taken every item.
-        ValueError: the sampler has no form in torch.
+        DataError: an item has no features, or a feature is out of range.
     """
 
     def __init__(
@@ -210,50 +210,50 @@ class DeviceCandidates:
         positives = known_items(
             schema, items.num_rows, rows["item_id"].values, np.arange(rows.num_rows)
         )
-        self._positives = torch.from_numpy(positives.astype(np.int64)).to(device)
+        self._positives = positives.astype(np.int64)
         self._count = negatives
-        self._sampler = None
-        # On the CPU the same draws in numpy are several times cheaper.
-        self._host = sampler if device.type == "cpu" else None
+        self._device = device
+        self._sampler = sampler
+        self._users: Int64 | None = None
         if sampler is not None and negatives:
-            users = rows["user_id"].values.astype(np.int64)
-            self._users = torch.from_numpy(users).to(device)
-            self._sampler = sampler_on_device(sampler, device, users=np.unique(users))
+            self._users = rows["user_id"].values.astype(np.int64)
 
-    def draw(self, rows: Tensor, epoch: int) -> Drawn:
+    def draw(self, rows: Int64, epoch: int) -> Drawn:
         """Draws the candidates of the rows with the numbers ``rows`` (B,)."""
-        positives = self._positives.index_select(0, rows)
-        if self._sampler is None:
-            return Drawn(positives[:, None])
-        users = self._users.index_select(0, rows)
-        if self._host is not None:
-            host_draw = self._host.draw(users.numpy(), rows.numpy(), epoch, self._count)
-            ids = torch.from_numpy(host_draw.ids)
-            log_q = torch.from_numpy(host_draw.log_q)
-            positive_log_q = torch.from_numpy(
-                self._host.log_q(users.numpy(), positives.clamp(min=1).numpy())
-            )
-        else:
-            ids, log_q = self._sampler.draw(users, rows, epoch, self._count)
-            positive_log_q = self._sampler.log_q(users, positives.clamp(min=1))
+        positives = self._positives[rows]
+        if self._sampler is None or self._users is None:
+            return Drawn(moved(positives[:, None], self._device))
+        users = self._users[rows]
+        ids, log_q = self._sampler.draw(users, rows, epoch, self._count)
+        positive_log_q = self._sampler.log_q(users, np.maximum(positives, 1))
         return Drawn(
-            torch.cat([positives[:, None], ids], dim=1),
-            torch.cat([positive_log_q[:, None], log_q], dim=1),
+            moved(np.concatenate([positives[:, None], ids], axis=1), self._device),
+            moved(
+                np.concatenate([positive_log_q[:, None], log_q], axis=1), self._device
+            ),
         )
 
-    def lengths(self, rows: Tensor, epoch: int) -> dict[str, Tensor]:
+    def lengths(self, rows: Int64, epoch: int) -> dict[str, Tensor]:
         """Returns, for each ragged feature of the items, (B,) the number of ids of all candidates of a row."""
         # Without a ragged column there is nothing to count, so nothing is drawn for it.
         if not self.table.ragged:
             return {}
         blocks: dict[str, list[Tensor]] = {name: [] for name in self.table.ragged}
-        for block in torch.split(rows, _ROWS_AT_ONCE):
-            ids = self.draw(block, epoch).ids
+        for start in range(0, len(rows), _ROWS_AT_ONCE):
+            ids = self.draw(rows[start : start + _ROWS_AT_ONCE], epoch).ids
             for name, parts in blocks.items():
                 parts.append(
                     self.table.lengths(name, ids.reshape(-1)).view(ids.shape).sum(dim=1)
                 )
         return {name: torch.cat(parts) for name, parts in blocks.items()}
+
+
+def moved(array: Array, device: torch.device) -> Tensor:
+    """Copies an array to a device; to a GPU by page-locked memory, so that nobody waits."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 # Steps drawn at a time: one draw for many small steps.
@@ -364,6 +364,11 @@ class DeviceBatchBuilder:
             numbers |= tables.items.numbers(item_ids)
             if candidates.log_q is not None:
                 log_q = padded(candidates.log_q.reshape(-1), size)
+        if schema.replaces is not None:
+            columns = {name: bags[name] for name in schema.keys}
+            places = torch.arange(width, device=self.device)
+            row_places = (rows[:, None] * width + places).view(-1)
+            bags.update(schema.replaces(columns, RowNumbers(row_places, rows)))
         if schema.shared:
             shared_dense = self._dense(numbers, users, schema.shared_dense)
             index = torch.arange(users, device=self.device).repeat_interleave(
@@ -489,27 +494,31 @@ class ResidentRows:
 
     def batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
         """See :meth:`Batches.batches`."""
-        yield from self._batches(self._order(epoch), epoch, start)
+        order = order_of(self._config, self.num_rows, epoch)
+        yield from self._batches(order, epoch, start)
 
-    def _order(self, epoch: int) -> Tensor:
-        """Returns (N,) the numbers of all rows in the order of an epoch."""
-        return torch.from_numpy(order_of(self._config, self.num_rows, epoch)).to(
-            self._device
-        )
-
-    def _batches(self, numbers: Tensor, epoch: int, start: int) -> Iterator[TowerBatch]:
-        """Yields the batches of the rows ``numbers``, an epoch's order, from step ``start`` on."""
+    def _batches(self, order: Int64, epoch: int, start: int) -> Iterator[TowerBatch]:
+        """Yields the batches of the rows ``order``, an epoch's order, from step ``start`` on."""
+        numbers = moved(order, self._device)
         size = self._config.batch_size
-        steps = range(start, self._config.num_steps(self.num_rows))
-        global_rows = [numbers[step * size : (step + 1) * size] for step in steps]
-        local_rows = [rows[self._share.part(len(rows))] for rows in global_rows]
-        counts_of_steps = self._counts(local_rows, epoch)
-        for rows, local, counts in zip(
-            global_rows, local_rows, counts_of_steps, strict=True
-        ):
+        parts = []
+        for step in range(start, self._config.num_steps(self.num_rows)):
+            whole = slice(step * size, min((step + 1) * size, self.num_rows))
+            mine = self._share.part(whole.stop - whole.start)
+            parts.append(
+                (whole, slice(whole.start + mine.start, whole.start + mine.stop))
+            )
+        counts_of_steps = self._counts(
+            [order[mine] for _, mine in parts],
+            [numbers[mine] for _, mine in parts],
+            epoch,
+        )
+        for (whole, mine), counts in zip(parts, counts_of_steps, strict=True):
+            rows = numbers[whole]
+            local = numbers[mine]
             candidates = None
             if self._candidates is not None:
-                candidates = self._candidates.draw(local, epoch)
+                candidates = self._candidates.draw(order[mine], epoch)
             batch = self._builder.build(
                 self._tables, local, candidates, counts.totals, self._total_weight(rows)
             )
@@ -525,8 +534,8 @@ class ResidentRows:
 
     @property
     def fixed(self) -> bool:
-        """Whether each bag of every column holds one id, as :meth:`drawn` requires."""
-        return not self._builder.ragged
+        """Whether each bag of every column holds one id that nobody replaces, as :meth:`drawn` requires."""
+        return not self._builder.ragged and self._builder.schema.replaces is None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -541,7 +550,8 @@ class ResidentRows:
         A last step that is not full is yielded as a batch. Call it only if :attr:`fixed`.
         """
         size = self._config.batch_size
-        numbers = self._order(epoch)
+        order = order_of(self._config, self.num_rows, epoch)
+        numbers = moved(order, self._device)
         full = self.num_rows // size
         part = self._share.part(size)
         for first in range(start, full, _STEPS_AHEAD):
@@ -553,7 +563,8 @@ class ResidentRows:
             )
             columns = [local_rows, total_weights]
             if self._candidates is not None:
-                candidates = self._candidates.draw(local_rows.view(-1), epoch)
+                host_rows = order[first * size : last * size].reshape(-1, size)[:, part]
+                candidates = self._candidates.draw(host_rows.reshape(-1), epoch)
                 columns += [
                     tensor.view(*local_rows.shape, -1)
                     for tensor in candidates
@@ -561,7 +572,7 @@ class ResidentRows:
                 ]
             for step in zip(*(stacked.unbind() for stacked in columns), strict=True):
                 yield DrawnStep(step, self)
-        yield from self._batches(numbers, epoch, max(start, full))
+        yield from self._batches(order, epoch, max(start, full))
 
     def assemble(
         self, tensors: Sequence[Tensor], drawn: Sequence[Tensor]
@@ -599,10 +610,12 @@ class ResidentRows:
         settings = (config.batch_size, config.negatives, config.label, config.weight)
         return (self._builder.schema, self._share, settings, columns, self._device)
 
-    def _counts(self, local_rows: list[Tensor], epoch: int) -> list[_Counts]:
-        """Counts, for each step, the ids in the bags of each ragged column."""
+    def _counts(
+        self, host_rows: list[Int64], local_rows: list[Tensor], epoch: int
+    ) -> list[_Counts]:
+        """Counts, for each step, the ids in the bags of each ragged column; both hold the steps' rows."""
         counts = [_Counts({}, {}) for _ in local_rows]
-        if self.fixed:
+        if not self._builder.ragged:
             return counts
         rows = torch.cat(
             [torch.empty(0, dtype=torch.int64, device=self._device), *local_rows]
@@ -620,7 +633,8 @@ class ResidentRows:
                     count.totals[name] *= self._builder.width
                     count.lengths[name] = part
         if self._candidates is not None:
-            for name, of_rows in self._candidates.lengths(rows, epoch).items():
+            every = np.concatenate([np.empty(0, np.int64), *host_rows])
+            for name, of_rows in self._candidates.lengths(every, epoch).items():
                 for count, part in zip(
                     counts, torch.split(of_rows.cpu(), sizes), strict=True
                 ):

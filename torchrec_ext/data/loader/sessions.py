@@ -16,8 +16,6 @@ from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Epochs, Share
 from torchrec_ext.data.loader.in_memory import order_of
 from torchrec_ext.data.negatives.mixed import CatalogueCandidates
-from torchrec_ext.data.negatives.registry import NEGATIVES
-from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import BatchSchema, DataError, Jagged
 
 
@@ -37,6 +35,9 @@ class SessionLoader(Epochs):
         num_items: number of items in the catalogue, ids 1 to num_items.
         rank: r.
         world_size: R.
+
+    Attributes:
+        hook: where :class:`DynamicIdLoader` replaces the ids of the batches.
 
     Raises:
         DataError: a sequence without a target; when iterated, an id outside its table.
@@ -62,7 +63,7 @@ class SessionLoader(Epochs):
                 "others are targets; cut sequences with training_windows()"
             )
         self._sequences = sequences
-        self._schema = schema
+        self._schema, self.hook = schema.with_hook()
         self._num_items = num_items
         super().__init__(config, len(sequences), "sequences")
         # Padding up to a batch that no epoch fills would cost its time and memory.
@@ -170,7 +171,7 @@ def _check(config: LoaderConfig) -> None:
             raise ValueError(
                 f"loader.{name}={getattr(config, name)!r}: sequences have no such column; leave it out"
             )
-    if NEGATIVES[config.sampling] is not UniformNegatives:
+    if config.sampling != "uniform":
         raise ValueError(
             f"loader.sampling={config.sampling!r}: candidates that all targets share are drawn "
             "uniformly; leave it out, and set loader.negatives=0 for the whole catalogue"

@@ -2,72 +2,23 @@
 
 A draw is a pure function of (seed, epoch, position, number of the draw). So the draws do not depend on the number of
 ranks, and a resumed run draws the same as an uninterrupted one.
-
-FreeMass: the items that each user has not taken, with a weight for each item.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
-from typing_extensions import Self
 
 from torchrec_ext.data.columns import Float32, Int64
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
 from torchrec_ext.data.negatives.random import Float64, alias_table, stream, uniform
 
-
-class FreeMass:
-    """The total weight of the items not taken by each user, and a draw from it, exact in whole numbers.
-
-    Args:
-        known: pairs that are taken.
-        weights: (num_items,) weights of the items 1 to ``num_items``, above 0. They become whole numbers, at least 1
-            each, with a sum as great as int64 allows (2 ** 52, or 2 ** 62 / users). ``share`` (num_items + 1,) are
-            these numbers divided by their sum.
-    """
-
-    def __init__(self, known: KnownPairs, weights: NDArray[np.float64]) -> None:
-        rows = known.num_users + 1
-        # Whole numbers up to 2 ** 52 are exact in float64; 2 ** 62 / rows keeps the sum
-        # over all users in int64.
-        largest_sum = min(1 << 52, (1 << 62) // rows)
-        units = np.maximum(np.rint(weights * (largest_sum / weights.sum())), 1).astype(
-            np.int64
-        )
-        self.known = known
-        # By item: its weight and those of the items before.
-        self.sums = np.concatenate([[0], np.cumsum(units)])
-        self.total = int(self.sums[-1])
-        self.share = np.concatenate([[0.0], units / self.total])
-        owners, taken_items = known.pairs
-        self.starts = known.starts
-        # By pair: the weight of the pairs before, over all users.
-        self.before = np.concatenate([[0], np.cumsum(units[taken_items - 1])])
-        own_before = self.before[:-1] - self.before[self.starts[owners]]
-        ends = np.append(self.starts[1:], len(taken_items))
-        self.mass = self.total - (self.before[ends] - self.before[self.starts])
-        # For each pair the free weight below it: ascending within a user, so a search
-        # finds the item at any place.
-        self.below = self.sums[taken_items - 1] - own_before + owners * (self.total + 1)
-
-    def item_at(self, users: Int64, places: Int64) -> Int64:
-        """Returns (B,) the free item of each of ``users`` (B,) at ``places`` (B,), 0 to the user's mass - 1."""
-        rows = self.known.row_of(users)
-        below = self.below.searchsorted(places + rows * (self.total + 1), side="right")
-        items: Int64 = self.sums.searchsorted(
-            places + self.before[below] - self.before[self.starts[rows]], side="right"
-        )
-        return items
-
-
-# The number of a stream within an epoch, so that hard and mixed negatives can share a
-# seed with these.
-PROPOSED, FROM_REST, KIND, PLACE, SHARED = range(5)
+# Numbers of the streams of an epoch: of the first proposals, and of the draws among the
+# items not taken. Further proposals have those from 5 on: the shared draws of
+# MixedNegatives have 4.
+PROPOSED, FROM_REST, _AGAIN = 0, 1, 5
 
 
 class NegativeSample(NamedTuple):
@@ -99,82 +50,14 @@ class Negatives(Protocol):
         """Returns (B,) the log-probability of drawing ``items`` (B,) if the users had not taken them: for positives."""
 
 
-class SamplingSettings(Protocol):
-    """The settings of a LoaderConfig for samplers; see there."""
+class RejectionNegatives(ABC):
+    """Draws from a distribution p over all items, again if the user has taken the item.
 
-    @property
-    def batch_size(self) -> int:
-        """Positives of a step over all ranks."""
-
-    @property
-    def shared_negatives(self) -> int:
-        """Candidates shared by all queries of a step."""
-
-    @property
-    def popularity_exponent(self) -> float:
-        """Power of an item's count in its probability."""
-
-    @property
-    def hard_k(self) -> int:
-        """Number of a user's best items to draw hard negatives from."""
-
-    @property
-    def hard_share(self) -> float:
-        """Share of hard draws."""
-
-    @property
-    def frequency(self) -> str:
-        """``counted`` or ``estimated``."""
-
-    @property
-    def seed(self) -> int:
-        """Seed of the draws."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SampledData:
-    """The facts about a training set for samplers.
-
-    Args:
-        num_items: items have the ids 1 to ``num_items``.
-        users: (P,) users of the pairs that must not be drawn.
-        items: (P,) their items.
-        counts: (num_items + 1,) training rows by item.
-    """
-
-    num_items: int
-    users: Int64
-    items: Int64
-    counts: Int64
-
-
-class TrainingSampler(ABC):
-    """A sampler for ``loader.sampling``: add a line to :data:`NEGATIVES`, and nothing else.
+    P_u is the sum of p over the user's known items. Whatever is drawn after a rejection follows q = p / (1 - P_u), so
+    all draws do. After ``proposals`` of them a draw is made among the items not taken, which ends the search.
 
     Attributes:
-        shared: all queries of a step share the samples (``loader.shared_negatives``, a subclass of
-            :class:`MixedCandidates`); else each positive has its own (``loader.negatives``, see :class:`Negatives`).
-        refreshed: ``refresh(index)`` asks the model for hard items at the start of each epoch but the first.
-        host_only: the work on the host, for a message, if nothing can be drawn on a device; None if
-            :func:`sampler_on_device` has a form of it.
-    """
-
-    shared: ClassVar[bool] = False
-    refreshed: ClassVar[bool] = False
-    host_only: ClassVar[str | None] = None
-
-    @classmethod
-    @abstractmethod
-    def configured(cls, config: SamplingSettings, data: SampledData) -> Self:
-        """Builds the sampler from ``config`` and the facts in ``data``."""
-
-
-class RejectionNegatives(TrainingSampler):
-    """Draws from a distribution p over all items; a known item is replaced by a draw from those the user has not taken.
-
-    P_u is the sum of p over the user's known items. The draws follow q = p / (1 - P_u) exactly, because rejected draws,
-    a share of P_u, are drawn again from q itself. Two steps for every draw, however much a user has taken, so a device
-    needs no loop.
+        proposals: number of draws from p before one among the items not taken.
 
     Args:
         num_items: items have the ids 1 to ``num_items``.
@@ -182,6 +65,8 @@ class RejectionNegatives(TrainingSampler):
         items: (P,) items of the known pairs.
         seed: seed of the draws.
     """
+
+    proposals: ClassVar[int] = 1
 
     def __init__(
         self, num_items: int, users: Int64, items: Int64, seed: int = 0
@@ -213,6 +98,13 @@ class RejectionNegatives(TrainingSampler):
             )
         )
         rows, draws = np.nonzero(self.known.contains(users[:, None], ids))
+        for number in range(1, self.proposals):
+            key = stream(self.seed, epoch, _AGAIN + number)
+            proposed = self.propose(uniform(key, positions[rows], draws))
+            ids[rows, draws] = proposed
+            taken = self.known.contains(users[rows], proposed)
+            rows = rows[taken]
+            draws = draws[taken]
         if len(rows):
             ids[rows, draws] = self.draw_untaken(
                 users[rows],
@@ -239,11 +131,6 @@ class UniformNegatives(RejectionNegatives):
             -self.known.log_free(np.arange(self.known.num_users + 1))
         ).astype(np.float32)
 
-    @classmethod
-    def configured(cls, config: SamplingSettings, data: SampledData) -> Self:
-        """See :meth:`TrainingSampler.configured`."""
-        return cls(data.num_items, data.users, data.items, config.seed)
-
     def log_q(self, users: Int64, items: Int64) -> Float32:
         """See :meth:`Negatives.log_q`; ``users`` and ``items`` broadcast."""
         # Memory of its own, unlike that of np.broadcast_to: a batch owns its numbers.
@@ -267,8 +154,8 @@ class UniformNegatives(RejectionNegatives):
 class PopularityNegatives(RejectionNegatives):
     """Draws items in proportion to (count + smoothing) ** exponent, among those not taken by the user.
 
-    Items are proposed by the alias method. Probabilities are whole numbers over their sum (:class:`FreeMass`), so that
-    rejection is exact.
+    Items are proposed by the alias method. Probabilities are whole numbers over their sum, so that the sum over the
+    items that a user has not taken is exact.
 
     Args:
         num_items: items have the ids 1 to ``num_items``.
@@ -278,7 +165,13 @@ class PopularityNegatives(RejectionNegatives):
         exponent: power of the counts: 1 is popularity itself, 0 uniform, 0.75 word2vec's choice.
         smoothing: added to each count, so that every item can be drawn: one that is never drawn is never pushed down.
         counts: (num_items + 1,) count of each item, if it is not the number of its known pairs.
+
+    Attributes:
+        share: (num_items + 1,) probability of each item before any is rejected, 0 for item 0.
     """
+
+    # A user whose items are half of all draws gets 1 in 65,536 the slow way.
+    proposals = 16
 
     def __init__(
         self,
@@ -300,30 +193,24 @@ class PopularityNegatives(RejectionNegatives):
             np.bincount(items, minlength=num_items + 1) if counts is None else counts
         )
         weights = np.power(counts[1:] + smoothing, exponent, dtype=np.float64)
-        self.free_mass = FreeMass(self.known, weights)
-        p = self.free_mass.share
-        self.log_p = np.log(p, where=p > 0, out=np.full(num_items + 1, -np.inf))
-        # A user who has taken all items has mass 0, and no draws.
-        self.log_left = np.log(
-            np.maximum(self.free_mass.mass, 1) / self.free_mass.total
+        # Whole numbers with a sum below 2 ** 53 are exact in float64.
+        units = np.rint(weights * (2.0**52 / weights.sum()))
+        self._units = np.concatenate([[0.0], np.maximum(units, 1.0)])
+        total = self._units.sum()
+        self.share: Float64 = self._units / total
+        self._log_p = np.log(
+            self.share, where=self.share > 0, out=np.full(num_items + 1, -np.inf)
         )
-        self.accept, self.alias = alias_table(p[1:])
-
-    @classmethod
-    def configured(cls, config: SamplingSettings, data: SampledData) -> Self:
-        """See :meth:`TrainingSampler.configured`."""
-        return cls(
-            data.num_items,
-            data.users,
-            data.items,
-            config.seed,
-            exponent=config.popularity_exponent,
-        )
+        owners, taken = self.known.pairs
+        free = total - np.bincount(owners, self._units[taken], self.known.num_users + 1)
+        # A user who has taken all items has none of it, and no draws.
+        self._log_left = np.log(np.maximum(free, 1.0) / total)
+        self._accept, self._alias = alias_table(self.share[1:])
 
     def log_q(self, users: Int64, items: Int64) -> Float32:
         """See :meth:`Negatives.log_q`; ``users`` and ``items`` broadcast."""
         log_q: Float32 = (
-            self.log_p[items] - self.log_left[self.known.row_of(users)]
+            self._log_p[items] - self._log_left[self.known.row_of(users)]
         ).astype(np.float32)
         return log_q
 
@@ -331,11 +218,18 @@ class PopularityNegatives(RejectionNegatives):
         """See :meth:`RejectionNegatives.propose`."""
         scaled = numbers * self.known.num_items
         slot = scaled.astype(np.int64)
-        return np.where(scaled - slot < self.accept[slot], slot, self.alias[slot]) + 1
+        return np.where(scaled - slot < self._accept[slot], slot, self._alias[slot]) + 1
 
     def draw_untaken(self, users: Int64, numbers: Float64) -> Int64:
         """See :meth:`RejectionNegatives.draw_untaken`."""
-        mass = self.free_mass.mass[self.known.row_of(users)]
-        return self.free_mass.item_at(
-            users, np.minimum((numbers * mass).astype(np.int64), mass - 1)
-        )
+        drawn = np.empty(len(users), np.int64)
+        for user in np.unique(users):
+            rows = users == user
+            units = self._units.copy()
+            _, taken = self.known.of(np.array([user]))
+            units[taken] = 0.0
+            sums = np.cumsum(units)
+            # Rounding can make a number below 1, times the sum, the sum itself.
+            places = np.minimum(np.floor(numbers[rows] * sums[-1]), sums[-1] - 1)
+            drawn[rows] = sums.searchsorted(places, side="right")
+        return drawn

@@ -1,4 +1,4 @@
-"""Each sampler that ``loader.sampling`` can name: through the loader, in a trained step, and on a device if it can."""
+"""Each sampling of the loader: in a step that trains, and the softmax that its own log q corrects."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ from torchrec_ext.data.loader.loader import (
     training_loader,
     training_negatives,
 )
-from torchrec_ext.data.negatives.mixed import MixedCandidates
-from torchrec_ext.data.negatives.on_device import sampler_on_device
-from torchrec_ext.data.negatives.registry import NEGATIVES
 from torchrec_ext.models.retrieval import RetrievalModel
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import DotProduct
@@ -36,7 +33,7 @@ EXTRA, EACH = 20, 3
 def config_of(name: str, **options: Any) -> LoaderConfig:
     drawn = (
         {"negatives": 0, "shared_negatives": EXTRA}
-        if NEGATIVES[name].shared
+        if (name == "mixed")
         else {"negatives": EACH}
     )
     return LoaderConfig(
@@ -50,28 +47,25 @@ def model_of(name: str) -> TowerModel | RetrievalModel:
         "user": Tower([table("user_id", 61)], (8,)),
         "item": Tower([table("item_id", 51)], (8,)),
     }
-    return (RetrievalModel if NEGATIVES[name].shared else TowerModel)(
+    return (RetrievalModel if (name == "mixed") else TowerModel)(
         towers, DotProduct([8, 8])
     )  # type: ignore[arg-type]
 
 
 def loader_of(name: str, **options: Any) -> ChunkLoader:
-    def refresh(epoch: int) -> Any:
-        return lambda users: np.tile(np.arange(1, 11), (len(users), 1))
-
     schema = model_of(name).schema()
-    return training_loader(DATA, schema, config_of(name, **options), refresh=refresh)
+    return training_loader(DATA, schema, config_of(name, **options))
 
 
 def negatives_of(batch: TowerBatch) -> Int64:
     return np.asarray(batch.ids("item_id")[batch.labels == 0])
 
 
-@pytest.mark.parametrize("name", NEGATIVES)
+@pytest.mark.parametrize("name", get_args(Sampling))
 def test_each_sampler_draws_for_a_step_that_trains(name: str) -> None:
     loader, model = loader_of(name), model_of(name).train()
     batch = next(iter(loader))
-    assert len(batch) == (32 + EXTRA if NEGATIVES[name].shared else 32 * (1 + EACH))
+    assert len(batch) == (32 + EXTRA if (name == "mixed") else 32 * (1 + EACH))
     assert batch.log_q is not None
     assert 1 <= negatives_of(batch).min() <= negatives_of(batch).max() <= DATA.num_items
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -85,27 +79,13 @@ def test_each_sampler_draws_for_a_step_that_trains(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", NEGATIVES)
-def test_a_refreshed_sampler_asks_the_model_from_the_second_epoch_on(name: str) -> None:
-    loader = loader_of(name)
-    sampler: Any = loader._sampler
-    loader.set_epoch(0)
-    loader.set_epoch(1)
-    assert getattr(sampler, "refreshes", 0) == NEGATIVES[name].refreshed
-    if NEGATIVES[name].refreshed:
-        with pytest.raises(
-            ValueError, match=f"loader.sampling='{name}' without refresh"
-        ):
-            training_loader(DATA, model_of(name).schema(), config_of(name))
-
-
 DRAWS, USER = 20_000, 7
 
 
 def drawn(name: str, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Logits (DRAWS, C), log q likewise, and the sum that they estimate, for queries whose positive is in column 0."""
     sampler: Any = training_negatives(DATA, config_of(name, popularity_exponent=3.0))
-    if NEGATIVES[name].shared:
+    if name == "mixed":
         counts = DATA.popularity()
         in_batch = np.random.default_rng(0).choice(
             len(counts), size=(DRAWS, 32), p=counts / counts.sum()
@@ -119,12 +99,6 @@ def drawn(name: str, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
         log_q = sampler.log_q(ids.reshape(-1)).reshape(ids.shape)
         return scores[ids], torch.from_numpy(log_q), float(scores[1:].exp().sum())
     taken = DATA.known.items[DATA.known.users == USER]
-    if NEGATIVES[name].refreshed:
-        sampler.refresh(
-            lambda users: np.tile(
-                np.setdiff1d(np.arange(1, 30), taken)[:10], (len(users), 1)
-            )
-        )
     ids, log_q = sampler.draw(np.full(DRAWS, USER), np.arange(DRAWS), 1, EACH)
     log_q_of_positive = sampler.log_q(np.array([USER]), taken[:1])
     ids = np.concatenate([np.full((DRAWS, 1), taken[0]), ids], axis=1)
@@ -133,7 +107,7 @@ def drawn(name: str, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
     return scores[ids], torch.from_numpy(log_q), float(scores[free].exp().sum())
 
 
-@pytest.mark.parametrize("name", NEGATIVES)
+@pytest.mark.parametrize("name", get_args(Sampling))
 def test_the_corrected_softmax_estimates_that_over_the_whole_catalogue(
     name: str,
 ) -> None:
@@ -143,10 +117,9 @@ def test_the_corrected_softmax_estimates_that_over_the_whole_catalogue(
     """
     torch.manual_seed(0)
     counts = torch.from_numpy(DATA.popularity())
-    often = (torch.arange(len(counts)) < 30) if name == "hard" else counts / 10
-    scores = torch.randn(len(counts), dtype=torch.float64) + often
+    scores = torch.randn(len(counts), dtype=torch.float64) + counts / 10
     logits, log_q, whole = drawn(name, scores)
-    its_own = 0 if NEGATIVES[name].shared else 1
+    its_own = 0 if (name == "mixed") else 1
 
     def estimates(correction: torch.Tensor) -> torch.Tensor:
         losses = softmax_losses(
@@ -167,39 +140,3 @@ def test_the_corrected_softmax_estimates_that_over_the_whole_catalogue(
         assert abs(float(estimates(level).mean()) - whole) > 10 * error, (
             "without the sampler's own q it is another sum"
         )
-
-
-@pytest.mark.parametrize("name", NEGATIVES)
-def test_a_sampler_that_is_not_for_the_host_alone_draws_the_same_on_a_device(
-    name: str,
-) -> None:
-    if NEGATIVES[name].host_only:
-        with pytest.raises(
-            ValueError,
-            match=rf"{NEGATIVES[name].host_only} on the host; leave loader\.device out",
-        ):
-            config_of(name, device="cpu")
-        return
-    sampler: Any = training_negatives(DATA, config_of(name))
-    users, positions = np.arange(1, 21), np.arange(20)
-    made = sampler_on_device(sampler, torch.device("cpu"))
-    drawn = made.draw(torch.from_numpy(users), torch.from_numpy(positions), 0, EACH)
-    expected = sampler.draw(users, positions, 0, EACH)
-    assert np.array_equal(drawn.ids, expected.ids)
-    assert np.array_equal(drawn.log_q, expected.log_q)
-
-
-@pytest.mark.parametrize("name", NEGATIVES)
-def test_a_sampler_has_the_methods_that_its_properties_promise(name: str) -> None:
-    sampler = training_negatives(DATA, config_of(name))
-    assert type(sampler) is NEGATIVES[name]
-    assert isinstance(sampler, MixedCandidates) == NEGATIVES[name].shared
-    assert hasattr(sampler, "refresh") == NEGATIVES[name].refreshed
-
-
-def test_the_choices_of_a_flag_are_the_registry() -> None:
-    assert get_args(Sampling) == tuple(NEGATIVES)
-    with pytest.raises(
-        ValueError, match=f"sampling='x': must be one of {', '.join(NEGATIVES)}"
-    ):
-        LoaderConfig(sampling="x")
