@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     # The executors' Python is not told pytest's path.
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.master("local[1]")
     for name in ("ui.enabled", "sql.adaptive.enabled"):
         builder = builder.config(f"spark.{name}", "false")
