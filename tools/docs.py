@@ -470,8 +470,18 @@ def _keys(config: Any, prefix: str) -> Iterator[SettingKey]:
                 section=prefix.partition(".")[0] or "job",
                 type=_type_name(field_hint(config, field.name)),
                 value=str(getattr(value, "__qualname__", repr(value))),
-                meaning=meanings.get(field.name, ""),
+                meaning=_short(meanings.get(field.name, "")),
             )
+
+
+def _short(text: str) -> str:
+    """Returns the first sentences of a text, as far as they fit a cell of a table; `--help` has the others."""
+    kept = ""
+    for sentence in re.split(r"(?<=[.;]) ", text):
+        if kept and len(kept) + len(sentence) > 160:
+            return kept.rstrip(";") + " ..."
+        kept = f"{kept} {sentence}".strip()
+    return kept
 
 
 def _type_name(hint: object) -> str:
@@ -517,7 +527,7 @@ def settings_page() -> str:
         "# Settings: every key of every recipe",
         "",
         "`--KEY VALUE` changes one: `torchx run -s local_cwd rec.train.hybrid --recipe NAME -- --train.epochs 5`.",
-        "Behind `--`, `--help` prints those of one recipe, and `--dry_run` its values as a file for `--settings`.",
+        "Behind `--`, `--help` prints those of one recipe in full, and `--dry_run` a file for `--settings`.",
     ]
     for section, keys in itertools.groupby(shared, lambda key: key.section):
         lines += [
