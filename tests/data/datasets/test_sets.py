@@ -320,3 +320,16 @@ def test_a_profile_holds_training_items_of_its_user_and_never_its_own_row() -> N
 def test_a_wrong_rule_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Evaluation(**options)
+
+
+def test_a_new_value_of_a_held_out_row_is_unknown_and_numbers_nothing_anew(
+    tmp_path: Path,
+) -> None:
+    tables = {part: {**columns, "spot": [0, 1, 0, 1]} for part, columns in ADS.items()}
+    same = load(write(tmp_path / "same", **tables), "labels")
+    tables["test"]["spot"] = [0, 1, 0, 7]
+    other = load(write(tmp_path / "other", **tables), "labels")
+    assert rows_of(same, "train")["spot"].values.tolist() == [1, 2, 1, 2]
+    assert rows_of(other, "train")["spot"].values.tolist() == [1, 2, 1, 2]
+    assert rows_of(other, "test")["spot"].values.tolist() == [1, 2, 1, 0]
+    assert other.vocab["spot"] == same.vocab["spot"] == 3

@@ -360,43 +360,31 @@ def _write_split(
 
 
 def _last_of_each(raw: RawSet, key: str, names: Sequence[str]) -> pa.Table:
-    """Returns the latest row of each value of ``key`` that a training row has, the latest split first."""
+    """Returns the latest row of each value of ``key`` that a training row has, in the order of the values.
+
+    A user's latest row is that of the latest split: it has the history before the test item. An item's is its last
+    training row.
+    """
+    splits = ["train"] if key == raw.roles.item else [*reversed(PARTS)]
     trained = pc.unique(raw.splits["train"][key].drop_null())
     trained = trained.take(pc.sort_indices(trained))
-    keys = []
-    places: list[tuple[RawColumns, Int64]] = []
-    for split in reversed(PARTS):
-        if columns := raw.splits.get(split):
-            size = len(columns[key])
-            keys.append(columns[key])
-            # Backwards: of a user's rows the last one comes first.
-            places.append((columns, np.arange(size)))
-    if key == raw.roles.item:
-        # An item's columns are those of its last training row.
-        keys = keys[-1:]
-        places = places[-1:]
-    numbers = [
-        pc.index_in(values, trained).fill_null(-1).to_numpy().astype(np.int64)
-        for values in keys
-    ]
     taken = np.zeros(len(trained), bool)
-    rows: dict[str, list[pa.Array]] = {name: [] for name in names}
-    order = []
-    for (columns, _), number in zip(places, numbers, strict=True):
-        found, first = np.unique(number[::-1], return_index=True)
-        last = len(number) - 1 - first
+    pieces: list[pa.Table] = []
+    order: list[Int64] = []
+    for split in splits:
+        columns = raw.splits.get(split)
+        if columns is None:
+            continue
+        number = pc.index_in(columns[key], trained).fill_null(-1)
+        # Backwards: of the rows of a value the last one comes first.
+        found, first = np.unique(number.to_numpy()[::-1], return_index=True)
         fresh = (found >= 0) & ~taken[found]
         taken[found[fresh]] = True
         order.append(found[fresh])
-        for name in names:
-            rows[name].append(columns[name].take(pa.array(last[fresh])))
+        last = pa.array(len(number) - 1 - first[fresh])
+        pieces.append(pa.table({name: columns[name].take(last) for name in names}))
     by_key = np.argsort(np.concatenate(order), kind="stable")
-    return pa.table(
-        {
-            name: pa.concat_arrays(arrays).take(pa.array(by_key))
-            for name, arrays in rows.items()
-        }
-    )
+    return pa.concat_tables(pieces).take(pa.array(by_key)).combine_chunks()
 
 
 def _doubts(raw: RawSet, fitted: FittedPreprocessor) -> list[str]:

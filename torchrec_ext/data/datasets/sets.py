@@ -201,13 +201,18 @@ class _Side(NamedTuple):
     published: bool = False
 
 
+def _distinct(values: pa.Array) -> pa.Array:
+    """Returns the distinct values, in sorted order."""
+    distinct = pc.unique(values)
+    return distinct.take(pc.sort_indices(distinct))
+
+
 def _numbers(*ids: pa.Array) -> tuple[Int64, ...]:
     """Returns the index of each id among the distinct ones, in sorted order."""
     arrays = []
     for values in ids:
-        distinct = pc.unique(values)
-        distinct = distinct.take(pc.sort_indices(distinct))
-        arrays.append(pc.index_in(values, distinct).to_numpy().astype(np.int64))
+        indices = pc.index_in(values, _distinct(values))
+        arrays.append(indices.to_numpy().astype(np.int64))
     return tuple(arrays)
 
 
@@ -356,9 +361,7 @@ def _set_of_pairs(
     for owner, key in _KEYS.items():
         if owner == "item":
             if split.history.lengths.any():
-                distinct = pc.unique(rows.items)
-                distinct = distinct.take(pc.sort_indices(distinct))
-                columns[HISTORY] = _lists(split.history, distinct)
+                columns[HISTORY] = _lists(split.history, _distinct(rows.items))
                 described["user"].append(HISTORY)
             columns["item_id"] = item_column
         if owner not in sides:
@@ -389,9 +392,7 @@ def _set_of_pairs(
     evaluation = evaluation or Evaluation()
     shared = [HISTORY] if HISTORY in columns else []
     if candidates is not None:
-        distinct = pc.unique(rows.items)
-        distinct = distinct.take(pc.sort_indices(distinct))
-        columns[CANDIDATES] = _lists(candidates, distinct)
+        columns[CANDIDATES] = _lists(candidates, _distinct(rows.items))
         shared.append(CANDIDATES)
     splits = {}
     for number, part in enumerate(PARTS):
@@ -461,10 +462,8 @@ def _candidates(
     Raises:
         DataError: a test row's user has no candidate.
     """
-    distinct_users = pc.unique(users)
-    distinct_users = distinct_users.take(pc.sort_indices(distinct_users))
-    distinct_items = pc.unique(items)
-    distinct_items = distinct_items.take(pc.sort_indices(distinct_items))
+    distinct_users = _distinct(users)
+    distinct_items = _distinct(items)
     user, item = _numbers(users, items)
     user = user[split.rows]
     item = item[split.rows]
@@ -475,7 +474,6 @@ def _candidates(
     inside = (owner >= 0) & (number >= 0)
     given = Column.grouped(number[inside], owner[inside], len(distinct_users))
     test = np.flatnonzero(split.part == PARTS.index("test"))
-    lengths = np.zeros(len(split.rows), np.int64)
     lists = given.take(user[test])
     if (lists.lengths == 0).any():
         row = int((lists.lengths == 0).argmax())
@@ -488,14 +486,10 @@ def _candidates(
     held = split.part != PARTS.index("test")
     taken = Pairs(user[held], item[held] + 1)
     drawn = untaken_items(len(distinct_items), taken, user[validation], width, seed) - 1
-    values = np.zeros(0, np.int64)
     rows = np.concatenate([test, validation])
     values = np.concatenate([lists.values, drawn.reshape(-1)])
-    lengths[test] = lists.lengths
-    lengths[validation] = width
-    own = np.concatenate(
-        [lists.owners, np.arange(len(validation)).repeat(width) + len(test)]
-    )
+    drawn_for = np.arange(len(validation)).repeat(width) + len(test)
+    own = np.concatenate([lists.owners, drawn_for])
     column = Column.grouped(values, rows[own], len(split.rows))
     # A published file may have the answer among its own candidates.
     keep = column.values != item[column.owners]
