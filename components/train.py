@@ -161,7 +161,7 @@ def stream(
     metadata: Optional[Dict[str, str]] = None,
     debug: bool = False,
 ) -> specs.AppDef:
-    r"""Trains on a log that grows, each event once and in order, and publishes a bundle every few seconds.
+    r"""Trains on a log as its files come, each event once and in order, and publishes a bundle every few seconds.
 
     Follow a folder into which .jsonl, .csv and .parquet files are renamed, and serve what was learned seconds ago::
 

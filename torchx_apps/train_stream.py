@@ -1,4 +1,4 @@
-"""Train on a log that grows: `torchx run rec.train.stream`, or `python -m torchx_apps.train_stream`.
+"""Train on events as their files come: `torchx run rec.train.stream`, or `python -m torchx_apps.train_stream`.
 
 This file reads the command line and returns an exit code; the work is done by `torchx_apps.jobs.streaming`.
 """

@@ -11,8 +11,8 @@ definition:
 - probabilities there are cut at 1e-6; here log q is taken as it is;
 - a hit there gets smallest_normal / 100 = 1.2e-40 added (812d35b), which leaves its logit where it was, although it is
   said to become extremely small; here it is excluded, as in TensorFlow Recommenders, which adds finfo.min / 100;
-- mean average precision, DCG and hard negatives chosen within the loss are there alone (here the loader draws hard
-  ones).
+- mean average precision and DCG are there alone;
+- of equal logits it keeps exactly k hard negatives, ``hardest=k`` here all that equal the k-th.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from torchrec_ext.schema.checks import (
     check_repeats,
     finite,
     finite_matrix,
-    numbers_of,
+    row_numbers,
     side_by_side,
     total_of,
 )
@@ -340,7 +340,7 @@ class BatchSchema(BatchColumns):
             # The item that was sampled, whatever is looked up for it.
             if self.candidate in bags:
                 items = _first_ids(bags[self.candidate], row_names.size)
-            numbers = RowNumbers(numbers_of(row_names), numbers_of(queries))
+            numbers = RowNumbers(row_numbers(row_names), row_numbers(queries))
             bags.update(self.replaces(bags, numbers))
 
         def fill(keys: Keys, sizes: Sequence[int]) -> KeyedIds:

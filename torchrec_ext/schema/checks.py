@@ -48,7 +48,7 @@ class ExpectedRows(NamedTuple):
         return f"({self.axis},) = ({self.size},)"
 
 
-def numbers_of(rows: ExpectedRows) -> Tensor:
+def row_numbers(rows: ExpectedRows) -> Tensor:
     """Returns (size,) int64 numbers of the rows, of which no two are equal if those for messages are not."""
     places = rows.places
     if rows.numbers is None:

@@ -539,8 +539,7 @@ class _Run:
             record = self.records.stamped("error", message=str(explained))
             self.records.keep(record | {"epoch": epoch, "step": step})
             raise explained from None
-        # An evaluation, or a loader that draws hard negatives with the model, runs it
-        # outside the pipeline.
+        # An evaluation runs the model outside the pipeline.
         self.steps.pipeline.detach()
 
     def _batches(self, loader: Any) -> Iterator[Any]:

@@ -510,7 +510,7 @@ def test_wrong_arguments_are_named() -> None:
             chunk, schema, config=LoaderConfig(negatives=0), rank=2, world_size=2
         )
     with pytest.raises(
-        ValueError, match=r"loader\.negatives=4, but no sampler was given"
+        ValueError, match=r"loader\.negatives=4, .* negatives=NoneType: pass a sampler"
     ):
         ChunkLoader(chunk, schema, config=LoaderConfig())
     with pytest.raises(
