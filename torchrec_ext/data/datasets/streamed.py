@@ -50,6 +50,8 @@ from torchrec_ext.schema.validation import listed
 
 # Values of a split that is held in memory: 512 MiB.
 WHOLE_VALUES = 2**26
+# What a row of a list column counts for: nobody knows its length before it is read.
+_LIST_VALUES = 32
 _KINDS: dict[str, tuple[Kind, ...]] = {
     "int64": ("int",),
     "list<int64>": ("ints",),
@@ -184,7 +186,10 @@ class StreamedData:
         roles = self.roles
         others = (roles.label, *roles.tasks, roles.weight, self.evaluation.candidates)
         names = [*self.features, *self.dense, *filter(None, others)]
-        if source.num_rows * len(names) > WHOLE_VALUES:
+        outputs = self.preprocessor.outputs
+        lists = sum(outputs[name].startswith("list") for name in names)
+        values = len(names) + (_LIST_VALUES - 1) * lists
+        if source.num_rows * values > WHOLE_VALUES:
             return source
         if split not in self._held:
             chunks = [source.read(group, names) for group in source.groups]
