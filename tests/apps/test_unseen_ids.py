@@ -195,9 +195,7 @@ def test_negatives_and_the_popularity_ranking_are_of_the_catalogue(
             sampling="mixed", negatives=0, shared_negatives=500, batch_size=64
         ),
     )
-    assert set(np.unique(mixed.mixed.draw(0, 0)).tolist()) == set(
-        range(1, DESCRIBED + 1)
-    )
+    assert set(np.unique(mixed.draw(0, 0)).tolist()) == set(range(1, DESCRIBED + 1))
 
 
 def write_labelled(
