@@ -156,7 +156,7 @@ def served(bundle: Path, port: int) -> Iterator[subprocess.Popen[str]]:
     )
     try:
         assert process.stdout is not None
-        assert "serving bundle" in process.stdout.readline()
+        assert f"serving {bundle} at" in process.stdout.readline()
         yield process
     finally:
         process.kill()

@@ -105,6 +105,8 @@ class RejectionNegatives(ABC):
             taken = self.known.contains(users[rows], proposed)
             rows = rows[taken]
             draws = draws[taken]
+            if not len(rows):
+                break
         if len(rows):
             ids[rows, draws] = self.draw_untaken(
                 users[rows],
