@@ -174,7 +174,7 @@ def fit_steps(raw: RawSet) -> FittedPreprocessor:
         if name in others:
             continue
         also = tuple(raw.shared.get(name, ()))
-        values = _values(column, [train[other] for other in also])
+        values = _values(column, _trained_lists(raw, name))
         if not len(values):
             raise DataError(
                 f"column '{name}': all {len(column):,} values are missing; leave the column out"
@@ -213,6 +213,13 @@ def fit_steps(raw: RawSet) -> FittedPreprocessor:
             )
         writes.update(step.writes)
     return fitted
+
+
+def _trained_lists(raw: RawSet, name: str) -> list[pa.Array]:
+    """Returns the training columns with the values of a column; a candidate is nothing that is trained."""
+    names = raw.shared.get(name, ())
+    train = raw.splits["train"]
+    return [train[other] for other in names if other != raw.evaluation.candidates]
 
 
 def _values(column: pa.Array, others: Sequence[pa.Array]) -> pa.Array:
@@ -262,8 +269,7 @@ def write_set(folder: Path, raw: RawSet) -> None:
             tables[path] = _last_of_each(raw, key, names)
             # Items that a history alone names can be recommended, too.
             if owner == "item" and names == [key]:
-                lists = [train[name] for name in raw.shared.get(key, ())]
-                values = pc.unique(_values(train[key], lists))
+                values = pc.unique(_values(train[key], _trained_lists(raw, key)))
                 tables[path] = pa.table({key: values.take(pc.sort_indices(values))})
     if roles.item and raw.titles:
         keys = tables[RAW_ITEMS][roles.item].to_pylist()
