@@ -228,7 +228,9 @@ def as_toml(config: Any) -> str:
         if value is None:
             lines.append(f"# {path} = None")
         else:
-            lines.append(f"{path} = {json.dumps(value, default=str, ensure_ascii=False)}")
+            lines.append(
+                f"{path} = {json.dumps(value, default=str, ensure_ascii=False)}"
+            )
     return "\n".join(lines)
 
 
