@@ -239,12 +239,12 @@ def columns_of(model: Any, side: str) -> list[str]:
     schema = model.schema()
     names = [*schema.keys, *schema.weight_columns]
     names += [name.partition("[")[0] for name in schema.dense]
-    items = ("item_id", "price", "genres", "candidates")
+    items = ("item_id", "price", "genres")
     own = [name for name in dict.fromkeys(names) if (name in items) == (side == "item")]
     return own
 
 
-SAME = {"session": "history", "candidates": "item_id"}
+SAME = {"session": "history"}
 
 
 def table(names: Sequence[str]) -> pa.Table:

@@ -108,7 +108,7 @@ def test_unknown_ids_read_the_row_of_unknown_ids(tmp_path: Path) -> None:
 def test_the_bundle_holds_the_rows_that_are_asked_for(tmp_path: Path) -> None:
     model = made("next item")
     kept = torch.arange(0, ITEMS, 2)
-    items = pa.table({"candidates": np.arange(1, len(kept))})
+    items = pa.table({"item_id": np.arange(1, len(kept))})
     export(
         model,
         tmp_path / "bundle",

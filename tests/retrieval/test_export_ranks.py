@@ -98,7 +98,7 @@ def next_items(runtime: Runtime, folder: Path) -> str:
     return export(
         sharded,
         folder / f"session-{runtime.world_size}",
-        catalogue=Catalogue(ids=items, features=pa.table({"candidates": items})),
+        catalogue=Catalogue(ids=items, features=pa.table({"item_id": items})),
         queries=pa.table({"session": session}),
     ).digest
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from torchrec_ext.drawing.terminal import TERMINAL
 from torchrec_ext.schema.validation import listed
 from torchx_apps.config import nearest, with_settings
 
@@ -368,9 +367,6 @@ class World:
         """
         if self.size == 1:
             return
-        if self.rank:
-            # One line moves: that of the group with rank 0.
-            self._environ.pop(TERMINAL, None)
         index = group.ranks.index(self.rank)
         if index == 0:
             with socket.socket() as free:

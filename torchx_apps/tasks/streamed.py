@@ -128,7 +128,7 @@ class StreamedTask(RankedTask):
                 "among them; set loader.negatives=0"
             )
         config = self.with_roles(config)
-        source = self.data.rows("train")
+        source = self.data.rows("train", (config.label, config.weight))
         items = None
         everything = None
         # Reading the items takes a pass over the training rows.

@@ -180,25 +180,37 @@ class StreamedData:
             # In parts, because a row group may be larger than the memory.
             yield from source.parts(group, list(names), 0, 1 << 16)
 
-    def rows(self, split: str) -> Chunk | ParquetSource:
-        """Returns a split's columns in memory where they are few enough, to be shuffled as a whole; else its files."""
+    def rows(
+        self, split: str, more: Sequence[str | None] = ()
+    ) -> Chunk | ParquetSource:
+        """Returns a split's columns in memory where they are few enough, to be shuffled as a whole; else its files.
+
+        Args:
+            split: name of the split.
+            more: further columns to hold, such as a weight that a setting names; those that the files lack are left
+                to whoever reads them.
+        """
         source = self.splits[split]
         roles = self.roles
         others = (roles.label, *roles.tasks, roles.weight, self.evaluation.candidates)
-        names = [*self.features, *self.dense, *filter(None, others)]
         outputs = self.preprocessor.outputs
+        others += tuple(name for name in more if name in outputs)
+        names = list(
+            dict.fromkeys(filter(None, (*self.features, *self.dense, *others)))
+        )
         lists = sum(outputs[name].startswith("list") for name in names)
         values = len(names) + (_LIST_VALUES - 1) * lists
         if source.num_rows * values > WHOLE_VALUES:
             return source
-        if split not in self._held:
+        key = (split, *names)
+        if key not in self._held:
             chunks = [source.read(group, names) for group in source.groups]
-            self._held[split] = concatenate_rows(chunks, names)
-        return self._held[split]
+            self._held[key] = concatenate_rows(chunks, names)
+        return self._held[key]
 
     @cached_property
-    def _held(self) -> dict[str, Chunk]:
-        """The splits that are held in memory, each read once."""
+    def _held(self) -> dict[tuple[str, ...], Chunk]:
+        """What is held in memory, by split and columns, each read once."""
         return {}
 
     def describe_columns(self) -> list[str]:

@@ -1,0 +1,61 @@
+"""A line that moves where stderr is a terminal, and plain lines anywhere."""
+
+import fcntl
+import io
+import os
+import pty
+import struct
+import sys
+import termios
+from collections.abc import Iterator
+
+import pytest
+
+from torchrec_ext.drawing.terminal import terminal
+from torchrec_ext.train.report.progress import Progress
+
+pytestmark = pytest.mark.unit
+TRAIN = {"kind": "train", "epoch": 1, "step": 2, "loss": 0.5, "rows_per_s": 1000.0}
+EVAL = {"kind": "eval", "epoch": 1, "step": 2, "auc": 0.75}
+LINES = [
+    "epoch 1, step 2 of 4: loss 0.5000, rows_per_s 1,000\n",
+    "epoch 1, step 2 of 4: auc 0.7500\n",
+]
+
+
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """What stderr's terminal shows, as its owner reads it."""
+    owner, device = pty.openpty()
+    fcntl.ioctl(device, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    with os.fdopen(device, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        yield owner
+    os.close(owner)
+
+
+def test_a_terminal_gets_a_moving_line_and_the_output_plain_ones(
+    screen: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress = Progress(total=4, visible=True)
+    progress.advance()
+    progress.show(TRAIN)
+    progress.show(EVAL)
+    progress.close()
+    sys.stderr.flush()
+    drawn = os.read(screen, 10_000).decode()
+    assert "\r" in drawn
+    assert "1/4" in drawn
+
+
+def test_a_file_gets_plain_lines_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert terminal() is None
+    progress = Progress(total=4, visible=True)
+    progress.advance()
+    progress.show(TRAIN)
+    progress.show(EVAL)
+    progress.close()
+    assert capsys.readouterr().out == "".join(LINES)
