@@ -187,10 +187,6 @@ def fresh(options: Options) -> Iterator[Row]:
             "data.batch_s=0.2",
             "model.tower_widths=64,32",
         ]
-        sets += [
-            f"ids.user_id=dynamic,capacity={users + 1}",
-            f"ids.item_id=dynamic,capacity={items + 1}",
-        ]
         if options.quick:
             # A capture would take longer than the run.
             sets.append("train.compile=off")
@@ -201,6 +197,11 @@ def fresh(options: Options) -> Iterator[Row]:
             "--keep=4",
         ]
         arguments += [f"--publish-s={PUBLISH_S}", *(f"--{text}" for text in sets)]
+        arguments += [
+            "--ids.features",
+            f"user_id=dynamic,capacity={users + 1}",
+            f"item_id=dynamic,capacity={items + 1}",
+        ]
         trainer = started(stack, arguments, cores[0], folder / "trainer.txt")
         threading.Thread(
             target=lambda: trainer.stdout and trainer.stdout.read(), daemon=True
