@@ -39,6 +39,8 @@ import torch
 from harness import ROOT, Row, row
 
 from torchrec_ext.networks.gpu_sharing import mps_is_running
+from torchx_apps.config import as_words
+from torchx_apps.recipes.by_name import load_recipe
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 SCRIPTS = {"gpu_adopt": [], "negatives": [], "mixed_precision": ["--studies"]}
@@ -379,7 +381,7 @@ def trained(recipe: str, settings: tuple[str, ...], ranks: int) -> dict[str, Any
             if ranks > 1
             else []
         )
-        flags = [f"--{setting}" for setting in settings]
+        flags = as_words(load_recipe(recipe), settings)
         app = [
             "-m",
             "torchx_apps.train",
