@@ -393,7 +393,10 @@ class Publisher:
         if self._step == run.at.step or not min(run.loader.ids.live.values()):
             return
         self.newest = self._folder / f"step-{run.at.step:010}"
-        with run.outside_pipeline():
+        # An export draws random numbers; those of training must not depend on when it is
+        # published.
+        devices = range(torch.cuda.device_count())
+        with run.outside_pipeline(), torch.random.fork_rng(devices):
             self._write(self.newest)
         write_whole(self._folder / CURRENT, f"{self.newest.name}\n".encode())
         self._step = run.at.step
