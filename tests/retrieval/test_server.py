@@ -449,6 +449,20 @@ def test_a_killed_worker_is_replaced(folder: Path) -> None:
         assert client.get("/healthz").status == 200
 
 
+def test_a_worker_ends_with_a_parent_that_is_killed(folder: Path) -> None:
+    with serving(folder) as server:
+        server.process.kill()
+        server.process.wait()
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            try:
+                server.client().get("/healthz")
+            except OSError:
+                return
+            time.sleep(0.2)
+    raise AssertionError("the worker still answers")
+
+
 def test_too_many_connections_get_503(folder: Path) -> None:
     with serving(folder, "--limit-concurrency=3") as server:
         held = [server.client() for _ in range(6)]

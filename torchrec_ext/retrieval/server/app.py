@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
+import signal
 import sys
 import time
 import traceback
@@ -311,15 +312,26 @@ def application(served: Served) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        watching = asyncio.create_task(served.watch.run())
+        tasks = [
+            asyncio.create_task(served.watch.run()),
+            asyncio.create_task(_end_with_parent(os.getppid())),
+        ]
         yield
-        watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await watching
+        for task in tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
 
     app = Starlette(routes=routes, lifespan=lifespan)
     app.router.redirect_slashes = False
     return Guard(app, served, frozenset([*asked, *gets]))
+
+
+async def _end_with_parent(parent: int) -> None:
+    """Ends this worker when its parent is gone: one that was killed by force ends none, and the port stays taken."""
+    while os.getppid() == parent:
+        await asyncio.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def create() -> ASGIApp:
