@@ -139,10 +139,6 @@ class Column:
         """Returns a ragged column with other windows into the same ``pool``."""
         return Column.from_windows(self._pool, Windows(starts, stops))
 
-    def with_pool(self, pool: Array) -> Column:
-        """Returns the ragged column with other values in its ``pool``."""
-        return Column.from_windows(pool, self.windows)
-
     @property
     def values(self) -> Array:
         """The values of all rows, one row after the other: (B,), or (sum of lengths,) for a ragged column."""

@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from time import perf_counter, thread_time
+from time import thread_time
 from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -66,11 +66,6 @@ class BatchSource:
     def is_ahead(self) -> bool:
         """Whether the next batch is ready."""
         return bool(self._ahead)
-
-    def peek(self) -> None:
-        """Gets the next batch ready, so that only its step can fail then."""
-        if not self._ahead:
-            self._ahead.append(self.take(perf_counter)[0])
 
     def take(self, clock: Callable[[], float]) -> tuple[Any, float, float]:
         """Returns a batch, its seconds, and the seconds of these without computing in this thread."""

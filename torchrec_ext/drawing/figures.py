@@ -31,20 +31,3 @@ def figure_with_panels(
 def save_figure(figure: Any, path: Path) -> None:
     """Writes a figure as PNG."""
     figure.savefig(path, dpi=120)
-
-
-def require_matplotlib(remedy: str) -> None:
-    """Checks that pictures can be drawn, before work is done for them.
-
-    Args:
-        remedy: what to do if matplotlib cannot be installed, such as the flag that turns pictures off.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        raise ValueError(
-            f"pictures need matplotlib: pip install 'torchrec-ext[report]', or {remedy}"
-        ) from None

@@ -81,11 +81,6 @@ class Metrics:
     content_type = CONTENT_TYPE_LATEST
 
 
-def forget_worker(pid: int) -> None:
-    """Removes the gauges of an ended worker from the page; keeps its counts."""
-    multiprocess.mark_process_dead(pid)
-
-
 class Log:
     """Writes lines of JSON: ``time`` (UTC), ``event``, ``pid`` and the values of the event.
 
