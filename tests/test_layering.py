@@ -593,9 +593,9 @@ def test_what_a_command_line_needs_imports_no_torch(
         (["train", "--sync.mode", "local_sdg"], 1, "'local_sdg'"),
         (["train", "--sync.outer_lr", "0.5"], 1, "only for mode=local_sgd"),
         (
-            ["train", "--optimizer.per_table", "a=sdg"],
+            ["train", "--optimizer.per_table.a.kind", "sdg"],
             1,
-            "the optimizer 'sdg' must be one of",
+            "per_table.a.kind='sdg'",
         ),
         (["train", "--plan.towers", "user"], 1, "gives the tower 'user' no rank"),
     ],

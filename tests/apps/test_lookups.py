@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from tests.examples import META, small_model
-from torchrec_ext.distributed.optim.config import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig, Override
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchx_apps.jobs.setup import merge_lookups
 from torchx_apps.recipes.two_tower import two_tower_job
@@ -30,8 +30,12 @@ def test_auto_merges_where_it_saves_exchanges() -> None:
 def test_auto_leaves_tables_where_a_placement_or_a_path_looks_for_them() -> None:
     assert not merged(2, plan=PlanConfig(towers="user:0,item:1"))
     assert not merged(2, plan=PlanConfig(towers="auto"))
-    assert not merged(2, optimizer=OptimizerConfig(per_table=("towers.item=sgd",)))
-    assert merged(2, optimizer=OptimizerConfig(per_table=("item_id=sgd",)))
+    assert not merged(
+        2, optimizer=OptimizerConfig(per_table={"towers.item": Override(kind="sgd")})
+    )
+    assert merged(
+        2, optimizer=OptimizerConfig(per_table={"item_id": Override(kind="sgd")})
+    )
 
 
 def test_what_is_asked_for_is_done_or_refused() -> None:

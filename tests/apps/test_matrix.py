@@ -183,10 +183,12 @@ _SHARED = () if no_library() else ("collectives=shared_memory",)
 # By option its choices, and the overrides that each stands for.
 OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "amp": {"off": (), "bf16": ("train.amp=bf16",), "fp16": ("train.amp=fp16",)},
-    "id_dropout": {"off": (), "on": ("id_dropout={item}=0.1",)},
+    "id_dropout": {"off": (), "on": ("id_dropout.{item}=0.1",)},
     "ids": {
         "static": (),
-        "dynamic": ("ids.{item}=dynamic,capacity=200,admit_after=2 ids.every=2",),
+        "dynamic": (
+            "ids.features.{item}.capacity=200 ids.features.{item}.admit_after=2 ids.every=2",
+        ),
     },
     "sampling": {
         "recipe's": (),
@@ -472,23 +474,23 @@ REFUSED = [
     ),
     Refused(
         {"recipe": ("session",), "ids": ("dynamic",)},
-        r"ids\.session: a SessionTask has no dynamic ids; leave it out",
+        r"ids\.features\.session: a SessionTask has no dynamic ids; leave it out",
     ),
     Refused(
         {"ids": ("dynamic",), "sync": ("local_sgd", "diloco")},
-        r"sync\.mode=local_sgd with ids\.(item_id|session): a row begins anew on all ranks",
+        r"sync\.mode=local_sgd with ids\.features\.(item_id|session): a row begins anew on all ranks",
     ),
     Refused(
         {"ids": ("dynamic",), "id_dropout": ("on",)},
-        r"id_dropout=\w+=0\.1 with ids\.\w+: admit_after=2 trains",
+        r"id_dropout\.\w+ with ids\.features\.\w+: admit_after=2 trains",
     ),
     Refused(
         {"ids": ("dynamic",), "rows_on": ("cpu",)},
-        r"loader\.device=cpu with ids\.\w+: ids are mapped to rows",
+        r"loader\.device=cpu with ids\.features\.\w+: ids are mapped to rows",
     ),
     Refused(
         {"ids": ("dynamic",), "early_stop": ("on",)},
-        r"train\.early_stop\.metric=\S+ with ids\.\w+: other ids have the rows by the last step",
+        r"train\.early_stop\.metric=\S+ with ids\.features\.\w+: other ids have the rows by the last step",
     ),
     Refused(
         {
@@ -496,7 +498,7 @@ REFUSED = [
             "loss": ("catalogue",),
             "recipe": ("two_tower", "retrieval", "stream"),
         },
-        r"model\.loss=catalogue with ids\.item_id: every step reads all items",
+        r"model\.loss=catalogue with ids\.features\.item_id: every step reads all items",
     ),
     Refused(
         {"recipe": ("session",), "id_dropout": ("on",)},

@@ -174,7 +174,7 @@ def data_for_build(job: Job, task: Task) -> Any:
     """
     if not job.ids.features:
         return task.data
-    for name in job.ids.policies():
+    for name in job.ids.features:
         # Refuses a task without raw ids by name.
         task.raw_values(name)
     # This model only says which columns share a table, so it takes none of the job's
@@ -207,9 +207,7 @@ def merge_lookups(job: Job, model: nn.Module, world_size: int) -> None:
                 f"lookups=merged: {type(model).__name__} has no look-ups of several towers; leave it at auto"
             )
         return
-    by_path = any(
-        "." in exception.partition("=")[0] for exception in job.optimizer.per_table
-    )
+    by_path = any("." in pattern for pattern in job.optimizer.per_table)
     helps = world_size > 1 and job.plan.towers == "data_parallel" and not by_path
     if job.lookups == "merged" or (job.lookups == "auto" and helps):
         merge()
@@ -291,7 +289,7 @@ def loader_of(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> An
             loader, schema, policies, every=job.ids.every, raw_ids=raw_ids
         )
     if job.id_dropout:
-        return IdDropout(loader, schema, job.id_dropout_rates(), seed=config.seed)
+        return IdDropout(loader, schema, job.id_dropout, seed=config.seed)
     return loader
 
 

@@ -124,7 +124,7 @@ def why_alone(job: Job) -> str | None:
     if job.export != "never":
         return f"export={job.export} makes a bundle where a network is trained alone; run rec.serve.export afterwards"
     if job.ids.features:
-        return f"ids.{job.ids.features[0]} is of networks that are trained alone; leave it out to stack"
+        return f"ids.features.{next(iter(job.ids.features))} is of networks that are trained alone; leave it out to stack"
     if job.pretrained:
         return f"pretrained={','.join(job.pretrained)} is of networks that are trained alone; leave it out to stack"
     for group, names in _OF_ONE_NETWORK.items():
