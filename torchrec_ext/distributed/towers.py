@@ -175,9 +175,11 @@ class TowersOnRanks(nn.Module):
             [here * total for total in totals],
         )
         outputs: dict[str, Tensor] = {}
-        blocks = received.split([here * total for total in totals])
+        blocks = torch.split(received, [here * total for total in totals])
         for of_rank, total, block in zip(by_rank, totals, blocks, strict=True):
-            columns = block.view(here, total).split(list(of_rank.widths.values()), 1)
+            columns = torch.split(
+                block.view(here, total), list(of_rank.widths.values()), dim=1
+            )
             outputs |= zip(of_rank.widths, columns, strict=True)
         return [outputs[name] for name in self.ranks]
 
