@@ -262,7 +262,6 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "shared_memory": _SHARED,
     },
     "towers": {"recipe's": (), "2": ("model.towers=user_id+weekday,item_id+hour",)},
-    "compress": {"off": (), "linear": ("model.compress=dim=16",)},
     "share_items": {"no": (), "yes": ("model.share_items=true",)},
     "share_user": {"recipe's": (), "no": ("model.share_user=false",)},
     "out_of_range": {"error": (), "oov": ("model.out_of_range=oov",)},
@@ -293,7 +292,6 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
 # Recipes that have the keys of an option; the others refuse them by name.
 ONLY = {
     "towers": ("n_tower", "stream", "multi_task"),
-    "compress": ("two_tower", "retrieval", "n_tower", "stream", "multi_task"),
     "share_items": ("two_tower", "retrieval"),
     "share_user": ("two_tower", "retrieval", "ncf", "contextual_ncf"),
     "position": ("bst", "session"),
@@ -836,11 +834,7 @@ def outcomes_of(
 
 def learns_little(cell: Cell) -> bool:
     """Whether options meet that each slow learning: what a few steps then learn is close to chance."""
-    slow = [("id_dropout", "on"), ("compress", "linear")]
-    if cell["compress"] == "linear":
-        # Each takes some .07 of the AUC of the few steps, by runs of one cell of the
-        # recipe stream.
-        slow += [("ids", "dynamic"), ("amp", "bf16")]
+    slow = [("id_dropout", "on")]
     return (
         sum(cell[name] == choice for name, choice in slow)
         + (cell["loss"] != "recipe's")

@@ -283,7 +283,7 @@ def planned(runtime: Runtime) -> list[str]:
             "data.name=planted", "data.users=60", "data.items=50", *overrides
         )
         task = load_task(job, runtime)
-        texts.append(plan_job(job, build_model(job, task), None, runtime)[1])
+        texts.append(plan_job(job, build_model(job, task), runtime)[1])
     return texts
 
 

@@ -87,8 +87,8 @@ SHARDED = [
 BY_HOST = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 # These types reduce-scatter: the exchange adds up the messages of the ranks.
 SUMMED = (ShardingType.ROW_WISE.value, *BY_HOST)
-# Kernels with their rows in the host's memory or on an SSD.
-OFF_THE_GPU = ("fused_uvm", "fused_uvm_caching", "key_value")
+# Kernels with their rows in the host's memory.
+OFF_THE_GPU = ("fused_uvm", "fused_uvm_caching")
 # Embeddings and their gradients may travel in fewer bits; ids are integers and travel
 # as they are.
 CODED_OPS = (

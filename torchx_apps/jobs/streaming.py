@@ -110,9 +110,9 @@ def run_stream(
         assert run.checkpointer is not None, "checkpoint.steps is 1 or more"
         folder = publication.folder or run.path / BUNDLES
         _check_writable(folder)
-        plan, plan_text = plan_job(job, model, None, runtime)
+        plan, plan_text = plan_job(job, model, runtime)
         print(f"\n{plan_text}\n", flush=True)
-        parts = JobParts(job, model, schema, loader, plan, plan_text, None)
+        parts = JobParts(job, model, schema, loader, plan, plan_text)
         parallel, optimizer = shard_job(parts, runtime)
         if job.start.path and not run.checkpoint:
             together = CheckpointRanks(runtime)

@@ -2,7 +2,7 @@
 
 ``n_tower`` holds its rows in memory; ``stream`` reads what rec.data.preprocess wrote, of any size, while it trains, and
 so does ``multi_task``, which learns several labels of a row together.
-Keys of the recipes say which columns are in which tower, and how a tower's output is compressed.
+Keys of the recipes say which columns are in which tower.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torchrec_ext.modules.config import (
     INTERACTIONS,
     LOSSES,
     Activation,
-    Compression,
     Interaction,
     LossName,
     Normalization,
@@ -31,7 +30,6 @@ from torchrec_ext.modules.config import (
 )
 from torchrec_ext.schema.validation import OutOfRange, listed
 from torchrec_ext.train.config import Schedule, TrainConfig
-from torchx_apps.config import with_settings
 from torchx_apps.tasks.job import Job, numbers_by_name
 from torchx_apps.tasks.loading import labelled_task, multi_label_task, streamed_task
 
@@ -40,25 +38,6 @@ if TYPE_CHECKING:
     from torchrec_ext.models.multi_task import MultiTaskModel
     from torchrec_ext.models.tower_model import TowerModel
     from torchrec_ext.modules.tower import Tower
-
-
-def compression_of(text: str) -> Compression | None:
-    """Parses ``model.compress``, settings of a :class:`Compression` such as ``dim=16,flat=2``; None for an empty text.
-
-    Example:
-        >>> compression_of("kind=cross,dim=8,per_feature=1")
-        Compression(kind='cross', dim=8, per_feature=1, flat=1, layers=1)
-        >>> compression_of("dims=8")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ...
-        ValueError: model.compress=dims=8: Unrecognized options: --dims, 8...
-    """
-    if not text:
-        return None
-    try:
-        return with_settings(Compression(), text.split(","))
-    except ValueError as error:
-        raise ValueError(f"model.compress={text}: {error}") from None
 
 
 def check_towers(text: str) -> None:
@@ -185,8 +164,6 @@ class NTowerConfig:
         towers: user, item and context where empty; the features of each tower, as ``user_id+homework,item_id+daytime``;
             or the columns of each by name or pattern, as ``user:user_id,age item:item_id,price_*``, the item's tower
             last. ``examples/towers_by_affinity.py`` proposes towers of features that occur together.
-        compress: settings of the :class:`Compression` of a tower's embeddings before its MLP or, without one, before
-            they leave its ranks, such as ``dim=16,flat=2``; none where empty.
         interaction: network over the towers' outputs, see :func:`interaction_layer`. Where ``towers`` is empty, one
             that takes two towers, such as ``dot``, gets the context as part of the user's.
         top_widths: hidden widths of the interaction.
@@ -204,7 +181,6 @@ class NTowerConfig:
     embedding_std: float = 0.01
     tower_widths: tuple[int, ...] = ()
     towers: str = ""
-    compress: str = ""
     interaction: Interaction = "dcn"
     top_widths: tuple[int, ...] = (128, 64)
     activation: Activation = "relu"
@@ -217,7 +193,6 @@ class NTowerConfig:
 
     def __post_init__(self) -> None:
         # Parsed for their errors alone, before any data are loaded.
-        compression_of(self.compress)
         check_towers(self.towers)
         check_loss(self.loss, self.interaction, self.temperature)
 
@@ -342,7 +317,6 @@ def _towers(config: NTowerConfig, data: StreamedData) -> dict[str, Tower]:
             activation=config.activation,
             normalization=config.normalization,
             dropout=config.dropout,
-            compress=compression_of(config.compress),
             device=torch.device("meta"),
         )
     return towers

@@ -19,7 +19,6 @@ from torchrec_ext.modules.config import (
 )
 from torchrec_ext.schema.validation import OutOfRange
 from torchrec_ext.train.config import TrainConfig
-from torchx_apps.recipes.n_tower import compression_of
 from torchx_apps.tasks.job import Job
 
 if TYPE_CHECKING:
@@ -41,8 +40,6 @@ class TwoTowerConfig:
     Args:
         embedding_dim: columns of every table.
         tower_widths: widths of each tower's MLP; the last is D, what the interaction sees.
-        compress: settings of the :class:`Compression` of a tower's embeddings before its MLP or, without one, before
-            they leave its ranks, such as ``dim=16,flat=2``; none where empty.
         features: columns that the towers read; all columns of the set where none are named.
         without: columns that the towers do not read.
         interaction: ``top_nn`` (concatenation, MLP, logit), ``dot``, or another of :func:`interaction_layer`.
@@ -67,7 +64,6 @@ class TwoTowerConfig:
 
     embedding_dim: int = 32
     tower_widths: tuple[int, ...] = (64,)
-    compress: str = ""
     features: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     interaction: Interaction = "top_nn"
@@ -85,7 +81,6 @@ class TwoTowerConfig:
 
     def __post_init__(self) -> None:
         # Parsed for its errors alone, before any data are loaded.
-        compression_of(self.compress)
         check_loss(self.loss, self.interaction, self.temperature)
         check_hardest("model.hardest", self.hardest, self.loss)
         if self.reject_known and not LOSSES[self.loss].in_batch:
@@ -227,6 +222,5 @@ def _tower(
         dense=dense,
         activation=config.activation,
         dropout=config.dropout,
-        compress=compression_of(config.compress),
         device=torch.device("meta"),
     )

@@ -185,8 +185,8 @@ def _with_vocabularies(
         ]
         if early or (names and not isinstance(step, Categorify)):
             raise BundleError(
-                f"ids.features.{(early or names)[0]}: a bundle maps raw ids, and {type(step).__name__} of the preprocessing "
-                "makes or reads others; take Categorify, as its last step"
+                f"ids.features.{(early or names)[0]}: a bundle maps raw ids, and {type(step).__name__} of the "
+                "preprocessing makes or reads others; take Categorify, as its last step"
             )
         if not names:
             pairs.append((step, state))

@@ -5,7 +5,6 @@ This module imports no torch, so that a command line is checked at once; what a 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +26,7 @@ if TYPE_CHECKING:
     from torchrec_ext.schema import BatchSchema
     from torchx_apps.tasks.task import Task
 
-# Variable with the topology of a job that goes on with the nodes that are up, as the
-# component was given it.
-ELASTIC = "TORCHREC_EXT_ELASTIC"
 
-Lookups = Literal["auto", "merged", "apart"]
 Export = Literal["never", "auto", "require"]
 
 
@@ -71,9 +66,6 @@ class Job:
         ids: columns whose ids get and lose rows while the job trains.
         optimizer: optimizers of tables and dense layers.
         plan: how tables are spread over ranks.
-        lookups: ``merged`` looks up the tables of all towers in one exchange, or in one for each set of ranks where
-            towers have ranks of their own; ``apart`` goes tower by tower, with the same result; ``auto`` merges
-            on several ranks, unless ``plan.towers`` or a path in ``optimizer.per_table`` prevents it.
         sync: what ranks exchange, and how often.
         train: length of the training, and the seed of everything.
         evaluation: ranking figures of the evaluations, where they should be others than the recipe's, and the
@@ -104,7 +96,6 @@ class Job:
     ids: IdsConfig = field(default_factory=IdsConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
-    lookups: Lookups = "auto"
     sync: SyncConfig = field(default_factory=SyncConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -129,7 +120,6 @@ class Job:
         if self.ids.features:
             self._check_ids()
         check_choice("export", self.export, get_args(Export))
-        check_choice("lookups", self.lookups, get_args(Lookups))
         check_choice("collectives", self.collectives, get_args(Collectives))
 
     def _check_ids(self) -> None:
@@ -154,11 +144,6 @@ class Job:
                 self.sync.mode != "every_step",
                 f"sync.mode={self.sync.mode}",
                 "a row begins anew on all ranks in one step; set sync.mode=every_step",
-            ),
-            (
-                self.plan.towers != "data_parallel",
-                f"plan.towers={self.plan.towers}",
-                "their towers are on every rank; set plan.towers=data_parallel",
             ),
             (
                 bool(kernel),
@@ -241,27 +226,3 @@ def dynamic_ids_of(job: Job, task: Task, schema: BatchSchema) -> dict[str, Dynam
                 policies[other] = policy
                 tables.update(same.tables)
     return policies
-
-
-def check_elastic(job: Job, topology: str | None = None) -> None:
-    """Refuses settings for a fixed number of ranks, if the job trains on however many nodes are up.
-
-    Args:
-        job: the job.
-        topology: MIN:MAXxPROCS of the launch; that of this process's environment where not given, empty for none.
-
-    Raises:
-        ValueError: naming the setting.
-    """
-    topology = os.environ.get(ELASTIC, "") if topology is None else topology
-    if not topology:
-        return
-    least, _, rest = topology.partition(":")
-    procs = rest.partition("x")[2]
-    ranks = int(least) * int(procs)
-    towers = job.plan.towers
-    if ":" in towers or (towers == "tower_parallel" and ranks < 2):
-        raise ValueError(
-            f"plan.towers={towers} with -j {topology}: it gives towers ranks of their own, whose number changes with "
-            f"the nodes that are up; set plan.towers=auto, or write -j {rest}"
-        )

@@ -347,8 +347,8 @@ class Task(ABC):
             ValueError: the rows of the task have no dynamic ids, as by default.
         """
         raise ValueError(
-            f"ids.features.{name}: a {type(self).__name__} has no dynamic ids; leave it out, or take --recipe two_tower, "
-            "retrieval, ncf, n_tower, contextual_ncf, stream or multi_task"
+            f"ids.features.{name}: a {type(self).__name__} has no dynamic ids; leave it out, or take --recipe "
+            "two_tower, retrieval, ncf, n_tower, contextual_ncf, stream or multi_task"
         )
 
     def same_ids(self, name: str) -> Sequence[str]:

@@ -1,6 +1,5 @@
 """Plans that are made, shown, refused in numbers, and the same refusal on every rank."""
 
-import math
 import re
 import unittest.mock
 
@@ -15,7 +14,7 @@ from torchrec import (
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.types import CacheParams, KeyValueParams
+from torchrec.distributed.types import CacheParams
 
 from tests.contracts import run_ranks
 from tests.distributed.plan.topologies import topology
@@ -69,7 +68,7 @@ def test_a_sharding_type_per_table() -> None:
         ),
         (
             {"kernel": "uvm"},
-            "kernel: 'uvm' must be one of auto, dense, fused, fused_uvm, fused_uvm_caching, key_value",
+            "kernel: 'uvm' must be one of auto, dense, fused, fused_uvm, fused_uvm_caching",
         ),
         (
             {"cache_load_factor": 1.5},
@@ -77,7 +76,7 @@ def test_a_sharding_type_per_table() -> None:
         ),
         (
             {"kernel": "fused", "cache_load_factor": 0.5},
-            "cache_load_factor=0.5: only for kernel=fused_uvm_caching or",
+            "cache_load_factor=0.5: only for kernel=fused_uvm_caching, not kernel=fused",
         ),
         (
             {"forward_precision": "fp8"},
@@ -139,25 +138,12 @@ def test_what_a_table_leaves_out_is_that_of_every_table() -> None:
             "table 'user_id': kernel=fused_uvm on a cpu: its rows would lie beside a GPU's",
         ),
         (
-            {"tables": ("item_id=key_value",)},
-            "table 'item_id': kernel=key_value is planned only, by TorchRec",
-        ),
-        (
             {"kernel": "dense", "sharding": "row_wise"},
             "table 'user_id': kernel=dense with row_wise: TorchRec runs it",
         ),
         (
             {"kernel": "fused", "sharding": "data_parallel"},
             "table 'user_id': kernel=fused with data_parallel: each",
-        ),
-        (
-            {"sharding": "table_row_wise", "towers": "user:0,item:1"},
-            "table 'user_id': TorchRec makes the process groups of table_row_wise by host, over all ranks, not with "
-            "plan.towers=user:0,item:1",
-        ),
-        (
-            {"forward_precision": "fp16", "towers": "user:0,item:1"},
-            "plan.forward_precision=fp16, plan.backward_precision=fp32 with plan.towers=user:0,item:1: placed towers",
         ),
         (
             {"forward_precision": "fp16", "sharding": "data_parallel"},
@@ -220,7 +206,7 @@ def test_rows_that_an_optimizer_reads_where_they_lie_are_not_cached(
 
 
 def test_memory_without_state_is_that_of_torchrecs_own_estimator_to_the_byte() -> None:
-    devices = topology(16, 8, ssd_gb=4096)
+    devices = topology(16, 8)
     tables = [
         EmbeddingBagConfig(
             name=name, feature_names=[name], num_embeddings=rows, embedding_dim=64
@@ -242,7 +228,7 @@ def test_memory_without_state_is_that_of_torchrecs_own_estimator_to_the_byte() -
             "ad=row_wise",
             "item=column_wise:fused_uvm",
             "place=data_parallel:dense",
-            "word=grid_shard:key_value",
+            "word=grid_shard:fused",
         ),
     )
     optimizer = OptimizerConfig(tables="sgd")
@@ -252,19 +238,14 @@ def test_memory_without_state_is_that_of_torchrecs_own_estimator_to_the_byte() -
         "ad": "fused_uvm_caching",
         "item": "fused_uvm",
         "place": "dense",
-        "word": "key_value",
+        "word": "fused",
     }
     constraints = {
         option.name: ParameterConstraints(
             sharding_types=[option.sharding_type],
             compute_kernels=[option.compute_kernel],
             min_partition=option.shards[0].size[1],
-            cache_params=CacheParams(load_factor=0.1)
-            if option.name in ("ad", "word")
-            else None,
-            key_value_params=KeyValueParams(
-                max_l1_cache_size=math.ceil(5_000_000 * 64 * 4 * 0.1 / 16 / 2**20)
-            ),
+            cache_params=CacheParams(load_factor=0.1) if option.name == "ad" else None,
         )
         for option in drafted.options
     }
@@ -281,7 +262,6 @@ def test_memory_without_state_is_that_of_torchrecs_own_estimator_to_the_byte() -
     text = explain(drafted.plan, model, 16)
     assert re.search(r"row_wise +fused_uvm_caching +rank 0 rows 0-", text)
     assert "of these in host memory on ranks" in text
-    assert "of these on the SSD on ranks" in text
 
 
 def test_constraints_of_torchrec_win() -> None:
@@ -342,12 +322,11 @@ def refused(runtime: Runtime) -> str:
 def test_a_table_that_does_not_fit_is_refused_in_numbers_on_every_rank() -> None:
     first, second = run_ranks(refused, 2, timeout_s=60)
     assert first == second
+    assert len(first) <= 200
     weights_and_state = 300_000_000 * 64 * 8 / 1024**3
-    assert f"the largest table, 'ad_id', needs {weights_and_state:.2f} GiB" in first
+    assert f"'ad_id' {weights_and_state:.2f} GiB" in first
     # 8 GiB less 15 %
-    assert "2 rank(s) have 6.80 GiB each, 13.60 GiB together" in first
-    assert "at least 22 ranks of this size" in first
-    assert "or fewer rows, by rec.data.preprocess" in first
+    assert "fits 2 rank(s) of 6.80 GiB" in first
 
 
 def outcome(world_size: int, optimizer: OptimizerConfig, **config: object) -> str:
@@ -380,27 +359,16 @@ def test_the_state_of_the_optimizer_counts(
 
 def test_the_reserve_is_kept() -> None:
     assert outcome(12, OptimizerConfig(tables="sgd")) == "fits"
-    assert "12 rank(s) have 3.20 GiB each" in outcome(
+    assert "12 rank(s) of 3.20 GiB" in outcome(
         12, OptimizerConfig(tables="sgd"), reserve=0.6
     )
-
-
-def test_more_ranks_are_not_advised_where_they_cannot_help() -> None:
-    text = outcome(8, OptimizerConfig(), sharding="data_parallel")
-    assert (
-        "shard the data_parallel tables, which no number of ranks makes smaller" in text
-    )
-    assert "at least" not in text
 
 
 @pytest.mark.unit
 def test_small_sizes_are_refused_in_numbers_too() -> None:
     with pytest.raises(PlanError) as error:
         plan_sharding(small_model(META), CPU, PlanConfig(memory_gb=0.00001))
-    assert (
-        "need 25.12 KiB over all ranks and 0.00 KiB on each; 1 rank(s) have 8.91 KiB each"
-        in str(error.value)
-    )
+    assert "1 rank(s) of 8.91 KiB: tables with state take 25.12 KiB" in str(error.value)
 
 
 @pytest.mark.unit
@@ -491,7 +459,6 @@ def test_tables_that_are_small_together_are_whole_on_every_rank_where_that_is_fr
         ),
         (at_the_limit, TWO_RANKS, PlanConfig(sharding="table_wise"), adagrad),
         (at_the_limit, TWO_RANKS, PlanConfig(tables=("user_id=row_wise",)), adagrad),
-        (at_the_limit, TWO_RANKS, PlanConfig(towers="tower_parallel"), adagrad),
         (at_the_limit, TWO_RANKS, free, OptimizerConfig(clip_norm=1.0)),
     ):
         assert small_tables_whole(model, runtime, config, optimizer) == {}

@@ -26,7 +26,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "row_wise": {"sharding": "row_wise"},
     "column_wise": {"sharding": "column_wise"},
     "mixed": {"sharding": "table_wise", "tables": ("history=data_parallel",)},
-    "placed": {"sharding": "table_wise", "towers": "user:0,item:1"},
 }
 # no kernel moves a table, so there is no gate
 REPLICAS: Case = ("replicas", "adagrad", SyncConfig())
@@ -41,7 +40,6 @@ STOPS: list[Case] = [
 SKIPS: list[Case] = [
     ("row_wise", "adam", SyncConfig()),
     ("mixed", "adagrad", SyncConfig()),
-    ("placed", "adagrad", SyncConfig()),
 ]
 ALL_SKIPS: list[Case] = [
     *((plan, kind, SyncConfig()) for plan in PLANS for kind in OPTIMIZERS),

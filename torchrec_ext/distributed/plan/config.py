@@ -1,4 +1,4 @@
-"""PlanConfig: how tables and towers are spread over ranks."""
+"""PlanConfig: how tables are spread over ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from torchrec_ext.distributed.placement import PLACEMENTS, parse_ranks
 from torchrec_ext.schema.validation import check_choice
 
 # TorchRec's names, here and below.
@@ -22,11 +21,9 @@ Sharding = Literal[
     "table_row_wise",
     "grid_shard",
 ]
-Kernel = Literal[
-    "auto", "dense", "fused", "fused_uvm", "fused_uvm_caching", "key_value"
-]
+Kernel = Literal["auto", "dense", "fused", "fused_uvm", "fused_uvm_caching"]
 # Kernels that cache a share of their rows on the GPU.
-CACHING = ("fused_uvm_caching", "key_value")
+CACHING = ("fused_uvm_caching",)
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
 
 
@@ -40,25 +37,21 @@ class TableChoice(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """How tables and towers are spread over ranks.
+    """How tables are spread over ranks.
 
     Args:
         sharding: sharding type of every table, or ``auto``: TorchRec's planner chooses per table,
             but tables that are small all together (2^18 weights) are whole on each rank of a CPU job.
         kernel: TorchRec's compute kernel of every table: ``fused``, with the optimizer in its backward; ``fused_uvm``,
             rows in the host's memory, read over the bus; ``fused_uvm_caching``, those with a cache on the GPU;
-            ``key_value``, rows on an SSD, for plans alone; ``dense``, that of data_parallel tables; or ``auto``:
+            ``dense``, that of data_parallel tables; or ``auto``:
             TorchRec's planner chooses among the first three, and dense. A CPU has ``fused`` and ``dense``.
-        cache_load_factor: share of a table's rows that its cache on the GPU holds, for ``fused_uvm_caching`` and
-            ``key_value``; 0 for TorchRec's .2.
+        cache_load_factor: share of a table's rows that its cache on the GPU holds, for ``fused_uvm_caching``;
+            0 for TorchRec's .2.
         tables: exceptions by table: sharding type, kernel or both, and a cache_load_factor, as
             ``("user_id=row_wise", "ad_id=table_row_wise:fused_uvm_caching:cache_load_factor=0.1")``.
         memory_gb: memory per rank that tables may take, GiB; 0 for what the device has free, divided by its processes.
         reserve: share of that memory kept for dense layers, activations and buffers, 0 to 1.
-        towers: placement of a model's towers: ``data_parallel``, on every rank, one after the other;
-            ``tower_parallel``, at the same time, each on ranks of its own; ranks for each, as in ``user:0-1,item:2+3``;
-            or ``auto``: data_parallel, unless measurements say otherwise. The tables of a tower that has ranks of its
-            own are sharded over these alone.
         forward_precision: numbers in which ranks send each other embeddings of sharded tables: ``fp32``, ``fp16``,
             ``bf16``, or ``int8`` with two numbers of scale for 32 of them.
         backward_precision: numbers in which they send the gradients of these embeddings, as above.
@@ -71,7 +64,6 @@ class PlanConfig:
     tables: tuple[str, ...] = ()
     memory_gb: float = 0.0
     reserve: float = 0.15
-    towers: str = "data_parallel"
     forward_precision: Precision = "fp32"
     backward_precision: Precision = "fp32"
     backward_loss_scale: float = 1.0
@@ -92,8 +84,6 @@ class PlanConfig:
             )
         if not 0 <= self.reserve < 1:
             raise ValueError(f"reserve={self.reserve}: must be at least 0 and below 1")
-        if self.towers not in PLACEMENTS:
-            parse_ranks(self.towers)
 
     def _check_precisions(self) -> None:
         for name in ("forward_precision", "backward_precision"):
