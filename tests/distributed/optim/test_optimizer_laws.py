@@ -18,7 +18,7 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig, Override
 from torchrec_ext.distributed.optim.declared import apply_optimizer_in_backward
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.config import PlanConfig, TablePlan
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
@@ -84,7 +84,11 @@ def cases(world_size: int) -> Iterator[tuple[str, PlanConfig, OptimizerConfig]]:
         )
         yield f"mixed, {sharding}", plan, MIXED
     plan = PlanConfig(
-        sharding="row_wise", tables=("user_id=data_parallel", "item_id=table_wise")
+        sharding="row_wise",
+        tables={
+            "user_id": TablePlan(sharding="data_parallel"),
+            "item_id": TablePlan(sharding="table_wise"),
+        },
     )
     yield "exceptions", plan, EXCEPTIONS
     clipped = OptimizerConfig(

@@ -298,8 +298,8 @@ def test_what_nothing_runs_on_a_sharded_table_is_refused_with_remedies(
     with pytest.raises(ValueError) as error:
         decided(kind, "row_wise", "cpu")
     assert str(error.value) == (
-        f"table 'item_id': FBGEMM has no kernel of {kind} for the cpu; set plan.tables=item_id=data_parallel (fp32), "
-        "or optimizer.per_table.item_id.kind=adagrad"
+        f"table 'item_id': FBGEMM has no kernel of {kind} for the cpu; set "
+        "plan.tables.item_id.sharding=data_parallel (fp32), or optimizer.per_table.item_id.kind=adagrad"
     )
 
 
@@ -324,7 +324,7 @@ def test_adam_takes_every_sharding_but_no_half_precision() -> None:
     half = dataclasses.replace(TABLE, data_type=DataType.FP16)
     with pytest.raises(
         ValueError,
-        match=r"^table 'item_id': FBGEMM has no kernel of adam for the cpu; set plan.tables=item_id=",
+        match=r"^table 'item_id': FBGEMM has no kernel of adam for the cpu; set plan.tables.item_id.",
     ):
         decided("adam", "row_wise", "cpu", half)
 

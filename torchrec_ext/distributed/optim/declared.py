@@ -201,7 +201,7 @@ def _sharding(
         return sharding
     raise ValueError(
         f"table '{table.name}': FBGEMM has no kernel of {optimizer} for the {device}; set "
-        f"plan.tables={table.name}=data_parallel (fp32), or "
+        f"plan.tables.{table.name}.sharding=data_parallel (fp32), or "
         f"optimizer.per_table.{table.name}.kind=adagrad"
     )
 
