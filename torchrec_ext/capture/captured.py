@@ -396,9 +396,6 @@ class CapturedStep:
             fused_adam(
                 weights, group_grads, states, clock.step, clock.lr, group[0].choice
             )
-            if group[0].choice.averages:
-                for weight, state in zip(weights, states, strict=True):
-                    state[-1].lerp_(weight, clock.average_rate)
 
     def _limit_norm(
         self, grads: dict[str, list[Tensor | None]], tables: Mapping[str, TableRows]

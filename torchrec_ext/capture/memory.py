@@ -29,7 +29,6 @@ from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.update_rules import (
     SLIDES,
     RowClock,
-    average_on,
     caught_up,
     decay_of,
     decay_on,
@@ -44,11 +43,10 @@ from torchrec_ext.distributed.optim.config import Choice
 
 @dataclass
 class Clock:
-    """The step count of a parameter, this step included, () float32, its learning rate and that of its average, ()."""
+    """The step count of a parameter, this step included, () float32, and its learning rate, ()."""
 
     step: Tensor
     lr: Tensor
-    average_rate: Tensor
 
     def stepped(
         self,
@@ -68,7 +66,6 @@ class Clock:
             self.lr,
             choice,
             table=table,
-            average_rate=self.average_rate,
         )
         return [updated, *state]
 
@@ -156,8 +153,6 @@ class RowTable:
         decay = decay_of(self.choice)
         step = self.clock.step
         lr = self.clock.lr
-        rate = self.clock.average_rate
-        average = (self.rows.average_slides, rate) if self.choice.averages else None
         # The sums go on only now, when all rows of the step have been read as of the
         # step before.
         if self.choice.kind == "adam":
@@ -168,12 +163,9 @@ class RowTable:
                 lr,
                 self.choice.betas,
                 decay,
-                average,
             )
         if decay:
             decay_on(self.rows.decays, step, lr, decay)
-        if average:
-            average_on(self.rows, step, lr, rate, decay)
         if not self._reads:
             return
         all_ids, leaves, states = zip(*self._reads, strict=True)
@@ -235,7 +227,7 @@ class UpdatedParameter:
         table: whether it is a table, (rows, D).
         sharded: whether TorchRec shards it, so that the limit on the gradient's norm leaves it out.
         weight: values of the parameter.
-        state: optimizer state, in the order of its rule in :data:`UPDATES`, then the average if ``choice`` has one.
+        state: optimizer state, in the order of its rule in :data:`UPDATES`.
         steps: the optimizer's counters of steps.
         group: the optimizer's group, with its ``lr``.
         choice: the update rule and its numbers.
@@ -268,7 +260,6 @@ def state_tensors(state: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]
     return tensors, steps
 
 
-_MOST_LOST_DIGITS = 1.0  # of the 7 of float32, in shares of rows in their averages
 # rows of a table to update at once: this takes six temporaries of as many rows
 _BLOCK_ROWS = 1 << 14
 
@@ -279,11 +270,8 @@ class StepMemory:
     Args:
         parameters: parameters to update, one or more, such as those of :func:`.sharded.moved_parameters`.
         fixed: further tensors of the model by name, without an optimizer.
-        clips: whether the norm of all gradients is limited, so that gradients of tables must be complete.
-        average_rate: returns the share of new values in their averages in the next step; None without averages.
 
     Attributes:
-        average_rate: see above.
         unsettled: steps since all rows were brought up to date.
 
     Raises:
@@ -294,13 +282,9 @@ class StepMemory:
         self,
         parameters: Sequence[UpdatedParameter],
         fixed: Mapping[str, Tensor],
-        *,
-        clips: bool = False,
-        average_rate: Callable[[], float] | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self.fixed = dict(fixed)
-        self._clips = clips
         # By identity: each group has a rate of its own, and two groups may be equal.
         self._groups = list(
             {
@@ -309,19 +293,13 @@ class StepMemory:
         )
         self.device = self.parameters[0].weight.device
         self._step = torch.zeros((), device=self.device)
-        self._has_averages = average_rate is not None
-        self.average_rate = average_rate or (lambda: 0.0)
-        # Of the groups, then of the averages.
-        self._rates = [
-            torch.zeros((), device=self.device) for _ in (*self._groups, average_rate)
-        ]
+        self._rates = [torch.zeros((), device=self.device) for _ in self._groups]
         self._last_rates = [float("nan")] * len(self._rates)
         self._rows: dict[str, RowClock] = {}
         self.unsettled = 0
         # At so many unsettled steps all rows must be updated, because a clock knows no
         # earlier ones.
         self._max_unsettled = math.inf
-        self._lost_digits = 0.0
         self.reload()
 
     @property
@@ -369,7 +347,6 @@ class StepMemory:
                     self._catch_up(parameter)
                 self._mark_current(parameter.name)
         self.unsettled = 0
-        self._lost_digits = 0.0
 
     def _catch_up(self, parameter: UpdatedParameter) -> None:
         """Brings every row of a table up to date, a block of rows at a time."""
@@ -419,14 +396,8 @@ class StepMemory:
     def begin(self) -> None:
         """Begins a step: sets its learning rates, and first updates all rows if one may lag too far behind."""
         rates = [group["lr"] for group in self._groups]
-        rates.append(self.average_rate())
-        if (
-            self.unsettled >= self._max_unsettled
-            or self._lost_digits > _MOST_LOST_DIGITS
-        ):
+        if self.unsettled >= self._max_unsettled:
             self.settle()
-        if self._has_averages:
-            self._lost_digits += self._digits_lost_at(rates[-1])
         for index, rate in enumerate(rates):
             # Filling a tensor on a GPU costs a kernel, so it is filled only if the rate
             # has changed.
@@ -434,19 +405,6 @@ class StepMemory:
                 self._last_rates[index] = rate
                 self._rates[index].fill_(rate)
         self.unsettled += 1
-
-    def _digits_lost_at(self, average_rate: float) -> float:
-        """Returns how many digits of averages a step costs by rows that decay faster than these."""
-        most_decay = 0.0
-        for parameter in self.parameters:
-            if parameter.name in self._rows:
-                most_decay = max(
-                    most_decay, parameter.group["lr"] * decay_of(parameter.choice)
-                )
-        share_of_rows = 1 - most_decay
-        if not 0 < share_of_rows < 1:
-            return 0.0
-        return max(math.log10((1 - average_rate) / share_of_rows), 0.0)
 
     @property
     def steps_made(self) -> int:
@@ -461,9 +419,6 @@ class StepMemory:
         """Chooses the update of each table by the number of its look-ups in a step."""
         for name, parameter in self.tables.items():
             if without_closed_form(parameter.choice):
-                continue
-            # The norm needs the table's gradient summed per row.
-            if self._clips and not parameter.sharded:
                 continue
             rows, width = parameter.weight.shape
             if rule(rows, lookups[name], width, self.device.type):
@@ -532,8 +487,4 @@ class StepMemory:
             for index, group in enumerate(self._groups)
             if group is parameter.group
         )
-        return Clock(
-            tensors["step"],
-            tensors[f"rate {index}"],
-            tensors[f"rate {len(self._groups)}"],
-        )
+        return Clock(tensors["step"], tensors[f"rate {index}"])
