@@ -7,7 +7,7 @@ ways:
 - row by row, if few of many rows are read: only these are updated. Adam's other rows are updated when they are next
   read (:mod:`update_rules`), and all of them in :meth:`StepMemory.settle`, so that the result is that of dense Adam.
 
-TableRows: one table inside one captured step: its rows read so far, and their update.
+RowTable: a table of the second kind inside one captured step: its rows read so far, and their update.
 
 UpdatedParameter: a table or dense parameter as plain tensors, with its state, its rule and its learning rate.
 """
@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.nn.functional import embedding
 
 from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.update_rules import (
@@ -71,49 +70,6 @@ class Clock:
 
 
 @dataclass
-class WholeTable:
-    """A table with an update of all rows.
-
-    Args:
-        weight: the table's rows, (rows, D), written.
-        state: optimizer state of all rows, written.
-        choice: the update rule and its numbers.
-        clock: count and learning rate of this step.
-    """
-
-    weight: Tensor
-    state: list[Tensor]
-    choice: Choice
-    clock: Clock
-    leaf: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.leaf = self.weight.detach().requires_grad_()
-
-    def read(self, ids: Tensor) -> Tensor:
-        """Returns the vectors (n, D) of the ids (n,)."""
-        return embedding(ids, self.leaf)
-
-    def leaves(self) -> list[Tensor]:
-        """Returns the tensors to differentiate for :meth:`move`."""
-        return [self.leaf]
-
-    def move(self, grads: Sequence[Tensor | None]) -> None:
-        """Writes the step; ``grads`` are those of :meth:`leaves`."""
-        if grads[0] is None:
-            return
-        new = self.clock.stepped(
-            self.weight, grads[0], self.state, self.choice, table=True
-        )
-        _write([self.weight, *self.state], new)
-
-
-def _write(targets: list[Tensor], values: list[Tensor]) -> None:
-    for target, value in zip(targets, values, strict=True):
-        target.copy_(value)
-
-
-@dataclass
 class RowTable:
     """A table with an update of only the rows read in the step.
 
@@ -123,6 +79,8 @@ class RowTable:
         rows: the clock of its rows, written.
         choice: the update rule and its numbers.
         clock: count and learning rate of this step.
+        zero: 0 with a gradient, (), whose sum with the rows is then their leaf: Dynamo lets nothing out of a graph that
+            depends on ``requires_grad_()`` of a tensor inside, and a user's forward may keep what it computes.
     """
 
     weight: Tensor
@@ -130,6 +88,7 @@ class RowTable:
     rows: RowClock
     choice: Choice
     clock: Clock
+    zero: Tensor | None = None
     _reads: list[tuple[Tensor, Tensor, list[Tensor]]] = field(default_factory=list)
 
     def read(self, ids: Tensor) -> Tensor:
@@ -140,7 +99,8 @@ class RowTable:
             since = self.rows.since.index_select(0, ids)
             before = (self.clock.step - 1).int()
             rows, *state = caught_up(rows, state, since, before, self.rows, self.choice)
-        leaf = rows.detach().requires_grad_()
+        leaf = rows.detach()
+        leaf = leaf.requires_grad_() if self.zero is None else leaf + self.zero
         self._reads.append((ids, leaf, state))
         return leaf
 
@@ -202,7 +162,6 @@ class RowTable:
         return sums.index_select(0, leader_index), (leader == places)[:, None]
 
 
-TableRows = WholeTable | RowTable
 # Takes rows, look-ups of a step, width and device of a table, and returns whether to
 # update it row by row.
 RowRule = Callable[[int, int, int, str], bool]
@@ -455,18 +414,15 @@ class StepMemory:
                     memory[f"{parameter.name}/{name}"] = tensor
         return memory
 
-    def table(
+    def rows(
         self, parameter: UpdatedParameter, tensors: Mapping[str, Tensor]
-    ) -> TableRows:
-        """Returns a table for one step on ``tensors``, the stand-ins of :meth:`tensors`."""
-        state = self.state(parameter, tensors)
-        clock = self.clock(parameter, tensors)
+    ) -> RowClock | None:
+        """Returns the clock of a table's rows, see :meth:`tensors`; None if all rows are moved."""
         if parameter.name not in self._rows:
-            return WholeTable(tensors[parameter.name], state, parameter.choice, clock)
-        rows = RowClock(
+            return None
+        return RowClock(
             *(tensors[f"{parameter.name}/{name}"] for name in RowClock._fields)
         )
-        return RowTable(tensors[parameter.name], state, rows, parameter.choice, clock)
 
     def state(
         self, parameter: UpdatedParameter, tensors: Mapping[str, Tensor]
