@@ -107,7 +107,6 @@ class Choice:
         weight_decay: decoupled weight decay.
         l2: factor of the squared norm added to the loss; ``adam`` only.
         decays_all_rows: whether rows of a table without a gradient decay too, as torch's AdamW has it.
-        averages: whether the last tensor of the state is a moving average of the values.
     """
 
     kind: str
@@ -117,7 +116,6 @@ class Choice:
     weight_decay: float
     l2: float = 0.0
     decays_all_rows: bool = False
-    averages: bool = False
 
     def fused(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         """Returns the class and arguments for TorchRec's choice of an FBGEMM kernel, without weight decay."""
