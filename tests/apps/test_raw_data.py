@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.small_sets import write_ml_100k
-from torchrec_ext.data.datasets.config import DataConfig
-from torchrec_ext.data.datasets.sets import load_dataset
+from torchrec_ext.data.config import DataConfig
+from torchrec_ext.data.sets import load_dataset
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer, ScoreRequest
@@ -514,7 +514,7 @@ def test_what_the_preprocessing_writes_is_read_and_served_by_raw_rows(
 
 RECIPE = """
 from torchrec_ext.data.preprocess import Categorify, FillMissing, Normalize, Preprocessor, TimeFeatures
-from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
+from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
 
 def build(config, con):
     steps = [
@@ -527,7 +527,7 @@ def build(config, con):
     ]
     splits = {{name: "{folder}/" + name + ".parquet" for name in ("train", "validation", "test")}}
     preprocessor = Preprocessor(steps, keep=("label",))
-    return Prepared(preprocessor=preprocessor, splits=splits, label="label", user="{user}", item="item_id")
+    return Prepare(preprocessor=preprocessor, splits=splits, label="label", user="{user}", item="item_id")
 
 def job():
     return PreprocessJob(name="mine", build=build)
@@ -608,7 +608,11 @@ def test_the_label_decides_what_is_a_positive(ready: Path) -> None:
     wanted = [(user, item) for user, item, label in pairs if label and user and item]
     assert (
         list(
-            zip(data.train["user_id"].values, data.train["item_id"].values, strict=True)
+            zip(
+                data.rows("train")["user_id"].values,
+                data.rows("train")["item_id"].values,
+                strict=True,
+            )
         )
         == wanted
     )
@@ -618,11 +622,9 @@ def test_the_label_decides_what_is_a_positive(ready: Path) -> None:
         for item, label in zip(test["item_id"], test["label"], strict=True)
         if label
     ]
-    assert data.test["item_id"].values.tolist() == [
-        item or data.num_items + 1 for item in held_out
-    ], "missed"
+    assert data.rows("test")["item_id"].values.tolist() == held_out
     raw = pq.read_table(ready / "raw/items.parquet")["item_id"].to_pylist()
-    assert set(data.items_by_row[1 : data.num_items + 1].tolist()) <= set(raw)
+    assert set(data.values_of("item_id")[data.item_ids].tolist()) <= set(raw)
 
 
 @pytest.mark.parametrize(
