@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import hashlib
 import json
@@ -28,9 +29,10 @@ from torchrec_ext.train.checkpoint.folder import CheckpointRanks, sealed
 from torchx_apps import preprocess
 from torchx_apps.config import with_settings
 from torchx_apps.jobs import resuming
+from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.jobs.resuming import check_ids_stay, meaning_of_ids
 from torchx_apps.jobs.training import run_training
-from torchx_apps.recipes.by_name import load_recipe
+from torchx_apps.recipes.by_name import load_job, load_recipe
 
 Ids = Callable[[Any], Any]
 USERS, ITEMS = 40, 30
@@ -667,3 +669,38 @@ def test_a_folder_that_a_recipe_cannot_use_is_refused(
     job = with_settings(load_recipe(recipe), [f"data.name={folder}"])
     with pytest.raises(ValueError, match=message):
         job.task(job.data)
+
+
+def test_a_csv_with_broken_lines_becomes_a_service(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(0)
+    lines = ["userId,movieId,rating,timestamp"]
+    taken: dict[int, list[int]] = {}
+    for user in range(1, 41):
+        taken[user] = (10 + rng.permutation(30)[:9]).tolist()
+        lines += [
+            f"{user},{item},4.5,{880_000_000 + 60 * place}"
+            for place, item in enumerate(taken[user])
+        ]
+    lines.insert(5, "7,a film,5,880000000")
+    lines.insert(50, "8,12")
+    lines.insert(90, "9,13,4,yesterday")
+    log = tmp_path / "ratings.csv"
+    log.write_text("\n".join(lines) + "\n")
+    file = Path(__file__).parents[2] / "examples" / "csv_to_service.py"
+    job = load_job(f"{file}:job")
+    config = dataclasses.replace(job.config, path=str(log))
+    ready = tmp_path / "ready"
+    run_preprocess(dataclasses.replace(job, config=config, out=str(ready)))
+    said = capsys.readouterr().out
+    assert "ratings.csv: 3 broken lines left out, the first is line 6\n" in said
+    assert "train: 280 rows" in said
+    run("two_tower", ready, tmp_path / "run", "export=require")
+    scorer = Scorer(Bundle.load(tmp_path / "run" / "bundle"))
+    answer = scorer.recommend(
+        RecommendRequest(user={"user_id": 3, "timestamp": 880_009_000}, k=30)
+    )
+    last = taken[3][-1]
+    assert not set(answer.items) & set(taken[3][:-1]), "what the user has taken"
+    assert last in answer.items

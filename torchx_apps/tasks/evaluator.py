@@ -413,7 +413,8 @@ def question_of(
     rule = data.evaluation
     candidates = None
     target_rows: Int64 | None = None
-    targets = held_out[str(data.roles.item)].values
+    # A copy, because Arrow's memory is read-only.
+    targets = held_out[str(data.roles.item)].values.copy()
     if rule.candidates is not None:
         candidates = padded_lists(held_out[rule.candidates])
     if rule.by == "user":
