@@ -429,7 +429,7 @@ def test_the_checker_finds_torch_before_the_check() -> None:
 WITHOUT_TORCH = (
     *(
         "torchrec_ext.schema.validation",
-        "torchrec_ext.data.datasets.config",
+        "torchrec_ext.data.config",
         "torchrec_ext.data.loader.config",
     ),
     *(

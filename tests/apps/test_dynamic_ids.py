@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchrec_ext.data import planted
 from torchrec_ext.data.columns import Int64
-from torchrec_ext.data.datasets import streamed
-from torchrec_ext.data.datasets.synthetic import PlantedLog
+from torchrec_ext.data.planted import PlantedLog
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.retrieval.bundle import PREPROCESSOR, Bundle, open_tables
@@ -219,18 +219,18 @@ def test_the_next_days_log_trains_new_ids_and_the_bundle_knows_the_live_ones(
 def test_streamed_rows_of_another_preprocessing_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planted = streamed.planted_log
+    generate = planted.planted_log
 
     def half_new(**settings: Any) -> PlantedLog:
-        log = planted(**settings)
+        log = generate(**settings)
         log.columns["item_id"] = log.columns["item_id"] + 60
         return log
 
     for day in DAYS:
         folder = tmp_path / "sets" / day
         folder.mkdir(parents=True)
-        streamed.planted_log_folder(folder)
-        monkeypatch.setattr(streamed, "planted_log", half_new)
+        planted.planted_log_folder(folder)
+        monkeypatch.setattr(planted, "planted_log", half_new)
     settings = [
         "ids.features.item_id.capacity=250",
         "ids.features.user_id.capacity=200",

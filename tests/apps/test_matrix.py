@@ -29,7 +29,7 @@ from covertable import make
 
 from tests.contracts import leave_group, run_ranks
 from tests.distributed.shared_memory.conftest import missing as no_library
-from torchrec_ext.data.datasets import synthetic
+from torchrec_ext.data import planted
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle import AUDIT, Bundle
 from torchrec_ext.retrieval.catalogue import read_table
@@ -727,8 +727,8 @@ class Outcome(NamedTuple):
 def trained(runtime: Runtime, cells: Sequence[Cell], folder: Path) -> list[Outcome]:
     """The outcomes of several cells, one after another: most of the time of a refused one is what a process imports."""
     ports = iter(leave_group(runtime, groups=2 * len(cells)))
-    synthetic.planted_log_folder = written_once(
-        synthetic.planted_log_folder, folder / f"logs{runtime.rank}"
+    planted.planted_log_folder = written_once(
+        planted.planted_log_folder, folder / f"logs{runtime.rank}"
     )
     outcomes = []
     for number, cell in enumerate(cells):

@@ -14,7 +14,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 
-from torchrec_ext.data.datasets.catalog import DatasetUnavailable
+from torchrec_ext.data.catalog import DatasetUnavailable
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
 from torchrec_ext.data.loader.epochs import Epochs
