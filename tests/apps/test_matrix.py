@@ -472,7 +472,7 @@ REFUSED = [
     ),
     Refused(
         {"recipe": ("session",), "ids": ("dynamic",)},
-        r"ids\.features\.session: a SessionTask has no dynamic ids; leave it out",
+        r"ids\.features\.session: sessions have no dynamic ids; leave it out",
     ),
     Refused(
         {"ids": ("dynamic",), "sync": ("local_sgd", "diloco")},
