@@ -206,7 +206,7 @@ def test_rows_make_batches_of_raw_ids_inside_the_step() -> None:
 
     def trained(compile_: Any) -> Any:
         model, optimizer, loss = made("sgd", MANY)
-        rows = Rows({"user": user, "items": items, "label": label}, take, SIZE)
+        rows = Rows({"user": user, "items": items, "label": label}, SIZE, make=take)
         step = adopt(
             model, optimizer, loss, rows=rows, ids=policies(MANY), compile=compile_
         )
