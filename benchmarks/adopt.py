@@ -21,8 +21,8 @@ from harness import Options, Row, Trainings, command_line, rates, row
 from small_model import INSTANCES, Script, one_rank
 from small_model_baseline import (
     BATCH,
+    NEGATIVES,
     SHAPES,
-    Interactions,
     PlainNCF,
     Shape,
     drawn,
@@ -33,11 +33,6 @@ from torch import Tensor, nn
 
 from torchrec_ext.adopt import AdoptedStep, Rows, Uniform, adopt
 from torchrec_ext.capture.policy import Compile
-
-
-def collate(batch: list[tuple[Tensor, ...]]) -> list[Tensor]:
-    """The user's collate_fn."""
-    return [torch.cat(column) for column in zip(*batch, strict=True)]
 
 
 def adopted(
@@ -56,9 +51,9 @@ def adopted(
 
 def columns_of(shape: Shape) -> Rows:
     """The user's Dataset as columns."""
-    data = Interactions(shape.items, positives(shape))
-    law = Uniform(items=range(1, shape.items + 1), exclude=("user", "item"))
-    return Rows.of(data, BATCH, law, collate_fn=collate, drop_last=True)
+    items = range(1, shape.items + 1)
+    negatives = Uniform(items, draws=NEGATIVES, exclude=("user", "item"))
+    return Rows(positives(shape)._asdict(), BATCH, negatives=negatives, drop_last=True)
 
 
 def over_rows(step: AdoptedStep) -> Side:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchx_apps import train, train_networks
+from torchx_apps import train
 
 pytestmark = pytest.mark.gpu
 DATA = ("data.name=planted", "data.users=300", "data.items=150", "train.epochs=2")
@@ -68,22 +68,3 @@ def test_a_job_trains_exports_and_goes_on(name: str, tmp_path: Path) -> None:
     steps = last_step(tmp_path / "run")
     assert train.main([*flags, "--device=cuda", "--train.epochs=3"]) == 0
     assert last_step(tmp_path / "run") > steps
-
-
-@pytest.mark.parametrize(
-    "more",
-    [["--vary=train.seed=0,1"], ["--vary=train.seed=0,1", "--codistill=weight=.5"]],
-)
-def test_several_networks_train_as_one(more: list[str], tmp_path: Path) -> None:
-    flags = [
-        "--recipe",
-        "two_tower",
-        "--run_dir",
-        str(tmp_path / "run"),
-        "--stack=require",
-        *more,
-    ]
-    assert (
-        train_networks.main([*flags, "--device=cuda", *(f"--{each}" for each in DATA)])
-        == 0
-    )

@@ -248,11 +248,8 @@ def test_every_member_of_a_job_is_a_run(tmp_path: Path, fsspec_config: Path) -> 
         "-s",
         "local_cwd",
         "rec.train.networks",
-        "-j",
-        "1x2",
-        "--",
     ]
-    words = [*torchx_run, "--vary", "train.seed=0,1", "--run_dir", "out"]
+    words = [*torchx_run, "--vary", "train.seed", "0", "1", "--", "--run_dir", "out"]
     for key, value in {**PLANTED, "train.compile": "off"}.items():
         words += [f"--{key}", str(value)]
     # TorchX starts torchrun by name.

@@ -29,8 +29,6 @@ from torchx_apps.jobs.setup import (
     plan_job,
     quieten_libraries,
 )
-from torchx_apps.networks import stacks as stackable
-from torchx_apps.networks.members import MemberJob
 from torchx_apps.recipes import Job, two_tower_job
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.tasks.evaluator import Evaluator, Recommended, recommendation_text
@@ -243,25 +241,22 @@ def last_bias(job: Job, runtime: Runtime) -> float:
 
 def begun(runtime: Runtime) -> list[float]:
     n_tower = with_settings(load_recipe("n_tower"), ["data.name=planted"])
-    stacked = stackable.build([MemberJob("a", (), n_tower)], runtime)[0].network
     task = load_task(n_tower, runtime)
     labels = task.data.rows("train")["label"].values
     return [
         float(labels.mean()),
         last_bias(n_tower, runtime),
-        float(stacked.interaction.last_biases[0]),  # type: ignore[index, union-attr]
         last_bias(two_tower_with("data.name=planted", "loader.negatives=3"), runtime),
         last_bias(with_settings(load_recipe("ncf"), ["data.name=planted"]), runtime),
     ]
 
 
-def test_a_model_begins_at_the_log_odds_of_what_its_loader_gives_alone_or_stacked_on_every_rank() -> (
+def test_a_model_begins_at_the_log_odds_of_what_its_loader_gives_on_every_rank() -> (
     None
 ):
     first, other = run_ranks(begun, 2)
-    share, alone, stacked, two_tower_bias, ncf_bias = first
+    share, alone, two_tower_bias, ncf_bias = first
     assert alone == pytest.approx(math.log(share / (1 - share)))
-    assert stacked == alone
     assert two_tower_bias == pytest.approx(math.log(1 / 3))
     assert ncf_bias == pytest.approx(math.log(1 / 4))
     assert other == first

@@ -1,5 +1,4 @@
 from .errors import CannotAdopt as CannotAdopt
-from .rows.evidence import Evidence as Evidence
 from .rows.law import Popular as Popular
 from .rows.law import Uniform as Uniform
 from .rows.rows import Rows as Rows

@@ -230,7 +230,7 @@ class AdoptedStep:
         rows = self._rows if rows is None else rows
         if rows is None:
             raise CannotAdopt(
-                "epoch() has no rows; give adopt(..., rows=Rows.of(dataset, batch_size))"
+                "epoch() has no rows; give adopt(..., rows=Rows(columns, batch_size))"
             )
         if self._resident is None or self._resident.rows is not rows:
             self._resident = RowsOnDevice(rows, self._user_step.device)
