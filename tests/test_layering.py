@@ -436,7 +436,7 @@ WITHOUT_TORCH = (
         "torchrec_ext.modules.config",
         "torchrec_ext.networks.config",
     ),
-    *("torchrec_ext.distributed.optim.config"),
+    "torchrec_ext.distributed.optim.config",
     "torchrec_ext.distributed.plan.config",
     *("torchrec_ext.distributed.sync_config", "torchrec_ext.retrieval.server.settings"),
     *("torchrec_ext.train.config", "torchrec_ext.train.checkpoint.config"),
