@@ -28,9 +28,8 @@ from torchrec_ext.train.checkpoint.folder import (
     CheckpointFolder,
     CheckpointRanks,
     newest_good,
-    read_checkpoint_manifest,
 )
-from torchrec_ext.train.checkpoint.run import Position, RunCheckpoints
+from torchrec_ext.train.checkpoint.run import RunCheckpoints, saved_position
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import Loader
 from torchrec_ext.train.report.progress import RunFolder
@@ -169,8 +168,7 @@ def loaders_of(built: Sequence[Built], runtime: Runtime) -> dict[str, Loader]:
 
 
 def _is_over(checkpoint: str, epochs: int) -> bool:
-    position = read_checkpoint_manifest(checkpoint)["content"]["position"]
-    return is_over(Position(**position), epochs)
+    return is_over(saved_position(checkpoint), epochs)
 
 
 class _Unsharded:
