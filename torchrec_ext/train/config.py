@@ -220,9 +220,8 @@ class TrainConfig:
             ``on``, ``off`` or ``auto``: on if it costs no wait for the device, that is, on the CPU and with
             ``on_nan=skip``. If it is off, a gradient that is not finite is found after it has changed sharded tables.
             Captured steps are not checked.
-        hang_s: seconds without a step before a rank writes its stacks and ends the job; more than the slowest step
-            takes. If not given, 100 times the slowest of the last steps, from 25 s to 240 s. 0 for never: collectives
-            then fail after five minutes.
+        hang_s: seconds after which a collective that another rank does not join fails, and so ends the job. A rank
+            writes the stacks of its threads if a step takes half as long; more than the slowest step takes.
         trace_steps: steps, after the first five, that torch.profiler traces on each rank; 0 for none.
         compile: capture the whole step, forward to optimizers, as one compiled graph (CPU) or CUDA graph, on a rank
             that no other waits for; members of a stack of networks together. ``auto`` captures if the model allows it
@@ -243,7 +242,7 @@ class TrainConfig:
     early_stop: EarlyStop = field(default_factory=EarlyStop)
     on_nan: Literal["stop", "skip"] = "stop"
     check_gradients: Literal["auto", "on", "off"] = "auto"
-    hang_s: float | None = None
+    hang_s: float = 300.0
     trace_steps: int = 0
     compile: Compile = "auto"
     amp: Amp = "off"
@@ -253,8 +252,8 @@ class TrainConfig:
         check_least("epochs", self.epochs)
         check_least("log_every", self.log_every)
         check_least("eval_every", self.eval_every)
-        if self.hang_s is not None and not self.hang_s >= 0:
-            raise ValueError(f"hang_s={self.hang_s}: must be 0 seconds or more")
+        if not self.hang_s > 0:
+            raise ValueError(f"hang_s={self.hang_s}: must be more than 0 seconds")
         check_least("trace_steps", self.trace_steps, 0)
         check_choice("compile", self.compile, get_args(Compile))
         check_choice("amp", self.amp, get_args(Amp))

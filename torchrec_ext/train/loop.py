@@ -18,8 +18,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import DrawnStep, Fresh, TowerBatch
@@ -45,10 +43,9 @@ from torchrec_ext.train.metrics.evaluation_watch import (
 )
 from torchrec_ext.train.report.progress import Progress, Window
 from torchrec_ext.train.report.trace import StepTrace, check_fits
-from torchrec_ext.train.step.choose import Steps, StepsConfig, plain_step
+from torchrec_ext.train.step.choose import Steps, StepsConfig
 from torchrec_ext.train.step.fresh_rows import FreshRows
 from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
-from torchrec_ext.train.step.plain import PlainStep
 from torchrec_ext.train.step.schedule import rates, scheduler
 
 
@@ -98,54 +95,6 @@ def gate(
     if config.check_gradients == "auto" and runtime.device.type == "cuda" and not skips:
         return None
     return gate_for(model, optimizer, runtime, always=skips)
-
-
-def checked_steps(
-    model: DistributedModelParallel,
-    optimizer: HybridOptimizer,
-    runtime: Runtime,
-    *,
-    config: TrainConfig | None = None,
-) -> TrainPipelineSparseDist[TowerBatch, Any] | PlainStep:
-    """Returns what runs the eager steps of :func:`train` on several ranks, with its checks, for trials.
-
-    Args:
-        model: model from :func:`hybrid_parallel`.
-        optimizer: the model's optimizer.
-        runtime: rank and device of this process.
-        config: settings of the training.
-    """
-    config = config or TrainConfig()
-    # Training reads its checks one step late on a GPU, at no cost that a trial could
-    # miss.
-    if runtime.device.type == "cuda":
-        return make_pipeline(model, optimizer, runtime.device)
-    context = forward_context(config.amp, runtime.device)
-    forward = FiniteLoss(
-        model,
-        runtime,
-        sys.maxsize,
-        context=context,
-        # A trial only measures, so it goes on after a bad step: the training reports
-        # the error.
-        leave_out=partial(setattr, optimizer, "leave_out", True),
-        gate=gate(config, model, optimizer, runtime),
-    )
-    plain = plain_step(
-        model,
-        optimizer,
-        runtime,
-        forward,
-        together=runtime.world_size > 1,
-        context=context,
-    )
-    return plain or make_pipeline(
-        model,
-        optimizer,
-        runtime.device,
-        forward=forward,
-        before_tables=forward.before_tables,
-    )
 
 
 def warn_unpipelined(paths: list[str]) -> None:
@@ -395,10 +344,10 @@ class _Watchers(NamedTuple):
     observer: StepObserver | None
     watchdog: Watchdog | None
 
-    def beat(self, where: str) -> None:
+    def beat(self) -> None:
         """Restarts the time limit of a step."""
         if self.watchdog is not None:
-            self.watchdog.beat(where)
+            self.watchdog.beat()
 
     def pause(self) -> None:
         """Lifts the time limit for an evaluation, a save or a refresh of negatives."""
@@ -521,10 +470,7 @@ class _Run:
         self.model.train()
         # An evaluation, a save or a refresh of negatives is over, so the time limit
         # runs again.
-        position = f"the beginning of epoch {self.at.epoch + 1}"
-        if self.at.done:
-            position = self.forward.where(self.at.step)
-        self.watchers.beat(position)
+        self.watchers.beat()
         try:
             for output in self.steps.outputs(self.loader, self._batches):
                 self._after_step(output)
@@ -596,7 +542,7 @@ class _Run:
             self.checkpoints.after_step(self)
         if self.forward.stop_asked:
             self._stop()
-        self.watchers.beat(self.forward.where(step))
+        self.watchers.beat()
 
     def _record_window(self) -> None:
         # A record waits for the device anyway, so losses that were not read yet are
