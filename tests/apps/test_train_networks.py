@@ -422,7 +422,6 @@ def test_settings_of_the_job_are_checked() -> None:
     ("change", "told"),
     [
         ("train.amp=bf16", "train.amp=bf16 is of networks that are trained alone"),
-        ("train.on_nan=skip", "train.on_nan=skip is of networks"),
         ("sync.mode=local_sgd", "sync.mode=local_sgd is of networks"),
         ("start.path=runs/a", "start.path=runs/a is of networks"),
         (

@@ -214,12 +214,6 @@ class TrainConfig:
         tables_schedule: how the tables' learning rates change over the run.
         dense_schedule: how the dense layers' learning rates change over the run.
         early_stop: when the run ends before its last epoch, and with which weights.
-        on_nan: reaction to a loss or gradient that is NaN or infinite on some rank: ``stop`` the run, or ``skip`` the
-            update of this step on all ranks. A record of kind ``left_out`` then says why.
-        check_gradients: check each step's gradients before they reach a sharded table, see :class:`GradientGate`:
-            ``on``, ``off`` or ``auto``: on if it costs no wait for the device, that is, on the CPU and with
-            ``on_nan=skip``. If it is off, a gradient that is not finite is found after it has changed sharded tables.
-            Captured steps are not checked.
         hang_s: seconds after which a collective that another rank does not join fails, and so ends the job. A rank
             writes the stacks of its threads if a step takes half as long; more than the slowest step takes.
         trace_steps: steps, after the first five, that torch.profiler traces on each rank; 0 for none.
@@ -240,8 +234,6 @@ class TrainConfig:
     tables_schedule: Schedule = field(default_factory=Schedule)
     dense_schedule: Schedule = field(default_factory=Schedule)
     early_stop: EarlyStop = field(default_factory=EarlyStop)
-    on_nan: Literal["stop", "skip"] = "stop"
-    check_gradients: Literal["auto", "on", "off"] = "auto"
     hang_s: float = 300.0
     trace_steps: int = 0
     compile: Compile = "auto"
@@ -257,5 +249,3 @@ class TrainConfig:
         check_least("trace_steps", self.trace_steps, 0)
         check_choice("compile", self.compile, get_args(Compile))
         check_choice("amp", self.amp, get_args(Amp))
-        check_choice("on_nan", self.on_nan, ("stop", "skip"))
-        check_choice("check_gradients", self.check_gradients, ("auto", "on", "off"))

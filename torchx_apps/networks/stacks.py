@@ -72,7 +72,7 @@ _SHARED = (
 )
 # Settings of a Job, all of a group where none is named, that change how a network is
 # trained and that a stack does not have.
-_OF_ONE_NETWORK = {"train": ["amp", "on_nan", "trace_steps"], "sync": [], "start": []}
+_OF_ONE_NETWORK = {"train": ["amp", "trace_steps"], "sync": [], "start": []}
 
 
 @dataclass(frozen=True)

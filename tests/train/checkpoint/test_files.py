@@ -434,6 +434,25 @@ def test_a_full_disk_is_told_in_bytes_and_the_one_before_stays(
     assert checkpointer.last_good() == path
 
 
+def test_what_is_not_finite_is_named_and_not_saved(tmp_path: Path) -> None:
+    (path,) = saved(tmp_path, 1)
+    checkpointer = Checkpointer(str(tmp_path), HERE)
+    for step, value in ((2, math.nan), (3, math.inf)):
+        model = filled(step)
+        with torch.no_grad():
+            model.towers["item"].embeddings.embedding_bags["item_id"].weight[7] = value
+        checkpointer.save(step, model_state(model))
+        with pytest.raises(
+            CheckpointError, match=r"^tables\.item_id\.weight is not finite, and is not"
+        ):
+            checkpointer.wait()
+    assert checkpointer.last_good() == path
+    # Large numbers whose sum overflows are finite.
+    checkpointer.save(4, model_state(filled(3e38)))
+    checkpointer.close()
+    assert checkpointer.folder.steps() == [4, 1]
+
+
 def test_a_url_works_as_a_path_does() -> None:
     folder = "memory://checkpoints/a"
     checkpointer = Checkpointer(folder, HERE, keep=1)

@@ -167,6 +167,7 @@ class Checkpointer:
         Args:
             say: called on rank 0 with a line for each newer, damaged checkpoint.
         """
+        self.wait()
         path = newest_good(self.folder, self.together, say)
         self._verified = path or ""
         return path
@@ -201,6 +202,7 @@ class Checkpointer:
 
     def verify(self, path: str) -> None:
         """Refuses a damaged checkpoint, unless it is the one that was compared last; all ranks call it."""
+        self.wait()
         if path == self._verified:
             return
         wrong = damage(path, self.together)

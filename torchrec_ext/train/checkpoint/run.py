@@ -174,6 +174,14 @@ class RunCheckpoints:
         """Whether anything is saved, the best evaluation included."""
         return self._config.saves
 
+    def last_good(self) -> str:
+        """Returns the newest checkpoint of the run's folder, after the save in flight; empty without one."""
+        # A save that has failed is of the step that went wrong.
+        with suppress(CheckpointError):
+            self._checkpointer.wait()
+        folder = self._checkpointer.folder
+        return next(map(folder.path, folder.steps()), "")
+
     def restore(self, run: CheckpointedRun) -> Position:
         """Loads the checkpoint to begin from, if there is one, and returns the position of the run.
 
