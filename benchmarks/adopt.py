@@ -9,7 +9,6 @@ Adam` and `..., against the script as written`, as in small_model.py. `ncf-small
 `loader-kept, full`: the user's DataLoader stays as well, so that only the step is adopted; against the same forms of
 the script. `capturing, ...`: seconds of the capture, with nothing compiled before, and
 `pays_after`, the number of steps after which it has paid, against eager steps on the same ready batches.
-`two-towers`: two sub-networks of a user's own module at the same time on two processes, see adopt_towers.py.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-import adopt_towers
 import torch
 from harness import Options, Row, Trainings, command_line, rates, row
 from small_model import INSTANCES, Script, one_rank
 from small_model_baseline import (
     BATCH,
+    NEGATIVES,
     SHAPES,
-    Interactions,
     PlainNCF,
     Shape,
     drawn,
@@ -35,11 +33,6 @@ from torch import Tensor, nn
 
 from torchrec_ext.adopt import AdoptedStep, Rows, Uniform, adopt
 from torchrec_ext.capture.policy import Compile
-
-
-def collate(batch: list[tuple[Tensor, ...]]) -> list[Tensor]:
-    """The user's collate_fn."""
-    return [torch.cat(column) for column in zip(*batch, strict=True)]
 
 
 def adopted(
@@ -58,9 +51,9 @@ def adopted(
 
 def columns_of(shape: Shape) -> Rows:
     """The user's Dataset as columns."""
-    data = Interactions(shape.items, positives(shape))
-    law = Uniform(items=range(1, shape.items + 1), exclude=("user", "item"))
-    return Rows.of(data, BATCH, law, collate_fn=collate, drop_last=True)
+    items = range(1, shape.items + 1)
+    negatives = Uniform(items, draws=NEGATIVES, exclude=("user", "item"))
+    return Rows(positives(shape)._asdict(), BATCH, negatives=negatives, drop_last=True)
 
 
 def over_rows(step: AdoptedStep) -> Side:
@@ -161,7 +154,6 @@ ROWS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "ncf-small": ncf("small", 17.0),
     "ncf-full": ncf("full", 50.0),
     "loader-kept": loader_kept,
-    "two-towers": adopt_towers.rows,
 }
 
 

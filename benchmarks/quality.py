@@ -7,10 +7,9 @@ for more than one rank. What is trained, how often and what is required stands i
 in the results file with its command, figures, seconds and commit, so that a killed benchmark continues. The commit is
 the last one that touched the package's code: with other code the run is trained again, and with uncommitted changes of
 it every run is. Figures are those after the last epoch, the mean over the seeds; `beside` has those of popularity and
-EASE as the runs print them, and `minutes` what the row took. A run with `networks` trains members in one job and has
-their mean. All rows take three hours. Needs TORCHREC_EXT_DATA. Last lines: one JSON
-object for each id, `ratio` being the lowest of reached / required over its figures (of required / reached where less is
-better).
+EASE as the runs print them, and `minutes` what the row took. All rows take three hours. Needs TORCHREC_EXT_DATA. Last
+lines: one JSON object for each id, `ratio` being the lowest of reached / required over its figures (of required /
+reached where less is better).
 
 --quick trains on generated data for about a minute, against figures known there.
 """
@@ -112,7 +111,7 @@ class Results:
 
     def add(self, run: Row) -> None:
         """Keeps a run in the place of one of the same command, and beside those that another process has added."""
-        command = {name: run.get(name) for name in (*COMMAND, "networks")}
+        command = {name: run.get(name) for name in COMMAND}
         runs = [
             kept
             for kept in self.runs()
@@ -218,11 +217,7 @@ def _ratio(
 
 def trained(name: str, run: str, how: Row, seed: int, results: Results) -> Row:
     """The figures of one training, or of the popularity ranking, from the results file or made now."""
-    overrides = (
-        [*how["set"], f"train.seed={seed}"]
-        if how["recipe"] and "networks" not in how
-        else how["set"]
-    )
+    overrides = [*how["set"], f"train.seed={seed}"] if how["recipe"] else how["set"]
     key = {
         "id": name,
         "run": run,
@@ -230,10 +225,6 @@ def trained(name: str, run: str, how: Row, seed: int, results: Results) -> Row:
         "set": overrides,
         "ranks": how.get("ranks", 1),
     }
-    if "networks" in how:
-        key["networks"] = [
-            flag.format(seed=2 * seed, next=2 * seed + 1) for flag in how["networks"]
-        ]
     key["commit"] = code_commit()
     kept = results.find(key)
     if kept is not None and not key["commit"].endswith("+"):
@@ -261,16 +252,7 @@ def trained(name: str, run: str, how: Row, seed: int, results: Results) -> Row:
 
 
 def results_of(folder: Path) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """The test figures of a run, the mean over its members where it has several, and those of the baselines beside."""
-    if (folder / "results.json").exists():
-        members = [
-            member["test"]
-            for member in json.loads((folder / "results.json").read_text())["members"]
-        ]
-        return {
-            name: statistics.fmean(member[name] for member in members)
-            for name in members[0]
-        }, {}
+    """The test figures of a run, and those of the baselines beside."""
     summary = json.loads((folder / "summary.json").read_text())
     return summary["test"], {
         name: summary[name] for name in BASELINES if name in summary
@@ -293,15 +275,6 @@ def code_commit() -> str:
 def command(key: Row, folder: Path) -> list[str]:
     """What a user would type."""
     flags = as_words(load_recipe(key["recipe"]), [*map(prepared, key["set"])])
-    if key.get("networks"):
-        program = [
-            sys.executable,
-            "-m",
-            "torchx_apps.train_networks",
-            "--recipe",
-            key["recipe"],
-        ]
-        return [*program, "--run_dir", str(folder), *flags, *key["networks"]]
     if key["ranks"] == 1:
         return [
             sys.executable,
@@ -384,13 +357,13 @@ def popularity(data: str) -> dict[str, float]:
     """Returns HR@10 and NDCG@10 of the popularity ranking; the target loses ties, as in the published evaluation."""
     import torch
 
-    from torchrec_ext.data.datasets.sets import load_dataset
+    from torchrec_ext.data.sets import load_dataset
     from torchrec_ext.train.metrics import TargetRanks, ranking_metrics, ranks_among
-    from torchx_apps.tasks.ranking import heldout_question
+    from torchx_apps.tasks.evaluator import held_out_rows, question_of
 
     rows = load_dataset(prepared(data))
-    question = heldout_question(rows, "test", ()).question
-    counts = torch.from_numpy(rows.popularity())
+    question = question_of(rows, "test", held_out_rows(rows, "test"), ()).question
+    counts = torch.from_numpy(rows.popularity)
     assert isinstance(question, torch.Tensor)
     ranks = ranks_among(counts[question.clamp(min=0)], question)
     return ranking_metrics(

@@ -78,9 +78,10 @@ def hybrid(
 
 def networks(
     *args: str,
+    vary: str = "",
     recipe: str = "two_tower",
-    j: str = "1x2",
-    threads: int = 1,
+    j: str = "1x1",
+    threads: int = 0,
     max_retries: int = 0,
     name: str = "/",
     image: str = torchx.IMAGE,
@@ -90,57 +91,63 @@ def networks(
     memMB: int = 4096,  # noqa: N803  (TorchX's own spelling)
     env: Optional[Dict[str, str]] = None,
     mounts: Optional[List[str]] = None,
-    rdzv_port: int = 29500,
     metadata: Optional[Dict[str, str]] = None,
     debug: bool = False,
 ) -> specs.AppDef:
-    r"""Trains several networks in one job: those of one shape as a stack, others at the same time on groups of ranks.
+    r"""Trains the members of a grid at the same time, each as rec.train.hybrid does, and compares them in a table.
 
-    All combinations of some settings, each combination a network, and a table with the best at the end::
+    Three seeds, and a grid of four members::
 
-        torchx run -s local_cwd rec.train.networks -j 1x2 -- --vary optimizer.dense_lr=1e-3,3e-3 train.seed=0,1,2
+        torchx run -s local_cwd rec.train.networks --vary train.seed 0 1 2 -- --data.name planted
+        torchx run -s local_cwd rec.train.networks --vary optimizer.dense_lr 1e-3 3e-3 train.seed 0 1 -- \
+            --run_dir runs/grid
 
-    Listed networks on given ranks::
-
-        torchx run -s local_cwd rec.train.networks -j 1x3 -- --groups large:0-1,small:2 \
-            --member small:model.tower_widths=64 large:model.tower_widths=512,256,64
+    Each member is a role of the job, with a run folder in --run_dir. The member that ends last makes the table.
 
     Args:
-        args: flags of torchx_apps.train_networks, behind --, such as -- --run_dir runs/a --train.epochs 5
+        args: further words of --vary, then -- and flags of torchx_apps.train, which all members have
+        vary: KEY VALUE VALUE, and perhaps more keys: a member for each combination; it stands last before --
         recipe: a built-in recipe, my_recipe.py:job or my.module:job
-        j: NODESxPROCS, or MIN:MAXxPROCS for as many nodes between MIN and MAX as are up
-        threads: OpenMP threads per rank; one is fastest on small models
-        max_retries: restarts from the last checkpoint of --run_dir, by torchrun and by a scheduler that retries
+        j: 1xPROCS, the ranks of each member, on one node
+        threads: OpenMP threads per rank; 0 shares the cores of the machine where you type this among all ranks
+        max_retries: restarts from the last checkpoint of each member, by torchrun and by a scheduler that retries
         name: EXPERIMENT/RUN, EXPERIMENT/ or /RUN
         image: container image; local and Slurm schedulers use the current folder and environment instead
-        h: a named resource, instead of cpu, gpu and memMB
-        cpu: CPU cores per node
-        gpu: GPUs per node
-        memMB: memory per node in MiB
+        h: a named resource for each member, instead of cpu, gpu and memMB
+        cpu: CPU cores per member
+        gpu: GPUs per member
+        memMB: memory per member in MiB
         env: environment for every rank (ex. NCCL_DEBUG=INFO,GLOO_SOCKET_IFNAME=eth0)
         mounts: mounts (ex. type=bind,src=/host,dst=/job,readonly)
-        rdzv_port: port on the first node where several nodes meet; two jobs with one first node need two
         metadata: what a scheduler reads besides (ex. kubernetes=file:///path/to/pod_overlay.yaml)
         debug: turn on torch's slow distributed checks
     """
-    return _ranks(
-        "torchx_apps.train_networks",
-        ["--recipe", recipe, *args],
-        j=j,
-        threads=threads,
-        max_retries=max_retries,
-        name=name,
-        image=image,
-        h=h,
-        cpu=cpu,
-        gpu=gpu,
-        memMB=memMB,
-        env=env,
-        mounts=mounts,
-        rdzv_port=rdzv_port,
-        metadata=metadata,
-        debug=debug,
-    )
+    # Imported here, because TorchX executes this file on its own.
+    from torchx_apps.networks.members import fair_threads, roles_or_exit
+
+    members = roles_or_exit(vary, args, recipe, j)
+    roles = []
+    for member in members:
+        app = _ranks(
+            "torchx_apps.train_networks",
+            list(member.words),
+            j=j,
+            threads=threads or fair_threads(len(members), j),
+            max_retries=max_retries,
+            name=name,
+            image=image,
+            h=h,
+            cpu=cpu,
+            gpu=gpu,
+            memMB=memMB,
+            env=env,
+            mounts=mounts,
+            metadata=metadata,
+            debug=debug,
+        )
+        app.roles[0].name = member.role
+        roles += app.roles
+    return specs.AppDef(name=app.name, roles=roles)
 
 
 def stream(

@@ -6,7 +6,7 @@ torchrun --standalone --nproc-per-node 2 examples/local_sgd_adopted.py [FILE] [P
 import sys
 
 import torch
-from ncf_adopted import ITEMS, ContextualNCF, Interactions, collate
+from ncf_adopted import ITEMS, NEGATIVES, ContextualNCF, Interactions
 from torch import nn
 
 from torchrec_ext.adopt import Rows, Uniform, adopt
@@ -21,9 +21,12 @@ def main(runtime, path="ncf.pt", positives=83_731, epochs=3):
         nn.BCEWithLogitsLoss(),
     )
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    law = Uniform(items=ITEMS, exclude=("user", "item"))
-    rows = Rows.of(
-        data, 256, law, collate_fn=collate, rank=runtime.rank, ranks=runtime.world_size
+    rows = Rows(
+        {"user": data.user, "item": data.item, "context": data.context},
+        256,
+        negatives=Uniform(ITEMS, draws=NEGATIVES, exclude=("user", "item")),
+        rank=runtime.rank,
+        ranks=runtime.world_size,
     )
     step = adopt(
         model, optimizer, lambda *batch: loss_fn(model(*batch[:3]), batch[3]), rows=rows

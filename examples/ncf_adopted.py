@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from torchrec_ext.adopt import Rows, Uniform, adopt
 
@@ -83,14 +83,13 @@ def main(positives=83_731, epochs=30):
         nn.BCEWithLogitsLoss(),
     )
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    # Comparing all rows, the default, takes 15 s: leave `compared` out for your own data.
-    rows = Rows.of(
-        data,
+    loader = DataLoader(data, batch_size=256, shuffle=True, collate_fn=collate)
+    rows = Rows(
+        {"user": data.user, "item": data.item, "context": data.context},
         256,
-        Uniform(items=ITEMS, exclude=("user", "item")),
-        collate_fn=collate,
-        compared=4096,
+        negatives=Uniform(ITEMS, draws=NEGATIVES, exclude=("user", "item")),
     )
+    print(rows.check(loader))  # once: all rows, in the time of an epoch of the loader
     step = adopt(
         model,
         optimizer,

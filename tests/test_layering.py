@@ -60,7 +60,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
         "ids",
     }
     | {"schema.validation"},
-    "networks": {"train", "distributed", "modules", "batch", "capture", "observe"},
+    "networks": set(),
     # `distributed.tables` says which rows of a sharded model a rank holds, for the
     # export alone; `distributed.runtime` how much memory the host or the container has
     # left, for a store that is read into it.
@@ -170,7 +170,11 @@ def complaint(module: str, name: str) -> str | None:
         )
     if unit == "components":
         alone = top in ("torchx", "typing") or name.startswith(
-            ("torchrec_ext.components.", "torchx_apps.config.refuse_mistakes")
+            (
+                "torchrec_ext.components.",
+                "torchx_apps.config.refuse_mistakes",
+                "torchx_apps.networks.members.",
+            )
         )
         return None if alone else "a component imports torchx and typing only"
     if unit in SET_UP - {"probe"} and top not in (
@@ -429,13 +433,10 @@ def test_the_checker_finds_torch_before_the_check() -> None:
 WITHOUT_TORCH = (
     *(
         "torchrec_ext.schema.validation",
-        "torchrec_ext.data.datasets.config",
+        "torchrec_ext.data.config",
         "torchrec_ext.data.loader.config",
     ),
-    *(
-        "torchrec_ext.modules.config",
-        "torchrec_ext.networks.config",
-    ),
+    "torchrec_ext.modules.config",
     "torchrec_ext.distributed.optim.config",
     "torchrec_ext.distributed.plan.config",
     *("torchrec_ext.distributed.sync_config", "torchrec_ext.retrieval.server.settings"),
@@ -444,10 +445,7 @@ WITHOUT_TORCH = (
         "torchx_apps.config",
         "torchx_apps.process",
     ),
-    *(
-        "torchx_apps.networks.config",
-        "torchx_apps.networks.members",
-    ),
+    "torchx_apps.networks.members",
     *(
         "torchx_apps.recipes",
         "torchx_apps.recipes.by_name",
@@ -541,7 +539,14 @@ def test_what_a_command_line_needs_imports_no_torch(
     [
         *(
             ([app, "--help"], 0, "usage: ")
-            for app in ("train", "train_networks", "export", "embed", "serve")
+            for app in (
+                "train",
+                "train_networks",
+                "compare",
+                "export",
+                "embed",
+                "serve",
+            )
         ),
         *(([app, "--help"], 0, "usage: ") for app in ("preprocess", "publish")),
         *(
@@ -568,13 +573,9 @@ def test_what_a_command_line_needs_imports_no_torch(
                 "two_tower",
             )
         ),
-        (["train_networks", "--vary", "train.seed=0,1", "--dry-run"], 0, "seed=1"),
-        (["train_networks", "--vary", "train.sed=0,1"], 1, "did you mean --train.seed"),
-        (
-            ["train_networks", "--vary", "train.seed=0,1", "--codistill", "weight=x"],
-            1,
-            "--codistill weight=x",
-        ),
+        (["train_networks", "--members", "a", "--dry-run"], 0, "train.epochs = "),
+        (["train_networks", "--train.sed", "0"], 1, "did you mean --train.seed"),
+        (["compare", "no/such/run"], 1, "neither a run folder nor a folder of such"),
         (["preprocess", "--dry-run"], 0, "config.history_length"),
         (["preprocess", "--config.test_share", "2"], 1, "config.test_share=2"),
         (["export", "no/such/run"], 1, "cannot be read"),
@@ -592,9 +593,9 @@ def test_what_a_command_line_needs_imports_no_torch(
         (["train", "--sync.mode", "local_sdg"], 1, "'local_sdg'"),
         (["train", "--sync.outer_lr", "0.5"], 1, "only for mode=local_sgd"),
         (
-            ["train", "--optimizer.per_table", "a=sdg"],
+            ["train", "--optimizer.per_table.a.kind", "sdg"],
             1,
-            "the optimizer 'sdg' must be one of",
+            "per_table.a.kind='sdg'",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -163,7 +163,7 @@ def test_another_commit_of_the_code_is_trained_again(
 
 def test_kept_runs_are_of_committed_code(quality: ModuleType) -> None:
     for run in quality.Results(quality.RESULTS).runs():
-        assert set(run) - {"beside", "networks"} == {
+        assert set(run) - {"beside"} == {
             *quality.COMMAND,
             "commit",
             "figures",
@@ -172,23 +172,7 @@ def test_kept_runs_are_of_committed_code(quality: ModuleType) -> None:
         assert not run["commit"].endswith("+"), "figures of code that no commit holds"
 
 
-def test_members_of_one_job_have_their_mean_and_a_run_what_it_printed_beside(
-    quality: ModuleType, tmp_path: Path
-) -> None:
-    key = {
-        "set": ["train.epochs=1"],
-        "recipe": "ncf",
-        "ranks": 1,
-        "networks": ["--vary", "train.seed=2,3"],
-    }
-    line = quality.command(key, tmp_path)
-    assert line[1:5] == ["-m", "torchx_apps.train_networks", "--recipe", "ncf"]
-    assert line[-4:] == ["--train.epochs", "1", "--vary", "train.seed=2,3"]
-    (tmp_path / "results.json").write_text(
-        json.dumps({"members": [{"test": {"auc": 0.5}}, {"test": {"auc": 0.75}}]})
-    )
-    assert quality.results_of(tmp_path) == ({"auc": 0.625}, {})
-    (tmp_path / "results.json").unlink()
+def test_a_run_has_what_it_printed_beside(quality: ModuleType, tmp_path: Path) -> None:
     beside = {"popularity": {"hr@10": 0.25}, "ease": {"hr@10": 0.5}}
     (tmp_path / "summary.json").write_text(
         json.dumps({"test": {"hr@10": 0.75}, "seconds": 1.0, **beside})

@@ -22,7 +22,6 @@ NEEDS_TORCHREC = (
     "from torchrec_ext.adopt import adopt_tables",
     "from torchrec_ext.distributed.optim.hybrid import HybridOptimizer",
     "from torchrec_ext.models.ncf import NCF",
-    "from torchrec_ext.networks import train_stack",
     "from torchrec_ext.schema import BatchSchema",
     "from torchrec_ext.train import train",
     "from torchrec_ext.train.loop import TrainConfig",
@@ -137,7 +136,7 @@ import torchrec_ext
 from torchrec_ext import Rows, adopt
 from torchrec_ext.adopt import AdoptedStep, CannotAdopt, Popular, Uniform
 
-rows = Rows.of(data, 64, drop_last=True)
+rows = Rows({"user": data.user, "item": data.item, "label": torch.ones(len(data))}, 64, drop_last=True)
 step = adopt(
     model, optimizer, lambda user, item, label: loss_fn(model(user, item), label), compile="require", rows=rows
 )
@@ -187,61 +186,50 @@ for epoch in range(100):
 def test_plain_networks_are_stacked(python: Path, tmp_path: Path) -> None:
     """K networks under one optimizer of torch learn what each learns alone."""
     code = """
-from types import SimpleNamespace
 import torch
 from torch import nn
-from torchrec_ext.batch import TowerBatch
-from torchrec_ext.networks import Stack, StackError
+from torchrec_ext.networks import Stack
 
 
-class Net(nn.Module):
-    def __init__(self, seed):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-
-    def forward(self, batch):
-        logits = self.layers(batch.dense).squeeze(1)
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
-        return loss, SimpleNamespace(logits=logits)
+def net(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
 
 
 def batches():
     draws = torch.Generator().manual_seed(0)
     for _ in range(20):
         dense = torch.randn(32, 4, generator=draws)
-        yield TowerBatch(
-            sparse=None,
-            dense=dense,
-            labels=(dense.sum(1) > 0).float(),
-            weights=torch.ones(32),
-            total_weight=torch.tensor(32.0),
-        )
+        yield dense, (dense.sum(1) > 0).float()
 
 
-alone, stacked = [Net(0), Net(1)], {"a": Net(0), "b": Net(1)}
-for net in alone:
-    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+def loss(network, dense, label):
+    return nn.functional.binary_cross_entropy_with_logits(network(dense).squeeze(1), label)
+
+
+alone, networks, rates = [net(0), net(1)], [net(0), net(1)], [1e-2, 3e-2]
+for network, rate in zip(alone, rates):
+    optimizer = torch.optim.Adam(network.parameters(), rate)
     for batch in batches():
         optimizer.zero_grad()
-        net(batch)[0].backward()
+        loss(network, *batch).backward()
         optimizer.step()
-stack = Stack(stacked)
-optimizer = torch.optim.Adam([stack.dense.matrix], 1e-2)
-stack.dense.matrix.grad = stack.dense.grad
+stacked = Stack(networks, loss)
+optimizer = torch.optim.Adam(stacked.groups(rates))
 for batch in batches():
-    stack.backward([batch, batch])
+    optimizer.zero_grad()
+    stacked(*batch).sum().backward()
     optimizer.step()
-pairs = zip(alone, stacked.values())
-print(max(float((p - q).detach().abs().max()) for a, b in pairs for p, q in zip(a.parameters(), b.parameters())) < 1e-5)
+pairs = zip(alone, networks)
+print(max(float((p - q).detach().abs().max()) for a, b in pairs for p, q in zip(a.parameters(), b.parameters())) < 2e-6)
 try:
-    Stack({"a": nn.Linear(4, 2), "b": nn.Linear(4, 3)})
-except StackError as error:
+    Stack([nn.Linear(4, 2), nn.Linear(4, 3)], loss)
+except ValueError as error:
     print(str(error).split(":")[0])
 """
     assert ran(python, tmp_path, code).splitlines() == [
         "True",
-        "out_features is 2 in 'a' and 3 in 'b'",
+        "out_features is 3 in network 1, 2 in network 0",
     ]
 
 

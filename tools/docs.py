@@ -24,7 +24,6 @@ from torchx_apps.embed import EmbedOptions
 from torchx_apps.export import ExportOptions
 from torchx_apps.recipes import RECIPES
 from torchx_apps.serve import ServeOptions
-from torchx_apps.train_networks import NetworksOptions
 from torchx_apps.train_stream import StreamOptions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -311,11 +310,6 @@ PARTS = (
         ("gpu", "dynamic ids, captured"),
     ),
     Part(
-        "several networks on one GPU: equal; without MPS a line says so",
-        "test_gpu_sharing",
-        cpu=False,
-    ),
-    Part(
         "tables in UVM and its cache, `plan.kernel`: train as those on the GPU",
         "rows_off_the_gpu",
         cpu=False,
@@ -597,7 +591,7 @@ def exports(package: str) -> list[Export]:
 
     Example:
         >>> [each.name for each in exports("torchrec_ext.networks")]
-        ['Codistillation', 'Member', 'Stack', 'StackError', 'train_stack']
+        ['Stack']
     """
     modules: dict[str, str] = {}
     for node in _tree(package, "__init__.pyi").body:
@@ -712,7 +706,6 @@ _WHERE += ("rdzv_port", "metadata", "debug")
 _OPTIONS: dict[str, type] = {
     "All with a recipe": RecipeOptions,
     "All that train": RunOptions,
-    "rec.train.networks": NetworksOptions,
     "rec.train.stream": StreamOptions,
     "rec.serve.export": ExportOptions,
     "rec.serve.embed": EmbedOptions,

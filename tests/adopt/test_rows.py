@@ -1,20 +1,18 @@
-"""Rows.of: a Dataset's columns give its DataLoader's batches and its draws follow a signed law, or it is refused."""
+"""Rows: declared columns give the batches of the user's DataLoader, every row compared, or they are refused."""
 
 from __future__ import annotations
 
 import collections
 import itertools
-import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
-from unittest import mock
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -24,22 +22,18 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
-    Sampler,
+    RandomSampler,
     Subset,
-    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
 
-from torchrec_ext.adopt import CannotAdopt, Evidence, Popular, Rows, Uniform
-from torchrec_ext.adopt.rows import column_search, evidence
+from torchrec_ext.adopt import CannotAdopt, Popular, Rows, Uniform
 from torchrec_ext.adopt.rows.law import NegativeDraws
-from torchrec_ext.adopt.rows.law_tests import LawTests, p_values
 from torchrec_ext.data.negatives.samplers import PopularityNegatives
 
 USERS, ITEMS, CONTEXT, NEGATIVES = 40, 150, 3, 4
-# draws, enough where what is refused is not their law
-FEW = {"_DRAWS": 2000, "_FEWEST_CALLS": 200}
+TAKEN = ("user", "item")
 
 
 def positives(
@@ -54,497 +48,73 @@ def positives(
     )
 
 
-def known_of(user: np.ndarray, item: np.ndarray) -> dict[int, set[int]]:
-    known = collections.defaultdict(set)
-    for u, i in zip(user.tolist(), item.tolist(), strict=True):
-        known[u].add(i)
-    return known
-
-
 class Interactions(Dataset):
-    """The second user's Dataset, with other laws of its draws beside his two."""
+    """The second user's Dataset: a row is a positive with four negatives."""
 
-    def __init__(self, sampler: str = "rejection", rows: int = 1500) -> None:
+    def __init__(self, rows: int = 1500, *, replace: bool = True) -> None:
         user, item, context = positives(rows)
-        self.items, self.sampler = ITEMS, sampler
+        self.items, self.replace = ITEMS, replace
         self.user = torch.from_numpy(user)
         self.item = torch.from_numpy(item)
         self.context = torch.from_numpy(context)
-        self.known = known_of(user, item)
+        self.known = collections.defaultdict(set)
+        for u, i in zip(user.tolist(), item.tolist(), strict=True):
+            self.known[u].add(i)
         self.share = np.bincount(item, minlength=ITEMS) / rows
+
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        return {"user": self.user, "item": self.item, "context": self.context}
 
     def __len__(self) -> int:
         return len(self.user)
 
+    def draw(self, user: int) -> list[int]:
+        rest = np.setdiff1d(np.arange(self.items), np.fromiter(self.known[user], int))
+        return np.random.choice(rest, NEGATIVES, replace=self.replace).tolist()
+
     def __getitem__(self, row: int) -> tuple[Tensor, ...]:
-        user, chosen = int(self.user[row]), [int(self.item[row])]
-        chosen += SAMPLERS[self.sampler](self, row, self.known[user])
+        user = int(self.user[row])
         k = 1 + NEGATIVES
-        label = torch.tensor([1.0] + [0.0] * NEGATIVES)
         return (
             torch.full((k,), user),
-            torch.tensor(chosen),
+            torch.tensor([int(self.item[row]), *self.draw(user)]),
             self.context[row].repeat(k, 1),
-            label,
+            torch.tensor([1.0] + [0.0] * NEGATIVES),
         )
-
-
-def rejection(items: int) -> Callable[[Interactions, int, set[int]], list[int]]:
-    def drawn(data: Interactions, row: int, known: set[int]) -> list[int]:
-        chosen: list[int] = []
-        while len(chosen) < NEGATIVES:
-            item = np.random.randint(0, items)
-            if item not in known:
-                chosen.append(int(item))
-        return chosen
-
-    return drawn
-
-
-def setdiff(data: Interactions, row: int, known: set[int]) -> list[int]:
-    rest = np.setdiff1d(np.arange(data.items), np.fromiter(known, int))
-    return np.random.choice(rest, NEGATIVES, replace=False).tolist()
-
-
-def by_popularity(data: Interactions, row: int, known: set[int]) -> list[int]:
-    free = np.array([item not in known for item in range(data.items)]) * data.share
-    return np.random.choice(data.items, NEGATIVES, p=free / free.sum()).tolist()
-
-
-def near(data: Interactions, row: int, known: set[int]) -> list[int]:
-    rest = np.setdiff1d(np.arange(data.items), np.fromiter(known, int))
-    closest = np.abs(rest - int(data.item[row])).argsort()[:30]
-    return np.random.choice(rest[closest], NEGATIVES).tolist()
-
-
-def of_three(data: Interactions, row: int, known: set[int]) -> list[int]:
-    """Each row draws from the same twelve items of its own, uniform over all rows."""
-    rest = np.setdiff1d(np.arange(data.items), np.fromiter(known, int))
-    return np.random.choice(
-        np.random.default_rng(row).choice(rest, 12, replace=False), NEGATIVES
-    ).tolist()
-
-
-def beside(data: Interactions, row: int, known: set[int]) -> list[int]:
-    rest = np.setdiff1d(np.arange(data.items), np.fromiter(known, int))
-    first = np.random.randint(len(rest))
-    return [int(rest[(first + step) % len(rest)]) for step in range(NEGATIVES)]
-
-
-SAMPLERS: dict[str, Callable[[Interactions, int, set[int]], list[int]]] = {
-    "rejection": rejection(ITEMS),
-    "setdiff": setdiff,
-    "no exclusion": lambda data, row, known: np.random.randint(
-        0, data.items, NEGATIVES
-    ).tolist(),
-    "by popularity": by_popularity,
-    "sorted": lambda data, row, known: sorted(rejection(ITEMS)(data, row, known)),
-    "one item less": rejection(ITEMS - 1),
-    "hard": near,
-    "twelve of each row": of_three,
-    "beside each other": beside,
-    "not the positive": lambda data, row, known: rejection(ITEMS)(
-        data, row, {int(data.item[row])}
-    ),
-}
 
 
 def concatenated(rows: list[Any]) -> list[Tensor]:
     return [torch.cat(column) for column in zip(*rows, strict=True)]
 
 
+def uniform(**more: Any) -> Uniform:
+    return Uniform(ITEMS, draws=NEGATIVES, exclude=TAKEN, **more)
+
+
+def declared(data: Interactions, batch_size: int = 64, **more: Any) -> Rows:
+    return Rows(data.columns, batch_size, **{"negatives": uniform(), **more})
+
+
+def loader_of(data: Any, batch_size: int = 64, **more: Any) -> DataLoader[Any]:
+    how = {"shuffle": True, "collate_fn": concatenated, **more}
+    return DataLoader(data, batch_size, **how)
+
+
 def same(left: Any, right: Any) -> bool:
     """Equal to the bit, in values, shapes and dtypes; a tuple is as good as a list."""
     ours, theirs = pytree.tree_leaves(left), pytree.tree_leaves(right)
     return len(ours) == len(theirs) and all(
-        a.dtype == b.dtype
-        and a.shape == b.shape
-        and bool(torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)))
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
         for a, b in zip(ours, theirs, strict=True)
     )
 
 
-def gives_what_the_loader_gives(
-    dataset: Any, batch_size: int = 4, **settings: Any
-) -> Rows:
-    drop_last = settings.pop("drop_last", False)
-    collate = settings.get("collate_fn")
-    rows = Rows.of(dataset, batch_size, shuffle=False, drop_last=drop_last, **settings)
-    loader = DataLoader(
-        dataset, batch_size=batch_size, drop_last=drop_last, collate_fn=collate
-    )
-    assert len(rows) == len(loader)
-    for ours, theirs in zip(rows, loader, strict=True):
-        assert same(ours, theirs)
-    return rows
-
-
-class Listed(Dataset):
-    """Rows made by a function of the Dataset and of the row's number."""
-
-    def __init__(
-        self, make: Callable[[Any, int], Any], rows: int = 11, **attributes: Any
-    ) -> None:
-        self.make, self.rows = staticmethod(make), rows
-        self.__dict__.update(attributes)
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def __getitem__(self, row: int) -> Any:
-        return self.make.__func__(self, row)
-
-
-class Pair(NamedTuple):
-    id: Any
-    value: Any
-
-
-def frame() -> Any:
-    pandas = pytest.importorskip("pandas")
-    return pandas.DataFrame(
-        {
-            "user": np.arange(11) % 4,
-            "rating": np.linspace(0, 1, 11),
-            "name": list("abcdefghijk"),
-        }
-    )
-
-
-IDS, VALUES = np.arange(11) * 7 % 5, np.linspace(-1, 1, 33).reshape(11, 3)
-LISTED: dict[str, Callable[[], Any]] = {
-    "tuple of tensors": lambda: Listed(
-        lambda d, i: (d.ids[i], d.x[i]), ids=torch.from_numpy(IDS), x=torch.rand(11, 3)
-    ),
-    "dict": lambda: Listed(
-        lambda d, i: {"u": int(d.ids[i]), "x": d.x[i]},
-        ids=IDS,
-        x=VALUES.astype(np.float32),
-    ),
-    "one tensor": lambda: Listed(lambda d, i: torch.tensor(d.x[i]), x=VALUES),
-    "Python numbers": lambda: Listed(
-        lambda d, i: (d.ids[i], d.x[i], d.ids[i] > 2),
-        ids=IDS.tolist(),
-        x=VALUES[:, 0].tolist(),
-    ),
-    "numpy scalars": lambda: Listed(
-        lambda d, i: (d.ids[i], d.x[i, 0]),
-        ids=IDS.astype(np.int32),
-        x=VALUES.astype("f4"),
-    ),
-    "named tuple": lambda: Listed(
-        lambda d, i: Pair(d.ids[i], d.x[i]), ids=IDS, x=VALUES
-    ),
-    "nested": lambda: Listed(
-        lambda d, i: ({"u": d.ids[i]}, [d.x[i], 3]), ids=IDS, x=VALUES
-    ),
-    "list of tuples": lambda: Listed(
-        lambda d, i: d.samples[i][:2], samples=[(int(i), 1.5 * i, 7) for i in IDS]
-    ),
-    "a frame": lambda: Listed(
-        lambda d, i: (int(d.df["user"].iloc[i]), float(d.df["rating"].iloc[i])),
-        df=frame(),
-    ),
-    "a row of a frame": lambda: Listed(
-        lambda d, i: torch.tensor(
-            [d.df.iloc[i]["user"], d.df.iloc[i]["rating"]], dtype=torch.float32
-        ),
-        df=frame(),
-    ),
-    "repeats": lambda: Listed(
-        lambda d, i: (torch.full((3,), int(d.ids[i])), d.x[i : i + 1].repeat(2, 0)),
-        ids=IDS,
-        x=VALUES,
-    ),
-    "computed": lambda: Listed(
-        lambda d, i: (d.ids[i] * 2 + 1, np.abs(d.x[i])), ids=IDS, x=VALUES
-    ),
-    "no attribute": lambda: Listed(lambda d, i: torch.tensor([i * i, i])),
-    "constants": lambda: Listed(
-        lambda d, i: (d.ids[i], 1.0, torch.tensor([1, 0]), float("nan")), ids=IDS
-    ),
-    "not a number": lambda: Listed(
-        lambda d, i: d.x[i], x=np.where(VALUES < 0, np.nan, VALUES)
-    ),
-    "big endian": lambda: Listed(lambda d, i: int(d.ids[i]), ids=IDS.astype(">i4")),
-    "part of a Dataset": lambda: Subset(
-        TensorDataset(torch.arange(40), torch.rand(40, 2)), [3, 30, 7, 7, 39, 0, 1]
-    ),
-    "all of a Dataset": lambda: Subset(
-        TensorDataset(torch.arange(9)), [8, 1, 0, 2, 3, 4, 7, 5, 6]
-    ),
-    "several Datasets": lambda: torch.utils.data.ConcatDataset(
-        [TensorDataset(torch.arange(9)), TensorDataset(torch.ones(2).long())]
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LISTED)
-def test_a_dataset_without_draws_gives_its_loaders_batches(name: str) -> None:
-    gives_what_the_loader_gives(LISTED[name]())
-    gives_what_the_loader_gives(LISTED[name](), drop_last=True)
-
-
-@pytest.mark.parametrize("name", ["tuple of tensors", "repeats", "computed"])
-def test_a_users_collate_fn_is_followed(name: str) -> None:
-    data = Listed(
-        lambda d, i: (torch.full((3,), int(d.ids[i])), d.x[i].reshape(3, 1)),
-        ids=IDS,
-        x=VALUES.copy(),
-    )
-    rows = gives_what_the_loader_gives(
-        data,
-        collate_fn=lambda rows: {
-            "x": torch.cat([torch.tensor(r[1]) for r in rows]),
-            "u": torch.stack([r[0] for r in rows]),
-        },
-    )
-    assert rows.names == ("x", "ids")
-    assert rows.repeats == {"ids": 3}
-
-
-def test_what_is_in_no_attribute_is_written_in_one_pass_and_said(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    rows = gives_what_the_loader_gives(LISTED["computed"]())
-    assert (
-        "slot 0 (int64 ()), slot 1 (float64 (3,)) in no attribute of Listed: written in one pass over 11 rows"
-        in (capsys.readouterr().out)
-    )
-    assert "all rows were compared with the Dataset's" in rows.describe()
-
-
-def test_a_long_pass_is_announced_with_its_cost(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with mock.patch.object(column_search, "_LONG_S", 0.0):
-        Rows.of(LISTED["computed"](), 4)
-    announced, written = capsys.readouterr().out.splitlines()
-    assert announced.startswith(
-        "rows: slot 0, slot 1 in no attribute of Listed: writing 11 rows takes about 0.0 min, once"
-    )
-    assert "written in one pass" in written
-
-
-def test_columns_are_the_users_tensors_themselves() -> None:
-    data = LISTED["tuple of tensors"]()
-    rows = Rows.of(data, 4)
-    assert rows.columns["ids"].data_ptr() == data.ids.data_ptr()
-    assert "ids: column `ids`" in rows.describe()
-
-
-@pytest.mark.parametrize("differs", [17, 9_999, 19_999])
-def test_of_two_alike_attributes_the_right_one_is_taken(differs: int) -> None:
-    """20,000 rows, of which one tells the attributes apart: it is read, though few others are."""
-    right = np.zeros(20_000, np.int64)
-    right[differs] = 5
-    for wrong in (np.zeros(20_000, np.int64), np.arange(20_000) == 3):
-        data = Listed(
-            lambda d, i: (int(d.right[i]), int(d.other[i])),
-            20_000,
-            a=wrong,
-            right=right,
-            other=right[::-1].copy(),
-        )
-        rows = gives_what_the_loader_gives(data, 1000, compared=100)
-        assert "of 20,000 rows were NOT compared" in rows.describe()
-
-
-def test_a_rare_change_of_a_column_is_written_and_not_taken_for_it() -> None:
-    x = np.random.default_rng(0).normal(size=20_000)
-    gives_what_the_loader_gives(
-        Listed(lambda d, i: min(d.x[i], d.most), 20_000, x=x, most=x.max() - 1e-9), 1000
-    )
-
-
-def test_all_rows_are_compared_where_that_takes_few_seconds() -> None:
-    """A label that is computed, and is 1 in two rows of 20,000, is no constant."""
-    data = Listed(lambda d, i: (i, float(i in (777, 19_000))), 20_000)
-    rows = gives_what_the_loader_gives(data, 1000)
-    assert "all rows were compared" in rows.describe()
-
-
-def test_ten_wrong_rows_of_a_large_dataset_are_found() -> None:
-    """Ten rows next to each other differ from the attribute: no sample need have one."""
-    item = np.arange(20_000) % 997
-    data = Listed(
-        lambda d, i: (int(d.item[i]) + (12_345 <= i < 12_355),), 20_000, item=item
-    )
-    with mock.patch.multiple(column_search, COMPARED=64, _SECONDS=float("inf")):
-        rows = Rows.of(data, 1000)
-    (given_,) = rows.columns.values()
-    assert (given_.numpy() - item).nonzero()[0].tolist() == list(range(12_345, 12_355))
-    assert "all rows were compared" in rows.describe()
-
-
-@pytest.mark.parametrize("compared", [None, 100])
-def test_rows_that_are_not_compared_are_counted_in_one_line(
-    compared: int | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Be it that the time did not suffice, or that a number was asked for."""
-    data = Listed(lambda d, i: (int(d.item[i]),), 20_000, item=np.arange(20_000) % 7)
-    with mock.patch.multiple(column_search, _SECONDS=0.0, _SECONDS_PER_ROW=0.0):
-        rows = Rows.of(data, 1000, compared=compared)
-    (line,) = capsys.readouterr().out.splitlines()
-    count = re.fullmatch(r"rows: ([\d,]+) of 20,000 rows were NOT compared .*", line)
-    assert count is not None
-    read = 20_000 - int(count[1].replace(",", ""))
-    assert (100 if compared else 4096) <= read < (150 if compared else 9000)
-    assert line.removeprefix("rows: ") in rows.describe()
-
-
-class Sampled(NamedTuple):
-    """A loader that Rows.of takes as it is, and how its order is told from another."""
-
-    loader: Callable[[TensorDataset], DataLoader[Any]]
-    holds: Callable[[list[list[int]]], bool]
-
-
-def _third_as_often(batches: list[list[int]]) -> bool:
-    """The first 500 of 1,000 rows are drawn a third as often: 250 of 1,000."""
-    return 200 < sum(row < 500 for batch in batches for row in batch) < 300
-
-
-SAMPLED = {
-    "in order": Sampled(
-        lambda data: DataLoader(data, 64),
-        lambda batches: (
-            batches == [[*range(i, min(i + 64, 1000))] for i in range(0, 1000, 64)]
-        ),
-    ),
-    "shuffled, without the last": Sampled(
-        lambda data: DataLoader(data, 64, shuffle=True, drop_last=True),
-        lambda batches: (
-            len({row for batch in batches for row in batch}) == 960
-            and [*map(len, batches)] == [64] * 15
-        ),
-    ),
-    "weighted": Sampled(
-        lambda data: DataLoader(
-            data,
-            64,
-            sampler=WeightedRandomSampler(
-                [1.0] * 500 + [3.0] * 500, 1000, generator=torch.Generator()
-            ),
-        ),
-        _third_as_often,
-    ),
-    "of a rank": Sampled(
-        lambda data: DataLoader(
-            data, 64, sampler=DistributedSampler(data, 2, 1, shuffle=False)
-        ),
-        lambda batches: (
-            [row for batch in batches for row in batch] == [*range(1, 1000, 2)]
-        ),
-    ),
-    "a part": Sampled(
-        lambda data: DataLoader(
-            data, batch_sampler=BatchSampler(SubsetRandomSampler(range(100)), 30, False)
-        ),
-        lambda batches: (
-            sorted(row for batch in batches for row in batch) == [*range(100)]
-            and len(batches) == 4
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SAMPLED)
-def test_a_loaders_sampler_and_batches_are_kept(name: str) -> None:
-    loader = SAMPLED[name].loader(TensorDataset(torch.arange(1000)))
-    rows = Rows.of(loader, seed=3)
-    batches = [batch[0].tolist() for batch in rows]
-    assert SAMPLED[name].holds(batches)
-    assert len(rows) == len(loader) == len(batches)
-    again = Rows.of(SAMPLED[name].loader(TensorDataset(torch.arange(1000))), seed=3)
-    next(iter(again))
-    state = again.state_dict()
-    resumed = Rows.of(SAMPLED[name].loader(TensorDataset(torch.arange(1000))), seed=3)
-    resumed.load_state_dict(state)
-    assert [batch[0].tolist() for batch in resumed] == batches[1:]
-    assert ([batch[0].tolist() for batch in rows] == batches) == (
-        name in ("in order", "of a rank")
-    )
-
-
-@pytest.mark.parametrize(
-    ("settings_", "text"),
-    [
-        (
-            {"batch_size": 8},
-            "Rows.of(loader, batch_size=...): the DataLoader has its own batch_size",
-        ),
-        (
-            {"drop_last": True},
-            "Rows.of(loader, drop_last=...): the DataLoader has its own drop_last",
-        ),
-        (
-            {"ranks": 2},
-            "Rows.of(loader, ranks=...): its WeightedRandomSampler does not say whose rows are whose",
-        ),
-    ],
-)
-def test_what_a_loader_says_too_is_refused_beside_it(
-    settings_: dict[str, Any], text: str
-) -> None:
-    loader = DataLoader(
-        TensorDataset(torch.arange(9)), 3, sampler=WeightedRandomSampler([1.0] * 9, 9)
-    )
-    with pytest.raises(CannotAdopt, match=re.escape(text)):
-        Rows.of(loader, **settings_)
-
-
-class Endless(Sampler[int]):
-    """A sampler without a length."""
-
-    def __iter__(self) -> Iterator[int]:
-        return itertools.count()
-
-
-NO_FIXED_SIZE: dict[str, Callable[[Dataset], DataLoader[Any]]] = {
-    "list": lambda data: DataLoader(data, batch_sampler=[[0, 1], [2]]),
-    "Endless": lambda data: DataLoader(data, 2, sampler=Endless()),
-}
-
-
-@pytest.mark.parametrize("kind", NO_FIXED_SIZE)
-def test_a_loader_whose_batches_have_no_fixed_size_is_refused(kind: str) -> None:
-    loader = NO_FIXED_SIZE[kind](TensorDataset(torch.arange(3)))
-    with pytest.raises(
-        CannotAdopt,
-        match=re.escape(f"Rows.of(loader): its {kind} makes batches of no fixed size"),
-    ):
-        Rows.of(loader)
-
-
-def test_a_row_of_a_sampler_that_is_not_there_is_named() -> None:
-    rows = Rows.of(DataLoader(TensorDataset(torch.arange(8)), 2, sampler=[1, 99]))
-    with pytest.raises(
-        CannotAdopt, match="the loader's sampler gives row 99: must be 0 to 7"
-    ):
-        next(iter(rows))
-
-
-def test_negatives_of_a_row_that_a_sampler_takes_twice_are_refused() -> None:
-    data = Interactions()
-    loader = DataLoader(
-        data, 256, sampler=WeightedRandomSampler([1.0] * len(data), len(data))
-    )
-    rows = Rows.of(loader, negatives=Uniform(ITEMS, exclude=data.known))
-    with pytest.raises(
-        CannotAdopt, match="the loader's sampler takes a row twice in an epoch"
-    ):
-        next(iter(rows))
-
-
-def expected_counts(
-    data: Interactions, epochs: int, exclude: bool = True
-) -> np.ndarray:
+def expected_counts(data: Interactions, epochs: int) -> np.ndarray:
     counts = np.zeros(ITEMS)
     for user in data.user.tolist():
         free = np.ones(ITEMS)
-        if exclude:
-            free[list(data.known[user])] = 0
+        free[list(data.known[user])] = 0
         counts += free / free.sum()
     return counts * NEGATIVES * epochs
 
@@ -557,40 +127,355 @@ def follows(counts: np.ndarray, expected: np.ndarray) -> bool:
     return abs(statistic - cells.sum() + 1) < 5 * np.sqrt(2 * cells.sum())
 
 
-@pytest.mark.parametrize(
-    ("sampler", "collate"), [("rejection", concatenated), ("setdiff", None)]
-)
-def test_the_second_users_dataset_gives_its_batches_and_its_law(
-    sampler: str, collate: Any
+@pytest.mark.parametrize("replace", [True, False])
+def test_the_second_users_dataset_gives_its_batches_and_its_distribution(
+    replace: bool,
 ) -> None:
-    data = Interactions(sampler)
-    law = Uniform(ITEMS, exclude=data.known, replace=sampler == "rejection")
-    rows = Rows.of(data, 256, law, collate_fn=collate, shuffle=False)
-    loader = DataLoader(data, batch_size=256, collate_fn=collate)
+    data = Interactions(replace=replace)
+    rows = declared(data, 256, negatives=uniform(replace=replace), shuffle=False)
+    loader = loader_of(data, 256, shuffle=False)
+    rows.check(loader)
     counts, epochs, repeated = np.zeros(ITEMS, np.int64), 10, 0
     first = list(loader)
     for _ in range(epochs):
         for ours, theirs in zip(rows, first, strict=True):
             assert isinstance(ours, tuple)
             assert same([ours[0], ours[2], ours[3]], [theirs[0], theirs[2], theirs[3]])
-            items = ours[1].view(-1, 1 + NEGATIVES)
             assert ours[1].dtype == theirs[1].dtype
-            assert ours[1].shape == theirs[1].shape
+            items = ours[1].view(-1, 1 + NEGATIVES)
             assert torch.equal(items[:, 0], theirs[1].view(-1, 1 + NEGATIVES)[:, 0])
             drawn = items[:, 1:].numpy()
             repeated += sum(len(set(row)) < NEGATIVES for row in drawn.tolist())
-            users = ours[0].view(-1, 1 + NEGATIVES)[:, 0].tolist()
-            assert not any(
-                i in data.known[u]
-                for u, row in zip(users, drawn.tolist(), strict=True)
-                for i in row
-            )
             counts += np.bincount(drawn.reshape(-1), minlength=ITEMS)
     assert follows(counts, expected_counts(data, epochs))
-    assert (repeated > 0) == (sampler == "rejection")
+    assert (repeated > 0) == replace
+
+
+def test_repeats_of_declared_rows_are_known_so_that_a_step_looks_them_up_once() -> None:
+    """Rows of the user's own columns were as slow as a batch without repeats."""
+    rows = declared(Interactions())
+    assert rows.names == ("user", "item", "context", "label")
     assert rows.repeats == {"user": 5, "context": 5}
-    assert rows.names == ("user", "item", "context", "slot 3")
-    assert set(rows.columns) == {"user", "item", "context"}
+    assert rows.tensors["label"].tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_rows_without_negatives_are_the_columns() -> None:
+    columns = {"a": np.arange(20), "b": torch.rand(20, 2)}
+    data = TensorDataset(torch.arange(20), columns["b"])
+    rows = Rows(columns, 4)
+    rows.check(DataLoader(data, 4, shuffle=True))
+    taken = torch.cat([batch[0] for batch in rows])
+    assert sorted(taken.tolist()) == list(range(20))
+    assert rows.repeats == {}
+
+
+@pytest.mark.parametrize("rows", [1500, 4096, 4097])
+def test_check_compares_and_leaves_generators_as_they_were(rows: int) -> None:
+    data = Interactions(rows)
+    torch.manual_seed(0)
+    np.random.seed(0)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    said = declared(data).check(loader_of(data))
+    assert said.startswith(f"all {rows:,} rows equal those of Interactions")
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1] == before[1]).all()
+
+
+class Edited(Interactions):
+    """The user's Dataset with a rule of its own for some rows."""
+
+    rule: ClassVar[Callable[[int, list[Tensor]], None]]
+
+    def __getitem__(self, row: int) -> tuple[Tensor, ...]:
+        values = list(super().__getitem__(row))
+        type(self).rule(row, values)
+        return tuple(values)
+
+
+class Labelled(Dataset):
+    """Many rows, one of which is a user, an item and a label."""
+
+    def __init__(
+        self, rows: int, rule: Callable[[int, int, float], tuple[int, float]]
+    ) -> None:
+        rng = np.random.default_rng(0)
+        self.item = rng.integers(0, 1000, rows)
+        self.label = np.zeros(rows, np.float32)
+        self.rule = rule
+
+    def __len__(self) -> int:
+        return len(self.item)
+
+    def __getitems__(self, rows: list[int]) -> tuple[Tensor, Tensor]:
+        item = self.item[rows]
+        label = self.label[rows]
+        made = [
+            self.rule(r, int(i), float(x))
+            for r, i, x in zip(rows, item, label, strict=True)
+        ]
+        items, labels = zip(*made, strict=True)
+        return torch.tensor(items), torch.tensor(labels, dtype=torch.float32)
+
+    def rows(self) -> Rows:
+        return Rows({"item": self.item, "label": self.label}, 256)
+
+    def loader(self) -> DataLoader[Any]:
+        return DataLoader(self, 256, shuffle=True, collate_fn=lambda batch: batch)
+
+
+SMALL = {
+    "ten rows of 400,000 are other items": (
+        400_000,
+        lambda row, item, label: (item + (123_457 <= row <= 123_466), label),
+        "item of row 123457: the loader gives",
+    ),
+    "a label of five rows in 200,000": (
+        200_000,
+        lambda row, item, label: (item, float(row % 40_000 == 7)),
+        "label of row 7: the loader gives 1.0, Rows 0.0",
+    ),
+    "a rule for one item": (
+        200_000,
+        lambda row, item, label: (item, 0.5 if item == 77 else label),
+        "label of row ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_difference_in_a_few_rows_of_many_is_refused(name: str) -> None:
+    """4,096 compared rows called themselves equal, and trained on the wrong ones."""
+    count, rule, text = SMALL[name]
+    data = Labelled(count, rule)
+    with pytest.raises(CannotAdopt, match=re.escape(text)) as refused:
+        data.rows().check(data.loader())
+    assert len(str(refused.value)) <= 200
+
+
+def test_a_rare_label_survives_in_its_rows() -> None:
+    data = Labelled(200_000, lambda row, item, label: (item, label))
+    data.label[7::40_000] = 1.0
+    rows = data.rows()
+    rows.check(data.loader())
+    assert sum(float(label.sum()) for _, label in rows) == 5.0
+
+
+def items_changed(by: Callable[[Tensor], None]) -> Callable[[int, list[Tensor]], None]:
+    def rule(row: int, values: list[Tensor]) -> None:
+        if row == 900:
+            by(values[1])
+
+    return rule
+
+
+EDITS: dict[str, tuple[Callable[[int, list[Tensor]], None], str]] = {
+    "another positive": (
+        items_changed(lambda item: item[:1].add_(1)),
+        "item of row 900: the loader gives",
+    ),
+    "an excluded item": (
+        items_changed(lambda item: item[3:4].copy_(item[:1])),
+        "which is excluded; correct negatives=",
+    ),
+    "an item that is not there": (
+        items_changed(lambda item: item[4:].fill_(ITEMS)),
+        "the loader drew 150, which is none of the ids 0 to 149",
+    ),
+    "the positive stands last": (
+        lambda row, values: values.__setitem__(1, values[1].flip(0)),
+        "item of row 0: the loader",
+    ),
+    "a repeat of the context": (
+        lambda row, values: values[2][3].add_(row == 1499),
+        "context of row 1499: the loader gives",
+    ),
+    "another dtype": (
+        lambda row, values: values.__setitem__(0, values[0].int()),
+        "user: the loader gives torch.int32 (7500,), Rows torch.int64",
+    ),
+    "labels of another shape": (
+        lambda row, values: values.__setitem__(3, values[3][:, None]),
+        "label: the loader gives torch.float32 (7500, 1), Rows torch.float32 (7500,)",
+    ),
+    "a tensor less": (
+        lambda row, values: values.pop(2),
+        "a batch of the loader has 3 tensors",
+    ),
+    "noise": (
+        lambda row, values: values[2].add_(torch.rand(1)),
+        "context of row 0: the loader gives",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_value_that_is_another_is_refused_with_its_row(name: str) -> None:
+    rule, text = EDITS[name]
+    data = type("Mine", (Edited,), {"rule": staticmethod(rule)})()
+    with pytest.raises(CannotAdopt, match=re.escape(text)) as refused:
+        declared(data).check(loader_of(data))
+    assert len(str(refused.value)) <= 200
+
+
+def test_negatives_that_repeat_in_a_row_are_no_draws_without_repeats() -> None:
+    data = Interactions()
+    rows = declared(data, negatives=uniform(replace=False))
+    with pytest.raises(CannotAdopt, match="is drawn twice in the row"):
+        rows.check(loader_of(data))
+
+
+@pytest.mark.parametrize(
+    ("loader", "text"),
+    [
+        ({"batch_size": 65}, "batch_size is 65, that of these rows 64"),
+        ({"shuffle": False}, "shuffle=False, these rows shuffle=True"),
+        ({"drop_last": True}, "drop_last=True, these rows drop_last=False"),
+        (
+            {"sampler": WeightedRandomSampler([1.0] * 1500, 1500), "shuffle": None},
+            "the loader's WeightedRandomSampler chooses rows",
+        ),
+        (
+            {"sampler": RandomSampler(range(1500), replacement=True), "shuffle": None},
+            "the loader's RandomSampler chooses rows",
+        ),
+        (
+            {"sampler": DistributedSampler(range(1500), 2, 0), "shuffle": None},
+            "the loader's DistributedSampler chooses rows",
+        ),
+        (
+            {
+                "batch_sampler": BatchSampler(RandomSampler(range(1500)), 64, False),
+                "shuffle": None,
+                "batch_size": 1,
+            },
+            "the loader's BatchSampler makes its own batches",
+        ),
+    ],
+)
+def test_what_the_loader_says_is_taken_or_refused(
+    loader: dict[str, Any], text: str
+) -> None:
+    data = Interactions()
+    with pytest.raises(CannotAdopt, match=re.escape(text)) as refused:
+        declared(data).check(loader_of(data, **loader))
+    assert len(str(refused.value)) <= 200
+
+
+def test_a_dataset_of_other_rows_and_one_without_numbers_are_refused() -> None:
+    class Stream(IterableDataset):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    data = Interactions()
+    with pytest.raises(
+        CannotAdopt, match="Subset has 100 rows, the columns 1,500: give columns"
+    ):
+        declared(data).check(loader_of(Subset(data, range(100))))
+    with pytest.raises(CannotAdopt, match="Stream has no rows by number"):
+        declared(data).check(DataLoader(Stream(), 64))
+
+
+class Instances(Interactions):
+    """A row for each instance, whose number decides between the positive and a negative."""
+
+    def __len__(self) -> int:
+        return 5 * len(self.user)
+
+    def __getitem__(self, row: int) -> Any:
+        user = int(self.user[row // 5])
+        item = self.draw(user)[0] if row % 5 else int(self.item[row // 5])
+        return user, item, self.context[row // 5], np.float32(row % 5 == 0)
+
+
+def test_a_dataset_with_a_row_for_each_instance_is_compared_as_it_is() -> None:
+    data = Instances()
+    rows = declared(data)
+    said = rows.check(DataLoader(data, 320, shuffle=True))
+    assert said.endswith("come in one batch, which the loader shuffles")
+    with pytest.raises(
+        CannotAdopt, match=r"batch_size is 64, .* 320 rows of Instances"
+    ):
+        rows.check(DataLoader(data, 64, shuffle=True))
+
+
+def test_a_batch_of_another_form_is_made_by_a_function_of_the_users() -> None:
+    data = Interactions()
+    genre = torch.arange(ITEMS) % 7
+
+    class Triples(Interactions):
+        def __getitem__(self, row: int) -> Any:
+            user = int(self.user[row])
+            drawn = torch.tensor(self.draw(user))
+            return {
+                "user": user,
+                "positive": int(self.item[row]),
+                "drawn": drawn,
+                "genre": genre[drawn],
+            }
+
+    def make(row: dict[str, Tensor]) -> dict[str, Tensor]:
+        drawn = row["negatives"]
+        return {
+            "user": row["user"],
+            "positive": row["item"],
+            "drawn": drawn,
+            "genre": genre[drawn],
+        }
+
+    rows = declared(data, make=make)
+    rows.check(loader_of(Triples(), collate_fn=None))
+    batch = next(iter(rows))
+    assert set(batch) == {"user", "positive", "drawn", "genre"}
+
+
+def test_a_feature_of_the_drawn_item_is_compared_for_the_items_that_were_drawn() -> (
+    None
+):
+    data = Interactions()
+    genre = torch.arange(ITEMS) % 7
+    other = genre.clone()
+    other[149] += 1
+
+    class WithGenres(Interactions):
+        def __getitem__(self, row: int) -> Any:
+            drawn = torch.tensor(self.draw(int(self.user[row])))
+            return drawn, other[drawn]
+
+    rows = declared(data, make=lambda row: (row["negatives"], genre[row["negatives"]]))
+    with pytest.raises(CannotAdopt, match=r"tensor 1 of row \d+: the loader gives"):
+        rows.check(loader_of(WithGenres(), collate_fn=None))
+    lost = declared(data, make=lambda row: (row["user"], genre[row["negatives"]]))
+    with pytest.raises(CannotAdopt, match="no tensor of its batch holds the negatives"):
+        lost.check(loader_of(WithGenres(), collate_fn=None))
+
+
+def test_repeats_of_a_made_batch_are_those_that_are_said_and_tried() -> None:
+    data = Interactions()
+
+    def make(row: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        item = torch.cat([row["item"][:, None], row["negatives"]], 1)
+        k = item.shape[1]
+        label = (torch.arange(k) == 0).float().repeat(len(item))
+        return (
+            row["user"].repeat_interleave(k),
+            item.flatten(),
+            row["context"].repeat_interleave(k, 0),
+            label,
+        )
+
+    theirs = declared(data)
+    made = declared(data, make=make, repeats=(5, 1, 5, 1))
+    for ours, other in zip(made, theirs, strict=True):
+        assert same(ours, other)
+    assert made.repeats == {"tensor 0": 5, "tensor 2": 5}
+    # of the items, which hold a negative, and of another number of tensors
+    for wrong in ((5, 5, 5, 1), (4, 1, 5, 1), (5, 1, 5)):
+        with pytest.raises(ValueError, match=re.escape(f"repeats={list(wrong)}")):
+            declared(data, make=make, repeats=wrong)
+
+
+def drawn_rows(batch_size: int, **more: Any) -> Rows:
+    return declared(Interactions(), batch_size, **more)
 
 
 def test_draws_without_repeats_are_equally_likely_in_every_order() -> None:
@@ -598,13 +483,12 @@ def test_draws_without_repeats_are_equally_likely_in_every_order() -> None:
         "user": torch.zeros(30_000, dtype=torch.int64),
         "item": torch.full((30_000,), 3),
     }
-    law = Uniform([2, 3, 5, 7, 11, 13], exclude=("user", "item"), replace=False)
+    law = Uniform([2, 3, 5, 7, 11, 13], draws=3, exclude=TAKEN, replace=False)
     rows = Rows(
         columns,
-        lambda row: row["negatives"],
         30_000,
+        make=lambda row: row["negatives"],
         negatives=law,
-        draws=3,
         shuffle=False,
     )
     (drawn,) = rows
@@ -613,29 +497,14 @@ def test_draws_without_repeats_are_equally_likely_in_every_order() -> None:
     assert follows(np.array(list(outcomes.values())), np.full(60, 500.0))
 
 
-def drawn_rows(batch_size: int, **settings: Any) -> Rows:
-    user, item, _ = positives()
-    columns = {"user": torch.from_numpy(user), "item": torch.from_numpy(item)}
-    law = Uniform(ITEMS, exclude=("user", "item"))
-    return Rows(
-        columns,
-        lambda row: tuple(row.values()),
-        batch_size,
-        negatives=law,
-        draws=4,
-        **settings,
-    )
-
-
 def test_draws_are_a_function_of_seed_epoch_and_row_alone() -> None:
-
-    def drawn(batch_size: int = 64, **settings: Any) -> dict[int, tuple[int, ...]]:
-        rows = drawn_rows(batch_size, **settings)
-        return {
-            int(i): tuple(d)
-            for s in rows.steps()
-            for i, d in zip(s.indices, s.draws.tolist(), strict=True)
-        }
+    def drawn(batch_size: int = 64, **more: Any) -> dict[int, tuple[int, ...]]:
+        found = {}
+        for step in drawn_rows(batch_size, **more).steps():
+            assert step.draws is not None
+            pairs = zip(step.indices, step.draws.tolist(), strict=True)
+            found.update({int(index): tuple(ids) for index, ids in pairs})
+        return found
 
     first = drawn()
     assert first == drawn(batch_size=100, shuffle=False)
@@ -643,168 +512,22 @@ def test_draws_are_a_function_of_seed_epoch_and_row_alone() -> None:
     assert first != drawn(seed=1)
 
 
-PLANTED: dict[str, tuple[str, str | None]] = {
-    "no exclusion": ("are items that the law excludes", "Uniform(150, exclude=None)"),
-    "by popularity": (
-        "chi-square",
-        'Popular(150, exclude=dataset.known, by="user", counted="item", exponent=1.0)',
-    ),
-    "setdiff": (
-        "0 repeats within a row",
-        'Uniform(150, exclude=dataset.known, by="user", replace=False)',
-    ),
-    "one item less": (
-        "expected above the greatest that was drawn, 148",
-        'Uniform(149, exclude=dataset.known, by="user")',
-    ),
-    "not the positive": (
-        "are items that the law excludes",
-        'Uniform(150, exclude=("item", "item"))',
-    ),
-    "sorted": ("chi-square against the index of the draw", None),
-    "hard": ("chi-square against 'item'", None),
-    "twelve of each row": ("equal draws between two calls of a row", None),
-    "beside each other": ("chi-square against the draw before", None),
-}
-
-
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        pytest.param(name, marks=() if index % 2 else pytest.mark.slow)
-        for index, name in enumerate(PLANTED)
-    ],
-)
-def test_a_law_that_is_not_that_of_the_draws_is_refused_with_its_p_value(
-    sampler: str,
-) -> None:
-    """The message names what contradicts it, and the law to sign, where the package has it: as a line to paste."""
-    dataset = Interactions(sampler)
-    if sampler == "one item less":  # so that its positives do not show the last item
-        dataset.item.clamp_(max=ITEMS - 2)
-        dataset.known = known_of(dataset.user.numpy(), dataset.item.numpy())
-    with pytest.raises(CannotAdopt) as caught:
-        Rows.of(dataset, 64, Uniform(ITEMS, exclude=dataset.known))
-    against, _, proposed = str(caught.value).partition(
-        "\nFrom 24,000 draws in 6,000 calls"
-    )
-    text, law = PLANTED[sampler]
-    assert text in against
-    assert max(float(p) for p in re.findall(r"\(p=([^)]*)\)", against)) < 1e-6
-    assert re.search(
-        r"Interactions\.__getitem__ \(.*test_rows\.py:\d+\) draws 4 of 5 integers of item",
-        against,
-    )
-    if law is None:
-        assert "None of the laws tried fits" in proposed
-        assert "__getitems__" in proposed
-    else:
-        assert proposed.endswith(
-            f"\n    rows = Rows.of(dataset, batch_size=64, negatives={law})"
-        )
-
-
-def test_without_a_law_draws_are_refused_with_the_line_to_paste() -> None:
-    dataset = Interactions()
-    with pytest.raises(CannotAdopt, match="by a law that must be signed") as caught:
-        Rows.of(dataset, batch_size=64)
-    *_, cannot, sign, line = str(caught.value).splitlines()
-    assert (
-        cannot
-        == "  cannot be seen by any test of draws: what changes with the time, the epoch or the worker"
-    )
-    assert sign.endswith("If that is your law, sign it:")
-    names = {"Rows": Rows, "Uniform": Uniform, "dataset": dataset}
-    exec(line.strip(), names)
-    assert (
-        "uniform, with repeats in a row, over the ids 0 to 149, without the items that dataset.known has"
-        in (
-            names["rows"].describe()  # type: ignore[attr-defined]
-        )
-    )
-
-
-@pytest.mark.parametrize(
-    ("law", "text"),
-    [
-        (Uniform(ITEMS), "are of exclude=dataset.known"),
-        (
-            Uniform(ITEMS + 20, exclude=("user", "item")),
-            "above the greatest that was drawn, 149",
-        ),
-        (
-            Uniform(range(2, ITEMS), exclude=("user", "item")),
-            "are not among the ids 2 to 149",
-        ),
-        (
-            Uniform(ITEMS, exclude=("user", "item"), replace=False),
-            "repeats within a row",
-        ),
-        (
-            Popular(ITEMS, exclude=("user", "item"), counted="item"),
-            "chi-square by popularity",
-        ),
-    ],
-)
-def test_a_wrong_law_is_refused_for_right_draws(
-    law: Uniform | Popular, text: str
-) -> None:
-    with pytest.raises(CannotAdopt, match=re.escape(text)):
-        Rows.of(Interactions(), 64, law)
-
-
-def test_check_returns_the_evidence_and_takes_nothing() -> None:
-    answer = Rows.of(Interactions(), 64, "check")
-    assert isinstance(answer, Evidence)
-    assert "no draw is one that the law excludes; without the exclusion" in str(answer)
-    with pytest.raises(CannotAdopt, match="draws nothing"):
-        Rows.of(LISTED["dict"](), 4, "check")
-
-
-def test_what_the_draws_cannot_show_is_stated() -> None:
-    """Of a million items, 24,000 draws hit no known pair, no item twice, and the ends of the range by chance alone."""
-    user, item, _ = positives()
-
-    def row(data: Any, index: int) -> tuple[int, Tensor]:
-        return int(data.user[index]), torch.tensor(
-            [int(data.item[index]), *np.random.randint(0, 10**6, 4).tolist()]
-        )
-
-    data = Listed(row, len(user), user=user, item=item * 6700)
-    answer = str(Rows.of(data, 64, "check"))
-    for text in (
-        "a range too long or short",
-        "whether known pairs are left out",
-        "whether a row's draws can repeat",
-    ):
-        assert (
-            f"cannot be seen in 24,000 draws{' of' if 'range' in text else ''}"
-            in answer
-        )
-        assert text in answer or "pairs" in text
-    rows = Rows.of(data, 64, Uniform(10**6, exclude=("user", "item")))
-    assert (
-        "cannot be seen in 24,000 draws: whether known pairs are left out"
-        in rows.describe()
-    )
-
-
-def test_draws_of_a_single_item_repeat_for_certain() -> None:
-    draws = NegativeDraws(Uniform(1), {"user": torch.arange(50)}, None, 4)
-    ones = np.ones((100, 4), np.int64)
-    findings = LawTests(draws, np.arange(50).repeat(2), ones).repeats()
-    assert p_values(findings) == [1.0, 1.0]
-
-
 def test_popular_draws_are_drawn_by_popularity() -> None:
-    data = Interactions("by popularity")
-    rows = Rows.of(
-        data, 64, Popular(ITEMS, exclude=data.known, counted="item", exponent=1.0)
+    data = Interactions()
+    law = Popular(
+        ITEMS,
+        draws=NEGATIVES,
+        exclude=data.known,
+        by="user",
+        counted="item",
+        exponent=1.0,
     )
+    rows = declared(data, negatives=law, positive="item")
     counts = np.zeros(ITEMS, np.int64)
     for _ in range(20):
-        for drawn in rows.steps():
-            counts += np.bincount(drawn.draws.reshape(-1).numpy(), minlength=ITEMS)
+        for step in rows.steps():
+            assert step.draws is not None
+            counts += np.bincount(step.draws.reshape(-1).numpy(), minlength=ITEMS)
     expected = np.zeros(ITEMS)
     for user in data.user.tolist():
         free = data.share.copy()
@@ -834,59 +557,27 @@ def test_counts_that_are_not_those_of_the_known_pairs_weigh_items() -> None:
 )
 def test_ids_need_not_be_a_range(items: Any, ids: list[int]) -> None:
     columns = {"user": torch.tensor([-5, 10**12, 3]), "item": torch.tensor([5, 7, 11])}
-    rows = Rows(
-        columns,
-        lambda row: row["negatives"],
-        3,
-        negatives=Uniform(items),
-        draws=100,
-        shuffle=False,
-    )
-    (drawn,) = rows
+    draws = NegativeDraws(Uniform(items, draws=100), columns)
+    drawn = draws.draw(np.arange(3), 0)
     assert set(drawn.reshape(-1).tolist()) == set(ids)
-
-
-def test_a_triple_of_user_positive_and_negative_has_a_law_too() -> None:
-    base = Interactions()
-    data = Listed(
-        lambda d, i: (
-            int(d.user[i]),
-            int(d.item[i]),
-            rejection(ITEMS)(d, i, d.known[int(d.user[i])])[0],
-        ),
-        len(base),
-        user=base.user,
-        item=base.item,
-        known=dict(base.known),
-    )
-    rows = Rows.of(data, 64, Uniform(ITEMS, exclude=data.known))
-    user, item, negative = next(iter(rows))
-    assert negative.shape == (64,)
-    assert not any(
-        n in data.known[u]
-        for u, n in zip(user.tolist(), negative.tolist(), strict=True)
-    )
-    assert all(
-        i in data.known[u] for u, i in zip(user.tolist(), item.tolist(), strict=True)
-    )
+    assert draws.wrong(np.arange(3), drawn) is None
+    drawn[1, 99] = 12
+    assert draws.wrong(np.arange(3), drawn)[:2] == (1, 99)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_an_epoch_has_each_row_once_in_an_order_of_its_own(drop_last: bool) -> None:
-    data = TensorDataset(torch.arange(107))
-    rows = Rows.of(data, 10, seed=3, drop_last=drop_last)
-    epochs = [torch.cat([batch[0] for batch in rows]).tolist() for _ in range(3)]
-    assert len(rows) == (10 if drop_last else 11)
+    def rows() -> Rows:
+        return Rows({"x": torch.arange(107)}, 10, seed=3, drop_last=drop_last)
+
+    made = rows()
+    epochs = [torch.cat([batch[0] for batch in made]).tolist() for _ in range(3)]
+    assert len(made) == (10 if drop_last else 11)
     assert all(
         len(epoch) == len(set(epoch)) == (100 if drop_last else 107) for epoch in epochs
     )
     assert epochs[0] != epochs[1] != epochs[2]
-    assert (
-        epochs[0]
-        == torch.cat(
-            [batch[0] for batch in Rows.of(data, 10, seed=3, drop_last=drop_last)]
-        ).tolist()
-    )
+    assert epochs[0] == torch.cat([batch[0] for batch in rows()]).tolist()
 
 
 @pytest.mark.parametrize("stop", [0, 1, 7, 24])
@@ -909,10 +600,10 @@ def test_a_resumed_run_equals_one_that_never_stopped(stop: int) -> None:
 
 
 def test_a_state_of_other_rows_is_refused() -> None:
-    rows = Rows.of(TensorDataset(torch.arange(20)), 4)
+    rows = Rows({"x": torch.arange(20)}, 4)
     for other in (
-        Rows.of(TensorDataset(torch.arange(21)), 4),
-        Rows.of(TensorDataset(torch.arange(20)), 4, seed=9),
+        Rows({"x": torch.arange(21)}, 4),
+        Rows({"x": torch.arange(20)}, 4, seed=9),
     ):
         with pytest.raises(
             ValueError, match=r"the state has (num_rows=21|seed=9), these rows"
@@ -934,14 +625,13 @@ def test_every_row_is_on_one_rank_and_all_take_equal_steps(
     def of_rank(rank: int) -> list[list[int]]:
         made = Rows(
             {"x": torch.arange(rows)},
-            lambda row: row["x"],
             size,
             rank=rank,
             ranks=ranks,
             drop_last=drop_last,
             seed=seed,
         )
-        batches = [batch.tolist() for batch in made]
+        batches = [batch[0].tolist() for batch in made]
         assert len(batches) == len(made)
         return batches
 
@@ -959,309 +649,38 @@ def test_every_row_is_on_one_rank_and_all_take_equal_steps(
         assert seen == list(range(rows))
 
 
-class Drawing(Dataset):
-    """Draws from generators of its own, two steps away, and from all global ones."""
-
-    def __init__(self) -> None:
-        self.user = torch.arange(500) % 7
-        self.generator = np.random.default_rng(1)
-        self.nested = {
-            "torch": torch.Generator().manual_seed(2),
-            "python": random.Random(3),
-            "old": np.random.RandomState(4),
-        }
-        self.empty: dict[int, set[int]] = collections.defaultdict(set)
-
-    def __len__(self) -> int:
-        return 500
-
-    def __getitem__(self, row: int) -> tuple[int, Tensor]:
-        assert not self.empty[row]
-        torch.rand(1), random.random(), np.random.rand()
-        some = [
-            self.generator.integers(50),
-            int(torch.randint(50, (1,), generator=self.nested["torch"])),
-        ]
-        return int(self.user[row]), torch.tensor(
-            [*some, self.nested["python"].randrange(50), self.nested["old"].randint(50)]
-        )
-
-    def state(self) -> list[Any]:
-        old, global_ = self.nested["old"].get_state(), np.random.get_state()
-        return [
-            self.generator.bit_generator.state,
-            self.nested["torch"].get_state().tolist(),
-            self.nested["python"].getstate(),
-            [
-                value.tolist() if isinstance(value, np.ndarray) else value
-                for value in (*old, *global_)
-            ],
-            torch.get_rng_state().tolist(),
-            random.getstate(),
-            dict(self.empty),
-        ]
-
-
-def test_the_dataset_and_all_generators_are_afterwards_as_before() -> None:
-    data = Drawing()
-    before = data.state()
-    rows = Rows.of(data, 64, Uniform(50))
-    assert data.state() == before
-    next(iter(rows))
-    assert data.state()[:-1] == before[:-1]
-    # its defaultdict has what a DataLoader's look-ups leave there
-    before = data.state()
-    with pytest.raises(CannotAdopt):
-        Rows.of(data, 64)
-    assert data.state() == before
-
-
-class Counting(Listed):
-    def __getitem__(self, row: int) -> Any:
-        self.calls = self.calls + 1
-        return row
-
-
-class Caching(Listed):
-    def __getitem__(self, row: int) -> Any:
-        if row not in self.cache:
-            self.cache[row] = random.randrange(10**6)
-        return self.cache[row]
-
-
-class Stream(IterableDataset):
-    def __iter__(self) -> Any:
-        return iter(range(5))
-
-
-class NoLength:
-    def __getitem__(self, row: int) -> int:
-        return row
-
-
-def read_file(data: Any, row: int) -> int:
-    with open(data.path) as stream:
-        return int(stream.read()) + row
-
-
-def with_features(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Two drawn items, and what a table has for them."""
-    items = torch.randint(len(table), (2,))
-    return items, table[items]
-
-
-REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "one row": (
-        lambda _: TensorDataset(torch.ones(1)),
-        "TensorDataset has 1 row: columns cannot be told from constants",
-    ),
-    "no row": (lambda _: TensorDataset(torch.ones(0)), "TensorDataset has 0 rows"),
-    "a stream": (
-        lambda _: Stream(),
-        "Stream has no rows by number (an IterableDataset?)",
-    ),
-    "no length": (lambda _: NoLength(), "NoLength has no __len__"),
-    "shapes": (
-        lambda _: Listed(lambda d, i: torch.ones(i % 2 + 1)),
-        "slot 0 of row 1 is float32 (2,), that of the row before float32 (1,)",
-    ),
-    "a rare shape": (
-        lambda _: Listed(
-            lambda d, i: torch.tensor(d.x[i]),
-            9000,
-            x=[*([1, i] for i in range(8999)), [3]],
-        ),
-        "slot 0 of row 8999 is int64 (1,), that of the row before int64 (2,)",
-    ),
-    "dtypes": (
-        lambda _: Listed(lambda d, i: i if i != 6 else 0.5),
-        "slot 0 of row 6 is float64 ()",
-    ),
-    "structure": (
-        lambda _: Listed(lambda d, i: (i,) * (1 + (i == 4))),
-        "returns rows of different structure: row 4",
-    ),
-    "text": (lambda _: Listed(lambda d, i: (i, "abc")), "returns a str in slot 1"),
-    "None": (lambda _: Listed(lambda d, i: {"u": i, "v": None}), "returns a "),
-    "nothing": (lambda _: Listed(lambda d, i: ()), "returns a row without a value"),
-    "noise": (
-        lambda _: Listed(lambda d, i: (i, torch.rand(2))),
-        "returns rows that change from call to call: slot 1 (float32 (2,)) is noise, dropout or augmentation",
-    ),
-    "rare noise": (
-        lambda _: Listed(
-            lambda d, i: (i, d.x[i] + (random.random() < 0.02)), 3000, x=np.zeros(3000)
-        ),
-        "returns rows that change from call to call",
-    ),
-    "two drawn": (
-        lambda _: Listed(lambda d, i: (np.random.randint(9), np.random.randint(9))),
-        "draws more than one slot: slot 0 and slot 1 change from call to call",
-    ),
-    "random places": (
-        lambda _: Listed(
-            lambda d, i: (lambda p: (p, (p == 0).float()))(torch.randperm(4))
-        ),
-        "slot 1 (float32 (4,)) depends on the drawn item, slot 0: leave it out of the rows",
-    ),
-    "features of the drawn item": (
-        lambda _: Listed(
-            lambda d, i: (i, *with_features(d.genres)), 200, genres=torch.rand(50, 3)
-        ),
-        "slot 2 (float32 (2, 3)) depends on the drawn item, slot 1: leave it out of the rows, keep its table as a",
-    ),
-    "a number of the drawn item": (
-        lambda _: Listed(
-            lambda d, i: (*with_features(d.year), i), 200, year=torch.arange(50) % 7
-        ),
-        "slot 1 (int64 (2,)) depends on the drawn item, slot 0",
-    ),
-    "a row of each instance": (
-        lambda _: Listed(
-            lambda d, i: (
-                d.user[i // 5],
-                d.item[i // 5] if i % 5 == 0 else np.random.randint(50),
-            ),
-            500,
-            user=np.arange(100) % 9,
-            item=np.arange(100) % 50,
-        ),
-        "draws slot 1 in some rows and not in others, such as row ",
-    ),
-    "files": (lambda path: Listed(read_file, path=path), "reads files, such as '"),
-    "a counter": (lambda _: Counting(lambda d, i: i, calls=0), "changes self.calls"),
-    "a cache": (lambda _: Caching(lambda d, i: i, cache={}), "changes self.cache"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_columns_is_refused_by_name(name: str, tmp_path: Any) -> None:
-    (tmp_path / "number").write_text("3")
-    make, text = REFUSED[name]
-    dataset = make(str(tmp_path / "number"))
-    before = dict(vars(dataset)) if hasattr(dataset, "__dict__") else {}
-    copies = {
-        key: dict(value) for key, value in before.items() if isinstance(value, dict)
-    }
-    with pytest.raises(CannotAdopt, match=re.escape(text)) as caught:
-        Rows.of(dataset, 4)
-    if isinstance(dataset, Listed):
-        assert re.search(r"__getitem__ \(.*test_rows\.py:\d+\)", str(caught.value))
-        assert {key: vars(dataset)[key] for key in before} == before
-        assert all(vars(dataset)[key] == value for key, value in copies.items())
-    if name in ("shapes", "noise", "two drawn", "files", "a counter"):
-        assert "__getitems__" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("collate", "text"),
-    [
-        (
-            lambda rows: torch.stack([r[0] for r in rows]) * 2,
-            "tensor 0 of its batch is no slot of the rows",
-        ),
-        (
-            lambda rows: [r[0] for r in rows],
-            "collate_fn returns another structure for 3 rows",
-        ),
-        (
-            lambda rows: (torch.stack([r[0] for r in rows]), len(rows)),
-            "tensor 1 of its batch is no slot",
-        ),
-    ],
-)
-def test_a_collate_fn_that_makes_something_new_is_refused(
-    collate: Any, text: str
-) -> None:
-    with pytest.raises(CannotAdopt, match=re.escape(text)):
-        Rows.of(LISTED["tuple of tensors"](), 4, collate_fn=collate)
-
-
-def test_a_dataset_that_is_written_anew_is_noticed_at_the_next_epoch() -> None:
-    data = Listed(
-        lambda d, i: (d.user[i], d.filled[i]),
-        200,
-        user=np.arange(200),
-        filled=np.arange(200) % 7,
-    )
-    rows = Rows.of(data, 10)
-    list(rows)
-    data.filled = np.arange(200) % 8
-    with pytest.raises(CannotAdopt, match=r"no longer those that Rows\.of read"):
-        list(rows)
-
-
 @pytest.mark.parametrize(
     ("law", "text"),
     [
-        ("uniform", "negatives='uniform': must be Uniform"),
         (Uniform(0), "items=0: must be a number of 1 or more"),
         (Uniform([]), "items=[]"),
-        (Uniform([0.5]), "items is an array of float64 (1,)"),
+        (Uniform([0.5]), "items is an array of float64 (1,)"),  # type: ignore[list-item]
         (
             Uniform(ITEMS, exclude=("user", "thing")),
-            "exclude='thing': must be a column of one integer a row: user, item; if your Dataset has no attribute "
-            "equal to it, set self.thing = ...",
+            "exclude='thing': must be a column of one integer a row: user, item",
         ),
         (Uniform(ITEMS, exclude=("user", "context")), "exclude='context'"),
         (Uniform(ITEMS, exclude=[1, 2]), "exclude is a list: must be two names"),  # type: ignore[arg-type]
         (
-            Uniform(ITEMS, exclude={"a": {1}}),
+            Uniform(ITEMS, exclude={"a": {1}}, by="user"),
             "exclude must map ids to collections of ids",
         ),
         (Uniform(ITEMS, exclude={1: 2}, by="user"), "exclude must map ids"),  # type: ignore[dict-item]
-        (
-            Uniform(ITEMS, exclude={0: {1}}),
-            "no column could hold its keys: name the column, by='user'",
-        ),
+        (Uniform(ITEMS, exclude={0: {1}}), "name the column that holds its keys"),
         (Uniform(ITEMS, exclude={0: {1}}, by="film"), "by='film': must be a column"),
         (
-            Uniform(5, exclude={u: {0, 1, 2, 3, 4} for u in range(USERS)}),
+            Uniform(5, exclude={u: {0, 1, 2, 3, 4} for u in range(USERS)}, by="user"),
             "has 0 items left to draw from (5 items",
         ),
         (Popular(ITEMS, counted="item", replace=False), "Popular(replace=False)"),
         (Popular(ITEMS), "counted='': must be a column"),
     ],
 )
-def test_a_law_that_does_not_fit_the_columns_is_refused(law: Any, text: str) -> None:
-    with (
-        pytest.raises(CannotAdopt, match=re.escape(text)),
-        mock.patch.multiple(evidence, **FEW),
-    ):
-        Rows.of(Interactions(), 64, law)
-
-
-class Computed(Interactions):
-    """Its users stand in no attribute."""
-
-    calls: ClassVar[list[int]] = []
-
-    def __getitem__(self, row: int) -> tuple[Tensor, ...]:
-        self.calls.append(row)
-        user, *rest = super().__getitem__(row)
-        return user + 1, *rest
-
-
-@pytest.mark.parametrize(
-    ("law", "text"),
-    [
-        (
-            Uniform(ITEMS, exclude=("user", "item")),
-            "exclude='user': must be a column of one integer a row: item, slot 0; ",
-        ),
-        (Uniform(ITEMS // 2), "are not among the ids 0 to 74"),
-        ("uniform", "negatives='uniform': must be Uniform"),
-    ],
-)
-def test_a_law_is_refused_before_all_rows_are_written(law: Any, text: str) -> None:
-    data = Computed(rows=3000)
-    Computed.calls.clear()
-    with (
-        pytest.raises(CannotAdopt, match=re.escape(text)),
-        mock.patch.multiple(evidence, **FEW),
-    ):
-        Rows.of(data, 64, law, collate_fn=concatenated, compared=100)
-    assert len(set(Computed.calls)) < 1000
+def test_a_distribution_that_does_not_fit_the_columns_is_refused(
+    law: Any, text: str
+) -> None:
+    with pytest.raises(CannotAdopt, match=re.escape(text)):
+        declared(Interactions(), negatives=law, positive="item")
 
 
 @pytest.mark.parametrize(
@@ -1271,41 +690,29 @@ def test_a_law_is_refused_before_all_rows_are_written(law: Any, text: str) -> No
         ({"batch_size": 2.5}, "batch_size=2.5"),
         ({"ranks": 0}, "ranks=0"),
         ({"rank": 3, "ranks": 3}, "rank=3: must be 0 to ranks - 1 = 2"),
-        ({"compared": 0}, "compared=0"),
+        ({"columns": {}}, "columns have {} rows"),
+        ({"columns": {"a": [1, 2], "b": [1]}}, "columns have {'a': 2, 'b': 1} rows"),
+        ({"columns": {"a": ["x"]}}, "column 'a': must be a tensor or an array"),
+        ({"repeats": (2,)}, "repeats=[2]: is for make="),
+        ({"positive": "x"}, "positive='x': without negatives"),
+        ({"negatives": Uniform(4)}, "name the column of the positives"),
+        (
+            {
+                "columns": {"item": [1, 2], "label": [0, 1]},
+                "negatives": Uniform(4),
+                "positive": "item",
+            },
+            "a column 'label' with negatives",
+        ),
     ],
 )
-def test_a_number_out_of_range_is_refused(settings_: dict[str, Any], text: str) -> None:
+def test_an_argument_out_of_range_is_refused(
+    settings_: dict[str, Any], text: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
-        Rows.of(TensorDataset(torch.arange(20)), **{"batch_size": 4, **settings_})
-
-
-def test_a_law_for_a_dataset_that_draws_nothing_is_refused() -> None:
-    with pytest.raises(CannotAdopt, match="draws nothing; leave negatives out"):
-        Rows.of(TensorDataset(torch.arange(20)), 4, Uniform(3))
-
-
-def test_rows_of_the_users_own_columns_as_the_page_shows_it() -> None:
-    data = Interactions()
-    columns = {"user": data.user, "item": data.item, "context": data.context}
-    make = on_the_page("def make(row)")["make"]
-    law = Uniform(ITEMS, exclude=("user", "item"))
-    theirs = Rows.of(data, 64, law, collate_fn=concatenated)
-    for ours, other in zip(
-        Rows(columns, make, 64, negatives=law, draws=4), theirs, strict=True
-    ):
-        assert same(ours, other)
-    with pytest.raises(ValueError, match="draws=0"):
-        Rows(columns, make, 64, negatives=law)
-    declared = Rows(columns, make, 64, negatives=law, draws=4, repeats=(5, 1, 5, 1))
-    places = [theirs.names.index(name) for name in theirs.repeats]
-    assert [declared.names.index(name) for name in declared.repeats] == places == [0, 2]
-    assert list(declared.repeats.values()) == list(theirs.repeats.values()) == [5, 5]
-    # of the items, which hold a negative, and of another number of tensors
-    for wrong in ((5, 5, 5, 1), (4, 1, 5, 1), (5, 1, 5)):
-        with pytest.raises(ValueError, match=re.escape(f"repeats={list(wrong)}")):
-            Rows(columns, make, 64, negatives=law, draws=4, repeats=wrong)
-    with pytest.raises(ValueError, match=r"columns have \{'a': 2, 'b': 3\} rows"):
-        Rows({"a": torch.ones(2), "b": torch.ones(3)}, make, 1)
+        Rows(**{"columns": {"x": torch.arange(20)}, "batch_size": 4, **settings_})
+    with pytest.raises(ValueError, match="draws=0: must be the number of negatives"):
+        Uniform(3, draws=0)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "adopt.md"
@@ -1324,7 +731,7 @@ def on_the_page(start: str, **more: Any) -> dict[str, Any]:
     return names
 
 
-def test_the_pages_dataset_of_whole_batches_has_the_law_of_the_users() -> None:
+def test_the_pages_dataset_of_whole_batches_has_the_distribution_of_the_users() -> None:
     data = on_the_page("class Batched(Interactions)")["Batched"]()
     batched = DataLoader(data, batch_size=64, collate_fn=lambda batch: batch)
     counts = np.zeros(ITEMS, np.int64)
@@ -1337,29 +744,14 @@ def test_the_pages_dataset_of_whole_batches_has_the_law_of_the_users() -> None:
             assert torch.equal(items[:, 0], theirs[1].view(-1, 1 + NEGATIVES)[:, 0])
             counts += np.bincount(items[:, 1:].reshape(-1).numpy(), minlength=ITEMS)
     assert follows(counts, expected_counts(data, 10))
-
-
-def test_the_pages_dataset_with_a_row_for_each_instance_draws_what_is_not_known() -> (
-    None
-):
-    batched = on_the_page("class Batched(Interactions)")
-    data = on_the_page("class Instances(Batched)", **batched)["Instances"]()
-    user, item, context, label = data.__getitems__(range(len(data)))
-    assert same(user, data.user.repeat_interleave(5))
-    assert same(context, data.context.repeat_interleave(5, dim=0))
-    assert same(item[::5], data.item)
-    assert label.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0] * len(data.user)
-    drawn = zip(user[label == 0].tolist(), item[label == 0].tolist(), strict=True)
-    assert not any(number in data.known[key] for key, number in drawn)
+    declared(data).check(loader_of(data, collate_fn=lambda batch: batch))
 
 
 def test_a_batch_is_made_by_torch_ops_that_a_captured_step_can_hold() -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     data = Interactions()
-    rows = Rows.of(
-        data, 64, Uniform(ITEMS, exclude=data.known), collate_fn=concatenated
-    )
+    rows = declared(data)
     names, tensors = list(rows.tensors), list(rows.tensors.values())
 
     def assembled(*values: Tensor) -> tuple[Tensor, ...]:
@@ -1379,80 +771,3 @@ def test_a_batch_is_made_by_torch_ops_that_a_captured_step_can_hold() -> None:
     assert torch.equal(
         users.view(-1, rows.repeats["user"])[:, 0], data.user[second.indices]
     )
-
-
-KINDS: dict[
-    str,
-    Callable[
-        [np.random.Generator, int], tuple[dict[str, Any], Callable[[Any, int], Any]]
-    ],
-] = {
-    "ids": lambda rng, n: ({"a": rng.integers(0, 9, n)}, lambda d, i: int(d.a[i])),
-    "tensor": lambda rng, n: (
-        {"b": torch.from_numpy(rng.normal(size=(n, 2)))},
-        lambda d, i: d.b[i],
-    ),
-    "cast": lambda rng, n: ({"c": rng.normal(size=n)}, lambda d, i: np.float32(d.c[i])),
-    "list": lambda rng, n: (
-        {"e": [(int(v), 0.5) for v in rng.integers(0, 3, n)]},
-        lambda d, i: d.e[i][0],
-    ),
-    "rare": lambda rng, n: (
-        {"f": rng.integers(0, 99, n)},
-        lambda d, i: 1.0 * (d.f[i] == 98),
-    ),
-    "clipped": lambda rng, n: (
-        {"g": rng.normal(size=n)},
-        lambda d, i: max(d.g[i], -2.0),
-    ),
-    "constant": lambda rng, n: ({}, lambda d, i: torch.tensor([1.0, 0.0])),
-    "repeat": lambda rng, n: (
-        {"h": rng.integers(0, 9, n)},
-        lambda d, i: torch.full((3,), int(d.h[i])),
-    ),
-    "mixed": lambda rng, n: (
-        {"k": rng.integers(0, 9, n)},
-        lambda d, i: torch.tensor([int(d.k[i]), i]),
-    ),
-    "computed": lambda rng, n: (
-        {"m": rng.integers(0, 9, n)},
-        lambda d, i: int(d.m[i]) ** 2 % 7,
-    ),
-    "neighbour": lambda rng, n: (
-        {"o": rng.integers(0, 9, n)},
-        lambda d, i: int(d.o[i - 1]),
-    ),
-    "ragged": lambda rng, n: ({}, lambda d, i: torch.ones(1 + i % 3)),
-    "noise": lambda rng, n: ({}, lambda d, i: torch.rand(())),
-    "drawn": lambda rng, n: ({}, lambda d, i: np.random.randint(0, 6)),
-    "rarely drawn": lambda rng, n: ({}, lambda d, i: int(random.random() < 0.3)),
-}
-STEADY = set(KINDS) - {"ragged", "noise", "drawn", "rarely drawn"}
-
-
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=4, unique=True),
-    rows=st.integers(2, 150),
-    seed=st.integers(0, 99),
-    dict_=st.booleans(),
-)
-def test_generated_datasets_are_equal_or_refused(
-    kinds: list[str], rows: int, seed: int, dict_: bool
-) -> None:
-    rng = np.random.default_rng(seed)
-    made = [KINDS[kind](rng, rows) for kind in kinds]
-    attributes = {
-        name: value for attributes, _ in made for name, value in attributes.items()
-    }
-
-    def row(data: Any, index: int) -> Any:
-        values = [make(data, index) for _, make in made]
-        return dict(zip(kinds, values, strict=True)) if dict_ else tuple(values)
-
-    data = Listed(row, rows, **attributes)
-    if set(kinds) <= STEADY:
-        gives_what_the_loader_gives(data, 16)
-        return
-    with pytest.raises(CannotAdopt), mock.patch.multiple(evidence, **FEW):
-        Rows.of(data, 16)

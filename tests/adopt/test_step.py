@@ -2015,9 +2015,7 @@ def rows_of_pairs(size: int = 90) -> Any:
             row["label"].flatten(),
         )
 
-    rows = Rows(columns, make, B, seed=3)
-    rows.names, rows.repeats = ("user", "item", "label"), {"user": 3}
-    return rows
+    return Rows(columns, B, make=make, repeats=(3, 1, 1), seed=3)
 
 
 def test_batches_made_inside_the_step_are_those_of_a_loader_and_equal_ids_are_looked_up_once(
@@ -2152,9 +2150,7 @@ def test_a_layer_multiplies_rows_that_repeat_once_and_learns_the_same(
                 model(*batch[:3]), batch[3]
             )
         )
-        rows = Rows(columns, make, 8, seed=3)
-        rows.names = ("user", "item", "context", "label")
-        rows.repeats = {"user": 5, "context": 5}
+        rows = Rows(columns, 8, make=make, repeats=(5, 1, 5, 1), seed=3)
         step = adopt(
             model,
             torch.optim.Adam(model.parameters(), 1e-2),
@@ -2245,7 +2241,7 @@ def test_rows_that_lag_are_caught_up_in_an_exported_bundle(tmp_path: Path) -> No
 def test_an_epoch_without_rows_is_refused() -> None:
     made = of_pairs()
     with pytest.raises(
-        CannotAdopt, match=r"epoch\(\) has no rows; give adopt\(..., rows=Rows.of"
+        CannotAdopt, match=r"epoch\(\) has no rows; give adopt\(..., rows=Rows\("
     ):
         next(adopt(made.model, made.optimizers, made.loss).epoch())
 

@@ -18,7 +18,7 @@ from torchx.specs.finder import get_components
 pytestmark = pytest.mark.unit
 COMPONENTS = {
     "rec.train.hybrid": [],
-    "rec.train.networks": ["--", "--vary", "train.seed=0,1"],
+    "rec.train.networks": ["--vary", "train.seed", "0"],
     "rec.train.stream": [],
     "rec.data.preprocess": [],
     "rec.serve.export": ["--run", "r"],
@@ -121,7 +121,6 @@ def test_every_component_writes_its_output_at_once(name: str) -> None:
     [
         (train.hybrid, ["--train.epoch", "5"], "did you mean --train.epochs?"),
         (train.hybrid, ["--train.epochs", "0"], "epochs=0: must be 1 or more"),
-        (train.networks, ["--stac", "auto"], "did you mean --stack?"),
         (train.stream, ["--publish_s", "soon"], "'soon'"),
         (data.preprocess, ["--config.test_share", "2"], "between 0 and 1"),
     ],

@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from torchx_apps import train, train_networks
+from torchx_apps import train
 
 pytestmark = pytest.mark.gpu
 DATA = ("data.name=planted", "data.users=300", "data.items=150", "train.epochs=2")
 FEATURES = ("data.name=planted", "train.epochs=1", "train.early_stop.metric=")
 IDS = (
-    "ids.user_id=dynamic,capacity=100,admit_after=2",
-    "ids.item_id=dynamic,capacity=90",
+    "ids.features.user_id.capacity=100",
+    "ids.features.user_id.admit_after=2",
+    "ids.features.item_id.capacity=90",
     "ids.every=4",
 )
 ON_DEVICE = "loader.device=cuda"
@@ -67,22 +68,3 @@ def test_a_job_trains_exports_and_goes_on(name: str, tmp_path: Path) -> None:
     steps = last_step(tmp_path / "run")
     assert train.main([*flags, "--device=cuda", "--train.epochs=3"]) == 0
     assert last_step(tmp_path / "run") > steps
-
-
-@pytest.mark.parametrize(
-    "more",
-    [["--vary=train.seed=0,1"], ["--vary=train.seed=0,1", "--codistill=weight=.5"]],
-)
-def test_several_networks_train_as_one(more: list[str], tmp_path: Path) -> None:
-    flags = [
-        "--recipe",
-        "two_tower",
-        "--run_dir",
-        str(tmp_path / "run"),
-        "--stack=require",
-        *more,
-    ]
-    assert (
-        train_networks.main([*flags, "--device=cuda", *(f"--{each}" for each in DATA)])
-        == 0
-    )

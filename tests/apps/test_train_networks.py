@@ -1,265 +1,185 @@
-"""Several networks in one job: members, ranks, the table with the best; a stacked member equals one trained alone."""
+"""A grid: its members are roles of one job, each an ordinary training; one table and picture from their own records."""
 
-import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
-
-from tests.contracts import leave_group, run_ranks
-from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.networks.compiled import CompiledStep
-from torchrec_ext.train.checkpoint import folder as shared_folder
-from torchx_apps import publish, train_networks
-from torchx_apps.config import with_settings
-from torchx_apps.networks import stacks as stacked_members
-from torchx_apps.networks.members import (
-    MemberJob,
-    RankGroup,
-    World,
-    differing,
-    members_of,
-    place,
-    setting,
+from torchrec_ext.components import (  # type: ignore[import-not-found]
+    train as components,
 )
-from torchx_apps.networks.report import Result, best_of, draw_networks, table
-from torchx_apps.networks.run import run_networks
-from torchx_apps.networks.stacks import NetworksConfig, why_alone
-from torchx_apps.recipes.by_name import load_recipe
+from torchx.runner import get_runner
+from torchx.specs import AppDef
+from torchx.specs.builders import materialize_appdef
+
+from torchx_apps import compare as compare_app
+from torchx_apps import train, train_networks
+from torchx_apps.networks.members import fair_threads, members_of
+from torchx_apps.networks.report import Result, best_of, compare, differing, draw, table
 
 TINY = [
-    "data.name=planted",
-    "data.users=60",
-    "data.items=50",
-    "data.history_length=5",
-    "train.epochs=2",
-    "train.eval_every=1",
-]
-SETS = [
-    f"--set={item}"
-    for item in [
-        *TINY,
-        "loader.batch_size=256",
-        "model.tower_widths=8",
-        "model.top_widths=8",
-    ]
-]
-# A step of Adam or Adagrad turns on the last bit of a gradient that is nearly 0; SGD
-# does not.
-SGD = [
-    f"--set=optimizer.{item}"
-    for item in ("tables=sgd", "dense=sgd", "tables_lr=0.1", "dense_lr=0.05")
+    "--data.name=planted",
+    "--data.users=60",
+    "--data.items=50",
+    "--data.history_length=5",
+    "--train.epochs=2",
+    "--train.eval_every=1",
+    "--loader.batch_size=256",
+    "--model.tower_widths=8",
+    "--model.top_widths=8",
+    "--train.compile=off",
 ]
 
 
-def members(
-    *vary: str, listed: tuple[str, ...] = (), own_rows: bool = False
-) -> list[MemberJob]:
-    return members_of(load_recipe("two_tower"), vary, listed, own_rows=own_rows)
+def job(*words: str) -> AppDef:
+    return materialize_appdef(components.networks, list(words))
 
 
 @pytest.mark.unit
-def test_a_grid_is_all_combinations_and_a_list_adds_to_it() -> None:
-    found = members(
-        "optimizer.dense_lr=1e-3,3e-3",
-        "model.tower_widths=64|128,64",
-        listed=("big:train.seed=3,model.tower_widths=256,64",),
-    )
-    assert [member.name for member in found] == [
-        "dense_lr=1e-3_tower_widths=64",
-        "dense_lr=1e-3_tower_widths=128-64",
-        "dense_lr=3e-3_tower_widths=64",
-        "dense_lr=3e-3_tower_widths=128-64",
-        "big",
+def test_a_grid_is_all_combinations() -> None:
+    grid = ["optimizer.dense_lr", "1e-3", "3e-3", "model.tower_widths", "64", "128,64"]
+    assert [(member.name, member.words[-1]) for member in members_of(grid)] == [
+        ("dense_lr=1e-3_tower_widths=64", "64"),
+        ("dense_lr=1e-3_tower_widths=128-64", "128,64"),
+        ("dense_lr=3e-3_tower_widths=64", "64"),
+        ("dense_lr=3e-3_tower_widths=128-64", "128,64"),
     ]
-    assert [member.job.model.tower_widths for member in found] == [
-        (64,),
-        (128, 64),
-        (64,),
-        (128, 64),
-        (256, 64),
-    ]
-    assert differing(found) == [
-        "optimizer.dense_lr",
-        "model.tower_widths",
-        "train.seed",
-    ]
-    assert [setting(found[-1], key) for key in differing(found)] == [
-        "0.002",
-        "256,64",
-        "3",
-    ]
+    (only,) = members_of(["device", "cpu"])
+    assert only.words == ("--device", "cpu")
 
 
 @pytest.mark.unit
-def test_keys_that_end_alike_are_named_in_full() -> None:
-    (first, *_) = members("train.seed=0,1", "loader.seed=5,6")
-    assert first.name == "train.seed=0_loader.seed=5"
-
-
-@pytest.mark.unit
-def test_members_read_the_rows_of_the_recipes_seed_unless_they_ask_for_their_own() -> (
+def test_keys_that_end_alike_are_named_in_full_and_a_negative_number_is_a_value() -> (
     None
 ):
-    def stream(found: list[MemberJob]) -> list[int]:
-        return [member.job.train.seed + member.job.loader.seed for member in found]
-
-    assert stream(members("train.seed=0,1,2")) == [0, 0, 0]
-    assert stream(members("train.seed=0,1,2", own_rows=True)) == [0, 1, 2]
-    assert stream(members("loader.seed=4,7")) == [4, 7]
-    assert stream(members("train.seed=1,2", "loader.seed=4,7")) == [5, 8, 6, 9]
+    (member,) = members_of(["train.seed", "-1", "loader.seed", "5"])
+    assert member.name == "train.seed=-1_loader.seed=5"
+    assert member.words == ("--train.seed=-1", "--loader.seed", "5")
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("words", "told"),
     [
-        ([], "no member: give --vary KEY=VALUE,VALUE"),
+        ([], "no member: give --vary KEY VALUE VALUE"),
         (
-            ["--vary=optimizer.dense_l=1,2"],
-            "--vary optimizer.dense_l=1: Unrecognized options: --optimizer.dense_l, 1; did you mean",
+            ["--vary", "train.seed=0,1"],
+            "--vary train.seed=0,1: write the key, then its values as words: --vary train.seed 0 1",
+        ),
+        (["--vary", "train.seed"], "--vary train.seed: has no value"),
+        (["--vary", "3", "4"], "--vary 3: begin with a key"),
+        (
+            ["--vary", "train.seed", "1", "1"],
+            "--vary train.seed: 1 stands there twice",
         ),
         (
-            ["--vary=optimizer.dense_lr=fast,1"],
-            "--vary optimizer.dense_lr=fast: --optimizer.dense_lr: ",
+            ["--vary", "train.seed", "1", "train.seed", "2"],
+            "--vary: train.seed stands there twice",
         ),
         (
-            ["--vary=optimizer.dense_lr"],
-            "--vary optimizer.dense_lr: write KEY=VALUE,VALUE",
+            ["--vary", "train.seed", "0", "1", "-j", "1x2"],
+            "values end at --; write -j before --vary",
         ),
-        (["--vary=train.seed=1,1"], "--vary train.seed=1,1: 1 stands there twice"),
+        (["--", "--vary", "train.seed", "0"], "--vary stands before --"),
         (
-            ["--vary=train.seed=1", "--vary=train.seed=2"],
-            "--vary train.seed is given twice",
+            ["-j", "2x1", "--vary", "train.seed", "0"],
+            "-j 2x1: a member of a grid is on one node, as in -j 1x1",
         ),
-        (
-            ["--vary=loader.batch_size=0,1"],
-            "--vary loader.batch_size=0: loader: loader.batch_size=0: must be 1 or more",
-        ),
-        (["--member=wide"], "--member wide: write NAME:KEY=VALUE"),
-        (["--member=a/b:train.seed=1"], "the name 'a/b' must be letters, digits"),
-        (
-            ["--member=a:train.seed=1", "--member=a:train.seed=2"],
-            "two members have the name 'a'",
-        ),
-        (
-            ["--member=a:train.seed=1", "--member=b:train.seed=1"],
-            "members 'a' and 'b' are one network",
-        ),
-        (
-            ["--member=a:train.sed=1"],
-            "--member train.sed=1: Unrecognized options: --train.sed, 1; did you mean",
-        ),
-        (
-            ["--vary=train.seed=1,2", "--groups=seed=3:0"],
-            "--groups seed=3:0: there is no member 'seed=3'; did you mean 'seed=",
-        ),
-        (
-            ["--vary=train.seed=1,2", "--groups=seed=1:0"],
-            "--groups: member seed=2 is in no group; give it ranks",
-        ),
-        (
-            ["--vary=train.seed=1,2", "--groups=seed=1:0,seed=2:1"],
-            "there is no rank 1; the job has ranks 0 to 0",
-        ),
-        (
-            ["--vary=train.seed=1,2", "--ranks=2", "--groups=seed=1:0-1,seed=2:1"],
-            "rank 1 is in two groups",
-        ),
-        (
-            ["--vary=train.seed=1,2", "--ranks=2", "--groups=*:0"],
-            "rank 1 is in no group; give it a member",
-        ),
-        (
-            ["--vary=train.seed=1,2", "--groups=*:0,seed=1:0"],
-            "member seed=1 is in two groups",
-        ),
-        (["--vary=train.seed=1,2", "--groups=*"], "--groups *: write MEMBER:RANKS"),
-        (
-            ["--vary=train.seed=1,2", "--stack=maybe"],
-            "--stack maybe: must be auto, require or never",
-        ),
-        (
-            ["--vary=train.seed=1,2", "--codistill=wait=1", "--dry-run"],
-            "--codistill wait=1: Unrecognized options: --wait, 1",
-        ),
-        (
-            ["--vary=train.seed=1,2", "--codistill=weight=1", "--stack=never"],
-            "--codistill with --stack never",
-        ),
-        (
-            ["--vary=train.seed=1,2", "--ranks=2"],
-            "--ranks 2: it is of --list and --dry_run",
-        ),
-        (
-            ["--vary=train.seed=1,2", "--resume=runs/a"],
-            "--resume runs/a: several networks go on in their own folder; give --run_dir",
-        ),
+        (["-j", "1:2x1", "--vary", "train.seed", "0"], "-j 1:2x1: a member"),
+        (["--vary", "train.sed", "0"], "did you mean --train.seed"),
+        (["--vary", "optimizer.dense_lr", "fast"], "--optimizer.dense_lr"),
+        (["--vary", "loader.batch_size", "0"], "batch_size=0: must be 1 or more"),
+        (["--vary", "train.seed", "0", "--", "--stack", "auto"], "--stack"),
     ],
 )
-def test_a_mistake_is_told_with_its_flag_and_no_traceback(
-    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+def test_a_mistake_ends_the_launcher_in_one_line(words: list[str], told: str) -> None:
+    with pytest.raises(SystemExit, match=re.escape(told)) as ended:
+        job(*words)
+    line = str(ended.value.code)
+    assert "\n" not in line
+    assert len(line) <= 200
+
+
+@pytest.mark.unit
+def test_every_member_is_a_role_with_a_run_folder_beside_the_others() -> None:
+    made = job(
+        *("--cpu", "3", "--max_retries", "2", "--vary", "train.seed", "0", "1"),
+        *("--", "--data.name", "planted", "--run_dir", "out/grid"),
+    )
+    assert [role.name for role in made.roles] == ["seed-0", "seed-1"]
+    for seed, role in enumerate(made.roles):
+        command = role.args[-1]
+        assert "--nnodes 1 --nproc_per_node 1 " in command
+        assert command.endswith(
+            "-m torchx_apps.train_networks --members seed=0 seed=1 --recipe two_tower "
+            f"--run_dir out/grid/seed={seed} --data.name planted --train.seed {seed}"
+        )
+        assert (role.resource.cpu, role.max_retries) == (3, 2)
+    folders = set()
+    for role in job("--vary", "train.seed", "0", "1").roles:
+        folders.add(re.findall(r"--run_dir (runs/networks-\S+)/", role.args[-1])[0])
+    assert len(folders) == 1
+
+
+@pytest.mark.unit
+def test_names_of_roles_are_those_of_containers_and_differ() -> None:
+    made = job("--vary", "optimizer.dense_lr", "1e-3", "1e+3", "1e3")
+    names = [role.name for role in made.roles]
+    assert names[0] == "dense_lr-1e-3"
+    assert len(set(names)) == 3
+    assert all(re.fullmatch(r"[\w.-]+", name) for name in names)
+
+
+@pytest.mark.unit
+def test_members_share_the_cores_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert train_networks.main(flags) == 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(13)))
+    assert [fair_threads(3, "1x2"), fair_threads(3, "1"), fair_threads(20, "1x1")] == [
+        2,
+        4,
+        1,
+    ]
+    grid = ("--vary", "train.seed", "0", "1", "2")
+    threads = [role.env["OMP_NUM_THREADS"] for role in job("-j", "1x2", *grid).roles]
+    assert threads == ["2", "2", "2"]
+    assert job("--threads", "5", *grid).roles[0].env["OMP_NUM_THREADS"] == "5"
+
+
+@pytest.mark.unit
+def test_slurm_gets_a_part_of_one_job_for_each_member() -> None:
+    words = ["--vary", "train.seed", "0", "1", "--", "--run_dir", "/runs/grid"]
+    with get_runner() as runner:
+        cfg = {"partition": "main"}
+        script = str(
+            runner.dryrun_component("rec.train.networks", words, "slurm", cfg=cfg)
+        )
+    assert script.count("#SBATCH hetjob") == 1
+    assert re.findall(r"--job-name=(\S+)", script) == ["seed-0-0", "seed-1-0"]
+    assert script.count("/runs/grid/seed=") == 2
+
+
+@pytest.mark.unit
+def test_a_member_needs_its_name_and_those_of_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train_networks.main(["--train.seed", "1"]) == 1
     error = capsys.readouterr().err
-    assert told in error
+    assert "start a grid by torchx run rec.train.networks" in error
     assert "Traceback" not in error
 
 
-@pytest.mark.unit
-def test_the_list_says_what_differs_and_which_ranks_train_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    flags = [
-        "--vary=train.seed=0,1",
-        "--member=wide:model.tower_widths=128,64",
-        "--ranks=3",
-        "--groups=seed=*:0,wide:1-2",
-    ]
-    assert train_networks.main([*flags, "--list"]) == 0
-    header, _, *rows = [
-        re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()
-    ]
-    assert header == ["member", "train.seed", "model.tower_widths", "ranks"]
-    assert rows == [
-        ["seed=0", "0", "64", "0"],
-        ["seed=1", "1", "64", "0"],
-        ["wide", "0", "128,64", "1, 2"],
-    ]
-    assert train_networks.main([*flags, "--dry-run"]) == 0
-    shown = capsys.readouterr().out
-    assert "optimizer.dense_lr" in shown
-    assert "wide" in shown
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    ("names", "ranks", "groups", "expected"),
-    [
-        ("abcde", 2, "", [("abc", (0,)), ("de", (1,))]),
-        ("ab", 5, "", [("a", (0, 1, 2)), ("b", (3, 4))]),
-        ("abc", 4, "a:0+2-3,*c+b:1", [("a", (0, 2, 3)), ("cb", (1,))]),
-        ("abc", 1, "", [("abc", (0,))]),
-    ],
-)
-def test_members_are_dealt_to_ranks_or_placed_as_asked(
-    names: str, ranks: int, groups: str, expected: Any
-) -> None:
-    assert place(list(names), ranks, groups) == [
-        RankGroup(tuple(own), on) for own, on in expected
-    ]
-
-
 def result(
-    name: str, auc: float, *, ended: str = "all epochs", test: float | None = None
+    name: str,
+    auc: float,
+    *,
+    ended: str = "all epochs",
+    test: float | None = None,
+    **settings: Any,
 ) -> Result:
     validation = [
         {"kind": "eval", "epoch": 1, "step": 3, "auc": auc - 0.1},
@@ -269,6 +189,7 @@ def result(
     figures = {} if ended == "diverged" else {"auc": auc if test is None else test}
     return Result(
         name=name,
+        settings={"train.epochs": 2, **settings},
         ended=ended,
         epochs=2,
         validation=validation,
@@ -280,442 +201,218 @@ def result(
 
 @pytest.mark.unit
 def test_the_best_is_chosen_on_validation_and_never_one_that_diverged() -> None:
-    found = members("train.seed=0,1,2")
     results = [
-        result("seed=0", 0.7, test=0.9),
-        result("seed=1", 0.8, test=0.6),
-        result("seed=2", 0.95, ended="diverged"),
+        result("a", 0.7, test=0.9, **{"train.seed": 0}),
+        result("b", 0.8, test=0.6, **{"train.seed": 1}),
+        result("c", 0.95, ended="diverged", **{"train.seed": 2}),
+        result("d", 0.99, ended="not ended", **{"train.seed": 3}),
     ]
-    best = best_of(found, results)
+    assert differing(results) == ["train.seed"]
+    best = best_of(results)
     assert best is not None
-    assert best.name == "seed=1"
-    lines = table(found, results).splitlines()
-    assert re.split(r"\s{2,}", lines[0]) == [
-        "member",
-        "train.seed",
-        "validation auc",
-        "test auc",
-        "epochs",
-        "ended",
-        "seconds",
+    assert best.name == "b"
+    lines = [re.split(r"\s{2,}", line.strip()) for line in table(results).splitlines()]
+    assert lines[0] == [
+        *("member", "train.seed", "validation auc", "test auc"),
+        *("epochs", "ended", "seconds"),
     ]
-    assert re.split(r"\s{2,}", lines[3]) == [
-        "seed=1 *",
-        "1",
-        "0.8000",
-        "0.6000",
-        "2",
-        "all epochs",
-        "1.5",
-    ]
+    assert lines[3] == ["b *", "1", "0.8000", "0.6000", "2", "all epochs", "1.5"]
     assert "diverged" in lines[4]
-    # A member that diverged does not count: 0.75 is the mean of 0.7 and 0.8.
-    assert re.split(r"\s{2,}", lines[5].strip()) == [
-        "mean ± std",
-        "0.7500 ± 0.0707",
-        "0.7500 ± 0.2121",
-    ]
-    assert "±" not in table(
-        members("train.seed=0,1", "optimizer.dense_lr=1,2")[:3], results
-    )
+    # Those that have not ended well do not count: 0.75 is the mean of 0.7 and 0.8.
+    assert lines[6] == ["mean ± std", "0.7500 ± 0.0707", "0.7500 ± 0.2121"]
+    results[0].settings["optimizer.dense_lr"] = 0.1  # type: ignore[index]
+    assert "±" not in table(results), "they are not seeds of one network"
 
 
 @pytest.mark.unit
 def test_a_figure_that_should_fall_is_best_where_it_is_least() -> None:
-    falling = with_settings(
-        load_recipe("two_tower"),
-        ["train.early_stop.metric=log_loss", "train.early_stop.mode=min"],
-    )
-    values = {"seed=0": 0.4, "seed=1": 0.3}
-    results = [
-        Result(name=name, validation=[{"log_loss": value}], test={"log_loss": value})
-        for name, value in values.items()
-    ]
-    best = best_of(members_of(falling, ["train.seed=0,1"], []), results)
+    falling = {"train.early_stop.metric": "log_loss", "train.early_stop.mode": "min"}
+    results = []
+    for name, value in {"a": 0.4, "b": 0.3}.items():
+        figures = {"log_loss": value}
+        results.append(
+            Result(
+                name=name,
+                settings=falling,
+                ended="all epochs",
+                validation=[figures],
+                test=figures,
+            )
+        )
+    best = best_of(results)
     assert best is not None
-    assert best.name == "seed=1"
+    assert best.name == "b"
 
 
 @pytest.mark.unit
-def test_the_picture_has_a_line_for_each_member(tmp_path: Path) -> None:
-    results = [result("a", 0.7), result("b", 0.8)]
-    draw_networks(tmp_path / "networks.png", results, results[1])
-    assert (tmp_path / "networks.png").read_bytes()[:4] == b"\x89PNG"
-
-
-@pytest.mark.unit
-def test_the_picture_has_bars_for_members_of_one_evaluation(
+def test_the_picture_has_a_line_or_a_bar_for_each_member_and_names_the_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(
-        "torchx_apps.networks.report.save_figure",
-        lambda figure, path: drawn.append(figure),
-    )
-    loss = [{"epoch": 1, "step": step, "loss": 1 / step} for step in (1, 2)]
-    results = [
-        Result(name=name, epochs=1, validation=[{"epoch": 1, "auc": auc}], loss=loss)
-        for name, auc in (("a", 0.7), ("b", 0.8))
-    ]
-    draw_networks(tmp_path / "networks.png", results, results[1])
-    lines, bars = drawn[0].axes
+
+    def save(figure: Any, path: Path) -> None:
+        drawn.append(figure)
+        path.write_text("")
+
+    monkeypatch.setattr("torchx_apps.networks.report.save_figure", save)
+    draw(tmp_path / "networks.png", [result("a", 0.7), result("b", 0.8)])
+    loss, auc = drawn[0].axes
+    assert (len(loss.lines), len(auc.lines)) == (2, 2)
+    assert drawn[0].get_suptitle() == "best of 2: b, validation auc 0.8000"
+    losses = [{"epoch": 1, "step": step, "loss": 1 / step} for step in (1, 2)]
+    once = []
+    for name, auc in (("a", 0.7), ("b", 0.8)):
+        validation = [{"epoch": 1, "auc": auc}]
+        once.append(Result(name=name, epochs=1, validation=validation, loss=losses))
+    draw(tmp_path / "networks.png", once)
+    lines, bars = drawn[1].axes
     assert [len(line.get_xdata()) for line in lines.lines] == [2, 2]
     assert [bar.get_height() for bar in bars.patches] == [0.7, 0.8]
     assert not bars.lines
 
 
-@pytest.mark.unit
-def test_a_process_without_torchrun_is_a_world_of_one() -> None:
-    environ: dict[str, str] = {}
-    world = World(environ)
-    world.narrow(RankGroup(("a",), (0,)), "0/0")
-    world.send("results/0", "[]")
-    assert (world.rank, world.size, environ, world.receive("results/0")) == (
-        0,
-        1,
-        {},
-        "[]",
-    )
-
-
-def on_a_host_of_its_own(runtime: Runtime, folder: str) -> str:
-    """What a job of two networks ends with where each rank stands in another folder."""
-    leave_group(runtime)
-    shared_folder._LATE_S = 0.5
-    home = Path(folder, f"host{runtime.rank}")
-    home.mkdir()
-    os.chdir(home)
-    world, message = World(), "trained"
-    groups = [RankGroup((f"seed={rank}",), (rank,)) for rank in range(2)]
-    try:
-        run_networks(
-            members("train.seed=0,1"), groups, world, NetworksConfig(), Path("runs/a")
-        )
-    except ValueError as error:
-        message = str(error)
-    if runtime.is_main:
-        world.receive("read")  # it holds the store from which the other one reads
-    else:
-        world.send("read", "")
-    return message
-
-
-def test_a_folder_of_each_host_is_refused_before_any_member_is_trained(
-    tmp_path: Path,
-) -> None:
-    for message in run_ranks(on_a_host_of_its_own, 2, str(tmp_path)):
-        assert "folder 'runs/a': rank 1 on " in message
-        assert "give a folder that all hosts share: --run_dir" in message
-    assert list(tmp_path.rglob("runs/a/*")) == [], "no member has begun"
-
-
-@pytest.mark.unit
-def test_settings_of_the_job_are_checked() -> None:
-    with pytest.raises(
-        ValueError, match="--stack none: must be auto, require or never"
-    ):
-        NetworksConfig(stack="none")
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ("train.amp=bf16", "train.amp=bf16 is of networks that are trained alone"),
-        ("sync.mode=local_sgd", "sync.mode=local_sgd is of networks"),
-        ("start.path=runs/a", "start.path=runs/a is of networks"),
-        (
-            "export=auto",
-            "export=auto makes a bundle where a network is trained alone; run rec.serve.export afterwards",
-        ),
-        (
-            "pretrained=item_id=v.npy",
-            "pretrained=item_id=v.npy is of networks that are trained alone",
-        ),
-    ],
-)
-def test_settings_that_no_stack_has_are_told_and_their_network_is_trained_alone(
-    change: str, told: str
-) -> None:
-    assert why_alone(load_recipe("two_tower")) is None
-    assert told in str(why_alone(with_settings(load_recipe("two_tower"), [change])))
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The records of how the training went; which way its steps went is told by the loop of one network alone."""
+def write_run(path: Path, seed: int, auc: float, *, ended: bool = True) -> None:
+    """A run folder as a training writes it."""
+    path.mkdir(parents=True)
+    config = {
+        "name": "mine",
+        "train": {"seed": seed, "early_stop": {"metric": ""}},
+        "checkpoint": {"folder": str(path)},
+    }
+    (path / "config.json").write_text(json.dumps(config))
     records = [
-        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+        {"kind": "steps", "epoch": 1, "step": 1},
+        {"kind": "train", "epoch": 1, "step": 4, "loss": 0.5},
+        {"kind": "eval", "epoch": 1, "step": 4, "auc": auc},
     ]
-    return [record for record in records if record["kind"] != "steps"]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    if ended:
+        summary = {"seconds": 2.0, "test": {"auc": auc}}
+        (path / "summary.json").write_text(json.dumps(summary))
 
 
-@pytest.mark.slow
-def test_a_stacked_member_has_the_losses_and_figures_that_it_has_alone(
+@pytest.mark.unit
+def test_any_runs_are_compared_by_the_settings_that_set_them_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    vary = ["--vary=train.seed=0,1", "--vary=model.dropout=0,0.3"]
-    for stack in ("require", "never"):
-        assert (
-            train_networks.main(
-                [
-                    *SETS,
-                    *SGD,
-                    *vary,
-                    f"--stack={stack}",
-                    f"--run_dir={tmp_path / stack}",
-                    "--weights",
-                ]
-            )
-            == 0
-        )
+    write_run(tmp_path / "grid" / "one", 0, 0.6)
+    write_run(tmp_path / "grid" / "two", 1, 0.7)
+    write_run(tmp_path / "grid" / "late", 2, 0.9, ended=False)
+    assert compare_app.main([str(tmp_path / "grid")]) == 0
     said = capsys.readouterr().out
-    assert "one loader read once for all: seed=0_dropout=0, seed=0_dropout=0.3" in said
-    for name in ("seed=0_dropout=0", "seed=0_dropout=0.3", "seed=1_dropout=0.3"):
-        stacked, alone = (
-            metrics(tmp_path / stack / name) for stack in ("require", "never")
-        )
-        assert [(record["kind"], record["step"]) for record in stacked] == [
-            (record["kind"], record["step"]) for record in alone
-        ]
-        for one, other in zip(stacked, alone, strict=True):
-            for figure in one.keys() & {"loss", "auc", "hr@10", "ndcg@10", "rows"}:
-                assert one[figure] == pytest.approx(other[figure], abs=1e-5), (
-                    name,
-                    figure,
-                )
-        assert (tmp_path / "require" / name / "weights.pt").stat().st_size > 1000
-    results = json.loads((tmp_path / "require" / "results.json").read_text())
-    assert results["chosen_by"] == "validation auc"
-    assert results["best"] in said
-    assert (tmp_path / "require" / "networks.png").exists()
+    assert "best: two (*), by validation auc" in said
+    written = json.loads((tmp_path / "grid" / "results.json").read_text())
+    assert written["best"] == "two"
+    assert {each["name"]: each["ended"] for each in written["members"]} == {
+        "late": "not ended",
+        "one": "all epochs",
+        "two": "all epochs",
+    }
+    header = (tmp_path / "grid" / "results.txt").read_text().splitlines()[0]
+    assert header.split()[:2] == ["member", "train.seed"]
+    assert (tmp_path / "grid" / "networks.png").read_bytes()[:4] == b"\x89PNG"
+    left = {path.name for path in (tmp_path / "grid").iterdir() if path.is_file()}
+    assert left == {"results.txt", "results.json", "networks.png"}
 
 
-ONE_ID = [
-    "--set=data.history_length=0",
-    "--set=model.features=user_id,item_id",
-    "--set=loader.batch_size=64",
-]
-
-
-@pytest.fixture
-def compiled_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of members in each compiled step."""
-    calls: list[int] = []
-    run = CompiledStep.run
-
-    def counted(step: CompiledStep, shape: Any, batches: Any, *arguments: Any) -> Any:
-        calls.append(len(batches))
-        return run(step, shape, batches, *arguments)
-
-    monkeypatch.setattr(CompiledStep, "run", counted)
-    return calls
-
-
-@pytest.mark.slow
-def test_a_compiled_stack_trains_its_members_as_alone_and_goes_on_after_a_stop(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    compiled_calls: list[int],
+@pytest.mark.unit
+def test_what_is_no_run_is_refused_and_runs_of_two_folders_need_a_third(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    vary = ["--vary=train.seed=0,1", "--vary=model.dropout=0,0.3"]
-    flags = [*SETS, *SGD, *ONE_ID, *vary, "--set=checkpoint.steps=5"]
-    compiled = [*flags, "--stack=require", "--set=train.compile=require"]
-    assert (
-        train_networks.main(
-            [*flags, "--stack=never", f"--run_dir={tmp_path / 'alone'}"]
-        )
-        == 0
-    )
-    assert compiled_calls == []
-    assert train_networks.main([*compiled, f"--run_dir={tmp_path / 'whole'}"]) == 0
-    steps = metrics(tmp_path / "whole" / "seed=0_dropout=0")[-1]["step"]
-    assert compiled_calls == [4] * (steps - 1)
-    assert "stack: compiled since step 2: " in capsys.readouterr().out
-    asked = iter(range(1, 10_000))
-
-    @contextlib.contextmanager
-    def stopping() -> Iterator[Callable[[], bool]]:
-        yield lambda: next(asked) == steps - 3
-
-    with monkeypatch.context() as patched:
-        patched.setattr(stacked_members, "asked_to_stop", stopping)
-        assert train_networks.main([*compiled, f"--run_dir={tmp_path / 'cut'}"]) == 143
-    assert train_networks.main([*compiled, f"--run_dir={tmp_path / 'cut'}"]) == 0
-    for name in ("seed=0_dropout=0", "seed=0_dropout=0.3", "seed=1_dropout=0.3"):
-        alone = metrics(tmp_path / "alone" / name)
-        for folder in ("whole", "cut"):
-            records = metrics(tmp_path / folder / name)
-            assert [(record["kind"], record["step"]) for record in records] == [
-                (record["kind"], record["step"]) for record in alone
-            ]
-            for first, second in zip(records, alone, strict=True):
-                for figure in first.keys() & {"loss", "rows"}:
-                    assert first[figure] == pytest.approx(second[figure], abs=1e-5), (
-                        folder,
-                        name,
-                        figure,
-                    )
-                for figure in first.keys() & {
-                    "auc",
-                    "hr@10",
-                    "ndcg@10",
-                }:  # two scores may change places by rounding
-                    assert first[figure] == pytest.approx(second[figure], abs=1e-3), (
-                        folder,
-                        name,
-                        figure,
-                    )
+    assert compare_app.main([str(tmp_path)]) == 1
+    assert "neither a run folder nor a folder of such" in capsys.readouterr().err
+    write_run(tmp_path / "a" / "one", 0, 0.6)
+    write_run(tmp_path / "b" / "two", 1, 0.7)
+    runs = [str(tmp_path / "a" / "one"), str(tmp_path / "b")]
+    assert compare_app.main(runs) == 1
+    assert "say where the table goes: --out FOLDER" in capsys.readouterr().err
+    assert compare_app.main([*runs, "--out", str(tmp_path / "c")]) == 0
+    assert (tmp_path / "c" / "results.txt").exists()
 
 
-@pytest.mark.slow
-def test_a_compiled_stack_of_lists_is_refused_by_name_and_its_members_are_trained_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], compiled_calls: list[int]
+@pytest.mark.unit
+def test_one_that_has_not_begun_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = [*SETS, *SGD, "--vary=train.seed=0,1", "--set=train.compile=require"]
-    assert (
-        train_networks.main(
-            [*flags, "--stack=require", f"--run_dir={tmp_path / 'refused'}"]
-        )
-        == 1
-    )
-    assert (
-        "cannot be stacked: train.compile=require: the step of the stack cannot be compiled: one of the feat"
-        in (capsys.readouterr().err)
-    )
-    assert train_networks.main([*flags, f"--run_dir={tmp_path / 'alone'}"]) == 0
-    shown = capsys.readouterr().out
-    assert (
-        "note: seed=0, seed=1: not stacked: train.compile=require: the step of the stack cannot"
-        in shown
-    )
-    assert "best: " in shown
-    assert compiled_calls == []
+    write_run(tmp_path / "one", 0, 0.6)
+    best = compare([tmp_path / "one", tmp_path / "two"], tmp_path)
+    assert best is not None
+    assert f"note: {tmp_path / 'two'}: has not begun" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_a_job_that_was_stopped_goes_on_and_each_member_is_published_as_a_network_of_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run without what depends on the clock."""
+    found = []
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if record["kind"] != "steps":
+            for name in ("rows_per_s", "data_wait"):
+                record.pop(name, None)
+            found.append(record)
+    return found
+
+
+def test_a_member_is_an_ordinary_training_and_the_last_one_makes_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two members in a stack, of which one ends earlier, and one of another shape, trained after them."""
-    flags = [
-        "--member=a:train.seed=1,train.epochs=1",
-        "--member=b:train.seed=2",
-        "--member=wide:model.tower_widths=16",
-    ]
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert train_networks.main([*SETS, *SGD, *flags, f"--run_dir={whole}"]) == 0
-    steps = metrics(whole / "b")[-1]["step"]
-    asked = iter(range(1, 10_000))
+    grid = tmp_path / "grid"
+    names = ["seed=0", "seed=1"]
 
-    @contextlib.contextmanager
-    def stopping() -> Iterator[Callable[[], bool]]:
-        yield lambda: next(asked) == steps - 1
+    def member(seed: int) -> int:
+        words = ["--members", *names, "--run_dir", str(grid / names[seed])]
+        return train_networks.main([*words, *TINY, "--train.seed", str(seed)])
 
-    with monkeypatch.context() as patched:
-        patched.setattr(stacked_members, "asked_to_stop", stopping)
-        assert train_networks.main([*SETS, *SGD, *flags, f"--run_dir={cut}"]) == 143
-    assert f"stopped by a signal after step {steps - 1}" in capsys.readouterr().out
-    assert train_networks.main([*SETS, *SGD, *flags, f"--run_dir={cut}"]) == 0
-    said = capsys.readouterr().out
-    assert f"{cut / 'b' / 'checkpoints'}/step-{steps - 1:010d}" in said
-    for name in ("a", "b", "wide"):
-        one, other = (without_speed(metrics(folder / name)) for folder in (whole, cut))
-        assert one == other, name
-        assert (
-            publish.main(
-                [str(cut / name), "--out", str(tmp_path / f"{name}.safetensors")]
-            )
-            == 0
-        )
-        assert (
-            publish.main(
-                [
-                    str(whole / name),
-                    "--out",
-                    str(tmp_path / f"{name}-whole.safetensors"),
-                ]
-            )
-            == 0
-        )
-        found, expected = (
-            load_file(tmp_path / f"{name}{part}.safetensors") for part in ("", "-whole")
-        )
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], value) for key, value in expected.items())
-    one, other = (
-        json.loads((folder / "results.json").read_text())["members"]
-        for folder in (whole, cut)
-    )
-    assert [(own["name"], own["ended"], own["test"]) for own in one] == [
-        (own["name"], own["ended"], own["test"]) for own in other
-    ]
-    capsys.readouterr()
-    assert train_networks.main([*SETS, *SGD, *flags, f"--run_dir={cut}"]) == 0
-    assert "stack of" not in capsys.readouterr().out, (
-        "all have ended: only the table is made again"
-    )
+    assert member(0) == 0
+    assert not (grid / "results.txt").exists()
+    assert member(1) == 0
+    assert "best: seed=" in capsys.readouterr().out
+    alone = ["--run_dir", str(tmp_path / "alone"), "--train.seed", "1"]
+    assert train.main([*TINY, *alone]) == 0
+    assert records(grid / "seed=1") == records(tmp_path / "alone")
+    written = json.loads((grid / "results.json").read_text())
+    assert [each["name"] for each in written["members"]] == names
+    before = records(grid / "seed=1")
+    assert member(1) == 0, "a job that is started again leaves what has ended"
+    assert "seed=1: has ended already" in capsys.readouterr().out
+    assert records(grid / "seed=1") == before
 
 
-def without_speed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {
-            key: value
-            for key, value in record.items()
-            if key not in ("rows_per_s", "data_wait")
-        }
-        for record in records
-    ]
+def test_a_member_that_diverges_is_a_row_and_no_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--members", "lr=nan", "--run_dir", str(tmp_path / "lr=nan"), *TINY]
+    rates = ["--optimizer.tables_lr=1e30", "--optimizer.dense_lr=1e30"]
+    assert train_networks.main([*words, *rates, "--optimizer.tables=sgd"]) == 0
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert (written["best"], written["members"][0]["ended"]) == (None, "diverged")
+    assert written["members"][0]["message"] in capsys.readouterr().out
 
 
 @pytest.mark.launch
-@pytest.mark.slow
-def test_networks_of_different_shapes_train_at_the_same_time_on_groups_of_ranks(
+def test_members_run_side_by_side_under_torchx_and_end_in_one_table(
     tmp_path: Path,
 ) -> None:
-    flags = [
-        "--member=a:train.seed=1",
-        "--member=b:train.seed=2",
-        "--member=wide:model.tower_widths=16",
-        "--groups=a+b:0,wide:1-2",
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node=3",
-        "-m",
-        "torchx_apps.train_networks",
-    ]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    torchx = str(Path(sys.executable).parent / "torchx")
+    command = [torchx, "run", "-s", "local_cwd", "rec.train.networks"]
+    command += ["--vary", "train.seed", "0", "1", "--", *TINY, "--run_dir", "out"]
+    # TorchX starts torchrun by name.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
-        [*command, *SETS, *flags, "--run_dir=out"],
+        command,
         cwd=tmp_path,
-        env=environ,
+        env={**os.environ, "PATH": path},
         capture_output=True,
         text=True,
         timeout=400,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert [
-        (result["name"], result["ranks"], result["ended"])
-        for result in results["members"]
-    ] == [
-        ("a", [0], "all epochs"),
-        ("b", [0], "all epochs"),
-        ("wide", [1, 2], "all epochs"),
+    written = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [(each["name"], each["ended"]) for each in written["members"]] == [
+        ("seed=0", "all epochs"),
+        ("seed=1", "all epochs"),
     ]
-    assert (
-        "stack of 2 on cpu, 1 thread(s), one loader read once for all: a, b"
-        in done.stdout
-    )
-    assert "wide: on rank(s) 1, 2" in done.stdout
-    assert (
-        "so each rank has them whole"
-        in (tmp_path / "out" / "wide" / "plan.txt").read_text()
-    )
-    assert done.stdout.count("best: ") == 1
-    assert {"a", "b", "wide", "networks.png", "results.txt"} <= set(
-        os.listdir(tmp_path / "out")
-    )
+    assert "best: seed=" in done.stderr
+    for seed in (0, 1):
+        assert f"seed-{seed}/0" in done.stderr
+        assert (tmp_path / "out" / f"seed={seed}" / "training.png").exists()

@@ -1,4 +1,4 @@
-"""Runtime: the device of each process, also of a rank group that has some of a host's GPUs; the threads of gloo."""
+"""Runtime: the device of each process, also of a job that has some of a host's GPUs; the threads of gloo."""
 
 import os
 import warnings
@@ -29,34 +29,27 @@ from torchrec_ext.distributed.runtime import (
 from torchrec_ext.distributed.sharders import BagSharder
 from torchrec_ext.models import two_tower
 from torchrec_ext.schema import Jagged
-from torchx_apps.networks.members import _GPUS as TOLD
-from torchx_apps.networks.members import _of_local_ranks
-
-
-def devices(groups: list[list[int]], gpus: int) -> list[int | None]:
-    """The GPU of each local rank of a host whose ranks are in these groups."""
-    chosen: dict[int, int | None] = {}
-    for ranks in groups:
-        given = _of_local_ranks(gpus, ranks).get(GPUS, "")
-        for index, rank in enumerate(ranks):
-            chosen[rank] = choose_device("cuda", index, len(ranks), gpus, given).index
-    return [chosen[rank] for rank in sorted(chosen)]
 
 
 @pytest.mark.unit
-def test_each_rank_of_a_rank_group_has_the_gpu_of_its_place_on_the_host() -> None:
-    assert TOLD == GPUS
-    assert devices([[0], [1], [2, 3]], gpus=4) == [0, 1, 2, 3]
-    assert devices([[0, 2], [1]], gpus=3) == [0, 1, 2]
-    assert devices([[0], [1], [2], [3]], gpus=2) == [0, 1, 0, 1]
+def test_each_local_rank_has_the_gpu_of_its_number_or_the_one_that_is_given() -> None:
+    def devices(ranks: int, gpus: int, given: str) -> list[int | None]:
+        return [
+            choose_device("cuda", rank, ranks, gpus, given).index
+            for rank in range(ranks)
+        ]
+
+    assert devices(2, 4, "") == [0, 1]
+    assert devices(2, 4, "2,3") == [2, 3]
+    assert devices(1, 2, "1") == [1]
 
 
 @pytest.mark.unit
-def test_a_group_of_more_ranks_than_gpus_is_refused() -> None:
+def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(
         ValueError, match="3 processes on this host, but torch sees 2 GPU"
     ):
-        devices([[0, 1, 2]], gpus=2)
+        choose_device("cuda", 0, 3, 2, "")
 
 
 @pytest.fixture

@@ -110,7 +110,9 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
             *TINY, "--export=require", "--run_dir=run", image=image
         ),
         networks=lambda image: train.networks(
-            *TINY, "--vary", "train.seed=0,1", "--run_dir=networks", image=image
+            *("0", "1", "--", *TINY, "--run_dir=networks"),
+            vary="train.seed",
+            image=image,
         ),
         stream=lambda image: train.stream(
             *("--data.folder=log", "--data.until_idle_s=0.1", "--run_dir=stream"),

@@ -1,10 +1,7 @@
 from .errors import CannotAdopt as CannotAdopt
-from .rows.evidence import Evidence as Evidence
 from .rows.law import Popular as Popular
 from .rows.law import Uniform as Uniform
 from .rows.rows import Rows as Rows
 from .step import AdoptedStep as AdoptedStep
 from .step import adopt as adopt
 from .tables import adopt_tables as adopt_tables
-from .towers.towers import TowersApart as TowersApart
-from .towers.towers import adopt_towers as adopt_towers

@@ -79,12 +79,6 @@ def the_mask(mask: Tensor) -> Tensor:
     return mask.clone()
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def the_rows(ids: Tensor, path: str, is_training: bool) -> Tensor:
-    """Marks where ids of the embedding at ``path`` become rows, which are decided before the step."""
-    return ids.long().clone()
-
-
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _entries(mask: Tensor) -> int:
     """Counts the entries of a mask: Dynamo calls it with the values of its example."""
@@ -373,7 +367,6 @@ class ForwardGraph:
         model: the user's model.
         batch: leaves of the batch that the call was made with.
         trained: the parameters that optimizers move, by name.
-        with_gradient: leaves of the batch, by their index, whose gradients the step needs.
 
     Attributes:
         number: number of the graph.
@@ -382,15 +375,13 @@ class ForwardGraph:
         matrices: the line that reads a looked-up parameter otherwise, by its name.
         penalties: names of the matrices that are only squared, or whose norm is taken, as in an L2 term.
         masks: the inputs of masks that must stay as they are, by their index: the line that selects, and the value.
-        reached: names of the parameters that the loss depends on; of a graph without a loss, its outputs.
-        row_nodes: the nodes at which dynamic ids become rows, in the order of the forward.
-        raw_ids: computes the ids at these nodes from the graph's inputs.
+        reached: names of the parameters that the loss depends on.
         outer: indices of the other inputs.
         of_batch: leaf of the batch by the index of an input.
         outputs: examples of the outputs.
 
     Raises:
-        CannotAdopt: an input is no dense tensor, or needs a gradient that the step does not give.
+        CannotAdopt: an input is no dense tensor, or needs a gradient.
     """
 
     def __init__(
@@ -400,7 +391,6 @@ class ForwardGraph:
         model: nn.Module,
         batch: Sequence[Any],
         trained: Mapping[str, nn.Parameter],
-        with_gradient: Collection[int] = (),
     ) -> None:
         self.number = next(_NUMBERS)
         self._module = module
@@ -424,7 +414,7 @@ class ForwardGraph:
                 continue
             if id(tensor) in leaves:
                 self.of_batch[index] = leaves[id(tensor)]
-            self._check(index, tensor, model, with_gradient)
+            self._check(index, tensor, model)
         self._refuse_constants()
         self._loss = next(iter(self._calls(the_loss)), None)
         self.look_ups: dict[str, list[fx.Node]] = {}
@@ -453,8 +443,6 @@ class ForwardGraph:
             for index, node in enumerate(self._placeholders):
                 if node in before:
                     self.masks[index] = line, real[index].detach().clone()
-        self.row_nodes = self._calls(the_rows)
-        self.raw_ids = self._ids_alone(real) if self.row_nodes else module
         self._id_ranges = self._ids_to_check(real, model)
         self.reached = self._reached(real)
         # A parameter that the loss does not reach is not updated: it is read where it
@@ -473,9 +461,7 @@ class ForwardGraph:
         """Returns the nodes of the graph that call a function."""
         return [node for node in self._module.graph.nodes if node.target is function]
 
-    def _check(
-        self, index: int, tensor: Any, model: nn.Module, with_gradient: Collection[int]
-    ) -> None:
+    def _check(self, index: int, tensor: Any, model: nn.Module) -> None:
         """Refuses an input that is no trained parameter and that a captured step cannot take."""
         device = device_of(model)
         leaf = self.of_batch.get(index)
@@ -487,7 +473,7 @@ class ForwardGraph:
             raise CannotAdopt(
                 f"the step reads a tensor on {tensor.device} of layout {tensor.layout}; give dense ones on {device}"
             )
-        if leaf in with_gradient or not tensor.requires_grad:
+        if not tensor.requires_grad:
             return
         if leaf is not None:
             raise CannotAdopt(
@@ -522,24 +508,9 @@ class ForwardGraph:
             if all(_is_penalty(node, parameter) for node in others):
                 self.penalties.add(name)
 
-    def _ids_alone(self, real: Sequence[Any]) -> fx.GraphModule:
-        """Returns the part of the graph that computes the ids of :attr:`row_nodes`.
-
-        Raises:
-            CannotAdopt: ids depend on weights, on rows or on random numbers, or are written in place.
-        """
-        nodes = set[fx.Node]().union(*map(_ancestors, self.row_nodes))
-        if self._needs_the_step(nodes, real):
-            raise CannotAdopt(
-                f"{_line_of(self.row_nodes[0])}: dynamic ids must come from the batch alone, not from weights, rows, "
-                "random numbers or writes in place; compute them in the Dataset"
-            )
-        return self._part([node.args[0] for node in self.row_nodes])
-
     def _needs_the_step(self, nodes: Collection[fx.Node], real: Sequence[Any]) -> bool:
         """Whether some nodes cannot be computed before the step, once more, with the same result."""
         refused = {self._placeholders[index] for index in self.parameters.values()}
-        refused.update(self.row_nodes)
         for node in nodes:
             # Methods such as add_ write in place; names of placeholders may end like
             # that too.
@@ -646,7 +617,6 @@ class ForwardGraph:
         tensors: Sequence[Any],
         reading: Mapping[str, Reader],
         repeated: Any = None,
-        rows: Sequence[Tensor] = (),
     ) -> tuple[Tensor, list[Any]]:
         """Runs the graph.
 
@@ -654,7 +624,6 @@ class ForwardGraph:
             tensors: inputs of the graph; the weight of a table gives its shape alone.
             reading: the tables by name, through which look-ups read their rows.
             repeated: see :class:`~torchrec_ext.adopt.source.RepeatedRows`; None where no row of the batch repeats.
-            rows: rows of dynamic ids, at :attr:`row_nodes`.
 
         Returns:
             The loss, (), of a graph that has one, and the graph's outputs.
@@ -663,8 +632,7 @@ class ForwardGraph:
         for name, nodes in self.look_ups.items():
             if name in reading:
                 tables |= dict.fromkeys(nodes, name)
-        rows_of_nodes = dict(zip(self.row_nodes, rows, strict=False))
-        runner = _Runner(self._module, tables, reading, repeated, rows_of_nodes)
+        runner = _Runner(self._module, tables, reading, repeated)
         outputs = runner.run(*tensors, enable_io_processing=False)
         loss = outputs[0] if self._loss is None else runner.env[self._loss]
         return loss, list(outputs)
@@ -737,14 +705,12 @@ class _Runner(fx.Interpreter):
         tables: Mapping[fx.Node, str],
         reading: Mapping[str, Reader],
         repeated: Any,
-        rows: Mapping[fx.Node, Tensor],
     ) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.extra_traceback = False  # it would add lines to a message
         self._tables = tables
         self._reading = reading
         self._repeated = repeated
-        self._rows = rows
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs one call of torch, or reads rows of a table.
@@ -758,8 +724,6 @@ class _Runner(fx.Interpreter):
         )
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-        if n in self._rows:
-            return self._rows[n]
         try:
             if n in self._tables:
                 args, kwargs = self.fetch_args_kwargs_from_env(n)

@@ -116,7 +116,7 @@ def loader_rows(facts: Facts) -> Finding | None:
         )
         advice = (
             f"give {loader.dataset} a __getitems__(rows), which torch calls with all row numbers of a batch, and index "
-            "whole arrays there; adopt's Rows.of makes batches inside of a captured step"
+            "whole arrays there; adopt's Rows, of columns, makes batches inside of a captured step"
         )
     lines = [line for line in facts.lines if line.phase == "data"]
     sampled = sum(line.seconds for line in lines)

@@ -219,7 +219,7 @@ def precision_refused_because(
     if sharding in SUMMED:
         return (
             f"{sharding} adds up what ranks send, which int8 with scales of its own cannot; choose fp16 or bf16, or "
-            f"plan.tables={table.name}=table_wise"
+            f"plan.tables.{table.name}.sharding=table_wise"
         )
     if width % _INT8_GROUP and sharding != ShardingType.DATA_PARALLEL.value:
         return (

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,7 @@ def check_ids_stay(
             if kind != recorded[1]:
                 raise DataError(
                     f"{where}: column '{name}' had dynamic ids in training, which were {recorded[1]}, and has "
-                    f"{kind or 'none'} now; set ids.{name}=dynamic,capacity=ROWS and give such rows, or train anew"
+                    f"{kind or 'none'} now; set ids.features.{name}.capacity and give such rows, or train anew"
                 )
             continue
         if (
@@ -265,30 +265,6 @@ def _digest_of(values: Any) -> str:
     if nul:
         digest.update(lengths.digest())
     return digest.hexdigest()
-
-
-def common_checkpoints(
-    folders: Mapping[str, CheckpointFolder], together: CheckpointRanks
-) -> dict[str, str]:
-    """Finds the newest step with a good checkpoint in every folder; returns their paths by folder name.
-
-    Returns nothing if there is no such step.
-    """
-    if not folders:
-        return {}
-    steps = [set(folder.steps()) for folder in folders.values()]
-    for step in sorted(set.intersection(*steps), reverse=True):
-        paths = {name: folder.path(step) for name, folder in folders.items()}
-        # Lazily: the first damaged checkpoint settles that this step is no good.
-        messages = (damage(path, together) for path in paths.values())
-        message = next((message for message in messages if message is not None), None)
-        if message is None:
-            return paths
-        print(
-            f"checkpoints of step {step}: {message}; those before it are used",
-            flush=True,
-        )
-    return {}
 
 
 def ended(folder: Path) -> bool:

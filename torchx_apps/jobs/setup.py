@@ -14,7 +14,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 
-from torchrec_ext.data.datasets.catalog import DatasetUnavailable
+from torchrec_ext.data.catalog import DatasetUnavailable
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
 from torchrec_ext.data.loader.epochs import Epochs
@@ -160,7 +160,7 @@ def data_for_build(job: Job, task: Task) -> Any:
     """
     if not job.ids.features:
         return task.data
-    for name in job.ids.policies():
+    for name in job.ids.features:
         # Refuses a task without raw ids by name.
         task.raw_values(name)
     # This model only says which columns share a table, so it takes none of the job's
@@ -182,9 +182,7 @@ def merge_lookups(job: Job, model: nn.Module, world_size: int) -> None:
 
     Towers keep look-ups of their own where an optimizer is given to a table by the path of its tower.
     """
-    by_path = any(
-        "." in exception.partition("=")[0] for exception in job.optimizer.per_table
-    )
+    by_path = any("." in pattern for pattern in job.optimizer.per_table)
     if world_size > 1 and not by_path and isinstance(model, TowerModel):
         model.merge_lookups()
 
@@ -214,7 +212,7 @@ def loader_of(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> An
             loader, schema, policies, every=job.ids.every, raw_ids=raw_ids
         )
     if job.id_dropout:
-        return IdDropout(loader, schema, job.id_dropout_rates(), seed=config.seed)
+        return IdDropout(loader, schema, job.id_dropout, seed=config.seed)
     return loader
 
 

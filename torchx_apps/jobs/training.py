@@ -324,7 +324,7 @@ def _begin_with(
     for feature in schema.sparse:
         if feature.dynamic:
             dynamic.update(feature.tables)
-    for name, file in job.pretrained_files().items():
+    for name, file in job.pretrained.items():
         tables = job.optimizer.for_tables(model)
         if name not in tables:
             raise ValueError(

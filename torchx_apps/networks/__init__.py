@@ -1,1 +1,1 @@
-"""Several networks in one job: which members train on which ranks, alone or stacked."""
+"""The members of a grid: each an ordinary training, then a table and a picture of all."""

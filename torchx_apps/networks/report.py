@@ -1,176 +1,203 @@
-"""Reports a job of several networks: progress, a table of the members, the best of them, a picture of the figures."""
+"""compare(): a table and a picture of several runs, from their own records; the best of them is named."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 from tabulate import tabulate
 
-from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.drawing.figures import figure_with_panels, save_figure
 from torchrec_ext.train.config import Record
-from torchrec_ext.train.report.progress import records_of
-from torchx_apps.jobs.report import describe_data
-from torchx_apps.networks.members import MemberJob, differing, setting
-from torchx_apps.tasks.job import Job
-from torchx_apps.tasks.task import Task
+from torchx_apps.recipes.saved_job import CONFIG
 
 _LOWER_IS_BETTER = ("loss", "log_loss", "ne")
 # Records about the process, not about the course of the training.
-_OF_THE_PROCESS = ("restore", "steps")
+_OF_THE_PROCESS = ("restore", "steps", "left_out")
+# Folders, which differ between any two runs.
+_OF_THE_FOLDER = ("checkpoint.folder",)
+DIVERGED = "diverged"
+NOT_ENDED = "not ended"
 
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of one member.
+    """Outcome of one run.
 
     Args:
-        name: name of the member.
-        ended: ``all epochs``, ``stopped early`` or ``diverged``.
-        epochs: number of epochs that the member was trained for.
+        name: name of the run's folder.
+        settings: value of each setting, by its key.
+        ended: ``all epochs``, ``stopped early``, ``diverged`` or ``not ended``.
+        epochs: number of epochs that the run was trained for.
         validation: figures of each evaluation, with ``epoch`` and ``step``.
-        test: figures on the test part, with the weights that the member ended with.
-        seconds: time from start to end in seconds; members of a stack have that of the whole stack.
-        ranks: ranks that trained the member.
-        folder: run folder of the member.
+        test: figures on the test part, with the weights that the run ended with.
+        loss: training loss of each record, with ``epoch`` and ``step``.
+        seconds: time from start to end in seconds.
+        folder: the run folder.
         message: reason for an early end.
-        restored: whether the member went back to the weights of its best evaluation.
+        restored: whether the run went back to the weights of its best evaluation.
     """
 
     name: str
-    ended: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    ended: str = NOT_ENDED
     epochs: int = 0
     validation: list[Record] = field(default_factory=list)
     test: dict[str, float] = field(default_factory=dict)
     loss: list[Record] = field(default_factory=list)
     seconds: float = 0.0
-    ranks: Sequence[int] = ()
     folder: str = ""
     message: str = ""
     restored: bool = False
 
 
-def result_of(
-    name: str,
-    history: Sequence[Record],
-    figures: dict[str, float],
-    seconds: float,
-    ranks: Sequence[int],
-    folder: str,
-) -> Result:
-    """Returns the result of a member from its records; epochs of earlier releases began at 0 and are shifted."""
-    restored = bool(records_of(history, "restore"))
-    shift = int(any(record["epoch"] == 0 for record in history))
-    records = []
-    for record in history:
-        if record["kind"] not in _OF_THE_PROCESS:
-            records.append({**record, "epoch": record["epoch"] + shift})
-    last = records[-1]
-    ended = {"stop": "stopped early", "error": "diverged"}.get(
-        last["kind"], "all epochs"
-    )
-    epochs = last["epoch"]
-    if ended == "diverged":
-        # The error came within its epoch.
-        epochs -= 1
-    losses = records_of(records, "train")
-    return Result(
-        name=name,
-        ended=ended,
-        epochs=epochs,
-        validation=records_of(records, "eval"),
-        test=figures,
-        loss=[
-            {key: record[key] for key in ("epoch", "step", "loss")} for record in losses
-        ],
-        seconds=seconds,
-        ranks=tuple(ranks),
-        folder=folder,
-        message=last.get("message", ""),
-        restored=restored,
-    )
+def compare(runs: Sequence[Path], out: Path) -> Result | None:
+    """Prints the table of some runs, and writes it with the picture into a folder; returns the best run.
 
-
-def read_result(
-    member: MemberJob, folder: Path, seconds: float | None, ranks: Sequence[int]
-) -> Result:
-    """Returns the result of a member from its run folder, with the folder's seconds if ``seconds`` is None."""
-    records = [
-        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
-    summary = folder / "summary.json"
-    # A member that diverged has none.
-    saved = json.loads(summary.read_text()) if summary.exists() else {}
-    duration = saved.get("seconds", 0.0) if seconds is None else seconds
-    return result_of(
-        member.name, records, saved.get("test", {}), duration, ranks, str(folder)
-    )
-
-
-def report_networks_start(
-    task: Task, runtime: Runtime, members: Sequence[str], loaders: int
-) -> None:
-    """Prints the data, and the members of the stack."""
-    print(describe_data(task))
-    text = "one loader read once for all" if loaders == 1 else f"{loaders} loaders"
+    Args:
+        runs: run folders; those without settings have not begun, and are left out with a note.
+        out: folder of ``results.txt``, ``results.json`` and ``networks.png``.
+    """
+    results = []
+    for run in runs:
+        if (run / CONFIG).is_file():
+            results.append(read_result(run))
+        else:
+            print(f"note: {run}: has not begun", flush=True)
+    text = table(results)
+    best = best_of(results)
+    name, part, _ = chosen_by(results)
+    document = {
+        "best": None if best is None else best.name,
+        "chosen_by": f"{part} {name}",
+        "members": [asdict(result) for result in results],
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    _replace(out / "results.txt", text + "\n")
+    _replace(out / "results.json", json.dumps(document, indent=2) + "\n")
+    draw(out / "networks.png", results)
+    print(f"\n{text}\n")
+    if best is not None:
+        print(f"best: {best.name} (*), by {_how(results)}; run folder: {best.folder}")
+        print(f"to serve it: python -m torchx_apps.export {best.folder}")
+    for result in results:
+        if result.ended == DIVERGED:
+            print(f"{result.name}: {result.message}")
     print(
-        f"stack of {len(members)} on {runtime.device.type}, {runtime.threads} thread(s), {text}: {', '.join(members)}",
+        f"all run folders: {out} (table: results.txt, picture: networks.png)",
         flush=True,
     )
+    return best
 
 
-class StackProgress:
-    """Prints a line for all members of a stack at each of their evaluations, and one for each member at its end."""
-
-    def __init__(self, members: Sequence[str]) -> None:
-        self._active = list(members)
-        self._records: dict[str, Record] = {}
-
-    def show(self, name: str, record: Record) -> None:
-        """Takes one record of one member."""
-        if record["kind"] in ("stop", "error"):
-            self._active.remove(name)
-        if record["kind"] in ("stop", "error", "restore"):
-            print(f"{name}: {record['message']}", flush=True)
-        if record["kind"] != "train":
-            return
-        self._records[name] = record
-        step = record["step"]
-        here = {
-            member: latest
-            for member, latest in self._records.items()
-            if latest["step"] == step
-        }
-        # The last member of a step prints for all.
-        if set(here) != set(self._active):
-            return
-        losses = [latest["loss"] for latest in here.values()]
-        rate = sum(latest["rows_per_s"] for latest in here.values())
-        spread = f"{min(losses):.4f} to {max(losses):.4f}"
-        print(
-            f"epoch {record['epoch']}, step {step}: {len(here)} members, loss {spread}, {rate:,.0f} samples/s",
-            flush=True,
-        )
+def _replace(path: Path, text: str) -> None:
+    """Writes a file in one move, because two members may end at once."""
+    part = path.with_name(f".{os.getpid()}.{path.name}")
+    part.write_text(text)
+    part.replace(path)
 
 
-def chosen_by(
-    members: Sequence[MemberJob], results: Sequence[Result]
-) -> tuple[str, str, bool]:
-    """Returns the figure to choose the best by, its part (``validation`` or ``test``), and whether higher is better."""
-    job: Job = members[0].job
-    # The test part should not choose, so it does only where a member has no evaluation.
-    part = (
-        "validation"
-        if all(result.validation for result in results if result.test)
-        else "test"
+def read_result(run: Path) -> Result:
+    """Returns the outcome of a run from its folder.
+
+    Raises:
+        ValueError: its settings cannot be read.
+    """
+    try:
+        settings = dict(_flat(json.loads((run / CONFIG).read_text())))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{run / CONFIG}: cannot be read ({error}); name a run folder"
+        ) from None
+    records = []
+    with suppress(OSError):
+        for line in (run / "metrics.jsonl").read_text().splitlines():
+            # A run that goes on may be writing its last line.
+            with suppress(ValueError):
+                records.append(json.loads(line))
+    summary: dict[str, Any] = {}
+    # A run that diverged, or goes on, has none.
+    with suppress(OSError, ValueError):
+        summary = json.loads((run / "summary.json").read_text())
+    return result_of(run, settings, records, summary)
+
+
+def result_of(
+    run: Path,
+    settings: Mapping[str, Any],
+    history: Sequence[Record],
+    summary: Mapping[str, Any],
+) -> Result:
+    """Returns the outcome of a run from its settings, its records and its figures."""
+    records = [record for record in history if record["kind"] not in _OF_THE_PROCESS]
+    last: Record = records[-1] if records else {"kind": "", "epoch": 0}
+    ended = NOT_ENDED
+    epochs = last["epoch"]
+    if last["kind"] == "error":
+        ended = DIVERGED
+        # The error came within its epoch.
+        epochs -= 1
+    elif summary:
+        ended = "stopped early" if last["kind"] == "stop" else "all epochs"
+    losses = []
+    for record in _of_kind(records, "train"):
+        losses.append({key: record[key] for key in ("epoch", "step", "loss")})
+    return Result(
+        name=run.name,
+        settings=settings,
+        ended=ended,
+        epochs=epochs,
+        validation=_of_kind(records, "eval"),
+        test=dict(summary.get("test", {})),
+        loss=losses,
+        seconds=summary.get("seconds", 0.0),
+        folder=str(run),
+        message=last.get("message", ""),
+        restored=bool(_of_kind(history, "restore")),
     )
-    stop = job.train.early_stop
-    if stop.metric:
-        return stop.metric, part, stop.mode == "max"
+
+
+def _of_kind(records: Sequence[Record], kind: str) -> list[Record]:
+    return [record for record in records if record["kind"] == kind]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def differing(results: Sequence[Result]) -> list[str]:
+    """Returns the keys that have not one value in all runs, in the order of the settings."""
+    keys: dict[str, None] = {}
+    for result in results:
+        keys |= dict.fromkeys(result.settings)
+    found = []
+    for key in keys:
+        values = [result.settings.get(key) for result in results]
+        if key not in _OF_THE_FOLDER and any(value != values[0] for value in values):
+            found.append(key)
+    return found
+
+
+def chosen_by(results: Sequence[Result]) -> tuple[str, str, bool]:
+    """Returns the figure to choose the best by, its part (``validation`` or ``test``), and whether higher is better."""
+    settings = results[0].settings if results else {}
+    # The test part should not choose, so it does only where a run has no evaluation.
+    part = "test"
+    if all(result.validation for result in results if result.test):
+        part = "validation"
+    if settings.get("train.early_stop.metric"):
+        higher = settings.get("train.early_stop.mode") == "max"
+        return settings["train.early_stop.metric"], part, higher
     names = _all_figures(results, part)
     name = names[0] if names else ""
     return name, part, name not in _LOWER_IS_BETTER
@@ -180,8 +207,8 @@ def _figures(result: Result, part: str) -> dict[str, float]:
     if part == "test":
         return result.test
     evaluations = result.validation
-    # The evaluation whose weights the member has: the best where an early stop went
-    # back to it.
+    # The evaluation whose weights the run has: the best where an early stop went back
+    # to it.
     if result.restored:
         evaluations = [
             record for record in evaluations if record.get("best")
@@ -196,70 +223,58 @@ def _figures(result: Result, part: str) -> dict[str, float]:
 
 
 def _all_figures(results: Sequence[Result], part: str) -> list[str]:
-    """Returns the names of the figures of any member, in the order of their first one."""
+    """Returns the names of the figures of any run, in the order of their first one."""
     names: dict[str, None] = {}
     for result in results:
         names |= dict.fromkeys(_figures(result, part))
     return list(names)
 
 
-def best_of(members: Sequence[MemberJob], results: Sequence[Result]) -> Result | None:
-    """Returns the member with the best last validation figure, else test figure; None if all diverged."""
-    name, part, higher = chosen_by(members, results)
-    able = [
-        result
-        for result in results
-        if name in _figures(result, part) and result.ended != "diverged"
-    ]
+def best_of(results: Sequence[Result]) -> Result | None:
+    """Returns the run with the best last validation figure, else test figure; None if none has ended well."""
+    name, part, higher = chosen_by(results)
+    able = []
+    for result in results:
+        if name in _figures(result, part) and result.ended not in (DIVERGED, NOT_ENDED):
+            able.append(result)
     choose = max if higher else min
     return choose(able, key=lambda result: _figures(result, part)[name], default=None)
 
 
-def table(members: Sequence[MemberJob], results: Sequence[Result]) -> str:
-    """Returns a table with a row for each member: what sets it apart, its figures and its time; the best has a star.
+def table(results: Sequence[Result]) -> str:
+    """Returns a table with a row for each run: what sets it apart, its figures and its time; the best has a star.
 
     If only ``train.seed`` sets them apart, a last row has mean and standard deviation of each figure.
     """
-    keys = differing(members)
-    name, part, _ = chosen_by(members, results)
-    best = best_of(members, results)
+    keys = differing(results)
+    name, part, _ = chosen_by(results)
+    best = best_of(results)
     figures = _all_figures(results, "test")
     rows = []
     values = []
-    for member, result in zip(members, results, strict=True):
-        row = [f"{member.name} *" if result is best else member.name]
-        row += [setting(member, key) for key in keys]
+    for result in results:
+        row = [f"{result.name} *" if result is best else result.name]
+        row += [_text(result.settings.get(key)) for key in keys]
         numbers = [result.test.get(figure) for figure in figures]
         if part == "validation":
             numbers.insert(0, _figures(result, part).get(name))
-        rows.append(
-            [
-                *row,
-                *map(_number, numbers),
-                str(result.epochs),
-                result.ended,
-                f"{result.seconds:.1f}",
-            ]
-        )
-        if result.ended != "diverged":
+        row += [*map(_number, numbers), str(result.epochs), result.ended]
+        rows.append([*row, f"{result.seconds:.1f}"])
+        if result.ended not in (DIVERGED, NOT_ENDED):
             values.append(numbers)
     if keys == ["train.seed"] and len(values) > 1:
-        rows.append(
-            [
-                "mean ± std",
-                "",
-                *map(_mean_and_std, zip(*values, strict=True)),
-                "",
-                "",
-                "",
-            ]
-        )
+        means = [_mean_and_std(column) for column in zip(*values, strict=True)]
+        rows.append(["mean ± std", "", *means, "", "", ""])
     headers = ["member", *keys]
     if part == "validation":
         headers.append(f"validation {name}")
     headers += [f"test {figure}" for figure in figures]
     headers += ["epochs", "ended", "seconds"]
     return str(tabulate(rows, headers=headers, disable_numparse=True))
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _number(value: float | None) -> str:
@@ -271,50 +286,30 @@ def _mean_and_std(values: Sequence[float | None]) -> str:
     return f"{mean(numbers):.4f} ± {stdev(numbers):.4f}" if len(numbers) > 1 else ""
 
 
-def finish_networks(
-    root: Path, members: Sequence[MemberJob], results: Sequence[Result]
-) -> bool:
-    """Prints and writes the table (``results.txt``, ``results.json``) and the picture ``networks.png``."""
-    text = table(members, results)
-    best = best_of(members, results)
-    name, part, _ = chosen_by(members, results)
-    root.mkdir(parents=True, exist_ok=True)
-    (root / "results.txt").write_text(text + "\n")
-    document = {
-        "best": None if best is None else best.name,
-        "chosen_by": f"{part} {name}",
-        "members": [asdict(result) for result in results],
-    }
-    (root / "results.json").write_text(json.dumps(document, indent=2) + "\n")
-    draw_networks(root / "networks.png", results, best)
-    print(f"\n{text}\n")
-    if best is not None:
-        how = f"{part} {name}"
-        if part == "test":
-            how += ", as this set has no validation rows"
-        print(f"best: {best.name} (*), by {how}; run folder: {best.folder}")
-        print(f"to serve it: python -m torchx_apps.export {best.folder}")
-    for result in results:
-        if result.ended == "diverged":
-            print(f"{result.name}: {result.message}")
-    print(
-        f"all run folders: {root} (table: results.txt, picture: networks.png)",
-        flush=True,
-    )
-    return best is not None
+def _how(results: Sequence[Result]) -> str:
+    name, part, _ = chosen_by(results)
+    if part == "test":
+        return f"{part} {name}, as this set has no validation rows"
+    return f"{part} {name}"
 
 
-def draw_networks(path: Path, results: Sequence[Result], best: Result | None) -> None:
-    """Draws the training loss and every validation figure against epochs, with a line for each member.
+def draw(path: Path, results: Sequence[Result]) -> None:
+    """Draws the training loss and every validation figure against epochs, with a line for each run.
 
-    A figure with one point of each member is drawn as bars.
+    A figure with one point of each run is drawn as bars. The title names the best.
     """
     from matplotlib import colormaps
 
+    best = best_of(results)
     figures = _all_figures(results, "validation")
     figure, axes = figure_with_panels(
         1 + len(figures), (4.4 * (1 + len(figures)) + 2.2, 3.8)
     )
+    if best is not None:
+        name, part, _ = chosen_by(results)
+        figure.suptitle(
+            f"best of {len(results)}: {best.name}, {part} {name} {_figures(best, part)[name]:.4f}"
+        )
     colours = colormaps["viridis"].resampled(max(len(results), 2))
     panels = {"training loss": [_loss_points(result) for result in results]}
     for name in figures:
@@ -328,7 +323,7 @@ def draw_networks(path: Path, results: Sequence[Result], best: Result | None) ->
             epochs = [epoch for epoch, _ in points]
             values = [value for _, value in points]
             if are_bars:
-                # A member without the figure keeps its place.
+                # A run without the figure keeps its place.
                 bar = axis.bar([index], values or [0.0], **style)
                 axis.bar_label(bar, fmt="%.4f", fontsize=8)
             else:
@@ -340,7 +335,9 @@ def draw_networks(path: Path, results: Sequence[Result], best: Result | None) ->
     axes[-1].legend(
         frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5)
     )
-    save_figure(figure, path)
+    new = path.with_name(f".{os.getpid()}.{path.name}")
+    save_figure(figure, new)
+    new.replace(path)
 
 
 def _points(result: Result, name: str) -> list[tuple[float, float]]:

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchrec_ext.data.datasets.config import DataConfig
+from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.modules.config import (
@@ -31,10 +31,10 @@ from torchrec_ext.modules.config import (
 from torchrec_ext.schema.validation import OutOfRange, listed
 from torchrec_ext.train.config import Schedule, TrainConfig
 from torchx_apps.tasks.job import Job, numbers_by_name
-from torchx_apps.tasks.loading import labelled_task, multi_label_task, streamed_task
+from torchx_apps.tasks.loading import labelled_task, multi_label_task
 
 if TYPE_CHECKING:
-    from torchrec_ext.data.datasets.streamed import StreamedData
+    from torchrec_ext.data.prepared import Prepared
     from torchrec_ext.models.multi_task import MultiTaskModel
     from torchrec_ext.models.tower_model import TowerModel
     from torchrec_ext.modules.tower import Tower
@@ -228,7 +228,7 @@ def stream_job() -> Job:
             embedding_dim=16, tower_widths=(64, 32), top_widths=(64,), dropout=0.0
         ),
         data=DataConfig(),
-        task=streamed_task,
+        task=labelled_task,
         loader=LoaderConfig(batch_size=4096, negatives=0),
         optimizer=OptimizerConfig(
             tables="row_wise_adagrad", tables_lr=0.05, dense="adam", dense_lr=1e-3
@@ -237,7 +237,7 @@ def stream_job() -> Job:
     )
 
 
-def build_n_tower(config: NTowerConfig, data: StreamedData) -> TowerModel:
+def build_n_tower(config: NTowerConfig, data: Prepared) -> TowerModel:
     """Builds a tower for user, item and, if there is any, context; or the towers of ``config.towers``."""
     import torch
 
@@ -274,16 +274,14 @@ def build_n_tower(config: NTowerConfig, data: StreamedData) -> TowerModel:
     )
 
 
-def _item_of(
-    config: NTowerConfig, data: StreamedData, towers: Mapping[str, Tower]
-) -> str:
+def _item_of(config: NTowerConfig, data: Prepared, towers: Mapping[str, Tower]) -> str:
     """Returns the item column; the last tower must read it for a loss that compares items."""
     item = data.item_key
     *_, last = towers
     if item is None:
         raise ValueError(
             f"model.loss={config.loss}: the preprocessing of '{data.name}' names no item; name its column in the "
-            "preprocessing recipe, Prepared(item=...), or set model.loss=bce"
+            "preprocessing recipe, Prepare(item=...), or set model.loss=bce"
         )
     tower_features: list[str] = []
     for table in towers[last].tables:
@@ -303,7 +301,7 @@ def _item_of(
     return item
 
 
-def _towers(config: NTowerConfig, data: StreamedData) -> dict[str, Tower]:
+def _towers(config: NTowerConfig, data: Prepared) -> dict[str, Tower]:
     import torch
 
     from torchrec_ext.modules.tower import Tower
@@ -383,7 +381,7 @@ def multi_task() -> Job:
     )
 
 
-def build_multi_task(config: MultiTaskConfig, data: StreamedData) -> MultiTaskModel:
+def build_multi_task(config: MultiTaskConfig, data: Prepared) -> MultiTaskModel:
     """Builds the towers of ``stream`` and a head for each label of the preprocessing, in its order.
 
     Raises:
@@ -397,7 +395,7 @@ def build_multi_task(config: MultiTaskConfig, data: StreamedData) -> MultiTaskMo
     if len(labels) < 2:
         raise ValueError(
             f"data.name={data.name}: its preprocessing names one label, '{labels[0]}'; name more, as "
-            "Prepared(label='click', tasks=('conversion',)), or take --recipe stream"
+            "Prepare(label='click', tasks=('conversion',)), or take --recipe stream"
         )
     for key, names in (("weights", weights), ("serve", config.serve)):
         for name in names:
@@ -425,7 +423,7 @@ def build_multi_task(config: MultiTaskConfig, data: StreamedData) -> MultiTaskMo
 
 
 def _columns_by_tower(
-    config: NTowerConfig, data: StreamedData
+    config: NTowerConfig, data: Prepared
 ) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
     """Returns the names of each tower's features and of its dense columns, by tower."""
     if not config.towers:
@@ -462,7 +460,7 @@ def _columns_by_tower(
 
 def tables_of_features(
     config: Any,
-    data: StreamedData,
+    data: Prepared,
     features: Sequence[str],
     *,
     bags: bool = True,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchrec_ext.data.datasets.config import DataConfig
+from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.modules.config import (
@@ -22,7 +22,7 @@ from torchrec_ext.train.config import TrainConfig
 from torchx_apps.tasks.job import Job
 
 if TYPE_CHECKING:
-    from torchrec_ext.data.datasets.interactions import InteractionData
+    from torchrec_ext.data.prepared import Prepared
     from torchrec_ext.models.tower_model import TowerModel
     from torchrec_ext.modules.tower import Tower
 
@@ -126,7 +126,7 @@ def retrieval() -> Job:
     )
 
 
-def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel:
+def build_two_tower(config: TwoTowerConfig, data: Prepared) -> TowerModel:
     """Builds a tower over the item's columns and one over all others; ids and lists have tables, the rest is dense."""
     import torch
 
@@ -137,7 +137,7 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
     from torchrec_ext.modules.interaction import interaction_layer
     from torchrec_ext.modules.losses import row_loss
 
-    available = {*data.vocab, *data.dense}
+    available = {*data.features, *data.dense}
     for field, setting in (("features", config.features), ("without", config.without)):
         unknown = sorted(set(setting) - available)
         if unknown:
@@ -147,7 +147,7 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
     names = set(config.features or available) - set(config.without)
     user_columns: list[str] = []
     item_columns: list[str] = []
-    for name in (*data.vocab, *data.dense):
+    for name in (*data.features, *data.dense):
         if name in names:
             columns = item_columns if name in data.items else user_columns
             columns.append(name)
@@ -175,12 +175,10 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
         return TowerModel(towers, top, loss=loss, shared=shared)
     counts = None
     if config.correct and kind.in_batch:
-        counts = torch.from_numpy(data.popularity())
+        counts = torch.from_numpy(data.popularity)
     rejected = None
     if config.reject_known:
-        rejected = KnownItems(
-            KnownPairs(data.num_items, data.known.users, data.known.items)
-        )
+        rejected = KnownItems(KnownPairs(data.drawable(), *data.taken("train")))
     return RetrievalModel(
         towers,
         top,
@@ -193,9 +191,7 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
     )
 
 
-def _tower(
-    config: TwoTowerConfig, data: InteractionData, columns: Sequence[str]
-) -> Tower:
+def _tower(config: TwoTowerConfig, data: Prepared, columns: Sequence[str]) -> Tower:
     import torch
     from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 

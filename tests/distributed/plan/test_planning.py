@@ -20,7 +20,7 @@ from tests.contracts import run_ranks
 from tests.distributed.plan.topologies import topology
 from tests.examples import META, small_model, table
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.config import PlanConfig, TablePlan
 from torchrec_ext.distributed.plan.draft import PlanError, draft_plan
 from torchrec_ext.distributed.plan.explain import explain
 from torchrec_ext.distributed.plan.planner import (
@@ -37,7 +37,9 @@ TWO_RANKS = Runtime(world_size=2, local_world_size=2)
 
 @pytest.mark.unit
 def test_a_sharding_type_per_table() -> None:
-    config = PlanConfig(sharding="data_parallel", tables=("history=row_wise",))
+    config = PlanConfig(
+        sharding="data_parallel", tables={"history": TablePlan(sharding="row_wise")}
+    )
     choices = config.choices(["user_id", "history"])
     assert [choices[name].sharding for name in ("user_id", "history")] == [
         "data_parallel",
@@ -51,24 +53,15 @@ def test_a_sharding_type_per_table() -> None:
     [
         (
             {"sharding": "rowwise"},
-            "sharding: 'rowwise' must be one of auto, data_parallel",
-        ),
-        ({"tables": ("a=rows",)}, "tables: 'a=rows': 'rows' must be one of"),
-        (
-            {"tables": ("a=row_wise:fast",)},
-            "tables: 'a=row_wise:fast': 'fast' must be one of",
+            "sharding='rowwise': must be one of auto, data_parallel",
         ),
         (
-            {"tables": ("a=fused_uvm:cache_load_factor=.1",)},
+            {"tables": {"a": TablePlan(kernel="fused_uvm", cache_load_factor=0.1)}},
             "cache_load_factor=0.1: only for kernel=fused_uvm_caching",
         ),
         (
-            {"tables": ("a=fused_uvm_caching:cache_load_factor=x",)},
-            "cache_load_factor=x: must be a number",
-        ),
-        (
             {"kernel": "uvm"},
-            "kernel: 'uvm' must be one of auto, dense, fused, fused_uvm, fused_uvm_caching",
+            "kernel='uvm': must be one of auto, dense, fused, fused_uvm, fused_uvm_caching",
         ),
         (
             {"cache_load_factor": 1.5},
@@ -104,9 +97,13 @@ def test_a_wrong_setting_is_named(arguments: dict[str, object], text: str) -> No
 def test_an_exception_for_a_table_that_is_not_there() -> None:
     with pytest.raises(
         ValueError,
-        match=r"tables: 'genre=row_wise' names no table of the model; its tables are user_id, history, item_id",
+        match=r"tables\.genre: is no table of the model; its tables are user_id, history, item_id",
     ):
-        plan_sharding(small_model(META), CPU, PlanConfig(tables=("genre=row_wise",)))
+        plan_sharding(
+            small_model(META),
+            CPU,
+            PlanConfig(tables={"genre": TablePlan(sharding="row_wise")}),
+        )
 
 
 @pytest.mark.unit
@@ -114,12 +111,12 @@ def test_what_a_table_leaves_out_is_that_of_every_table() -> None:
     config = PlanConfig(
         kernel="fused_uvm_caching",
         cache_load_factor=0.3,
-        tables=(
-            "a=row_wise",
-            "b=table_wise fused",
-            "c=cache_load_factor=0.1",
-            "d=grid_shard:fused_uvm",
-        ),
+        tables={
+            "a": TablePlan(sharding="row_wise"),
+            "b": TablePlan(sharding="table_wise", kernel="fused"),
+            "c": TablePlan(cache_load_factor=0.1),
+            "d": TablePlan(sharding="grid_shard", kernel="fused_uvm"),
+        },
     )
     assert config.choices(list("abcde")) == {
         "a": ("row_wise", "fused_uvm_caching", 0.3),
@@ -224,12 +221,12 @@ def test_memory_without_state_is_that_of_torchrecs_own_estimator_to_the_byte() -
     config = PlanConfig(
         kernel="fused_uvm_caching",
         cache_load_factor=0.1,
-        tables=(
-            "ad=row_wise",
-            "item=column_wise:fused_uvm",
-            "place=data_parallel:dense",
-            "word=grid_shard:fused",
-        ),
+        tables={
+            "ad": TablePlan(sharding="row_wise"),
+            "item": TablePlan(sharding="column_wise", kernel="fused_uvm"),
+            "place": TablePlan(sharding="data_parallel", kernel="dense"),
+            "word": TablePlan(sharding="grid_shard", kernel="fused"),
+        },
     )
     optimizer = OptimizerConfig(tables="sgd")
     drafted = draft_plan(model, devices, config, optimizer=optimizer, batch_size=1024)
@@ -458,7 +455,12 @@ def test_tables_that_are_small_together_are_whole_on_every_rank_where_that_is_fr
             adagrad,
         ),
         (at_the_limit, TWO_RANKS, PlanConfig(sharding="table_wise"), adagrad),
-        (at_the_limit, TWO_RANKS, PlanConfig(tables=("user_id=row_wise",)), adagrad),
+        (
+            at_the_limit,
+            TWO_RANKS,
+            PlanConfig(tables={"user_id": TablePlan(sharding="row_wise")}),
+            adagrad,
+        ),
         (at_the_limit, TWO_RANKS, free, OptimizerConfig(clip_norm=1.0)),
     ):
         assert small_tables_whole(model, runtime, config, optimizer) == {}

@@ -15,8 +15,8 @@ KINDS = {
     "row_wise": ("plan.sharding=row_wise",),
     "local_sgd": ("sync.mode=local_sgd", "sync.every=4", "plan.sharding=data_parallel"),
     "dynamic_ids": (
-        "ids.user_id=dynamic,capacity=100",
-        "ids.item_id=dynamic,capacity=90",
+        "ids.features.user_id.capacity=100",
+        "ids.features.item_id.capacity=90",
         "plan.sharding=row_wise",
     ),
 }

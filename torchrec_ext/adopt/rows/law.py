@@ -1,6 +1,6 @@
-"""Uniform, Popular: laws by which a Dataset draws negatives, as its user signs them.
+"""Uniform, Popular: sampling distributions of negatives, as a user declares them.
 
-NegativeDraws: a law over the rows of one Dataset, drawn from by the samplers of :mod:`torchrec_ext.data.negatives`.
+NegativeDraws: a distribution over rows of columns, by the samplers of :mod:`torchrec_ext.data.negatives`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.rows.reading import Ids
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
 from torchrec_ext.data.negatives.random import stream, uniform
 from torchrec_ext.data.negatives.samplers import (
@@ -28,31 +26,35 @@ from torchrec_ext.data.negatives.samplers import (
     UniformNegatives,
 )
 
-Floats = NDArray[np.float64]
-TensorColumns: TypeAlias = Mapping[str, Tensor]  # of a Dataset, (N, ...) each, by name
-Items: TypeAlias = int | range | str | Sequence[int] | Ids | Tensor | None
+Ids = NDArray[np.int64]
+TensorColumns: TypeAlias = Mapping[str, Tensor]  # (N, ...) each, by name
+Items: TypeAlias = int | range | str | Sequence[int] | Ids | Tensor
 Taken: TypeAlias = tuple[str, str] | Mapping[Any, Collection[int]] | None
 
 
 @dataclass(frozen=True, eq=False)
 class Law(ABC):
-    """A law of draws that a user signs; its arguments are those of :class:`Uniform`."""
+    """A sampling distribution that a user declares; its arguments are those of :class:`Uniform`."""
 
-    items: Items = None
-    exclude: Taken = None
-    by: str | None = None
-    replace: bool = True
+    items: Items
+    draws: int = field(default=1, kw_only=True)
+    exclude: Taken = field(default=None, kw_only=True)
+    by: str | None = field(default=None, kw_only=True)
+    replace: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if (
+            not isinstance(self.draws, int)
+            or isinstance(self.draws, bool)
+            or self.draws < 1
+        ):
+            raise ValueError(
+                f"draws={self.draws!r}: must be the number of negatives of a row, 1 or more"
+            )
 
     @abstractmethod
     def text(self) -> str:
-        """Returns the law in words."""
-
-    def column_names(self) -> list[tuple[str, str]]:
-        """Returns the arguments that name columns, each with the name."""
-        names = [("items", self.items), ("by", self.by)]
-        if isinstance(self.exclude, tuple):
-            names += [("exclude", name) for name in self.exclude]
-        return [(argument, name) for argument, name in names if isinstance(name, str)]
+        """Returns the distribution in words."""
 
     @abstractmethod
     def sampler(
@@ -70,17 +72,20 @@ class Law(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Uniform(Law):
-    """Every item is as likely as every other: the law that a user signs for ``negatives=``.
+    """Every item is as likely as every other.
 
     Args:
         items: ids that can be drawn: a number I for 0 to I - 1, a range, the ids themselves, or the name of a column
-            that holds them. Where not given, the range from the least to the greatest id of the positives and of
-            ``exclude``.
-        exclude: what is never drawn. ``("user", "item")``: an item that stands in the column ``item`` of any row that
-            has the same ``user``. A mapping such as ``{user: {item, ...}}``: the items of the row's user. None: every
-            item can be drawn, the positive too.
-        by: column whose values are the keys of a mapping ``exclude``; needed where several columns could be.
+            that holds them.
+        draws: n, the number of negatives of a row.
+        exclude: ids that are never drawn. ``("user", "item")``: an item that stands in the column ``item`` of any row
+            that has the same ``user``. A mapping such as ``{user: {item, ...}}``: the items of the row's user. None:
+            every item can be drawn, the positive too.
+        by: column whose values are the keys of a mapping ``exclude``.
         replace: whether a row's draws can hold an item twice, as in ``numpy.random.choice``.
+
+    Raises:
+        ValueError: ``draws`` is below 1.
     """
 
     def text(self) -> str:
@@ -97,25 +102,22 @@ class Uniform(Law):
 
 @dataclass(frozen=True, eq=False)
 class Popular(Law):
-    """An item is as likely as (its count + smoothing) ** exponent: a law that a user signs for ``negatives=``.
+    """An item is as likely as (its count + smoothing) ** exponent.
 
     Args:
         items: see :class:`Uniform`.
+        draws: see :class:`Uniform`.
         exclude: see :class:`Uniform`.
         by: see :class:`Uniform`.
-        counted: column of the Dataset in which items are counted; needed.
+        counted: column in which items are counted; needed.
         exponent: power of the counts, 0.75 in word2vec.
         smoothing: added to each count, above 0: where an item without a row can never be drawn, leave it out of
             ``items``.
     """
 
-    counted: str = ""
-    exponent: float = 0.75
-    smoothing: float = 1e-9
-
-    def column_names(self) -> list[tuple[str, str]]:
-        """See :meth:`Law.column_names`."""
-        return [*super().column_names(), ("counted", self.counted)]
+    counted: str = field(default="", kw_only=True)
+    exponent: float = field(default=0.75, kw_only=True)
+    smoothing: float = field(default=1e-9, kw_only=True)
 
     def text(self) -> str:
         """See :meth:`Law.text`."""
@@ -149,13 +151,8 @@ def integers(columns: TensorColumns, name: str, argument: str) -> Ids:
     """
     able = [column for column, tensor in columns.items() if is_key(tensor)]
     if name not in able:
-        remedy = ""
-        if name.isidentifier() and name not in columns:
-            remedy = (
-                f"; if your Dataset has no attribute equal to it, set self.{name} = ..."
-            )
         raise CannotAdopt(
-            f"{argument}='{name}': must be a column of one integer a row: {', '.join(able) or 'none'}{remedy}"
+            f"{argument}='{name}': must be a column of one integer a row: {', '.join(able) or 'none'}"
         )
     return columns[name].reshape(-1).numpy(force=True).astype(np.int64)
 
@@ -181,28 +178,19 @@ def numbers_of(ids: Ids, values: Ids) -> tuple[Ids, NDArray[np.bool_]]:
 
 
 class Exclusion(NamedTuple):
-    """Pairs that may be excluded: the key of each row of the Dataset, and (P,) keys and (P,) ids of the pairs.
+    """Pairs that are excluded: the key of each row, and (P,) keys and (P,) ids of the pairs; ``text`` in words.
 
-    Keys are numbers from 0; a row without a pair has -1. ``exclude`` and ``by`` are a law's arguments for it, ``code``
-    is what a user writes, and ``text`` its meaning.
+    Keys are numbers from 0; a row without a pair has -1.
     """
 
     keys: Ids
     users: Ids
     items: Ids
-    exclude: Taken
-    by: str | None
-    code: str
     text: str
 
 
-def excluded(
-    law: Law,
-    columns: TensorColumns,
-    positive: str | None,
-    exclusions: Sequence[Exclusion] = (),
-) -> Exclusion:
-    """Returns the excluded pairs of ``law``, one of ``exclusions`` if possible.
+def excluded(law: Law, columns: TensorColumns) -> Exclusion:
+    """Returns the excluded pairs of a distribution.
 
     Raises:
         CannotAdopt: they cannot be read.
@@ -212,26 +200,13 @@ def excluded(
         # Of no row: a key below 0 has no pairs.
         none = np.zeros(0, np.int64)
         rows = len(next(iter(columns.values())))
-        return Exclusion(
-            np.full(rows, -1),
-            none,
-            none,
-            None,
-            None,
-            "exclude=None",
-            "nothing excluded",
-        )
-    # Pairs of the Dataset itself were read before, under the name that the user knows.
-    same = [
-        other
-        for other in exclusions
-        if other.exclude is pairs and law.by in (None, other.by)
-    ]
-    if len(same) == 1:
-        return same[0]
+        return Exclusion(np.full(rows, -1), none, none, "nothing excluded")
     if isinstance(pairs, Mapping):
-        by = law.by or _holder(pairs, columns, positive)
-        return of_mapping(pairs, columns, by, "the mapping")
+        if law.by is None:
+            raise CannotAdopt(
+                "exclude is a mapping: name the column that holds its keys, such as by='user'"
+            )
+        return of_mapping(pairs, columns, law.by)
     if (
         isinstance(pairs, tuple)
         and len(pairs) == 2
@@ -251,14 +226,11 @@ def of_columns(columns: TensorColumns, user: str, item: str) -> Exclusion:
     if keys.min() < 0 or keys.max() > 4 * len(keys):
         keys = np.unique(keys, return_inverse=True)[1].astype(np.int64)
     text = f"without the items that stand in '{item}' with the same '{user}'"
-    items = integers(columns, item, "exclude")
-    return Exclusion(
-        keys, keys, items, (user, item), None, f'exclude=("{user}", "{item}")', text
-    )
+    return Exclusion(keys, keys, integers(columns, item, "exclude"), text)
 
 
 def of_mapping(
-    pairs: Mapping[Any, Collection[int]], columns: TensorColumns, by: str, name: str
+    pairs: Mapping[Any, Collection[int]], columns: TensorColumns, by: str
 ) -> Exclusion:
     """Returns the pairs of a mapping from the values of the column ``by`` to items.
 
@@ -279,14 +251,10 @@ def of_mapping(
     if len(users):
         numbers, there = numbers_of(users[order], values)
         keys = np.where(there, order[numbers - 1], -1)
-    text = f"without the items that {name} has for the row's '{by}'"
-    of_pairs = np.arange(len(users)).repeat(lengths)
-    return Exclusion(
-        keys, of_pairs, items, pairs, by, f'exclude={name}, by="{by}"', text
-    )
+    text = f"without the items that the mapping has for the row's '{by}'"
+    return Exclusion(keys, np.arange(len(users)).repeat(lengths), items, text)
 
 
-_LOOKED_AT = 1000  # rows by which columns are told apart
 _NO_MAPPING = "exclude must map ids to collections of ids, such as {3: {17, 40}}"
 
 
@@ -297,75 +265,32 @@ def _keys(pairs: Mapping[Any, Any]) -> Ids:
         raise CannotAdopt(f"{_NO_MAPPING} ({error})") from None
 
 
-def _holder(
-    pairs: Mapping[Any, Collection[int]], columns: TensorColumns, positive: str | None
-) -> str:
-    """Returns the column that holds a mapping's keys: its values are keys, and the rows' positives are their items."""
-    users = _keys(pairs)
-    names = []
-    for name, tensor in columns.items():
-        if (
-            is_key(tensor)
-            and name != positive
-            and np.isin(integers(columns, name, "by"), users).all()
-        ):
-            names.append(name)
-    # Of several columns with such values, the one whose rows have their positives in
-    # the mapping.
-    if positive is not None and len(names) > 1:
-        items = integers(columns, positive, "positive")[:_LOOKED_AT].tolist()
-        candidates = names
-        names = []
-        for name in candidates:
-            keys = integers(columns, name, "by")[:_LOOKED_AT].tolist()
-            if _hold(pairs, keys, items):
-                names.append(name)
-    if len(names) != 1:
-        many = f"each of {', '.join(names)}" if names else "no column"
-        raise CannotAdopt(
-            f"exclude is a mapping, and {many} could hold its keys: name the column, by='user'"
-        )
-    return names[0]
-
-
-def _hold(
-    pairs: Mapping[Any, Collection[int]], keys: list[int], items: list[int]
-) -> bool:
-    """Says whether a mapping has each of the items (C,) under its key."""
-    return all(item in pairs[key] for key, item in zip(keys, items, strict=True))
-
-
 class NegativeDraws:
-    """A law over the rows of one Dataset, from which negatives are drawn.
+    """A distribution over the rows of one set of columns, from which negatives are drawn.
 
     A draw is a function of (seed, epoch, row): any rank can draw any row's, and a resumed run draws what the
     uninterrupted run would have drawn.
 
     Args:
-        law: law that the user signed.
+        law: the distribution.
         columns: (N, ...) columns by name.
-        positive: column of the positives, from which ids are known where the law gives none.
-        count: n, the number of draws in a row.
         seed: seed of the draws.
-        known: pairs that were read before.
+
+    Attributes:
+        count: n, the number of draws in a row.
+        ids: (I,) ids that can be drawn, ascending.
+        known: the excluded numbers, from 1, of these ids by key.
+        keys: (N,) key of each row.
 
     Raises:
-        CannotAdopt: the law does not fit the columns.
+        CannotAdopt: the distribution does not fit the columns.
     """
 
-    def __init__(
-        self,
-        law: Law,
-        columns: TensorColumns,
-        positive: str | None,
-        count: int,
-        seed: int = 0,
-        exclusions: Sequence[Exclusion] = (),
-    ) -> None:
+    def __init__(self, law: Law, columns: TensorColumns, seed: int = 0) -> None:
         self.law = law
-        self.count = count
-        self.exclusion = excluded(law, columns, positive, exclusions)
-        self.ids = _catalogue(law.items, columns, positive, self.exclusion)
+        self.count = law.draws
+        self.exclusion = excluded(law, columns)
+        self.ids = _catalogue(law.items, columns)
         numbers, there = numbers_of(self.ids, self.exclusion.items)
         self._sampler = law.sampler(
             self.ids, self.exclusion.users[there], numbers[there], columns
@@ -381,7 +306,7 @@ class NegativeDraws:
         if short.any():
             row = int(short.argmax())
             raise CannotAdopt(
-                f"row {row} of the Dataset has {len(self.ids) - counts[row]} items left to draw from ({len(self.ids)} "
+                f"row {row} has {len(self.ids) - counts[row]} items left to draw from ({len(self.ids)} "
                 f"items, {self.exclusion.text}), {least} are needed: leave such rows out, or exclude less"
             )
 
@@ -411,64 +336,32 @@ class NegativeDraws:
             ranks[:, index] = rank
         return self.ids[self.known.nth_free(keys[:, None], ranks) - 1]
 
-    @cached_property
-    def share(self) -> Floats:
-        """(I + 1,) probability of each item's number before anything is excluded; that of number 0 is 0."""
-        if isinstance(self._sampler, PopularityNegatives):
-            return self._sampler.share
-        return np.concatenate([[0.0], np.full(len(self.ids), 1 / len(self.ids))])
+    def wrong(self, rows: Ids, drawn: Ids) -> tuple[int, int, str] | None:
+        """Returns the first of the ids (B, n), drawn for ``rows`` (B,), that this distribution never draws.
 
-    def moments(self, rows: Ids) -> Floats:
-        """Returns (3, C): the sums of the first, second and third powers of the items' probabilities in each row.
-
-        The first is that before the excluded items are left out, less these; the others are of the law itself.
+        Returns:
+            Its row and column in ``drawn``, and what is wrong with it; None if there is none.
         """
-        users, items = self.known.pairs
-        size = self.known.num_users + 1
-        sums = []
-        for power in (1, 2, 3):
-            weights = self.share**power
-            sums.append(
-                weights.sum()
-                - np.bincount(users, weights[items], size)[
-                    self.known.row_of(self.keys[rows])
-                ]
-            )
-        return np.stack([sums[0], sums[1] / sums[0] ** 2, sums[2] / sums[0] ** 3])
-
-    def chances(self, rows: Ids, bins: Ids, count: int) -> Floats:
-        """Returns (C, count), the probability of each bin in ``rows`` (C,); ``bins`` (I + 1,) are those of numbers."""
-        keys, inverse = np.unique(
-            self.known.row_of(self.keys[rows]), return_inverse=True
-        )
-        users, items = self.known.of(keys)
-        known_shares = np.bincount(
-            users * count + bins[items], self.share[items], len(keys) * count
-        )
-        free_shares = np.bincount(
-            bins[1:], self.share[1:], count
-        ) - known_shares.reshape(len(keys), count)
-        # What rounding leaves of a bin without a free item is no probability.
-        free_shares = np.where(free_shares < 1e-12, 0.0, free_shares)
-        chances: Floats = (free_shares / free_shares.sum(axis=1, keepdims=True))[
-            inverse.reshape(-1)
-        ]
-        return chances
-
-    def expected(self, rows: Ids, other: Exclusion) -> tuple[KnownPairs, Floats]:
-        """Returns the pairs of another exclusion, and (C,) the probability that a draw in ``rows`` (C,) is of them."""
-        # Pairs of users without a row here need not be sorted.
-        some = np.isin(other.users, other.keys[rows])
-        numbers, there = numbers_of(self.ids, other.items[some])
-        pairs = KnownPairs(len(self.ids), other.users[some][there], numbers[there])
-        which, items = pairs.of(other.keys[rows])
-        free = ~self.known.contains(self.keys[rows][which], items)
-        weights = np.bincount(which, self.share[items] * free, len(rows))
-        chances: Floats = weights / self.moments(rows)[0]
-        return pairs, chances
+        numbers, there = numbers_of(self.ids, drawn.reshape(-1))
+        numbers = numbers.reshape(drawn.shape)
+        taken = self.known.contains(self.keys[rows][:, None], numbers)
+        repeated = np.zeros(drawn.shape, np.bool_)
+        if not self.law.replace:
+            order = drawn.argsort(axis=1, kind="stable")
+            same = np.diff(np.take_along_axis(drawn, order, 1), axis=1) == 0
+            np.put_along_axis(repeated, order[:, 1:], same, 1)
+        for is_wrong, what in (
+            (~there.reshape(drawn.shape), f"is none of {describe_ids(self.ids)}"),
+            (taken, "is excluded"),
+            (repeated, "is drawn twice in the row, with replace=False"),
+        ):
+            if is_wrong.any():
+                row, index = np.unravel_index(int(is_wrong.argmax()), drawn.shape)
+                return int(row), int(index), what
+        return None
 
     def describe(self) -> str:
-        """Returns the law in words, with its items."""
+        """Returns the distribution in words, with its items."""
         return (
             f"{self.law.text()}, over {describe_ids(self.ids)}, {self.exclusion.text}"
         )
@@ -481,16 +374,7 @@ def describe_ids(ids: Ids) -> str:
     return f"{len(ids):,} ids from {ids[0]:,} to {ids[-1]:,}"
 
 
-def _catalogue(
-    items: Items, columns: TensorColumns, positive: str | None, pairs: Exclusion
-) -> Ids:
-    if items is None:
-        if positive is None:
-            raise CannotAdopt(
-                "items is needed where the row shows no positive beside the draws: Uniform(1000, ...), or the ids"
-            )
-        values = np.concatenate([integers(columns, positive, "positive"), pairs.items])
-        return np.arange(values.min(), values.max() + 1, dtype=np.int64)
+def _catalogue(items: Items, columns: TensorColumns) -> Ids:
     count = items if isinstance(items, int) else len(items)
     # True is an int in Python.
     if isinstance(items, bool) or count < 1:

@@ -1,32 +1,25 @@
-"""Rows: a user's Dataset as columns, from which torch ops make the batches that its DataLoader makes row by row."""
+"""Rows: a Dataset declared as columns, from which torch ops make the batches that its DataLoader makes row by row."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from torchrec_ext.adopt.rows.column_search import COMPARED
-from torchrec_ext.adopt.rows.dataset import ReadDataset
-from torchrec_ext.adopt.rows.evidence import Evidence
-from torchrec_ext.adopt.rows.law import Law, NegativeDraws
-from torchrec_ext.adopt.rows.order import (
-    LoaderOrder,
-    RowOrder,
-    check_positive,
-    sampler_of,
-)
-from torchrec_ext.adopt.rows.slots import equal
+from torchrec_ext.adopt.rows.check import check_rows
+from torchrec_ext.adopt.rows.law import Law, NegativeDraws, integers
+from torchrec_ext.adopt.rows.order import RowOrder
 
 Make = Callable[[dict[str, Tensor]], Any]
 
 _DRAWN_AHEAD = 1 << 18  # integers drawn at a time
 _TRIED = 64  # rows in which declared repeats are looked for
 _STEPS_AHEAD = 64  # for which integers are drawn at a time at most
+LABEL = "label"
 
 
 class RowStep(NamedTuple):
@@ -39,22 +32,25 @@ class RowStep(NamedTuple):
 class Rows:
     """Rows in memory as columns, and the batches of an epoch: iterate over it as over a DataLoader.
 
+    A batch holds each column in its order. With n negatives each row has 1 + n instances, one after the other: the
+    positive's column holds the positive and then its negatives, every other column its value 1 + n times, and the
+    labels, 1 and n times 0, come last. :meth:`check` compares all of them with a DataLoader of yours.
+
     A captured step makes the batch inside: it takes the :class:`RowStep` of :meth:`steps`, gives :attr:`tensors` to
     :meth:`assemble`, and looks equal ids up once, see :attr:`repeats`.
 
     Args:
-        columns: (N, ...) tensors by name.
-        make: function from the rows of a batch, (B, ...) by the name of their column, with ``"negatives"`` (B, n) where
-            there are any, to the batch: a tuple of tensors, or whatever the step takes. Torch ops only.
+        columns: (N, ...) tensors or arrays by name.
         batch_size: B, rows of a step on each rank.
-        negatives: law by which negatives are drawn; see :class:`Uniform`.
-        draws: n, the number of negatives of a row.
-        positive: column of the positives, from which a law without ``items`` knows the ids.
-        repeats: how often each tensor of a batch, in order, holds each row's value, one after the other, as
-            ``repeat_interleave`` gives it; 1 for none. A captured step then looks a row's equal ids up once.
+        negatives: sampling distribution of the negatives; see :class:`Uniform`.
+        positive: column of the positives; by default the second one of ``exclude=("user", "item")``.
+        make: function from the rows of a batch, (B, ...) by the name of their column, with ``"negatives"`` (B, n) where
+            there are any, to a batch of another form: a tuple of tensors, or whatever the step takes. Torch ops only.
+        repeats: with ``make``, how often each tensor of a batch, in order, holds each row's value, one after the other,
+            as ``repeat_interleave`` gives it; 1 for none. A captured step then looks a row's equal ids up once.
         shuffle: take the rows of each epoch in a new order.
         drop_last: leave out the last rows of an epoch where they are fewer than a batch.
-        seed: seed of the order and of the draws.
+        seed: seed of the order and of the negatives.
         rank: number of this process.
         ranks: R, the number of processes; each row is on one of them, and all take the same number of steps.
 
@@ -63,28 +59,32 @@ class Rows:
         batch_size: B.
         repeats: how often the first dimension of each tensor of a batch repeats a row's value, by :attr:`names`; those
             that do not repeat are not there.
-        names: names of the tensors of a batch in order, where they are known.
+        names: names of the tensors of a batch in order; empty with ``make`` and no ``repeats``.
 
     Raises:
         ValueError: an argument is out of range.
-        CannotAdopt: the law does not fit the columns.
+        CannotAdopt: the distribution does not fit the columns.
 
     Example:
         >>> user, item = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 2, 3])
-        >>> rows = Rows({"user": user, "item": item}, lambda row: (row["user"], row["item"]), 2, shuffle=False)
+        >>> rows = Rows({"user": user, "item": item}, 2, shuffle=False)
         >>> [tuple(batch) for batch in rows]
         [(tensor([0, 0]), tensor([0, 1])), (tensor([1, 1]), tensor([2, 3]))]
+        >>> from torchrec_ext.adopt import Uniform
+        >>> negatives = Uniform(4, draws=2, exclude=("user", "item"))
+        >>> user, item, label = next(iter(Rows({"user": user, "item": item}, 1, negatives=negatives, shuffle=False)))
+        >>> user, item[0], sorted(item[1:].unique().tolist()) <= [2, 3], label
+        (tensor([0, 0, 0]), tensor(0), True, tensor([1., 0., 0.]))
     """
 
     def __init__(
         self,
-        columns: Mapping[str, Tensor],
-        make: Make,
+        columns: Mapping[str, Any],
         batch_size: int,
         *,
         negatives: Law | None = None,
-        draws: int = 0,
         positive: str | None = None,
+        make: Make | None = None,
         repeats: Sequence[int] = (),
         shuffle: bool = True,
         drop_last: bool = False,
@@ -92,52 +92,92 @@ class Rows:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        lengths = {}
-        for name, column in columns.items():
-            lengths[name] = len(column) if column.dim() else 0
-        if len(set(lengths.values())) != 1 or 0 in lengths.values():
-            raise ValueError(
-                f"columns have {lengths} rows: must be one number of 1 or more, the same for all"
-            )
-        self.num_rows = next(iter(lengths.values()))
+        self.columns = _tensors(columns)
+        self.num_rows = len(next(iter(self.columns.values())))
         order = RowOrder(
             self.num_rows, batch_size, seed, shuffle, drop_last, ranks, rank
         )
-        if (negatives is not None) != (draws > 0):
-            raise ValueError(
-                f"draws={draws}, negatives={negatives}: a law and a number of draws go together"
-            )
-        self.columns = dict(columns)
         self.batch_size = batch_size
-        self._make = make
-        self._order: RowOrder | LoaderOrder = order
-        self._stream = order.state()
+        self.order = order
+        self.negatives: NegativeDraws | None = None
+        self._positive = ""
+        self._make = make or self._usual
         self._constants: dict[str, Tensor] = {}
-        self._negatives: NegativeDraws | None = None
-        if negatives is not None:
-            self._negatives = NegativeDraws(
-                negatives, self.columns, positive, draws, seed
-            )
-        self._dataset: ReadDataset | None = None
+        self._stream = order.state()
         self._epoch = -1
         self._step = 0
         self._continued = False
         self.repeats: dict[str, int] = {}
         self.names: tuple[str, ...] = ()
-        if repeats:
+        if negatives is not None:
+            self.negatives = NegativeDraws(negatives, self.columns, seed)
+        if make is None:
+            self._declare_usual(negatives, positive, repeats)
+        elif repeats:
             self._declare(repeats)
+
+    def _declare_usual(
+        self, negatives: Law | None, positive: str | None, repeats: Sequence[int]
+    ) -> None:
+        """Takes the names and repeats of the usual batch."""
+        if repeats:
+            raise ValueError(
+                f"repeats={list(repeats)}: is for make=; without it they are known, leave repeats out"
+            )
+        self.names = tuple(self.columns)
+        if negatives is None:
+            if positive is not None:
+                raise ValueError(
+                    f"positive={positive!r}: without negatives no column is repeated; leave it out"
+                )
+            return
+        if positive is None and isinstance(negatives.exclude, tuple):
+            positive = negatives.exclude[1]
+        if positive is None:
+            raise ValueError(
+                "negatives: name the column of the positives, such as positive='item'"
+            )
+        integers(self.columns, positive, "positive")
+        if LABEL in self.columns:
+            raise ValueError(
+                f"a column '{LABEL}' with negatives: labels are made, 1 for the positive; leave it out, or give make="
+            )
+        self._positive = positive
+        count = 1 + negatives.draws
+        for name in self.columns:
+            if name != positive:
+                self.repeats[name] = count
+        self.names = (*self.columns, LABEL)
+        labels = torch.zeros(count)
+        labels[0] = 1.0
+        # Of one row: a captured step repeats it for its batch.
+        self._constants[LABEL] = labels
+
+    def _usual(self, pieces: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Makes the usual batch, see :class:`Rows`."""
+        if self.negatives is None:
+            return tuple(pieces[name] for name in self.columns)
+        positive = pieces[self._positive]
+        size = len(positive)
+        count = 1 + self.negatives.count
+        batch = []
+        for name in self.columns:
+            piece = pieces[name]
+            if name == self._positive:
+                both = torch.cat(
+                    [piece.reshape(size, 1), pieces["negatives"].to(piece.dtype)], 1
+                )
+                batch.append(both.flatten())
+            else:
+                batch.append(piece.repeat_interleave(count, 0))
+        batch.append(pieces[LABEL].repeat(size))
+        return tuple(batch)
 
     def _declare(self, repeats: Sequence[int]) -> None:
         """Takes the number of repeats of each tensor of a batch, as far as its first rows show no other."""
         indices = torch.arange(min(self.num_rows, _TRIED))
-        leaves = list(
-            map(
-                torch.as_tensor,
-                pytree.tree_leaves(
-                    self._batch(indices, self.draw(indices), self.tensors)
-                ),
-            )
-        )
+        batch = self.assemble(indices, self.draw(indices))
+        leaves = list(map(torch.as_tensor, pytree.tree_leaves(batch)))
         if len(repeats) != len(leaves):
             raise ValueError(
                 f"repeats={list(repeats)}: must be {len(leaves)} numbers, one for each tensor of a batch"
@@ -149,7 +189,7 @@ class Rows:
             is_so = count > 1 and leaf.dim() > 0 and len(leaf) == len(indices) * count
             if is_so:
                 each = leaf.reshape(len(indices), count, *leaf.shape[1:])
-                is_so = equal(each, each[:, :1].expand_as(each))
+                is_so = bool((each == each[:, :1]).all())
             if not is_so:
                 raise ValueError(
                     f"repeats={list(repeats)}: {name} of a batch, {tuple(leaf.shape)} of {len(indices)} rows, does not "
@@ -157,100 +197,27 @@ class Rows:
                 )
             self.repeats[name] = count
 
-    @overload
-    @classmethod
-    def of(
-        cls,
-        dataset: Any,
-        batch_size: int | None,
-        negatives: Literal["check"],
-        **settings: Any,
-    ) -> Evidence: ...
+    def check(self, loader: DataLoader[Any]) -> str:
+        """Compares all batches of an epoch with those of the user's DataLoader, in the order of its Dataset.
 
-    @overload
-    @classmethod
-    def of(
-        cls,
-        dataset: Any,
-        batch_size: int | None = None,
-        negatives: Law | None = None,
-        **settings: Any,
-    ) -> Rows: ...
-
-    @classmethod
-    def of(
-        cls,
-        dataset: Any,
-        batch_size: int | None = None,
-        negatives: Law | Literal["check"] | None = None,
-        *,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        compared: int | None = None,
-        **settings: Any,
-    ) -> Rows | Evidence:
-        """Returns the rows of a map-style Dataset, or of a DataLoader over one, as columns, unchanged.
-
-        Its source is not read. Rows are: what is equal to an attribute of the Dataset in all rows that are compared is
-        that attribute, what is in none is written in one pass, what is equal in all rows is a constant, and integers
-        that change from call to call are drawn, by a law that the user signs. The Dataset and all generators are
-        afterwards as before.
+        Every value of every row is compared, so the loader reads its Dataset once; the comparison itself takes less
+        than a second for a million rows. Drawn ids must be those that the distribution can draw: how often each is
+        drawn is not looked at. Generators are afterwards as before.
 
         Args:
-            dataset: map-style Dataset of two rows or more, or a DataLoader over one, whose sampler, batch size,
-                drop_last and collate_fn are kept; the sampler is seeded by ``seed`` and the epoch.
-            batch_size: rows of a step on each rank, each with its draws; of a DataLoader its own.
-            negatives: law of the draws. ``"check"`` returns what the Dataset's draws say about their law, and what to
-                write.
-            collate_fn: the DataLoader's, where it has one: each slot stacked or concatenated.
-            compared: number of rows to compare, with rare values among them; by default all that are read in 8 s, or in
-                .2 ms for each row. If some are not, a line names their number.
-            settings: ``shuffle``, ``drop_last``, ``seed``, ``rank`` and ``ranks``, see :class:`Rows`.
+            loader: the DataLoader that these rows take the place of: its batch size, order and ``drop_last`` must be
+                those of the rows. Its Dataset has a row for each positive, or one for each instance.
+
+        Returns:
+            What was compared, in a line.
 
         Raises:
-            CannotAdopt: the rows have no such form, or the draws contradict the law; the message says why, and the
-                remedy.
+            CannotAdopt: a setting of the loader, or a value of a row, is another; the message names it.
         """
-        sampler = None
-        # The call as a line to paste, which an error ends with ``negatives=``.
-        call = f"Rows.of(dataset, batch_size={batch_size}"
-        if isinstance(dataset, DataLoader):
-            loader = dataset
-            call = "Rows.of(loader"
-            sampler, settings = sampler_of(
-                loader, dict(settings, batch_size=batch_size, collate_fn=collate_fn)
-            )
-            batch_size = loader.batch_size or getattr(
-                loader.batch_sampler, "batch_size", None
-            )
-            dataset = loader.dataset
-            collate_fn = loader.collate_fn
-        check_positive(
-            batch_size=batch_size, compared=COMPARED if compared is None else compared
-        )
-        assert batch_size is not None
-        # All ranks read the same rows, and one of them says what it finds.
-        speaks = not settings.get("rank", 0)
-        source = ReadDataset(dataset, collate_fn, compared, call, negatives, speaks)
-        if negatives == "check":
-            assert source.evidence is not None
-            return source.evidence
-        seed = settings.get("seed", 0)
-        draws = source.confirm(negatives, seed)
-        rows = cls(source.reading.columns, source.layout.make, batch_size, **settings)
-        rows._negatives = draws
-        # Its sampler decides the order, seeded anew in each epoch.
-        if sampler is not None:
-            rows._order = LoaderOrder(
-                sampler, source.reader, seed, draws=draws is not None
-            )
-        rows._dataset = source
-        rows._constants = source.reading.constants
-        rows.names = source.layout.names
-        rows.repeats = source.layout.repeats
-        return rows
+        return check_rows(self, loader)
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self.order)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -270,12 +237,17 @@ class Rows:
             draws: (B, n) negatives, see :meth:`draw`.
             tensors: :attr:`tensors`, or what stands for them while a step is captured.
         """
-        batch = self._batch(indices, draws, tensors or self.tensors)
+        batch = self.batch(indices, draws, tensors)
         return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
 
-    def _batch(
-        self, indices: Tensor, draws: Tensor | None, tensors: Mapping[str, Tensor]
+    def batch(
+        self,
+        indices: Tensor,
+        draws: Tensor | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
     ) -> Any:
+        """Makes the batch of a step, as iteration gives it; arguments are those of :meth:`assemble`."""
+        tensors = tensors or self.tensors
         pieces = {name: tensors[name].index_select(0, indices) for name in self.columns}
         pieces |= {name: tensors[name] for name in self._constants}
         if draws is not None:
@@ -284,9 +256,9 @@ class Rows:
 
     def draw(self, indices: Tensor, epoch: int = 0) -> Tensor | None:
         """Returns the (B, n) negatives of rows (B,) in an epoch; None where nothing is drawn."""
-        if self._negatives is None:
+        if self.negatives is None:
             return None
-        drawn = self._negatives.draw(indices.numpy(force=True), epoch)
+        drawn = self.negatives.draw(indices.numpy(force=True), epoch)
         return torch.from_numpy(drawn).to(indices.device)
 
     def steps(self) -> Iterator[RowStep]:
@@ -295,18 +267,15 @@ class Rows:
             self._epoch += 1
             self._step = 0
         self._continued = False
-        # Here, because a Dataset is written anew between epochs if at all.
-        if self._dataset is not None:
-            self._dataset.check(self._stream["seed"], self._epoch)
         return self._rest(self._epoch)
 
     def _rest(self, epoch: int) -> Iterator[RowStep]:
-        batches = self._order.batches(epoch)[self._step :]
+        batches = self.order.batches(epoch)[self._step :]
         ahead = 1
         # One call of numpy draws for several steps.
-        if self._negatives is not None:
-            integers = self.batch_size * self._negatives.count
-            ahead = min(max(1, _DRAWN_AHEAD // integers), _STEPS_AHEAD)
+        if self.negatives is not None:
+            integers_of_step = self.batch_size * self.negatives.count
+            ahead = min(max(1, _DRAWN_AHEAD // integers_of_step), _STEPS_AHEAD)
         for start in range(0, len(batches), ahead):
             some = batches[start : start + ahead]
             draws_ahead = self.draw(torch.cat(some), epoch)
@@ -319,7 +288,7 @@ class Rows:
 
     def __iter__(self) -> Iterator[Any]:
         for step in self.steps():
-            batch = self._batch(step.indices, step.draws, self.tensors)
+            batch = self.batch(step.indices, step.draws)
             batch = pytree.tree_map_only(Tensor, Tensor.contiguous, batch)
             # Not by isinstance: a named tuple stays one.
             yield tuple(batch) if type(batch) in (tuple, list) else batch
@@ -345,18 +314,37 @@ class Rows:
         self._continued = True
 
     def describe(self) -> str:
-        """Describes in lines the source of each tensor of a batch, and the rows compared."""
-        kind = "rows"
+        """Describes the columns and the negatives in lines."""
         lines = []
-        if self._dataset is None:
-            for name, column in self.columns.items():
-                lines.append(f"{name}: {tuple(column.shape)}, {column.dtype}")
-        else:
-            kind = f"rows of {self._dataset.reader.kind}"
-            lines = self._dataset.reading.describe(self.num_rows)
-        if self._negatives is not None:
-            lines.append(f"negatives: {self._negatives.describe()}")
-        if self._dataset is not None:
-            lines += self._dataset.notes
-        title = f"{self.num_rows:,} {kind} as columns, {self.batch_size} a step, {len(self):,} steps an epoch"
+        for name, column in self.columns.items():
+            times = f", {self.repeats[name]} times" if name in self.repeats else ""
+            lines.append(f"{name}: {tuple(column.shape)}, {column.dtype}{times}")
+        if self.negatives is not None:
+            lines.append(f"negatives: {self.negatives.describe()}")
+        title = f"{self.num_rows:,} rows, {self.batch_size} a step, {len(self):,} steps an epoch"
         return "\n  ".join([title, *lines])
+
+
+def _tensors(columns: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns columns as tensors, an array's on its own memory.
+
+    Raises:
+        ValueError: a column is no array of numbers, or their lengths differ.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, column in columns.items():
+        try:
+            tensors[name] = torch.as_tensor(column)
+        except (TypeError, ValueError, RuntimeError) as error:
+            reason = str(error).splitlines()[0][:80]
+            raise ValueError(
+                f"column '{name}': must be a tensor or an array of numbers ({reason}); give texts numbers"
+            ) from None
+    lengths = {
+        name: len(column) if column.dim() else 0 for name, column in tensors.items()
+    }
+    if len(set(lengths.values())) != 1 or 0 in lengths.values():
+        raise ValueError(
+            f"columns have {lengths} rows: must be one number of 1 or more, the same for all"
+        )
+    return tensors

@@ -120,7 +120,7 @@ def refuse_exchange(
     if all(option.sharding_type == "data_parallel" for option in draft.options):
         raise PlanError(
             f"{precisions}: every table is data_parallel, so ranks exchange no embeddings; shard one, as with "
-            f"plan.tables={draft.options[0].name}=table_wise, or leave the precisions at fp32"
+            f"plan.tables.{draft.options[0].name}.sharding=table_wise, or leave the precisions at fp32"
         )
     if "int8" not in (config.forward_precision, config.backward_precision):
         return
@@ -378,5 +378,5 @@ def _constraint(
             )
     raise PlanError(
         f"table '{table.name}': {table.embedding_dim} columns cannot be split over {pieces} {over} into equal "
-        f"multiples of 4; choose another type, such as plan.tables={table.name}=row_wise, or embedding_dim"
+        f"multiples of 4; choose another type, such as plan.tables.{table.name}.sharding=row_wise, or embedding_dim"
     )

@@ -438,13 +438,6 @@ def _position(at: Position) -> dict[str, Any]:
     return {name: value for name, value in vars(at).items() if name != "history"}
 
 
-def saved_position(path: str) -> Position:
-    """Returns the position of the run that saved a checkpoint, with its records."""
-    content = read_checkpoint_manifest(path)["content"]
-    records = read_records(path, content["records"])
-    return Position(**content["position"], history=records or [])
-
-
 def _parent(path: str) -> str:
     """Returns the folder of a checkpoint."""
     return path.rstrip("/").rpartition("/")[0]

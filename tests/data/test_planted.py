@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.small_sets import checkerboard_data, planted_data
+from torchrec_ext.data.planted import (
+    checkerboard,
+    planted,
+    planted_preferences,
+)
+from torchrec_ext.data.prepared import Prepared
+
+pytestmark = pytest.mark.unit
+
+
+def hit_rate(data: Prepared, scores: np.ndarray, k: int) -> float:
+    """HR@k of the test items among all items but those of training and validation."""
+    users, items = (
+        data.rows("test")["user_id"].values,
+        data.rows("test")["item_id"].values,
+    )
+    left = scores[users].astype(float)
+    seen = data.seen(users, "train", "validation")
+    left[np.arange(len(users)).repeat(seen.lengths), seen.values] = -np.inf
+    left[:, 0] = -np.inf
+    own = left[np.arange(len(users)), items]
+    return float(((left > own[:, None]).sum(axis=1) < k).mean())
+
+
+def popularity(data: Prepared) -> np.ndarray:
+    return np.broadcast_to(
+        data.popularity, (data.vocab["user_id"], data.items.num_rows)
+    )
+
+
+def test_the_true_colour_finds_every_held_out_square() -> None:
+    data = checkerboard_data(users=20, items=24)
+    users, items = np.indices((21, 25))
+    assert hit_rate(data, (users + items) % 2 == 0, 1) == data.best["HR@1"] == 1.0
+    assert hit_rate(data, popularity(data), 1) < 0.5
+
+
+def test_every_user_has_all_squares_of_one_colour() -> None:
+    data = checkerboard_data(users=20, items=24)
+    pairs = data.taken()
+    items = data.values_of("item_id")[pairs.items]
+    assert ((pairs.users + items) % 2 == 0).all()
+    assert len(pairs.users) == 20 * 12
+
+
+def test_no_ranking_of_planted_data_beats_the_true_preferences_by_more_than_chance() -> (
+    None
+):
+    data = planted_data(users=4_000)
+    truth = hit_rate(data, planted_preferences(users=4_000), 10)
+    noise = np.sqrt(truth * (1 - truth) / 4_000)
+    assert abs(truth - data.best["HR@10"]) < 4 * noise
+    assert hit_rate(data, popularity(data), 10) < data.best["HR@10"] / 3
+    assert (
+        data.best["HR@1"]
+        == data.best["NDCG@1"]
+        < data.best["NDCG@10"]
+        < data.best["HR@10"]
+    )
+
+
+def test_the_user_and_item_features_carry_the_signal() -> None:
+    data = planted_data(users=300, items=100, clusters=5)
+    genre = data.items["genres"].pool[data.items["genres"].windows.starts]  # type: ignore[union-attr]
+    kind, taste = (
+        genre[data.rows("train")["item_id"].values],
+        data.rows("train")["occupation"].values,
+    )
+    assert (kind == taste).mean() > 0.5
+    assert abs(np.corrcoef(data.rows("train")["age"].values, taste)[0, 1]) > 0.5
+
+
+def test_the_seed_decides_everything() -> None:
+    one, same, other = (
+        planted_data(users=60, items=80, seed=seed) for seed in (1, 1, 2)
+    )
+    for name in one.rows("train"):
+        assert np.array_equal(
+            one.rows("train")[name].values, same.rows("train")[name].values
+        )
+    assert not np.array_equal(
+        one.rows("train")["item_id"].values[:50],
+        other.rows("train")["item_id"].values[:50],
+    )
+
+
+@pytest.mark.parametrize(
+    "data",
+    [planted_data(users=30, items=60), checkerboard_data(users=8, items=10)],
+    ids=lambda data: data.name,
+)
+def test_generated_data_has_the_columns_of_movielens_within_its_vocabulary(
+    data: Prepared,
+) -> None:
+    assert set(data.vocab) == {
+        "user_id",
+        "gender",
+        "occupation",
+        "zip_prefix",
+        "history",
+        "item_id",
+        "release_year",
+        "genres",
+    }
+    assert data.dense == ("age",)
+    for chunk in (data.rows("train"), data.rows("validation"), data.rows("test")):
+        assert {
+            "user_id",
+            "gender",
+            "occupation",
+            "zip_prefix",
+            "history",
+            "item_id",
+            "age",
+        } <= set(chunk)
+    for name, rows in data.vocab.items():
+        values = (data.items if name in data.items else data.rows("train"))[name].values
+        assert 0 <= values.min() <= values.max() < rows
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: planted(users=10, items=20),
+            "planted of users=10, items=20, clusters=12: needs 2 to 18 clusters, at least 50 items",
+        ),
+        (lambda: planted(clusters=19), "clusters=19"),
+        (
+            lambda: checkerboard(users=1, items=6),
+            "checkerboard of users=1, items=6: needs at least 2 users and 6 items",
+        ),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(make: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()  # type: ignore[operator]

@@ -1,0 +1,334 @@
+"""A folder as it stands becomes a prepared folder: pairs, labelled rows and sessions, read by one reader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrec_ext.data.catalog import DatasetUnavailable
+from torchrec_ext.data.columns import Chunk, concatenate_rows
+from torchrec_ext.data.config import DataConfig
+from torchrec_ext.data.prepare import Evaluation
+from torchrec_ext.data.prepared import Prepared
+from torchrec_ext.data.sets import (
+    Form,
+    TakenItems,
+    load_dataset,
+    load_set,
+    set_of_sessions,
+)
+from torchrec_ext.data.splits import TRAIN, with_profiles
+from torchrec_ext.schema import DataError
+
+pytestmark = [
+    pytest.mark.unit,
+    pytest.mark.filterwarnings("ignore:.*page checksums"),
+]
+
+
+def write(folder: Path, **tables: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, columns in tables.items():
+        pq.write_table(pa.table(columns), folder / f"{name}.parquet")
+    return folder
+
+
+def load(folder: Path, form: Form, **settings: Any) -> Prepared:
+    config = DataConfig(name=folder.name, folder=str(folder.parent), **settings)
+    return load_set(config, form)
+
+
+def rows_of(data: Prepared, split: str) -> Chunk:
+    names = [*data.features, *data.dense]
+    return concatenate_rows(list(data.chunks(split, names)), names)
+
+
+def raw(data: Prepared, name: str) -> dict[str, list[Any]]:
+    return pq.read_table(data.folder / "raw" / f"{name}.parquet").to_pydict()  # type: ignore[no-any-return]
+
+
+LOG = {
+    "user": ["a", "a", "a", "b", "b", "b", "b", "a"],
+    "item": [10, 20, 30, 20, 10, 30, 40, 20],
+    "timestamp": [1, 2, 3, 1, 1, 2, 3, 9],
+    "rating": [5, 4, 3, 2, 1, 5, 5, 5],
+}
+
+
+def test_a_log_is_split_by_time_and_each_column_told(tmp_path: Path) -> None:
+    folder = write(
+        tmp_path / "shop",
+        inter=LOG,
+        items={
+            "item": [10, 20, 30, 40],
+            "title": ["ten", "twenty", "thirty", "forty"],
+            "tags": ["x|y", "x", "x", "x"],
+            "brand": [7, 7, 8, 8],
+            "code": ["p", "q", "r", "s"],
+            "price": [1.5, 2.5, 3.5, 4.5],
+        },
+        users={"user": ["a", "b"], "age": [31.0, 47.0]},
+    )
+    data = load(folder, "pairs", history_length=2)
+    assert {split: len(rows_of(data, split)["item_id"]) for split in data.splits} == {
+        "train": 3,
+        "validation": 2,
+        "test": 2,
+    }
+    # The repeated pair (a, 20) at time 9 does not count.
+    test = raw(data, "users")
+    assert test["user_id"] == ["a", "b"]
+    assert test["history"] == [[10, 20], [10, 30]], "as before the test item"
+    assert data.towers["user"] == (("user_id", "history"), ("age",))
+    assert data.towers["item"] == (("item_id", "tags", "brand"), ("price",))
+    assert list(data.left_out) == ["rating", "code"]
+    lines = "\n".join(data.describe_columns())
+    assert "left out rating: of an event" in lines
+    assert "left out code: 4 different values in 4 rows name a row" in lines
+    assert "1 of 8 rows repeat a pair of user and item" in lines
+    assert "column 'age' is read as a number, and all its values are whole" in lines
+    assert "price' is read as a number" not in lines
+
+
+def test_interactions_have_titles_and_count_what_was_never_trained(
+    tmp_path: Path,
+) -> None:
+    folder = write(
+        tmp_path / "shop", inter=LOG, items={"item": [10, 20], "title": ["t", "u"]}
+    )
+    data = load_dataset("shop", folder=str(folder.parent), history_length=2)
+    # Of training rows are (a, 10), (b, 20) and (b, 10).
+    assert data.num_items == 2
+    assert data.titles[1:3] == ["t", "u"]
+    # Item 30 of a and item 40 of b are outside of the catalogue.
+    assert data.rows("test")["item_id"].values.tolist() == [0, 0]
+
+
+def test_split_files_are_ranked_by_user_with_profiles(tmp_path: Path) -> None:
+    folder = write(
+        tmp_path / "split",
+        train={"user": [1, 1, 1, 2, 2], "item": [1, 2, 3, 1, 2]},
+        test={"user": [1, 2], "item": [4, 3]},
+    )
+    data = load(folder, "pairs", history_length=5)
+    assert data.evaluation == Evaluation(figures=("hr", "recall", "ndcg"), by="user")
+    assert data.splits["validation"].num_rows == 2, "one row of each user"
+    train = rows_of(data, "train")
+    for row in range(train.num_rows):
+        assert train["item_id"].values[row] not in train["history"].row(row)
+
+
+def test_candidates_are_a_column_and_the_answer_is_none_of_them(
+    tmp_path: Path,
+) -> None:
+    folder = write(
+        tmp_path / "ncf",
+        train={"user": [1, 1, 2, 2, 2, 3], "item": [1, 2, 1, 2, 3, 4]},
+        validation={"user": [1, 3], "item": [4, 2]},
+        test={"user": [1, 2], "item": [3, 1]},
+        test_negatives={"user": [1, 1, 2, 2], "item": [2, 3, 3, 9]},
+    )
+    data = load(folder, "pairs", history_length=0)
+    assert data.evaluation.candidates == "candidates"
+    assert "candidates" not in data.features
+    values = concatenate_rows(
+        list(data.chunks("test", ["candidates"])), ["candidates"]
+    )["candidates"]
+    # User 1's own answer 3, and item 9, which is in no pair, are left out.
+    assert [values.row(row).tolist() for row in range(2)] == [[2], [3]]
+    interactions = load_dataset("ncf", folder=str(tmp_path), history_length=0)
+    assert interactions.rows("validation")["candidates"].lengths.tolist() == [2, 2]
+
+
+ADS: dict[str, dict[str, Any]] = {
+    part: {
+        "user": [1, 2, None, 1],
+        "item": ["x", "y", "x", "y"],
+        "when": ["2024-01-01T10:00:00", "2024-01-02T11:00:00"] * 2,
+        "brand": [1.0, None, 3.0, 1.0],
+        "spot": [7, 8, 7, 8],
+        "stamp": [1_700_000_000_000 + n for n in range(4)],
+        "user_age": [1.5, 2.5, 3.5, 1.5],
+        "label": [0, 1, 1, 0],
+    }
+    for part in ("train", "validation", "test")
+}
+
+
+def test_labelled_rows_are_ids_numbers_and_times_by_their_type(tmp_path: Path) -> None:
+    folder = write(
+        tmp_path / "ads", **ADS, items={"item": ["x", "y"], "shop": ["s", "s"]}
+    )
+    data = load(folder, "labels")
+    assert data.towers == {
+        "user": (("user_id",), ("user_age",)),
+        "context": (("spot", "stamp", "when_hour", "when_weekday"), ("brand",)),
+        "item": (("item_id", "shop"), ()),
+    }
+    assert rows_of(data, "train")["user_id"].values.tolist() == [1, 2, 0, 1]
+    assert data.left_out == {}
+    notes = " ".join(data.notes)
+    # Codes with blanks, as pandas writes them, are told before they train as numbers.
+    assert "column 'brand' is read as a number, and all its values are whole" in notes
+    assert "column 'stamp' is read as ids, and its values look like milli" in notes
+    assert "user_age" not in notes
+
+
+def test_a_split_of_one_label_is_told(tmp_path: Path) -> None:
+    tables = {part: dict(columns) for part, columns in ADS.items()}
+    tables["test"]["label"] = [0, 0, 0, 0]
+    data = load(write(tmp_path / "ads", **tables), "labels")
+    assert any(
+        note.startswith("all 4 test rows have label 0: nothing tells")
+        for note in data.notes
+    )
+
+
+EVENTS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), min_size=3)
+
+
+@given(events=EVENTS, length=st.integers(1, 4))
+def test_every_item_but_a_users_first_is_a_target_once(
+    events: list[tuple[int, int]], length: int
+) -> None:
+    events = [*events, *[(9, item) for item in range(3)]]
+    order = sorted(range(len(events)), key=lambda row: events[row][0])
+    users = [events[row][0] for row in order]
+    items = [events[row][1] for row in order]
+    made = set_of_sessions(
+        "s", TakenItems(users=pa.array(users), items=pa.array(items)), length
+    )
+    taken: dict[int, list[int]] = {}
+    for user, item in zip(users, items, strict=True):
+        taken.setdefault(user, []).append(item)
+    found: dict[int, list[int]] = {user: [] for user in taken}
+    train = {name: values.to_pylist() for name, values in made.splits["train"].items()}
+    for user, before, item in zip(
+        train["user_id"], train["session"], train["item_id"], strict=True
+    ):
+        assert 1 <= len(before) <= length
+        found[user] += [*before[1:], item]
+    for user, mine in taken.items():
+        held_out = 2 if len(mine) >= 3 else 0
+        assert found[user] == mine[1 : len(mine) - held_out]
+    for part, back in (("validation", 2), ("test", 1)):
+        rows = {name: values.to_pylist() for name, values in made.splits[part].items()}
+        for user, before, item in zip(
+            rows["user_id"], rows["session"], rows["item_id"], strict=True
+        ):
+            mine = taken[user][: len(taken[user]) - back]
+            assert (before, item) == (mine[-length:], taken[user][-back])
+
+
+def test_a_log_is_a_set_of_sessions_too(tmp_path: Path) -> None:
+    data = load(write(tmp_path / "plays", inter=LOG), "sessions", history_length=3)
+    assert data.features == ("user_id", "item_id", "session")
+    assert data.tables["session"] == "item_id"
+    assert raw(data, "users")["session"] == [[10, 20, 30], [20, 10, 30]]
+    assert raw(data, "items")["item_id"] == [10, 20]
+
+
+@pytest.mark.parametrize(
+    ("form", "tables", "error", "message"),
+    [
+        ("pairs", {}, DatasetUnavailable, "has neither inter.parquet nor train"),
+        (
+            "pairs",
+            {"inter": LOG, "users": {"user": [1, 2]}},
+            DataError,
+            "the ids in 'user_id' are string in inter.parquet, int64 in users.parquet",
+        ),
+        (
+            "pairs",
+            {"inter": {**LOG, "item": [None, *LOG["item"][1:]]}},
+            DataError,
+            "column 'item', row 0: value is null",
+        ),
+        (
+            "pairs",
+            {"inter": LOG, "items": {"item": [10, 10]}},
+            DataError,
+            "rows 0 and 1: both describe id 10",
+        ),
+        ("pairs", ADS, DataError, "train.parquet has a column 'label'"),
+        ("pairs", {"inter": {"user": [1], "item": [1]}}, DataError, "no column times"),
+        ("labels", {"train": ADS["train"]}, DatasetUnavailable, "no rows for valid"),
+        (
+            "labels",
+            {**ADS, "test": {**ADS["test"], "label": [0, 1, 2, 0]}},
+            DataError,
+            "column 'label', row 2: 2.0; must be 0 or 1",
+        ),
+        (
+            "labels",
+            {**ADS, "items": {"item": ["x"], "spot": [1]}},
+            DataError,
+            "column 'spot' is in train.parquet, too",
+        ),
+        (
+            "labels",
+            {**ADS, "test": {**ADS["test"], "spot": ["a", "b", "a", "b"]}},
+            DataError,
+            "column 'spot' is string, in train.parquet int64",
+        ),
+        ("sessions", {}, DatasetUnavailable, "has no such file; it needs one file"),
+    ],
+)
+def test_what_is_wrong_in_a_folder_is_told(
+    tmp_path: Path,
+    form: Form,
+    tables: dict[str, dict[str, Any]],
+    error: type[Exception],
+    message: str,
+) -> None:
+    with pytest.raises(error, match=message) as caught:
+        load(write(tmp_path / "set", **tables), form)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_profile_holds_training_items_of_its_user_and_never_its_own_row() -> None:
+    rng = np.random.default_rng(0)
+    user, item = rng.integers(0, 9, 200), rng.integers(0, 30, 200)
+    part = rng.integers(0, 3, 200).astype(np.int8)
+    split = with_profiles(user, item, part, length=4)
+    train = {
+        (int(u), int(i)) for u, i, p in zip(user, item, part, strict=True) if p == TRAIN
+    }
+    for at, row in enumerate(split.rows):
+        profile = split.history.row(at).tolist()
+        assert len(profile) <= 4
+        assert all((int(user[row]), taken) in train for taken in profile)
+        if split.part[at] == TRAIN:
+            assert int(item[row]) not in profile
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"at": ()}, r"at=\(\): must be one number"),
+        ({"figures": ("auc",)}, "figures=.*must be some of hr, recall, ndcg, mrr"),
+    ],
+)
+def test_a_wrong_rule_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Evaluation(**options)
+
+
+def test_a_new_value_of_a_held_out_row_is_unknown_and_numbers_nothing_anew(
+    tmp_path: Path,
+) -> None:
+    tables = {part: {**columns, "spot": [0, 1, 0, 1]} for part, columns in ADS.items()}
+    same = load(write(tmp_path / "same", **tables), "labels")
+    tables["test"]["spot"] = [0, 1, 0, 7]
+    other = load(write(tmp_path / "other", **tables), "labels")
+    assert rows_of(same, "train")["spot"].values.tolist() == [1, 2, 1, 2]
+    assert rows_of(other, "train")["spot"].values.tolist() == [1, 2, 1, 2]
+    assert rows_of(other, "test")["spot"].values.tolist() == [1, 2, 1, 0]
+    assert other.vocab["spot"] == same.vocab["spot"] == 3
