@@ -72,12 +72,6 @@ def record_error(error: BaseException) -> None:
     _tell(describe_error(error))
 
 
-def end_process(message: str) -> None:
-    """Ends this rank with ``message``, from any of its threads and whatever the other threads do."""
-    _tell(message)
-    os._exit(1)
-
-
 def _tell(message: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not (_is_rank() and path):

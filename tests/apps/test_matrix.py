@@ -288,7 +288,6 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "elsewhere": ("checkpoint.folder={folder}/elsewhere",),
     },
     "start": {"drawn": (), "earlier": ("start.path={folder}/earlier",)},
-    "on_nan": {"stop": (), "skip": ("train.on_nan=skip",)},
     "reading": {"recipe's": (), "small": ("loader.lanes=3", "loader.buffer_rows=2048")},
     "weight": {"none": (), "column": ("loader.weight=weight",)},
 }
@@ -610,18 +609,6 @@ REFUSED += [
     Refused(
         {"recipe": ("session",), "weight": ("column",)},
         r"loader\.weight='weight': sequences have no such",
-    ),
-    Refused(
-        {"on_nan": ("skip",), "amp": ("fp16",)},
-        r"train\.amp=fp16 with sync\.mode=\w+ and train\.on_nan=skip",
-    ),
-    Refused(
-        {"on_nan": ("skip",), "sync": ("local_sgd", "diloco")},
-        r"train\.on_nan=skip with sync\.mode=local_sgd",
-    ),
-    Refused(
-        {"on_nan": ("skip",), "compile": ("require",)},
-        r"train\.on_nan=skip with sync\.mode=every_step and train",
     ),
     Refused(
         {"recipe": ("stream",), "towers": ("2",), "metrics": ("named",)},

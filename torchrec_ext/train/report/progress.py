@@ -257,7 +257,7 @@ class Progress:
             if isinstance(value, float):
                 figures.append(f"{name} {_readable(name, value)}")
         is_step = record["kind"] == "train"
-        if record["kind"] in ("stop", "left_out"):
+        if record["kind"] == "stop":
             self.say(record["message"])
         elif is_step:
             # Further figures would leave no room for the bar.
