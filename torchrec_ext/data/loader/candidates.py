@@ -1,6 +1,6 @@
 """SharedCandidates: a step's positives, and after them extra candidates that all queries of the batch share.
 
-SharedRows: rows in memory, shuffled as a whole, each step with such candidates.
+RowsWithCandidates: rows in memory, shuffled as a whole, each step with such candidates.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class SharedCandidates:
         return dataclasses.replace(batch, queries=queries)
 
 
-class SharedRows:
+class RowsWithCandidates:
     """Builds batches from rows in memory, shuffled as a whole, with shared candidates; see :class:`Batches`.
 
     Args:

@@ -17,7 +17,7 @@ import torch
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.data.columns import Chunk, sample_digest, with_elements
 from torchrec_ext.data.files.arrow import Source
-from torchrec_ext.data.loader.candidates import SharedCandidates, SharedRows
+from torchrec_ext.data.loader.candidates import RowsWithCandidates, SharedCandidates
 from torchrec_ext.data.loader.config import LoaderConfig as LoaderConfig
 from torchrec_ext.data.loader.config import Sampling as Sampling
 from torchrec_ext.data.loader.epochs import BuiltAhead, Epochs, Share
@@ -103,7 +103,7 @@ def _check(config: LoaderConfig, sampler: Sampler | None, *, has_items: bool) ->
 
 
 class Batches(Protocol):
-    """The source of a rank's batches: :class:`ResidentRows`, :class:`SharedRows` or :class:`StreamedRows`.
+    """The source of a rank's batches: :class:`ResidentRows`, :class:`RowsWithCandidates` or :class:`StreamedRows`.
 
     ``num_rows`` counts the rows of all ranks; ``ahead`` says whether a thread may build batches, which are then pinned.
     """
@@ -145,7 +145,7 @@ def batches_of(
             )
         shared = SharedCandidates(schema, config, items, sampler, share)
         if isinstance(chunk, Chunk):
-            return SharedRows(chunk, schema, config, shared, share)
+            return RowsWithCandidates(chunk, schema, config, shared, share)
         return StreamedRows(chunk, schema, config, items, shared, share, in_order)
     if config.negatives and items is None:
         raise ValueError(
