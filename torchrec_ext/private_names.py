@@ -198,11 +198,6 @@ PRIVATE_NAMES = (
         "adopt guards hooks, too",
     ),
     PrivateNames(
-        "torch/_decomp/__init__.py",
-        ("_unsafe_view",),
-        "networks: a traced graph has it where a view stood",
-    ),
-    PrivateNames(
         "torch/_guards.py", ("tracing",), "adopt looks at a graph while Dynamo traces"
     ),
     PrivateNames(
