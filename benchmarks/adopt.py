@@ -9,7 +9,6 @@ Adam` and `..., against the script as written`, as in small_model.py. `ncf-small
 `loader-kept, full`: the user's DataLoader stays as well, so that only the step is adopted; against the same forms of
 the script. `capturing, ...`: seconds of the capture, with nothing compiled before, and
 `pays_after`, the number of steps after which it has paid, against eager steps on the same ready batches.
-`two-towers`: two sub-networks of a user's own module at the same time on two processes, see adopt_towers.py.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-import adopt_towers
 import torch
 from harness import Options, Row, Trainings, command_line, rates, row
 from small_model import INSTANCES, Script, one_rank
@@ -156,7 +154,6 @@ ROWS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "ncf-small": ncf("small", 17.0),
     "ncf-full": ncf("full", 50.0),
     "loader-kept": loader_kept,
-    "two-towers": adopt_towers.rows,
 }
 
 

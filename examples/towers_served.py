@@ -1,4 +1,4 @@
-"""The model of examples/towers_adopted.py from its file to a bundle, and a recommendation from it.
+"""The model of examples/towers_script.py from its file to a bundle, and a recommendation from it.
 
 python examples/towers_served.py [FILE] [FOLDER]
 """
@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pyarrow as pa
 import torch
-from towers_adopted import UserAndItem
+from towers_script import UserAndItem
 
 from torchrec_ext import Bundle, Scorer
 from torchrec_ext.retrieval import Catalogue, RecommendRequest, export

@@ -55,7 +55,7 @@ PRIVATE_NAMES = (
     ),
     PrivateNames(
         "torch/utils/_pytree.py",
-        ("TreeSpec", "tree_flatten", "tree_unflatten", "tree_leaves", "tree_map_only"),
+        ("tree_flatten", "tree_unflatten", "tree_leaves", "tree_map_only"),
         "adopt, capture, diagnose: a user's batch and outputs are any tree of tensors; Dynamo follows this one alone",
         "https://github.com/pytorch/pytorch/issues/65761",
     ),

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.capture import update_rules as catch_up
-from torchrec_ext.capture.memory import Clock
 from torchrec_ext.capture.update_rules import (
-    average_on,
     caught_up,
     decay_on,
     row_clock,
@@ -128,59 +126,6 @@ def test_rows_that_all_decay_end_where_adamw_does(
     # Dense steps round every row in every step, and a decay of 1e-5 a step moves a row
     # little.
     assert distance(share, adam(decay=decay), rate_of(schedule)) < 5e-4
-
-
-@pytest.mark.parametrize("average_decay", [0.5, 0.99, 0.9999, None])
-@pytest.mark.parametrize("decay", [0.0, 1.0])
-def test_averages_of_skipped_steps_end_where_those_of_dense_steps_do(
-    average_decay: float | None, decay: float
-) -> None:
-    choice = dataclasses.replace(adam((0.5, 0.9), decay=decay), averages=True)
-    rate = rate_of(Schedule(kind="cosine", warmup=50))
-    generator = torch.Generator().manual_seed(0)
-    dense = torch.nn.Parameter(torch.randn(ROWS, DIM, generator=generator))
-    optimizer = torch.optim.AdamW([dense], betas=choice.betas, weight_decay=decay)
-    dense_average = dense.detach().double()
-    rows = dense.detach().clone()
-    state = [torch.zeros_like(rows), torch.zeros_like(rows), rows.clone()]
-    clock = row_clock(ROWS, 0, choice, rows.device)
-    since = clock.since
-    for step in range(1, STEPS // 2 + 1):
-        lr = optimizer.param_groups[0]["lr"] = rate(step - 1)
-        average_rate = 1 / (step + 1) if average_decay is None else 1 - average_decay
-        live = torch.rand(ROWS, generator=generator) < 0.02
-        grad = torch.where(
-            live[:, None], torch.randn(ROWS, DIM, generator=generator), 0.0
-        )
-        dense.grad = grad
-        optimizer.step()
-        dense_average += average_rate * (dense.detach() - dense_average)
-        now = Clock(
-            torch.tensor(float(step)), torch.tensor(lr), torch.tensor(average_rate)
-        )
-        before = torch.tensor(step - 1, dtype=torch.int32)
-        own, *of_rows = caught_up(
-            rows[live],
-            [each[live] for each in state],
-            since[live],
-            before,
-            clock,
-            choice,
-        )
-        updated = now.stepped(own, grad[live], of_rows, choice, table=True)
-        for target, values in zip([rows, *state], updated, strict=True):
-            target[live] = values
-        since[live] = step
-        average = clock.average_slides, now.average_rate
-        slide_on(clock.slides, clock.powers, now.step, lr, choice.betas, decay, average)
-        if decay:
-            decay_on(clock.decays, now.step, lr, decay)
-        average_on(clock, now.step, lr, now.average_rate, decay)
-    end, *_, average = caught_up(
-        rows, state, since, torch.tensor(STEPS // 2, dtype=torch.int32), clock, choice
-    )
-    assert float((end - dense.detach()).abs().max()) < 1e-5
-    assert float((average - dense_average).abs().max()) < 1e-5
 
 
 def test_more_steps_than_are_kept_are_told_apart(

@@ -5,5 +5,3 @@ from .rows.rows import Rows as Rows
 from .step import AdoptedStep as AdoptedStep
 from .step import adopt as adopt
 from .tables import adopt_tables as adopt_tables
-from .towers.towers import TowersApart as TowersApart
-from .towers.towers import adopt_towers as adopt_towers

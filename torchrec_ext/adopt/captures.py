@@ -5,9 +5,9 @@ ForwardTrace: makes a captured step of a batch, through the graph of the user's 
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +30,6 @@ from torchrec_ext.adopt.errors import (
     BadIdError,
     CannotAdopt,
     EndOfCaptureError,
-    EndOfStepError,
     HalfStepError,
     TensorChangedError,
 )
@@ -39,7 +38,6 @@ from torchrec_ext.adopt.graph import (
     ForwardGraph,
     OneGraphTooMany,
     changed_between_calls,
-    real_inputs,
     traced_forward,
 )
 from torchrec_ext.adopt.lag import Lag, catch_up
@@ -49,15 +47,17 @@ from torchrec_ext.adopt.source import (
     GivenBatch,
     GraphCall,
     GroupSettings,
+    Shapes,
 )
-from torchrec_ext.adopt.user_step import RankStep
+from torchrec_ext.adopt.user_step import UserStep
 from torchrec_ext.adopt.verify import StepComparison, Verification
-from torchrec_ext.capture.captured import CapturedStep, StepInputs
+from torchrec_ext.capture.captured import CapturedStep, RareShapeError, StepInputs
 from torchrec_ext.capture.memory import StepMemory, UpdatedParameter
 from torchrec_ext.observe.user_lines import first_line, module_line
 
 Trace = Callable[[AnyBatch], tuple[Tensor, Any]]  # makes the captured step of a batch
 _Check = Callable[[Sequence[Tensor]], None]
+MOST_SHAPES = 4  # of batches to capture; each is traced and compiled
 
 # How an L2 term of the loss is written so that a table is moved row by row, by the kind
 # of optimizer.
@@ -71,25 +71,30 @@ _PENALTIES = {
 }
 
 
+class TooManyShapesError(RareShapeError):
+    """A batch stays eager for good, because as many shapes as may be are captured; the message names both."""
+
+
 class Captures:
     """Captures a step for each graph of the user's forward, and runs it.
 
     Args:
-        rank_step: the user's model, optimizers and eager step.
+        user_step: the user's model, optimizers and eager step.
         verification: decides which steps are compared with the eager one.
         patience: eager steps of a further shape of batch before it is captured too.
 
     Attributes:
         current: the captured steps that ran last; None before.
         draws_random: whether the forward draws random numbers.
+        too_many_shapes: why batches of some shapes stay eager; empty if none do.
         after_eager: whether the step before was eager, so that there are gradients to drop.
         seconds: seconds of all captures.
     """
 
     def __init__(
-        self, rank_step: RankStep, verification: Verification, patience: int
+        self, user_step: UserStep, verification: Verification, patience: int
     ) -> None:
-        self._rank_step = rank_step
+        self._user_step = user_step
         self._verification = verification
         self._patience = patience
         # By the parameters that are updated, and those row by row.
@@ -98,15 +103,39 @@ class Captures:
         self._graph_count = 0
         self.current: CapturedUpdate | None = None
         self.draws_random = False
+        self.too_many_shapes = ""
+        self._shapes: list[Shapes] = []  # of captured batches
+        self._refused: Counter[Shapes] = Counter()
+        self._has_waited = False
         self.after_eager = True
         self.seconds = 0.0
+
+    def check_shapes(self, batch: AnyBatch) -> None:
+        """Lets a batch be captured if few shapes are so far, and its own came often; each trace of a shape costs.
+
+        Raises:
+            RareShapeError: it stays eager for now.
+            TooManyShapesError: it stays eager for good.
+        """
+        shapes = batch.shapes()
+        self._has_waited = False
+        if shapes in self._shapes:
+            return
+        if self._shapes:
+            self._refused[shapes] += 1
+            if self._refused[shapes] <= self._patience:
+                raise RareShapeError("a batch of a shape that came seldom so far")
+            if len(self._shapes) == MOST_SHAPES:
+                self.too_many_shapes = _more_shapes(self._shapes, shapes)
+                raise TooManyShapesError(self.too_many_shapes)
+            self._has_waited = True
+        self._shapes.append(shapes)
 
     def graph(
         self,
         module: GraphModule,
         examples: list[Tensor],
         batch: AnyBatch,
-        with_gradient: Collection[int] = (),
     ) -> ForwardGraph:
         """Returns a graph of Dynamo's, for :meth:`call`.
 
@@ -114,7 +143,6 @@ class Captures:
             module: the graph.
             examples: Dynamo's examples of the inputs.
             batch: the batch of the call.
-            with_gradient: see :class:`ForwardGraph`.
 
         Raises:
             OneGraphTooMany: there are :data:`GRAPHS` already.
@@ -124,19 +152,17 @@ class Captures:
         self._graph_count += 1
         if self._graph_count > GRAPHS:
             raise OneGraphTooMany(changed_between_calls())
-        model = self._rank_step.model
-        if self._rank_step.average is not None:
-            self._rank_step.average.refuse_in(real_inputs(module, examples))
+        model = self._user_step.model
         check_model(model)
-        rules = update_rules(model, self._rank_step.optimizers)
+        rules = update_rules(model, self._user_step.optimizers)
         parameters = {
             name: parameter
             for name, (_, _, parameter, _) in rules.items()
             if parameter.requires_grad
         }
         leaves = pytree.tree_leaves(batch.example())
-        graph = ForwardGraph(module, examples, model, leaves, parameters, with_gradient)
-        self._checks[graph.number] = _check_of(graph, parameters, self._rank_step)
+        graph = ForwardGraph(module, examples, model, leaves, parameters)
+        self._checks[graph.number] = _check_of(graph, parameters, self._user_step)
         return graph
 
     def update_of(self, graphs: Sequence[ForwardGraph]) -> CapturedUpdate:
@@ -145,8 +171,8 @@ class Captures:
         Raises:
             CannotAdopt: a parameter has no captured form.
         """
-        rank_step = self._rank_step
-        rules = update_rules(rank_step.model, rank_step.optimizers)
+        user_step = self._user_step
+        rules = update_rules(user_step.model, user_step.optimizers)
         reached: set[str] = set()
         tables: set[str] = set()
         for graph in graphs:
@@ -156,21 +182,18 @@ class Captures:
             raise CannotAdopt(
                 "the loss does not depend on a parameter that an optimizer moves"
             )
-        dense_tables = _dense_tables(graphs, rules) | rank_step.dense_tables
+        dense_tables = _dense_tables(graphs, rules) | user_step.dense_tables
         row_tables = tables - dense_tables.keys()
-        parameters, state = _updated_parameters(rules, reached, row_tables, rank_step)
+        parameters, state = _updated_parameters(rules, reached, row_tables, user_step)
         # Two forwards that update the same parameters share their memory, and the rows
         # that are behind.
         key = tuple((each.name, each.table) for each in parameters)
         if key not in self._updates:
-            average_rate = rank_step.average.rate if rank_step.average else None
-            memory = StepMemory(
-                parameters, {}, clips=rank_step.clips_tables, average_rate=average_rate
-            )
-            source = rank_step.source(memory)
-            engine = rank_step.engine(source)
+            memory = StepMemory(parameters, {})
+            source = user_step.source(memory)
+            engine = user_step.engine(source)
             step = CapturedStep(
-                source, engine, autocast=rank_step.autocast, patience=self._patience
+                source, engine, autocast=user_step.autocast, patience=self._patience
             )
             self._updates[key] = CapturedUpdate(
                 source, step, engine, state, dense_tables
@@ -184,7 +207,6 @@ class Captures:
             CannotCaptureError: it cannot be captured; nothing was trained.
             StepComparison: the step was made, and is to be compared with the eager one.
             HalfStepError: the step failed half way.
-            EndOfStepError: all ranks ended the step.
         """
         if self.current is not update:
             # Both memories hold the same tensors, and each counts the steps of its own.
@@ -201,12 +223,10 @@ class Captures:
             update.engine.plain = self.draws_random
         # .grad is None after a captured step: no gradient of an eager one stays.
         if self.after_eager:
-            for optimizer in self._rank_step.optimizers:
+            for optimizer in self._user_step.optimizers:
                 optimizer.zero_grad()
         try:
             loss, outputs = update.source.train(update.step, inputs)
-        except EndOfStepError:
-            raise
         except Exception as error:
             # Weights may be half written, and without copies they are lost.
             if snapshot is None:
@@ -227,7 +247,7 @@ class Captures:
         start = time.perf_counter()
         is_first = not update.step.shapes
         is_another = not self.is_empty
-        update.step.prepare(inputs)
+        update.step.prepare(inputs, is_patient=not self._has_waited)
         seconds = time.perf_counter() - start
         self._verification.begin(update, inputs.key, is_first=is_first)
         text = f"... {seconds:.1f} s"
@@ -235,20 +255,16 @@ class Captures:
         if is_another:
             text = f"compiled one more step in {seconds:.1f} s: {inputs.rows} rows of other shapes, or another forward"
         if is_first:
-            update.lag = _lag_of(update, self._rank_step)
+            update.lag = _lag_of(update, self._user_step)
             text = "; ".join(filter(None, (text, update.step.describe())))
         self.seconds += seconds
-        self._rank_step.say(text)
+        self._user_step.say(text)
 
     def end_step(self) -> None:
-        """Ends a captured step: marks rows that are behind, and averages the rest of the weights and buffers."""
+        """Ends a captured step: marks rows that are behind."""
         assert self.current is not None
         self.current.lag.begin()
         self.after_eager = False
-        if self._rank_step.average is not None:
-            self._rank_step.average.end_step(
-                {each.name for each in self.current.source.memory.parameters}
-            )
 
     def settle(self) -> None:
         """Updates rows that no step has read lately."""
@@ -281,19 +297,14 @@ class Captures:
     def call(
         self, graph: ForwardGraph, batch: AnyBatch, tensors: Sequence[Tensor]
     ) -> GraphCall:
-        """Returns a call of a graph; it decides the rows of dynamic ids, and begins those of new ids anew.
+        """Returns a call of a graph.
 
         Raises:
             TensorChangedError: a tensor is not the one of the capture.
             CannotAdopt: a parameter has a hook by now.
         """
         self._checks[graph.number](tensors)
-        rows: list[Tensor] = []
-        if self._rank_step.ids is not None:
-            # A write into a marked table updates the rows first that it writes.
-            with self._tables_marked(is_marked=True):
-                rows = self._rank_step.ids.of_graph(graph, batch, tensors)
-        return GraphCall(graph, batch, tensors, rows)
+        return GraphCall(graph, batch, tensors)
 
     def take_turn(self) -> None:
         """Lets other steps over the same tensors update their rows, and reads how many steps were made."""
@@ -301,7 +312,7 @@ class Captures:
         # While rows are behind, nobody else has read or written these tensors.
         if current is not None and current.lag.active:
             return
-        catch_up(list(self._rank_step.model.parameters()))
+        catch_up(list(self._user_step.model.parameters()))
         if current is None:
             return
         catch_up([each.tensor for each in current.state])
@@ -316,7 +327,7 @@ class Captures:
         with torch.no_grad():
             for update in self._updates.values():
                 for number, parameter, key, tensor in update.state:
-                    if self._rank_step.optimizers[number] is optimizer:
+                    if self._user_step.optimizers[number] is optimizer:
                         # The optimizer goes on with the capture's tensor in place of
                         # the loaded one.
                         state = optimizer.state[parameter]
@@ -329,8 +340,27 @@ class Captures:
         return not any(update.step.shapes for update in self._updates.values())
 
 
+def _more_shapes(captured: Sequence[Shapes], shapes: Shapes) -> str:
+    """Says which tensor of a batch has more shapes than are captured."""
+    last = captured[-1]
+    place = 0
+    while place < min(len(last), len(shapes)) and last[place] == shapes[place]:
+        place += 1
+    if len(last) != len(shapes) or place == len(last):
+        return f"more than {MOST_SHAPES} kinds of batches: give all the same tensors"
+    if last[place].shape == shapes[place].shape:
+        kinds = f"{shapes[place].dtype} here and {last[place].dtype} in another"
+        return f"more than {MOST_SHAPES} kinds of batches: tensor {place} is {kinds}; give one dtype"
+    here = tuple(shapes[place].shape)
+    others = ", ".join(str(tuple(each[place].shape)) for each in captured)
+    return (
+        f"batches of more than {MOST_SHAPES} shapes, others stay eager: tensor {place} is {here} here, {others} in "
+        "captured ones; pad it to a few lengths"
+    )
+
+
 def _check_of(
-    graph: ForwardGraph, parameters: Mapping[str, nn.Parameter], rank_step: RankStep
+    graph: ForwardGraph, parameters: Mapping[str, nn.Parameter], user_step: UserStep
 ) -> _Check:
     """Returns a check for the parameters of the capture: Dynamo does not compare which ones a graph is given."""
     places = [
@@ -344,11 +374,8 @@ def _check_of(
                 raise TensorChangedError(f"'{name}'")
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 raise CannotAdopt(
-                    f"{module_line(rank_step.model, name)} {HOOK_ON_GRADIENT}"
+                    f"{module_line(user_step.model, name)} {HOOK_ON_GRADIENT}"
                 )
-        change = "" if rank_step.average is None else rank_step.average.change()
-        if change:
-            raise TensorChangedError(change)
         for index, (line, value) in graph.masks.items():
             if not torch.equal(tensors[index], value):
                 raise TensorChangedError(f"the mask of {line}")
@@ -369,7 +396,7 @@ def _dense_tables(graphs: Sequence[ForwardGraph], rules: Rules) -> dict[str, str
 
 
 def _updated_parameters(
-    rules: Rules, names: Collection[str], tables: Collection[str], rank_step: RankStep
+    rules: Rules, names: Collection[str], tables: Collection[str], user_step: UserStep
 ) -> tuple[list[UpdatedParameter], list[StateTensor]]:
     """Returns the parameters that a step updates, and the optimizers' state of these.
 
@@ -377,12 +404,11 @@ def _updated_parameters(
         rules: how optimizers move each parameter.
         names: the parameters' names.
         tables: those that are updated row by row.
-        rank_step: the optimizers.
+        user_step: the optimizers.
 
     Raises:
         CannotAdopt: no eager step has made the state of a parameter.
     """
-    average = rank_step.average
     parameters = []
     state = []
     # One for all parameters of a group, which share a rate.
@@ -390,12 +416,12 @@ def _updated_parameters(
     for name, (number, index, parameter, choice) in rules.items():
         if name not in names:
             continue
-        optimizer = rank_step.optimizers[number]
+        optimizer = user_step.optimizers[number]
         values = optimizer.state.get(parameter, {})
         keys = STATES[choice.kind]
         if not values.keys() >= set(keys):
             raise CannotAdopt(
-                f"{module_line(rank_step.model, name)} has not been moved by an eager step yet"
+                f"{module_line(user_step.model, name)} has not been moved by an eager step yet"
             )
         tensors = []
         for key in keys:
@@ -406,9 +432,6 @@ def _updated_parameters(
         if "step" in values:
             state.append(StateTensor(number, parameter, "step", values["step"]))
             steps.append(values["step"].detach())
-        if average is not None:
-            tensors.append(average.of(name).detach())
-            choice = dataclasses.replace(choice, averages=True)
         group = groups.setdefault((number, index), GroupSettings(optimizer, index))
         weight = parameter.detach()
         parameters.append(
@@ -419,12 +442,12 @@ def _updated_parameters(
     return parameters, state
 
 
-def _lag_of(update: CapturedUpdate, rank_step: RankStep) -> Lag:
+def _lag_of(update: CapturedUpdate, user_step: UserStep) -> Lag:
     """Returns the tables that a step updates row by row, with all that is updated as late as they."""
     names = set(update.step.row_tables)
     tables = {
         name: parameter
-        for name, parameter in rank_step.model.named_parameters()
+        for name, parameter in user_step.model.named_parameters()
         if name in names
     }
     table_ids = set(map(id, tables.values()))
@@ -434,9 +457,6 @@ def _lag_of(update: CapturedUpdate, rank_step: RankStep) -> Lag:
         # rows are updated.
         if each.name == "step" or id(each.parameter) in table_ids:
             late.append(each.tensor)
-    if rank_step.average is not None:
-        for name in names:
-            tables[f"average.module.{name}"] = rank_step.average.of(name)
     return Lag(update.source.memory, tables, late)
 
 
@@ -445,18 +465,18 @@ class ForwardTrace:
 
     Args:
         captures: the captured steps.
-        rank_step: the user's loss function and context of the forward.
+        user_step: the user's loss function and context of the forward.
         selects: whether the forward selects by masks.
     """
 
     def __init__(
-        self, captures: Captures, rank_step: RankStep, *, selects: bool
+        self, captures: Captures, user_step: UserStep, *, selects: bool
     ) -> None:
         self._captures = captures
-        self._autocast = rank_step.autocast
+        self._autocast = user_step.autocast
         self._graphs: dict[int, tuple[ForwardGraph, CapturedUpdate]] = {}
         self._traced = traced_forward(
-            rank_step.loss, weakly(self._take_graph), masks=selects
+            user_step.loss, weakly(self._take_graph), masks=selects
         )
 
     def __call__(self, batch: AnyBatch) -> tuple[Tensor, Any]:

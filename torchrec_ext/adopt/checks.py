@@ -382,7 +382,7 @@ class ForwardWatch(TorchFunctionMode):
 
 
 def check_arguments(clip_norm: float, compile_: Compile, **counts: int) -> None:
-    """Checks the arguments of adopt() and adopt_towers() that are no objects of torch.
+    """Checks the arguments of adopt() that are no objects of torch.
 
     Args:
         clip_norm: limit of the gradients' norm.

@@ -18,10 +18,6 @@ class EndOfCaptureError(CannotAdopt):
     """No batch can be captured any more, because the first captured step failed and was taken back."""
 
 
-class EndOfStepError(Exception):
-    """A captured step was aborted on all ranks, or failed here; see ``__cause__``."""
-
-
 class HalfStepError(Exception):
     """A captured step failed half way, so that weights are lost; see ``__cause__``."""
 

@@ -11,36 +11,35 @@ untraceable(): Dynamo's errors in plain words, with the user's line.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import operator
 import re
-import sysconfig
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.overrides import TorchFunctionMode
 
 from torchrec_ext.adopt.checks import device_of, loss_and_output
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.capture.captured import Reader
-from torchrec_ext.capture.errors import CannotCaptureError
+from torchrec_ext.capture.compiled import (
+    SKIPPED,
+    TRACERS,
+    Backend,
+    CompiledCall,
+    real_inputs,
+)
 from torchrec_ext.capture.executors import depends_on_values
 from torchrec_ext.observe.state_copy import random_state
 from torchrec_ext.observe.user_lines import UNKNOWN, first_line, is_users_file
 
 LossFunction = Callable[..., Any]
-Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Sequence[Any]]]
 
 GRAPHS = 16  # states of the user's Python that are traced before those without a graph stay eager
-_NO_LIMIT = 1 << 20  # of Dynamo's own, which logs a page whenever it is met
 _NUMBERS = itertools.count()
 _WRITES = {operator.setitem, operator.iadd, operator.isub, operator.imul}
 _ONE = (
@@ -77,12 +76,6 @@ def the_loss(loss: Tensor) -> Tensor:
 def the_mask(mask: Tensor) -> Tensor:
     """Marks a mask in a graph as constant, because its number of entries is one."""
     return mask.clone()
-
-
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def the_rows(ids: Tensor, path: str, is_training: bool) -> Tensor:
-    """Marks where ids of the embedding at ``path`` become rows, which are decided before the step."""
-    return ids.long().clone()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -137,104 +130,22 @@ def traced_forward(
             value, output = loss_and_output(loss(*batch))
         return the_loss(value), output
 
-    return TracedCall(run, backend)
+    traced = CompiledCall(run, backend, traces_gradients=False)
 
-
-# Modules of torch's whose errors say that a call cannot be traced; Dynamo lets those of
-# sizes through as they are.
-_TRACERS = ("torch._dynamo", "torch._subclasses", "torch.fx.experimental")
-
-
-class TracedCall:
-    """A function that Dynamo traces on its first call and guards on all others.
-
-    Where a graph's guards hold, its code is called at once: torch.compile's own way there takes 40 us longer.
-
-    Args:
-        function: function of positional arguments.
-        backend: takes a graph and examples of its inputs, and returns what is called in place of the graph.
-    """
-
-    def __init__(self, function: Callable[..., Any], backend: Backend) -> None:
-        # Dynamo keeps what it has traced by code object: each caller has one of its
-        # own.
-        code = function.__code__.replace(co_name=f"adopted_{next(_NUMBERS)}")
-        self._function = FunctionType(
-            code, function.__globals__, code.co_name, None, function.__closure__
-        )
-        self._compiled = torch.compile(
-            self._function, backend=backend, fullgraph=True, dynamic=False
-        )
-        cells = zip(code.co_freevars, self._function.__closure__ or (), strict=True)
-        self._closure = {name: cell.cell_contents for name, cell in cells}
-        self._calls: dict[CodeType, Callable[..., Any]] = {}
-        self._set(dont_skip_tracing=False)
-
-    def _set(self, *, dont_skip_tracing: bool) -> None:
-        # Made once: a patch takes 4 us, and to make one 20.
-        self._settings = torch._dynamo.config.patch(
-            skip_nnmodule_hook_guards=False,
-            allow_rnn=True,
-            dont_skip_tracing=dont_skip_tracing,
-            recompile_limit=_NO_LIMIT,
-        )
-        self._skips = not dont_skip_tracing
-
-    def __call__(self, *args: Any) -> Any:
-        """Calls the graph whose guards hold, or has Dynamo trace one.
-
-        Raises:
-            CannotAdopt: the user's code has no graph.
-        """
-        values = self._values(args)
-        for entry in _debug_get_cache_entry_list(self._function.__code__):
-            if entry.guard_manager.check(values):
-                return self._call_of(entry.code)(*args)
+    def call(*batch: Any) -> Any:
         try:
-            # Anomaly detection reads every gradient's values, which a trace does not
-            # have.
-            anomaly = (
-                torch.autograd.set_detect_anomaly(False)
-                if torch.is_anomaly_enabled()
-                else nullcontext()
-            )
-            with self._settings, anomaly, warnings.catch_warnings():
-                # A page about what it cannot trace, which an error says in a line.
-                warnings.filterwarnings("ignore", module=r"torch\._dynamo")
-                return self._compiled(*args)
+            return traced(*batch)
         except Exception as error:
-            if not type(error).__module__.startswith(_TRACERS):
+            if not type(error).__module__.startswith(TRACERS):
                 raise
             inner = getattr(error, "inner_exception", None)
-            if isinstance(inner, CannotCaptureError):
-                raise inner from None
-            # Dynamo leaves out packages as pandas whole, and of these also what it can
-            # trace.
-            skipped = _SKIPPED.search(str(error))
-            if self._skips and skipped and _is_of_a_package(skipped[2]):
-                self._set(dont_skip_tracing=True)
-                return self(*args)
             if inner is not None:
                 raise CannotAdopt(
                     f"{type(inner).__name__}: {first_line(inner)}"
                 ) from error
             raise untraceable(error) from None
 
-    def _values(self, args: tuple[Any, ...]) -> dict[str, Any]:
-        """Returns the function's arguments by name, and what surrounds it, as guards read them."""
-        code = self._function.__code__
-        values = dict(zip(code.co_varnames, args[: code.co_argcount], strict=False))
-        if code.co_flags & inspect.CO_VARARGS:
-            values[code.co_varnames[code.co_argcount]] = args[code.co_argcount :]
-        return values | self._closure
-
-    def _call_of(self, code: CodeType) -> Callable[..., Any]:
-        if code not in self._calls:
-            function = self._function
-            self._calls[code] = FunctionType(
-                code, function.__globals__, code.co_name, None, function.__closure__
-            )
-        return self._calls[code]
+    return call
 
 
 class OneGraphTooMany(CannotAdopt):
@@ -260,17 +171,6 @@ def changed_between_calls() -> str:
         if names:
             what = f"'{''.join(names[-1])}'"
     return f"{line}: {what} changes from step to step; give it to the step as a tensor"
-
-
-_SKIPPED = re.compile(r"the function `(\w+)` in file `([^`]+)`")
-
-
-def _is_of_a_package(file: str) -> bool:
-    """Whether a file is neither torch's nor of Python's own library."""
-    standard = sysconfig.get_paths()["stdlib"]
-    return is_users_file(file) and (
-        "site-packages" in file or not file.startswith(standard)
-    )
 
 
 _VALUES = (
@@ -308,7 +208,7 @@ def untraceable(error: BaseException) -> CannotAdopt:
             f"{line} reads a sparse matrix, not taken by torch.compile; its product is "
             "F.embedding_bag(columns, dense, row_starts, mode='sum', per_sample_weights=values)"
         )
-    skipped = _SKIPPED.search(text)
+    skipped = SKIPPED.search(text)
     if skipped:
         what = f"it leaves out {skipped[1]}()"
     return CannotAdopt(
@@ -373,7 +273,6 @@ class ForwardGraph:
         model: the user's model.
         batch: leaves of the batch that the call was made with.
         trained: the parameters that optimizers move, by name.
-        with_gradient: leaves of the batch, by their index, whose gradients the step needs.
 
     Attributes:
         number: number of the graph.
@@ -382,15 +281,13 @@ class ForwardGraph:
         matrices: the line that reads a looked-up parameter otherwise, by its name.
         penalties: names of the matrices that are only squared, or whose norm is taken, as in an L2 term.
         masks: the inputs of masks that must stay as they are, by their index: the line that selects, and the value.
-        reached: names of the parameters that the loss depends on; of a graph without a loss, its outputs.
-        row_nodes: the nodes at which dynamic ids become rows, in the order of the forward.
-        raw_ids: computes the ids at these nodes from the graph's inputs.
+        reached: names of the parameters that the loss depends on.
         outer: indices of the other inputs.
         of_batch: leaf of the batch by the index of an input.
         outputs: examples of the outputs.
 
     Raises:
-        CannotAdopt: an input is no dense tensor, or needs a gradient that the step does not give.
+        CannotAdopt: an input is no dense tensor, or needs a gradient.
     """
 
     def __init__(
@@ -400,7 +297,6 @@ class ForwardGraph:
         model: nn.Module,
         batch: Sequence[Any],
         trained: Mapping[str, nn.Parameter],
-        with_gradient: Collection[int] = (),
     ) -> None:
         self.number = next(_NUMBERS)
         self._module = module
@@ -424,7 +320,7 @@ class ForwardGraph:
                 continue
             if id(tensor) in leaves:
                 self.of_batch[index] = leaves[id(tensor)]
-            self._check(index, tensor, model, with_gradient)
+            self._check(index, tensor, model)
         self._refuse_constants()
         self._loss = next(iter(self._calls(the_loss)), None)
         self.look_ups: dict[str, list[fx.Node]] = {}
@@ -453,8 +349,6 @@ class ForwardGraph:
             for index, node in enumerate(self._placeholders):
                 if node in before:
                     self.masks[index] = line, real[index].detach().clone()
-        self.row_nodes = self._calls(the_rows)
-        self.raw_ids = self._ids_alone(real) if self.row_nodes else module
         self._id_ranges = self._ids_to_check(real, model)
         self.reached = self._reached(real)
         # A parameter that the loss does not reach is not updated: it is read where it
@@ -473,9 +367,7 @@ class ForwardGraph:
         """Returns the nodes of the graph that call a function."""
         return [node for node in self._module.graph.nodes if node.target is function]
 
-    def _check(
-        self, index: int, tensor: Any, model: nn.Module, with_gradient: Collection[int]
-    ) -> None:
+    def _check(self, index: int, tensor: Any, model: nn.Module) -> None:
         """Refuses an input that is no trained parameter and that a captured step cannot take."""
         device = device_of(model)
         leaf = self.of_batch.get(index)
@@ -487,7 +379,7 @@ class ForwardGraph:
             raise CannotAdopt(
                 f"the step reads a tensor on {tensor.device} of layout {tensor.layout}; give dense ones on {device}"
             )
-        if leaf in with_gradient or not tensor.requires_grad:
+        if not tensor.requires_grad:
             return
         if leaf is not None:
             raise CannotAdopt(
@@ -522,24 +414,9 @@ class ForwardGraph:
             if all(_is_penalty(node, parameter) for node in others):
                 self.penalties.add(name)
 
-    def _ids_alone(self, real: Sequence[Any]) -> fx.GraphModule:
-        """Returns the part of the graph that computes the ids of :attr:`row_nodes`.
-
-        Raises:
-            CannotAdopt: ids depend on weights, on rows or on random numbers, or are written in place.
-        """
-        nodes = set[fx.Node]().union(*map(_ancestors, self.row_nodes))
-        if self._needs_the_step(nodes, real):
-            raise CannotAdopt(
-                f"{_line_of(self.row_nodes[0])}: dynamic ids must come from the batch alone, not from weights, rows, "
-                "random numbers or writes in place; compute them in the Dataset"
-            )
-        return self._part([node.args[0] for node in self.row_nodes])
-
     def _needs_the_step(self, nodes: Collection[fx.Node], real: Sequence[Any]) -> bool:
         """Whether some nodes cannot be computed before the step, once more, with the same result."""
         refused = {self._placeholders[index] for index in self.parameters.values()}
-        refused.update(self.row_nodes)
         for node in nodes:
             # Methods such as add_ write in place; names of placeholders may end like
             # that too.
@@ -646,7 +523,6 @@ class ForwardGraph:
         tensors: Sequence[Any],
         reading: Mapping[str, Reader],
         repeated: Any = None,
-        rows: Sequence[Tensor] = (),
     ) -> tuple[Tensor, list[Any]]:
         """Runs the graph.
 
@@ -654,7 +530,6 @@ class ForwardGraph:
             tensors: inputs of the graph; the weight of a table gives its shape alone.
             reading: the tables by name, through which look-ups read their rows.
             repeated: see :class:`~torchrec_ext.adopt.source.RepeatedRows`; None where no row of the batch repeats.
-            rows: rows of dynamic ids, at :attr:`row_nodes`.
 
         Returns:
             The loss, (), of a graph that has one, and the graph's outputs.
@@ -663,21 +538,10 @@ class ForwardGraph:
         for name, nodes in self.look_ups.items():
             if name in reading:
                 tables |= dict.fromkeys(nodes, name)
-        rows_of_nodes = dict(zip(self.row_nodes, rows, strict=False))
-        runner = _Runner(self._module, tables, reading, repeated, rows_of_nodes)
+        runner = _Runner(self._module, tables, reading, repeated)
         outputs = runner.run(*tensors, enable_io_processing=False)
         loss = outputs[0] if self._loss is None else runner.env[self._loss]
         return loss, list(outputs)
-
-
-def real_inputs(module: fx.GraphModule, examples: Sequence[Tensor]) -> list[Any]:
-    """Returns the user's own tensors behind the inputs of a graph."""
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    inputs = []
-    for node, example in zip(placeholders, examples, strict=True):
-        source = node.meta.get("grapharg")
-        inputs.append(example if source is None else source.example)
-    return inputs
 
 
 def _arguments(
@@ -737,14 +601,12 @@ class _Runner(fx.Interpreter):
         tables: Mapping[fx.Node, str],
         reading: Mapping[str, Reader],
         repeated: Any,
-        rows: Mapping[fx.Node, Tensor],
     ) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.extra_traceback = False  # it would add lines to a message
         self._tables = tables
         self._reading = reading
         self._repeated = repeated
-        self._rows = rows
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs one call of torch, or reads rows of a table.
@@ -758,8 +620,6 @@ class _Runner(fx.Interpreter):
         )
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-        if n in self._rows:
-            return self._rows[n]
         try:
             if n in self._tables:
                 args, kwargs = self.fetch_args_kwargs_from_env(n)

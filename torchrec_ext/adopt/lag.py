@@ -29,7 +29,7 @@ class Lag:
 
     Args:
         memory: the step's memory.
-        tables: parameters that are updated row by row, and averages of these, by name.
+        tables: parameters that are updated row by row, by name.
         others: optimizer state of these, and counts of steps.
 
     Attributes:

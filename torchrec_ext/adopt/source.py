@@ -47,6 +47,24 @@ class GroupSettings(Mapping[str, Any]):
         return len(self._optimizer.param_groups[self._index])
 
 
+class TensorKind(NamedTuple):
+    """Shape and dtype of a tensor of a batch."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+Shapes = tuple[TensorKind, ...]  # of the tensors of a batch
+
+
+def _shapes(leaves: Sequence[Any]) -> Shapes:
+    return tuple(
+        TensorKind(leaf.shape, leaf.dtype)
+        for leaf in leaves
+        if isinstance(leaf, Tensor)
+    )
+
+
 class GivenBatch(NamedTuple):
     """A batch that the user's loop made."""
 
@@ -59,6 +77,10 @@ class GivenBatch(NamedTuple):
     def example(self) -> tuple[Any, ...]:
         """Returns the arguments of the user's function."""
         return self.values
+
+    def shapes(self) -> Shapes:
+        """Returns the shapes of its tensors."""
+        return _shapes(pytree.tree_leaves(self.values))
 
 
 class RowsOnDevice:
@@ -95,6 +117,10 @@ class DrawnBatch(NamedTuple):
         """Returns the tensors of which the batch is made."""
         return [self.indices] if self.draws is None else [self.indices, self.draws]
 
+    def shapes(self) -> Shapes:
+        """Returns the shapes of the tensors of which it is made."""
+        return _shapes(self.parts())
+
     def args(self) -> tuple[Any, ...]:
         """Returns the arguments of the user's function."""
         device = self.resident.tensors[0].device
@@ -116,28 +142,15 @@ AnyBatch = GivenBatch | DrawnBatch
 
 
 class GraphCall(NamedTuple):
-    """One call of a graph: the batch, what Dynamo found for the graph's inputs, and the rows of dynamic ids."""
+    """One call of a graph: the batch, and what Dynamo found for the graph's inputs."""
 
     graph: ForwardGraph
     batch: AnyBatch
     tensors: Sequence[Tensor]
-    rows: Sequence[Tensor] = ()
 
     def outer(self) -> list[Tensor]:
         """Returns all inputs except the batch's and updated parameters."""
         return [self.tensors[index].detach() for index in self.graph.outer]
-
-
-def graph_inputs(
-    graph: ForwardGraph, batch: AnyBatch, tensors: Sequence[Tensor]
-) -> list[Tensor]:
-    """Returns the inputs of a graph; Dynamo found those of some batch if this one is made inside the step."""
-    inputs = list(tensors)
-    if isinstance(batch, DrawnBatch):
-        leaves = pytree.tree_leaves(batch.args())
-        for index, leaf in graph.of_batch.items():
-            inputs[index] = leaves[leaf]
-    return inputs
 
 
 class _Key(NamedTuple):
@@ -153,12 +166,11 @@ class _Key(NamedTuple):
 
 
 class _Values(NamedTuple):
-    """The inputs of a graph by their index, how often ids among them repeat each value, and rows of dynamic ids."""
+    """The inputs of a graph by their index, and how often ids among them repeat each value."""
 
     graph: ForwardGraph
     tensors: dict[int, Tensor]
     repeated: RepeatedRows
-    rows: Sequence[Tensor]
 
 
 class AdoptedSource(StepSource):
@@ -180,7 +192,7 @@ class AdoptedSource(StepSource):
         """Returns the tensors of a call."""
         if isinstance(item, StepInputs):
             return item
-        graph, batch, tensors, rows = item
+        graph, batch, tensors = item
         outer = graph.outer
         of_batch = graph.of_batch
         drawn_batch = None
@@ -195,9 +207,8 @@ class AdoptedSource(StepSource):
             shapes = tuple(tuple(tensor.shape) for tensor in parts)
         else:
             parts = [tensors[index].detach() for index in of_batch]
-        # Dynamic ids are looked up before the step, which takes their rows.
-        step_tensors = [*parts, *rows]
-        width = len(step_tensors)
+        step_tensors = list(parts)
+        width = len(parts)
         outer_tensors = item.outer()
         on_gpu = self.memory.device.type == "cuda"
         if on_gpu:
@@ -213,18 +224,17 @@ class AdoptedSource(StepSource):
 
         def make(resident: Sequence[Tensor], tensors: Sequence[Tensor]) -> _Values:
             outer_values = resident[: len(outer)] if on_gpu else tensors[width:]
-            step_rows = tensors[len(parts) : width]
             inputs = dict(zip(outer, outer_values, strict=True))
             if drawn_batch is None:
                 inputs |= dict(zip(of_batch, tensors, strict=False))
-                return _Values(graph, inputs, RepeatedRows((), {}), step_rows)
+                return _Values(graph, inputs, RepeatedRows((), {}))
             # On a GPU the columns stand behind the outer tensors.
             columns_now = resident[len(resident) - len(columns) :]
             args = drawn_batch.resident.assemble(columns_now, tensors[: len(parts)])
             leaves = pytree.tree_leaves(args)
             repeats = _repeats(drawn_batch.resident.rows, leaves, len(parts[0]))
             inputs |= {index: leaves[leaf] for index, leaf in of_batch.items()}
-            return _Values(graph, inputs, RepeatedRows(args, repeats), step_rows)
+            return _Values(graph, inputs, RepeatedRows(args, repeats))
 
         count = len(parts[0]) if parts and parts[0].dim() else 0
         return StepInputs(key, key, count, step_tensors, make, resident)
@@ -252,7 +262,7 @@ class AdoptedSource(StepSource):
         }
         in_order = [inputs[index] for index in range(len(inputs))]
         with values.repeated:
-            return graph.run(in_order, self.reading, values.repeated, values.rows)
+            return graph.run(in_order, self.reading, values.repeated)
 
     def look_ups(self, inputs: StepInputs) -> dict[str, int]:
         """Counts the rows that a step reads of each table, without values."""

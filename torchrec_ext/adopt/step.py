@@ -14,19 +14,22 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
-from torchrec_ext.adopt.average import StepAverage
-from torchrec_ext.adopt.captures import Captures, ForwardTrace, Trace, TraceFactory
+from torchrec_ext.adopt.captures import (
+    Captures,
+    ForwardTrace,
+    TooManyShapesError,
+    Trace,
+    TraceFactory,
+)
 from torchrec_ext.adopt.checks import Changes, ForwardWatch, check_arguments
 from torchrec_ext.adopt.errors import (
     BadIdError,
@@ -36,17 +39,15 @@ from torchrec_ext.adopt.errors import (
     TensorChangedError,
 )
 from torchrec_ext.adopt.graph import GRAPHS, LossFunction, OneGraphTooMany
-from torchrec_ext.adopt.ids import StepIds
 from torchrec_ext.adopt.lag import catch_up
 from torchrec_ext.adopt.rows.rows import Rows
 from torchrec_ext.adopt.source import AnyBatch, DrawnBatch, GivenBatch, RowsOnDevice
-from torchrec_ext.adopt.user_step import RankStep, UserStep
+from torchrec_ext.adopt.user_step import UserStep
 from torchrec_ext.adopt.verify import StepComparison, Verification
 from torchrec_ext.capture.captured import RareShapeError
 from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.executors import engine_for
 from torchrec_ext.capture.policy import PATIENCE, CapturePolicy, Compile, two_digits
-from torchrec_ext.ids import Dynamic, DynamicEmbeddings
 from torchrec_ext.observe.user_lines import first_line, module_line
 
 # Seconds that a capture took here: so much, and so much more for each torch call of the
@@ -70,8 +71,6 @@ def adopt(
     rows: Rows | None = None,
     clip_norm: float = 0.0,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    average: AveragedModel | None = None,
-    ids: Mapping[str, Dynamic] | DynamicEmbeddings | None = None,
     compile: Compile = "auto",  # noqa: A002
     verify: int = 3,
     patience: int = PATIENCE,
@@ -85,10 +84,6 @@ def adopt(
         rows: the :class:`Rows` whose batches :meth:`AdoptedStep.epoch` trains on, made inside the step.
         clip_norm: limit of the gradients' norm, as of ``torch.nn.utils.clip_grad_norm_``; 0 for none.
         autocast: makes the context of the forward, such as ``lambda: torch.autocast("cpu", torch.bfloat16)``.
-        average: the user's average of the weights, exponential or equal, which each step updates: its
-            ``update_parameters`` must not be called besides.
-        ids: settings by path of embeddings that take any 64-bit ids, or a :class:`DynamicEmbeddings` of the model; save
-            ``step.ids`` beside the model.
         compile: ``auto`` captures once eager steps have taken as long as a capture does, and says why where it cannot;
             ``require`` captures the third step, or raises; ``off`` leaves all steps eager.
         verify: number of captured steps that are compared with the eager ones on the same batch and weights.
@@ -135,11 +130,7 @@ def adopt(
                 f"clip_norm={clip_norm:g}: the gradient of {module_line(model, path)} is sparse, and "
                 "torch.nn.utils.clip_grad_norm_ limits dense ones alone; make the table with sparse=False"
             )
-    step_average = None if average is None else StepAverage(average, model)
-    step_ids = None if ids is None else _step_ids(ids, model, optimizers, average)
-    user_step = UserStep(
-        model, optimizers, loss, autocast, float(clip_norm), step_average, step_ids
-    )
+    user_step = UserStep(model, optimizers, loss, autocast, float(clip_norm))
 
     def trace(captures: Captures, selects: bool) -> ForwardTrace:
         return ForwardTrace(captures, user_step, selects=selects)
@@ -147,29 +138,6 @@ def adopt(
     return AdoptedStep(
         user_step, trace, rows=rows, compile_=compile, verify=verify, patience=patience
     )
-
-
-def _step_ids(
-    ids: Mapping[str, Dynamic] | DynamicEmbeddings,
-    model: nn.Module,
-    optimizers: list[Optimizer],
-    average: AveragedModel | None,
-) -> StepIds:
-    if average is not None:
-        raise CannotAdopt(
-            "ids= with average=: the average of a row would go on from that of an evicted id; leave average out"
-        )
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise CannotAdopt(
-            "ids= on several ranks: local SGD would average rows of ids that begin anew; train on one process, or with "
-            "DynamicIdLoader and hybrid_parallel"
-        )
-    embeddings = (
-        ids
-        if isinstance(ids, DynamicEmbeddings)
-        else DynamicEmbeddings(model, optimizers, ids)
-    )
-    return StepIds(embeddings)
 
 
 class AdoptedStep:
@@ -180,13 +148,12 @@ class AdoptedStep:
 
     Attributes:
         optimizers: the user's optimizers.
-        ids: the embeddings with dynamic ids, whose state belongs into a checkpoint; None without.
         after_step: functions called after each step, such as those of :class:`~torchrec_ext.distributed.LocalSGD`.
     """
 
     def __init__(
         self,
-        rank_step: RankStep,
+        user_step: UserStep,
         make_trace: TraceFactory,
         *,
         rows: Rows | None,
@@ -194,21 +161,18 @@ class AdoptedStep:
         verify: int,
         patience: int,
     ) -> None:
-        self._rank_step = rank_step
+        self._user_step = user_step
         self._make_trace = make_trace
-        self.optimizers = tuple(rank_step.optimizers)
-        self.ids = None if rank_step.ids is None else rank_step.ids.embeddings
+        self.optimizers = tuple(user_step.optimizers)
         self.after_step: list[Callable[[], None]] = []
-        if rank_step.ids is not None:
-            self.after_step.append(rank_step.ids.end_step)
-        self._policy = CapturePolicy(compile_, rank_step.note, patience=patience)
+        self._policy = CapturePolicy(compile_, user_step.note, patience=patience)
         if compile_ == "off":
             self._policy.reason = "compile='off'"
         self._verify = verify
         self._restarts = 0
         self._broken = ""
         # Another step over the same model may have left rows behind.
-        catch_up(list(rank_step.model.parameters()))
+        catch_up(list(user_step.model.parameters()))
         self._rows = rows
         self._resident: RowsOnDevice | None = None
         self._begin()
@@ -235,17 +199,17 @@ class AdoptedStep:
 
     def _begin(self) -> None:
         self._policy.restart()
-        self._verification = Verification(self._rank_step, self._policy, self._verify)
+        self._verification = Verification(self._user_step, self._policy, self._verify)
         self._captures = Captures(
-            self._rank_step, self._verification, self._policy.patience
+            self._user_step, self._verification, self._policy.patience
         )
-        self._watch = StepWatch(self._rank_step, self._captures, self._policy)
+        self._watch = StepWatch(self._user_step, self._captures, self._policy)
         self._trace: Trace | None = None
         self._too_many = 0
 
     def _check(self) -> None:
         try:
-            self._rank_step.check()
+            self._user_step.check()
         except CannotCaptureError as error:
             self._stay_eager(error)
 
@@ -275,14 +239,14 @@ class AdoptedStep:
                 "epoch() has no rows; give adopt(..., rows=Rows(columns, batch_size))"
             )
         if self._resident is None or self._resident.rows is not rows:
-            self._resident = RowsOnDevice(rows, self._rank_step.device)
+            self._resident = RowsOnDevice(rows, self._user_step.device)
         for step in rows.steps():
             yield self._train(DrawnBatch(self._resident, step.indices, step.draws))[0]
 
     def _train(self, batch: AnyBatch) -> tuple[Tensor, Any]:
         if self._broken:
             raise RuntimeError(self._broken)
-        self._rank_step.begin_step()
+        self._user_step.begin_step()
         result = self._any_step(batch)
         self._verification.end_step()
         for call in self.after_step:
@@ -295,11 +259,11 @@ class AdoptedStep:
             not self._policy.reason
             and self._trace is None
             and len(self._policy.eager_seconds) >= 2
-            and self._rank_step.captures_now(is_due=self.capture_is_due)
+            and self.capture_is_due
         ):
             self._begin_capture()
         if self._policy.reason:
-            return self._rank_step.eager(batch)
+            return self._user_step.eager(batch)
         if self._trace is not None:
             return self._captured(self._trace, batch)
         result = self._watch.step(batch)
@@ -318,7 +282,7 @@ class AdoptedStep:
     def settled(self) -> Iterator[nn.Module]:
         """Gives the model with all rows updated, for an evaluation or for saving."""
         self.settle()
-        yield self._rank_step.model
+        yield self._user_step.model
 
     def describe(self) -> str:
         """Describes whether steps are eager or captured and why, and how each table is updated."""
@@ -326,10 +290,18 @@ class AdoptedStep:
         if self._policy.reason:
             return f"eager: {self._policy.reason}"
         if current is None:
-            steps = self._rank_step.number
+            steps = self._user_step.number
             plural = "" if steps == 1 else "s"
             return f"eager so far ({steps} step{plural})"
-        return current.describe(self._policy.since)
+        return "; ".join(
+            filter(
+                None,
+                (
+                    current.describe(self._policy.since),
+                    self._captures.too_many_shapes,
+                ),
+            )
+        )
 
     def figures(self) -> dict[str, float]:
         """Returns ``eager_s`` and ``captured_s``, medians of a step, and ``capture_s``, of all captures, in seconds.
@@ -346,16 +318,16 @@ class AdoptedStep:
     def _begin_capture(self) -> None:
         """Begins to make captured steps, or leaves all steps eager if there are none."""
         try:
-            _, progress = engine_for(self._rank_step.device)
+            _, progress = engine_for(self._user_step.device)
             self._changes = Changes(self.optimizers)
-            self._rank_step.say(f"{progress} ...")
+            self._user_step.say(f"{progress} ...")
             if torch.is_anomaly_enabled():
                 self._policy.note(_ANOMALY)
             self._captures.draws_random = self._watch.draws_random
             self._trace = self._make_trace(self._captures, self._watch.selects)
         except CannotCaptureError as error:
             self._stay_eager(error)
-        self._policy.since = self._rank_step.number
+        self._policy.since = self._user_step.number
 
     def _captured(self, trace: Trace, batch: AnyBatch) -> tuple[Tensor, Any]:
         """Makes a captured step, or the eager one if there is none for this batch."""
@@ -372,6 +344,7 @@ class AdoptedStep:
         instead: Callable[[], tuple[Tensor, Any]]
         try:
             self._captures.take_turn()
+            self._captures.check_shapes(batch)
             start = self._watch.now()
             loss, output = trace(batch)
         except StepComparison as captured:
@@ -396,7 +369,7 @@ class AdoptedStep:
     ) -> tuple[Tensor, Any]:
         self._captures.end_step()
         self._too_many = 0
-        self._rank_step.look(loss, has_updated=True)
+        self._user_step.look(loss, has_updated=True)
         self._watch.end_step(start)
         if self._watch.problem:
             self._stay_eager(CannotAdopt(self._watch.problem))
@@ -407,7 +380,7 @@ class AdoptedStep:
 
     def _refuse_ids(self, problem: str, batch: AnyBatch) -> NoReturn:
         """Raises the user's own error of an id outside of its table, with the table and the id as its cause."""
-        error = self._rank_step.forward_error(batch)
+        error = self._user_step.forward_error(batch)
         if error is None:
             raise IndexError(problem)
         raise error from IndexError(problem)
@@ -431,15 +404,15 @@ class AdoptedStep:
         self._restarts += 1
         if is_last or self._restarts > RESTARTS:
             self._stay_eager(
-                CannotAdopt(f"{changed} has changed at step {self._rank_step.number:,}")
+                CannotAdopt(f"{changed} has changed at step {self._user_step.number:,}")
             )
-            return self._rank_step.eager(batch)
-        self._rank_step.say(
+            return self._user_step.eager(batch)
+        self._user_step.say(
             f"{changed} has changed: eager steps again, until a capture pays"
         )
         self._begin()
         self._check()
-        result = self._rank_step.eager(batch)
+        result = self._user_step.eager(batch)
         # It stands for the first step of the watch, so that the next one is observed.
         self._policy.eager_seconds.append(0.0)
         return result
@@ -450,6 +423,9 @@ class AdoptedStep:
         """Makes the eager step on a batch for which there is no captured one."""
         self.settle()
         is_rare = isinstance(error, RareShapeError)
+        if isinstance(error, TooManyShapesError):
+            self._policy.note(str(error))
+            is_rare = self._policy.compile != "require"
         # Before the first capture an error is of the step, and later of one kind of
         # batch.
         self._too_many += isinstance(error, OneGraphTooMany)
@@ -461,7 +437,7 @@ class AdoptedStep:
             self._stay_eager(error)
         elif not is_rare:
             self._policy.note(f"batches of one kind stay eager: {error}")
-        result = self._rank_step.eager(batch)
+        result = self._user_step.eager(batch)
         self._captures.after_eager = True
         return result
 
@@ -469,10 +445,10 @@ class AdoptedStep:
         """Returns the error of a captured step that failed half way; no step follows it."""
         assert isinstance(error, Exception)
         self._broken = (
-            f"the captured step {self._rank_step.number:,} has failed half way ({first_line(error)}): load the last "
+            f"the captured step {self._user_step.number:,} has failed half way ({first_line(error)}): load the last "
             "checkpoint of the model and of the optimizer, and call adopt() again"
         )
-        return self._rank_step.forward_error(batch) or RuntimeError(self._broken)
+        return self._user_step.forward_error(batch) or RuntimeError(self._broken)
 
     def _take_over(self, optimizer: Optimizer) -> None:
         """Copies a loaded state into the memory of the captured steps."""
@@ -500,7 +476,7 @@ class StepWatch:
     """Times steps: makes the eager ones before a capture and observes one of them, then says what the capture gained.
 
     Args:
-        rank_step: the eager step.
+        user_step: the eager step.
         captures: the captured steps.
         policy: receives the times.
 
@@ -512,12 +488,12 @@ class StepWatch:
     """
 
     def __init__(
-        self, rank_step: RankStep, captures: Captures, policy: CapturePolicy
+        self, user_step: UserStep, captures: Captures, policy: CapturePolicy
     ) -> None:
-        self._rank_step = rank_step
+        self._user_step = user_step
         self._captures = captures
         self._policy = policy
-        self._capture_s = _capture_seconds(rank_step.device)
+        self._capture_s = _capture_seconds(user_step.device)
         self.selects = False
         self.draws_random = False
         self.problem = ""
@@ -534,23 +510,23 @@ class StepWatch:
     def step(self, batch: AnyBatch) -> tuple[Tensor, Any]:
         """Makes an eager step; the second one is observed, because the first makes the optimizers' state."""
         policy = self._policy
-        rank_step = self._rank_step
+        user_step = self._user_step
         if len(policy.eager_seconds) == 1:
             return self._observed(batch)
-        start = rank_step.now()
-        result = rank_step.eager(batch)
-        policy.eager_seconds.append(rank_step.now() - start)
+        start = user_step.now()
+        result = user_step.eager(batch)
+        policy.eager_seconds.append(user_step.now() - start)
         # A run may end before the capture, so it says when that will be.
         if (
             policy.compile == "auto"
             and len(policy.eager_seconds) == policy.steps_to_watch
         ):
             first = two_digits(
-                rank_step.number
+                user_step.number
                 - policy.steps_to_watch
                 + self._capture_s / policy.eager_s
             )
-            rank_step.say(
+            user_step.say(
                 f"eager steps take {1e3 * policy.eager_s:.3g} ms, optimizer included; graph capture (about "
                 f"{self._capture_s:.0f} s) starts near step {first:,}. compile='require' captures at step 3, "
                 "compile='off' never"
@@ -559,15 +535,12 @@ class StepWatch:
 
     def _observed(self, batch: AnyBatch) -> tuple[Tensor, Any]:
         args = batch.args()
-        ids = self._rank_step.ids
-        watch = ForwardWatch(
-            self._rank_step.model, args, () if ids is None else ids.weights
-        )
-        result = self._rank_step.eager(GivenBatch(args), watch)
+        watch = ForwardWatch(self._user_step.model, args)
+        result = self._user_step.eager(GivenBatch(args), watch)
         seconds = self._policy.eager_seconds
         # The watch takes time, so this step is not timed.
         seconds.append(seconds[-1])
-        self._capture_s = _capture_seconds(self._rank_step.device, watch.calls)
+        self._capture_s = _capture_seconds(self._user_step.device, watch.calls)
         self.selects = watch.selects
         self.draws_random = watch.random
         self.problem = watch.problem
@@ -577,7 +550,7 @@ class StepWatch:
         """Returns the time in seconds; once the times are reported, no step waits for a GPU to be timed."""
         if self._policy.is_reported:
             return time.perf_counter()
-        return self._rank_step.now()
+        return self._user_step.now()
 
     def end_step(self, start: float) -> None:
         """Ends a captured step that began at ``start``."""
@@ -587,19 +560,19 @@ class StepWatch:
             policy.captured_seconds.append(seconds)
             if policy.can_compare:
                 self._report()
-        elif not self._rank_step.number % _PACE:
+        elif not self._user_step.number % _PACE:
             policy.note_pace(seconds)
             self._check_readers()
 
     def _report(self) -> None:
         policy = self._policy
         policy.is_reported = True
-        hint = _thread_hint(policy.captured_s, self._rank_step.device)
+        hint = _thread_hint(policy.captured_s, self._user_step.device)
         if policy.is_slower:
             times = f"{1e3 * policy.captured_s:.3g} ms, and an eager one {1e3 * policy.eager_s:.3g} ms"
             self.problem = f"a captured step takes {times}{hint}"
         else:
-            self._rank_step.say(_gain(policy, self._captures.seconds) + hint)
+            self._user_step.say(_gain(policy, self._captures.seconds) + hint)
 
     def _check_readers(self) -> None:
         """Compares the cost of readers with tables moved whole, and with eager steps."""
@@ -622,8 +595,8 @@ class StepWatch:
         )
         if is_often:
             reason = f"all of it is read after each step, {cause}"
-            self._rank_step.dense_tables |= dict.fromkeys(tables, reason)
-            self._rank_step.say(
+            self._user_step.dense_tables |= dict.fromkeys(tables, reason)
+            self._user_step.say(
                 f"{text}; tables are moved whole from the next capture on"
             )
             self.is_read_often = True
@@ -642,7 +615,7 @@ class StepWatch:
         if policy.eager_seconds:
             figures["eager_s"] = policy.eager_s
         if policy.captured_seconds:
-            steps = max(self._rank_step.number - policy.since, 1)
+            steps = max(self._user_step.number - policy.since, 1)
             settling_s = captures.settling_seconds() / steps
             figures["captured_s"] = policy.captured_s + settling_s
         return figures

@@ -31,7 +31,6 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.towers.subnetworks import changed_attribute, python_attributes
 from torchrec_ext.distributed.tables import GivenRows
 from torchrec_ext.observe.user_lines import raising_line, user_line
 
@@ -338,7 +337,7 @@ def _trace(model: nn.Module) -> fx.Graph:
                 f"forward's argument '{name}' has the default {parameter.default!r}, and torch.fx would follow only "
                 "what forward does with it, or without: make it an argument without a default"
             )
-    before = python_attributes(model)
+    before = _python_attributes(model)
     modes = [(m, m.training) for m in model.modules()]
     graphs = []
     # A graph has no branches: both modes must make the same one.
@@ -355,7 +354,7 @@ def _trace(model: nn.Module) -> fx.Graph:
         # Not by train(): modules of one model may be in different modes.
         for module, training in modes:
             module.training = training
-    changed = changed_attribute(before, python_attributes(model))
+    changed = _changed_attribute(before, _python_attributes(model))
     if changed is not None:
         raise CannotAdopt(
             f"forward sets the attribute '{changed}', which torch.fx would fix: make it a buffer"
@@ -473,3 +472,44 @@ def _hoist(
         if node not in copies:
             copy(node)
     return hoisted
+
+
+def _python_attributes(model: nn.Module) -> dict[str, Any]:
+    """Returns the attributes of a model's modules that are neither parameters nor buffers, by path.
+
+    :func:`_changed_attribute` compares them to refuse a forward by name. StateCopy puts attributes back without names.
+    """
+    module_attributes = {*vars(nn.Module()), "forward"}
+    attributes: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in module_attributes:
+                continue
+            # A container that grows is seen by its length: its entries are not copied.
+            is_container = isinstance(value, list | dict | set)
+            attributes[f"{path}.{name}".lstrip(".")] = (
+                (value, len(value)) if is_container else value
+            )
+    return attributes
+
+
+def _changed_attribute(
+    before: Mapping[str, Any], after: Mapping[str, Any]
+) -> str | None:
+    """Returns the path of a changed attribute, such as ``user.calls``; None if there is none."""
+    for name in {**before, **after}:
+        if not _same(before.get(name), after.get(name)):
+            return name
+    return None
+
+
+def _same(before: Any, after: Any) -> bool:
+    if (
+        isinstance(before, tuple)
+        and isinstance(after, tuple)
+        and len(before) == len(after)
+    ):
+        return all(_same(*pair) for pair in zip(before, after, strict=True))
+    if isinstance(before, int | float | str | bytes) and type(before) is type(after):
+        return bool(before == after)
+    return before is after

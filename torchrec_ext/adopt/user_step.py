@@ -1,13 +1,9 @@
-"""UserStep: a training step by the user's own code, on one process.
-
-RankStep: the parts of a step that are other ones if each rank runs its own towers.
-"""
+"""UserStep: a training step by the user's own code."""
 
 from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from torchrec_ext.adopt.average import StepAverage
 from torchrec_ext.adopt.checks import (
     ForwardWatch,
     check_model,
@@ -29,7 +24,6 @@ from torchrec_ext.adopt.checks import (
 )
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.graph import LossFunction
-from torchrec_ext.adopt.ids import StepIds
 from torchrec_ext.adopt.source import AdoptedSource, AnyBatch
 from torchrec_ext.capture.executors import StepEngine, engine_for
 from torchrec_ext.capture.memory import StepMemory
@@ -37,120 +31,7 @@ from torchrec_ext.capture.policy import TrainingDivergedError
 from torchrec_ext.observe.host_copy import HostCopy
 
 
-class RankStep(ABC):
-    """This rank's part of a training step: its eager code, and the parts of its captured form.
-
-    Args:
-        model: the user's model.
-        optimizers: the user's optimizers.
-        loss: the user's function from a batch to the loss.
-        autocast: makes the context of the forward.
-
-    Attributes:
-        device: device of the model.
-        number: number of the current step, from 1.
-        dense_tables: tables to update as dense layers, each with the reason.
-        clips_tables: whether the limit on the norm counts tables, so that none is updated row by row.
-        average: the average of the weights that each step updates, or None.
-        ids: the dynamic ids of embeddings, or None.
-    """
-
-    number = 0
-    clips_tables = False
-    average: StepAverage | None = None
-    ids: StepIds | None = None
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        loss: LossFunction,
-        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
-        self.model = model
-        self.optimizers = list(optimizers)
-        self.loss = loss
-        self.autocast = autocast
-        # check() refuses a model on several devices.
-        self.device = device_of(model)
-        self.dense_tables: dict[str, str] = {}
-
-    def begin_step(self) -> None:
-        """Counts a step, which may make its forward more than once."""
-        self.number += 1
-        if self.ids is not None:
-            self.ids.begin_step()
-
-    def check(self) -> None:
-        """Raises CannotCaptureError if the step has no captured form, as far as that is known before a step."""
-        check_model(self.model)
-        update_rules(self.model, self.optimizers)
-        engine_for(self.device)
-
-    @abstractmethod
-    def eager(
-        self, batch: AnyBatch, watch: ForwardWatch | None = None
-    ) -> tuple[Tensor, Any]:
-        """Makes the step by the user's own code; ``watch`` surrounds its forward."""
-
-    @abstractmethod
-    def repeated(self, batch: AnyBatch) -> tuple[tuple[Tensor, Any], str]:
-        """Makes the eager step in place of a captured one; also names a difference between them that it saw."""
-
-    @abstractmethod
-    def look(self, loss: Tensor, *, has_updated: bool) -> None:
-        """Raises if a loss is not finite; ``has_updated`` says whether the step has updated weights."""
-
-    @abstractmethod
-    def captures_now(self, *, is_due: bool) -> bool:
-        """Whether this step is the first captured one; ``is_due`` says whether it pays on this rank."""
-
-    @abstractmethod
-    def source(self, memory: StepMemory) -> AdoptedSource:
-        """Returns the model for captured steps on a memory."""
-
-    @abstractmethod
-    def engine(self, source: AdoptedSource) -> StepEngine:
-        """Returns the executor of captured steps."""
-
-    @abstractmethod
-    def say(self, text: str) -> None:
-        """Prints a line for the user."""
-
-    @abstractmethod
-    def note(self, text: str) -> None:
-        """Prints a line about a batch or a step that stays eager."""
-
-    def forward_error(self, batch: AnyBatch) -> Exception | None:
-        """Returns the error of the user's own forward on a batch: it says more than that of a captured step."""
-        # The rows of this step's ids are decided already.
-        if self.ids is not None:
-            self.ids.repeat()
-        try:
-            with torch.no_grad():
-                self.loss(*batch.args())
-        except Exception as error:
-            return error
-        return None
-
-    def now(self) -> float:
-        """Returns the time in seconds, after all work on the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-    def autocast_dtype(self) -> torch.dtype | None:
-        """Returns the dtype of the forward under autocast, or None without autocast."""
-        kind = self.device.type
-        with self.autocast():
-            return (
-                torch.get_autocast_dtype(kind)
-                if torch.is_autocast_enabled(kind)
-                else None
-            )
-
-
-class UserStep(RankStep):
+class UserStep:
     """The whole step on one process: zero_grad, loss, backward, the limit on the norm, and the optimizers' steps.
 
     Args:
@@ -159,8 +40,11 @@ class UserStep(RankStep):
         loss: the user's function from a batch to the loss.
         autocast: makes the context of the forward.
         clip_norm: limit of the gradients' norm; 0 for none.
-        average: the average of the weights, or None.
-        ids: the dynamic ids, or None.
+
+    Attributes:
+        device: device of the model.
+        number: number of the current step, from 1.
+        dense_tables: tables to update as dense layers, each with the reason.
     """
 
     def __init__(
@@ -168,33 +52,38 @@ class UserStep(RankStep):
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         loss: LossFunction,
-        autocast: Callable[[], AbstractContextManager[Any]],
-        clip_norm: float,
-        average: StepAverage | None,
-        ids: StepIds | None,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        clip_norm: float = 0.0,
     ) -> None:
-        super().__init__(model, optimizers, loss, autocast)
-        self._clip_norm = clip_norm
-        self.average = average
-        self.ids = ids
+        self.model = model
+        self.optimizers = list(optimizers)
+        self.loss = loss
+        self.autocast = autocast
+        self.clip_norm = clip_norm
+        # check() refuses a model on several devices.
+        self.device = device_of(model)
+        self.number = 0
+        self.dense_tables: dict[str, str] = {}
         self._pending: HostCopy | None = None  # loss of the step before, of a GPU
 
+    def begin_step(self) -> None:
+        """Counts a step, which may make its forward more than once."""
+        self.number += 1
+
     def check(self) -> None:
-        """Raises CannotCaptureError if the step has no captured form, such as one in float16."""
-        super().check()
+        """Raises CannotCaptureError if the step has no captured form, as far as that is known before a step."""
+        check_model(self.model)
+        update_rules(self.model, self.optimizers)
+        engine_for(self.device)
         if self.autocast_dtype() == torch.float16:
             raise CannotAdopt(
                 "autocast computes in float16, whose gradients need a GradScaler; take torch.bfloat16, which needs none"
             )
-        if self.average is not None:
-            self.average.check()
 
     def eager(
         self, batch: AnyBatch, watch: ForwardWatch | None = None
     ) -> tuple[Tensor, Any]:
         """Makes the user's own step; ``watch`` surrounds its forward."""
-        if self.ids is not None:
-            self.ids.repeat()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         with watch or nullcontext(), self.autocast():
@@ -207,19 +96,12 @@ class UserStep(RankStep):
         # finite.
         self.look(loss, has_updated=False)
         loss.backward()  # type: ignore[no-untyped-call]
-        if self._clip_norm:
+        if self.clip_norm:
             parameters = optimized_parameters(self.optimizers)
-            nn.utils.clip_grad_norm_(parameters, self._clip_norm)
+            nn.utils.clip_grad_norm_(parameters, self.clip_norm)
         for optimizer in self.optimizers:
             optimizer.step()
-        # After the optimizers, as a user's loop calls update_parameters().
-        if self.average is not None:
-            self.average.update()
         return loss.detach(), pytree.tree_map_only(Tensor, Tensor.detach, output)
-
-    def repeated(self, batch: AnyBatch) -> tuple[tuple[Tensor, Any], str]:
-        """Makes the eager step in place of a captured one."""
-        return self.eager(batch), ""
 
     def look(self, loss: Tensor, *, has_updated: bool) -> None:
         """Raises if the loss is not finite; on a GPU checks the previous step's loss to avoid a sync."""
@@ -248,13 +130,9 @@ class UserStep(RankStep):
             step,
         )
 
-    def captures_now(self, *, is_due: bool) -> bool:
-        """Whether a capture pays."""
-        return is_due
-
     def source(self, memory: StepMemory) -> AdoptedSource:
         """Returns the user's model for captured steps."""
-        return AdoptedSource(self.model, memory, self._clip_norm)
+        return AdoptedSource(self.model, memory, self.clip_norm)
 
     def engine(self, source: AdoptedSource) -> StepEngine:
         """Returns the device's executor."""
@@ -270,3 +148,28 @@ class UserStep(RankStep):
     def note(self, text: str) -> None:
         """Prints a line on rank 0."""
         self.say(text)
+
+    def forward_error(self, batch: AnyBatch) -> Exception | None:
+        """Returns the error of the user's own forward on a batch: it says more than that of a captured step."""
+        try:
+            with torch.no_grad():
+                self.loss(*batch.args())
+        except Exception as error:
+            return error
+        return None
+
+    def now(self) -> float:
+        """Returns the time in seconds, after all work on the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def autocast_dtype(self) -> torch.dtype | None:
+        """Returns the dtype of the forward under autocast, or None without autocast."""
+        kind = self.device.type
+        with self.autocast():
+            return (
+                torch.get_autocast_dtype(kind)
+                if torch.is_autocast_enabled(kind)
+                else None
+            )

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.adopt.checks import STATES, tensor_leaves, update_rules
-from torchrec_ext.adopt.source import AnyBatch, CapturedUpdate, GraphCall
-from torchrec_ext.adopt.user_step import RankStep
+from torchrec_ext.adopt.source import AnyBatch, CapturedUpdate
+from torchrec_ext.adopt.user_step import UserStep
 from torchrec_ext.capture.memory import StepMemory, UpdatedParameter
 from torchrec_ext.capture.policy import CapturePolicy
 from torchrec_ext.observe.state_copy import random_state, set_random_state
@@ -30,13 +30,13 @@ class Verification:
     """Compares some captured steps with eager ones on the same batch and weights.
 
     Args:
-        rank_step: the eager step.
+        user_step: the eager step.
         policy: receives the times of eager steps if no others are known.
         steps: number of captured steps to compare after the first capture.
     """
 
-    def __init__(self, rank_step: RankStep, policy: CapturePolicy, steps: int) -> None:
-        self._rank_step = rank_step
+    def __init__(self, user_step: UserStep, policy: CapturePolicy, steps: int) -> None:
+        self._user_step = user_step
         self._policy = policy
         self._steps = steps
         self._began = self._last = time.perf_counter()
@@ -87,7 +87,7 @@ class Verification:
             Loss and output of the eager step, and what differs by more than rounding; empty if nothing does.
         """
         began = time.perf_counter()
-        rank_step = self._rank_step
+        user_step = self._user_step
         update = captured.update
         memory = update.source.memory
         outer = captured.snapshot.outer
@@ -100,28 +100,26 @@ class Verification:
         update.lag.release()
         before = contents(memory, outer)
         captured.snapshot.restore_random()
-        start = rank_step.now()
-        eager, difference = rank_step.repeated(batch)
+        start = user_step.now()
+        eager = user_step.eager(batch)
         # Nothing but the two slow first steps was eager before.
         if self._policy.compile == "require":
-            self._policy.eager_seconds.append(rank_step.now() - start)
+            self._policy.eager_seconds.append(user_step.now() - start)
         results = (captured.loss, captured.outputs), eager
         # In 16 bits each op rounds, and a compiled kernel rounds less often.
-        factor = 1.0 if rank_step.autocast_dtype() is None else 300.0
+        factor = 1.0 if user_step.autocast_dtype() is None else 300.0
         far = step_difference(memory, outer, before, after, *results, factor)
-        # A step of towers cannot be made again without the other ranks.
-        if far and isinstance(captured.call, GraphCall):
+        if far:
             noise = self._response_to_rounding(captured, before, float(eager[0]))
             far = step_difference(
                 memory, outer, before, after, *results, factor, noise=noise
             )
         names = {each.name for each in memory.parameters}
         for name, (_, _, parameter, _) in update_rules(
-            rank_step.model, rank_step.optimizers
+            user_step.model, user_step.optimizers
         ).items():
             if name not in names and parameter.grad is not None:
                 far = far or f"'{name}', which has a gradient now and had none before"
-        far = far or difference
         if not far and update.unverified[captured.key]:
             update.unverified[captured.key] -= 1
         elif not far:
@@ -298,16 +296,6 @@ def step_difference(
         share = torch.where(counts, 0.05, 2.5)
         if _most((weight - captured[name]) / share) > step + 2e-5 * _most(weight):
             return f"the weights of '{name}'"
-        if parameter.choice.averages:
-            key = f"{name}/{len(parameter.state) - 1}"
-            average = eager[key]
-            # Averages differ by as much as the weights may, in the share that these
-            # have in them.
-            most = (
-                0.05 * _most(average - before[key]) + 2.5 * memory.average_rate() * step
-            )
-            if _most(average - captured[key]) > most + 2e-5 * _most(average):
-                return f"the average of '{name}'"
     for index, buffer in enumerate(outer):
         other = captured[f"outer {index}"].float()
         if not torch.allclose(

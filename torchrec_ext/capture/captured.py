@@ -9,24 +9,17 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain, islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 from torch.utils import _pytree as pytree
 
 from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.executors import StepExecutor
-from torchrec_ext.capture.memory import (
-    RowRule,
-    RowTable,
-    StepMemory,
-    TableRows,
-    UpdatedParameter,
-    WholeTable,
-)
-from torchrec_ext.capture.update_rules import fused_adam, has_fused_form
+from torchrec_ext.capture.memory import RowRule, RowTable, StepMemory
+from torchrec_ext.capture.step import parts_of, trained
 from torchrec_ext.distributed.row_rule import row_by_row
 from torchrec_ext.observe.user_lines import first_line, raising_line, with_text
 
@@ -76,26 +69,6 @@ class StepSource(Protocol):
 
     def forward(self, tensors: dict[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
         """Returns the loss, (), and the output; ``tensors`` replace the model's own of the same names."""
-
-    def gradients(
-        self, loss: Tensor, leaves: Mapping[str, list[Tensor]]
-    ) -> dict[str, list[Tensor | None]]:
-        """Returns the gradients of the loss by parameter name; None if the loss does not depend on a leaf."""
-        # One call for all leaves: the graph is walked once.
-        grads = iter(
-            torch.autograd.grad(
-                loss, list(chain.from_iterable(leaves.values())), allow_unused=True
-            )
-        )
-        return {
-            name: list(islice(grads, len(of_one))) for name, of_one in leaves.items()
-        }
-
-    def squared_norm(self, grads: Mapping[str, list[Tensor]]) -> Tensor:
-        """Returns the sum of squares, (), of the gradients in ``grads``, for the limit on their norm."""
-        return torch.stack(
-            [grad.square().sum() for grad in chain.from_iterable(grads.values())]
-        ).sum()
 
     @torch.no_grad()
     def look_ups(self, inputs: StepInputs) -> dict[str, int]:
@@ -205,11 +178,18 @@ class CapturedStep:
         loss, *output = call.run(inputs)
         return loss, pytree.tree_unflatten(output, call.spec)
 
-    def prepare(self, item: Any) -> None:
-        """Captures the step for batches like this one, unless there is one; trains nothing, raises like a call."""
+    def prepare(self, item: Any, *, is_patient: bool = True) -> None:
+        """Captures the step for batches like this one, unless there is one; trains nothing, raises like a call.
+
+        Args:
+            item: argument of a step.
+            is_patient: whether a further shape is refused for some time, see ``patience``.
+        """
         step_inputs = self._source.inputs(item)
         if step_inputs.key not in self._calls:
-            self._capture_once(step_inputs, self._on_device(step_inputs))
+            self._capture_once(
+                step_inputs, self._on_device(step_inputs), is_patient=is_patient
+            )
 
     def _on_device(self, step_inputs: StepInputs) -> list[Tensor]:
         """Copies the batch's tensors from the host, where the loader makes them, to the device of the memory."""
@@ -218,7 +198,13 @@ class CapturedStep:
             for tensor in step_inputs.tensors
         ]
 
-    def _capture_once(self, step_inputs: StepInputs, inputs: Sequence[Tensor]) -> _Call:
+    def _capture_once(
+        self,
+        step_inputs: StepInputs,
+        inputs: Sequence[Tensor],
+        *,
+        is_patient: bool = True,
+    ) -> _Call:
         """Captures the step for batches of this shape, unless that has failed before."""
         key = step_inputs.key
         # Capacities only grow, so a layout with shorter lists never returns.
@@ -229,7 +215,8 @@ class CapturedStep:
         ]
         if key in self._failed:
             raise CannotCaptureError(self._failed[key])
-        if self._calls and not outgrown and self._refused[key] < self._patience:
+        is_rare = is_patient and self._refused[key] < self._patience
+        if self._calls and not outgrown and is_rare:
             self._refused[key] += 1
             raise RareShapeError("a batch of a shape that came seldom so far")
         try:
@@ -318,115 +305,47 @@ class CapturedStep:
     ) -> tuple[Tensor, Any]:
         """Trains one step on ``tensors``; returns the loss and the model's output."""
         memory = self._memory
-        with torch.no_grad():
-            # Inside of the step, so that a replay counts too.
-            tensors["step"].add_(1)
-        # The function is traced once and replayed, so it may only use tensors that it
-        # is called with.
-        tables = {
-            name: memory.table(parameter, tensors)
-            for name, parameter in memory.tables.items()
-        }
-        self._source.reading = tables
+        # The function is traced once and replayed, so it may only use tensors that it is called with.
+        parts = parts_of(memory, tensors)
         model_tensors = {name: tensors[name] for name in memory.fixed}
-        leaves: dict[str, list[Tensor]] = {}
-        for parameter in memory.parameters:
+        for parameter, part in zip(memory.parameters, parts, strict=True):
             if not parameter.table:
-                leaf = tensors[parameter.name].detach().requires_grad_()
-                model_tensors[parameter.name] = leaf
-                leaves[parameter.name] = [leaf]
-        with torch.enable_grad():
-            with self._autocast():
-                loss, output = self._source.forward(model_tensors, make())
-            # After the forward, because a table has a leaf for each of its look-ups.
-            for name, table in tables.items():
-                leaves[name] = table.leaves()
-            grads = self._source.gradients(loss, leaves)
-        unreached = [
-            name
-            for name, of_one in grads.items()
-            if all(grad is None for grad in of_one)
-        ]
-        self._source.no_gradient(unreached)
-        with torch.no_grad():
-            self._limit_norm(grads, tables)
-            self._update(tensors, tables, grads)
-        return loss.detach(), output
+                model_tensors[parameter.name] = part.weight
 
-    def _update(
-        self,
-        tensors: dict[str, Tensor],
-        tables: Mapping[str, TableRows],
-        grads: Mapping[str, list[Tensor | None]],
-    ) -> None:
-        """Updates all parameters; on a GPU, where each kernel takes its time, those of a group at once if possible."""
-        memory = self._memory
-        together: dict[Any, list[UpdatedParameter]] = {}
-        for parameter in memory.parameters:
-            name = parameter.name
-            is_whole = not parameter.table or isinstance(tables[name], WholeTable)
-            has_fused = has_fused_form(
-                parameter.choice, parameter.weight, table=parameter.table
-            )
-            if is_whole and has_fused and grads[name][0] is not None:
-                together.setdefault((id(parameter.group), parameter.choice), []).append(
-                    parameter
-                )
-            elif parameter.table:
-                tables[name].move(grads[name])
-            elif (grad := grads[name][0]) is not None:
-                # A layer has one leaf, and so one gradient.
-                weight = tensors[name]
-                state = memory.state(parameter, tensors)
-                new = memory.clock(parameter, tensors).stepped(
-                    weight, grad, state, parameter.choice, table=False
-                )
-                for target, value in zip([weight, *state], new, strict=True):
-                    target.copy_(value)
-        for group in together.values():
-            weights = [tensors[parameter.name] for parameter in group]
-            states = [memory.state(parameter, tensors) for parameter in group]
-            clock = memory.clock(group[0], tensors)
-            group_grads = [
-                grad
-                for parameter in group
-                for grad in grads[parameter.name]
-                if grad is not None
-            ]
-            fused_adam(
-                weights, group_grads, states, clock.step, clock.lr, group[0].choice
-            )
-            if group[0].choice.averages:
-                for weight, state in zip(weights, states, strict=True):
-                    state[-1].lerp_(weight, clock.average_rate)
+        def forward(tables: Sequence[RowTable | None]) -> tuple[Tensor, Any]:
+            reading: dict[str, Reader] = {}
+            for parameter, part, table in zip(
+                memory.parameters, parts, tables, strict=True
+            ):
+                if parameter.table:
+                    reading[parameter.name] = table or _Whole(part.weight)
+            self._source.reading = reading
+            return self._source.forward(model_tensors, make())
 
-    def _limit_norm(
-        self, grads: dict[str, list[Tensor | None]], tables: Mapping[str, TableRows]
-    ) -> None:
-        """Limits the norm of the gradients of dense layers and replicated tables, as :class:`HybridOptimizer` does."""
-        if not self._clip_norm:
-            return
-        limited = [
-            parameter.name
-            for parameter in self._memory.parameters
-            if not parameter.sharded
-        ]
-        counted_grads: dict[str, list[Tensor]] = {}
-        for name in limited:
-            table = tables.get(name)
-            counted_grads[name] = [grad for grad in grads[name] if grad is not None]
-            if isinstance(table, RowTable) and grads[name]:
-                # A row that was looked up twice has one gradient in the norm: the sum
-                # of both.
-                row_gradients, is_representative = table.gradients(grads[name])
-                counted_grads[name] = [row_gradients * is_representative]
-        norm = self._source.squared_norm(counted_grads).sqrt()
-        # torch's clip_grad_norm_ adds the same 1e-6.
-        factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        for name in limited:
-            grads[name] = [
-                None if grad is None else grad * factor for grad in grads[name]
-            ]
+        def unreached(indices: Sequence[int]) -> None:
+            self._source.no_gradient(
+                [memory.parameters[index].name for index in indices]
+            )
+
+        return trained(
+            forward,
+            (),
+            parts,
+            tensors["step"],
+            clip_norm=self._clip_norm,
+            autocast=self._autocast,
+            unreached=unreached,
+        )
+
+
+@dataclass
+class _Whole:
+    """A table whose gradient is a matrix as large as itself."""
+
+    weight: Tensor
+
+    def read(self, ids: Tensor) -> Tensor:
+        return embedding(ids, self.weight)
 
 
 @dataclass

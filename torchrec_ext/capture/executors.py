@@ -110,6 +110,25 @@ def _compiled(graph: GraphModule, examples: Sequence[Tensor]) -> _Step:
         ) from error
 
 
+def compile_call(
+    graph: GraphModule, examples: Sequence[Tensor]
+) -> Callable[..., Sequence[Any]]:
+    """Compiles a graph of Dynamo's for a CPU; see :func:`~torchrec_ext.capture.compiled.compiled`.
+
+    Raises:
+        CannotCaptureError: inductor, or the compiler below it, rejects the step.
+    """
+    keep_freed_memory()
+    try:
+        return torch._inductor.compile(  # type: ignore[no-any-return]
+            graph, list(examples), options=dict(_INDUCTOR)
+        )
+    except Exception as error:  # inductor and the compiler below it raise many types
+        raise CannotCaptureError(
+            f"inductor: {type(error).__name__}: {first_line(error)}"
+        ) from error
+
+
 # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes; glibc accepts at most 32 MB
 # for the second.
 _SETTINGS = {-1: 256 << 20, -3: 32 << 20}

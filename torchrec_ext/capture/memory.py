@@ -7,7 +7,7 @@ ways:
 - row by row, if few of many rows are read: only these are updated. Adam's other rows are updated when they are next
   read (:mod:`update_rules`), and all of them in :meth:`StepMemory.settle`, so that the result is that of dense Adam.
 
-TableRows: one table inside one captured step: its rows read so far, and their update.
+RowTable: a table of the second kind inside one captured step: its rows read so far, and their update.
 
 UpdatedParameter: a table or dense parameter as plain tensors, with its state, its rule and its learning rate.
 """
@@ -23,13 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.nn.functional import embedding
 
 from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.update_rules import (
     SLIDES,
     RowClock,
-    average_on,
     caught_up,
     decay_of,
     decay_on,
@@ -44,11 +42,10 @@ from torchrec_ext.distributed.optim.config import Choice
 
 @dataclass
 class Clock:
-    """The step count of a parameter, this step included, () float32, its learning rate and that of its average, ()."""
+    """The step count of a parameter, this step included, () float32, and its learning rate, ()."""
 
     step: Tensor
     lr: Tensor
-    average_rate: Tensor
 
     def stepped(
         self,
@@ -68,52 +65,8 @@ class Clock:
             self.lr,
             choice,
             table=table,
-            average_rate=self.average_rate,
         )
         return [updated, *state]
-
-
-@dataclass
-class WholeTable:
-    """A table with an update of all rows.
-
-    Args:
-        weight: the table's rows, (rows, D), written.
-        state: optimizer state of all rows, written.
-        choice: the update rule and its numbers.
-        clock: count and learning rate of this step.
-    """
-
-    weight: Tensor
-    state: list[Tensor]
-    choice: Choice
-    clock: Clock
-    leaf: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.leaf = self.weight.detach().requires_grad_()
-
-    def read(self, ids: Tensor) -> Tensor:
-        """Returns the vectors (n, D) of the ids (n,)."""
-        return embedding(ids, self.leaf)
-
-    def leaves(self) -> list[Tensor]:
-        """Returns the tensors to differentiate for :meth:`move`."""
-        return [self.leaf]
-
-    def move(self, grads: Sequence[Tensor | None]) -> None:
-        """Writes the step; ``grads`` are those of :meth:`leaves`."""
-        if grads[0] is None:
-            return
-        new = self.clock.stepped(
-            self.weight, grads[0], self.state, self.choice, table=True
-        )
-        _write([self.weight, *self.state], new)
-
-
-def _write(targets: list[Tensor], values: list[Tensor]) -> None:
-    for target, value in zip(targets, values, strict=True):
-        target.copy_(value)
 
 
 @dataclass
@@ -126,6 +79,8 @@ class RowTable:
         rows: the clock of its rows, written.
         choice: the update rule and its numbers.
         clock: count and learning rate of this step.
+        zero: 0 with a gradient, (), whose sum with the rows is then their leaf: Dynamo lets nothing out of a graph that
+            depends on ``requires_grad_()`` of a tensor inside, and a user's forward may keep what it computes.
     """
 
     weight: Tensor
@@ -133,6 +88,7 @@ class RowTable:
     rows: RowClock
     choice: Choice
     clock: Clock
+    zero: Tensor | None = None
     _reads: list[tuple[Tensor, Tensor, list[Tensor]]] = field(default_factory=list)
 
     def read(self, ids: Tensor) -> Tensor:
@@ -143,7 +99,8 @@ class RowTable:
             since = self.rows.since.index_select(0, ids)
             before = (self.clock.step - 1).int()
             rows, *state = caught_up(rows, state, since, before, self.rows, self.choice)
-        leaf = rows.detach().requires_grad_()
+        leaf = rows.detach()
+        leaf = leaf.requires_grad_() if self.zero is None else leaf + self.zero
         self._reads.append((ids, leaf, state))
         return leaf
 
@@ -156,8 +113,6 @@ class RowTable:
         decay = decay_of(self.choice)
         step = self.clock.step
         lr = self.clock.lr
-        rate = self.clock.average_rate
-        average = (self.rows.average_slides, rate) if self.choice.averages else None
         # The sums go on only now, when all rows of the step have been read as of the
         # step before.
         if self.choice.kind == "adam":
@@ -168,12 +123,9 @@ class RowTable:
                 lr,
                 self.choice.betas,
                 decay,
-                average,
             )
         if decay:
             decay_on(self.rows.decays, step, lr, decay)
-        if average:
-            average_on(self.rows, step, lr, rate, decay)
         if not self._reads:
             return
         all_ids, leaves, states = zip(*self._reads, strict=True)
@@ -210,7 +162,6 @@ class RowTable:
         return sums.index_select(0, leader_index), (leader == places)[:, None]
 
 
-TableRows = WholeTable | RowTable
 # Takes rows, look-ups of a step, width and device of a table, and returns whether to
 # update it row by row.
 RowRule = Callable[[int, int, int, str], bool]
@@ -235,7 +186,7 @@ class UpdatedParameter:
         table: whether it is a table, (rows, D).
         sharded: whether TorchRec shards it, so that the limit on the gradient's norm leaves it out.
         weight: values of the parameter.
-        state: optimizer state, in the order of its rule in :data:`UPDATES`, then the average if ``choice`` has one.
+        state: optimizer state, in the order of its rule in :data:`UPDATES`.
         steps: the optimizer's counters of steps.
         group: the optimizer's group, with its ``lr``.
         choice: the update rule and its numbers.
@@ -268,7 +219,6 @@ def state_tensors(state: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]
     return tensors, steps
 
 
-_MOST_LOST_DIGITS = 1.0  # of the 7 of float32, in shares of rows in their averages
 # rows of a table to update at once: this takes six temporaries of as many rows
 _BLOCK_ROWS = 1 << 14
 
@@ -279,11 +229,8 @@ class StepMemory:
     Args:
         parameters: parameters to update, one or more, such as those of :func:`.sharded.moved_parameters`.
         fixed: further tensors of the model by name, without an optimizer.
-        clips: whether the norm of all gradients is limited, so that gradients of tables must be complete.
-        average_rate: returns the share of new values in their averages in the next step; None without averages.
 
     Attributes:
-        average_rate: see above.
         unsettled: steps since all rows were brought up to date.
 
     Raises:
@@ -294,13 +241,9 @@ class StepMemory:
         self,
         parameters: Sequence[UpdatedParameter],
         fixed: Mapping[str, Tensor],
-        *,
-        clips: bool = False,
-        average_rate: Callable[[], float] | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self.fixed = dict(fixed)
-        self._clips = clips
         # By identity: each group has a rate of its own, and two groups may be equal.
         self._groups = list(
             {
@@ -309,19 +252,13 @@ class StepMemory:
         )
         self.device = self.parameters[0].weight.device
         self._step = torch.zeros((), device=self.device)
-        self._has_averages = average_rate is not None
-        self.average_rate = average_rate or (lambda: 0.0)
-        # Of the groups, then of the averages.
-        self._rates = [
-            torch.zeros((), device=self.device) for _ in (*self._groups, average_rate)
-        ]
+        self._rates = [torch.zeros((), device=self.device) for _ in self._groups]
         self._last_rates = [float("nan")] * len(self._rates)
         self._rows: dict[str, RowClock] = {}
         self.unsettled = 0
         # At so many unsettled steps all rows must be updated, because a clock knows no
         # earlier ones.
         self._max_unsettled = math.inf
-        self._lost_digits = 0.0
         self.reload()
 
     @property
@@ -369,7 +306,6 @@ class StepMemory:
                     self._catch_up(parameter)
                 self._mark_current(parameter.name)
         self.unsettled = 0
-        self._lost_digits = 0.0
 
     def _catch_up(self, parameter: UpdatedParameter) -> None:
         """Brings every row of a table up to date, a block of rows at a time."""
@@ -419,14 +355,8 @@ class StepMemory:
     def begin(self) -> None:
         """Begins a step: sets its learning rates, and first updates all rows if one may lag too far behind."""
         rates = [group["lr"] for group in self._groups]
-        rates.append(self.average_rate())
-        if (
-            self.unsettled >= self._max_unsettled
-            or self._lost_digits > _MOST_LOST_DIGITS
-        ):
+        if self.unsettled >= self._max_unsettled:
             self.settle()
-        if self._has_averages:
-            self._lost_digits += self._digits_lost_at(rates[-1])
         for index, rate in enumerate(rates):
             # Filling a tensor on a GPU costs a kernel, so it is filled only if the rate
             # has changed.
@@ -434,19 +364,6 @@ class StepMemory:
                 self._last_rates[index] = rate
                 self._rates[index].fill_(rate)
         self.unsettled += 1
-
-    def _digits_lost_at(self, average_rate: float) -> float:
-        """Returns how many digits of averages a step costs by rows that decay faster than these."""
-        most_decay = 0.0
-        for parameter in self.parameters:
-            if parameter.name in self._rows:
-                most_decay = max(
-                    most_decay, parameter.group["lr"] * decay_of(parameter.choice)
-                )
-        share_of_rows = 1 - most_decay
-        if not 0 < share_of_rows < 1:
-            return 0.0
-        return max(math.log10((1 - average_rate) / share_of_rows), 0.0)
 
     @property
     def steps_made(self) -> int:
@@ -461,9 +378,6 @@ class StepMemory:
         """Chooses the update of each table by the number of its look-ups in a step."""
         for name, parameter in self.tables.items():
             if without_closed_form(parameter.choice):
-                continue
-            # The norm needs the table's gradient summed per row.
-            if self._clips and not parameter.sharded:
                 continue
             rows, width = parameter.weight.shape
             if rule(rows, lookups[name], width, self.device.type):
@@ -500,18 +414,15 @@ class StepMemory:
                     memory[f"{parameter.name}/{name}"] = tensor
         return memory
 
-    def table(
+    def rows(
         self, parameter: UpdatedParameter, tensors: Mapping[str, Tensor]
-    ) -> TableRows:
-        """Returns a table for one step on ``tensors``, the stand-ins of :meth:`tensors`."""
-        state = self.state(parameter, tensors)
-        clock = self.clock(parameter, tensors)
+    ) -> RowClock | None:
+        """Returns the clock of a table's rows, see :meth:`tensors`; None if all rows are moved."""
         if parameter.name not in self._rows:
-            return WholeTable(tensors[parameter.name], state, parameter.choice, clock)
-        rows = RowClock(
+            return None
+        return RowClock(
             *(tensors[f"{parameter.name}/{name}"] for name in RowClock._fields)
         )
-        return RowTable(tensors[parameter.name], state, rows, parameter.choice, clock)
 
     def state(
         self, parameter: UpdatedParameter, tensors: Mapping[str, Tensor]
@@ -532,8 +443,4 @@ class StepMemory:
             for index, group in enumerate(self._groups)
             if group is parameter.group
         )
-        return Clock(
-            tensors["step"],
-            tensors[f"rate {index}"],
-            tensors[f"rate {len(self._groups)}"],
-        )
+        return Clock(tensors["step"], tensors[f"rate {index}"])

@@ -22,17 +22,6 @@ rounding, and by eps if the second moment is near its square.
 If every row also decays by d(t) = 1 - lr(t) x decay in step t (AdamW, or SGD with l2), a row of step s is multiplied by
 the product of d(s+1) .. d(t), and S(s) by d(t) in each step. :func:`decay_on` stores sums of log d. Beyond the reach, S
 stays as of step s + W; the rest of its product is applied when a row is updated.
-
-A moving average a of a row moves by c(t) x (row - a) after step t. For an exponential average c is 1 - its decay, for
-an equal one of n steps 1 / n. Let D(s, t) be the product of d(s+1) .. d(t), and K(s, t) that of 1 - c. In step t the
-row of step s is D(s, t) x row - S(s, t) x m / (sqrt(v) + eps'), so its average is
-
-    K(s, t) x a  +  A(s, t) x row  -  T(s, t) x m / (sqrt(v) + eps')
-    A(s, t) = sum over u = s+1..t of  c(u) K(u, t) D(s, u),      T(s, t) = sum over u = s+1..t of  c(u) K(u, t) S(s, u)
-
-:func:`slide_on` stores T beside S: in each step T becomes (1 - c) T + c S. Beyond the reach S decays as a row does, so
-T(s, t) = K(s+W, t) T(s, s+W) + A(s+W, t) S(s, s+W). Without decay A is 1 - K. With it, A(s, t) = D(s, t) G(t) - K(s, t)
-G(s) for any sequence with G(t) = (1 - c(t)) / d(t) x G(t-1) + c(t), which :func:`average_on` stores.
 """
 
 from __future__ import annotations
@@ -160,22 +149,18 @@ def stepped(
     choice: Choice,
     *,
     table: bool,
-    average_rate: Tensor | float = 0.0,
 ) -> tuple[Tensor, list[Tensor]]:
     """Returns values and state after a step: weight decay, then the rule for the gradient plus that of ``l2``.
 
     Args:
         values: values of a parameter or rows of a table, (n, ...).
         grad: gradient of the values.
-        state: optimizer state of the values, in the order of the rule in :data:`UPDATES`, then their average if any.
+        state: optimizer state of the values, in the order of the rule in :data:`UPDATES`.
         step: number of steps with this one, () float32.
         lr: learning rate, ().
         choice: the rule and its numbers.
         table: whether these are rows of a table. Then only rows with a gradient decay, unless the choice decays all.
-        average_rate: share of the new values in their average, ().
     """
-    if choice.averages:
-        *state, average = state
     if choice.weight_decay:
         decayed = values * (1 - lr * choice.weight_decay)
         if table and not choice.decays_all_rows:
@@ -183,10 +168,7 @@ def stepped(
         values = decayed
     if choice.l2:
         grad = grad + choice.l2 * values
-    values, state = UPDATES[choice.kind](values, grad, state, step, lr, choice)
-    if choice.averages:
-        state = [*state, average.lerp(values, average_rate)]
-    return values, state
+    return UPDATES[choice.kind](values, grad, state, step, lr, choice)
 
 
 def has_fused_form(choice: Choice, weight: Tensor, *, table: bool) -> bool:
@@ -292,30 +274,6 @@ def decay_on(decays: Tensor, step: Tensor, lr: Tensor | float, decay: float) -> 
     decays.index_put_((now.remainder(len(decays)).view(1),), sum_before + factor.log())
 
 
-def average_on(
-    clock: RowClock, step: Tensor, lr: Tensor | float, rate: Tensor, decay: float
-) -> None:
-    """Stores in the clock the part of an average that stays, and the share of rows in it, up to ``step``.
-
-    Args:
-        clock: the table's clock; ``kept`` and ``shares`` are written.
-        step: number of the finished step, () float32.
-        lr: learning rate of the step.
-        rate: share of the new rows in their average, ().
-        decay: see :func:`decay_of`.
-    """
-    decay_on(clock.kept, step, rate, 1.0)
-    if not decay:
-        return  # the share stays 1
-    now = step.long()
-    share = clock.shares.index_select(0, (now - 1).remainder(len(clock.shares)).view(1))
-    factor = 1 - torch.as_tensor(lr, dtype=torch.float64, device=share.device) * decay
-    clock.shares.index_put_(
-        (now.remainder(len(clock.shares)).view(1),),
-        share * (1 - rate.double()) / factor + rate,
-    )
-
-
 def slide_on(
     slides: Tensor,
     powers: Tensor,
@@ -323,7 +281,6 @@ def slide_on(
     lr: Tensor | float,
     betas: tuple[float, float],
     decay: float = 0.0,
-    average: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Adds to sums over steps the movement of rows without a gradient in ``step``.
 
@@ -334,7 +291,6 @@ def slide_on(
         lr: learning rate of the step.
         betas: decay of the moments.
         decay: see :func:`decay_of`.
-        average: sums T of the average, (K,), written, and the share of the new rows in it, ().
     """
     step_size = lr * debiased(betas[1], step).sqrt() / debiased(betas[0], step)
     now = step.long()
@@ -346,14 +302,8 @@ def slide_on(
     earlier = slides.index_select(0, earlier_steps)
     if decay:
         earlier = earlier * (1 - lr * decay)
-    new_slides = earlier + powers * step_size
-    slides.index_put_((earlier_steps,), new_slides)
+    slides.index_put_((earlier_steps,), earlier + powers * step_size)
     slides.index_put_((this_step,), slides.new_zeros(1))
-    if average is not None:
-        sums, rate = average
-        earlier = sums.index_select(0, earlier_steps)
-        sums.index_put_((earlier_steps,), earlier + rate * (new_slides - earlier))
-        sums.index_put_((this_step,), sums.new_zeros(1))
 
 
 class RowClock(NamedTuple):
@@ -365,9 +315,6 @@ class RowClock(NamedTuple):
         slides: movement of Adam's rows without a gradient, (K,); of other optimizers (1,).
         powers: the tensor (W,) from :func:`reach`; of other optimizers (1,).
         decays: sums of logarithms, (K,) float64, see :func:`decay_on`; (1,) if no row decays.
-        kept: sums of logarithms of the part of an average that stays, (K,) float64; (1,) without an average.
-        average_slides: movement of averages of Adam's rows without a gradient, (K,); otherwise (1,).
-        shares: shares G of decaying rows in their average, (K,) float64, see :func:`average_on`; otherwise (1,).
     """
 
     since: Tensor
@@ -375,16 +322,12 @@ class RowClock(NamedTuple):
     slides: Tensor
     powers: Tensor
     decays: Tensor
-    kept: Tensor
-    average_slides: Tensor
-    shares: Tensor
 
     def restart(self, step: int) -> None:
         """Marks every row as up to date after ``step``."""
         self.since.fill_(step)
-        for sums in (self.slides, self.decays, self.kept, self.average_slides):
+        for sums in (self.slides, self.decays):
             sums[step % len(sums)] = 0.0
-        self.shares[step % len(self.shares)] = 1.0
 
 
 def row_clock(rows: int, step: int, choice: Choice, device: torch.device) -> RowClock:
@@ -404,17 +347,14 @@ def row_clock(rows: int, step: int, choice: Choice, device: torch.device) -> Row
         slides=sums(torch.float32, is_used=is_adam),
         powers=(reach(choice.betas) if is_adam else torch.zeros(1)).to(device),
         decays=sums(torch.float64, is_used=decays),
-        kept=sums(torch.float64, is_used=choice.averages),
-        average_slides=sums(torch.float32, is_used=choice.averages and is_adam),
-        shares=sums(torch.float64, is_used=choice.averages and decays),
     )
     clock.restart(step)
     return clock
 
 
 def lags(choice: Choice) -> bool:
-    """Whether rows without a gradient or their average change too, so that their update is deferred until a read."""
-    return choice.kind == "adam" or bool(decay_of(choice)) or choice.averages
+    """Whether rows without a gradient change too, so that their update is deferred until a read."""
+    return choice.kind == "adam" or bool(decay_of(choice))
 
 
 def caught_up(
@@ -429,7 +369,7 @@ def caught_up(
 
     Args:
         rows: rows of a table, (n, D).
-        state: optimizer state of the rows after step ``since``, then their average if any, (n, D) each.
+        state: optimizer state of the rows after step ``since``, (n, D) each.
         since: last step of each row, (n,) int32.
         step: number of the last step, () int32, less than K after each ``since``.
         clock: the table's clock, up to ``step``.
@@ -443,9 +383,6 @@ def caught_up(
     if decays:
         decay_product = _log_of_steps(clock.decays, since, step).exp()
     updated = [rows * decay_product, *state]
-    if choice.averages:
-        removed, added = _average_shares(clock, since, step, decays=decays)
-        updated[-1] = state[-1] + (added * rows - removed * state[-1])
     if choice.kind != "adam":
         return updated
     (beta1, beta2) = choice.betas
@@ -458,11 +395,9 @@ def caught_up(
         else (skipped == 0).to(rows.dtype)
     )
     decay2 = torch.exp(skipped * math.log(beta2))
-    slide = slide_at_reach = clock.slides.index_select(
-        0, since.remainder(len(clock.slides))
-    )[:, None]
-    reached = torch.minimum(since + len(clock.powers), step)
+    slide = clock.slides.index_select(0, since.remainder(len(clock.slides)))[:, None]
     if decays:
+        reached = torch.minimum(since + len(clock.powers), step)
         slide = slide * _log_of_steps(clock.decays, reached, step).exp()
     power2 = torch.exp((since + 1).to(rows.dtype) * math.log(beta2))
     scaled_eps = choice.eps * torch.sqrt(1 - power2)[:, None]
@@ -471,21 +406,11 @@ def caught_up(
     direction = torch.where(
         first_moment == 0, 0.0, first_moment / (second_moment.sqrt() + scaled_eps)
     )
-    updated[:3] = [
+    return [
         updated[0] - slide * direction,
         first_moment * decay1,
         second_moment * decay2,
     ]
-    if choice.averages:
-        removed, added = _average_shares(clock, reached, step, decays=decays)
-        average_slide = clock.average_slides.index_select(
-            0, since.remainder(len(clock.slides))
-        )[:, None]
-        average_slide = average_slide + (
-            added * slide_at_reach - removed * average_slide
-        )
-        updated[-1] = updated[-1] - average_slide * direction
-    return updated
 
 
 def _log_of_steps(sums: Tensor, since: Tensor, step: Tensor) -> Tensor:
@@ -496,25 +421,3 @@ def _log_of_steps(sums: Tensor, since: Tensor, step: Tensor) -> Tensor:
     return (sum_at_step - sums.index_select(0, since.remainder(len(sums)))).float()[
         :, None
     ]
-
-
-def _average_shares(
-    clock: RowClock, since: Tensor, step: Tensor, *, decays: bool
-) -> tuple[Tensor, Tensor]:
-    """Returns 1 - K and A of the steps after ``since``, (n, 1) each; small ones keep their digits."""
-    removed = -torch.expm1(_log_of_steps(clock.kept, since, step))
-    if not decays:
-        return removed, removed
-    share_at_step = clock.shares.index_select(
-        0, step.long().remainder(len(clock.shares)).view(1)
-    )
-    share_at_since = clock.shares.index_select(0, since.remainder(len(clock.shares)))[
-        :, None
-    ]
-    decay = torch.expm1(_log_of_steps(clock.decays, since, step))
-    # Subtracted in float64, because the two may be nearly equal.
-    difference = (share_at_step - share_at_since).float()
-    return (
-        removed,
-        difference + decay * share_at_step.float() + removed * share_at_since.float(),
-    )

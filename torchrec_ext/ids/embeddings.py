@@ -74,7 +74,6 @@ class DynamicEmbeddings:
         }
         self.ids = DynamicIds(tables, every=every, group=group)
         self._is_new_step = True
-        self._reader: Reader | None = None
         self._hooks: list[Any] = []
         for path, module in self._modules.items():
             self._hooks.append(
@@ -83,25 +82,10 @@ class DynamicEmbeddings:
         # Several optimizers step one after the other, and the last one ends the step.
         self._step_hook = self._optimizers[-1].register_step_post_hook(self._end_step)
 
-    @property
-    def weights(self) -> list[Tensor]:
-        """The weights of the embeddings."""
-        return [module.weight for module in self._modules.values()]
-
     def remove(self) -> None:
         """Lets the embeddings take rows again."""
         for hook in (*self._hooks, self._step_hook):
             hook.remove()
-
-    def read_by(self, reader: Reader) -> Callable[[], None]:
-        """Makes look-ups call ``reader`` in place of :meth:`rows`.
-
-        Returns:
-            A function that ends a step; the optimizer's own steps no longer do so.
-        """
-        self._reader = reader
-        self._step_hook.remove()
-        return self._end_step
 
     def _end_step(self, *_: object) -> None:
         self._is_new_step = True
@@ -110,8 +94,6 @@ class DynamicEmbeddings:
         self, path: str, module: nn.Module, inputs: tuple[Any, ...]
     ) -> tuple[Any, ...]:
         ids, *rest = inputs
-        if self._reader is not None:
-            return self._reader(path, ids, module.training), *rest
         if torch.compiler.is_compiling():
             raise RuntimeError(
                 f"'{path}' has dynamic ids, which a compiled model cannot count; compile the rest of it"
@@ -292,5 +274,3 @@ def _embedding(
 
 
 _KINDS = (nn.Embedding, nn.EmbeddingBag)
-# (path, ids, whether the embedding is in training mode) -> rows
-Reader = Callable[[str, Tensor, bool], Tensor]

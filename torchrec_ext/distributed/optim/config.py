@@ -129,7 +129,6 @@ class Choice:
         weight_decay: decoupled weight decay.
         l2: factor of the squared norm added to the loss; ``adam`` only.
         decays_all_rows: whether rows of a table without a gradient decay too, as torch's AdamW has it.
-        averages: whether the last tensor of the state is a moving average of the values.
     """
 
     kind: str
@@ -139,7 +138,6 @@ class Choice:
     weight_decay: float
     l2: float = 0.0
     decays_all_rows: bool = False
-    averages: bool = False
 
     def changed(self, overrides: Iterable[Override]) -> Choice:
         """Returns a copy with the changes of all ``overrides``; later ones win."""
