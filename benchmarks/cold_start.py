@@ -20,13 +20,13 @@ from harness import Options, Row, command_line, has_data, row
 from numpy.typing import NDArray
 from torchrec import EmbeddingBagConfig, PoolingType
 
+from torchrec_ext.data.catalog import load_dataset
 from torchrec_ext.data.columns import Chunk
-from torchrec_ext.data.datasets.catalog import load_dataset
-from torchrec_ext.data.datasets.interactions import InteractionData
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.data.loader.id_dropout import IdDropout, unseen_as_oov
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives.samplers import UniformNegatives
+from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 
@@ -34,7 +34,7 @@ K, DIM, RATE, EPOCHS = 20, 32, 3e-3, 4
 RATES = (0.0, 0.1, 0.3)
 
 
-def model(data: InteractionData, seed: int) -> TowerModel:
+def model(data: Prepared, seed: int) -> TowerModel:
     def tables(*names: str) -> list[EmbeddingBagConfig]:
         return [
             EmbeddingBagConfig(
@@ -60,21 +60,23 @@ def model(data: InteractionData, seed: int) -> TowerModel:
 
 
 def scores(
-    data: InteractionData, new: NDArray[np.bool_], rate: float, seed: int, epochs: int
+    data: Prepared, new: NDArray[np.bool_], rate: float, seed: int, epochs: int
 ) -> NDArray[np.float32]:
     """(users of the test rows, items) after training without the items that are ``new``."""
     made = model(data, seed)
     schema = made.schema()
     feature = schema.feature("item_id")
     assert feature is not None
-    train = data.train.take(np.flatnonzero(~new[data.train["item_id"].values]))
+    train = data.rows("train").take(
+        np.flatnonzero(~new[data.rows("train")["item_id"].values])
+    )
     items = unseen_as_oov(data.items, train, feature)
     held_out, users = np.flatnonzero(new), np.arange(1, data.vocab["user_id"])
-    avoided = np.concatenate([data.known.users, users.repeat(len(held_out))])
+    avoided = np.concatenate([data.taken("train").users, users.repeat(len(held_out))])
     negatives = UniformNegatives(
         data.num_items,
         avoided,
-        np.concatenate([data.known.items, np.tile(held_out, len(users))]),
+        np.concatenate([data.taken("train").items, np.tile(held_out, len(users))]),
         seed,
     )
     config = LoaderConfig(batch_size=512, negatives=4, seed=seed)
@@ -87,7 +89,7 @@ def scores(
             optimizer.zero_grad()
             made(batch)[0].backward()
             optimizer.step()
-    return ranked(made.eval(), BatchBuilder(schema, items), data.test)
+    return ranked(made.eval(), BatchBuilder(schema, items), data.rows("test"))
 
 
 @torch.no_grad()
@@ -102,12 +104,12 @@ def ranked(made: TowerModel, builder: BatchBuilder, rows: Chunk) -> NDArray[np.f
 
 
 def figures(
-    values: NDArray[np.float32], data: InteractionData, new: NDArray[np.bool_]
+    values: NDArray[np.float32], data: Prepared, new: NDArray[np.bool_]
 ) -> tuple[float, float]:
     """(recall@K, AUC) of each user's movies among those that are ``new``."""
-    candidates, pairs = np.flatnonzero(new), data.pairs()
+    candidates, pairs = np.flatnonzero(new), data.taken()
     recalls, aucs = [], []
-    for number, user in enumerate(data.test["user_id"].values):
+    for number, user in enumerate(data.rows("test")["user_id"].values):
         own = np.isin(candidates, pairs.items[pairs.users == user])
         if 0 < own.sum() < len(own):
             hits = own[np.argsort(-values[number, candidates])]
@@ -129,9 +131,9 @@ def id_dropout(options: Options) -> Iterator[Row]:
         new[rng.permutation(data.num_items)[: data.num_items // 5] + 1] = True
         epochs = 1 if options.quick else EPOCHS
         runs = {f"rate {rate}": scores(data, new, rate, seed, epochs) for rate in RATES}
-        runs["random"] = rng.random((data.test.num_rows, data.num_items + 1)).astype(
-            np.float32
-        )
+        runs["random"] = rng.random(
+            (data.rows("test").num_rows, data.num_items + 1)
+        ).astype(np.float32)
         for name, values in runs.items():
             reached.setdefault(name, []).append(figures(values, data, new))
     columns = {

@@ -49,7 +49,7 @@ SOURCES = {"TorchBench's": TORCHBENCH, "examples'": EXAMPLES, "TraceML's": TRACE
 def brought(source: str) -> Path:
     """Returns the folder of a repository at a commit in the cache folder; raises as :func:`checkout`."""
     # not beside the numpy that recommenders bring
-    from torchrec_ext.data.datasets.catalog import cache_folder
+    from torchrec_ext.data.catalog import cache_folder
 
     return checkout(source, cache_folder() / source.replace("/", "-"))
 

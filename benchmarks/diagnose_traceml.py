@@ -27,7 +27,7 @@ import torch
 from harness import output
 from torch.utils.data import DataLoader
 
-from torchrec_ext.data.datasets.catalog import cache_folder
+from torchrec_ext.data.catalog import cache_folder
 
 PACKAGE = "traceml-ai==0.5.0"
 LIMIT_S = 300.0  # of one program, or of pip

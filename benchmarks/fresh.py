@@ -198,9 +198,8 @@ def fresh(options: Options) -> Iterator[Row]:
         ]
         arguments += [f"--publish-s={PUBLISH_S}", *(f"--{text}" for text in sets)]
         arguments += [
-            "--ids.features",
-            f"user_id=dynamic,capacity={users + 1}",
-            f"item_id=dynamic,capacity={items + 1}",
+            f"--ids.features.user_id.capacity={users + 1}",
+            f"--ids.features.item_id.capacity={items + 1}",
         ]
         trainer = started(stack, arguments, cores[0], folder / "trainer.txt")
         threading.Thread(

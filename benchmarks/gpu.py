@@ -54,7 +54,7 @@ SIZES = (
     f"device={DEVICE}",
 )
 SMALL = ("train.epochs=1", "loader.batch_size=256")
-IDS = ("ids.user_id=dynamic,capacity=4096", "ids.item_id=dynamic,capacity=4096")
+IDS = ("ids.features.user_id.capacity=4096", "ids.features.item_id.capacity=4096")
 # of the recipes that learn pairs; the rows of n_tower are few as they are
 FEW = ("data.users=200", "data.items=100")
 

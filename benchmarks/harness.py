@@ -9,13 +9,13 @@ and a process that died is named.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.metadata
 import itertools
 import json
 import multiprocessing
 import os
 import queue
+import socket
 import statistics
 import subprocess
 import sys
@@ -431,36 +431,43 @@ class Repeated:
 
 
 def on_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, limit_s: float = LIMIT_S
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    limit_s: float = LIMIT_S,
+    collectives: str = "auto",
 ) -> list[Any]:
-    """Runs a module's ``function(runtime, *args)`` on ``world_size`` gloo ranks with one thread each; results by rank.
+    """Runs a module's ``function(runtime, *args)`` on ``world_size`` CPU ranks with one thread each; results by rank.
 
-    What a rank prints to stdout, such as the lines of a training, is dropped.
+    Ranks join by ``Runtime.start(collectives=collectives)``, as those of a command do. What a rank prints to stdout,
+    such as the lines of a training, is dropped.
 
     Raises:
         RuntimeError: a rank raised or died, or not all were done after ``limit_s``; the message names it.
     """
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        settings = [
-            (function, rank, world_size, f"{folder}/store", results, args)
-            for rank in range(world_size)
-        ]
-        processes = [
-            context.Process(target=_rank, args=setting, daemon=True)
-            for setting in settings
-        ]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [
+        context.Process(
+            target=_rank,
+            args=(function, rank, world_size, port, collectives, results, args),
+            daemon=True,
+        )
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        return _gathered(
+            function.__name__, processes, results, time.monotonic() + limit_s
+        )
+    finally:
         for process in processes:
-            process.start()
-        try:
-            return _gathered(
-                function.__name__, processes, results, time.monotonic() + limit_s
-            )
-        finally:
-            for process in processes:
-                process.join(10)
-                process.kill()
+            process.join(10)
+            process.kill()
 
 
 def _gathered(
@@ -498,45 +505,33 @@ def _rank(
     function: Callable[..., Any],
     rank: int,
     world_size: int,
-    store: str,
+    port: int,
+    collectives: Any,
     results: Any,
     args: tuple[Any, ...],
 ) -> None:
-    import torch
-    import torch.distributed as dist
-
     from torchrec_ext.distributed.runtime import Runtime
 
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
-    torch.set_num_threads(1)
     os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
     )
-    timeout = datetime.timedelta(seconds=LIMIT_S)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
     try:
-        runtime = Runtime(
-            rank=rank,
-            local_rank=rank,
-            world_size=world_size,
-            local_world_size=world_size,
-        )
-        results.put((rank, None, function(runtime, *args)))
+        with Runtime.start(
+            "cpu", threads=1, timeout_s=LIMIT_S, collectives=collectives
+        ) as runtime:
+            results.put((rank, None, function(runtime, *args)))
+            results.close()
+            results.join_thread()
     except BaseException:
         results.put((rank, traceback.format_exc(), None))
-    finally:
         results.close()
         results.join_thread()
-        dist.destroy_process_group()
 
 
 def slowest(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:

@@ -9,20 +9,16 @@ quarter of an hour of training) and `small-tables` run only where `--only` names
 to see that it runs; its figures mean nothing. Last line: one JSON object.
 """
 
-import hybrid_chooser
 import hybrid_merged
 import hybrid_shared_memory
 import hybrid_small_tables
 import hybrid_sync
 import hybrid_towers
-import hybrid_two_hosts
 from harness import command_line
 
 ROWS = {
-    "tower-parallel": hybrid_towers.rows,
-    "two-hosts": hybrid_two_hosts.two_hosts,
+    "towers": hybrid_towers.rows,
     "merged": hybrid_merged.rows,
-    "chooser": hybrid_chooser.chooser,
     "sync": hybrid_sync.rows,
     "shared-memory": hybrid_shared_memory.rows,
 }

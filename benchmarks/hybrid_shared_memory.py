@@ -235,10 +235,10 @@ def rows(options: Options) -> Iterator[Row]:
     except LibraryError as error:
         print(f"shared-memory: left out: {error}", file=sys.stderr)
         return
-    seconds = slowest(on_ranks(measured, 2, options, 200))
+    seconds = slowest(on_ranks(measured, 2, options, 200, collectives="gloo"))
     yield from _against_gloo(seconds, "", None)
     with busy_processes(2):
-        seconds = slowest(on_ranks(measured, 2, options, 50))
+        seconds = slowest(on_ranks(measured, 2, options, 50, collectives="gloo"))
     yield from _against_gloo(seconds, ", beside two busy processes", 0.97)
 
 

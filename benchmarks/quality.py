@@ -357,13 +357,13 @@ def popularity(data: str) -> dict[str, float]:
     """Returns HR@10 and NDCG@10 of the popularity ranking; the target loses ties, as in the published evaluation."""
     import torch
 
-    from torchrec_ext.data.datasets.sets import load_dataset
+    from torchrec_ext.data.sets import load_dataset
     from torchrec_ext.train.metrics import TargetRanks, ranking_metrics, ranks_among
-    from torchx_apps.tasks.ranking import heldout_question
+    from torchx_apps.tasks.evaluator import held_out_rows, question_of
 
     rows = load_dataset(prepared(data))
-    question = heldout_question(rows, "test", ()).question
-    counts = torch.from_numpy(rows.popularity())
+    question = question_of(rows, "test", held_out_rows(rows, "test"), ()).question
+    counts = torch.from_numpy(rows.popularity)
     assert isinstance(question, torch.Tensor)
     ranks = ranks_among(counts[question.clamp(min=0)], question)
     return ranking_metrics(

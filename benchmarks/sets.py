@@ -23,13 +23,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from torchrec_ext.data.catalog import ml_100k_tables
 from torchrec_ext.data.columns import Column
-from torchrec_ext.data.datasets.catalog import ml_100k_tables
-from torchrec_ext.data.datasets.config import DataConfig
-from torchrec_ext.data.datasets.movielens import films_and_people
-from torchrec_ext.data.datasets.prepare import Evaluation, RawSet, write_set
-from torchrec_ext.data.datasets.sets import ml_100k, raw_set
-from torchrec_ext.data.datasets.splits import TEST, TRAIN, VALIDATION, with_profiles
+from torchrec_ext.data.config import DataConfig
+from torchrec_ext.data.movielens import films_and_people
+from torchrec_ext.data.prepare import Evaluation, RawSet, write_set
+from torchrec_ext.data.sets import ml_100k, raw_set
+from torchrec_ext.data.splits import TEST, TRAIN, VALIDATION, with_profiles
 
 # The longest profile of a user in RecBole's split.
 LENGTH = 300

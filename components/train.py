@@ -233,9 +233,6 @@ def _ranks(
     if max_retries:
         # torchrun's --max_restarts, which dist.ddp does not pass on.
         variables["PET_MAX_RESTARTS"] = str(max_retries)
-    if ":" in j:
-        # The ranks then refuse settings that need a fixed number of ranks.
-        variables["TORCHREC_EXT_ELASTIC"] = j
     if max_retries or ":" in j:
         # Gives each attempt a store of its own: in the agents' store a restarted rank
         # finds the dead one's address (https://github.com/pytorch/pytorch/issues/135712).

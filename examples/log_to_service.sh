@@ -16,7 +16,7 @@ import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from torchrec_ext.data.datasets.synthetic import planted_log
+from torchrec_ext.data.planted import planted_log
 
 columns = planted_log(users=160, items=60, visits=6).columns
 clicks = pa.array(["pv"] * len(columns["user_id"]))

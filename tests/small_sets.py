@@ -8,7 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchrec_ext.data.datasets import synthetic
+from torchrec_ext.data import planted
+from torchrec_ext.data.prepared import Prepared
+from torchrec_ext.data.sets import opened
 
 USERS, ITEMS, RATINGS_EACH = 60, 40, 12
 
@@ -51,11 +53,21 @@ def generate_less() -> None:
 
     For laws that hold whatever a model has learned.
     """
-    log = synthetic.planted_log
+    log = planted.planted_log
 
     def fewer_users(**options: Any) -> Any:
         return log(**{**options, "users": options["users"] // 10})
 
-    synthetic.planted_context = partial(synthetic.planted_context, rows=6_000)
-    synthetic.planted_folder = partial(synthetic.planted_folder, rows=6_000)
-    synthetic.planted_log = fewer_users
+    planted.planted_context = partial(planted.planted_context, rows=6_000)
+    planted.planted_folder = partial(planted.planted_folder, rows=6_000)
+    planted.planted_log = fewer_users
+
+
+def planted_data(**sizes: int) -> Prepared:
+    """Generated tastes as a prepared folder."""
+    return opened(planted.planted(**sizes))
+
+
+def checkerboard_data(**sizes: int) -> Prepared:
+    """A generated checkerboard as a prepared folder."""
+    return opened(planted.checkerboard(**sizes))

@@ -49,11 +49,6 @@ PRIVATE_NAMES = (
         "https://github.com/pytorch/pytorch/issues/193402",
     ),
     PrivateNames(
-        "torch/nn/parallel/distributed.py",
-        ("_set_params_and_buffers_to_ignore_for_model",),
-        "tower_parallel: tables of a tower that other ranks hold have no gradient that DDP could average",
-    ),
-    PrivateNames(
         "torch/utils/_pytree.py",
         ("tree_flatten", "tree_unflatten", "tree_leaves", "tree_map_only"),
         "adopt, capture, diagnose: a user's batch and outputs are any tree of tensors; Dynamo follows this one alone",

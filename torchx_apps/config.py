@@ -7,6 +7,7 @@ by the dataclasses themselves, in ``__post_init__``.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import importlib
 import io
@@ -119,7 +120,7 @@ def parse_job(
     file = _value_of(words, "settings")
     if file:
         job = changed(job, read_settings(file), f"--settings {file}: ")
-    words = _without_set(job, words)
+    job, words = _with_entries(job, _without_set(job, words))
     # Both in one parser, so that --help, unknown words and completion know both.
     fields: list[tuple[str, Any]] = [
         ("options", _flags(type(options), "FlagCreatePairsOff", name="")),
@@ -154,11 +155,20 @@ def changed(config: ConfigT, words: Sequence[str], place: str = "") -> ConfigT:
         Traceback (most recent call last):
         ...
         ValueError: Unrecognized options: --batch_siz, 4096; did you mean --batch_size?
+
+        A mapping's keys are the user's names; its flags have them in their path.
+
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class Plan:
+        ...     rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
+        >>> changed(Plan(), ["--rows.item_id", "1e6", "--rows.user_id", "10"])
+        Plan(rows={'item_id': 1000000, 'user_id': 10})
     """
     words = _without_set(config, words)
     if not words:
         return config
     try:
+        config, words = _with_entries(config, words)
         flags = _flags(type(config), "FlagConversionOff")
         return typing.cast(ConfigT, _cli(flags, "settings", words, default=config))
     except ValueError as error:
@@ -202,11 +212,19 @@ def read_settings(file: str) -> list[str]:
 
 
 def keys_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields path and value of every key of a config that a command line can set."""
+    """Yields path and value of every key of a config that a command line can set, as TOML writes them."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if is_group(value):
             yield from keys_of(value, f"{prefix}{field.name}.")
+        elif isinstance(value, Mapping) and value:
+            for name, entry in value.items():
+                # As TOML writes a name that may have a dot or a star.
+                path = f"{prefix}{field.name}.{json.dumps(name, ensure_ascii=False)}"
+                if is_group(entry):
+                    yield from keys_of(entry, f"{path}.")
+                else:
+                    yield path, entry
         elif field.init and not callable(value):
             yield f"{prefix}{field.name}", value
 
@@ -225,8 +243,8 @@ def as_toml(config: Any) -> str:
     """
     lines = []
     for path, value in keys_of(config):
-        if value is None:
-            lines.append(f"# {path} = None")
+        if value is None or value == {}:
+            lines.append(f"# {path} = {value}")
         else:
             lines.append(
                 f"{path} = {json.dumps(value, default=str, ensure_ascii=False)}"
@@ -407,6 +425,14 @@ def _registry() -> Any:
                 str_from_instance=lambda value: [str(value)],
             )
         item, *rest = typing.get_args(info.type) or (None,)
+        if typing.get_origin(info.type) is Mapping:
+            return spec(  # type: ignore[no-any-return]
+                nargs="*",
+                metavar=f"(.NAME{_fields_of(rest[0])} VALUE)",
+                instance_from_str=lambda words: _refuse_words(words, rest[0]),
+                is_instance=lambda value: isinstance(value, Mapping),
+                str_from_instance=lambda value: [str(value)],
+            )
         if typing.get_origin(info.type) is tuple and rest == [...] and item in _ITEMS:
             return spec(  # type: ignore[no-any-return]
                 nargs="*",
@@ -418,6 +444,94 @@ def _registry() -> Any:
         return None
 
     return registry
+
+
+def _fields_of(kind: Any) -> str:
+    """Returns what follows the user's name in a flag of a mapping."""
+    if not dataclasses.is_dataclass(kind):
+        return ""
+    return f".{{{','.join(field.name for field in dataclasses.fields(kind))}}}"
+
+
+def _refuse_words(words: Sequence[str], kind: Any) -> Mapping[str, Any]:
+    raise ValueError(
+        f"{' '.join(words)!r}: put the name into the flag, --KEY.NAME{_fields_of(kind)} VALUE"
+    )
+
+
+def _with_entries(config: Any, words: Sequence[str]) -> tuple[Any, list[str]]:
+    """Takes the entries of mappings out of a command line, such as ``--plan.tables.item_id.sharding row_wise``.
+
+    Returns:
+        the config with these entries, not checked yet, and the other words.
+    """
+    rest: list[str] = []
+    # Words by the mapping's path and the user's name.
+    entries: dict[tuple[str, str], list[str]] = {}
+    target = rest
+    for word in words:
+        if word.startswith("--"):
+            target = rest
+            path, equals, text = word.removeprefix("--").partition("=")
+            found = _mapping_in(config, path)
+            if found is not None:
+                mapping, kind, name = found
+                flag = "value"
+                if dataclasses.is_dataclass(kind):
+                    # A pattern for modules has dots of its own.
+                    name, _, flag = name.rpartition(".")
+                    if not name:
+                        raise ValueError(
+                            f"--{path}: write --{mapping}.NAME{_fields_of(kind)} VALUE"
+                        )
+                target = entries.setdefault((mapping, name), [])
+                word = f"--{flag}{equals}{text}"
+        target.append(word)
+    for (path, name), given in entries.items():
+        config = _with_entry(config, path.split("."), name, given, path)
+    return config, rest
+
+
+def _mapping_in(config: Any, path: str) -> tuple[str, Any, str] | None:
+    """Returns the path of the mapping that a flag leads into, the type of its values, and the rest of the path."""
+    parts = path.split(".")
+    for number, part in enumerate(parts[:-1]):
+        value = getattr(config, part, None)
+        if isinstance(value, Mapping):
+            kind = typing.get_args(field_hint(config, part))[1]
+            return ".".join(parts[: number + 1]), kind, ".".join(parts[number + 1 :])
+        if not is_group(value):
+            return None
+        config = value
+    return None
+
+
+def _with_entry(
+    config: Any, parts: Sequence[str], name: str, words: Sequence[str], path: str
+) -> Any:
+    """Returns a copy of a config, not checked, whose mapping at ``parts`` has another entry."""
+    part, *deeper = parts
+    before = getattr(config, part)
+    if deeper:
+        value = _with_entry(before, deeper, name, words, path)
+    else:
+        kind = typing.get_args(field_hint(config, part))[1]
+        try:
+            value = {**before, name: _entry(kind, before.get(name), words)}
+        except ValueError as error:
+            raise ValueError(f"{path}.{name}: {error}") from None
+    # dataclasses.replace() would check before the other words have been read.
+    new = copy.copy(config)
+    object.__setattr__(new, part, value)
+    return new
+
+
+def _entry(kind: type, before: Any, words: Sequence[str]) -> Any:
+    if not dataclasses.is_dataclass(kind):
+        holder = dataclasses.make_dataclass("Entry", [("value", kind)], frozen=True)
+        return _cli(_flags(holder, "FlagConversionOff"), "settings", words).value
+    known = {} if before is None else {"default": before}
+    return _cli(_flags(kind, "FlagConversionOff"), "settings", words, **known)
 
 
 def _bool(word: str) -> bool:
@@ -492,20 +606,7 @@ def as_words(config: Any, changes: Iterable[str]) -> list[str]:
         path, _, name = key.rpartition(".")
         group = _at(config, path)
         value = getattr(group, name, None)
-        if is_group(group) and not hasattr(group, name):
-            # ids.item_id=dynamic,... names a column, which is the user's.
-            for field in dataclasses.fields(group):
-                if field.metadata.get("open"):
-                    flag = f"--{path}.{field.name}".replace("--.", "--")
-                    items = words.setdefault(flag, [*getattr(group, field.name)])
-                    same = [item for item in items if item.startswith(f"{name}=")]
-                    for item in same:
-                        items.remove(item)
-                    items.append(f"{name}={text}")
-                    break
-            else:
-                words[f"--{key}"] = [text]
-        elif isinstance(value, tuple):
+        if isinstance(value, tuple):
             inside = text.strip().strip("()[]").strip().rstrip(",")
             items = [item.strip().strip("'\"") for item in inside.split(",")]
             words[f"--{key}"] = [item for item in items if item]
@@ -545,8 +646,14 @@ def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
                 raise ValueError(
                     f"{prefix}{key} = {str(value)[:60]}: write a text, a number, true, false or a list of them"
                 )
-            # TOML's true and false, not Python's.
-            texts.append(str(each).lower() if isinstance(each, bool) else str(each))
+            if isinstance(each, bool):
+                # TOML's true and false, not Python's.
+                texts.append(str(each).lower())
+            elif isinstance(each, float) and each.is_integer():
+                # 1e6 rows are a whole number, which TOML reads as 1000000.0.
+                texts.append(str(int(each)))
+            else:
+                texts.append(str(each))
         yield from _flag(f"--{prefix}{key}", *texts)
 
 

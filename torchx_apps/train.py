@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torchx_apps.config import RunOptions, as_toml, parse_job
 from torchx_apps.process import exit_code, say_once
 from torchx_apps.recipes.by_name import list_recipes, load_recipe
-from torchx_apps.tasks.job import Job, check_elastic
+from torchx_apps.tasks.job import Job
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +36,6 @@ def _train(argv: Sequence[str] | None) -> int:
     options, job = parse(sys.argv[1:] if argv is None else argv)
     if options.list_recipes:
         return say_once(list_recipes())
-    check_elastic(job)
     if options.dry_run:
         return say_once(as_toml(job))
     from torchrec_ext.train.guards.finite import RunStoppedError

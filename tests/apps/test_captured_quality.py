@@ -15,7 +15,7 @@ from torchrec_ext.train.loop import train
 from torchx_apps.config import with_settings
 from torchx_apps.jobs.setup import load_task
 from torchx_apps.recipes import Job, two_tower_job
-from torchx_apps.tasks.ranking import RankingEvaluator
+from torchx_apps.tasks.evaluator import Evaluator
 
 ROOT = Path(os.environ.get("TORCHREC_EXT_DATA", ""))
 WAYS = {
@@ -53,7 +53,7 @@ def reached(runtime: Runtime, epochs: int, seeds: int) -> dict[str, list[float]]
             loader = training_loader(data, schema, job.loader)
             train(parallel, optimizer, loader, runtime, job.train)
             figures_by_way[way].append(
-                RankingEvaluator(data, schema, parallel, runtime).test()["hr@10"]
+                Evaluator(data, schema, parallel, runtime).test()["hr@10"]
             )
     return figures_by_way
 

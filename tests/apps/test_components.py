@@ -15,9 +15,6 @@ from torchx.specs import AppDef
 from torchx.specs.builders import materialize_appdef
 from torchx.specs.finder import get_components
 
-from torchx_apps import train as app
-from torchx_apps.tasks.job import ELASTIC
-
 pytestmark = pytest.mark.unit
 COMPONENTS = {
     "rec.train.hybrid": [],
@@ -141,21 +138,6 @@ def test_a_users_own_recipe_is_not_executed_by_the_launcher(tmp_path: Path) -> N
     recipe = f"{tmp_path}/mine.py:job"
     made = command("--recipe", recipe, "--", "--model.dim", "16")
     assert made.endswith(f"--recipe {recipe} --model.dim 16")
-
-
-def test_what_needs_one_number_of_ranks_is_refused_where_nodes_come_and_go(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert launch("-j", "1:2x1").roles[0].env[ELASTIC] == "1:2x1"
-    assert ELASTIC not in launch("-j", "2x1").roles[0].env
-    monkeypatch.setenv(ELASTIC, "1:2x1")
-    for words, message in (
-        (["--plan.towers", "user:0,item:1"], "plan.towers=user:0,item:1 with -j 1:2x1"),
-        (["--plan.towers", "tower_parallel"], "plan.towers=tower_parallel with"),
-    ):
-        with pytest.raises(ValueError, match=f"^{message}"):
-            app._train([*words, "--dry_run"])
-    assert app._train(["--plan.towers", "auto", "--dry_run"]) == 0
 
 
 def test_every_component_that_a_page_a_message_or_a_remedy_names_exists() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
+from torchrec_ext.ids.policy import Dynamic
 from torchx_apps import recipes, train
 from torchx_apps.config import (
     RunOptions,
@@ -166,11 +167,16 @@ needs_toml = pytest.mark.skipif(
 )
 SETTINGS = """
 export = "never"
-pretrained = ["item_id=a,b.parquet", "user_id=als"]
+[pretrained]
+item_id = "a,b.parquet"
+[ids.features.user_id]
+capacity = 1e6
+evict = "lru"
 [train]
 epochs = 7
 [train.early_stop]
 metric = "auc"
+restore = false
 [model]
 tower_widths = [16, 8]
 [optimizer]
@@ -191,7 +197,10 @@ def test_flags_come_after_a_file_of_settings_whose_lists_keep_their_entries(
     _, job = parsed("--train.epochs", "3", "--settings", str(file))
     assert (job.export, job.train.epochs) == ("never", 3)
     assert (job.model.tower_widths, job.optimizer.dense_lr) == ((16, 8), 2e-3)
-    assert job.pretrained == ("item_id=a,b.parquet", "user_id=als")
+    assert job.pretrained == {"item_id": Path("a,b.parquet")}
+    assert job.ids.features == {"user_id": Dynamic(capacity=10**6, evict="lru")}
+    file.write_text(as_toml(job))
+    assert parsed("--settings", str(file))[1] == job
 
 
 @needs_toml
@@ -342,7 +351,7 @@ def test_flags_have_dashes_or_underscores() -> None:
         ),
         (
             ["--id_dropout", "item_id"],
-            "id_dropout: 'item_id' must be a feature and a share of",
+            "--id_dropout: 'item_id': put the name into the flag, --KEY.NAME VALUE",
         ),
         (["--resume", "auto"], "--resume auto: leave it out"),
     ],

@@ -1,4 +1,4 @@
-"""--ids.features COLUMN=dynamic: an id means itself on any day; what is served is what was trained and evaluated."""
+"""--ids.features.COLUMN.capacity: an id means itself on any day; what is served is what was trained and evaluated."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchrec_ext.data import planted
 from torchrec_ext.data.columns import Int64
-from torchrec_ext.data.datasets import streamed
-from torchrec_ext.data.datasets.synthetic import PlantedLog
+from torchrec_ext.data.planted import PlantedLog
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.retrieval.bundle import PREPROCESSOR, Bundle, open_tables
@@ -119,7 +119,7 @@ def rows_of(bundle: Path, column: str) -> dict[Any, Tensor]:
     return dict(zip(state.values.to_pylist(), rows[1:], strict=True))
 
 
-DYNAMIC = ("ids.item_id=dynamic,capacity=36", "ids.user_id=dynamic,capacity=64")
+DYNAMIC = ("ids.features.item_id.capacity=36", "ids.features.user_id.capacity=64")
 
 
 def hit_rate(root: Path, day: str, bundle: Bundle) -> float:
@@ -219,21 +219,21 @@ def test_the_next_days_log_trains_new_ids_and_the_bundle_knows_the_live_ones(
 def test_streamed_rows_of_another_preprocessing_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planted = streamed.planted_log
+    generate = planted.planted_log
 
     def half_new(**settings: Any) -> PlantedLog:
-        log = planted(**settings)
+        log = generate(**settings)
         log.columns["item_id"] = log.columns["item_id"] + 60
         return log
 
     for day in DAYS:
         folder = tmp_path / "sets" / day
         folder.mkdir(parents=True)
-        streamed.planted_log_folder(folder)
-        monkeypatch.setattr(streamed, "planted_log", half_new)
+        planted.planted_log_folder(folder)
+        monkeypatch.setattr(planted, "planted_log", half_new)
     settings = [
-        "ids.item_id=dynamic,capacity=250",
-        "ids.user_id=dynamic,capacity=200",
+        "ids.features.item_id.capacity=250",
+        "ids.features.user_id.capacity=200",
         "ids.every=1",
         "data.ranked=0",
     ]
@@ -264,8 +264,8 @@ def test_a_new_run_begins_with_the_ids_of_another(tmp_path: Path, texts: bool) -
         write_day(tmp_path, day, texts)
     first = trained(tmp_path, "one", "first", *DYNAMIC)
     larger = (
-        "ids.item_id=dynamic,capacity=50",
-        "ids.user_id=dynamic,capacity=64",
+        "ids.features.item_id.capacity=50",
+        "ids.features.user_id.capacity=64",
         "start.allow=more_rows",
     )
     second = trained(
@@ -280,8 +280,8 @@ def test_a_new_run_begins_with_the_ids_of_another(tmp_path: Path, texts: bool) -
         hit_rate(tmp_path, "two", Bundle.load(second / "bundle")), abs=1e-9
     )
     smaller = (
-        "ids.item_id=dynamic,capacity=20",
-        "ids.user_id=dynamic,capacity=64",
+        "ids.features.item_id.capacity=20",
+        "ids.features.user_id.capacity=64",
         "start.path=" + str(second),
     )
     with pytest.raises(CheckpointError, match=r"start\.allow=fewer_rows"):
@@ -300,7 +300,7 @@ def test_a_softmax_over_the_batch_counts_the_items_of_its_day(tmp_path: Path) ->
         rows.slice(0, len(rows) - 20), tmp_path / "sets" / "two" / "train.parquet"
     )
     settings = (
-        "ids.item_id=dynamic,capacity=20",
+        "ids.features.item_id.capacity=20",
         "data.history_length=5",
         "model.reject_known=true",
     )
@@ -343,7 +343,7 @@ def test_dynamic_ids_begin_with_the_rows_of_a_static_training(tmp_path: Path) ->
         for run in (static, dynamic)
     )
     assert after["auc"] == pytest.approx(before["auc"], abs=1e-3)
-    same_rows = ("ids.item_id=dynamic,capacity=29", "ids.user_id=dynamic,capacity=41")
+    same_rows = ("ids.features.item_id.capacity=29", "ids.features.user_id.capacity=41")
     with pytest.raises(ValueError, match="it was trained without dynamic ids"):
         trained(
             tmp_path, "one", "resumed", *same_rows, "train.epochs=2", resume=str(static)
@@ -358,20 +358,14 @@ def test_dynamic_ids_begin_with_the_rows_of_a_static_training(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        (["ids.features.item_id=9"], "write --ids.features.NAME.{capacity,"),
+        (["ids.features.item_id.ttl=9"], "--capacity"),
+        (["ids.features.item_id.capacity=1"], "capacity=1: must be from 2 to"),
         (
-            ["ids.item_id=static"],
-            "ids.item_id=static: must begin with dynamic,capacity=ROWS, as in ids.item_id=dynamic",
-        ),
-        (
-            ["ids.item_id=dynamic"],
-            "ids.item_id=dynamic: must begin with dynamic,capacity=ROWS",
-        ),
-        (["ids.item_id=dynamic,capacity=1"], "capacity=1: must be from 2 to"),
-        (
-            ["ids.item_id=dynamic,capacity=9,evicts=lfu"],
+            ["ids.features.item_id.capacity=9", "ids.features.item_id.evicts=lfu"],
             "Unrecognized options: --evicts, lfu",
         ),
-        (["ids.item_id=dynamic,capacity=many"], "'many' is not an int"),
+        (["ids.features.item_id.capacity=many"], "'many' is not an int"),
         (["ids.every=0"], "ids.every=0: must be 1 or more"),
         (["ids.item_id.rows=3"], "Unrecognized options: --ids.item_id.rows, 3"),
     ],
@@ -385,12 +379,12 @@ def test_a_wrong_setting_is_named(settings: list[str], words: str) -> None:
 @pytest.mark.unit
 def test_a_columns_later_setting_wins_and_others_stay() -> None:
     texts = [
-        "ids.item_id=dynamic,capacity=9",
-        "ids.user_id=dynamic,capacity=8",
-        "ids.item_id=dynamic,capacity=1e6",
+        "ids.features.item_id.capacity=9",
+        "ids.features.user_id.capacity=8",
+        "ids.features.item_id.capacity=1e6",
     ]
     ids = with_settings(load_recipe("two_tower"), [*texts, "ids.every=2"]).ids
-    assert {name: policy.capacity for name, policy in ids.policies().items()} == {
+    assert {name: policy.capacity for name, policy in ids.features.items()} == {
         "user_id": 8,
         "item_id": 10**6,
     }

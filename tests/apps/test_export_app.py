@@ -29,8 +29,10 @@ from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.catalogue import read_table
+from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer, ScoreRequest
 from torchrec_ext.retrieval.search import open_search
+from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.config import EarlyStop
 from torchrec_ext.train.loop import train
 from torchx_apps import export, recipes
@@ -41,7 +43,7 @@ from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.recipes.saved_job import saved_job
 from torchx_apps.tasks.baselines import ClosedForms
-from torchx_apps.tasks.ranking import RankingTask
+from torchx_apps.tasks.export_data import ExportData
 from torchx_apps.tasks.task import Task
 
 RECIPES: dict[str, tuple[str, ...]] = {
@@ -563,10 +565,11 @@ def test_ids_of_files_that_begin_at_0_stay_what_they_are(
     assert bundle.query.columns.read(unknown).unknown["user_id"].all()
 
 
-class MyTask(RankingTask):
-    """A task without a method export_data."""
+class MyTask(Task):
+    """A task whose items cannot be served."""
 
-    export_data = Task.export_data
+    def export_data(self, schema: BatchSchema) -> ExportData:
+        raise BundleError("the shop has closed")
 
 
 def refused(runtime: Runtime, root: Path) -> tuple[str, str]:
@@ -605,11 +608,11 @@ def test_what_is_no_task_is_refused_by_name() -> None:
     )
 
 
-def test_a_task_that_says_nothing_of_its_items_is_refused_by_name(
+def test_a_task_that_cannot_be_served_is_refused_with_its_reason(
     tmp_path: Path,
 ) -> None:
     first, second = run_ranks(refused, 1, tmp_path)[0]
-    assert "the task MyTask has no method export_data(schema)" in first
+    assert "the shop has closed" in first
     assert second == "said and gone on"
 
 

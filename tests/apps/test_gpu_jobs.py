@@ -11,8 +11,9 @@ pytestmark = pytest.mark.gpu
 DATA = ("data.name=planted", "data.users=300", "data.items=150", "train.epochs=2")
 FEATURES = ("data.name=planted", "train.epochs=1", "train.early_stop.metric=")
 IDS = (
-    "ids.user_id=dynamic,capacity=100,admit_after=2",
-    "ids.item_id=dynamic,capacity=90",
+    "ids.features.user_id.capacity=100",
+    "ids.features.user_id.admit_after=2",
+    "ids.features.item_id.capacity=90",
     "ids.every=4",
 )
 ON_DEVICE = "loader.device=cuda"

@@ -1,4 +1,4 @@
-"""Keys that name the features of towers and compress what leaves them: from the command line to the model."""
+"""Keys that name the features of towers: from the command line to the model."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -45,12 +45,9 @@ def features_of(towers: dict[str, Any]) -> set[frozenset[str]]:
 PLANTED = {frozenset({"user_id", "c1", "c3"}), frozenset({"item_id", "c0", "c2"})}
 
 
-def test_towers_may_be_said_and_compress_what_leaves_them() -> None:
-    result = towers_of(
-        "model.towers=user_id+c1+c3,item_id+c0+c2", "model.compress=dim=4,flat=2"
-    )
+def test_towers_may_be_said() -> None:
+    result = towers_of("model.towers=user_id+c1+c3,item_id+c0+c2")
     assert features_of(result) == PLANTED
-    assert [tower.out_features for tower in result.values()] == [8, 8]
     (dense,) = [name for name, tower in result.items() if tower.dense == ("d",)]
     assert "c0" not in {table.name for table in result[dense].tables}, (
         "dense columns go where tables are least"
@@ -63,11 +60,6 @@ def test_towers_may_be_said_and_compress_what_leaves_them() -> None:
     [
         ("model.towers=3", "model.towers=3: name the features of each tower"),
         ("model.towers=a,,b", "model.towers=a,,b: give the features of each tower"),
-        (
-            "model.compress=dims=3",
-            "model.compress=dims=3: Unrecognized options: --dims, 3",
-        ),
-        ("model.compress=dim=0", "dim=0: must be 1 or more"),
     ],
 )
 def test_a_wrong_key_is_told_before_any_data_is_read(

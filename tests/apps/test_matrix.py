@@ -29,7 +29,7 @@ from covertable import make
 
 from tests.contracts import leave_group, run_ranks
 from tests.distributed.shared_memory.conftest import missing as no_library
-from torchrec_ext.data.datasets import synthetic
+from torchrec_ext.data import planted
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle import AUDIT, Bundle
 from torchrec_ext.retrieval.catalogue import read_table
@@ -183,10 +183,12 @@ _SHARED = () if no_library() else ("collectives=shared_memory",)
 # By option its choices, and the overrides that each stands for.
 OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "amp": {"off": (), "bf16": ("train.amp=bf16",), "fp16": ("train.amp=fp16",)},
-    "id_dropout": {"off": (), "on": ("id_dropout={item}=0.1",)},
+    "id_dropout": {"off": (), "on": ("id_dropout.{item}=0.1",)},
     "ids": {
         "static": (),
-        "dynamic": ("ids.{item}=dynamic,capacity=200,admit_after=2 ids.every=2",),
+        "dynamic": (
+            "ids.features.{item}.capacity=200 ids.features.{item}.admit_after=2 ids.every=2",
+        ),
     },
     "sampling": {
         "recipe's": (),
@@ -260,7 +262,6 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "shared_memory": _SHARED,
     },
     "towers": {"recipe's": (), "2": ("model.towers=user_id+weekday,item_id+hour",)},
-    "compress": {"off": (), "linear": ("model.compress=dim=16",)},
     "share_items": {"no": (), "yes": ("model.share_items=true",)},
     "share_user": {"recipe's": (), "no": ("model.share_user=false",)},
     "out_of_range": {"error": (), "oov": ("model.out_of_range=oov",)},
@@ -291,7 +292,6 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
 # Recipes that have the keys of an option; the others refuse them by name.
 ONLY = {
     "towers": ("n_tower", "stream", "multi_task"),
-    "compress": ("two_tower", "retrieval", "n_tower", "stream", "multi_task"),
     "share_items": ("two_tower", "retrieval"),
     "share_user": ("two_tower", "retrieval", "ncf", "contextual_ncf"),
     "position": ("bst", "session"),
@@ -472,23 +472,23 @@ REFUSED = [
     ),
     Refused(
         {"recipe": ("session",), "ids": ("dynamic",)},
-        r"ids\.session: a SessionTask has no dynamic ids; leave it out",
+        r"ids\.features\.session: sessions have no dynamic ids; leave it out",
     ),
     Refused(
         {"ids": ("dynamic",), "sync": ("local_sgd", "diloco")},
-        r"sync\.mode=local_sgd with ids\.(item_id|session): a row begins anew on all ranks",
+        r"sync\.mode=local_sgd with ids\.features\.(item_id|session): a row begins anew on all ranks",
     ),
     Refused(
         {"ids": ("dynamic",), "id_dropout": ("on",)},
-        r"id_dropout=\w+=0\.1 with ids\.\w+: admit_after=2 trains",
+        r"id_dropout\.\w+ with ids\.features\.\w+: admit_after=2 trains",
     ),
     Refused(
         {"ids": ("dynamic",), "rows_on": ("cpu",)},
-        r"loader\.device=cpu with ids\.\w+: ids are mapped to rows",
+        r"loader\.device=cpu with ids\.features\.\w+: ids are mapped to rows",
     ),
     Refused(
         {"ids": ("dynamic",), "early_stop": ("on",)},
-        r"train\.early_stop\.metric=\S+ with ids\.\w+: other ids have the rows by the last step",
+        r"train\.early_stop\.metric=\S+ with ids\.features\.\w+: other ids have the rows by the last step",
     ),
     Refused(
         {
@@ -496,7 +496,7 @@ REFUSED = [
             "loss": ("catalogue",),
             "recipe": ("two_tower", "retrieval", "stream"),
         },
-        r"model\.loss=catalogue with ids\.item_id: every step reads all items",
+        r"model\.loss=catalogue with ids\.features\.item_id: every step reads all items",
     ),
     Refused(
         {"recipe": ("session",), "id_dropout": ("on",)},
@@ -727,8 +727,8 @@ class Outcome(NamedTuple):
 def trained(runtime: Runtime, cells: Sequence[Cell], folder: Path) -> list[Outcome]:
     """The outcomes of several cells, one after another: most of the time of a refused one is what a process imports."""
     ports = iter(leave_group(runtime, groups=2 * len(cells)))
-    synthetic.planted_log_folder = written_once(
-        synthetic.planted_log_folder, folder / f"logs{runtime.rank}"
+    planted.planted_log_folder = written_once(
+        planted.planted_log_folder, folder / f"logs{runtime.rank}"
     )
     outcomes = []
     for number, cell in enumerate(cells):
@@ -834,11 +834,7 @@ def outcomes_of(
 
 def learns_little(cell: Cell) -> bool:
     """Whether options meet that each slow learning: what a few steps then learn is close to chance."""
-    slow = [("id_dropout", "on"), ("compress", "linear")]
-    if cell["compress"] == "linear":
-        # Each takes some .07 of the AUC of the few steps, by runs of one cell of the
-        # recipe stream.
-        slow += [("ids", "dynamic"), ("amp", "bf16")]
+    slow = [("id_dropout", "on")]
     return (
         sum(cell[name] == choice for name, choice in slow)
         + (cell["loss"] != "recipe's")

@@ -22,8 +22,8 @@ from torchx.components.component_test_base import ComponentTestCase
 from torchx.specs.builders import materialize_appdef
 from torchx.specs.finder import get_components
 
-from tests.data.datasets.test_datasets import publish
-from torchrec_ext.data.datasets import catalog as datasets
+from tests.data.test_catalog import publish
+from torchrec_ext.data import catalog as datasets
 from torchrec_ext.data.files.parquet import read_parquet
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
@@ -37,7 +37,7 @@ from torchrec_ext.models.tower_model import two_tower
 from torchrec_ext.schema import DataError
 from torchx_apps.jobs import preprocessing
 from torchx_apps.preprocess import main
-from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
+from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
 
 SMALL = [
     "--recipe",
@@ -179,7 +179,7 @@ def test_clicks_from_log_to_folder(
 OWN_RECIPE = """
 from pathlib import Path
 from torchrec_ext.data.preprocess import Bucketize, Categorify, Preprocessor
-from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
+from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
 
 
 def job():
@@ -189,7 +189,7 @@ def job():
 def build(config, con):
     orders = con.read_csv(str(Path(__file__).parent / "orders.csv"))
     steps = [Categorify(column="city"), Bucketize(column="price", quantiles=4)]
-    return Prepared(
+    return Prepare(
         preprocessor=Preprocessor(steps, keep=["paid"]),
         splits={"train": orders.filter("day < '2024-03-01'"), "test": orders.filter("day >= '2024-03-01'")},
         label="paid",
@@ -286,7 +286,7 @@ def test_splits_are_folders(name: str) -> None:
     with pytest.raises(
         ValueError, match=r"splits has the name .*: must be letters, digits"
     ):
-        Prepared(
+        Prepare(
             preprocessor=Preprocessor([Categorify(column="x")]),
             splits={name: "a.parquet"},
         )
@@ -379,8 +379,8 @@ def test_a_log_that_grows_while_it_is_read_is_named(
         table = pq.read_table(log / "part-0.parquet")
         pq.write_table(pa.concat_tables([table, table]), log / name)
 
-    def build(config: Any, con: Any) -> Prepared:
-        return Prepared(
+    def build(config: Any, con: Any) -> Prepare:
+        return Prepare(
             preprocessor=Preprocessor([Categorify(column="c0")]),
             splits={"train": str(log)},
         )
@@ -412,10 +412,10 @@ def test_a_request_and_a_user_have_the_events_that_a_history_counts(
         Categorify(column="user"),
     ]
 
-    def build(config: Any, con: Any) -> Prepared:
+    def build(config: Any, con: Any) -> Prepare:
         named = {"user": "user", "item": "item", "user_features": ("history",)}
         splits = {"train": str(tmp_path / "log.parquet")}
-        return Prepared(
+        return Prepare(
             preprocessor=Preprocessor(steps, keep=("liked",)),
             splits=splits,
             label="liked",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import hashlib
 import json
@@ -18,8 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.small_sets import write_ml_100k
-from torchrec_ext.data.datasets.config import DataConfig
-from torchrec_ext.data.datasets.sets import load_dataset
+from torchrec_ext.data.config import DataConfig
+from torchrec_ext.data.sets import load_dataset
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer, ScoreRequest
@@ -28,9 +29,10 @@ from torchrec_ext.train.checkpoint.folder import CheckpointRanks, sealed
 from torchx_apps import preprocess
 from torchx_apps.config import with_settings
 from torchx_apps.jobs import resuming
+from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.jobs.resuming import check_ids_stay, meaning_of_ids
 from torchx_apps.jobs.training import run_training
-from torchx_apps.recipes.by_name import load_recipe
+from torchx_apps.recipes.by_name import load_job, load_recipe
 
 Ids = Callable[[Any], Any]
 USERS, ITEMS = 40, 30
@@ -514,7 +516,7 @@ def test_what_the_preprocessing_writes_is_read_and_served_by_raw_rows(
 
 RECIPE = """
 from torchrec_ext.data.preprocess import Categorify, FillMissing, Normalize, Preprocessor, TimeFeatures
-from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
+from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
 
 def build(config, con):
     steps = [
@@ -527,7 +529,7 @@ def build(config, con):
     ]
     splits = {{name: "{folder}/" + name + ".parquet" for name in ("train", "validation", "test")}}
     preprocessor = Preprocessor(steps, keep=("label",))
-    return Prepared(preprocessor=preprocessor, splits=splits, label="label", user="{user}", item="item_id")
+    return Prepare(preprocessor=preprocessor, splits=splits, label="label", user="{user}", item="item_id")
 
 def job():
     return PreprocessJob(name="mine", build=build)
@@ -608,7 +610,11 @@ def test_the_label_decides_what_is_a_positive(ready: Path) -> None:
     wanted = [(user, item) for user, item, label in pairs if label and user and item]
     assert (
         list(
-            zip(data.train["user_id"].values, data.train["item_id"].values, strict=True)
+            zip(
+                data.rows("train")["user_id"].values,
+                data.rows("train")["item_id"].values,
+                strict=True,
+            )
         )
         == wanted
     )
@@ -618,11 +624,9 @@ def test_the_label_decides_what_is_a_positive(ready: Path) -> None:
         for item, label in zip(test["item_id"], test["label"], strict=True)
         if label
     ]
-    assert data.test["item_id"].values.tolist() == [
-        item or data.num_items + 1 for item in held_out
-    ], "missed"
+    assert data.rows("test")["item_id"].values.tolist() == held_out
     raw = pq.read_table(ready / "raw/items.parquet")["item_id"].to_pylist()
-    assert set(data.items_by_row[1 : data.num_items + 1].tolist()) <= set(raw)
+    assert set(data.values_of("item_id")[data.item_ids].tolist()) <= set(raw)
 
 
 @pytest.mark.parametrize(
@@ -665,3 +669,38 @@ def test_a_folder_that_a_recipe_cannot_use_is_refused(
     job = with_settings(load_recipe(recipe), [f"data.name={folder}"])
     with pytest.raises(ValueError, match=message):
         job.task(job.data)
+
+
+def test_a_csv_with_broken_lines_becomes_a_service(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(0)
+    lines = ["userId,movieId,rating,timestamp"]
+    taken: dict[int, list[int]] = {}
+    for user in range(1, 41):
+        taken[user] = (10 + rng.permutation(30)[:9]).tolist()
+        lines += [
+            f"{user},{item},4.5,{880_000_000 + 60 * place}"
+            for place, item in enumerate(taken[user])
+        ]
+    lines.insert(5, "7,a film,5,880000000")
+    lines.insert(50, "8,12")
+    lines.insert(90, "9,13,4,yesterday")
+    log = tmp_path / "ratings.csv"
+    log.write_text("\n".join(lines) + "\n")
+    file = Path(__file__).parents[2] / "examples" / "csv_to_service.py"
+    job = load_job(f"{file}:job")
+    config = dataclasses.replace(job.config, path=str(log))
+    ready = tmp_path / "ready"
+    run_preprocess(dataclasses.replace(job, config=config, out=str(ready)))
+    said = capsys.readouterr().out
+    assert "ratings.csv: 3 broken lines left out, the first is line 6\n" in said
+    assert "train: 280 rows" in said
+    run("two_tower", ready, tmp_path / "run", "export=require")
+    scorer = Scorer(Bundle.load(tmp_path / "run" / "bundle"))
+    answer = scorer.recommend(
+        RecommendRequest(user={"user_id": 3, "timestamp": 880_009_000}, k=30)
+    )
+    last = taken[3][-1]
+    assert not set(answer.items) & set(taken[3][:-1]), "what the user has taken"
+    assert last in answer.items

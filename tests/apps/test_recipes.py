@@ -245,7 +245,7 @@ def commanded(runtime: Runtime, flags: list[str]) -> tuple[int, str]:
     [
         ("contextual_ncf", []),
         pytest.param("n_tower", [], marks=pytest.mark.slow),
-        pytest.param("ncf", ["id_dropout=item_id=0.1"], marks=pytest.mark.slow),
+        pytest.param("ncf", ["id_dropout.item_id=0.1"], marks=pytest.mark.slow),
     ],
 )
 def test_a_recipe_is_one_command(

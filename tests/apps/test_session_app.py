@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ import torch
 
 from tests.contracts import run_ranks
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.datasets.sets import TakenItems, set_of_sessions
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
+from torchrec_ext.data.sets import TakenItems, set_of_sessions
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.loop import train
@@ -117,15 +118,14 @@ def test_two_ranks_reach_the_figures_of_one(
 def test_what_is_shown_and_told(by_ranks: dict[int, list[dict[str, Any]]]) -> None:
     (outcome,) = by_ranks[1]
     told = outcome["task"].splitlines()[0]
-    assert told.startswith("planted, 1,000 sessions of 1,000 users to train on")
-    assert told.endswith(" 1,000 held-out items, 60 items in the catalogue")
+    assert told.startswith("planted, 1,000 train rows, 1,000 validation rows")
     first, second, *shown = outcome["example"].splitlines()
-    assert first.startswith("the first user took last: item ")
+    assert re.match(r"user \d+ took before: item ", first)
     assert second.startswith("10 recommendations (the held-out item was: item ")
     scores = [float(line.partition("(")[2].partition(")")[0]) for line in shown]
     assert len(scores) == 10
     assert scores == sorted(scores, reverse=True)
-    taken = set(first.removeprefix("the first user took last: ").split(", "))
+    taken = set(first.partition(": ")[2].split("; "))
     assert not taken & {line.split(". ")[1].split("  ")[0] for line in shown}, (
         "nothing that was taken before"
     )
@@ -213,25 +213,27 @@ def counted_by_hand(runtime: Runtime, root: Path, *overrides: str) -> dict[str, 
     parallel, _ = hybrid_parallel(model, runtime, optimizer=job.optimizer, seed=3)
     evaluator = task.evaluator(schema, parallel, runtime)
     figures = evaluator.test()
-    rows = task.rows["test"]
+    rows = task.data.rows("test")
     item_ids = task.data.id_values["item_id"].to_pylist()
     user_ids = task.data.id_values["user_id"].to_pylist()
     ids = np.arange(len(item_ids) + 1)
     builder = BatchBuilder(schema, Chunk({"item_id": Column(ids)}))
     with torch.no_grad():
         sessions = parallel.module.embed(
-            "session", builder.user_batch(Chunk({"session": rows.before}))
+            "session", builder.user_batch(rows.select(["session"]))
         ).double()
         items = parallel.module.embed("item", builder.item_batch(ids)).double()
     places: list[list[int]] = []
     file = root / "mine" / "test_negatives.parquet"
-    for row, target in enumerate(rows.next.tolist()):
+    for row, target in enumerate(rows["item_id"].values.tolist()):
         if file.exists():
             table = pq.read_table(file).to_pandas()
-            named = table.negative[table.user == user_ids[rows.users[row] - 1]]
+            named = table.negative[
+                table.user == user_ids[rows["user_id"].values[row] - 1]
+            ]
             rivals = [item_ids.index(name) + 1 for name in named]
         else:
-            taken = {*rows.before.row(row).tolist(), int(target)}
+            taken = {*rows["session"].row(row).tolist(), int(target)}
             rivals = sorted({*range(1, len(ids))} - taken)
         scores = items @ sessions[row]
         places.append([int((scores[rivals] > scores[target]).sum())])

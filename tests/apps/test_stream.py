@@ -19,11 +19,11 @@ import torch
 
 from tests.contracts import RankFailedError, leave_group, run_ranks
 from torchrec_ext.data.columns import Chunk
-from torchrec_ext.data.datasets.config import StreamConfig
-from torchrec_ext.data.datasets.streamed import StreamedData, load_streamed
+from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.files.parquet import read_parquet
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.prepared import Prepared, load_prepared
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle import Bundle
@@ -41,9 +41,10 @@ from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.jobs.setup import build_model, load_task
 from torchx_apps.jobs.training import check_watched, run_training
 from torchx_apps.recipes.by_name import load_recipe
-from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
+from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
+from torchx_apps.tasks.evaluator import held_out_rows, question_of
 from torchx_apps.tasks.job import Job, schema_of
-from torchx_apps.tasks.streamed import StreamedTask, held_out_rows, question_of
+from torchx_apps.tasks.task import Task
 
 pytest.importorskip("duckdb", reason="needs the extra `data`")
 
@@ -130,7 +131,7 @@ def prepare(
         "user": "user_id",
         "item": "item_id",
     } | roles
-    prepared = Prepared(
+    prepared = Prepare(
         preprocessor=Preprocessor(steps, keep=keep),
         splits={
             split: str(log / f"{split}.parquet")
@@ -192,7 +193,7 @@ def trained(folder: Path) -> Path:
     out = folder.parent / "run"
     (run,) = run_ranks(ran, 1, job_of(folder, "export=require"), out)
     assert run.figures["auc"] > 0.8, run.output
-    data = load_streamed(StreamConfig(name=str(folder)))
+    data = load_prepared(DataConfig(name=str(folder)))
     rows = held_out_rows(data, "test").num_rows
     repeats = json.loads((out / "summary.json").read_text())["repeats"]
     assert 0 < repeats < rows
@@ -316,7 +317,7 @@ def test_a_user_who_is_named_by_id_is_the_whole_raw_row_without_what_was_taken(
         )
 
 
-class InMemory(StreamedTask):
+class InMemory(Task):
     """The same rows, held in memory."""
 
     def loader(
@@ -333,7 +334,7 @@ class InMemory(StreamedTask):
 
 
 def weights_of(
-    runtime: Runtime, folder: Path, kind: type[StreamedTask]
+    runtime: Runtime, folder: Path, kind: type[Task]
 ) -> dict[str, torch.Tensor]:
     job = job_of(folder, "loader.shuffle=false", "train.epochs=1")
     task = kind(load_task(job, runtime).data)
@@ -360,7 +361,7 @@ def test_streamed_and_in_memory_training_of_the_same_rows_give_the_same_weights(
     folder: Path,
 ) -> None:
     streamed, held = (
-        run_ranks(weights_of, 1, folder, kind)[0] for kind in (StreamedTask, InMemory)
+        run_ranks(weights_of, 1, folder, kind)[0] for kind in (Task, InMemory)
     )
     assert streamed.keys() == held.keys()
     assert len(streamed) > 5
@@ -372,8 +373,8 @@ def test_streamed_and_in_memory_training_of_the_same_rows_give_the_same_weights(
 def test_every_row_is_trained_once_on_any_number_of_ranks(
     folder: Path, world_size: int
 ) -> None:
-    data = load_streamed(StreamConfig(name=str(folder)))
-    task = StreamedTask(data)
+    data = load_prepared(DataConfig(name=str(folder)))
+    task = Task(data)
     job = job_of(folder)
     schema = schema_of(job, task, build_model(job, task))
     hours = np.zeros(25)
@@ -395,14 +396,14 @@ def test_every_row_is_trained_once_on_any_number_of_ranks(
 
 
 def test_columns_become_towers_by_their_owners(folder: Path) -> None:
-    data = load_streamed(StreamConfig(name=str(folder)))
+    data = load_prepared(DataConfig(name=str(folder)))
     assert data.towers == {
         "user": (("history", "user_id"), ("age", "user_age")),
         "context": (("seen_at_hour", "seen_at_weekday"), ()),
         "item": (("item_id", "item_tags"), ("item_price",)),
     }
     assert data.vocab == data.preprocessor.vocab
-    model: Any = build_model(job_of(folder), StreamedTask(data))
+    model: Any = build_model(job_of(folder), Task(data))
     assert {
         name: [table.name for table in tower.tables]
         for name, tower in model.towers.items()
@@ -412,7 +413,7 @@ def test_columns_become_towers_by_their_owners(folder: Path) -> None:
         "item": ["item_id", "item_tags"],
     }, "items and the history of items have one vocabulary, and one table"
     named = "model.towers=who:user_*,history,age when:seen_* what:item_*"
-    towers: Any = build_model(job_of(folder, named), StreamedTask(data))
+    towers: Any = build_model(job_of(folder, named), Task(data))
     assert {name: list(tower.dense) for name, tower in towers.towers.items()} == {
         "who": ["age", "user_age"],
         "when": [],
@@ -421,8 +422,8 @@ def test_columns_become_towers_by_their_owners(folder: Path) -> None:
 
 
 def test_the_catalogue_is_the_last_row_of_each_item(folder: Path) -> None:
-    data = load_streamed(StreamConfig(name=str(folder)))
-    known, items = data.items
+    data = load_prepared(DataConfig(name=str(folder)))
+    known, items = data.item_ids, data.items
     train = rows_of(folder, "train")
     ids = train["item_id"].values
     assert known.tolist() == sorted(set(ids[ids > 0].tolist()))
@@ -435,20 +436,18 @@ def test_the_catalogue_is_the_last_row_of_each_item(folder: Path) -> None:
         )
 
 
-def brute_force(
-    data: StreamedData, held_out: Chunk, scores: np.ndarray[Any, Any]
-) -> float:
-    """HR@10 of held-out rows by hand: the items that the user clicked in training are left out, and missed."""
-    train = rows_of(data.folder, "train")
-    pairs = {
-        (user, item)
-        for user, item, label in zip(
-            *(train[name].values for name in ("user_id", "item_id", "clicked")),
-            strict=True,
-        )
-        if label and user
-    }
-    known = set(data.items[0].tolist())
+def brute_force(data: Prepared, held_out: Chunk, scores: np.ndarray[Any, Any]) -> float:
+    """HR@10 of held-out rows by hand: the items that the user clicked before are left out, and missed."""
+    pairs = set()
+    for split in ("train", "validation"):
+        rows = rows_of(data.folder, split)
+        columns = (rows[name].values for name in ("user_id", "item_id", "clicked"))
+        pairs |= {
+            (user, item)
+            for user, item, label in zip(*columns, strict=True)
+            if label and user
+        }
+    known = set(data.item_ids.tolist())
     hits = 0
     for row, (user, target) in enumerate(
         zip(held_out["user_id"].values, held_out["item_id"].values, strict=True)
@@ -463,7 +462,7 @@ def brute_force(
 
 
 def test_the_ranking_is_what_a_count_by_hand_gives(folder: Path) -> None:
-    data = load_streamed(StreamConfig(name=str(folder), ranked=90))
+    data = load_prepared(DataConfig(name=str(folder), ranked=90))
     held_out = held_out_rows(data, "test")
     assert 45 <= held_out.num_rows <= 90, "evenly spread over all positives"
     assert held_out["clicked"].values.all()
@@ -472,7 +471,7 @@ def test_the_ranking_is_what_a_count_by_hand_gives(folder: Path) -> None:
     )
     ranks = metrics.ranks_of(
         torch.from_numpy(scores.copy()),
-        question_of(data, held_out, [("hr", 10)]).question,
+        question_of(data, "test", held_out, [("hr", 10)]).question,
     )
     assert metrics.ranking_metrics(ranks)["hr@10"] == pytest.approx(
         brute_force(data, held_out, scores)
@@ -482,7 +481,7 @@ def test_the_ranking_is_what_a_count_by_hand_gives(folder: Path) -> None:
 def test_figures_of_a_ranking_are_refused_where_nothing_is_ranked(folder: Path) -> None:
     job = job_of(folder, "evaluation.metrics=recall@20,map@5", "data.ranked=0")
     runtime = Runtime()
-    task = StreamedTask(load_streamed(job.data), figures=job.evaluation.figures)
+    task = Task(load_prepared(job.data), figures=job.evaluation.figures)
     model: Any = build_model(job, task)
     wrapped: Any = type("Wrapped", (), {"module": model})()
     with pytest.raises(
@@ -491,7 +490,7 @@ def test_figures_of_a_ranking_are_refused_where_nothing_is_ranked(folder: Path) 
     ):
         task.evaluator(schema_of(job, task, model), wrapped, runtime)
     alone = job_of(folder, "data.ranked=0", "train.early_stop.metric=hr@10")
-    evaluator: Any = StreamedTask(task.data).evaluator(
+    evaluator: Any = Task(task.data).evaluator(
         schema_of(job, task, model), wrapped, runtime
     )
     with pytest.raises(
@@ -499,7 +498,7 @@ def test_figures_of_a_ranking_are_refused_where_nothing_is_ranked(folder: Path) 
         match=r"metric='hr@10': .* watch one of auc, log_loss, ne, calibration, or .*: data\.ranked",
     ):
         check_watched(alone, task, evaluator)
-    ranked = StreamedTask(load_streamed(dataclasses.replace(job.data, ranked=9)))
+    ranked = Task(load_prepared(dataclasses.replace(job.data, ranked=9)))
     check_watched(
         alone, ranked, ranked.evaluator(schema_of(job, task, model), wrapped, runtime)
     )
@@ -533,31 +532,37 @@ def figures_of(runtime: Runtime, recipe: str) -> tuple[list[str], list[str]]:
 def test_rows_of_another_vocabulary_and_rows_without_weight_are_named(
     folder: Path, tmp_path: Path
 ) -> None:
-    part = next((broken(folder, tmp_path / "other") / "train").glob("*.parquet"))
+    other = broken(folder, tmp_path / "other")
+    part = next((other / "train").glob("*.parquet"))
     table = pq.read_table(part)
     index = table.column_names.index("item_id")
     pq.write_table(table.set_column(index, "item_id", [np.full(len(table), 41)]), part)
+    data = load_prepared(DataConfig(name=str(other)))
+    job = job_of(folder)
+    schema = schema_of(job, Task(data), build_model(job, Task(data)))
     with pytest.raises(
         DataError,
-        match=r"other: column 'item_id' has ids of 41 to 41, and its vocabulary rows 0 to 40",
+        match=r"column 'item_id', row 0: id 41 is outside table 'item_id' \(valid ids: 0 to 40",
     ):
-        assert load_streamed(StreamConfig(name=str(tmp_path / "other"))).items
-    pq.write_table(table.set_column(index, "item_id", [np.full(len(table), 0)]), part)
+        list(Task(data).loader(schema, job.loader, rank=0, world_size=1))
+    items = pq.read_table(other / "raw/items.parquet")
+    unknown = pa.array(["of nobody"] * len(items))
+    index = items.column_names.index("what")
+    pq.write_table(
+        items.set_column(index, "what", unknown), other / "raw/items.parquet"
+    )
     with pytest.raises(
         DataError,
         match=r"other: column 'item_id' is 0, the unknown item, in all training rows",
     ):
-        assert load_streamed(StreamConfig(name=str(tmp_path / "other"))).items
-    weightless = table.set_column(
-        table.column_names.index("importance"),
-        "importance",
-        [np.zeros(len(table), np.float32)],
-    )
-    pq.write_table(weightless, part)
+        assert load_prepared(DataConfig(name=str(other))).items
+    summary = json.loads((other / "summary.json").read_text())
+    summary["labels"]["train"]["total"] = 0.0
+    (other / "summary.json").write_text(json.dumps(summary))
     with pytest.raises(
         DataError, match=r"column 'importance' is 0 in all 4,800 rows of split 'train'"
     ):
-        assert load_streamed(StreamConfig(name=str(tmp_path / "other"))).positives
+        assert load_prepared(DataConfig(name=str(other))).positives
 
 
 def broken(folder: Path, out: Path) -> Path:
@@ -570,7 +575,7 @@ def test_what_is_not_a_preprocessed_folder_is_refused_by_name(
 ) -> None:
     def refusal(path: Path) -> str:
         with pytest.raises(DataError) as raised:
-            load_streamed(StreamConfig(name=str(path)))
+            load_prepared(DataConfig(name=str(path)))
         return str(raised.value)
 
     (tmp_path / "logs").mkdir()
@@ -614,22 +619,22 @@ def test_a_log_without_a_label_or_without_items_is_told_so(
     with pytest.raises(
         DataError, match=r"unlabelled: its rows have no label: .*it keeps importance"
     ):
-        load_streamed(StreamConfig(name=str(tmp_path / "unlabelled")))
+        load_prepared(DataConfig(name=str(tmp_path / "unlabelled")))
     with pytest.raises(
         ValueError,
-        match=r"Prepared\.item: the result has no column 'what_id'; its columns are",
+        match=r"Prepare\.item: the result has no column 'what_id'; its columns are",
     ):
         prepare(log, item="what_id")
     older = broken(folder, tmp_path / "older")
     shutil.rmtree(older / "raw")
-    data = load_streamed(StreamConfig(name=str(older)))
+    data = load_prepared(DataConfig(name=str(older)))
     job = job_of(folder)
-    schema = schema_of(job, StreamedTask(data), build_model(job, StreamedTask(data)))
+    schema = schema_of(job, Task(data), build_model(job, Task(data)))
     with pytest.raises(
         ValueError,
         match=r"older: has no raw/items\.parquet, in which rec\.data\.preprocess keeps",
     ):
-        StreamedTask(data).export_data(schema)
+        Task(data).export_data(schema)
 
 
 def test_an_older_folder_has_the_label_column_as_its_label(
@@ -640,7 +645,7 @@ def test_an_older_folder_has_the_label_column_as_its_label(
     del summary["roles"]
     (older / "summary.json").write_text(json.dumps(summary))
     with pytest.raises(DataError, match=r"older: its rows have no label"):
-        load_streamed(StreamConfig(name=str(older)))
+        load_prepared(DataConfig(name=str(older)))
 
 
 def test_a_run_that_was_stopped_in_mid_epoch_goes_on_as_if_it_had_not(
@@ -722,5 +727,5 @@ def resumed_run(runtime: Runtime, job: Job, out: Path, checkpoint: str) -> None:
 
 
 def test_files_of_the_splits_are_read_a_row_group_at_a_time(folder: Path) -> None:
-    data = load_streamed(StreamConfig(name=str(folder)))
+    data = load_prepared(DataConfig(name=str(folder)))
     assert all(isinstance(source, ParquetSource) for source in data.splits.values())

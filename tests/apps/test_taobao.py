@@ -18,9 +18,9 @@ import pytest
 
 from tests.apps.test_stream import Run, model_scores, ran, resumed_run, rows_of
 from tests.contracts import run_ranks
-from torchrec_ext.data.datasets.config import StreamConfig
-from torchrec_ext.data.datasets.streamed import StreamedData, load_streamed
-from torchrec_ext.data.datasets.synthetic import planted_log, planted_log_folder
+from torchrec_ext.data.config import DataConfig
+from torchrec_ext.data.planted import planted_log, planted_log_folder
+from torchrec_ext.data.prepared import Prepared, load_prepared
 from torchrec_ext.data.preprocess.history import GAPS
 from torchrec_ext.data.preprocess.rows import connected
 from torchrec_ext.retrieval.bundle import Bundle
@@ -34,7 +34,7 @@ from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.recipes.preprocess import PreprocessJob, build_taobao, taobao
 from torchx_apps.recipes.session import BstConfig, build_bst
 from torchx_apps.tasks.job import Job, schema_of
-from torchx_apps.tasks.streamed import StreamedTask
+from torchx_apps.tasks.task import Task
 
 pytest.importorskip("duckdb", reason="needs the extra `data`")
 
@@ -176,7 +176,7 @@ def test_the_rows_are_those_that_a_count_by_hand_gives(
     made = rows_of(folder, split)
     raw = raw_rows(log, folder, split)
     past = clicks_of(log)
-    data = load_streamed(StreamConfig(name=str(folder)))
+    data = load_prepared(DataConfig(name=str(folder)))
     items, categories = (
         {v: i + 1 for i, v in enumerate(s.values.to_pylist())}
         for s in data.preprocessor.states[1:3]
@@ -280,16 +280,16 @@ def test_without_drawn_rows_conversions_are_learned(
 ) -> None:
     pq.write_table(log, tmp_path / "log.parquet")
     made = prepared(tmp_path / "log.parquet", tmp_path / "ready", "config.negatives=0")
-    data = load_streamed(StreamConfig(name=str(made)))
+    data = load_prepared(DataConfig(name=str(made)))
     assert (data.roles.label, list(data.roles.tasks)) == ("conversion", [])
     assert sum(source.num_rows for source in data.splits.values()) == sum(
         map(len, clicks_of(log).values())
     )
     with pytest.raises(
         ValueError,
-        match=r"its preprocessing names one label, 'conversion'; name more, as Prepared\(",
+        match=r"its preprocessing names one label, 'conversion'; name more, as Prepare\(",
     ):
-        build_model(job_of("multi_task", made), StreamedTask(data))
+        build_model(job_of("multi_task", made), Task(data))
 
 
 @pytest.mark.parametrize(
@@ -450,7 +450,7 @@ def test_a_user_who_is_named_by_id_has_the_session_of_the_log(
 
 
 def test_any_column_of_the_items_vocabulary_reads_their_table(
-    planted: StreamedData,
+    planted: Prepared,
 ) -> None:
     features = (*planted.features, "user_favourite", "item_bundle")
     tables = {**planted.tables, "user_favourite": "item_id", "item_bundle": "item_id"}
@@ -487,8 +487,8 @@ def test_two_ranks_see_each_row_once_and_a_stopped_run_goes_on_as_if_it_had_not(
     recipe: str, folder: Path, tmp_path: Path
 ) -> None:
     job = job_of(recipe, folder, "checkpoint.steps=7")
-    data = load_streamed(StreamConfig(name=str(folder)))
-    task = StreamedTask(data)
+    data = load_prepared(DataConfig(name=str(folder)))
+    task = Task(data)
     schema = schema_of(job, task, build_model(job, task))
     seen = np.zeros(data.vocab["item_id"], np.int64)
     for rank in range(2):
@@ -516,21 +516,19 @@ def test_two_ranks_see_each_row_once_and_a_stopped_run_goes_on_as_if_it_had_not(
 
 
 @pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> StreamedData:
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     out = tmp_path_factory.mktemp("planted")
     planted_log_folder(out)
-    return load_streamed(StreamConfig(name=str(out)))
+    return load_prepared(DataConfig(name=str(out)))
 
 
 def test_a_shorter_window_is_the_latest_steps_and_the_catalogue_is_ranked_where_asked(
-    planted: StreamedData,
+    planted: Prepared,
 ) -> None:
-    model: Any = build_model(
-        job_of("bst", "planted", "model.window=4"), StreamedTask(planted)
-    )
+    model: Any = build_model(job_of("bst", "planted", "model.window=4"), Task(planted))
     assert model.towers["session"].network.max_length == 4
     assert list(model.made_of) == ["session", "user", "target"]
-    from torchx_apps.tasks.streamed import ranking_towers
+    from torchx_apps.tasks.evaluator import ranking_towers
 
     assert ranking_towers(model, dataclasses.replace(planted, ranked=10)) == [
         "session",
@@ -540,12 +538,12 @@ def test_a_shorter_window_is_the_latest_steps_and_the_catalogue_is_ranked_where_
     assert ranking_towers(model, dataclasses.replace(planted, ranked=0)) is None
 
 
-def without(data: StreamedData, **changed: Any) -> StreamedTask:
-    return StreamedTask(dataclasses.replace(data, **changed))
+def without(data: Prepared, **changed: Any) -> Task:
+    return Task(dataclasses.replace(data, **changed))
 
 
 def test_a_folder_without_what_a_recipe_reads_is_refused_with_the_remedy(
-    planted: StreamedData,
+    planted: Prepared,
 ) -> None:
     fitted = planted.preprocessor
 
@@ -562,7 +560,7 @@ def test_a_folder_without_what_a_recipe_reads_is_refused_with_the_remedy(
         )
 
     history, *rest = fitted.steps
-    alone = StreamedTask.__new__(StreamedTask)
+    alone = Task.__new__(Task)
     object.__setattr__(
         alone,
         "data",
@@ -619,14 +617,14 @@ def test_a_folder_without_what_a_recipe_reads_is_refused_with_the_remedy(
     ],
 )
 def test_a_task_without_column_is_refused(
-    overrides: Sequence[str], words: str, planted: StreamedData
+    overrides: Sequence[str], words: str, planted: Prepared
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        build_model(job_of("multi_task", "planted", *overrides), StreamedTask(planted))
+        build_model(job_of("multi_task", "planted", *overrides), Task(planted))
 
 
 def test_a_task_of_the_summary_without_column_and_ids_beyond_the_table_are_named(
-    planted: StreamedData, tmp_path: Path
+    planted: Prepared, tmp_path: Path
 ) -> None:
     shutil.copytree(planted.folder, tmp_path, dirs_exist_ok=True)
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -636,7 +634,7 @@ def test_a_task_of_the_summary_without_column_and_ids_beyond_the_table_are_named
         DataError,
         match=r"task 'purchase' is no column of its rows, which keep click, conversion",
     ):
-        load_streamed(StreamConfig(name=str(tmp_path)))
+        load_prepared(DataConfig(name=str(tmp_path)))
     summary["roles"]["tasks"] = ["conversion"]
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     part = next((tmp_path / "train").glob("*.parquet"))
@@ -651,8 +649,8 @@ def test_a_task_of_the_summary_without_column_and_ids_beyond_the_table_are_named
         ),
         part,
     )
-    job, data = job_of("bst", tmp_path), load_streamed(StreamConfig(name=str(tmp_path)))
-    task = StreamedTask(data)
+    job, data = job_of("bst", tmp_path), load_prepared(DataConfig(name=str(tmp_path)))
+    task = Task(data)
     loader = task.loader(
         schema_of(job, task, build_model(job, task)), job.loader, rank=0, world_size=1
     )

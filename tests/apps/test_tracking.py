@@ -52,7 +52,9 @@ class Failing:
         if calls:
             raise ConnectionError("the server is gone\nand a second line")
 
-    def add_artifact(self, run_id: str, name: str, path: str) -> None:
+    def add_artifact(
+        self, run_id: str, name: str, path: str, metadata: object = None
+    ) -> None:
         pass
 
 
@@ -85,8 +87,10 @@ def configure(
     **variables: str,
 ) -> None:
     """The variables that `torchx run` gives a job."""
-    from torchx.tracker.api import tracker_config_env_var_name
+    from torchx.tracker.api import AppRun, tracker_config_env_var_name
 
+    # TorchX reads the variables once a process.
+    AppRun.run_from_env.cache_clear()
     monkeypatch.setenv("TORCHX_TRACKERS", ",".join(trackers))
     monkeypatch.setenv("TORCHX_JOB_ID", RUN)
     for name, config in trackers.items():
@@ -175,7 +179,7 @@ def test_a_tracker_that_fails_later_is_one_warning(
         (
             "mlfow",
             None,
-            "tracker mlfow: there is none of this name; [torchx:tracker] of .torchxconfig may name ",
+            "tracker mlfow: TorchX finds 0 of 1; [torchx:tracker] of .torchxconfig may name ",
         ),
         ("fsspec", "nowhere.conf", "tracker fsspec: cannot be reached: "),
         (

@@ -43,8 +43,8 @@ SETS = [
     "model.top_widths=8",
 ]
 SETS += ["model.tower_widths=8", "model.embedding_dim=8", "checkpoint.steps=4"]
-IDS = [f"{name}=dynamic,capacity=60,half_life=1" for name in ("user_id", "item_id")]
-SETS += [f"ids.{text}" for text in IDS]
+for name in ("user_id", "item_id"):
+    SETS += [f"ids.features.{name}.capacity=60", f"ids.features.{name}.half_life=1"]
 
 
 def flags(log: Path, run: Path, *more: str) -> list[str]:
@@ -339,7 +339,7 @@ def test_another_log_goes_on_with_the_ids_and_weights_of_a_run(tmp_path: Path) -
         write_small_log(tmp_path / f"log{number}", count)
         for number, count in enumerate((450, 100))
     ]
-    more = ["--ids.features", IDS[0], "item_id=dynamic,capacity=90"]
+    more = ["--ids.features.item_id.capacity=90"]
     more += ["--start.allow=more_rows"]
     more += [
         f"--start.path={tmp_path / 'run0'}",
@@ -435,8 +435,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
             "train.epochs=2: each event is trained once; leave it out",
         ),
         (
-            ["--ids.features", *IDS, "place=dynamic,capacity=9"],
-            "ids of user_id, item_id, place: give ids.user_id and ids.item_id",
+            ["--ids.features.place.capacity=9"],
+            "ids of user_id, item_id, place: give ids.features.user_id and .item_id",
         ),
     ],
 )

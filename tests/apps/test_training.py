@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests.contracts import run_ranks
-from torchrec_ext.data.datasets import catalog
-from torchrec_ext.data.datasets.catalog import DatasetUnavailable
-from torchrec_ext.data.datasets.synthetic import planted
+from tests.small_sets import planted_data
+from torchrec_ext.data import catalog
+from torchrec_ext.data.catalog import DatasetUnavailable
 from torchrec_ext.data.loader.loader import training_loader
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
@@ -31,12 +31,8 @@ from torchx_apps.jobs.setup import (
 )
 from torchx_apps.recipes import Job, two_tower_job
 from torchx_apps.recipes.by_name import load_recipe
-from torchx_apps.tasks.ranking import (
-    RankingEvaluator,
-    RankingTask,
-    Recommended,
-    recommendation_text,
-)
+from torchx_apps.tasks.evaluator import Evaluator, Recommended, recommendation_text
+from torchx_apps.tasks.task import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +48,7 @@ def trained(runtime: Runtime, job: Job) -> Outcome:
     """The recipe as the app trains it, without its printing."""
     data = load_task(job, runtime).data
     torch.manual_seed(job.train.seed)
-    model: Any = build_model(job, RankingTask(data))
+    model: Any = build_model(job, Task(data))
     schema = model.schema()
     parallel, optimizer = hybrid_parallel(
         model, runtime, optimizer=job.optimizer, seed=job.train.seed
@@ -60,14 +56,14 @@ def trained(runtime: Runtime, job: Job) -> Outcome:
     loader = training_loader(
         data, schema, job.loader, rank=runtime.rank, world_size=runtime.world_size
     )
-    evaluator = RankingEvaluator(data, schema, parallel, runtime)
+    evaluator = Evaluator(data, schema, parallel, runtime)
     train(parallel, optimizer, loader, runtime, job.train)
     return Outcome(
         figures=evaluator.test(),
         popularity=evaluator.baseline("test"),
         best={name.lower(): value for name, value in data.best.items()},
         recommended=[evaluator.recommend(row) for row in range(3)],
-        held_out=data.test["item_id"].values[:3].tolist(),
+        held_out=data.rows("test")["item_id"].values[:3].tolist(),
     )
 
 
@@ -127,7 +123,6 @@ def test_planted_tastes_are_found_and_no_more_than_there_is_to_find(
         # Of 2,000 held-out items the share that is hit has a standard deviation of at
         # most 0.011.
         assert outcome.figures[name] <= outcome.best[name] + 0.035
-    assert 0.7 < outcome.figures["auc"] < 1
 
 
 def test_two_ranks_reach_the_figures_of_one(
@@ -146,9 +141,9 @@ def recommended(runtime: Runtime) -> list[Any]:
     data = load_task(job, runtime).data
     model = job.build(job.model, data)
     parallel, _ = hybrid_parallel(model, runtime)
-    evaluator = RankingEvaluator(data, model.schema(), parallel, runtime)
+    evaluator = Evaluator(data, model.schema(), parallel, runtime)
     parallel.eval()
-    taken = data.seen(data.test["user_id"].values, "train", "validation")
+    taken = data.seen(data.rows("test")["user_id"].values, "train", "validation")
     left = [
         set(range(1, 51)) - set(taken.row(row).tolist()) for row in range(len(taken))
     ]
@@ -166,11 +161,12 @@ def test_nothing_is_recommended_that_the_user_has_taken() -> None:
 
 @pytest.mark.unit
 def test_recommendations_are_told_by_title() -> None:
-    data = planted(users=40, items=50)
-    assert data.titles is not None
-    user, held_out = (int(data.test[name].values[0]) for name in ("user_id", "item_id"))
+    data = planted_data(users=40, items=50)
+    user, held_out = (
+        int(data.rows("test")[name].values[0]) for name in ("user_id", "item_id")
+    )
     text = recommendation_text(data, Recommended(user, [held_out, 3], [1.5, -0.25]))
-    assert f"user {user} liked before: item " in text
+    assert f"user {user} took before: item " in text
     assert (
         f"2 recommendations (the held-out item was: {data.titles[held_out]}):" in text
     )
@@ -278,7 +274,7 @@ def planned(runtime: Runtime) -> list[str]:
             "data.name=planted", "data.users=60", "data.items=50", *overrides
         )
         task = load_task(job, runtime)
-        texts.append(plan_job(job, build_model(job, task), None, runtime)[1])
+        texts.append(plan_job(job, build_model(job, task), runtime)[1])
     return texts
 
 
@@ -384,7 +380,7 @@ def test_a_batch_that_is_larger_than_an_epoch_is_clipped_with_a_line(
     planted_set = ("data.name=planted", "data.users=60", "data.items=50")
     runtime = Runtime()
     task = two_tower_job().task(two_tower_with(*planted_set).data, progress=False)
-    rows = task.data.train.num_rows
+    rows = task.data.rows("train").num_rows
     for size in (rows, rows + 1, 1_000_000):
         job = two_tower_with(*planted_set, f"loader.batch_size={size}")
         loader = loader_of(job, task, build_model(job, task).schema(), runtime)
@@ -406,7 +402,7 @@ def test_what_is_to_be_said_of_the_data_the_first_rank_says(
         warnings.simplefilter("always")
         quieten_libraries()
         # Of a table's rows and of a part of the files, one rank alone may know.
-        for module in ("data.datasets.sets", "data.files.sources", "ids.dynamic"):
+        for module in ("data.sets", "data.files.sources", "ids.dynamic"):
             warnings.warn_explicit(
                 "rows", UserWarning, "f.py", 1, module=f"torchrec_ext.{module}"
             )

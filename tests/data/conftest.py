@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_ext.data.datasets.interactions import InteractionData
-from torchrec_ext.data.datasets.sets import load_dataset
+from torchrec_ext.data.prepared import Prepared
+from torchrec_ext.data.sets import load_dataset
 
 
 @pytest.fixture(scope="session")
@@ -22,5 +22,5 @@ def ml_100k_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
-def ml_100k(ml_100k_folder: Path) -> InteractionData:
+def ml_100k(ml_100k_folder: Path) -> Prepared:
     return load_dataset("ml-100k", folder=str(ml_100k_folder.parent))

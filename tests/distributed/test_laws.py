@@ -18,7 +18,7 @@ from tests.examples import META, batches, redrawn, small_model
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.config import PlanConfig, TablePlan
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharders import codecs_of
@@ -452,7 +452,14 @@ def pooled_by_both(
 def feature_of_both(runtime: Runtime) -> Tensor:
     model = both_readers(META)
     plan = plan_sharding(
-        model, runtime, PlanConfig(tables=("one=row_wise", "other=table_wise"))
+        model,
+        runtime,
+        PlanConfig(
+            tables={
+                "one": TablePlan(sharding="row_wise"),
+                "other": TablePlan(sharding="table_wise"),
+            }
+        ),
     )
     parallel, _ = hybrid_parallel(model, runtime, plan=plan, seed=3)
     return pooled_by_both(model, parallel.module.outputs)

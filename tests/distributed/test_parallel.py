@@ -24,7 +24,7 @@ from tests.contracts import run_ranks
 from tests.examples import META
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.config import PlanConfig, TablePlan
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 
@@ -33,7 +33,12 @@ ROWS = {"shop": 200, "user": 5_000, "hour": 24, "item": 4_200}
 WIDTH = 8
 SGD = OptimizerConfig(tables="sgd", tables_lr=0.1, dense="sgd", dense_lr=0.1)
 MIXED = PlanConfig(
-    tables=("shop=row_wise", "user=table_wise", "hour=data_parallel", "item=row_wise")
+    tables={
+        "shop": TablePlan(sharding="row_wise"),
+        "user": TablePlan(sharding="table_wise"),
+        "hour": TablePlan(sharding="data_parallel"),
+        "item": TablePlan(sharding="row_wise"),
+    }
 )
 PLANS = (
     MIXED,
@@ -41,7 +46,12 @@ PLANS = (
     PlanConfig(sharding="row_wise"),
     PlanConfig(sharding="data_parallel"),
     PlanConfig(
-        tables=("shop=row_wise", "user=table_wise", "hour=row_wise", "item=table_wise")
+        tables={
+            "shop": TablePlan(sharding="row_wise"),
+            "user": TablePlan(sharding="table_wise"),
+            "hour": TablePlan(sharding="row_wise"),
+            "item": TablePlan(sharding="table_wise"),
+        }
     ),
 )
 FIRST_IDS = torch.tensor([0, 7, 23])

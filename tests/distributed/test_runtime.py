@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,13 @@ from tests.examples import META, table
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import on_own_device, plan_sharding
-from torchrec_ext.distributed.runtime import GPUS, Runtime, _describe, choose_device
+from torchrec_ext.distributed.runtime import (
+    GPUS,
+    Runtime,
+    _describe,
+    available_memory,
+    choose_device,
+)
 from torchrec_ext.distributed.sharders import BagSharder
 from torchrec_ext.models import two_tower
 from torchrec_ext.schema import Jagged
@@ -162,3 +169,53 @@ def trained_twice(runtime: Runtime) -> list[float]:
 def test_a_process_may_train_again_when_its_first_group_has_ended() -> None:
     for first, again in run_ranks(trained_twice, 2):
         assert first == again
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("groups", "files", "available"),
+    [
+        ("0::/\n", {}, 8_000_000),
+        (
+            # A container, whose own group is the topmost that it sees.
+            "0::/\n",
+            {"": {"memory.max": "5000", "memory.current": "3000"}},
+            2000,
+        ),
+        (
+            # A scope of systemd within a slice with a limit of its own.
+            "0::/user.slice/run.scope\n",
+            {
+                "user.slice": {"memory.max": "9000", "memory.current": "8500"},
+                "user.slice/run.scope": {"memory.max": "max", "memory.current": "8"},
+            },
+            500,
+        ),
+        (
+            # A job of Slurm under version 1, with pages that the kernel gives back.
+            "9:cpu,cpuacct:/x\n4:memory:/slurm/job_7\n0::/\n",
+            {
+                "memory": {"memory.limit_in_bytes": str(2**63 - 4096)},
+                "memory/slurm/job_7": {
+                    "memory.limit_in_bytes": "7000",
+                    "memory.usage_in_bytes": "6500",
+                    "memory.stat": "total_inactive_file 300\n",
+                },
+            },
+            800,
+        ),
+    ],
+)
+def test_memory_is_limited_by_every_control_group_above_the_process(
+    groups: str, files: dict[str, dict[str, str]], available: int, tmp_path: Path
+) -> None:
+    proc = tmp_path / "proc" / "self"
+    proc.mkdir(parents=True)
+    (proc / "cgroup").write_text(groups)
+    (proc.parent / "meminfo").write_text("MemAvailable:    7812 kB\n")
+    for folder, contents in files.items():
+        made = tmp_path / "sys/fs/cgroup" / folder
+        made.mkdir(parents=True, exist_ok=True)
+        for name, content in contents.items():
+            (made / name).write_text(content)
+    assert available_memory(tmp_path) == min(available, 7812 * 1024)

@@ -18,7 +18,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from tests.contracts import run_ranks
-from torchrec_ext.distributed.optim.config import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig, Override
 from torchrec_ext.distributed.optim.declared import apply_optimizer_in_backward
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
@@ -86,7 +86,7 @@ def both(runtime: Runtime) -> dict[str, list[float]]:
         tables_lr=LR,
         dense="adagrad",
         dense_lr=LR,
-        per_layer=("*=eps=1e-10",),
+        per_layer={"*": Override(eps=1e-10)},
     )
     return results | {
         "ours": losses(

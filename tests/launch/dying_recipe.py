@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchrec_ext.data.datasets.config import DataConfig
-from torchrec_ext.data.datasets.interactions import InteractionData
+from torchrec_ext.data.config import DataConfig
+from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.train.loop import TrainConfig
 from torchx_apps.recipes import Job, TwoTowerConfig, build_two_tower, two_tower
@@ -26,7 +26,7 @@ def mistaken() -> None:
 def dying(end: Callable[[], None]) -> Job:
     """A job far longer than the test waits, whose rank 1 ends from its 20th step on and writes the time."""
 
-    def build(config: TwoTowerConfig, data: InteractionData) -> TowerModel:
+    def build(config: TwoTowerConfig, data: Prepared) -> TowerModel:
         model = build_two_tower(config, data)
         calls: list[int] = []
 

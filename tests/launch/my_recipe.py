@@ -5,16 +5,16 @@ import os
 import signal
 from collections.abc import Callable
 
-from torchrec_ext.data.datasets.config import DataConfig
-from torchrec_ext.data.datasets.interactions import InteractionData
+from torchrec_ext.data.config import DataConfig
+from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.train.loop import TrainConfig
 from torchx_apps.recipes import Job, TwoTowerConfig, build_two_tower, two_tower
 
-Build = Callable[[TwoTowerConfig, InteractionData], TowerModel]
+Build = Callable[[TwoTowerConfig, Prepared], TowerModel]
 
 
-def mistake(config: TwoTowerConfig, data: InteractionData) -> TowerModel:
+def mistake(config: TwoTowerConfig, data: Prepared) -> TowerModel:
     if os.environ["RANK"] == "1":
         raise ValueError(
             "the user tower has 3 tables and the item tower 4; give both the same"
@@ -22,7 +22,7 @@ def mistake(config: TwoTowerConfig, data: InteractionData) -> TowerModel:
     return build_two_tower(config, data)
 
 
-def killed(config: TwoTowerConfig, data: InteractionData) -> TowerModel:
+def killed(config: TwoTowerConfig, data: Prepared) -> TowerModel:
     """Dies on rank 1 the first time."""
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.launch.jobs import Job, gone
-from torchrec_ext.data.datasets.synthetic import planted_context
+from torchrec_ext.data.planted import planted_context
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
 FILES = 8

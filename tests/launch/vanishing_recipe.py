@@ -3,18 +3,18 @@
 import dataclasses
 from dataclasses import dataclass
 
-from torchrec_ext.data.datasets.config import DataConfig
-from torchrec_ext.data.datasets.sets import load_set
+from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.sets import load_set
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.loop import TrainConfig
 from torchx_apps.recipes import Job, contextual_ncf
-from torchx_apps.tasks.streamed import StreamedTask
+from torchx_apps.tasks.task import Task
 
 
 @dataclass(frozen=True)
-class FromFiles(StreamedTask):
+class FromFiles(Task):
     def loader(
         self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int
     ) -> ChunkLoader:

@@ -17,14 +17,14 @@ from torchrec.modules.embedding_configs import (
 
 from tests.contracts import gather_state, run_ranks
 from tests.modules.test_session_encoder import same_weights
+from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.datasets.synthetic import planted
 from torchrec_ext.data.loader.loader import (
     ChunkLoader,
     LoaderConfig,
-    labelled_rows,
     training_loader,
 )
+from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
@@ -235,7 +235,7 @@ def test_whether_the_target_is_in_the_session_is_learned() -> None:
 
 def clicked(runtime: Runtime) -> tuple[float, float]:
     """AUC of the held-out items among drawn ones, by a model of history and item alone, and that of popularity."""
-    data = planted(users=400, items=60, clusters=4, history_length=8)
+    data = planted_data(users=400, items=60, clusters=4, history_length=8)
     torch.manual_seed(0)
     items = EmbeddingConfig(
         name="item_id",
@@ -262,11 +262,15 @@ def clicked(runtime: Runtime) -> tuple[float, float]:
     )
     train(parallel, optimizer, loader, runtime, TrainConfig(epochs=2))
     parallel.eval()
-    config = LoaderConfig(batch_size=4096, negatives=0, label="label", shuffle=False)
     held_out = ChunkLoader(
-        labelled_rows(data, "test"), schema, config=config, items=data.items, **ranks
+        data.rows("test"),
+        schema,
+        config=LoaderConfig(batch_size=4096, negatives=4, shuffle=False),
+        items=data.items,
+        negatives=UniformNegatives(data.drawable(), *data.taken()),
+        **ranks,
     )
-    popularity = torch.from_numpy(data.popularity()).float()
+    popularity = torch.from_numpy(data.popularity).float()
     with torch.no_grad():
         outputs = [
             (

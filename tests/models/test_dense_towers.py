@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.contracts import gather_state, run_ranks
-from tests.examples import META, redrawn, table
+from tests.examples import redrawn, table
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.files.sources import ParquetSource
@@ -21,12 +21,10 @@ from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.loader import ChunkLoader
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.explain import explain
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import SyncConfig
-from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.retrieval.bundle import Bundle
@@ -323,41 +321,6 @@ def test_a_tower_needs_a_table_or_a_dense_column() -> None:
         match=r"dense: profile=0: the column must have 1 number in each row or more",
     ):
         Tower([], (8,), dense={"profile": 0})
-
-
-def placed(runtime: Runtime, with_tables: bool) -> dict[str, Tensor] | None:
-    """The weights of towers on ranks of their own, all of them on rank 0."""
-    model = beside_tables(META) if with_tables else dense_model()
-    plan = plan_sharding(
-        model, runtime, PlanConfig(towers="user:0,item:1"), optimizer=SGD
-    )
-    parallel, optimizer = hybrid_parallel(
-        model, runtime, plan=plan, optimizer=SGD, seed=7
-    )
-    train(
-        parallel,
-        optimizer,
-        Batches(model, runtime),
-        runtime,
-        TrainConfig(epochs=1, compile="off"),
-    )
-    return {
-        name: value.detach()
-        for name, value in parallel.module.named_parameters()
-        if "embedding_bags" not in name
-    }
-
-
-@pytest.mark.parametrize("with_tables", [False, True])
-def test_towers_without_tables_run_on_ranks_of_their_own(with_tables: bool) -> None:
-    model = beside_tables() if with_tables else dense_model()
-    initialise_tables(model, 7)
-    expected = unsharded(model)
-    ranks = run_ranks(placed, 2, with_tables)
-    merged = {**ranks[0], **ranks[1]}
-    assert {name for name in expected if "embedding_bags" not in name} == set(merged)
-    for name, value in merged.items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5)
 
 
 def exported(folder: Path) -> tuple[TowerModel, Bundle]:

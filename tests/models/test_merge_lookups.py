@@ -18,7 +18,7 @@ from tests.models.merged_models import (
     model,
     towers,
 )
-from torchrec_ext.distributed.optim.config import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig, Override
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.session_tower import SessionTower
@@ -100,7 +100,9 @@ def test_the_values_of_the_tables_stay_and_merging_twice_changes_nothing() -> No
 
 
 def test_an_optimizer_finds_tables_by_name_wherever_they_are_looked_up() -> None:
-    config = OptimizerConfig(per_table=("item_id=sgd lr=0.3", "user_*=lr=0.2"))
+    config = OptimizerConfig(
+        per_table={"item_id": Override(kind="sgd", lr=0.3), "user_*": Override(lr=0.2)}
+    )
     apart = config.for_tables(model("plain"))
     merged = config.for_tables(model("plain").merge_lookups())
     assert merged == apart

@@ -12,9 +12,9 @@ from torch.nn.functional import cross_entropy
 
 from tests.contracts import gather_state, run_ranks
 from tests.examples import ITEMS, META, USERS, redrawn, table
+from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.datasets.synthetic import planted
 from torchrec_ext.data.loader.id_dropout import IdDropout
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, training_loader
 from torchrec_ext.data.negatives.known_items import KnownItems
@@ -199,8 +199,10 @@ def test_known_items_need_the_users() -> None:
 
 def of_loader(runtime: Runtime, sampling: str, is_known: bool) -> list[float]:
     """The losses of an epoch on a loader's batches, on which the towers' tables stay as they are."""
-    data = planted(users=60, items=50, clusters=4, history_length=1)
-    known = KnownItems(KnownPairs(data.num_items, data.known.users, data.known.items))
+    data = planted_data(users=60, items=50, clusters=4, history_length=1)
+    known = KnownItems(
+        KnownPairs(data.num_items, data.taken("train").users, data.taken("train").items)
+    )
     torch.manual_seed(0)
     towers = {
         "user": Tower([table("occupation", 22)], (8,)),
@@ -209,7 +211,7 @@ def of_loader(runtime: Runtime, sampling: str, is_known: bool) -> list[float]:
     made = RetrievalModel(
         towers,
         DotProduct([8, 8]),
-        counts=torch.from_numpy(data.popularity()),
+        counts=torch.from_numpy(data.popularity),
         known=known if is_known else None,
     )
     made = redrawn(made, tables=0).train()
@@ -269,14 +271,14 @@ def test_in_evaluation_rows_are_not_compared() -> None:
 
 
 LABELS, WEIGHTS = np.array([1.0, 0.0, 0.5, 1.0, 0.0]), np.array([1.0, 2.0, 0.5])
-CLICKS = planted(users=60, items=50, clusters=4, history_length=1)
+CLICKS = planted_data(users=60, items=50, clusters=4, history_length=1)
 
 
 def clicks() -> Chunk:
     """The rows of CLICKS with a label and a weight each."""
-    count = CLICKS.train.num_rows
+    count = CLICKS.rows("train").num_rows
     columns = {"label": np.resize(LABELS, count), "weight": np.resize(WEIGHTS, count)}
-    return CLICKS.train.with_columns(
+    return CLICKS.rows("train").with_columns(
         {name: Column(values.astype(np.float32)) for name, values in columns.items()}
     )
 
@@ -288,7 +290,7 @@ def of_clicks(
         "user": Tower([table("occupation", 22)], (8,), device=device),
         "item": Tower([table("item_id", 51)], (8,), device=device),
     }
-    counts = torch.from_numpy(CLICKS.popularity()) if loss == "in_batch" else None
+    counts = torch.from_numpy(CLICKS.popularity) if loss == "in_batch" else None
     return RetrievalModel(
         towers, DotProduct([8, 8]), counts=counts, loss=loss, **options
     )
@@ -355,7 +357,7 @@ def test_the_loss_of_clicks_is_that_of_a_by_hand_count(
             weights[clicked],
         )
         log_q = (
-            (torch.from_numpy(CLICKS.popularity()) / len(CLICKS.known.items))
+            (torch.from_numpy(CLICKS.popularity) / len(CLICKS.taken("train").items))
             .log()
             .float()[ids]
         )

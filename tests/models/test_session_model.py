@@ -16,9 +16,9 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 
 from tests.contracts import gather_state, run_ranks
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.datasets.synthetic import planted_sequences
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.sessions import SessionLoader
+from torchrec_ext.data.planted import planted_sequences
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig

@@ -13,7 +13,7 @@ from tests.examples import ITEMS, META, redrawn, table
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.config import PlanConfig, TablePlan
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel
@@ -28,7 +28,7 @@ LEARNING = OptimizerConfig(
     tables="adagrad", tables_lr=0.1, dense="adam", dense_lr=1e-3, eps=1e-8
 )
 # FBGEMM's dense kernel cannot hold what is read id by id
-LISTED = ("recent=table_wise",)
+LISTED = {"recent": TablePlan(sharding="table_wise")}
 LISTS = {"history": 3, "genres": 2, "likes": 4, "recent": 2}
 
 

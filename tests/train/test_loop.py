@@ -15,8 +15,8 @@ from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
 from tests.contracts import gather_state, run_ranks
 from tests.examples import DIM, ITEMS, META, USERS, batches, small_model, table
+from tests.small_sets import checkerboard_data
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.datasets.synthetic import checkerboard
 from torchrec_ext.data.loader.loader import LoaderConfig, training_loader
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
@@ -24,7 +24,7 @@ from torchrec_ext.models.tower_model import Prediction
 from torchrec_ext.train.loop import TrainConfig, TrainingDivergedError, train
 from torchrec_ext.train.report.progress import _Sleep, time_shares
 from torchx_apps.recipes import TwoTowerConfig, build_two_tower
-from torchx_apps.tasks.ranking import RankingEvaluator
+from torchx_apps.tasks.evaluator import Evaluator
 
 
 class Batches:
@@ -48,7 +48,7 @@ class Batches:
 
 def recorded(runtime: Runtime) -> dict[str, Any]:
     """Three epochs of 50 positives in steps of 16, neither a multiple of the other, evaluated after two and three."""
-    data = checkerboard(users=10, items=14)
+    data = checkerboard_data(users=10, items=14)
     model = build_two_tower(TwoTowerConfig(embedding_dim=8), data)
     parallel, optimizer = hybrid_parallel(model, runtime)
     config = LoaderConfig(batch_size=16, negatives=2)
@@ -70,7 +70,7 @@ def recorded(runtime: Runtime) -> dict[str, Any]:
     return {
         "history": history,
         "logged": logged,
-        "rows": data.train.num_rows * 3,
+        "rows": data.rows("train").num_rows * 3,
         "steps": len(loader),
         "said": said.getvalue(),
     }
@@ -271,7 +271,7 @@ def test_a_loss_that_is_no_number_stops_every_rank_and_names_the_one_it_came_fro
 
 def learned(runtime: Runtime, evaluated: bool) -> dict[str, Any]:
     """Weights after three epochs with dropout, and so with random numbers that an evaluation might use up."""
-    data = checkerboard(users=10, items=14)
+    data = checkerboard_data(users=10, items=14)
     torch.manual_seed(3)
     model = build_two_tower(TwoTowerConfig(embedding_dim=8, dropout=0.2), data)
     parallel, optimizer = hybrid_parallel(model, runtime, seed=3)
@@ -284,7 +284,7 @@ def learned(runtime: Runtime, evaluated: bool) -> dict[str, Any]:
         rank=runtime.rank,
         world_size=runtime.world_size,
     )
-    evaluator = RankingEvaluator(data, schema, parallel, runtime)
+    evaluator = Evaluator(data, schema, parallel, runtime)
     history = train(
         parallel,
         optimizer,

@@ -1,9 +1,6 @@
 from .columns import Chunk as Chunk
 from .columns import Column as Column
-from .datasets.config import DataConfig as DataConfig
-from .datasets.interactions import InteractionData as InteractionData
-from .datasets.interactions import from_ratings as from_ratings
-from .datasets.sets import load_dataset as load_dataset
+from .config import DataConfig as DataConfig
 from .files.sources import ArrowSource as ArrowSource
 from .files.sources import ParquetSource as ParquetSource
 from .loader.config import LoaderConfig as LoaderConfig
@@ -14,3 +11,5 @@ from .negatives.known_pairs import KnownPairs as KnownPairs
 from .negatives.mixed import MixedNegatives as MixedNegatives
 from .negatives.samplers import PopularityNegatives as PopularityNegatives
 from .negatives.samplers import UniformNegatives as UniformNegatives
+from .prepared import Prepared as Prepared
+from .sets import load_dataset as load_dataset

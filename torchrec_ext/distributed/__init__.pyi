@@ -1,8 +1,6 @@
 from .optim.config import OptimizerConfig as OptimizerConfig
 from .optim.config import Override as Override
 from .parallel import hybrid_parallel as hybrid_parallel
-from .placement import PlacementError as PlacementError
-from .placement import TowerPlacement as TowerPlacement
 from .plan.config import PlanConfig as PlanConfig
 from .plan.draft import PlanError as PlanError
 from .plan.explain import explain as explain
@@ -13,3 +11,4 @@ from .sync import EveryStep as EveryStep
 from .sync import LocalSGD as LocalSGD
 from .sync_config import SyncConfig as SyncConfig
 from .tables import initialise_tables as initialise_tables
+from .towers import TowersOnRanks as TowersOnRanks

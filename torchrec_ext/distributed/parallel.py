@@ -14,7 +14,6 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 
@@ -49,7 +48,6 @@ from torchrec_ext.distributed.optim.sharded import (
     sharded_adams,
 )
 from torchrec_ext.distributed.plan.planner import on_own_device, plan_sharding
-from torchrec_ext.distributed.plan.tower_plan import table_shardings
 from torchrec_ext.distributed.runtime import Runtime, calm_gloo, gather_objects
 from torchrec_ext.distributed.sharders import Codecs, sharders
 from torchrec_ext.distributed.shared_memory.sharing import sharing_as_all_ranks_do
@@ -57,11 +55,10 @@ from torchrec_ext.distributed.tables import (
     collections,
     initialise_tables,
     rows_of_tables,
+    table_shardings,
     tables_of,
     without_init_fn,
 )
-from torchrec_ext.distributed.tower_parallel.lookups import host_look_ups
-from torchrec_ext.distributed.tower_parallel.sharder import ShardedTowers, TowerSharder
 from torchrec_ext.ids.ranks import host_group
 
 
@@ -95,8 +92,6 @@ def hybrid_parallel(
     codecs: Codecs | None = None,
 ) -> tuple[DistributedModelParallel, HybridOptimizer]:
     """Shards the tables of ``model`` over the ranks and replicates its dense layers.
-
-    Where the plan places towers on ranks of their own, each tower's tables and layers are on those ranks alone.
 
     Args:
         model: any module that holds EmbeddingBagCollections or EmbeddingCollections; changed in place. Tables on the
@@ -136,19 +131,14 @@ def hybrid_parallel(
         model, plan, optimizer.for_tables(model), runtime.device.type
     )
     choices = declare_table_optimizer(model, optimizer, emulated)
-    # Taken while all layers are there: a plan may leave this rank without some towers.
     layers = optimizer.for_layers(dense_layers(model))
-    # Before sharding: a host tower is sharded with the tables that it looks up for
-    # others.
-    host_look_ups(model, plan)
     given = _given_rows(model, runtime)
-    tower_sharder = TowerSharder(timedelta(seconds=runtime.timeout_s))
     with _ddp_notice_ignored(), sharing_as_all_ranks_do(), without_init_fn(model):
         sharded = DistributedModelParallel(
             model,
             device=runtime.device,
             plan=plan,
-            sharders=[tower_sharder, *sharders(codecs)],
+            sharders=sharders(codecs),
         )
     # torch logs it at the first KeyedJaggedTensor of a process, and means TorchRec.
     skip_fx_notice()
@@ -280,17 +270,6 @@ def _optimizer(
             tables[name] = value
         else:
             dense[name] = value
-    towers = next(
-        (
-            module
-            for module in model.module.modules()
-            if isinstance(module, ShardedTowers)
-        ),
-        None,
-    )
-    holders = None
-    if towers is not None:
-        holders = towers.holders(model.module, parameters)
     # A parameter of a collection is called PATH.TABLE.weight.
     table_choices = {name: choices[name.split(".")[-2]] for name in tables}
     return HybridOptimizer(
@@ -302,6 +281,4 @@ def _optimizer(
         clip_norm=clip_norm,
         table_choices=choices,
         layer_choices=layers,
-        holders=holders,
-        device=model.device,
     )

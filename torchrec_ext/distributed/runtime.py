@@ -285,19 +285,60 @@ def choose_device(
     return torch.device("cuda", local_rank)
 
 
-def available_memory() -> int:
-    """Returns the bytes of memory still available to this host, or to this process's container."""
+# By version of control groups: where they are mounted, and the names of limit, use and
+# reclaimable pages.
+_GROUPS = {
+    "0": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "memory": (
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+}
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Returns the bytes of memory still available to this host, or to this process where it may use less.
+
+    A container, a job of Slurm or a scope of systemd limits a process by its control group, of version 1 or 2, or by
+    one above it.
+
+    Args:
+        root: where the system's files are.
+    """
     limits = [
-        _line("/proc/meminfo", "MemAvailable:") * 1024
+        _line(root / "proc/meminfo", "MemAvailable:") * 1024
         or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     ]
-    limit = _number("/sys/fs/cgroup/memory.max")
-    used = _number("/sys/fs/cgroup/memory.current")
-    if limit is not None and used is not None:
-        # The kernel gives these pages back when memory is short, so they count as free.
-        cache = _line("/sys/fs/cgroup/memory.stat", "inactive_file")
-        limits.append(max(limit - used + cache, 0))
+    for mount, limit_name, used_name, cache_name, group in _control_groups(root):
+        # A container may see its own group alone, as the topmost.
+        for folder in (mount / group, *(mount / group).parents):
+            limit = _number(folder / limit_name)
+            used = _number(folder / used_name)
+            if limit is not None and used is not None:
+                # The kernel gives these pages back when memory is short, so they count
+                # as free.
+                cache = _line(folder / "memory.stat", cache_name)
+                limits.append(max(limit - used + cache, 0))
+            if folder == mount:
+                break
     return min(limits)
+
+
+def _control_groups(root: Path) -> Iterator[tuple[Path, str, str, str, str]]:
+    """Yields mount, names of files, and path of this process's groups of memory."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        kind = "0" if number == "0" else "memory"
+        if number == "0" or "memory" in controllers.split(","):
+            mount, *names = _GROUPS[kind]
+            limit, used, cache = names
+            yield root / mount, limit, used, cache, path.strip("/")
 
 
 def peak_resident() -> int:
@@ -311,7 +352,7 @@ def peak_resident() -> int:
     ) * 1024
 
 
-def _line(path: str, name: str) -> int:
+def _line(path: str | Path, name: str) -> int:
     """Returns the number in the line of a file that begins with ``name``; 0 without such a line."""
     try:
         lines = Path(path).read_text().splitlines()
@@ -324,10 +365,10 @@ def _line(path: str, name: str) -> int:
     return 0
 
 
-def _number(path: str) -> int | None:
+def _number(path: Path) -> int | None:
     """Returns the number in a file of the control group; None without the file or a limit."""
     try:
-        return int(Path(path).read_text())
+        return int(path.read_text())
     except (OSError, ValueError):
         return None
 

@@ -87,8 +87,8 @@ SHARDED = [
 BY_HOST = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 # These types reduce-scatter: the exchange adds up the messages of the ranks.
 SUMMED = (ShardingType.ROW_WISE.value, *BY_HOST)
-# Kernels with their rows in the host's memory or on an SSD.
-OFF_THE_GPU = ("fused_uvm", "fused_uvm_caching", "key_value")
+# Kernels with their rows in the host's memory.
+OFF_THE_GPU = ("fused_uvm", "fused_uvm_caching")
 # Embeddings and their gradients may travel in fewer bits; ids are integers and travel
 # as they are.
 CODED_OPS = (
@@ -219,7 +219,7 @@ def precision_refused_because(
     if sharding in SUMMED:
         return (
             f"{sharding} adds up what ranks send, which int8 with scales of its own cannot; choose fp16 or bf16, or "
-            f"plan.tables={table.name}=table_wise"
+            f"plan.tables.{table.name}.sharding=table_wise"
         )
     if width % _INT8_GROUP and sharding != ShardingType.DATA_PARALLEL.value:
         return (

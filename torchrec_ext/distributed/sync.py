@@ -374,7 +374,7 @@ class LocalSGD(EveryStep):
         self._average_state = optimizer_state == "average"
         self._shards_tables = False
         if _is_sharded(model):
-            from torchrec_ext.distributed.plan.tower_plan import table_shardings
+            from torchrec_ext.distributed.tables import table_shardings
 
             shardings = table_shardings(model.plan).values()
             self._shards_tables = any(
@@ -553,17 +553,10 @@ def synchronised(
         config: mode and its settings.
 
     Raises:
-        ValueError: the mode cannot run this model or optimizer, or the model has towers on ranks of their own, which
-            no mode with local steps takes.
+        ValueError: the mode cannot run this model or optimizer.
     """
     if not config.takes_local_steps:
         return EveryStep()
-    placement = placement_of(model)
-    if placement is not None:
-        raise ValueError(
-            f"sync.mode={config.mode}, but plan.towers={placement} gives ranks different towers, "
-            "without a mean; leave sync.mode at every_step, or plan.towers at data_parallel"
-        )
     if not (_is_sharded(model) and _is_hybrid(optimizer)):
         types = f"{type(model).__name__} with {type(optimizer).__name__}"
         raise ValueError(
@@ -578,17 +571,6 @@ def synchronised(
         outer_lr=config.outer_lr,
         outer_momentum=config.outer_momentum,
     )
-
-
-def placement_of(model: nn.Module) -> Any:
-    """Returns the placement of towers on ranks of their own, a :class:`TowerPlan`'s; None if ranks run all towers."""
-    if _is_sharded(model):
-        from torchrec_ext.distributed.plan.tower_plan import TowerPlan
-
-        for plan in model.plan.plan.values():
-            if isinstance(plan, TowerPlan):
-                return plan.placement
-    return None
 
 
 def data_parallel_modules(

@@ -17,6 +17,11 @@ from torch.distributed.tensor import DTensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardingPlan,
+)
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
@@ -49,6 +54,15 @@ def collections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, child in get_unwrapped_module(module).named_modules():
         if isinstance(child, COLLECTIONS):
             yield path, child
+
+
+def table_shardings(plan: ShardingPlan) -> dict[str, ParameterSharding]:
+    """Returns the sharding of each table by its name, whatever the path of its collection."""
+    shardings: dict[str, ParameterSharding] = {}
+    for module in plan.plan.values():
+        if isinstance(module, EmbeddingModuleShardingPlan):
+            shardings |= module
+    return shardings
 
 
 def table_configs(collection: nn.Module) -> list[BaseEmbeddingConfig]:

@@ -91,8 +91,6 @@ class TowerModel(nn.Module):
         # In the order of the towers, whatever the order of the argument.
         self._shared = [name for name in towers if name in shared]
         self._weights = _weights(self.towers)
-        # A plan may leave this rank without some of the towers, so their arguments are
-        # kept here.
         self.made_of = {name: how_made(tower) for name, tower in towers.items()}
         self._tables: list[Any] = []
         self._dense: list[str] = []
@@ -101,8 +99,6 @@ class TowerModel(nn.Module):
             self._dense += tower.dense
         self._shared_columns = self.towers.columns(shared=True)
         self.shared_tables = shared_tables(towers, self._shared_columns, self._weights)
-        # Kept here, because a plan may take the shared tables away.
-        self._joint = self.shared_tables is not None and bool(self.shared_tables.joint)
         self._weighed = {
             shared: self.towers.weigh_rows(shared=shared) for shared in (False, True)
         }
@@ -114,8 +110,7 @@ class TowerModel(nn.Module):
         """Makes the model look up the tables of all towers together, by :class:`SharedTables`, and not tower by tower.
 
         Batches, outputs, gradients and the names of tables stay the same; the paths of their parameters change, so call
-        it before a plan or an optimizer is made. Under a plan with towers on ranks of their own, towers of the same
-        ranks look up their tables together.
+        it before a plan or an optimizer is made.
 
         Returns:
             The model itself.
@@ -251,9 +246,6 @@ class TowerModel(nn.Module):
             names or self._names
         ):
             options["looked_up"] = self.shared_tables(batch, names or self._names)
-        # A plan has moved the look-ups to the ranks of their towers.
-        if self.shared_tables is None and self._joint:
-            options["joint"] = batch.joint
         if self._weighed[False]:
             options["weights"] = batch.weights
         if self._weighed[True]:

@@ -1,4 +1,3 @@
-from .config import Compression as Compression
 from .interaction import Cosine as Cosine
 from .interaction import DeepCross as DeepCross
 from .interaction import DeepFM as DeepFM

@@ -1,4 +1,4 @@
-"""Compression, and the names that settings of a model can have: of activations, of interactions, of losses.
+"""The names that settings of a model can have: of activations, of interactions, of losses.
 
 INTERACTIONS and LOSSES say in one line each where a class or function is and what a recipe must know of it. This module
 imports no torch, so that a command line is checked at once.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from torchrec_ext.exports import Registry, entry
 from torchrec_ext.schema.validation import check_choice, check_least
@@ -19,51 +19,7 @@ Normalization = Literal["none", "layer", "batch"]
 Attention = Literal["bucketed", "nested", "padded"]
 Position = Literal["start", "end", "none"]
 Combine = Literal["sum", "concat"]
-CompressionKind = Literal["linear", "cross"]
 TaskRows = Literal["all", "positive", "product"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compression:
-    """Settings of the layer that narrows a tower's F bags, N wide each, and its Fd dense columns.
-
-    Args:
-        kind: ``linear``, or ``cross``, which applies crossing layers of DCN V2 to all of it first, as DMT does for DCN.
-        dim: D, the width of each vector that leaves the tower.
-        per_feature: c, the number of vectors that one linear layer makes of each bag, the same layer for all bags.
-        flat: p, the number of vectors that another linear layer makes of all bags and dense columns together.
-        layers: number of crossing layers under ``cross``.
-
-    Raises:
-        ValueError: a number out of its range, or neither vectors per feature nor flat ones.
-    """
-
-    kind: CompressionKind = "linear"
-    dim: int = 16
-    per_feature: int = 0
-    flat: int = 1
-    layers: int = 1
-
-    def __post_init__(self) -> None:
-        check_choice("kind", self.kind, get_args(CompressionKind))
-        for name, least in (("dim", 1), ("per_feature", 0), ("flat", 0), ("layers", 1)):
-            check_least(name, getattr(self, name), least)
-        if not self.per_feature + self.flat:
-            raise ValueError(
-                "per_feature=0 and flat=0: nothing would leave the tower; give one of them 1 or more"
-            )
-
-    def out_features(self, features: int, dense: int) -> int:
-        """Returns the width of the layer's output, D (c F + p) for F bags; without flat vectors also the dense columns.
-
-        Example:
-            >>> Compression(dim=16, per_feature=1, flat=2).out_features(features=13, dense=4)
-            240
-        """
-        compressed = self.dim * (self.per_feature * features + self.flat)
-        if not self.flat:
-            compressed += dense
-        return compressed
 
 
 # What model.interaction of a recipe may be, in the order in which a message lists them,

@@ -19,7 +19,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.modules.tower import LookedUp, Towers, by_table
+from torchrec_ext.modules.tower import LookedUp, by_table
 from torchrec_ext.schema.features import Joint as Joint
 from torchrec_ext.schema.features import joints, merged
 
@@ -43,9 +43,6 @@ class SharedTables(nn.Module):
         readers: names of the towers that read each table, by table.
         weights: features whose ids have weights.
         device: device of the tables.
-
-    Attributes:
-        original_path: path of these look-ups in the model before a plan moved them to a tower; empty if none has.
     """
 
     def __init__(
@@ -85,7 +82,6 @@ class SharedTables(nn.Module):
             }
         )
         self.halves = _Halves()
-        self.original_path = ""
 
     @property
     def joint(self) -> tuple[Joint, ...]:
@@ -243,21 +239,6 @@ def readers(towers: Mapping[str, Any]) -> dict[str, list[str]]:
         for table in tower.tables:
             read_by.setdefault(table.name, []).append(name)
     return {table: list(dict.fromkeys(names)) for table, names in read_by.items()}
-
-
-def look_ups(towers: Towers, names: Sequence[str]) -> SharedTables:
-    """Makes the look-ups for the tables released by the towers ``names``, on the meta device."""
-    members: dict[str, Any] = {name: towers[name] for name in names}
-    released: set[str] = set()
-    for tower in members.values():
-        released |= set(tower.released_tables)
-    tables = merged(chain.from_iterable(tower.tables for tower in members.values()))
-    tables = [table for table in tables if table.name in released]
-    read_by = readers(members)
-    read_by = {table.name: read_by[table.name] for table in tables}
-    return SharedTables(
-        tables, towers.columns(shared=True), read_by, (), torch.device("meta")
-    )
 
 
 def _check_releases(

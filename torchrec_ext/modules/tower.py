@@ -1,7 +1,4 @@
-"""Tower: the embeddings of one sub-network and the dense layers over them; Towers: all towers of a model, by name.
-
-A plan runs towers one after the other on each rank, or places them on ranks of their own.
-"""
+"""Tower: the embeddings of one sub-network and the dense layers over them; Towers: all towers of a model, by name."""
 
 from __future__ import annotations
 
@@ -26,7 +23,6 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from torchrec_ext.modules.compression import CompressingLayer, Compression
 from torchrec_ext.modules.layers import Activation as Activation
 from torchrec_ext.modules.layers import Layers, Recorded, reads_lengths, weighs_rows
 from torchrec_ext.modules.layers import Normalization as Normalization
@@ -181,8 +177,8 @@ LookedUp = Mapping[str, Tensor | JaggedTensor | Padded]
 class Tower(Recorded, nn.Module):
     """One sub-network: tables looked up together, concatenated with dense columns, then an MLP.
 
-    TorchRec's ``EmbeddingTower`` is embeddings plus an interaction pinned to one host. This tower is neither sharded
-    nor placed: it declares its collections, and a plan decides later where their rows are and its dense layers run.
+    TorchRec's ``EmbeddingTower`` is embeddings plus an interaction pinned to one host. This tower declares its
+    collections, and a plan decides later where their rows are.
 
     Args:
         tables: TorchRec configs. An EmbeddingBagConfig pools its bags by sum or mean, as it says; the bags of an
@@ -190,8 +186,7 @@ class Tower(Recorded, nn.Module):
             BF16 is stored in that type and read in the type of the dense columns. Towers of one model that give configs
             of one name share that table.
         mlp_widths: widths of the MLP's layers; the last is D, the width of the tower's output. Without any, the output
-            is the concatenation: pooled bags, then bags under attention, then dense columns; with ``compress`` the
-            compressed concatenation.
+            is the concatenation: pooled bags, then bags under attention, then dense columns.
         dense: names of the Fd dense columns that the tower reads; or the number of values that each has in a row, as
             in ``{"age": 1, "profile": 60}``, where ``profile`` is an array column: see :func:`dense_names`.
         weights: names of the columns with a weight for each id, by feature, such as how long ago each item of a history
@@ -201,13 +196,11 @@ class Tower(Recorded, nn.Module):
         normalization: layer before each activation: ``layer``, ``batch`` or ``none``.
         dropout: share of values set to 0 after each activation.
         residual: whether to add the input of each hidden layer that is as wide as its output.
-        compress: settings of a layer before the MLP that narrows the concatenation, for towers whose outputs cross
-            hosts; without an MLP its output is the tower's.
         device: device of the tables; ``meta`` declares them without memory, and ``hybrid_parallel`` allocates shards.
 
     Raises:
         ValueError: neither tables nor dense columns, a table with the name of a method of ModuleDict (``items``),
-            tables under attention of unequal width, a wrong MLP, or a compression that does not fit the tables.
+            tables under attention of unequal width, or a wrong MLP.
     """
 
     def __init__(
@@ -221,7 +214,6 @@ class Tower(Recorded, nn.Module):
         normalization: Normalization = "none",
         dropout: float = 0.0,
         residual: bool = False,
-        compress: Compression | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -263,11 +255,7 @@ class Tower(Recorded, nn.Module):
         widths: list[int] = []
         for table in (*bags, *lists):
             widths += [table.embedding_dim] * len(table.feature_names)
-        self.compress: CompressingLayer | None = None
         width = sum(widths) + len(self.dense)
-        if compress is not None:
-            self.compress = CompressingLayer(widths, len(self.dense), compress)
-            width = self.compress.out_features
         self.out_features = mlp_widths[-1] if mlp_widths else width
         self.mlp: nn.Module = nn.Identity()
         if mlp_widths:
@@ -285,15 +273,6 @@ class Tower(Recorded, nn.Module):
         bags = [table for table in self.bags if table.name not in names]
         lists = [table for table in self.lists if table.name not in names]
         self._declare(bags, lists)
-
-    @property
-    def released_tables(self) -> list[str]:
-        """Names of the tables with embeddings for :meth:`forward` to be given."""
-        return [
-            table.name
-            for table in self.tables
-            if table not in [*self._own_bags, *self._own_lists]
-        ]
 
     def _declare(
         self, bags: list[EmbeddingBagConfig], lists: list[EmbeddingConfig]
@@ -358,8 +337,6 @@ class Tower(Recorded, nn.Module):
             weights: (B,) weight of each row for batch normalisation; by default all 1.
         """
         side_by_side = beside(blocks)
-        if self.compress is not None:
-            side_by_side = self.compress(side_by_side)
         # Without layers the MLP is an Identity, which takes no weights.
         if isinstance(self.mlp, Layers):
             return self.mlp(side_by_side, weights)  # type: ignore[no-any-return]
@@ -480,7 +457,7 @@ class Reads(NamedTuple):
 
 
 class Towers(nn.ModuleDict):
-    """Calls all towers of a model at once, for a sharder to take over as one module.
+    """Calls all towers of a model at once.
 
     Args:
         towers: modules by name; each has ``tables``, ``dense`` and ``out_features``, as :class:`Tower`.

@@ -5,8 +5,7 @@ Axis letters: B rows, L list length.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -14,10 +13,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from torchrec_ext.data.preprocess.categorical import Categorify, Vocabulary
+from torchrec_ext.data.preprocess.categorical import Vocabulary
 from torchrec_ext.data.preprocess.columns import missing_column, read_cells
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
-from torchrec_ext.data.preprocess.step import Step
 from torchrec_ext.schema.validation import DataError, listed
 
 Rows = Mapping[str, Sequence[Any]]
@@ -106,7 +104,7 @@ class Columns:
         types: Mapping[str, str] = raw
         if preprocessor is not None:
             types = preprocessor.outputs
-            self._steps = steps = steps_for_columns(preprocessor, self.columns)
+            self._steps = steps = preprocessor.only(self.columns)
             self.raw = {
                 **steps.request_columns,
                 **{name: steps.raw[name] for name in steps.keep},
@@ -221,7 +219,7 @@ class Columns:
             return error
         for name in self.columns:
             try:
-                steps_for_columns(self._steps, [name]).online(rows)
+                self._steps.only([name]).online(rows)
             except DataError as again:
                 sources = sorted(_sources(self._steps, name))
                 return DataError(f"column {listed(sources)}: {again}")
@@ -317,41 +315,8 @@ class Columns:
         ]
 
 
-def steps_for_columns(
-    preprocessor: FittedPreprocessor, names: Collection[str]
-) -> FittedPreprocessor:
-    """Reduces a preprocessor to the steps behind the columns ``names``, so that a request needs fewer columns."""
-    # Backwards: a later step decides which columns an earlier step must write.
-    needed_columns = set(names)
-    steps: list[Step] = []
-    states: list[Any] = []
-    for step, state in zip(
-        reversed(preprocessor.steps), reversed(preprocessor.states), strict=True
-    ):
-        if needed_columns.isdisjoint(step.writes):
-            continue
-        narrowed_step = _narrow_step(step, needed_columns)
-        needed_columns |= set(narrowed_step.reads)
-        steps.insert(0, narrowed_step)
-        states.insert(0, state)
-    keep = tuple(name for name in preprocessor.keep if name in names)
-    return dataclasses.replace(
-        preprocessor, steps=tuple(steps), states=tuple(states), keep=keep
-    )
-
-
-def _narrow_step(step: Step, needed_columns: Collection[str]) -> Step:
-    """Narrows a step with one vocabulary for several columns to the needed ones."""
-    if not isinstance(step, Categorify):
-        return step
-    also = tuple(name for name in step.also if name in needed_columns)
-    if (step.output or step.column) in needed_columns:
-        return dataclasses.replace(step, also=also)
-    return dataclasses.replace(step, column=also[0], output=None, also=also[1:])
-
-
 def _sources(steps: FittedPreprocessor, name: str) -> set[str]:
-    narrowed = steps_for_columns(steps, [name])
+    narrowed = steps.only([name])
     return {*narrowed.request_columns, *narrowed.keep}
 
 

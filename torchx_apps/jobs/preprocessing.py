@@ -9,21 +9,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tabulate import tabulate
 from tqdm import tqdm
 
-from torchrec_ext.data.datasets.features import owned_columns
-from torchrec_ext.data.datasets.streamed import (
+from torchrec_ext.data.features import owned_columns
+from torchrec_ext.data.files.find import DataFile, find_files
+from torchrec_ext.data.prepare import (
     RAW_ITEMS,
+    RAW_POPULARITY,
     RAW_REQUESTS,
     RAW_USERS,
     SUMMARY,
+    Counts,
     Roles,
 )
-from torchrec_ext.data.files.find import DataFile, find_files
 from torchrec_ext.data.preprocess import FittedPreprocessor, History, Vocabulary
 from torchrec_ext.data.preprocess.fitted import requests_sql
 from torchrec_ext.data.preprocess.folders import keep_sources, whole_folder
@@ -38,86 +39,17 @@ from torchrec_ext.data.preprocess.rows import (
     telling,
 )
 from torchrec_ext.data.preprocess.step import quoted
-from torchrec_ext.retrieval.columns import steps_for_columns
 from torchrec_ext.schema import DataError
 from torchx_apps.config import is_group
 from torchx_apps.jobs.tracking import tracked
-from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
+from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
 from torchx_apps.tasks.export_data import AUDITED
 
 # Users and their latest events are held in memory, some 500 bytes each.
 NAMED = 2_000_000
-# The number of positive training rows of each row of the item's table.
-RAW_POPULARITY = "raw/popularity.parquet"
 
 
-class Counts:
-    """What the result's rows add up to, counted while they are written.
-
-    Args:
-        fitted: preprocessor that makes the rows.
-        prepared: the columns' roles.
-    """
-
-    def __init__(self, fitted: FittedPreprocessor, prepared: Prepared) -> None:
-        self.rows = 0
-        self._zeros = dict.fromkeys(fitted.vocab, 0)
-        self._ids = dict.fromkeys(fitted.vocab, 0)
-        names = [prepared.label, *prepared.tasks]
-        self._labels = [name for name in names if name in fitted.keep]
-        self._weight = prepared.weight
-        # The weights of positives among all rows and among those with label 1, by
-        # label, and of all rows.
-        self._every = np.zeros(len(self._labels))
-        self._clicked = np.zeros(len(self._labels))
-        self._total = 0.0
-        self._item = prepared.item
-        self.popularity = np.zeros(fitted.vocab.get(prepared.item or "", 0), np.int64)
-
-    def add(self, batch: pa.RecordBatch) -> None:
-        """Counts a batch."""
-        self.rows += batch.num_rows
-        for name in self._zeros:
-            column = batch.column(name)
-            ids = column.flatten() if pa.types.is_list(column.type) else column
-            self._zeros[name] += len(ids) - int(np.count_nonzero(ids.to_numpy()))
-            self._ids[name] += len(ids)
-        weights = np.ones(batch.num_rows)
-        if self._weight:
-            weights = batch.column(self._weight).to_numpy().astype(np.float64)
-        self._total += float(weights.sum())
-        positive = np.ones(batch.num_rows, dtype=bool)
-        if self._labels:
-            columns = [batch.column(name).cast(pa.float64()) for name in self._labels]
-            labels = np.stack([column.to_numpy() for column in columns])
-            self._every += (labels * weights).sum(1)
-            self._clicked += (labels * labels[0] * weights).sum(1)
-            positive = labels[0] > 0
-        if self._item and len(self.popularity):
-            items = batch.column(self._item).to_numpy()[positive]
-            self.popularity += np.bincount(items, minlength=len(self.popularity))
-
-    @property
-    def unknown(self) -> dict[str, float]:
-        """The share of zeros per id column; in a list column of its elements."""
-        return {
-            name: zeros / max(self._ids[name], 1) for name, zeros in self._zeros.items()
-        }
-
-    @property
-    def labels(self) -> dict[str, Any]:
-        """The weight of all rows, and of the positives of each label."""
-        sums = zip(self._labels, self._every, self._clicked, strict=True)
-        return {
-            "total": self._total,
-            "positives": {
-                name: {"of_all": float(every), "of_positive": float(clicked)}
-                for name, every, clicked in sums
-            },
-        }
-
-
-def summarize(prepared: Prepared, con: Connection) -> dict[str, float]:
+def summarize(prepared: Prepare, con: Connection) -> dict[str, float]:
     """Prints DuckDB's summary of the raw columns; returns the share of rows with null, by column."""
     source = prepared.first_source
     opened = open_source(source, prepared.preprocessor.raw_columns, con)
@@ -222,7 +154,7 @@ def _print_unknown(split: str, counts: Counts) -> None:
     print(f"{split}: {counts.rows:,} rows; unknown ids: {text}", flush=True)
 
 
-def _source_files(out: Path, prepared: Prepared) -> list[DataFile]:
+def _source_files(out: Path, prepared: Prepare) -> list[DataFile]:
     """Returns the files of all sources; refuses an output folder with a source in it, since it may be replaced."""
     files = []
     for source in (*prepared.splits.values(), prepared.events):
@@ -233,7 +165,7 @@ def _source_files(out: Path, prepared: Prepared) -> list[DataFile]:
     return files
 
 
-def _fit(prepared: Prepared, con: Connection) -> FittedPreprocessor:
+def _fit(prepared: Prepare, con: Connection) -> FittedPreprocessor:
     first, source = next(iter(prepared.splits.items()))
     with tqdm(
         total=len(prepared.preprocessor.steps),
@@ -260,13 +192,13 @@ def _fit(prepared: Prepared, con: Connection) -> FittedPreprocessor:
 
 
 def _transform(
-    prepared: Prepared,
+    prepared: Prepare,
     fitted: FittedPreprocessor,
     split: str,
     folder: Path,
     con: Connection,
 ) -> Counts:
-    counts = Counts(fitted, prepared)
+    counts = Counts(fitted, Roles(**_roles(prepared)))
     with tqdm(
         desc=f"transform {split}", unit=" rows", unit_scale=True, dynamic_ncols=True
     ) as bar:
@@ -286,7 +218,7 @@ def _transform(
 
 
 def write_raw_rows(
-    prepared: Prepared, fitted: FittedPreprocessor, folder: Path, con: Connection
+    prepared: Prepare, fitted: FittedPreprocessor, folder: Path, con: Connection
 ) -> None:
     """Writes rows as they stand in the log, for the bundle of the recipe ``stream``: some requests, items and users.
 
@@ -313,13 +245,9 @@ def write_raw_rows(
         _write_users(prepared, prepared.user, fitted, folder / RAW_USERS, con)
     if prepared.item is None:
         return
-    (key,) = steps_for_columns(fitted, [prepared.item]).request_columns
+    (key,) = fitted.only([prepared.item]).request_columns
     item_columns = owned_columns("item", fitted.outputs, prepared.item_features)
-    raw = [
-        name
-        for name in steps_for_columns(fitted, item_columns).request_columns
-        if name != key
-    ]
+    raw = [name for name in fitted.only(item_columns).request_columns if name != key]
     opened = open_source(prepared.first_source, [key, *raw], con)
     sql = f"{_last_of_each(opened, key, raw)} ORDER BY {quoted(key)}"
     pq.write_table(table(con, sql), folder / RAW_ITEMS)
@@ -340,7 +268,7 @@ def _last_of_each(rows: Opened, key: str, columns: Sequence[str]) -> str:
 
 
 def _write_users(
-    prepared: Prepared,
+    prepared: Prepare,
     user: str,
     fitted: FittedPreprocessor,
     path: Path,
@@ -349,9 +277,9 @@ def _write_users(
     """Writes the users of the training rows with their request columns; nothing if they are hashed."""
     if not isinstance(fitted.state_of(user), Vocabulary):
         return
-    (key,) = steps_for_columns(fitted, [user]).request_columns
-    user_steps = steps_for_columns(
-        fitted, owned_columns("user", fitted.outputs, prepared.user_features)
+    (key,) = fitted.only([user]).request_columns
+    user_steps = fitted.only(
+        owned_columns("user", fitted.outputs, prepared.user_features)
     )
     histories = [step for step in user_steps.steps if isinstance(step, History)]
     # A request gives the time, and the events come from the log: the last row has no
@@ -379,12 +307,12 @@ def _write_users(
     pq.write_table(table(con, sql), path)
 
 
-def _roles(prepared: Prepared) -> dict[str, Any]:
+def _roles(prepared: Prepare) -> dict[str, Any]:
     """Returns the result's columns with a role beyond features; see :class:`Roles`."""
     roles = {
         field.name: getattr(prepared, field.name) for field in dataclasses.fields(Roles)
     }
     # A label that the preprocessor does not keep is only drawn.
     if prepared.label not in prepared.preprocessor.keep:
-        roles["label"] = None
+        roles["label"] = ""
     return roles

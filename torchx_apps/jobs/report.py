@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
-import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +16,6 @@ from typing import Any, NamedTuple
 from tabulate import tabulate
 from tqdm import tqdm
 
-from torchrec_ext.distributed.autotune.choose import Decision
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.drawing.terminal import terminal
 from torchrec_ext.train.config import Record
@@ -215,33 +212,6 @@ def finish_training(
         task.baseline_name: baseline,
         **beside.figures,
     }
-
-
-def report_steps(
-    folder: RunFolder, decision: Decision, history: Sequence[Record]
-) -> None:
-    """Prints the measured time of a step next to those of the trials, and writes ``placement.json``.
-
-    Args:
-        folder: the run's folder.
-        decision: the placement that was chosen before the training, with its candidates.
-        history: the training's records.
-    """
-    records = records_of(history, "train")
-    times = []
-    step = 0
-    for record in records:
-        ms = 1e3 * record["rows"] / record["rows_per_s"]
-        times.append(ms / (record["step"] - step))
-        step = record["step"]
-    # The first steps fill pipelines and pools.
-    measured = statistics.median(times[1:] or times)
-    print(f"\n{decision.text(measured)}")
-    candidates = [dataclasses.asdict(candidate) for candidate in decision.candidates]
-    folder.write(
-        "placement.json",
-        json.dumps({"measured_ms": measured, "candidates": candidates}, indent=2),
-    )
 
 
 def say_end(folder: Path, picture: Path) -> None:

@@ -150,7 +150,7 @@ def check_ids_stay(
             if kind != recorded[1]:
                 raise DataError(
                     f"{where}: column '{name}' had dynamic ids in training, which were {recorded[1]}, and has "
-                    f"{kind or 'none'} now; set ids.{name}=dynamic,capacity=ROWS and give such rows, or train anew"
+                    f"{kind or 'none'} now; set ids.features.{name}.capacity and give such rows, or train anew"
                 )
             continue
         if (

@@ -1,15 +1,12 @@
-"""A job's parts on its ranks: its data, model and loader, and the one decision where towers and tables are."""
+"""A job's parts on its ranks: its data, model and loader, and where its tables are."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import math
 import os
 import warnings
-from functools import partial
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -17,34 +14,26 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 
-from torchrec_ext.data.datasets.catalog import DatasetUnavailable
+from torchrec_ext.data.catalog import DatasetUnavailable
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
 from torchrec_ext.data.loader.epochs import Epochs
 from torchrec_ext.data.loader.id_dropout import IdDropout
-from torchrec_ext.distributed.autotune.choose import EVERYWHERE, Decision, auto_plan
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.explain import explain
-from torchrec_ext.distributed.plan.planner import (
-    free_tables,
-    plan_sharding,
-    why_on_all_ranks,
-)
+from torchrec_ext.distributed.plan.planner import free_tables, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime, available_memory, gather_objects
 from torchrec_ext.distributed.sharders import codecs_of
 from torchrec_ext.models.retrieval import RetrievalModel
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.config import LOSSES
 from torchrec_ext.schema import BatchSchema
-from torchrec_ext.train.loop import checked_steps
 from torchx_apps.tasks.dynamic_ids import DataWithTables, numbered
 from torchx_apps.tasks.job import Job, dynamic_ids_of, schema_of, schema_settings
 from torchx_apps.tasks.task import Evaluator, Task
 
 _FORMAT = warnings.formatwarning
-# Batches for the trials of plan.towers=auto, used in turn.
-_BATCHES = 4
 # Measured: 10,000 x 10,000 scores of .4 GB took 1.36 GB more, for scores, corrections,
 # shares and gradient.
 _SCORE_COPIES = 4
@@ -57,13 +46,12 @@ class JobParts(NamedTuple):
     """A job as it is loaded and placed, with the parts that it trains.
 
     Attributes:
-        job: the job, with the placement of its towers and the columns of its labels.
+        job: the job, with the columns of its labels.
         model: the untrained model, its tables on the meta device.
         schema: schema of the model's batches.
         loader: this rank's training batches.
         plan: where the tables are.
         plan_text: explanation of the plan.
-        decision: the placements that were tried, if any.
     """
 
     job: Job
@@ -72,11 +60,10 @@ class JobParts(NamedTuple):
     loader: Any
     plan: ShardingPlan
     plan_text: str
-    decision: Decision | None
 
 
 def set_up(job: Job, task: Task, runtime: Runtime) -> JobParts:
-    """Builds a job's model and loader, and decides once where towers and tables are. Collective.
+    """Builds a job's model and loader, and plans where its tables are. Collective.
 
     Args:
         job: the job.
@@ -88,12 +75,11 @@ def set_up(job: Job, task: Task, runtime: Runtime) -> JobParts:
     # alike.
     torch.manual_seed(job.train.seed)
     model = build_model(job, task)
-    job, decision = place_towers(job, task, model, runtime)
     merge_lookups(job, model, runtime.world_size)
     schema = schema_of(job, task, model)
     loader = loader_of(job, task, schema, runtime)
-    plan, text = plan_job(job, model, decision, runtime)
-    return JobParts(job, model, schema, loader, plan, text, decision)
+    plan, text = plan_job(job, model, runtime)
+    return JobParts(job, model, schema, loader, plan, text)
 
 
 def load_task(job: Job, runtime: Runtime) -> Task:
@@ -174,7 +160,7 @@ def data_for_build(job: Job, task: Task) -> Any:
     """
     if not job.ids.features:
         return task.data
-    for name in job.ids.policies():
+    for name in job.ids.features:
         # Refuses a task without raw ids by name.
         task.raw_values(name)
     # This model only says which columns share a table, so it takes none of the job's
@@ -192,78 +178,13 @@ def data_for_build(job: Job, task: Task) -> Any:
 
 
 def merge_lookups(job: Job, model: nn.Module, world_size: int) -> None:
-    """Merges the look-ups of a model's towers into one exchange as ``job.lookups`` says, before planning.
+    """Makes a model's towers look up their tables in one exchange, before planning, where there are several ranks.
 
-    ``auto`` merges where that saves exchanges and nothing prevents it: there are several ranks, all towers are on all
-    of them, and no optimizer is given to a table by the path of its tower.
-
-    Raises:
-        ValueError: ``merged`` for a model that is not made of towers.
+    Towers keep look-ups of their own where an optimizer is given to a table by the path of its tower.
     """
-    merge = getattr(model, "merge_lookups", None)
-    if merge is None:
-        if job.lookups == "merged":
-            raise ValueError(
-                f"lookups=merged: {type(model).__name__} has no look-ups of several towers; leave it at auto"
-            )
-        return
-    by_path = any(
-        "." in exception.partition("=")[0] for exception in job.optimizer.per_table
-    )
-    helps = world_size > 1 and job.plan.towers == "data_parallel" and not by_path
-    if job.lookups == "merged" or (job.lookups == "auto" and helps):
-        merge()
-
-
-def place_towers(
-    job: Job, task: Task, model: Any, runtime: Runtime
-) -> tuple[Job, Decision | None]:
-    """Tries placements of the towers if ``plan.towers`` is ``auto`` and there are several ranks. Collective.
-
-    Returns:
-        The job with the placement that was chosen, and the decision; the job as it is and None if none was needed.
-    """
-    if job.plan.towers != "auto" or runtime.world_size == 1:
-        return job, None
-    # A loader for the trials alone: the training's begins with the first batch.
-    loader = task.loader(
-        schema_of(job, task, model),
-        job.loader,
-        rank=runtime.rank,
-        world_size=runtime.world_size,
-    )
-    loader.set_epoch(0)
-    if job.lookups == "merged":
-        merge_lookups(job, model, runtime.world_size)
-    # With all towers on every rank look-ups may be merged, so that placement is tried
-    # with a model of its own.
-    flat = dataclasses.replace(
-        job, plan=dataclasses.replace(job.plan, towers=EVERYWHERE)
-    )
-    everywhere = copy.deepcopy(model)
-    merge_lookups(flat, everywhere, runtime.world_size)
-    batches = list(islice(loader, _BATCHES))
-    plan, decision = auto_plan(
-        model,
-        batches[0],
-        runtime,
-        job.plan,
-        job.optimizer,
-        everywhere=everywhere,
-        together=why_on_every_rank(job),
-        more=batches[1:],
-        steps=partial(checked_steps, config=job.train),
-    )
-    return dataclasses.replace(job, plan=plan), decision
-
-
-def why_on_every_rank(job: Job) -> str:
-    """Explains why the towers of a job must run on every rank; empty if they need not."""
-    if job.sync.takes_local_steps:
-        return f"sync.mode={job.sync.mode} averages towers that every rank has"
-    if job.plan.quantised:
-        return "quantised communication is of tables that all ranks share"
-    return next(filter(None, map(why_on_all_ranks, job.plan.asked)), "")
+    by_path = any("." in pattern for pattern in job.optimizer.per_table)
+    if world_size > 1 and not by_path and isinstance(model, TowerModel):
+        model.merge_lookups()
 
 
 def seeded(job: Job) -> LoaderConfig:
@@ -291,7 +212,7 @@ def loader_of(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> An
             loader, schema, policies, every=job.ids.every, raw_ids=raw_ids
         )
     if job.id_dropout:
-        return IdDropout(loader, schema, job.id_dropout_rates(), seed=config.seed)
+        return IdDropout(loader, schema, job.id_dropout, seed=config.seed)
     return loader
 
 
@@ -374,14 +295,10 @@ def _check_catalogue(job: Job, task: Task, runtime: Runtime) -> None:
         )
 
 
-def plan_job(
-    job: Job, model: nn.Module, decision: Decision | None, runtime: Runtime
-) -> tuple[ShardingPlan, str]:
+def plan_job(job: Job, model: nn.Module, runtime: Runtime) -> tuple[ShardingPlan, str]:
     """Plans the model's tables; returns the plan and its explanation."""
     rows = job.loader.rank_rows(runtime.world_size)
-    constraints, whole = free_tables(
-        model, runtime, job.plan, job.optimizer, job.sync, measured=decision is not None
-    )
+    constraints, whole = free_tables(model, runtime, job.plan, job.optimizer, job.sync)
     plan = plan_sharding(
         model,
         runtime,
@@ -411,8 +328,6 @@ def plan_job(
             ),
         ),
     )
-    if decision is not None:
-        lines.append(f"\n{decision.text()}")
     return plan, "\n".join(lines)
 
 

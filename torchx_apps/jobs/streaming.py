@@ -110,9 +110,9 @@ def run_stream(
         assert run.checkpointer is not None, "checkpoint.steps is 1 or more"
         folder = publication.folder or run.path / BUNDLES
         _check_writable(folder)
-        plan, plan_text = plan_job(job, model, None, runtime)
+        plan, plan_text = plan_job(job, model, runtime)
         print(f"\n{plan_text}\n", flush=True)
-        parts = JobParts(job, model, schema, loader, plan, plan_text, None)
+        parts = JobParts(job, model, schema, loader, plan, plan_text)
         parallel, optimizer = shard_job(parts, runtime)
         if job.start.path and not run.checkpoint:
             together = CheckpointRanks(runtime)
@@ -206,7 +206,7 @@ def check_stream(job: Job) -> None:
         ),
         (
             bool(job.pretrained),
-            f"pretrained={','.join(job.pretrained)}",
+            f"pretrained.{next(iter(job.pretrained), '')}",
             "ids come and go; leave it out",
         ),
         (
@@ -230,10 +230,10 @@ def _model_and_loader(
     """
     config = seeded(job)
     label = job.data.label or None
-    policies = job.ids.policies()
+    policies = job.ids.features
     if set(policies) != {USER, ITEM}:
         raise ValueError(
-            f"ids of {', '.join(policies) or 'nothing'}: give ids.{USER} and ids.{ITEM} a capacity"
+            f"ids of {', '.join(policies) or 'nothing'}: give ids.features.{USER} and .{ITEM} a capacity"
         )
     torch.manual_seed(job.train.seed)
     model: Any = job.build(

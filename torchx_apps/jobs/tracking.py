@@ -8,14 +8,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrec_ext.train.config import Record
 
-# Figures of a whole run, next to those of the test.
-_LAST = ("seconds", "samples_per_s", "data_wait", "peak_memory_mib")
-# Prefixes of the figures of a training, a preprocessing and an export.
-_FIGURES = ("test.", "missing.", "unknown.", "bundle.")
+if TYPE_CHECKING:
+    from torchx.tracker.api import AppRun
+
 # Of a folder, where it has them.
 _ARTIFACTS = (
     "checkpoints", "bundle", "plan.txt", "summary.json", "training.png", "preprocessor",
@@ -24,7 +23,6 @@ _ARTIFACTS = (
 # Variable with the handle of the TorchX job.
 JOB = "TORCHX_JOB_ID"
 _TRACKERS = "TORCHX_TRACKERS"
-_PARENT = "TORCHX_PARENT_RUN_ID"
 
 
 class Tracking:
@@ -33,15 +31,13 @@ class Tracking:
     A tracker that fails later is left out for the rest of the run, with one warning.
 
     Args:
-        run: name of the run: the handle of its TorchX job, and the member's name where the job trains several.
         path: the run folder.
-        trackers: objects of :class:`torchx.tracker.api.TrackerBase` by name; none for a run that nobody tracks.
+        runs: TorchX's run in each tracker by the tracker's name; none for a run that nobody tracks.
     """
 
-    def __init__(self, run: str, path: Path, trackers: Mapping[str, Any]) -> None:
-        self.run = run
+    def __init__(self, path: Path, runs: Mapping[str, AppRun]) -> None:
         self._path = path
-        self._trackers = dict(trackers)
+        self._runs = dict(runs)
 
     @classmethod
     def start(
@@ -52,7 +48,7 @@ class Tracking:
         member: str = "",
         folder: str = "run_folder",
     ) -> Tracking:
-        """Begins a run in every tracker of the variable TORCHX_TRACKERS; no other process may do so too.
+        """Begins a run in every tracker that ``torchx run`` names to its jobs; no other process may do so too.
 
         Args:
             path: the run folder.
@@ -63,21 +59,15 @@ class Tracking:
         Raises:
             ValueError: there is no such tracker, or it cannot be reached.
         """
-        names = filter(None, os.environ.get(_TRACKERS, "").split(","))
-        run = os.environ.get(JOB) or str(path.absolute())
-        if member:
-            run += f"/{member}"
-        tracking = cls(run, path, {name: _tracker(name) for name in names})
         settings = {key: _plain(value) for key, value in _flat(config)}
-        for name, tracker in tracking._trackers.items():
+        runs = _runs_from_env(path, member)
+        for name, run in runs.items():
             try:
-                tracker.add_metadata(tracking.run, **settings)
-                tracker.add_artifact(tracking.run, folder, str(path.absolute()))
-                if os.environ.get(_PARENT):
-                    tracker.add_source(tracking.run, os.environ[_PARENT])
+                run.add_metadata(**settings)
+                run.add_artifact(folder, str(path.absolute()))
             except Exception as error:
                 raise ValueError(_unreachable(name, error)) from None
-        return tracking
+        return cls(path, runs)
 
     def log(self, record: Record) -> None:
         """Writes the figures of an evaluation, or the message of a run ended by an error."""
@@ -87,7 +77,11 @@ class Tracking:
                 for name, value in record.items()
                 if isinstance(value, float)
             }
-            self._figures(figures, record["step"])
+            # Each step gets a name of its own, since TorchX's tracker shows any one of several values of a name.
+            step = record["step"]
+            self._metadata(
+                {f"{name} at step {step}": value for name, value in figures.items()}
+            )
         elif record["kind"] == "error":
             self._metadata(
                 {"error": str(record.get("message", "the loss is not finite"))}
@@ -95,46 +89,29 @@ class Tracking:
 
     def end(self, figures: Mapping[str, Any] | None = None) -> None:
         """Writes figures (by default those of ``summary.json``) and the paths of the run's files."""
-        if not self._trackers:
+        if not self._runs:
             return
         if figures is None:
             figures = json.loads((self._path / "summary.json").read_text())
-        numbers = {}
-        metadata = {}
-        for name, value in _flat(figures):
-            if isinstance(value, float) and (
-                name.startswith(_FIGURES) or name in _LAST
-            ):
-                numbers[name] = value
-            else:
-                metadata[name] = _plain(value)
-        self._metadata(metadata)
-        if numbers:
-            self._figures(numbers)
+        self._metadata({name: _plain(value) for name, value in _flat(figures)})
         self._each(self._finish)
 
-    def _finish(self, tracker: Any) -> None:
+    def _finish(self, run: AppRun) -> None:
         for name in _ARTIFACTS:
             path = self._path.absolute() / name
             if path.exists():
-                tracker.add_artifact(self.run, name, str(path))
+                run.add_artifact(name, str(path))
 
     def _metadata(self, values: Mapping[str, Any]) -> None:
-        self._each(lambda tracker: tracker.add_metadata(self.run, **values))
+        self._each(lambda run: run.add_metadata(**values))
 
-    def _figures(self, figures: Mapping[str, float], step: int | None = None) -> None:
-        # Each step gets a name of its own, since TorchX's tracker shows any one of
-        # several values of a name.
-        suffix = "" if step is None else f" at step {step}"
-        self._metadata({f"{name}{suffix}": value for name, value in figures.items()})
-
-    def _each(self, call: Callable[[Any], None]) -> None:
+    def _each(self, call: Callable[[AppRun], None]) -> None:
         # Over a copy, because a tracker that fails is left out from then on.
-        for name, tracker in list(self._trackers.items()):
+        for name, run in list(self._runs.items()):
             try:
-                call(tracker)
+                call(run)
             except Exception as error:
-                del self._trackers[name]
+                del self._runs[name]
                 warnings.warn(
                     f"tracker {name}: {_reason(error)}; the run goes on, and this tracker hears no more of it",
                     stacklevel=3,
@@ -171,27 +148,36 @@ def tracked(
     tracking.end(figures)
 
 
-def _tracker(name: str) -> Any:
-    # A run that nobody tracks needs no TorchX.
-    from torchx.tracker.api import tracker_config_env_var_name
-    from torchx.util.entrypoints import load_group
-    from torchx.util.modules import load_module
+def _runs_from_env(path: Path, member: str) -> dict[str, AppRun]:
+    """Returns TorchX's run of this process in each tracker, so that one which fails leaves the others alone."""
+    names = [name for name in os.environ.get(_TRACKERS, "").split(",") if name]
+    if not names:
+        # A run that nobody tracks needs no TorchX.
+        return {}
+    from torchx.tracker.api import AppRun
 
-    by_name = load_group("torchx.tracker") or {}
-    factory = by_name.get(name) or load_module(name)
-    if factory is None:
-        raise ValueError(
-            f"tracker {name}: there is none of this name; [torchx:tracker] of .torchxconfig may name "
-            f"{', '.join(sorted(by_name))}, or module:function"
-        )
     try:
-        return factory(os.environ.get(tracker_config_env_var_name(name)))
+        of_job = AppRun.run_from_env()
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"tracker {name}: needs the package {error.name}: pip install '{error.name}'"
+            f"tracker {', '.join(names)}: needs the package {error.name}: pip install '{error.name}'"
         ) from None
     except Exception as error:
-        raise ValueError(_unreachable(name, error)) from None
+        raise ValueError(_unreachable(", ".join(names), error)) from None
+    backends = list(of_job.backends)
+    if len(backends) != len(names):
+        raise ValueError(
+            f"tracker {', '.join(names)}: TorchX finds {len(backends)} of {len(names)}; [torchx:tracker] of "
+            ".torchxconfig may name fsspec, another entry point of torchx.tracker, or module:function"
+        )
+    # A job that TorchX has not started has no handle.
+    run = of_job.id if JOB in os.environ else str(path.absolute())
+    if member:
+        run += f"/{member}"
+    return {
+        name: AppRun(run, [backend])
+        for name, backend in zip(names, backends, strict=True)
+    }
 
 
 def _unreachable(name: str, error: Exception) -> str:

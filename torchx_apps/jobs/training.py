@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_ext.distributed.autotune.choose import Decision
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime, peak_resident
 from torchrec_ext.distributed.tables import tables_of
@@ -191,7 +190,7 @@ def run_training(
                 parts.loader,
             )
         if folder is not None:
-            _finish(folder, task, evaluator, parts.decision, trained, tested)
+            _finish(folder, task, evaluator, trained, tested)
         if bundle is not None:
             report_bundle(job.export, bundle, runtime, run.path / BUNDLE)
         if run.tracking is not None:
@@ -238,13 +237,10 @@ def _finish(
     folder: RunFolder,
     task: Task,
     evaluator: Evaluator,
-    decision: Decision | None,
     trained: report.Trained,
     tested: report.Tested,
 ) -> None:
     """Solves for the further baselines, and reports how the run went; rank 0 calls it."""
-    if decision is not None:
-        report.report_steps(folder, decision, trained.history)
     report.finish_training(folder, task, tested, trained, evaluator.beside("test"))
     baseline = evaluator.baseline("validation") if task.validates else None
     report.say_end(
@@ -337,7 +333,7 @@ def _begin_with(
     for feature in schema.sparse:
         if feature.dynamic:
             dynamic.update(feature.tables)
-    for name, file in job.pretrained_files().items():
+    for name, file in job.pretrained.items():
         tables = job.optimizer.for_tables(model)
         if name not in tables:
             raise ValueError(

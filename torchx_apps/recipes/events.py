@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from torchrec_ext.data.files.events_config import EventsConfig
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
+from torchrec_ext.ids.policy import Dynamic
 from torchrec_ext.train.checkpoint.config import CheckpointConfig
 from torchrec_ext.train.config import TrainConfig
 from torchx_apps.recipes.two_tower import TwoTowerConfig, build_two_tower
@@ -25,10 +26,10 @@ def two_tower_of_events() -> Job:
         loader=LoaderConfig(batch_size=500),
         ids=IdsConfig(
             every=1,
-            features=(
-                "user_id=dynamic,capacity=100_000",
-                "item_id=dynamic,capacity=100_000",
-            ),
+            features={
+                "user_id": Dynamic(capacity=100_000),
+                "item_id": Dynamic(capacity=100_000),
+            },
         ),
         optimizer=OptimizerConfig(tables_lr=0.25, dense_lr=2e-3),
         train=TrainConfig(epochs=1, log_every=50),

@@ -2,7 +2,7 @@
 
 ``n_tower`` holds its rows in memory; ``stream`` reads what rec.data.preprocess wrote, of any size, while it trains, and
 so does ``multi_task``, which learns several labels of a row together.
-Keys of the recipes say which columns are in which tower, and how a tower's output is compressed.
+Keys of the recipes say which columns are in which tower.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchrec_ext.data.datasets.config import DataConfig
+from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.modules.config import (
     INTERACTIONS,
     LOSSES,
     Activation,
-    Compression,
     Interaction,
     LossName,
     Normalization,
@@ -31,34 +30,14 @@ from torchrec_ext.modules.config import (
 )
 from torchrec_ext.schema.validation import OutOfRange, listed
 from torchrec_ext.train.config import Schedule, TrainConfig
-from torchx_apps.config import with_settings
 from torchx_apps.tasks.job import Job, numbers_by_name
-from torchx_apps.tasks.loading import labelled_task, multi_label_task, streamed_task
+from torchx_apps.tasks.loading import labelled_task, multi_label_task
 
 if TYPE_CHECKING:
-    from torchrec_ext.data.datasets.streamed import StreamedData
+    from torchrec_ext.data.prepared import Prepared
     from torchrec_ext.models.multi_task import MultiTaskModel
     from torchrec_ext.models.tower_model import TowerModel
     from torchrec_ext.modules.tower import Tower
-
-
-def compression_of(text: str) -> Compression | None:
-    """Parses ``model.compress``, settings of a :class:`Compression` such as ``dim=16,flat=2``; None for an empty text.
-
-    Example:
-        >>> compression_of("kind=cross,dim=8,per_feature=1")
-        Compression(kind='cross', dim=8, per_feature=1, flat=1, layers=1)
-        >>> compression_of("dims=8")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ...
-        ValueError: model.compress=dims=8: Unrecognized options: --dims, 8...
-    """
-    if not text:
-        return None
-    try:
-        return with_settings(Compression(), text.split(","))
-    except ValueError as error:
-        raise ValueError(f"model.compress={text}: {error}") from None
 
 
 def check_towers(text: str) -> None:
@@ -185,8 +164,6 @@ class NTowerConfig:
         towers: user, item and context where empty; the features of each tower, as ``user_id+homework,item_id+daytime``;
             or the columns of each by name or pattern, as ``user:user_id,age item:item_id,price_*``, the item's tower
             last. ``examples/towers_by_affinity.py`` proposes towers of features that occur together.
-        compress: settings of the :class:`Compression` of a tower's embeddings before its MLP or, without one, before
-            they leave its ranks, such as ``dim=16,flat=2``; none where empty.
         interaction: network over the towers' outputs, see :func:`interaction_layer`. Where ``towers`` is empty, one
             that takes two towers, such as ``dot``, gets the context as part of the user's.
         top_widths: hidden widths of the interaction.
@@ -204,7 +181,6 @@ class NTowerConfig:
     embedding_std: float = 0.01
     tower_widths: tuple[int, ...] = ()
     towers: str = ""
-    compress: str = ""
     interaction: Interaction = "dcn"
     top_widths: tuple[int, ...] = (128, 64)
     activation: Activation = "relu"
@@ -217,7 +193,6 @@ class NTowerConfig:
 
     def __post_init__(self) -> None:
         # Parsed for their errors alone, before any data are loaded.
-        compression_of(self.compress)
         check_towers(self.towers)
         check_loss(self.loss, self.interaction, self.temperature)
 
@@ -253,7 +228,7 @@ def stream_job() -> Job:
             embedding_dim=16, tower_widths=(64, 32), top_widths=(64,), dropout=0.0
         ),
         data=DataConfig(),
-        task=streamed_task,
+        task=labelled_task,
         loader=LoaderConfig(batch_size=4096, negatives=0),
         optimizer=OptimizerConfig(
             tables="row_wise_adagrad", tables_lr=0.05, dense="adam", dense_lr=1e-3
@@ -262,7 +237,7 @@ def stream_job() -> Job:
     )
 
 
-def build_n_tower(config: NTowerConfig, data: StreamedData) -> TowerModel:
+def build_n_tower(config: NTowerConfig, data: Prepared) -> TowerModel:
     """Builds a tower for user, item and, if there is any, context; or the towers of ``config.towers``."""
     import torch
 
@@ -299,16 +274,14 @@ def build_n_tower(config: NTowerConfig, data: StreamedData) -> TowerModel:
     )
 
 
-def _item_of(
-    config: NTowerConfig, data: StreamedData, towers: Mapping[str, Tower]
-) -> str:
+def _item_of(config: NTowerConfig, data: Prepared, towers: Mapping[str, Tower]) -> str:
     """Returns the item column; the last tower must read it for a loss that compares items."""
     item = data.item_key
     *_, last = towers
     if item is None:
         raise ValueError(
             f"model.loss={config.loss}: the preprocessing of '{data.name}' names no item; name its column in the "
-            "preprocessing recipe, Prepared(item=...), or set model.loss=bce"
+            "preprocessing recipe, Prepare(item=...), or set model.loss=bce"
         )
     tower_features: list[str] = []
     for table in towers[last].tables:
@@ -328,7 +301,7 @@ def _item_of(
     return item
 
 
-def _towers(config: NTowerConfig, data: StreamedData) -> dict[str, Tower]:
+def _towers(config: NTowerConfig, data: Prepared) -> dict[str, Tower]:
     import torch
 
     from torchrec_ext.modules.tower import Tower
@@ -342,7 +315,6 @@ def _towers(config: NTowerConfig, data: StreamedData) -> dict[str, Tower]:
             activation=config.activation,
             normalization=config.normalization,
             dropout=config.dropout,
-            compress=compression_of(config.compress),
             device=torch.device("meta"),
         )
     return towers
@@ -409,7 +381,7 @@ def multi_task() -> Job:
     )
 
 
-def build_multi_task(config: MultiTaskConfig, data: StreamedData) -> MultiTaskModel:
+def build_multi_task(config: MultiTaskConfig, data: Prepared) -> MultiTaskModel:
     """Builds the towers of ``stream`` and a head for each label of the preprocessing, in its order.
 
     Raises:
@@ -423,7 +395,7 @@ def build_multi_task(config: MultiTaskConfig, data: StreamedData) -> MultiTaskMo
     if len(labels) < 2:
         raise ValueError(
             f"data.name={data.name}: its preprocessing names one label, '{labels[0]}'; name more, as "
-            "Prepared(label='click', tasks=('conversion',)), or take --recipe stream"
+            "Prepare(label='click', tasks=('conversion',)), or take --recipe stream"
         )
     for key, names in (("weights", weights), ("serve", config.serve)):
         for name in names:
@@ -451,7 +423,7 @@ def build_multi_task(config: MultiTaskConfig, data: StreamedData) -> MultiTaskMo
 
 
 def _columns_by_tower(
-    config: NTowerConfig, data: StreamedData
+    config: NTowerConfig, data: Prepared
 ) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
     """Returns the names of each tower's features and of its dense columns, by tower."""
     if not config.towers:
@@ -488,7 +460,7 @@ def _columns_by_tower(
 
 def tables_of_features(
     config: Any,
-    data: StreamedData,
+    data: Prepared,
     features: Sequence[str],
     *,
     bags: bool = True,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchrec_ext.data.datasets.config import DataConfig
+from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.modules.config import LOSSES, Activation, LossName
@@ -16,8 +16,7 @@ from torchx_apps.tasks.job import Job
 from torchx_apps.tasks.loading import labelled_task
 
 if TYPE_CHECKING:
-    from torchrec_ext.data.datasets.interactions import InteractionData
-    from torchrec_ext.data.datasets.streamed import StreamedData
+    from torchrec_ext.data.prepared import Prepared
     from torchrec_ext.models.ncf import ContextualNCF
 
 
@@ -94,12 +93,13 @@ def contextual_ncf() -> Job:
     )
 
 
-def build_ncf(config: NCFConfig, data: InteractionData) -> ContextualNCF:
+def build_ncf(config: NCFConfig, data: Prepared) -> ContextualNCF:
     """Builds the network over users' and items' ids, as published, and over a row's context if there is one."""
-    return _network(config, data.vocab, *data.of_context)
+    features, dense = data.towers.get("context", ((), ()))
+    return _network(config, data.vocab, features, dense)
 
 
-def build_contextual_ncf(config: NCFConfig, data: StreamedData) -> ContextualNCF:
+def build_contextual_ncf(config: NCFConfig, data: Prepared) -> ContextualNCF:
     """Builds the network over the ids, the context, and the users' and items' other columns.
 
     Raises:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class Prepare:
     """Steps and sources: the return value of a recipe's ``build``.
 
     Args:
@@ -60,7 +60,7 @@ class Prepared:
         for name in self.tasks:
             if name not in self.preprocessor.keep or name == self.label:
                 raise ValueError(
-                    f"Prepared.tasks: {name!r} must be a column of Preprocessor(keep=[...]) beside the label "
+                    f"Prepare.tasks: {name!r} must be a column of Preprocessor(keep=[...]) beside the label "
                     f"{self.label!r}; the kept columns are {listed(self.preprocessor.keep) or 'none'}"
                 )
         if not self.splits:
@@ -78,7 +78,7 @@ class Prepared:
         for name in (value,) if isinstance(value, str) else value:
             if name not in columns:
                 raise ValueError(
-                    f"Prepared.{role}: the result has no column {name!r}; its columns are {listed(columns)}"
+                    f"Prepare.{role}: the result has no column {name!r}; its columns are {listed(columns)}"
                 )
 
     @property
@@ -103,7 +103,7 @@ class PreprocessJob:
     """
 
     name: str
-    build: Callable[[Any, Any], Prepared]
+    build: Callable[[Any, Any], Prepare]
     config: Any = None
     out: str | None = None
     threads: int | None = None
@@ -142,7 +142,7 @@ def ml_100k() -> PreprocessJob:
     return PreprocessJob(name="ml_100k", build=build_ml_100k, config=MovieLensConfig())
 
 
-def build_ml_100k(config: MovieLensConfig, con: Connection) -> Prepared:
+def build_ml_100k(config: MovieLensConfig, con: Connection) -> Prepare:
     """Joins the three files, splits them by time and names the steps; a rating of 4 or 5 has label 1."""
     from torchrec_ext.data.preprocess import (
         Categorify,
@@ -194,7 +194,7 @@ def build_ml_100k(config: MovieLensConfig, con: Connection) -> Prepared:
         Normalize(column="age"),
         TimeFeatures(column="timestamp", zone=config.zone),
     ]
-    return Prepared(
+    return Prepare(
         preprocessor=Preprocessor(steps, keep=("label", "timestamp")),
         splits={
             "train": rows.filter(f"timestamp <= {int(cut)}"),
@@ -212,7 +212,7 @@ def build_ml_100k(config: MovieLensConfig, con: Connection) -> Prepared:
 
 def _movielens(config: MovieLensConfig) -> Path:
     """Returns the folder with parquet files, or the publisher's zip."""
-    from torchrec_ext.data.datasets.catalog import (
+    from torchrec_ext.data.catalog import (
         DatasetUnavailable,
         data_folder,
         find_ml_100k,
@@ -236,7 +236,7 @@ def _movielens_tables(path: Path, con: Connection) -> list[str]:
     """Returns the names of ratings, users and items in SQL."""
     import pyarrow as pa
 
-    from torchrec_ext.data.datasets.catalog import ml_100k_tables
+    from torchrec_ext.data.catalog import ml_100k_tables
     from torchrec_ext.data.preprocess.rows import named, view_of
 
     if path.suffix != ".zip":
@@ -292,7 +292,7 @@ def clicks() -> PreprocessJob:
     return PreprocessJob(name="clicks", build=build_clicks, config=ClicksConfig())
 
 
-def build_clicks(config: ClicksConfig, con: Connection) -> Prepared:
+def build_clicks(config: ClicksConfig, con: Connection) -> Prepare:
     """Names the steps and the files; the last file is for testing."""
     from torchrec_ext.data.files.find import find_files
     from torchrec_ext.data.preprocess import (
@@ -326,7 +326,7 @@ def build_clicks(config: ClicksConfig, con: Connection) -> Prepared:
     splits: dict[str, Source] = {"train": files}
     if len(files) > 1:
         splits = {"train": files[:-1], "test": files[-1:]}
-    return Prepared(
+    return Prepare(
         preprocessor=Preprocessor(steps, keep=("label",)), splits=splits, label="label"
     )
 
@@ -374,7 +374,7 @@ def taobao() -> PreprocessJob:
     return PreprocessJob(name="taobao", build=build_taobao, config=TaobaoConfig())
 
 
-def build_taobao(config: TaobaoConfig, con: Connection) -> Prepared:
+def build_taobao(config: TaobaoConfig, con: Connection) -> Prepare:
     """Makes a row of each click and of its drawn negatives, splits them by time and names the steps.
 
     A click is converted if the same user bought the item at that time or later, before the end of the click's split.
@@ -433,7 +433,7 @@ def build_taobao(config: TaobaoConfig, con: Connection) -> Prepared:
         TimeFeatures(column="timestamp", zone=config.zone),
     ]
     labels = ("click", "conversion") if config.negatives else ("conversion",)
-    return Prepared(
+    return Prepare(
         preprocessor=Preprocessor(steps, keep=labels),
         splits=rows,
         events=con.sql("SELECT * FROM clicks"),

@@ -90,6 +90,9 @@ def _value(hint: Any, json_value: Any) -> Any:
                     for name, value in json_value.items()
                 }
             )
+        if isinstance(json_value, dict) and typing.get_origin(kind) is Mapping:
+            entry = typing.get_args(kind)[1]
+            return {name: _value(entry, value) for name, value in json_value.items()}
         if isinstance(json_value, list) and typing.get_origin(kind) is tuple:
             inner, *_ = typing.get_args(kind)
             return tuple(_value(inner, value) for value in json_value)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchrec_ext.data.datasets.config import DataConfig
+from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.modules.config import (
@@ -28,7 +28,7 @@ from torchx_apps.tasks.job import Job
 from torchx_apps.tasks.loading import logged_task, session_task
 
 if TYPE_CHECKING:
-    from torchrec_ext.data.datasets.streamed import StreamedData
+    from torchrec_ext.data.prepared import Prepared
     from torchrec_ext.models.session import NextItemModel
     from torchrec_ext.models.tower_model import TowerModel
 
@@ -93,7 +93,7 @@ def session() -> Job:
     )
 
 
-def session_length(data: StreamedData) -> int:
+def session_length(data: Prepared) -> int:
     """Returns the greatest number of items of a session, by the step that cuts it."""
     from torchrec_ext.data.preprocess import Lists
 
@@ -110,7 +110,7 @@ def session_length(data: StreamedData) -> int:
     return lengths[-1]
 
 
-def build_session(config: SessionConfig, data: StreamedData) -> NextItemModel:
+def build_session(config: SessionConfig, data: Prepared) -> NextItemModel:
     """Builds the model over the items of ``data``, its table on the meta device."""
     import torch
     from torchrec.modules.embedding_configs import EmbeddingConfig
@@ -219,7 +219,7 @@ class _Sessions(NamedTuple):
     window: int
 
 
-def _sessions(config: BstConfig, data: StreamedData) -> _Sessions:
+def _sessions(config: BstConfig, data: Prepared) -> _Sessions:
     """Returns the sessions from the preprocessing.
 
     Raises:
@@ -241,7 +241,7 @@ def _sessions(config: BstConfig, data: StreamedData) -> _Sessions:
     if item is None or tables.get(history.output) != tables[item]:
         raise DataError(
             f"{where}: the session '{history.output}' has not the vocabulary of the shown item ({item}); give "
-            f"both one: Categorify(column=ITEM, also=('{history.output}',)), and Prepared(item=)"
+            f"both one: Categorify(column=ITEM, also=('{history.output}',)), and Prepare(item=)"
         )
     features = [name for name in history.writes if name in data.features]
     if not history.gaps and config.position == "none":
@@ -261,7 +261,7 @@ def _sessions(config: BstConfig, data: StreamedData) -> _Sessions:
     return _Sessions(features, targets, config.window or history.length)
 
 
-def build_bst(config: BstConfig, data: StreamedData) -> TowerModel:
+def build_bst(config: BstConfig, data: Prepared) -> TowerModel:
     """Builds towers for the session, the user's and the context's other columns, and the shown item."""
     import torch
 

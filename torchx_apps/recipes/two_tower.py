@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchrec_ext.data.datasets.config import DataConfig
+from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.modules.config import (
@@ -19,11 +19,10 @@ from torchrec_ext.modules.config import (
 )
 from torchrec_ext.schema.validation import OutOfRange
 from torchrec_ext.train.config import TrainConfig
-from torchx_apps.recipes.n_tower import compression_of
 from torchx_apps.tasks.job import Job
 
 if TYPE_CHECKING:
-    from torchrec_ext.data.datasets.interactions import InteractionData
+    from torchrec_ext.data.prepared import Prepared
     from torchrec_ext.models.tower_model import TowerModel
     from torchrec_ext.modules.tower import Tower
 
@@ -41,8 +40,6 @@ class TwoTowerConfig:
     Args:
         embedding_dim: columns of every table.
         tower_widths: widths of each tower's MLP; the last is D, what the interaction sees.
-        compress: settings of the :class:`Compression` of a tower's embeddings before its MLP or, without one, before
-            they leave its ranks, such as ``dim=16,flat=2``; none where empty.
         features: columns that the towers read; all columns of the set where none are named.
         without: columns that the towers do not read.
         interaction: ``top_nn`` (concatenation, MLP, logit), ``dot``, or another of :func:`interaction_layer`.
@@ -67,7 +64,6 @@ class TwoTowerConfig:
 
     embedding_dim: int = 32
     tower_widths: tuple[int, ...] = (64,)
-    compress: str = ""
     features: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     interaction: Interaction = "top_nn"
@@ -85,7 +81,6 @@ class TwoTowerConfig:
 
     def __post_init__(self) -> None:
         # Parsed for its errors alone, before any data are loaded.
-        compression_of(self.compress)
         check_loss(self.loss, self.interaction, self.temperature)
         check_hardest("model.hardest", self.hardest, self.loss)
         if self.reject_known and not LOSSES[self.loss].in_batch:
@@ -131,7 +126,7 @@ def retrieval() -> Job:
     )
 
 
-def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel:
+def build_two_tower(config: TwoTowerConfig, data: Prepared) -> TowerModel:
     """Builds a tower over the item's columns and one over all others; ids and lists have tables, the rest is dense."""
     import torch
 
@@ -142,7 +137,7 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
     from torchrec_ext.modules.interaction import interaction_layer
     from torchrec_ext.modules.losses import row_loss
 
-    available = {*data.vocab, *data.dense}
+    available = {*data.features, *data.dense}
     for field, setting in (("features", config.features), ("without", config.without)):
         unknown = sorted(set(setting) - available)
         if unknown:
@@ -152,7 +147,7 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
     names = set(config.features or available) - set(config.without)
     user_columns: list[str] = []
     item_columns: list[str] = []
-    for name in (*data.vocab, *data.dense):
+    for name in (*data.features, *data.dense):
         if name in names:
             columns = item_columns if name in data.items else user_columns
             columns.append(name)
@@ -180,12 +175,10 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
         return TowerModel(towers, top, loss=loss, shared=shared)
     counts = None
     if config.correct and kind.in_batch:
-        counts = torch.from_numpy(data.popularity())
+        counts = torch.from_numpy(data.popularity)
     rejected = None
     if config.reject_known:
-        rejected = KnownItems(
-            KnownPairs(data.num_items, data.known.users, data.known.items)
-        )
+        rejected = KnownItems(KnownPairs(data.drawable(), *data.taken("train")))
     return RetrievalModel(
         towers,
         top,
@@ -198,9 +191,7 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
     )
 
 
-def _tower(
-    config: TwoTowerConfig, data: InteractionData, columns: Sequence[str]
-) -> Tower:
+def _tower(config: TwoTowerConfig, data: Prepared, columns: Sequence[str]) -> Tower:
     import torch
     from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
@@ -227,6 +218,5 @@ def _tower(
         dense=dense,
         activation=config.activation,
         dropout=config.dropout,
-        compress=compression_of(config.compress),
         device=torch.device("meta"),
     )

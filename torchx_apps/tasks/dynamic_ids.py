@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.data.columns import Array
-from torchrec_ext.data.datasets.streamed import StreamedData
 from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
+from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.data.preprocess import (
     Categorify,
     FittedPreprocessor,
@@ -66,7 +66,7 @@ def with_unknown(values: Array | pa.Array, rows: int) -> pa.Array:
     )
 
 
-def values_of_prepared(data: StreamedData, name: str) -> pa.Array:
+def values_of_prepared(data: Prepared, name: str) -> pa.Array:
     """Returns the log's value of each row of a preprocessed column's vocabulary, or the number of a hash's bucket."""
     rows = data.vocab[name]
     values = data.id_values.get(data.tables[name])
@@ -75,7 +75,7 @@ def values_of_prepared(data: StreamedData, name: str) -> pa.Array:
     return with_unknown(values, rows)
 
 
-def columns_like(data: StreamedData, name: str) -> Sequence[str]:
+def columns_like(data: Prepared, name: str) -> Sequence[str]:
     """Returns the preprocessed columns that share a column's vocabulary."""
     return [
         other for other in data.features if data.tables[other] == data.tables.get(name)
@@ -185,8 +185,8 @@ def _with_vocabularies(
         ]
         if early or (names and not isinstance(step, Categorify)):
             raise BundleError(
-                f"ids.{(early or names)[0]}: a bundle maps raw ids, and {type(step).__name__} of the preprocessing "
-                "makes or reads others; take Categorify, as its last step"
+                f"ids.features.{(early or names)[0]}: a bundle maps raw ids, and {type(step).__name__} of the "
+                "preprocessing makes or reads others; take Categorify, as its last step"
             )
         if not names:
             pairs.append((step, state))

@@ -13,17 +13,13 @@ import pyarrow.parquet as pq
 from torch import Tensor
 
 from torchrec_ext.data.columns import Column, Int64
-from torchrec_ext.data.datasets.streamed import (
-    RAW_ITEMS,
-    RAW_REQUESTS,
-    RAW_USERS,
-    StreamedData,
-)
 from torchrec_ext.data.files.arrow import as_arrow
+from torchrec_ext.data.prepare import RAW_ITEMS, RAW_REQUESTS, RAW_USERS
+from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.data.preprocess import FittedPreprocessor, Lists
 from torchrec_ext.data.preprocess.columns import raw_type
+from torchrec_ext.data.splits import Pairs
 from torchrec_ext.retrieval.catalogue import Catalogue, NamedUsers, filterable
-from torchrec_ext.retrieval.columns import steps_for_columns
 from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.schema import BatchSchema, DataError
 
@@ -89,13 +85,7 @@ def tower_columns(arguments: Mapping[str, Any]) -> Iterator[str]:
     yield from arguments.get("dense", ())
 
 
-def of_streamed(
-    data: StreamedData,
-    schema: BatchSchema,
-    *,
-    served: Int64 | None = None,
-    taken: tuple[Int64, Int64] | None = None,
-) -> ExportData:
+def of_prepared(data: Prepared, schema: BatchSchema) -> ExportData:
     """Returns the items and users of the training rows as they stand in the log; a request is a row without the item.
 
     A request may name a user of the vocabulary by id, and gives the context beside it, such as the time, by which the
@@ -104,9 +94,6 @@ def of_streamed(
     Args:
         data: the set.
         schema: columns of the model.
-        served: rows of the items' table that can be recommended; by default those of the training rows.
-        taken: users (P,) and the items (P,) that they have taken, in order; by default those of the training rows with
-            label 1.
 
     Raises:
         BundleError: the preprocessing names no item, or its folder has no raw rows.
@@ -115,7 +102,7 @@ def of_streamed(
     if item is None:
         raise BundleError(
             f"set '{data.name}': its preprocessing names no item, of which a bundle stores the vectors; name its "
-            "column in the preprocessing recipe: Prepared(item=...)"
+            "column in the preprocessing recipe: Prepare(item=...)"
         )
     for name in (RAW_ITEMS, RAW_REQUESTS):
         if not (data.folder / name).exists():
@@ -130,17 +117,15 @@ def of_streamed(
         for name in (*data.towers["item"][0], *data.towers["item"][1])
         if name in names
     ]
-    of_items = steps_for_columns(data.preprocessor, dict.fromkeys([item, *columns]))
+    of_items = data.preprocessor.only(dict.fromkeys([item, *columns]))
     rows = of_items.online(raw_items.to_pydict())
-    (key,) = steps_for_columns(data.preprocessor, [item]).request_columns
-    if served is None:
-        served = data.items[0]
-    mask = np.isin(rows[item].values, served)
+    (key,) = data.preprocessor.only([item]).request_columns
+    mask = np.isin(rows[item].values, data.item_ids)
     items = raw_items.filter(pa.array(mask))
     ids = items[key].to_numpy(zero_copy_only=False)
     features = items.select(list(of_items.request_columns))
-    request_steps = steps_for_columns(
-        data.preprocessor, [name for name in names if name not in columns]
+    request_steps = data.preprocessor.only(
+        [name for name in names if name not in columns]
     )
     return ExportData(
         catalogue=Catalogue(
@@ -152,7 +137,7 @@ def of_streamed(
             attributes=_attributes(features, key, data.preprocessor),
             trained=ids,
         ),
-        users=_users_of_streamed(data, names, rows[item].values[mask], taken),
+        users=_users_of(data, names, rows[item].values[mask]),
         queries=pq.read_table(data.folder / RAW_REQUESTS).select(
             list(request_steps.request_columns)
         ),
@@ -181,19 +166,13 @@ def _attributes(
     return attributes
 
 
-def _users_of_streamed(
-    data: StreamedData,
-    names: Sequence[str],
-    items: Int64,
-    taken: tuple[Int64, Int64] | None,
-) -> NamedUsers | None:
+def _users_of(data: Prepared, names: Sequence[str], items: Int64) -> NamedUsers | None:
     """Returns the users of the vocabulary, with their items in training.
 
     Args:
         data: preprocessed rows.
         names: columns that the model reads.
         items: row of the items' table of each position of the catalogue, (I,).
-        taken: see :func:`of_streamed`.
 
     Returns:
         The users; None if the preprocessing names no user or has no vocabulary of them, or an older version did it.
@@ -203,14 +182,14 @@ def _users_of_streamed(
     if user is None or not path.exists():
         return None
     table = pq.read_table(path)
-    of_id = steps_for_columns(data.preprocessor, [user])
+    of_id = data.preprocessor.only([user])
     (key,) = of_id.request_columns
     rows = of_id.online({key: table[key].combine_chunks()})[user].values
     table = table.filter(pa.array(rows > 0))
     rows = rows[rows > 0]
     features, dense = data.towers["user"]
-    user_steps = steps_for_columns(
-        data.preprocessor, [name for name in (*features, *dense) if name in names]
+    user_steps = data.preprocessor.only(
+        [name for name in (*features, *dense) if name in names]
     )
     # The id too if no tower reads it: a table without a column has no rows.
     described = table.select(
@@ -224,8 +203,11 @@ def _users_of_streamed(
     position = np.full(data.vocab[str(data.roles.item)], -1)
     owner[rows] = np.arange(len(rows))
     position[items] = np.arange(len(items))
-    events = [taken] if taken is not None else _clicked(data)
-    item_lists = as_arrow(_taken(events, owner, position, len(rows), len(items)))
+    item_lists = as_arrow(
+        _taken(
+            data.taken("train", "validation"), owner, position, len(rows), len(items)
+        )
+    )
     return NamedUsers(
         key=key,
         ids=table[key].to_numpy(zero_copy_only=False),
@@ -236,37 +218,23 @@ def _users_of_streamed(
     )
 
 
-def _clicked(data: StreamedData) -> Iterator[tuple[Int64, Int64]]:
-    """Yields the users and the items of training rows with label 1, a part at a time."""
-    user = str(data.roles.user)
-    item = str(data.roles.item)
-    for rows in data.clicked(user, item):
-        yield rows[user].values, rows[item].values
-
-
 def _taken(
-    events: Iterable[tuple[Int64, Int64]],
-    owner: Int64,
-    position: Int64,
-    users: int,
-    items: int,
+    pairs: Pairs, owner: Int64, position: Int64, users: int, items: int
 ) -> Column:
     """Returns the positions of each user's items, from first to last.
 
     Args:
-        events: users and items, a part at a time.
+        pairs: users and items, in order.
         owner: number of the user of each row of the users' table, -1 for none.
         position: position in the catalogue of each row of the items' table, -1 for none.
         users: number of users.
         items: number of items of the catalogue.
     """
-    pairs = [np.zeros(0, np.int64)]
-    for user, item in events:
-        owners = owner[user]
-        positions = position[item]
-        usable = (owners >= 0) & (positions >= 0)
-        pairs.append(owners[usable] * items + positions[usable])
-    values, first = np.unique(np.concatenate(pairs), return_index=True)
+    owners = owner[pairs.users]
+    positions = position[pairs.items]
+    usable = (owners >= 0) & (positions >= 0)
+    numbers = owners[usable] * items + positions[usable]
+    values, first = np.unique(numbers, return_index=True)
     # In the order of the rows again: np.unique has sorted the pairs.
     owners, positions = np.divmod(values[np.argsort(first)], items)
     return Column.grouped(positions, owners, users)
@@ -282,7 +250,7 @@ def _nobody(
     for number in dense:
         if number not in steps.outputs:
             continue
-        number_steps = steps_for_columns(steps, [number])
+        number_steps = steps.only([number])
         try:
             number_steps.online(
                 {name: [nobody.get(name)] for name in number_steps.request_columns}

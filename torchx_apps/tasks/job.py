@@ -5,34 +5,28 @@ This module imports no torch, so that a command line is checked at once; what a 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from torchrec_ext.data.datasets.config import DataConfig
+from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import CACHING, PlanConfig
 from torchrec_ext.distributed.sync_config import Collectives, SyncConfig
+from torchrec_ext.ids.policy import Dynamic
 from torchrec_ext.modules.config import LOSSES
 from torchrec_ext.schema.validation import check_choice, check_least, listed
 from torchrec_ext.train.checkpoint.config import CheckpointConfig, StartConfig
 from torchrec_ext.train.config import ClosedFormConfig, EvaluationConfig, TrainConfig
-from torchx_apps.config import with_settings
 from torchx_apps.tasks.loading import ranking_task
 
 if TYPE_CHECKING:
-    from torchrec_ext.ids.policy import Dynamic
     from torchrec_ext.schema import BatchSchema
     from torchx_apps.tasks.task import Task
 
-# Variable with the topology of a job that goes on with the nodes that are up, as the
-# component was given it.
-ELASTIC = "TORCHREC_EXT_ELASTIC"
 
-Lookups = Literal["auto", "merged", "apart"]
 Export = Literal["never", "auto", "require"]
 
 
@@ -42,50 +36,15 @@ class IdsConfig:
 
     Args:
         every: steps between two admissions; until the next one a new id reads the row of unknown ids.
-        features: settings of these columns, fields of :class:`Dynamic`. Each is a text, as in ``--ids.features
-            item_id=dynamic,capacity=1e6,admit_after=2,evict=lfu``. Columns with the same ids, such as a history of
-            items, take the same.
-
-    Raises:
-        ValueError: a column's settings lack the capacity, or are out of range.
-
-    Example:
-        >>> IdsConfig(features=("item_id=dynamic,capacity=1e6",)).policies()["item_id"].capacity
-        1000000
-        >>> IdsConfig(features=("item_id=static",))
-        Traceback (most recent call last):
-        ...
-        ValueError: ids.item_id=static: must begin with dynamic,capacity=ROWS, as in ids.item_id=dynamic,capacity=1e6
+        features: settings of these columns, as in ``--ids.features.item_id.capacity 1e6``. Columns with the same ids,
+            such as a history of items, take the same.
     """
 
     every: int = 8
-    features: tuple[str, ...] = field(default=(), metadata={"open": True})
+    features: Mapping[str, Dynamic] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_least("ids.every", self.every)
-        self.policies()
-
-    def policies(self) -> dict[str, Dynamic]:
-        """Returns the settings of ``features`` by column."""
-        policies = {}
-        for text in self.features:
-            # Imported here: the package needs torch, and a job without such ids need
-            # not.
-            from torchrec_ext.ids.policy import Dynamic
-
-            name, _, settings = text.partition("=")
-            kind, *values = settings.split(",")
-            if kind != "dynamic" or not any(
-                value.startswith("capacity=") for value in values
-            ):
-                raise ValueError(
-                    f"ids.{text}: must begin with dynamic,capacity=ROWS, as in ids.{name}=dynamic,capacity=1e6"
-                )
-            try:
-                policies[name] = with_settings(Dynamic(capacity=2), values)
-            except ValueError as error:
-                raise ValueError(f"ids.{name}: {error}") from None
-        return policies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,14 +61,11 @@ class Job:
         task: function that loads ``data``; called as ``task(data, progress=...)``, it raises DatasetUnavailable where
             the set is not to be had.
         loader: how rows become batches.
-        id_dropout: share of ids, by feature, that read the out-of-vocabulary row in training, as
-            ``("item_id=0.1",)``: ids that training never saw are ranked by that row; see :class:`IdDropout`.
+        id_dropout: share of ids, by feature, that read the out-of-vocabulary row in training, as in
+            ``--id_dropout.item_id 0.1``: ids that training never saw are ranked by that row; see :class:`IdDropout`.
         ids: columns whose ids get and lose rows while the job trains.
         optimizer: optimizers of tables and dense layers.
         plan: how tables are spread over ranks.
-        lookups: ``merged`` looks up the tables of all towers in one exchange, or in one for each set of ranks where
-            towers have ranks of their own; ``apart`` goes tower by tower, with the same result; ``auto`` merges
-            on several ranks, unless ``plan.towers`` or a path in ``optimizer.per_table`` prevents it.
         sync: what ranks exchange, and how often.
         train: length of the training, and the seed of everything.
         evaluation: ranking figures of the evaluations, where they should be others than the recipe's, and the
@@ -117,8 +73,8 @@ class Job:
         closed_form: settings of EASE as a baseline.
         checkpoint: times and folder of the run's checkpoints.
         start: the checkpoint whose weights a new run begins with.
-        pretrained: files of the vectors that a new run's tables begin with, by table, as
-            ``("item_id=vectors.parquet",)``; see :func:`read_vectors`.
+        pretrained: files of the vectors that a new run's tables begin with, by table, as in
+            ``--pretrained.item_id vectors.parquet``; see :func:`read_vectors`.
         export: ``require`` ends a run with a bundle for serving in its folder; ``auto`` does so where the model can be
             served, and otherwise says why it cannot.
         fallback: generated set to use where the real one is not to be had; None stops and says how to get the real one.
@@ -136,18 +92,17 @@ class Job:
     data: Any = field(default_factory=DataConfig)
     task: Callable[..., Any] = ranking_task
     loader: LoaderConfig = field(default_factory=LoaderConfig)
-    id_dropout: tuple[str, ...] = ()
+    id_dropout: Mapping[str, float] = field(default_factory=dict)
     ids: IdsConfig = field(default_factory=IdsConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
-    lookups: Lookups = "auto"
     sync: SyncConfig = field(default_factory=SyncConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     closed_form: ClosedFormConfig = field(default_factory=ClosedFormConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     start: StartConfig = field(default_factory=StartConfig)
-    pretrained: tuple[str, ...] = ()
+    pretrained: Mapping[str, Path] = field(default_factory=dict)
     export: Export = "never"
     fallback: Literal["planted"] | None = None
     device: str | None = None
@@ -155,9 +110,6 @@ class Job:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        # Parsed for their errors alone, before any data are loaded.
-        self.id_dropout_rates()
-        self.pretrained_files()
         watched = self.train.early_stop.metric
         metrics = self.evaluation.metrics
         if metrics and "@" in watched and watched not in metrics:
@@ -168,7 +120,6 @@ class Job:
         if self.ids.features:
             self._check_ids()
         check_choice("export", self.export, get_args(Export))
-        check_choice("lookups", self.lookups, get_args(Lookups))
         check_choice("collectives", self.collectives, get_args(Collectives))
 
     def _check_ids(self) -> None:
@@ -186,18 +137,13 @@ class Job:
         refusals = (
             (
                 bool(self.id_dropout),
-                f"id_dropout={','.join(self.id_dropout)}",
+                f"id_dropout.{next(iter(self.id_dropout), '')}",
                 "admit_after=2 trains the row of unknown ids, by every first sight; leave id_dropout out",
             ),
             (
                 self.sync.mode != "every_step",
                 f"sync.mode={self.sync.mode}",
                 "a row begins anew on all ranks in one step; set sync.mode=every_step",
-            ),
-            (
-                self.plan.towers != "data_parallel",
-                f"plan.towers={self.plan.towers}",
-                "their towers are on every rank; set plan.towers=data_parallel",
             ),
             (
                 bool(kernel),
@@ -223,25 +169,8 @@ class Job:
         for applies, setting, why in refusals:
             if applies:
                 raise ValueError(
-                    f"{setting} with ids.{self.ids.features[0].partition('=')[0]}: {why}"
+                    f"{setting} with ids.features.{next(iter(self.ids.features))}: {why}"
                 )
-
-    def pretrained_files(self) -> dict[str, Path]:
-        """Returns the files of ``pretrained`` by table."""
-        files = {}
-        for text in self.pretrained:
-            name, equals, path = text.partition("=")
-            if not (name and equals and path):
-                raise ValueError(
-                    f"pretrained: {text!r} must be a table and a file, such as item_id=vectors.parquet"
-                )
-            files[name] = Path(path)
-        return files
-
-    def id_dropout_rates(self) -> dict[str, float]:
-        """Returns the shares of ``id_dropout`` by feature."""
-        rule = "must be a feature and a share of its bags, such as item_id=0.1"
-        return numbers_by_name("id_dropout", self.id_dropout, rule)
 
 
 def numbers_by_name(key: str, texts: Iterable[str], rule: str) -> dict[str, float]:
@@ -279,13 +208,13 @@ def dynamic_ids_of(job: Job, task: Task, schema: BatchSchema) -> dict[str, Dynam
     Raises:
         ValueError: the model reads no such column, or the task has no raw ids of it.
     """
-    policies = job.ids.policies()
+    policies = dict(job.ids.features)
     tables: set[str] = set()
     for name in policies:
         feature = schema.feature(name)
         if feature is None:
             raise ValueError(
-                f"ids.{name}: the model reads no such column of ids; it reads {listed(schema.keys)}"
+                f"ids.features.{name}: the model reads no such column of ids; it reads {listed(schema.keys)}"
             )
         tables.update(feature.tables)
     # The loop adds columns, so it goes over a copy.
@@ -297,27 +226,3 @@ def dynamic_ids_of(job: Job, task: Task, schema: BatchSchema) -> dict[str, Dynam
                 policies[other] = policy
                 tables.update(same.tables)
     return policies
-
-
-def check_elastic(job: Job, topology: str | None = None) -> None:
-    """Refuses settings for a fixed number of ranks, if the job trains on however many nodes are up.
-
-    Args:
-        job: the job.
-        topology: MIN:MAXxPROCS of the launch; that of this process's environment where not given, empty for none.
-
-    Raises:
-        ValueError: naming the setting.
-    """
-    topology = os.environ.get(ELASTIC, "") if topology is None else topology
-    if not topology:
-        return
-    least, _, rest = topology.partition(":")
-    procs = rest.partition("x")[2]
-    ranks = int(least) * int(procs)
-    towers = job.plan.towers
-    if ":" in towers or (towers == "tower_parallel" and ranks < 2):
-        raise ValueError(
-            f"plan.towers={towers} with -j {topology}: it gives towers ranks of their own, whose number changes with "
-            f"the nodes that are up; set plan.towers=auto, or write -j {rest}"
-        )

@@ -5,56 +5,47 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torchrec_ext.data.datasets.config import DataConfig
+from torchrec_ext.data.config import DataConfig, Form
 
 if TYPE_CHECKING:
-    from torchx_apps.tasks.ranking import RankingTask
-    from torchx_apps.tasks.sessions import SessionTask
-    from torchx_apps.tasks.streamed import StreamedTask
+    from torchx_apps.tasks.task import Task
 
 
-def ranking_task(config: DataConfig, *, progress: bool = True) -> RankingTask:
+def _task(config: DataConfig, form: Form, progress: bool) -> Task:
+    from torchrec_ext.data.sets import load_set
+    from torchx_apps.tasks.task import Task
+
+    return Task(load_set(config, form, progress=progress))
+
+
+def ranking_task(config: DataConfig, *, progress: bool = True) -> Task:
     """Loads the positives of the set of ``config``, to be ranked."""
-    from torchrec_ext.data.datasets.sets import load_set
-    from torchrec_ext.data.datasets.streamed import interactions_of
-    from torchx_apps.tasks.ranking import RankingTask
-
-    return RankingTask(interactions_of(load_set(config, "pairs", progress=progress)))
+    return _task(config, "pairs", progress)
 
 
-def labelled_task(config: DataConfig, *, progress: bool = True) -> StreamedTask:
-    """Opens the labelled rows of ``config``."""
-    from torchrec_ext.data.datasets.sets import load_set
-    from torchx_apps.tasks.streamed import StreamedTask
-
-    return StreamedTask(load_set(config, "labels", progress=progress))
+def labelled_task(config: DataConfig, *, progress: bool = True) -> Task:
+    """Opens the labelled rows of ``config``, of any number."""
+    return _task(config, "labels", progress)
 
 
-def session_task(config: DataConfig, *, progress: bool = True) -> SessionTask:
+def session_task(config: DataConfig, *, progress: bool = True) -> Task:
     """Opens the sessions of ``config``."""
-    from torchrec_ext.data.datasets.sets import load_set
-    from torchx_apps.tasks.sessions import SessionTask
-
-    return SessionTask(load_set(config, "sessions", progress=progress))
-
-
-# The rows of a log of any size are labelled rows.
-streamed_task = labelled_task
+    return _task(config, "sessions", progress)
 
 
 def logged_task(
     config: DataConfig, *, progress: bool = True, sessions: bool = True
-) -> StreamedTask:
+) -> Task:
     """Opens the preprocessed rows of ``config``; generated ones have sessions, which predict the next click."""
-    from torchrec_ext.data.datasets import synthetic
-    from torchrec_ext.data.datasets.streamed import load_streamed
-    from torchx_apps.tasks.streamed import StreamedTask
+    from torchrec_ext.data.planted import planted_log_folder
+    from torchrec_ext.data.prepared import load_prepared
+    from torchx_apps.tasks.task import Task
 
     del progress
-    generate = partial(synthetic.planted_log_folder, sessions=sessions)
-    return StreamedTask(load_streamed(config, generate=generate))
+    generate = partial(planted_log_folder, sessions=sessions)
+    return Task(load_prepared(config, generate=generate))
 
 
-def multi_label_task(config: DataConfig, *, progress: bool = True) -> StreamedTask:
+def multi_label_task(config: DataConfig, *, progress: bool = True) -> Task:
     """Opens the preprocessed rows of ``config``; generated ones have two labels, which depend on user and item."""
     return logged_task(config, progress=progress, sessions=False)

@@ -23,6 +23,8 @@ from torchx_apps.tasks.baselines import Beside, ClosedForms
 # Items of a recommendation that is printed, and of what the user took before.
 K = 10
 SHOWN = 5
+# Figures of a ranking, each with its number of items shown.
+Figures = Sequence[tuple[Figure, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +40,14 @@ class TaskQuestion:
 
     question: metrics.Question | Tensor
     user_items: Column
-    figures: Sequence[tuple[Figure, int]]
+    figures: Figures
 
     @classmethod
     def about(
         cls,
         targets: Int64,
         user_items: Column,
-        figures: Sequence[tuple[Figure, int]],
+        figures: Figures,
         *,
         candidates: Int64 | None = None,
         target_rows: Int64 | None = None,

@@ -527,3 +527,20 @@ def test_a_bad_value_is_named_by_file_row_group_and_row_or_mapped(
         match=r"b\.parquet: row group 0, column 'row', row 2: value nan is not finite",
     ):
         list(loader_of(ParquetSource(path)))
+
+
+@pytest.mark.unit
+def test_a_column_that_a_later_file_alone_has_is_named(tmp_path: Path) -> None:
+    first, second = {"user": [1, 2]}, {"user": [3], "brand": [7]}
+    for number, columns in enumerate((first, second)):
+        pq.write_table(pa.table(columns), tmp_path / f"part-{number}.parquet")
+    with pytest.warns(
+        UserWarning,
+        match=r"part-1\.parquet: column 'brand' is in 1 of 2 files, so it cannot be read \(1 such columns\); write it",
+    ):
+        source = ParquetSource(tmp_path)
+    with pytest.raises(
+        DataError,
+        match=r"part-0\.parquet: column 'brand' is missing, .*part-1\.parquet",
+    ):
+        source.require({"brand": ("int",)})

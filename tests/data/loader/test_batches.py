@@ -5,13 +5,13 @@ import pytest
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from tests.small_sets import planted_data
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.datasets.synthetic import planted
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.schema import BatchSchema, DataError
 
 pytestmark = pytest.mark.unit
-DATA = planted(users=40, items=60, clusters=4)
+DATA = planted_data(users=40, items=60, clusters=4)
 
 
 def schema(**options: str) -> BatchSchema:
@@ -29,7 +29,7 @@ def bags(batch: object, name: str) -> list[list[int]]:
 
 
 def test_a_user_stands_beside_each_candidate_with_the_candidates_features() -> None:
-    rows = DATA.train.take(np.array([5, 0]))
+    rows = DATA.rows("train").take(np.array([5, 0]))
     candidates = np.array([[3, 1, 2], [9, 9, 0]])
     batch = BatchBuilder(schema(), DATA.items).pairs(
         rows, candidates, labels=np.array([[1, 0, 0], [1, 0, 0]])
@@ -53,24 +53,24 @@ def test_a_user_stands_beside_each_candidate_with_the_candidates_features() -> N
 
 
 def test_without_candidates_a_row_is_paired_with_its_own_item() -> None:
-    batch = BatchBuilder(schema(), DATA.items).pairs(DATA.test.slice(0, 4))
+    batch = BatchBuilder(schema(), DATA.items).pairs(DATA.rows("test").slice(0, 4))
     assert bags(batch, "item_id") == [
-        [item] for item in DATA.test["item_id"].values[:4].tolist()
+        [item] for item in DATA.rows("test")["item_id"].values[:4].tolist()
     ]
     assert bags(batch, "genres") == [
         DATA.items["genres"].row(item).tolist()
-        for item in DATA.test["item_id"].values[:4]
+        for item in DATA.rows("test")["item_id"].values[:4]
     ]
 
 
 def test_one_side_alone_has_every_key_and_the_other_side_empty() -> None:
     builder = BatchBuilder(schema(), DATA.items)
-    users = builder.user_batch(DATA.test.slice(0, 3))
+    users = builder.user_batch(DATA.rows("test").slice(0, 3))
     items = builder.item_batch(np.arange(7))
     assert users.sparse.keys() == items.sparse.keys() == schema().keys
     assert bags(users, "genres") == bags(users, "item_id") == [[]] * 3
     assert bags(users, "history") == [
-        DATA.test["history"].row(at).tolist() for at in range(3)
+        DATA.rows("test")["history"].row(at).tolist() for at in range(3)
     ]
     assert bags(items, "history") == bags(items, "user_id") == [[]] * 7
     assert items.dense.tolist() == [[0.0]] * 7
@@ -79,7 +79,10 @@ def test_one_side_alone_has_every_key_and_the_other_side_empty() -> None:
 
 def test_padding_rows_weigh_nothing_and_are_empty() -> None:
     batch = BatchBuilder(schema(), DATA.items).pairs(
-        DATA.test.slice(0, 1), np.array([[4, 5]]), labels=np.ones((1, 2)), padded_rows=2
+        DATA.rows("test").slice(0, 1),
+        np.array([[4, 5]]),
+        labels=np.ones((1, 2)),
+        padded_rows=2,
     )
     assert batch.weights.tolist() == batch.labels.tolist() == [1, 1, 0, 0]
     for name in batch.sparse.keys():  # noqa: SIM118  a KeyedJaggedTensor is no mapping
@@ -88,7 +91,7 @@ def test_padding_rows_weigh_nothing_and_are_empty() -> None:
 
 
 def test_an_item_without_features_is_named_or_mapped() -> None:
-    rows = DATA.test.slice(0, 2)
+    rows = DATA.rows("test").slice(0, 2)
     candidates = np.array([[1, 2], [3, 61]])
     with pytest.raises(
         DataError,
@@ -102,7 +105,7 @@ def test_an_item_without_features_is_named_or_mapped() -> None:
 
 
 def test_a_missing_or_mistyped_column_is_named() -> None:
-    rows = DATA.test.slice(0, 2)
+    rows = DATA.rows("test").slice(0, 2)
     builder = BatchBuilder(schema(), DATA.items)
     with pytest.raises(DataError, match="column 'gender' is missing"):
         builder.pairs(rows.select([name for name in rows if name != "gender"]))

@@ -14,10 +14,9 @@ from torchrec import EmbeddingBagConfig, PoolingType
 
 from tests.contracts import run_ranks
 from tests.examples import META, table
+from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.datasets.interactions import InteractionData
-from torchrec_ext.data.datasets.synthetic import planted
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.data.loader.id_dropout import IdDropout, unseen_as_oov
@@ -26,6 +25,7 @@ from torchrec_ext.data.negatives.known_items import KnownItems
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
 from torchrec_ext.data.negatives.mixed import MixedNegatives
 from torchrec_ext.data.negatives.samplers import UniformNegatives
+from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
@@ -42,11 +42,11 @@ from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 RATES = {"item_id": 0.3, "user_id": 0.2, "history": 0.1}
 
 
-def small() -> InteractionData:
-    return planted(users=60, items=60, clusters=4, history_length=5)
+def small() -> Prepared:
+    return planted_data(users=60, items=60, clusters=4, history_length=5)
 
 
-def tables_of(data: InteractionData, *names: str) -> list[EmbeddingBagConfig]:
+def tables_of(data: Prepared, *names: str) -> list[EmbeddingBagConfig]:
     return [
         EmbeddingBagConfig(
             name=name,
@@ -60,7 +60,7 @@ def tables_of(data: InteractionData, *names: str) -> list[EmbeddingBagConfig]:
 
 
 def model(
-    data: InteractionData,
+    data: Prepared,
     *,
     shared: bool = True,
     device: torch.device | None = META,
@@ -74,7 +74,7 @@ def model(
 
 
 def loader(
-    data: InteractionData,
+    data: Prepared,
     schema: BatchSchema,
     rank: int = 0,
     world_size: int = 1,
@@ -286,10 +286,12 @@ def test_wrong_rates_are_refused(rates: dict[str, float], text: str) -> None:
 
 def share_of_unseen_above_seen(rate: float, sampling: str) -> float:
     """Returns how often an item that training never saw ranks above one that it saw; .5 where neither is preferred."""
-    data = planted(users=300, items=120, clusters=4, history_length=1)
+    data = planted_data(users=300, items=120, clusters=4, history_length=1)
     new = np.zeros(data.num_items + 1, dtype=bool)
     new[np.random.default_rng(0).permutation(data.num_items)[:30] + 1] = True
-    train = data.train.take(np.flatnonzero(~new[data.train["item_id"].values]))
+    train = data.rows("train").take(
+        np.flatnonzero(~new[data.rows("train")["item_id"].values])
+    )
     counts = np.bincount(train["item_id"].values, minlength=data.num_items + 1)
     torch.manual_seed(0)
     towers = {
@@ -323,7 +325,7 @@ def share_of_unseen_above_seen(rate: float, sampling: str) -> float:
             optimizer.step()
     builder, ids = BatchBuilder(schema, items), np.arange(1, data.num_items + 1)
     with torch.no_grad():
-        users = made.eval().embed("user", builder.user_batch(data.test))
+        users = made.eval().embed("user", builder.user_batch(data.rows("test")))
         scores = made.interaction.score_all(
             users, made.embed("item", builder.item_batch(ids))
         ).numpy()  # type: ignore[operator]
@@ -370,7 +372,7 @@ def test_rows_in_files_and_on_a_device_lose_the_ids_of_rows_in_memory(
 ) -> None:
     data = small()
     names = ("item_id", "user_id", "history")
-    rows = data.train.select(list(names))
+    rows = data.rows("train").select(list(names))
     pq.write_table(
         pa.table(
             {

@@ -13,9 +13,9 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from tests.data.stream_sets import ITEMS, arrow, table_of
+from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.datasets.synthetic import planted
 from torchrec_ext.data.files.sources import ArrowSource
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.data.loader.id_dropout import IdDropout
@@ -25,7 +25,7 @@ from torchrec_ext.schema import BatchSchema, DataError
 
 pytestmark = pytest.mark.unit
 SIZE = 21
-DATA = planted(users=40, items=60, clusters=4)
+DATA = planted_data(users=40, items=60, clusters=4)
 
 
 def schema(names: Sequence[str], shared: Sequence[str], **rows: int) -> BatchSchema:
@@ -50,7 +50,7 @@ def bags(batch: TowerBatch, name: str) -> list[list[int]]:
 
 
 def test_the_user_and_the_candidates_meet_in_one_key() -> None:
-    rows = DATA.train.take(np.array([5, 0]))
+    rows = DATA.rows("train").take(np.array([5, 0]))
     candidates = np.array([[3, 1, 2], [9, 9, 0]])
     made = schema(["history", "item_id"], ["history", "user_id"], user_id=41)
     batch = BatchBuilder(made, DATA.items.select(["item_id"])).pairs(
@@ -71,10 +71,10 @@ def test_the_user_and_the_candidates_meet_in_one_key() -> None:
 def test_one_side_alone_leaves_the_other_half_empty() -> None:
     made = schema(["history", "item_id"], ["history"])
     builder = BatchBuilder(made, DATA.items.select(["item_id"]))
-    users = builder.user_batch(DATA.test.slice(0, 3))
+    users = builder.user_batch(DATA.rows("test").slice(0, 3))
     items = builder.item_batch(np.arange(7))
     assert bags(users, "history") == [
-        DATA.test["history"].row(at).tolist() for at in range(3)
+        DATA.rows("test")["history"].row(at).tolist() for at in range(3)
     ]
     assert bags(users, "item_id") == [[]] * 3
     assert bags(items, "history") == [[]] * 7
@@ -317,7 +317,7 @@ def test_one_side_alone_has_no_weights_of_the_other() -> None:
         shared=["history"],
         weights={"history": "ages"},
     )
-    users = DATA.test.slice(0, 3)
+    users = DATA.rows("test").slice(0, 3)
     ages = Column.from_lengths(
         np.linspace(0, 1, len(users["history"].values)), users["history"].lengths
     )

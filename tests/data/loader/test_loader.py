@@ -11,21 +11,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.datasets.synthetic import planted
 from torchrec_ext.data.loader import in_memory
 from torchrec_ext.data.loader.loader import (
     ChunkLoader,
     LoaderConfig,
-    labelled_rows,
     training_loader,
 )
 from torchrec_ext.data.negatives.samplers import PopularityNegatives, UniformNegatives
 from torchrec_ext.schema import BatchSchema, DataError
 
 pytestmark = pytest.mark.unit
-DATA = planted(users=40, items=60, clusters=4)
+DATA = planted_data(users=40, items=60, clusters=4)
 ITEMS = 30
 
 
@@ -447,24 +446,6 @@ def test_generated_data_runs_through_the_training_loader(sampling: Any) -> None:
     for rank in range(2):
         loader = training_loader(DATA, schema, config, rank=rank, world_size=2)
         assert {len(batch) for batch in loader} == {64 * 5}
-
-
-def test_labelled_rows_are_the_same_at_every_call_and_hold_no_positive_as_a_negative() -> (
-    None
-):
-    rows = labelled_rows(DATA, "test", negatives=3)
-    again = labelled_rows(DATA, "test", negatives=3)
-    assert np.array_equal(rows["item_id"].values, again["item_id"].values)
-    known = set(zip(*(part.tolist() for part in DATA.pairs()), strict=True))
-    pairs = zip(
-        rows["user_id"].values.tolist(), rows["item_id"].values.tolist(), strict=True
-    )
-    assert [pair in known for pair in pairs] == (rows["label"].values == 1).tolist()
-    config = LoaderConfig(batch_size=32, negatives=0, label="label", shuffle=False)
-    loader = ChunkLoader(
-        rows, schema_of(dict(DATA.vocab), DATA.dense), config=config, items=DATA.items
-    )
-    assert sum(float(batch.labels.sum()) for batch in loader) == DATA.test.num_rows
 
 
 @pytest.mark.parametrize(

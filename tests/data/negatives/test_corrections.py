@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.examples import table
+from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Int64
-from torchrec_ext.data.datasets.synthetic import planted
 from torchrec_ext.data.loader.config import LoaderConfig, Sampling
 from torchrec_ext.data.loader.loader import (
     ChunkLoader,
@@ -26,7 +26,7 @@ from torchrec_ext.modules.losses import softmax_losses
 from torchrec_ext.modules.tower import Tower
 
 pytestmark = pytest.mark.unit
-DATA = planted(users=60, items=50, clusters=4, history_length=1)
+DATA = planted_data(users=60, items=50, clusters=4, history_length=1)
 EXTRA, EACH = 20, 3
 
 
@@ -86,7 +86,7 @@ def drawn(name: str, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
     """Logits (DRAWS, C), log q likewise, and the sum that they estimate, for queries whose positive is in column 0."""
     sampler: Any = training_negatives(DATA, config_of(name, popularity_exponent=3.0))
     if name == "mixed":
-        counts = DATA.popularity()
+        counts = DATA.popularity
         in_batch = np.random.default_rng(0).choice(
             len(counts), size=(DRAWS, 32), p=counts / counts.sum()
         )
@@ -98,7 +98,7 @@ def drawn(name: str, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
         )
         log_q = sampler.log_q(ids.reshape(-1)).reshape(ids.shape)
         return scores[ids], torch.from_numpy(log_q), float(scores[1:].exp().sum())
-    taken = DATA.known.items[DATA.known.users == USER]
+    taken = DATA.taken("train").items[DATA.taken("train").users == USER]
     ids, log_q = sampler.draw(np.full(DRAWS, USER), np.arange(DRAWS), 1, EACH)
     log_q_of_positive = sampler.log_q(np.array([USER]), taken[:1])
     ids = np.concatenate([np.full((DRAWS, 1), taken[0]), ids], axis=1)
@@ -116,7 +116,7 @@ def test_the_corrected_softmax_estimates_that_over_the_whole_catalogue(
     A positive with negatives of its own adds its own term, 1; the candidates of a batch have it among them.
     """
     torch.manual_seed(0)
-    counts = torch.from_numpy(DATA.popularity())
+    counts = torch.from_numpy(DATA.popularity)
     scores = torch.randn(len(counts), dtype=torch.float64) + counts / 10
     logits, log_q, whole = drawn(name, scores)
     its_own = 0 if (name == "mixed") else 1

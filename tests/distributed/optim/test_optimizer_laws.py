@@ -15,10 +15,10 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 from tests.contracts import gather_state, run_ranks
 from tests.examples import DIM, ITEMS, META, USERS, batches, small_model
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.optim.config import OptimizerConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig, Override
 from torchrec_ext.distributed.optim.declared import apply_optimizer_in_backward
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.config import PlanConfig, TablePlan
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
@@ -29,16 +29,16 @@ STEPS = 20
 EXCEPTIONS = OptimizerConfig(
     tables="row_wise_adagrad",
     tables_lr=0.1,
-    per_table=(
-        "user_id=adam lr=0.02",
-        "towers.item=sgd lr=2",
-        "history=weight_decay=0.3",
-    ),
-    per_layer=(
-        "towers.user=sgd lr=0.05",
-        "interaction=lr=0.003 weight_decay=0.1",
-        "*.bias=weight_decay=0",
-    ),
+    per_table={
+        "user_id": Override(kind="adam", lr=0.02),
+        "towers.item": Override(kind="sgd", lr=2),
+        "history": Override(weight_decay=0.3),
+    },
+    per_layer={
+        "towers.user": Override(kind="sgd", lr=0.05),
+        "interaction": Override(lr=0.003, weight_decay=0.1),
+        "*.bias": Override(weight_decay=0),
+    },
     dense_weight_decay=0.2,
 )
 
@@ -46,7 +46,11 @@ EXCEPTIONS = OptimizerConfig(
 MIXED = OptimizerConfig(
     tables="sgd",
     tables_lr=0.05,
-    per_table=("user_id=lazy_adam", "history=adam", "item_id=weight_decay=0.3"),
+    per_table={
+        "user_id": Override(kind="lazy_adam"),
+        "history": Override(kind="adam"),
+        "item_id": Override(weight_decay=0.3),
+    },
     dense="sgd",
 )
 
@@ -80,7 +84,11 @@ def cases(world_size: int) -> Iterator[tuple[str, PlanConfig, OptimizerConfig]]:
         )
         yield f"mixed, {sharding}", plan, MIXED
     plan = PlanConfig(
-        sharding="row_wise", tables=("user_id=data_parallel", "item_id=table_wise")
+        sharding="row_wise",
+        tables={
+            "user_id": TablePlan(sharding="data_parallel"),
+            "item_id": TablePlan(sharding="table_wise"),
+        },
     )
     yield "exceptions", plan, EXCEPTIONS
     clipped = OptimizerConfig(
@@ -345,7 +353,7 @@ def refused(runtime: Runtime) -> str:
             model,
             runtime,
             plan=plan,
-            optimizer=OptimizerConfig(per_table=("item_id=lamb",)),
+            optimizer=OptimizerConfig(per_table={"item_id": Override(kind="lamb")}),
         )
     except ValueError as error:
         return str(error)

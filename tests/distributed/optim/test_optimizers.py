@@ -19,7 +19,7 @@ from tests.examples import ITEMS, META, USERS, small_model
 from torchrec_ext.capture import sharded as captured
 from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.distributed.optim import sharded
-from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
+from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig, Override
 from torchrec_ext.distributed.optim.declared import (
     apply_optimizer_in_backward,
     chosen_optimizer,
@@ -35,7 +35,7 @@ from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections
-from torchx_apps.config import with_settings
+from torchx_apps.config import changed, with_settings
 
 pytestmark = pytest.mark.unit
 
@@ -50,11 +50,11 @@ def test_of_several_exceptions_for_a_table_the_last_that_fits_wins_field_by_fiel
     config = OptimizerConfig(
         tables_lr=0.1,
         tables_weight_decay=0.5,
-        per_table=(
-            "towers.user=sgd lr=0.2",
-            "user_id=lr=0.3",
-            "?tem_id=weight_decay=0",
-        ),
+        per_table={
+            "towers.user": Override(kind="sgd", lr=0.2),
+            "user_id": Override(lr=0.3),
+            "?tem_id": Override(weight_decay=0),
+        },
     )
     chosen = {
         name: (c.kind, c.lr, c.weight_decay)
@@ -75,7 +75,11 @@ def test_a_module_path_fits_the_layers_below_it_and_no_other() -> None:
         "interaction.mlp.weight",
     ]
     config = OptimizerConfig(
-        dense_lr=0.1, per_layer=("towers.user=sgd lr=0.2", "*.bias=weight_decay=0.5")
+        dense_lr=0.1,
+        per_layer={
+            "towers.user": Override(kind="sgd", lr=0.2),
+            "*.bias": Override(weight_decay=0.5),
+        },
     )
     chosen = {
         name: (c.kind, c.lr, c.weight_decay)
@@ -98,21 +102,27 @@ def test_a_module_path_fits_the_layers_below_it_and_no_other() -> None:
 def test_an_exception_that_fits_nothing_is_told_with_what_there_is() -> None:
     with pytest.raises(
         ValueError,
-        match=r"^per_table: 'item=sgd' fits no table of the model, which are user_id, hist",
+        match=r"^per_table: 'item' fits no table of the model, which are user_id, hist",
     ):
-        OptimizerConfig(per_table=("item=sgd",)).for_tables(small_model(META))
+        OptimizerConfig(per_table={"item": Override(kind="sgd")}).for_tables(
+            small_model(META)
+        )
     with pytest.raises(
         ValueError,
-        match=r"^per_layer: 'top=sgd' fits no dense layer of the model, which are a.weight, a.bias$",
+        match=r"^per_layer: 'top' fits no dense layer of the model, which are a.weight, a.bias$",
     ):
-        OptimizerConfig(per_layer=("top=sgd",)).for_layers(["a.weight", "a.bias"])
+        OptimizerConfig(per_layer={"top": Override(kind="sgd")}).for_layers(
+            ["a.weight", "a.bias"]
+        )
 
 
 def test_l2_of_an_optimizer_that_does_not_move_every_row_is_refused_and_can_be_taken_back() -> (
     None
 ):
     config = OptimizerConfig(
-        tables="adam", tables_l2=0.05, per_table=("history=adagrad", "item_id=l2=0")
+        tables="adam",
+        tables_l2=0.05,
+        per_table={"history": Override(kind="adagrad"), "item_id": Override(l2=0)},
     )
     with pytest.raises(
         ValueError,
@@ -122,7 +132,10 @@ def test_l2_of_an_optimizer_that_does_not_move_every_row_is_refused_and_can_be_t
     chosen = OptimizerConfig(
         tables="adam",
         tables_l2=0.05,
-        per_table=("history=adagrad l2=0", "item_id=l2=0.5"),
+        per_table={
+            "history": Override(kind="adagrad", l2=0),
+            "item_id": Override(l2=0.5),
+        },
     )
     assert [c.l2 for c in chosen.for_tables(small_model(META)).values()] == [
         0.05,
@@ -195,37 +208,31 @@ def test_a_declared_optimizer_beside_one_given_or_beyond_words_is_refused() -> N
 
 
 @pytest.mark.parametrize(
-    ("field", "item", "why"),
+    ("flag", "value", "why"),
     [
-        ("per_table", "user_id", "write PATTERN=OPTIMIZER"),
-        ("per_table", "=sgd", "write PATTERN=OPTIMIZER"),
-        (
-            "per_table",
-            "user_id=rmsprop",
-            "the optimizer 'rmsprop' must be one of adagrad, row_wise_adagrad, sgd, adam",
-        ),
-        ("per_table", "user_id=sgd lr=fast", "lr=fast: must be a number of 0 or more"),
-        ("per_table", "user_id=sgd lr=-1", "lr=-1: must be a number of 0 or more"),
-        ("per_table", "user_id=sgd lr=nan", "lr=nan: must be"),
-        (
-            "per_table",
-            "user_id=sgd momentum=1",
-            "there is no setting 'momentum'; settings are lr, weight_decay, l2, eps",
-        ),
-        (
-            "per_layer",
-            "towers=lamb",
-            "the optimizer 'lamb' must be one of adam, adagrad, sgd",
-        ),
+        ("per_table", "sgd", "'sgd': put the name into the flag, --KEY.NAME.{kind,"),
+        ("per_table.user_id", "sgd", "write --per_table.NAME.{kind,lr,"),
+        ("per_table.user_id.kind", "rmsprop", "'rmsprop'"),
+        ("per_table.user_id.lr", "fast", "fast"),
+        ("per_table.user_id.lr", "-1", "lr=-1.0: must be a number of 0 or more"),
+        ("per_table.user_id.lr", "nan", "lr=nan: must be"),
+        ("per_table.user_id.momentum", "1", "--momentum"),
+        ("per_layer.towers.kind", "lamb", "per_layer.towers.kind='lamb'"),
     ],
 )
 def test_an_exception_that_cannot_be_read_is_told(
-    field: str, item: str, why: str
+    flag: str, value: str, why: str
 ) -> None:
     with pytest.raises(ValueError) as error:
-        OptimizerConfig(**{field: (item,)})  # type: ignore[arg-type]
-    assert str(error.value).startswith(f"{field}: {item!r}: ")
+        changed(OptimizerConfig(), [f"--{flag}={value}"])
     assert why in str(error.value)
+    assert flag.rpartition(".")[0] in str(error.value)
+    assert len(str(error.value)) <= 200
+
+
+def test_an_exception_that_changes_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="give one of kind, lr"):
+        Override()
 
 
 @pytest.mark.parametrize(
@@ -249,20 +256,22 @@ def test_a_setting_out_of_range_is_refused_with_its_value(
 
 def test_exceptions_and_pairs_can_be_given_on_the_command_line() -> None:
     config = with_settings(
-        OptimizerConfig(),
+        OptimizerConfig(per_table={"user_id": Override(lr=0.5)}),
         [
-            "per_table=user_id=lazy_adam lr=0.01, towers.item=sgd:lr=1",
+            "per_table.user_id.kind=lazy_adam",
+            "per_table.towers.item.kind=sgd",
+            "per_table.towers.item.lr=1",
+            "per_layer.*.bias.weight_decay=0",
             "betas=0.8,0.99",
             "clip_norm=5",
         ],
     )
-    assert config.per_table == ("user_id=lazy_adam lr=0.01", "towers.item=sgd:lr=1")
+    assert config.per_table == {
+        "user_id": Override(kind="lazy_adam", lr=0.5),
+        "towers.item": Override(kind="sgd", lr=1),
+    }
+    assert config.per_layer == {"*.bias": Override(weight_decay=0)}
     assert (config.betas, config.clip_norm) == ((0.8, 0.99), 5.0)
-    with pytest.raises(
-        ValueError,
-        match=r"per_table: 'user_id=adm': the optimizer 'adm' must be",
-    ):
-        with_settings(OptimizerConfig(), ["per_table=user_id=adm"])
 
 
 TABLE = small_model(META).towers["item"].tables[0]
@@ -289,8 +298,8 @@ def test_what_nothing_runs_on_a_sharded_table_is_refused_with_remedies(
     with pytest.raises(ValueError) as error:
         decided(kind, "row_wise", "cpu")
     assert str(error.value) == (
-        f"table 'item_id': FBGEMM has no kernel of {kind} for the cpu; set plan.tables=item_id=data_parallel (fp32), "
-        "or optimizer.per_table=item_id=adagrad"
+        f"table 'item_id': FBGEMM has no kernel of {kind} for the cpu; set "
+        "plan.tables.item_id.sharding=data_parallel (fp32), or optimizer.per_table.item_id.kind=adagrad"
     )
 
 
@@ -315,7 +324,7 @@ def test_adam_takes_every_sharding_but_no_half_precision() -> None:
     half = dataclasses.replace(TABLE, data_type=DataType.FP16)
     with pytest.raises(
         ValueError,
-        match=r"^table 'item_id': FBGEMM has no kernel of adam for the cpu; set plan.tables=item_id=",
+        match=r"^table 'item_id': FBGEMM has no kernel of adam for the cpu; set plan.tables.item_id.",
     ):
         decided("adam", "row_wise", "cpu", half)
 

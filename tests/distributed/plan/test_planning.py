@@ -1,6 +1,5 @@
 """Plans that are made, shown, refused in numbers, and the same refusal on every rank."""
 
-import math
 import re
 import unittest.mock
 
@@ -15,13 +14,13 @@ from torchrec import (
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.types import CacheParams, KeyValueParams
+from torchrec.distributed.types import CacheParams
 
 from tests.contracts import run_ranks
 from tests.distributed.plan.topologies import topology
 from tests.examples import META, small_model, table
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.config import PlanConfig, TablePlan
 from torchrec_ext.distributed.plan.draft import PlanError, draft_plan
 from torchrec_ext.distributed.plan.explain import explain
 from torchrec_ext.distributed.plan.planner import (
@@ -38,7 +37,9 @@ TWO_RANKS = Runtime(world_size=2, local_world_size=2)
 
 @pytest.mark.unit
 def test_a_sharding_type_per_table() -> None:
-    config = PlanConfig(sharding="data_parallel", tables=("history=row_wise",))
+    config = PlanConfig(
+        sharding="data_parallel", tables={"history": TablePlan(sharding="row_wise")}
+    )
     choices = config.choices(["user_id", "history"])
     assert [choices[name].sharding for name in ("user_id", "history")] == [
         "data_parallel",
@@ -52,24 +53,15 @@ def test_a_sharding_type_per_table() -> None:
     [
         (
             {"sharding": "rowwise"},
-            "sharding: 'rowwise' must be one of auto, data_parallel",
-        ),
-        ({"tables": ("a=rows",)}, "tables: 'a=rows': 'rows' must be one of"),
-        (
-            {"tables": ("a=row_wise:fast",)},
-            "tables: 'a=row_wise:fast': 'fast' must be one of",
+            "sharding='rowwise': must be one of auto, data_parallel",
         ),
         (
-            {"tables": ("a=fused_uvm:cache_load_factor=.1",)},
+            {"tables": {"a": TablePlan(kernel="fused_uvm", cache_load_factor=0.1)}},
             "cache_load_factor=0.1: only for kernel=fused_uvm_caching",
         ),
         (
-            {"tables": ("a=fused_uvm_caching:cache_load_factor=x",)},
-            "cache_load_factor=x: must be a number",
-        ),
-        (
             {"kernel": "uvm"},
-            "kernel: 'uvm' must be one of auto, dense, fused, fused_uvm, fused_uvm_caching, key_value",
+            "kernel='uvm': must be one of auto, dense, fused, fused_uvm, fused_uvm_caching",
         ),
         (
             {"cache_load_factor": 1.5},
@@ -77,7 +69,7 @@ def test_a_sharding_type_per_table() -> None:
         ),
         (
             {"kernel": "fused", "cache_load_factor": 0.5},
-            "cache_load_factor=0.5: only for kernel=fused_uvm_caching or",
+            "cache_load_factor=0.5: only for kernel=fused_uvm_caching, not kernel=fused",
         ),
         (
             {"forward_precision": "fp8"},
@@ -105,9 +97,13 @@ def test_a_wrong_setting_is_named(arguments: dict[str, object], text: str) -> No
 def test_an_exception_for_a_table_that_is_not_there() -> None:
     with pytest.raises(
         ValueError,
-        match=r"tables: 'genre=row_wise' names no table of the model; its tables are user_id, history, item_id",
+        match=r"tables\.genre: is no table of the model; its tables are user_id, history, item_id",
     ):
-        plan_sharding(small_model(META), CPU, PlanConfig(tables=("genre=row_wise",)))
+        plan_sharding(
+            small_model(META),
+            CPU,
+            PlanConfig(tables={"genre": TablePlan(sharding="row_wise")}),
+        )
 
 
 @pytest.mark.unit
@@ -115,12 +111,12 @@ def test_what_a_table_leaves_out_is_that_of_every_table() -> None:
     config = PlanConfig(
         kernel="fused_uvm_caching",
         cache_load_factor=0.3,
-        tables=(
-            "a=row_wise",
-            "b=table_wise fused",
-            "c=cache_load_factor=0.1",
-            "d=grid_shard:fused_uvm",
-        ),
+        tables={
+            "a": TablePlan(sharding="row_wise"),
+            "b": TablePlan(sharding="table_wise", kernel="fused"),
+            "c": TablePlan(cache_load_factor=0.1),
+            "d": TablePlan(sharding="grid_shard", kernel="fused_uvm"),
+        },
     )
     assert config.choices(list("abcde")) == {
         "a": ("row_wise", "fused_uvm_caching", 0.3),
@@ -139,25 +135,12 @@ def test_what_a_table_leaves_out_is_that_of_every_table() -> None:
             "table 'user_id': kernel=fused_uvm on a cpu: its rows would lie beside a GPU's",
         ),
         (
-            {"tables": ("item_id=key_value",)},
-            "table 'item_id': kernel=key_value is planned only, by TorchRec",
-        ),
-        (
             {"kernel": "dense", "sharding": "row_wise"},
             "table 'user_id': kernel=dense with row_wise: TorchRec runs it",
         ),
         (
             {"kernel": "fused", "sharding": "data_parallel"},
             "table 'user_id': kernel=fused with data_parallel: each",
-        ),
-        (
-            {"sharding": "table_row_wise", "towers": "user:0,item:1"},
-            "table 'user_id': TorchRec makes the process groups of table_row_wise by host, over all ranks, not with "
-            "plan.towers=user:0,item:1",
-        ),
-        (
-            {"forward_precision": "fp16", "towers": "user:0,item:1"},
-            "plan.forward_precision=fp16, plan.backward_precision=fp32 with plan.towers=user:0,item:1: placed towers",
         ),
         (
             {"forward_precision": "fp16", "sharding": "data_parallel"},
@@ -220,7 +203,7 @@ def test_rows_that_an_optimizer_reads_where_they_lie_are_not_cached(
 
 
 def test_memory_without_state_is_that_of_torchrecs_own_estimator_to_the_byte() -> None:
-    devices = topology(16, 8, ssd_gb=4096)
+    devices = topology(16, 8)
     tables = [
         EmbeddingBagConfig(
             name=name, feature_names=[name], num_embeddings=rows, embedding_dim=64
@@ -238,12 +221,12 @@ def test_memory_without_state_is_that_of_torchrecs_own_estimator_to_the_byte() -
     config = PlanConfig(
         kernel="fused_uvm_caching",
         cache_load_factor=0.1,
-        tables=(
-            "ad=row_wise",
-            "item=column_wise:fused_uvm",
-            "place=data_parallel:dense",
-            "word=grid_shard:key_value",
-        ),
+        tables={
+            "ad": TablePlan(sharding="row_wise"),
+            "item": TablePlan(sharding="column_wise", kernel="fused_uvm"),
+            "place": TablePlan(sharding="data_parallel", kernel="dense"),
+            "word": TablePlan(sharding="grid_shard", kernel="fused"),
+        },
     )
     optimizer = OptimizerConfig(tables="sgd")
     drafted = draft_plan(model, devices, config, optimizer=optimizer, batch_size=1024)
@@ -252,19 +235,14 @@ def test_memory_without_state_is_that_of_torchrecs_own_estimator_to_the_byte() -
         "ad": "fused_uvm_caching",
         "item": "fused_uvm",
         "place": "dense",
-        "word": "key_value",
+        "word": "fused",
     }
     constraints = {
         option.name: ParameterConstraints(
             sharding_types=[option.sharding_type],
             compute_kernels=[option.compute_kernel],
             min_partition=option.shards[0].size[1],
-            cache_params=CacheParams(load_factor=0.1)
-            if option.name in ("ad", "word")
-            else None,
-            key_value_params=KeyValueParams(
-                max_l1_cache_size=math.ceil(5_000_000 * 64 * 4 * 0.1 / 16 / 2**20)
-            ),
+            cache_params=CacheParams(load_factor=0.1) if option.name == "ad" else None,
         )
         for option in drafted.options
     }
@@ -281,7 +259,6 @@ def test_memory_without_state_is_that_of_torchrecs_own_estimator_to_the_byte() -
     text = explain(drafted.plan, model, 16)
     assert re.search(r"row_wise +fused_uvm_caching +rank 0 rows 0-", text)
     assert "of these in host memory on ranks" in text
-    assert "of these on the SSD on ranks" in text
 
 
 def test_constraints_of_torchrec_win() -> None:
@@ -342,12 +319,11 @@ def refused(runtime: Runtime) -> str:
 def test_a_table_that_does_not_fit_is_refused_in_numbers_on_every_rank() -> None:
     first, second = run_ranks(refused, 2, timeout_s=60)
     assert first == second
+    assert len(first) <= 200
     weights_and_state = 300_000_000 * 64 * 8 / 1024**3
-    assert f"the largest table, 'ad_id', needs {weights_and_state:.2f} GiB" in first
+    assert f"'ad_id' {weights_and_state:.2f} GiB" in first
     # 8 GiB less 15 %
-    assert "2 rank(s) have 6.80 GiB each, 13.60 GiB together" in first
-    assert "at least 22 ranks of this size" in first
-    assert "or fewer rows, by rec.data.preprocess" in first
+    assert "fits 2 rank(s) of 6.80 GiB" in first
 
 
 def outcome(world_size: int, optimizer: OptimizerConfig, **config: object) -> str:
@@ -380,27 +356,16 @@ def test_the_state_of_the_optimizer_counts(
 
 def test_the_reserve_is_kept() -> None:
     assert outcome(12, OptimizerConfig(tables="sgd")) == "fits"
-    assert "12 rank(s) have 3.20 GiB each" in outcome(
+    assert "12 rank(s) of 3.20 GiB" in outcome(
         12, OptimizerConfig(tables="sgd"), reserve=0.6
     )
-
-
-def test_more_ranks_are_not_advised_where_they_cannot_help() -> None:
-    text = outcome(8, OptimizerConfig(), sharding="data_parallel")
-    assert (
-        "shard the data_parallel tables, which no number of ranks makes smaller" in text
-    )
-    assert "at least" not in text
 
 
 @pytest.mark.unit
 def test_small_sizes_are_refused_in_numbers_too() -> None:
     with pytest.raises(PlanError) as error:
         plan_sharding(small_model(META), CPU, PlanConfig(memory_gb=0.00001))
-    assert (
-        "need 25.12 KiB over all ranks and 0.00 KiB on each; 1 rank(s) have 8.91 KiB each"
-        in str(error.value)
-    )
+    assert "1 rank(s) of 8.91 KiB: tables with state take 25.12 KiB" in str(error.value)
 
 
 @pytest.mark.unit
@@ -490,8 +455,12 @@ def test_tables_that_are_small_together_are_whole_on_every_rank_where_that_is_fr
             adagrad,
         ),
         (at_the_limit, TWO_RANKS, PlanConfig(sharding="table_wise"), adagrad),
-        (at_the_limit, TWO_RANKS, PlanConfig(tables=("user_id=row_wise",)), adagrad),
-        (at_the_limit, TWO_RANKS, PlanConfig(towers="tower_parallel"), adagrad),
+        (
+            at_the_limit,
+            TWO_RANKS,
+            PlanConfig(tables={"user_id": TablePlan(sharding="row_wise")}),
+            adagrad,
+        ),
         (at_the_limit, TWO_RANKS, free, OptimizerConfig(clip_norm=1.0)),
     ):
         assert small_tables_whole(model, runtime, config, optimizer) == {}

@@ -13,11 +13,10 @@ KINDS = {
     "data_parallel": ("plan.sharding=data_parallel",),
     "table_wise": ("plan.sharding=table_wise",),
     "row_wise": ("plan.sharding=row_wise",),
-    "tower_parallel": ("plan.towers=user:0,item:1",),
     "local_sgd": ("sync.mode=local_sgd", "sync.every=4", "plan.sharding=data_parallel"),
     "dynamic_ids": (
-        "ids.user_id=dynamic,capacity=100",
-        "ids.item_id=dynamic,capacity=90",
+        "ids.features.user_id.capacity=100",
+        "ids.features.item_id.capacity=90",
         "plan.sharding=row_wise",
     ),
 }

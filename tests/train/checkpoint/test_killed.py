@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from tests.contracts import _CONTEXT, gather_state
+from tests.small_sets import checkerboard_data
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.datasets.synthetic import checkerboard
 from torchrec_ext.data.loader.loader import LoaderConfig, training_loader
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -95,7 +95,7 @@ def run(
     epochs: int = EPOCHS,
 ) -> Any:
     """Trains to the end, from the newest checkpoint or the one at a path; ``rate`` is that of the tables."""
-    data = checkerboard(users=20, items=28)
+    data = checkerboard_data(users=20, items=28)
     torch.manual_seed(3)
     model = build_two_tower(TwoTowerConfig(embedding_dim=8, dropout=0.0), data)
     optimizers = OptimizerConfig(tables="adagrad", tables_lr=rate)

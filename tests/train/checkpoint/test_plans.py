@@ -34,12 +34,7 @@ Case = tuple[str, str]
 def made(runtime: Runtime, sharding: str, kind: str) -> Any:
     model = small_model(META)
     optimizer = OptimizerConfig(tables=kind, tables_lr=0.05)  # type: ignore[arg-type]
-    config = PlanConfig(sharding=sharding if sharding in SHARDINGS else "row_wise")  # type: ignore[arg-type]
-    if sharding == "placed towers":
-        config = PlanConfig(
-            sharding="row_wise",
-            towers="user:0,item:1" if runtime.world_size == 2 else "user:0-2,item:3",
-        )
+    config = PlanConfig(sharding=sharding)  # type: ignore[arg-type]
     plan = plan_sharding(model, runtime, config, optimizer=optimizer)
     return hybrid_parallel(
         model, runtime, plan=plan, optimizer=optimizer, seed=runtime.world_size
@@ -202,21 +197,6 @@ def test_any_plan_loads_into_any_other(tmp_path: Path) -> None:
         assert_loaded(*pair)
         count += 1
     assert count == 4 * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_placed_towers_load_as_any_other(world_size: int, tmp_path: Path) -> None:
-    count = 0
-    kinds = (
-        ("row_wise_adagrad",)
-        if world_size == 2
-        else ("sgd", "adagrad", "row_wise_adagrad")
-    )
-    for pair in pairs(tmp_path, (world_size,), ("placed towers", "column_wise"), kinds):
-        assert_loaded(*pair)
-        count += 1
-    assert count == 4 * len(kinds)
 
 
 @pytest.mark.slow

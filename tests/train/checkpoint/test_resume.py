@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tests.contracts import gather_state, run_ranks
+from tests.small_sets import checkerboard_data
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.datasets.synthetic import checkerboard
 from torchrec_ext.data.loader.loader import LoaderConfig, training_loader
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -92,7 +92,7 @@ def run(
     saving: CheckpointConfig = CheckpointConfig(),  # noqa: B008  (frozen)
 ) -> dict[str, Any]:
     """Trains from the newest checkpoint or a path; the last rank asks to stop after so many steps of this attempt."""
-    data = checkerboard(users=10, items=14)
+    data = checkerboard_data(users=10, items=14)
     torch.manual_seed(3)
     model = build_two_tower(TwoTowerConfig(embedding_dim=8, dropout=dropout), data)
     optimizers = OptimizerConfig(tables="row_wise_adagrad", tables_lr=0.1)

@@ -13,7 +13,7 @@ from tests.examples import META, small_model
 from tests.train.test_loop import Batches
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.config import PlanConfig, TablePlan
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import SyncConfig
@@ -25,8 +25,10 @@ Case = tuple[str, str, SyncConfig]
 PLANS: dict[str, dict[str, Any]] = {
     "row_wise": {"sharding": "row_wise"},
     "column_wise": {"sharding": "column_wise"},
-    "mixed": {"sharding": "table_wise", "tables": ("history=data_parallel",)},
-    "placed": {"sharding": "table_wise", "towers": "user:0,item:1"},
+    "mixed": {
+        "sharding": "table_wise",
+        "tables": {"history": TablePlan(sharding="data_parallel")},
+    },
 }
 # no kernel moves a table, so there is no gate
 REPLICAS: Case = ("replicas", "adagrad", SyncConfig())
@@ -41,7 +43,6 @@ STOPS: list[Case] = [
 SKIPS: list[Case] = [
     ("row_wise", "adam", SyncConfig()),
     ("mixed", "adagrad", SyncConfig()),
-    ("placed", "adagrad", SyncConfig()),
 ]
 ALL_SKIPS: list[Case] = [
     *((plan, kind, SyncConfig()) for plan in PLANS for kind in OPTIMIZERS),

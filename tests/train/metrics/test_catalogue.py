@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.contracts import run_ranks
-from torchrec_ext.data.datasets.interactions import InteractionData
-from torchrec_ext.data.datasets.synthetic import planted
+from tests.small_sets import planted_data
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
+from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
@@ -334,14 +334,14 @@ def test_the_shares_of_the_ranks_hold_every_row_once_and_in_order(
     ), "never a look-up of nothing"
 
 
-def small() -> InteractionData:
-    return planted(users=41, items=53, clusters=4, history_length=5)
+def small() -> Prepared:
+    return planted_data(users=41, items=53, clusters=4, history_length=5)
 
 
-def asked(data: InteractionData) -> Question:
-    seen = data.seen(data.test["user_id"].values, "train", "validation")
+def asked(data: Prepared) -> Question:
+    seen = data.seen(data.rows("test")["user_id"].values, "train", "validation")
     return Question(
-        targets=torch.from_numpy(data.test["item_id"].values),
+        targets=torch.from_numpy(data.rows("test")["item_id"].values),
         seen_rows=torch.arange(len(seen)).repeat_interleave(
             torch.from_numpy(seen.lengths)
         ),
@@ -360,10 +360,10 @@ def ranked(runtime: Runtime, interaction: str, sharding: str) -> dict[str, Any]:
     parallel, _ = hybrid_parallel(model, runtime, plan=plan, seed=1)
     parallel.eval()
     block = 8
-    rows_of = data.test.slice
+    rows_of = data.rows("test").slice
     users = [
         (builder.user_batch(rows_of(rows.start, rows.stop)), keep)
-        for rows, keep in own_share(data.test.num_rows, runtime, block)
+        for rows, keep in own_share(data.rows("test").num_rows, runtime, block)
     ]
     ids = data.items["item_id"].values
     items = [

@@ -7,7 +7,6 @@ import pty
 import struct
 import sys
 import termios
-from collections.abc import Iterator
 
 import pytest
 
@@ -23,27 +22,24 @@ LINES = [
 ]
 
 
-@pytest.fixture
-def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """What stderr's terminal shows, as its owner reads it."""
+def test_a_terminal_gets_a_moving_line_and_the_output_plain_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     owner, device = pty.openpty()
     fcntl.ioctl(device, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    with os.fdopen(device, "w") as stderr:
-        monkeypatch.setattr(sys, "stderr", stderr)
-        yield owner
-    os.close(owner)
-
-
-def test_a_terminal_gets_a_moving_line_and_the_output_plain_ones(
-    screen: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # What is never drawn must not be waited for.
+    os.set_blocking(owner, False)
+    # Here and not in a fixture, after which pytest puts its own stderr back.
+    monkeypatch.setattr(sys, "stderr", os.fdopen(device, "w"))
     progress = Progress(total=4, visible=True)
     progress.advance()
     progress.show(TRAIN)
     progress.show(EVAL)
     progress.close()
     sys.stderr.flush()
-    drawn = os.read(screen, 10_000).decode()
+    drawn = os.read(owner, 10_000).decode()
+    sys.stderr.close()
+    os.close(owner)
     assert "\r" in drawn
     assert "1/4" in drawn
 

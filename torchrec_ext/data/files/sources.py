@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import warnings
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -89,11 +91,32 @@ class FileSource(ABC):
                         RowGroup(name=name, file=index, number=number, rows=rows)
                     )
         self._partitions = _partition_types(self.files)
+        self._name_partial_columns()
         self.groups: Sequence[RowGroup] = tuple(groups)
         if not self.groups:
             raise DataError(
                 f"{self.files[0].name}: zero rows, as in all {len(self.files)} files; write at least one"
             )
+
+    def _name_partial_columns(self) -> None:
+        """Warns of columns that some files have and others lack."""
+        counts: Counter[str] = Counter()
+        for opening in self._openings:
+            counts.update(set(opening.schema.names))
+        partial = [name for name in counts if counts[name] < len(self.files)]
+        if not partial or os.environ.get("RANK", "0") != "0":
+            return
+        name = min(partial)
+        file = next(
+            file
+            for file, opening in zip(self.files, self._openings, strict=True)
+            if name in opening.schema.names
+        )
+        warnings.warn(
+            f"{file.name}: column '{name}' is in {counts[name]:,} of {len(self.files):,} files, so it cannot be read "
+            f"({len(partial):,} such columns); write it to all files, or leave it out",
+            stacklevel=4,
+        )
 
     def digest(self) -> str:
         """See :meth:`Source.digest`; from footers, and from blocks of local files."""

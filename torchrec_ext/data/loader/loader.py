@@ -12,13 +12,10 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.data.columns import Chunk, sample_digest, with_elements
-from torchrec_ext.data.datasets.interactions import InteractionData
-from torchrec_ext.data.datasets.interactions import labelled_rows as labelled_rows
 from torchrec_ext.data.files.arrow import Source
 from torchrec_ext.data.loader.candidates import OwnCandidates, SharedCandidates
 from torchrec_ext.data.loader.config import LoaderConfig as LoaderConfig
@@ -33,38 +30,40 @@ from torchrec_ext.data.negatives.samplers import (
     PopularityNegatives,
     UniformNegatives,
 )
+from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.schema import BatchSchema
 
 Sampler = Negatives | MixedNegatives | CatalogueCandidates
 
 
-def training_negatives(data: InteractionData, config: LoaderConfig) -> Sampler | None:
+def training_negatives(data: Prepared, config: LoaderConfig) -> Sampler | None:
     """Builds the sampler of ``config``; None if nothing is drawn (``negatives=0``, and not ``mixed``).
 
     Training pairs are never drawn. Held-out pairs may be: to avoid them would tell the model which they are. Candidates
     of ``mixed`` avoid nothing: ``is_known`` of :func:`in_batch_negatives` excludes the items that a user has taken.
     """
-    counts = data.popularity()[: data.num_items + 1]
-    if config.sampling == "mixed":
+    mixed = config.sampling == "mixed"
+    if not (mixed or config.negatives):
+        return None
+    num_items = data.drawable()
+    if mixed:
         return MixedNegatives(
-            data.num_items,
+            num_items,
             config.shared_negatives,
             config.batch_size,
-            counts,
+            data.popularity,
             config.seed,
         )
-    if not config.negatives:
-        return None
-    known = data.known
+    known = data.taken("train")
     if config.sampling == "uniform":
-        return UniformNegatives(data.num_items, known.users, known.items, config.seed)
+        return UniformNegatives(num_items, known.users, known.items, config.seed)
     return PopularityNegatives(
-        data.num_items,
+        num_items,
         known.users,
         known.items,
         config.seed,
         exponent=config.popularity_exponent,
-        counts=counts,
+        counts=data.popularity,
     )
 
 
@@ -342,7 +341,7 @@ class ChunkLoader(Epochs):
 
 
 def training_loader(
-    data: InteractionData,
+    data: Prepared,
     schema: BatchSchema,
     config: LoaderConfig,
     *,
@@ -350,18 +349,18 @@ def training_loader(
     world_size: int = 1,
     device: torch.device | str | None = None,
 ) -> ChunkLoader:
-    """Builds the loader of ``data.train`` with the negatives of ``config``; see :class:`ChunkLoader`."""
-    negatives: Sampler | None
-    if schema.catalogue:
-        negatives = CatalogueCandidates(np.arange(1, data.num_items + 1))
-    else:
-        negatives = training_negatives(data, config)
+    """Builds the loader of the training rows, with the negatives of ``config``; see :class:`ChunkLoader`."""
+    items = None
+    # Labelled rows have the columns of their own items.
+    if data.form != "labels" or schema.catalogue:
+        items = data.items
+    everything = CatalogueCandidates(data.item_ids) if schema.catalogue else None
     return ChunkLoader(
-        data.train,
+        data.training_rows((config.label, config.weight)),
         schema,
         config=config,
-        items=data.items,
-        negatives=negatives,
+        items=items,
+        negatives=everything or training_negatives(data, config),
         rank=rank,
         world_size=world_size,
         device=device,

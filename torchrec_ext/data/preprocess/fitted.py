@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -120,6 +120,20 @@ class FittedPreprocessor:
         return next(
             (state for step, state in reversed(self.pairs) if name in step.writes), None
         )
+
+    def only(self, names: Collection[str]) -> FittedPreprocessor:
+        """Returns the steps behind the columns ``names`` alone, so that a request needs fewer columns."""
+        # Backwards: a later step decides which columns an earlier step must write.
+        needed = set(names)
+        pairs: list[tuple[Step, StepState]] = []
+        for step, state in reversed(self.pairs):
+            if needed.isdisjoint(step.writes):
+                continue
+            narrowed = _narrow_step(step, needed)
+            needed |= set(narrowed.reads)
+            pairs.insert(0, (narrowed, state))
+        keep = [name for name in self.keep if name in names]
+        return FittedPreprocessor.of(pairs, self.raw, keep)
 
     @cached_property
     def types(self) -> list[Types]:
@@ -409,6 +423,16 @@ class FittedPreprocessor:
             raise DataError(
                 f"{folder / _MAIN}: is not that of a preprocessor ({kind}: {error}); save it again"
             ) from None
+
+
+def _narrow_step(step: Step, needed_columns: Collection[str]) -> Step:
+    """Narrows a step with one vocabulary for several columns to the needed ones."""
+    if not isinstance(step, Categorify):
+        return step
+    also = tuple(name for name in step.also if name in needed_columns)
+    if (step.output or step.column) in needed_columns:
+        return dataclasses.replace(step, also=also)
+    return dataclasses.replace(step, column=also[0], output=None, also=also[1:])
 
 
 def _ahead(

@@ -1,6 +1,6 @@
 """OptimizerConfig: which optimizer updates tables and dense layers, how fast, and what it costs in memory.
 
-Choice: the optimizer of one table or dense layer. Override: an exception for some of them, parsed from a short text.
+Choice: the optimizer of one table or dense layer. Override: an exception for some of them.
 
 This module imports no torch, so that a command line is checked at once.
 """
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -40,81 +39,60 @@ _NUMBERS = ("lr", "weight_decay", "l2", "eps")
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """An exception for some tables or layers.
+    """An exception for some tables or layers; what is not given is that of all others.
 
     Args:
-        item: text that it was parsed from.
-        pattern: names or module paths that it applies to, with * and ?.
-        changes: values by field of :class:`Choice`.
-    """
-
-    item: str
-    pattern: str
-    changes: dict[str, Any]
-
-    def fits(self, name: str, path: str) -> bool:
-        """Whether the pattern matches ``name``, ``path`` or the path of a module above it.
-
-        Example:
-            >>> towers = Override(item="", pattern="towers.user", changes={})
-            >>> towers.fits("user_id", "towers.user.embeddings"), towers.fits("item_id", "towers.user_2.embeddings")
-            (True, False)
-        """
-        # The path of each module from the top down: a, a.b, a.b.c.
-        candidates = [name, *accumulate(path.split("."), "{}.{}".format)]
-        return any(fnmatchcase(candidate, self.pattern) for candidate in candidates)
-
-
-def parse_override(field: str, item: str, kinds: Sequence[str]) -> Override:
-    """Parses an exception such as ``user_id=adam lr=0.01``; a colon separates as well as a space.
-
-    Args:
-        field: name of the setting, for messages.
-        item: text of the exception.
-        kinds: names of the optimizers that it may choose.
+        kind: name of the optimizer.
+        lr: learning rate.
+        weight_decay: decoupled weight decay.
+        l2: factor of the squared norm added to the loss; ``adam`` only.
+        eps: number added to the denominator of Adagrad and Adam.
 
     Raises:
-        ValueError: the text has no pattern, changes nothing, or names an unknown optimizer, setting or number.
+        ValueError: nothing is given, or a number is negative.
 
     Example:
-        >>> parse_override("per_table", "genres=sgd:lr=0.5", ("sgd", "adam")).changes
+        >>> Override(kind="sgd", lr=0.5).changes
         {'kind': 'sgd', 'lr': 0.5}
-        >>> parse_override("per_table", "genres=sdg", ("sgd", "adam"))
-        Traceback (most recent call last):
-        ...
-        ValueError: per_table: 'genres=sdg': the optimizer 'sdg' must be one of sgd, adam
     """
-    pattern, _, rest = item.partition("=")
-    words = re.split(r"[\s:]+", rest.strip())
-    if not pattern.strip() or words == [""]:
-        raise ValueError(
-            f"{field}: {item!r}: write PATTERN=OPTIMIZER, PATTERN=lr=NUMBER or both, such as user_id=sgd lr=0.1"
-        )
-    changes: dict[str, Any] = {}
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not equals:
-            if key not in kinds:
-                raise ValueError(
-                    f"{field}: {item!r}: the optimizer {key!r} must be one of {', '.join(kinds)}"
-                )
-            changes["kind"] = key
-        elif key in _NUMBERS:
-            # NaN is refused below, and so is a text that is no number.
-            try:
-                value = float(text)
-            except ValueError:
-                value = math.nan
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(
-                    f"{field}: {item!r}: {key}={text}: must be a number of 0 or more"
-                )
-            changes[key] = value
-        else:
-            raise ValueError(
-                f"{field}: {item!r}: there is no setting {key!r}; settings are {', '.join(_NUMBERS)}"
-            )
-    return Override(item=item, pattern=pattern.strip(), changes=changes)
+
+    kind: str | None = None
+    lr: float | None = None
+    weight_decay: float | None = None
+    l2: float | None = None
+    eps: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}={value}: must be a number of 0 or more")
+        if not self.changes:
+            raise ValueError(f"give one of kind, {', '.join(_NUMBERS)}")
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """What it changes, by field of :class:`Choice`."""
+        changes: dict[str, Any] = {}
+        for name in ("kind", *_NUMBERS):
+            value = getattr(self, name)
+            if value is not None:
+                changes[name] = value
+        return changes
+
+
+def _fits(pattern: str, name: str, path: str) -> bool:
+    """Whether a pattern with * and ? matches ``name``, ``path`` or the path of a module above it.
+
+    Example:
+        >>> _fits("towers.user", "user_id", "towers.user.embeddings")
+        True
+        >>> _fits("towers.user", "item_id", "towers.user_2.embeddings")
+        False
+    """
+    # The path of each module from the top down: a, a.b, a.b.c.
+    candidates = [name, *accumulate(path.split("."), "{}.{}".format)]
+    return any(fnmatchcase(candidate, pattern) for candidate in candidates)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,13 +116,6 @@ class Choice:
     weight_decay: float
     l2: float = 0.0
     decays_all_rows: bool = False
-
-    def changed(self, overrides: Iterable[Override]) -> Choice:
-        """Returns a copy with the changes of all ``overrides``; later ones win."""
-        changes: dict[str, Any] = {}
-        for override in overrides:
-            changes |= override.changes
-        return dataclasses.replace(self, **changes)
 
     def fused(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         """Returns the class and arguments for TorchRec's choice of an FBGEMM kernel, without weight decay."""
@@ -232,11 +203,11 @@ class OptimizerConfig:
         dense_weight_decay: decoupled weight decay of every dense parameter.
         tables_l2: ``adam`` only: half of this times the sum of squares of the whole table is added to the loss. It
             draws rows that the data rarely mention towards 0, in the batch or not, and hardly holds back frequent ones.
-        per_table: exceptions ``PATTERN=KIND lr=.. weight_decay=.. eps=..``, each setting optional; the pattern is a
-            table's name or the path of a module that holds it, with * and ?: ``("user_id=adam lr=0.01",
-            "towers.item=sgd")``. The last that fits wins, field by field.
-        per_layer: exceptions of the same form for dense layers, by module or parameter path:
-            ``("towers.user.mlp=lr=0.01", "*.bias=weight_decay=0")``.
+        per_table: exceptions by a table's name or the path of a module that holds it, with * and ?, as in
+            ``--optimizer.per_table.user_id.kind adam`` or ``{"towers.item": Override(kind="sgd")}``. The last that fits
+            wins, field by field.
+        per_layer: exceptions for dense layers, by module or parameter path: ``{"towers.user.mlp": Override(lr=0.01),
+            "*.bias": Override(weight_decay=0)}``.
         clip_norm: greatest norm of the gradient of all dense layers and data_parallel tables together, over all ranks;
             0 for no limit. Sharded tables are outside it: their update runs inside the backward, before the whole norm
             is known.
@@ -251,8 +222,8 @@ class OptimizerConfig:
     tables_weight_decay: float = 0.0
     dense_weight_decay: float = 0.0
     tables_l2: float = 0.0
-    per_table: tuple[str, ...] = ()
-    per_layer: tuple[str, ...] = ()
+    per_table: Mapping[str, Override] = field(default_factory=dict)
+    per_layer: Mapping[str, Override] = field(default_factory=dict)
     clip_norm: float = 0.0
 
     def __post_init__(self) -> None:
@@ -267,16 +238,13 @@ class OptimizerConfig:
             raise ValueError(
                 f"betas={self.betas}: must be two numbers of at least 0 and below 1, such as 0.9,0.999"
             )
-        # They are parsed here for their errors alone, so that a wrong text is refused
-        # with the other settings.
-        self._overrides("per_table")
-        self._overrides("per_layer")
-
-    def _overrides(self, field: Literal["per_table", "per_layer"]) -> list[Override]:
-        kinds = get_args(DenseOptimizer)
-        if field == "per_table":
-            kinds = get_args(TableOptimizer)
-        return [parse_override(field, item, kinds) for item in getattr(self, field)]
+        for place, kinds in (
+            ("per_table", get_args(TableOptimizer)),
+            ("per_layer", get_args(DenseOptimizer)),
+        ):
+            for pattern, override in getattr(self, place).items():
+                if override.kind is not None:
+                    check_choice(f"{place}.{pattern}.kind", override.kind, kinds)
 
     def for_tables(self, model: nn.Module) -> dict[str, Choice]:
         """Returns the optimizer of each table of ``model``, sharded or not, by table name.
@@ -298,7 +266,7 @@ class OptimizerConfig:
             weight_decay=self.tables_weight_decay,
             l2=self.tables_l2,
         )
-        return _decide("table", default, self._overrides("per_table"), paths)
+        return _decide("table", default, self.per_table, paths)
 
     def for_layers(self, names: Iterable[str]) -> dict[str, Choice]:
         """Returns the optimizer of each dense parameter, by its name.
@@ -316,25 +284,30 @@ class OptimizerConfig:
         return _decide(
             "dense layer",
             default,
-            self._overrides("per_layer"),
+            self.per_layer,
             {name: name for name in names},
         )
 
 
 def _decide(
-    what: str, default: Choice, overrides: list[Override], paths: Mapping[str, str]
+    what: str,
+    default: Choice,
+    overrides: Mapping[str, Override],
+    paths: Mapping[str, str],
 ) -> dict[str, Choice]:
-    for override in overrides:
-        if not any(override.fits(name, path) for name, path in paths.items()):
+    for pattern in overrides:
+        if not any(_fits(pattern, name, path) for name, path in paths.items()):
             names = textwrap.shorten(", ".join(paths), 100, placeholder=" ...")
             raise ValueError(
-                f"per_{what.split()[-1]}: '{override.item}' fits no {what} of the model, which are {names}"
+                f"per_{what.split()[-1]}: '{pattern}' fits no {what} of the model, which are {names}"
             )
     choices = {}
     for name, path in paths.items():
-        choice = default.changed(
-            override for override in overrides if override.fits(name, path)
-        )
+        changes: dict[str, Any] = {}
+        for pattern, override in overrides.items():
+            if _fits(pattern, name, path):
+                changes |= override.changes
+        choice = dataclasses.replace(default, **changes)
         choices[name] = choice
         if choice.l2 and choice.kind != "adam":
             raise ValueError(

@@ -19,7 +19,7 @@ from torch.distributed.optim import (
 )
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
-from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
+from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig, Override
 from torchrec_ext.distributed.optim.kinds import KINDS
 from torchrec_ext.distributed.sharders import refused_because
 from torchrec_ext.distributed.tables import collections
@@ -59,13 +59,14 @@ def chosen_optimizer(
         name, (kind, arguments) = next(iter(declared.items()))
         raise ValueError(
             f"optimizer= is given, but apply_optimizer_in_backward has declared {kind.__name__}("
-            f"{_text(arguments)}) for table '{name}'; leave out one of them; per_table=('{name}=sgd "
-            "lr=0.1',) says the same"
+            f"{_text(arguments)}) for table '{name}'; leave out one of them; per_table={{'{name}': "
+            "Override(kind='sgd', lr=0.1)}} says the same"
         )
     return OptimizerConfig(
-        per_table=tuple(
-            _as_override(name, *declaration) for name, declaration in declared.items()
-        )
+        per_table={
+            name: _as_override(name, *declaration)
+            for name, declaration in declared.items()
+        }
     )
 
 
@@ -93,8 +94,8 @@ def _declared(parameter: nn.Parameter) -> Declaration | None:
 
 def _as_override(
     name: str, kind: type[torch.optim.Optimizer], arguments: Mapping[str, Any]
-) -> str:
-    """Writes a declaration as an exception of ``per_table``, with FBGEMM's defaults as TorchRec has them."""
+) -> Override:
+    """Returns a declaration as an exception of ``per_table``, with FBGEMM's defaults as TorchRec has them."""
     settings = {"lr": 0.01, "eps": 1e-8, **arguments}
     defaults = {
         "betas": (0.9, 0.999),
@@ -115,8 +116,9 @@ def _as_override(
             f"table '{name}': apply_optimizer_in_backward has declared {kind.__name__}({_text(others)}); only lr and "
             f"eps of {supported_kinds} can be taken over; give optimizer=OptimizerConfig(...) instead"
         )
-    # By repr(), whose text a float survives unchanged.
-    return f"{name}={KINDS[kind]} lr={float(settings['lr'])!r} eps={float(settings['eps'])!r}"
+    return Override(
+        kind=KINDS[kind], lr=float(settings["lr"]), eps=float(settings["eps"])
+    )
 
 
 def _text(arguments: Mapping[str, Any]) -> str:
@@ -199,8 +201,8 @@ def _sharding(
         return sharding
     raise ValueError(
         f"table '{table.name}': FBGEMM has no kernel of {optimizer} for the {device}; set "
-        f"plan.tables={table.name}=data_parallel (fp32), or optimizer.per_table={table.name}"
-        "=adagrad"
+        f"plan.tables.{table.name}.sharding=data_parallel (fp32), or "
+        f"optimizer.per_table.{table.name}.kind=adagrad"
     )
 
 

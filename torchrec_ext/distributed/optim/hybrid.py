@@ -5,13 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torchrec.optim.keyed import (
@@ -24,7 +22,6 @@ from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.distributed.optim.errors import GradientNotFiniteError, first_few
 from torchrec_ext.distributed.optim.kinds import rows_with_gradient
 from torchrec_ext.distributed.optim.sharded import OneBackward, ShardedAdam
-from torchrec_ext.distributed.runtime import gather_objects
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +54,7 @@ class HybridOptimizer(CombinedOptimizer):
     """TorchRec's CombinedOptimizer with a step that first checks the gradient, clips its norm and decays weights.
 
     All gradients that it sees have been averaged over the ranks, so their norm is the norm over all ranks without
-    another exchange; where ranks hold different towers, one more number is exchanged in each step. While ranks are
+    another exchange. While ranks are
     apart (:class:`LocalSGD`) each sees its own gradient: it clips by its own norm, and a fault is reported when the
     ranks meet again.
 
@@ -71,9 +68,6 @@ class HybridOptimizer(CombinedOptimizer):
         clip_norm: greatest norm of the gradient of ``tables`` and ``dense`` together; 0 for no limit.
         table_choices: optimizer of each table, by name, for a captured step, which follows the same rules.
         layer_choices: optimizer of each dense parameter, by name, for a captured step.
-        holders: number of ranks that hold each parameter, by name, where ranks hold different towers; None if all
-            ranks hold all.
-        device: device of this rank; by default the CPU.
 
     Attributes:
         dense_groups: parameter groups of the dense layers.
@@ -98,15 +92,11 @@ class HybridOptimizer(CombinedOptimizer):
         clip_norm: float = 0.0,
         table_choices: Mapping[str, Choice] | None = None,
         layer_choices: Mapping[str, Choice] | None = None,
-        holders: Mapping[str, int] | None = None,
-        device: torch.device | None = None,
     ) -> None:
         sharded_by_name = [("sharded_adam", adam) for adam in sharded]
         super().__init__([fused, *tables, *dense, *sharded_by_name])
         self._sharded = sharded
         self._one_backward = one_backward
-        self._holders = holders
-        self._device = device
         self.clip_norm = clip_norm
         self.table_choices = table_choices or {}
         self.layer_choices = layer_choices or {}
@@ -179,7 +169,7 @@ class HybridOptimizer(CombinedOptimizer):
         parameters: list[Any] = [
             parameter for parameter in self._names if parameter.grad is not None
         ]
-        if not parameters and self._holders is None:
+        if not parameters:
             return True
         self.gradient_norm = self._norm(parameters)
         if self.gradient_norm.device.type == "cpu" and not torch.isfinite(
@@ -198,23 +188,10 @@ class HybridOptimizer(CombinedOptimizer):
         # Good for one step: the next one has other gradients.
         checked = self._checked
         self._checked = None
-        if self._holders is None:
-            gradients = [parameter.grad for parameter in parameters]
-            if checked is not None and checked.holds_for(gradients):
-                return checked.norm
-            return get_total_norm(gradients)
-        square = torch.zeros((), device=self._device)
-        by_count: dict[int, list[Tensor]] = {}
-        for parameter in parameters:
-            by_count.setdefault(self._holders[self._names[parameter]], []).append(
-                parameter.grad
-            )
-        for count, gradients in by_count.items():
-            # Each of these ranks adds the same square, so the sum over all ranks counts
-            # it once.
-            square += get_total_norm(gradients).square() / count
-        dist.all_reduce(square)
-        return square.sqrt()
+        gradients = [parameter.grad for parameter in parameters]
+        if checked is not None and checked.holds_for(gradients):
+            return checked.norm
+        return get_total_norm(gradients)
 
     def _decay(self) -> None:
         for group in self._unfused_groups:
@@ -244,12 +221,9 @@ class HybridOptimizer(CombinedOptimizer):
         return _not_finite(gradients) or list(gradients)
 
     def explain_gradient(self) -> str:
-        """Names the gradients that are not finite, in one line. Collective if ranks hold different towers."""
+        """Names the gradients that are not finite, in one line."""
         gradients = self._gradients()
         bad = _not_finite(gradients)
-        if self._holders is not None:
-            bad_by_rank = gather_objects(bad, dist.get_world_size())
-            bad = list(dict.fromkeys(chain.from_iterable(bad_by_rank)))
         # Each gradient may be finite while the sum of their squares is not.
         bad = bad or list(gradients)
         return f"the gradient of {first_few(bad)} is not finite"

@@ -1,14 +1,12 @@
-"""PlanConfig: how tables and towers are spread over ranks."""
+"""PlanConfig: how tables are spread over ranks."""
 
 from __future__ import annotations
 
-import re
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, get_args
 
-from torchrec_ext.distributed.placement import PLACEMENTS, parse_ranks
 from torchrec_ext.schema.validation import check_choice
 
 # TorchRec's names, here and below.
@@ -22,11 +20,9 @@ Sharding = Literal[
     "table_row_wise",
     "grid_shard",
 ]
-Kernel = Literal[
-    "auto", "dense", "fused", "fused_uvm", "fused_uvm_caching", "key_value"
-]
+Kernel = Literal["auto", "dense", "fused", "fused_uvm", "fused_uvm_caching"]
 # Kernels that cache a share of their rows on the GPU.
-CACHING = ("fused_uvm_caching", "key_value")
+CACHING = ("fused_uvm_caching",)
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
 
 
@@ -39,26 +35,46 @@ class TableChoice(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TablePlan:
+    """An exception for one table; what is not given is that of every table.
+
+    Args:
+        sharding: sharding type.
+        kernel: compute kernel.
+        cache_load_factor: share of its rows that its cache on the GPU holds.
+
+    Raises:
+        ValueError: there is no such type or kernel.
+    """
+
+    sharding: Sharding | None = None
+    kernel: Kernel | None = None
+    cache_load_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.sharding is not None:
+            check_choice("sharding", self.sharding, get_args(Sharding))
+        if self.kernel is not None:
+            check_choice("kernel", self.kernel, get_args(Kernel))
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """How tables and towers are spread over ranks.
+    """How tables are spread over ranks.
 
     Args:
         sharding: sharding type of every table, or ``auto``: TorchRec's planner chooses per table,
             but tables that are small all together (2^18 weights) are whole on each rank of a CPU job.
         kernel: TorchRec's compute kernel of every table: ``fused``, with the optimizer in its backward; ``fused_uvm``,
             rows in the host's memory, read over the bus; ``fused_uvm_caching``, those with a cache on the GPU;
-            ``key_value``, rows on an SSD, for plans alone; ``dense``, that of data_parallel tables; or ``auto``:
+            ``dense``, that of data_parallel tables; or ``auto``:
             TorchRec's planner chooses among the first three, and dense. A CPU has ``fused`` and ``dense``.
-        cache_load_factor: share of a table's rows that its cache on the GPU holds, for ``fused_uvm_caching`` and
-            ``key_value``; 0 for TorchRec's .2.
-        tables: exceptions by table: sharding type, kernel or both, and a cache_load_factor, as
-            ``("user_id=row_wise", "ad_id=table_row_wise:fused_uvm_caching:cache_load_factor=0.1")``.
+        cache_load_factor: share of a table's rows that its cache on the GPU holds, for ``fused_uvm_caching``;
+            0 for TorchRec's .2.
+        tables: exceptions by table, as in ``--plan.tables.user_id.sharding row_wise`` or
+            ``{"ad_id": TablePlan(kernel="fused_uvm_caching", cache_load_factor=0.1)}``.
         memory_gb: memory per rank that tables may take, GiB; 0 for what the device has free, divided by its processes.
         reserve: share of that memory kept for dense layers, activations and buffers, 0 to 1.
-        towers: placement of a model's towers: ``data_parallel``, on every rank, one after the other;
-            ``tower_parallel``, at the same time, each on ranks of its own; ranks for each, as in ``user:0-1,item:2+3``;
-            or ``auto``: data_parallel, unless measurements say otherwise. The tables of a tower that has ranks of its
-            own are sharded over these alone.
         forward_precision: numbers in which ranks send each other embeddings of sharded tables: ``fp32``, ``fp16``,
             ``bf16``, or ``int8`` with two numbers of scale for 32 of them.
         backward_precision: numbers in which they send the gradients of these embeddings, as above.
@@ -68,23 +84,19 @@ class PlanConfig:
     sharding: Sharding = "auto"
     kernel: Kernel = "auto"
     cache_load_factor: float = 0.0
-    tables: tuple[str, ...] = ()
+    tables: Mapping[str, TablePlan] = field(default_factory=dict)
     memory_gb: float = 0.0
     reserve: float = 0.15
-    towers: str = "data_parallel"
     forward_precision: Precision = "fp32"
     backward_precision: Precision = "fp32"
     backward_loss_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_sharding("sharding", self.sharding)
-        if self.kernel not in get_args(Kernel):
-            raise ValueError(
-                f"kernel: {self.kernel!r} must be one of {', '.join(get_args(Kernel))}"
-            )
+        check_choice("sharding", self.sharding, get_args(Sharding))
+        check_choice("kernel", self.kernel, get_args(Kernel))
         _check_load_factor("", self.cache_load_factor, self.kernel)
-        for exception in self.tables:
-            self._exception(exception)
+        for name in self.tables:
+            self._exception(name)
         self._check_precisions()
         if self.memory_gb < 0:
             raise ValueError(
@@ -92,8 +104,6 @@ class PlanConfig:
             )
         if not 0 <= self.reserve < 1:
             raise ValueError(f"reserve={self.reserve}: must be at least 0 and below 1")
-        if self.towers not in PLACEMENTS:
-            parse_ranks(self.towers)
 
     def _check_precisions(self) -> None:
         for name in ("forward_precision", "backward_precision"):
@@ -130,53 +140,27 @@ class PlanConfig:
         Raises:
             ValueError: an exception names none of the tables.
         """
-        default, *exceptions = self.asked
-        by_table = dict.fromkeys(names, default)
-        for exception, choice in zip(self.tables, exceptions, strict=True):
-            name = exception.partition("=")[0]
+        by_table = dict.fromkeys(names, self.asked[0])
+        for name in self.tables:
             if name not in by_table:
                 tables = textwrap.shorten(", ".join(names), 100, placeholder=" ...")
                 raise ValueError(
-                    f"tables: {exception!r} names no table of the model; its tables are {tables}"
+                    f"tables.{name}: is no table of the model; its tables are {tables}"
                 )
-            by_table[name] = choice
+            by_table[name] = self._exception(name)
         return by_table
 
-    def _exception(self, text: str) -> TableChoice:
-        """Parses an exception such as ``ad_id=row_wise:fused_uvm``; missing parts are those of every table."""
-        changes: dict[str, Any] = {}
-        for word in re.split(r"[\s:]+", text.partition("=")[2].strip()):
-            key, equals, number = word.partition("=")
-            if equals and key == "cache_load_factor":
-                try:
-                    changes[key] = float(number)
-                except ValueError:
-                    raise ValueError(
-                        f"tables: {text!r}: cache_load_factor={number}: must be a number"
-                    ) from None
-            elif word != "auto" and word in get_args(Kernel):
-                changes["kernel"] = word
-            else:
-                _check_sharding(f"tables: {text!r}", word, ", or a kernel")
-                changes["sharding"] = word
-        kernel = changes.get("kernel", self.kernel)
-        # The cache factor of every table has no meaning for this kernel.
-        if kernel != self.kernel and kernel not in CACHING:
-            changes.setdefault("cache_load_factor", 0.0)
-        choice = TableChoice(
-            self.sharding, self.kernel, self.cache_load_factor
-        )._replace(**changes)
-        _check_load_factor(
-            f"tables: {text!r}: ", choice.cache_load_factor, choice.kernel
-        )
-        return choice
-
-
-def _check_sharding(argument: str, value: str, more: str = "") -> None:
-    if value not in get_args(Sharding):
-        raise ValueError(
-            f"{argument}: {value!r} must be one of {', '.join(get_args(Sharding))}{more}"
-        )
+    def _exception(self, name: str) -> TableChoice:
+        """Returns the choice for a table of ``tables``."""
+        given = self.tables[name]
+        kernel = given.kernel or self.kernel
+        load_factor = given.cache_load_factor
+        if load_factor is None:
+            # The cache factor of every table has no meaning for a kernel without a cache.
+            has_cache = kernel == self.kernel or kernel in CACHING
+            load_factor = self.cache_load_factor if has_cache else 0.0
+        _check_load_factor(f"tables.{name}: ", load_factor, kernel)
+        return TableChoice(given.sharding or self.sharding, kernel, load_factor)
 
 
 def _check_load_factor(where: str, value: float, kernel: str) -> None:

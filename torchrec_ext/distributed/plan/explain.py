@@ -11,15 +11,13 @@ from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
-from torchrec_ext.distributed.plan.tower_plan import TowerPlan, table_shardings
 from torchrec_ext.distributed.row_rule import ROWS_PER_LOOKUP, row_by_row
-from torchrec_ext.distributed.tables import tables_of
+from torchrec_ext.distributed.tables import table_shardings, tables_of
 
 GB, MB = 1024**3, 1024**2
 _HOMES = {
     "fused_uvm": "in host memory",
     "fused_uvm_caching": "in host memory",
-    "key_value": "on the SSD",
 }
 
 
@@ -59,12 +57,8 @@ def explain(
         if off:
             row.append(sharding.compute_kernel)
         rows.append([*row, _where(table, sharding, world_size)])
-    towers = ""
-    for module in plan.plan.values():
-        if isinstance(module, TowerPlan):
-            towers += f"\ntowers run on the ranks {module.placement}"
     if not rows:
-        return f"no table to shard: each rank holds all layers{towers and ' of its towers'}{towers}"
+        return "no table to shard: each rank holds all layers"
     totals = ", ".join(_by_rank(per_rank))
     for home, sizes in off.items():
         totals += f"\nof these {home} on {', '.join(_by_rank(sizes))}"
@@ -76,7 +70,7 @@ def explain(
     sweeps = ""
     if captured_rows:
         sweeps = _sweeps(plan, model, captured_rows)
-    return f"{readable}\nweights on {totals}{towers}{sweeps}"
+    return f"{readable}\nweights on {totals}{sweeps}"
 
 
 def _sweeps(plan: ShardingPlan, model: nn.Module, rows: int) -> str:

@@ -8,7 +8,6 @@ small_tables_whole(): constraints by which tables that are small all together ar
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Mapping
 
@@ -35,20 +34,15 @@ from torchrec.distributed.types import (
 
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.optim.declared import chosen_optimizer
-from torchrec_ext.distributed.placement import TowerPlacement
-from torchrec_ext.distributed.plan.config import PlanConfig, TableChoice
+from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.draft import (
     PlanError,
     Request,
     draft,
     refuse_exchange,
 )
-from torchrec_ext.distributed.plan.tower_plan import TowerPlan
-from torchrec_ext.distributed.plan.towers import draft_towers, tower_placement
 from torchrec_ext.distributed.runtime import Runtime, available_memory
 from torchrec_ext.distributed.sharders import (
-    BY_HOST,
-    OFF_THE_GPU,
     free_to_shard,
     refused_because,
 )
@@ -79,18 +73,11 @@ def plan_sharding(
 
     Raises:
         PlanError: the tables do not fit, or cannot be sharded as asked.
-        PlacementError: ``config.towers`` does not fit the model's towers or the ranks.
     """
     config = config or PlanConfig()
     optimizer = chosen_optimizer(model, optimizer)
-    placement = tower_placement(model, config.towers, runtime.world_size)
-    checked_on = runtime
-    # With placed towers, how columns may be split is checked later, on the ranks of
-    # each tower.
-    if placement is not None:
-        checked_on = dataclasses.replace(runtime, world_size=1, local_world_size=1)
-    refuse_unplaced(model, config, placement)
-    request = Request.of(model, checked_on, config, optimizer, constraints or {})
+    # On all ranks: settings that cannot be are the same error everywhere.
+    request = Request.of(model, runtime, config, optimizer, constraints or {})
     outcome: list[ShardingPlan | Exception] = [RuntimeError("no plan came from rank 0")]
     # The planner runs on rank 0 alone. TorchRec's collective_plan would leave the other
     # ranks waiting where it fails.
@@ -101,25 +88,10 @@ def plan_sharding(
             host = int(
                 available_memory() / runtime.local_world_size * (1 - config.reserve)
             )
-            topology = functools.partial(_topology, host=host)
-            if placement is None:
-                drafted = draft(model, request, topology(runtime, usable), batch_size)
-                refuse_exchange(drafted, request.tables, config, runtime.world_size)
-                outcome = [drafted.plan]
-            else:
-                won = constraints or {}
-                outcome = [
-                    draft_towers(
-                        model,
-                        placement,
-                        request,
-                        runtime,
-                        usable,
-                        topology,
-                        batch_size,
-                        won,
-                    )
-                ]
+            topology = _topology(runtime, usable, host)
+            drafted = draft(model, request, topology, batch_size)
+            refuse_exchange(drafted, request.tables, config, runtime.world_size)
+            outcome = [drafted.plan]
         except PlanError as error:
             outcome = [error]
         # Any failure must reach the other ranks, which wait in the broadcast.
@@ -135,43 +107,6 @@ def plan_sharding(
     if isinstance(outcome[0], Exception):
         raise outcome[0]
     return outcome[0]
-
-
-def refuse_unplaced(
-    model: nn.Module, config: PlanConfig, placement: TowerPlacement | None
-) -> None:
-    """Refuses plans that TorchRec supports only on all ranks, and plans that cannot be trained.
-
-    Raises:
-        PlanError: a sharding type by host, a kernel off the GPU or quantised communication, with towers on ranks of
-            their own; or the kernel key_value.
-    """
-    tables = [table.name for table in tables_of(model)]
-    for name, choice in config.choices(tables).items():
-        if choice.kernel == "key_value":
-            raise PlanError(
-                f"table '{name}': kernel=key_value is planned only, by TorchRec; choose "
-                "kernel=fused_uvm_caching or fused_uvm to train"
-            )
-        if why_on_all_ranks(choice) and placement is not None:
-            raise PlanError(
-                f"table '{name}': {why_on_all_ranks(choice)}, not with plan.towers={config.towers}; leave that alone"
-            )
-    if config.quantised and placement is not None:
-        raise PlanError(
-            f"plan.forward_precision={config.forward_precision}, plan.backward_precision="
-            f"{config.backward_precision} with plan.towers={config.towers}: placed towers exchange no "
-            "embeddings; set fp32, or leave plan.towers out"
-        )
-
-
-def why_on_all_ranks(choice: TableChoice) -> str:
-    """Explains why a table must be sharded over all ranks of the job; empty if it need not be."""
-    if choice.sharding in BY_HOST:
-        return f"TorchRec makes the process groups of {choice.sharding} by host, over all ranks"
-    if choice.kernel in OFF_THE_GPU:
-        return f"kernel={choice.kernel} has its rows off the GPU, for tables over all ranks"
-    return ""
 
 
 # Most weights of all tables together that are cheaper to replicate than to shard, on a
@@ -192,18 +127,14 @@ def small_tables_whole(
     Args:
         model: unsharded model.
         runtime: this process's rank and device.
-        config: sharding types and placement that were asked for.
+        config: sharding types that were asked for.
         optimizer: optimizers of the tables; with ``clip_norm`` the norm would then take in the tables.
 
     Returns:
-        Constraints for :func:`plan_sharding`; none if a table is large, placed, asked for otherwise, or cannot be on
-        every rank, or where there is one rank or a GPU.
+        Constraints for :func:`plan_sharding`; none if a table is large, asked for otherwise, or cannot be on every
+        rank, or where there is one rank or a GPU.
     """
-    if (
-        runtime.world_size == 1
-        or runtime.device.type != "cpu"
-        or config.towers != "data_parallel"
-    ):
+    if runtime.world_size == 1 or runtime.device.type != "cpu":
         return {}
     tables = tables_of(model)
     requests = config.choices([table.name for table in tables]).values()
@@ -229,18 +160,15 @@ def free_tables(
     config: PlanConfig,
     optimizer: OptimizerConfig,
     sync: SyncConfig,
-    *,
-    measured: bool = False,
 ) -> tuple[Mapping[str, ParameterConstraints], str]:
     """Constrains tables without a requested sharding, for a training and for a plan alone.
 
     Args:
         model: unsharded model.
         runtime: ranks to plan for, which need not exist.
-        config: sharding types and placement that were asked for.
+        config: sharding types that were asked for.
         optimizer: optimizers of the tables.
         sync: what ranks exchange, and how often.
-        measured: whether ``config`` was chosen by measurements, against which no rule of thumb stands.
 
     Returns:
         The planner's constraints by table, and a line for the user where they put all tables on every rank, else "".
@@ -248,7 +176,7 @@ def free_tables(
     if config.quantised and runtime.world_size > 1:
         return _sharded(model, config, runtime.device.type), ""
     # The rule was measured for gradients exchanged in every step, the default.
-    if sync != SyncConfig() or measured:
+    if sync != SyncConfig():
         return {}, ""
     constraints = small_tables_whole(model, runtime, config, optimizer)
     if not constraints:
@@ -291,13 +219,6 @@ def on_own_device(plan: ShardingPlan, runtime: Runtime) -> ShardingPlan:
 
 
 def _on_own_device(plan: ModuleShardingPlan, runtime: Runtime) -> ModuleShardingPlan:
-    if isinstance(plan, TowerPlan):
-        tables: dict[str, dict[str, ModuleShardingPlan]] = {}
-        for tower, modules in plan.tables.items():
-            tables[tower] = {}
-            for path, module in modules.items():
-                tables[tower][path] = _on_own_device(module, runtime)
-        return dataclasses.replace(plan, tables=tables)
     if not isinstance(plan, EmbeddingModuleShardingPlan):
         return plan
     shardings = {}

@@ -40,7 +40,6 @@ from torchrec.optim.keyed import (
 from torchrec_ext.distributed.optim.hybrid import make_first_state
 from torchrec_ext.distributed.optim.sharded import kernels_of
 from torchrec_ext.distributed.tables import collections, local_shards, table_configs
-from torchrec_ext.distributed.tower_parallel.lookups import unhosted
 
 # A reader always has one complete saved block in memory, so blocks must be small.
 _BLOCK_BYTES = 32 * 2**20
@@ -313,10 +312,7 @@ def model_state(
         # the kernel's.
         if f"tables.{table}.exp_avg" in tensors and step not in tensors:
             kernels[step] = kernel
-    paths = {
-        config.name: unhosted(get_unwrapped_module(model), path)
-        for path, config in configs.items()
-    }
+    paths = {config.name: path for path, config in configs.items()}
     return ModelState(tensors, rows, tables, paths, kernels)
 
 

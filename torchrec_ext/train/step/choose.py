@@ -28,7 +28,7 @@ from torchrec_ext.capture.policy import WATCHED, CapturePolicy, Compile
 from torchrec_ext.capture.sharded import ShardedSource
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime, max_over_ranks
-from torchrec_ext.distributed.sync import EveryStep, placement_of
+from torchrec_ext.distributed.sync import EveryStep
 from torchrec_ext.train.config import Threads
 from torchrec_ext.train.guards.amp import Context, LossScaling
 from torchrec_ext.train.guards.finite import FiniteLoss
@@ -149,9 +149,6 @@ def plain_step(
     """
     # On a GPU the pipeline overlaps copies with kernels, which a plain step does not.
     if runtime.device.type != "cpu" or not isinstance(optimizer, HybridOptimizer):
-        return None
-    # Ranks with towers of their own have no gradients in common to average.
-    if together and placement_of(model) is not None:
         return None
     try:
         return PlainStep(

@@ -16,8 +16,11 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import Fresh, TowerBatch
-from torchrec_ext.distributed.plan.tower_plan import table_shardings
-from torchrec_ext.distributed.tables import collections, table_configs
+from torchrec_ext.distributed.tables import (
+    collections,
+    table_configs,
+    table_shardings,
+)
 from torchrec_ext.ids.index import mixed
 from torchrec_ext.train.checkpoint.state import (
     LocalShard,

@@ -1,6 +1,6 @@
-"""StreamedData: a prepared folder of any size, read a row group at a time.
+"""Prepared: a prepared folder, the only form of data that a recipe reads, of any size.
 
-interactions_of(): its positives in memory, for the recipes that draw negatives.
+open_prepared(), load_prepared(): open a folder by its path or its name.
 """
 
 from __future__ import annotations
@@ -14,37 +14,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from torchrec_ext.data.catalog import FOLDER_VARIABLE, DatasetUnavailable, data_folder
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64, concatenate_rows
-from torchrec_ext.data.datasets.catalog import (
-    FOLDER_VARIABLE,
-    DatasetUnavailable,
-    data_folder,
-)
-from torchrec_ext.data.datasets.config import CHECKERBOARD, PARTS, PLANTED, DataConfig
-from torchrec_ext.data.datasets.features import (
-    TowerColumns,
-    columns_by_tower,
-    owned_columns,
-)
-from torchrec_ext.data.datasets.interactions import InteractionData
-from torchrec_ext.data.datasets.prepare import PREPROCESSOR as PREPROCESSOR
-from torchrec_ext.data.datasets.prepare import RAW_ITEMS as RAW_ITEMS
-from torchrec_ext.data.datasets.prepare import RAW_REQUESTS as RAW_REQUESTS
-from torchrec_ext.data.datasets.prepare import RAW_USERS as RAW_USERS
-from torchrec_ext.data.datasets.prepare import SUMMARY as SUMMARY
-from torchrec_ext.data.datasets.prepare import Evaluation
-from torchrec_ext.data.datasets.prepare import Roles as Roles
-from torchrec_ext.data.datasets.splits import Pairs
+from torchrec_ext.data.config import CHECKERBOARD, PARTS, PLANTED, DataConfig, Form
+from torchrec_ext.data.features import TowerColumns, columns_by_tower, owned_columns
 from torchrec_ext.data.files.arrow import Kind
 from torchrec_ext.data.files.sources import ParquetSource
+from torchrec_ext.data.prepare import (
+    PREPROCESSOR,
+    RAW_ITEMS,
+    RAW_POPULARITY,
+    SESSION,
+    SUMMARY,
+    Evaluation,
+    Roles,
+)
 from torchrec_ext.data.preprocess import FittedPreprocessor, Vocabulary
 from torchrec_ext.data.preprocess.fitted import DIGEST
+from torchrec_ext.data.splits import Pairs
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import listed
 
@@ -61,19 +54,8 @@ _KINDS: dict[str, tuple[Kind, ...]] = {
 _NUMBERS: tuple[Kind, ...] = ("int", "float", "bool")
 
 
-class _LabelSums(NamedTuple):
-    """Sums of weights over a split, for the label and each task: of positives, and of those with label 1; of all rows.
-
-    ``every`` (T,), ``clicked`` (T,), ``total``.
-    """
-
-    every: list[float]
-    clicked: list[float]
-    total: float
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StreamedData:
+class Prepared:
     """Preprocessed rows on disk, split for training and evaluation.
 
     Args:
@@ -82,7 +64,9 @@ class StreamedData:
         preprocessor: the preprocessing that made the rows; a request's rows go through it.
         roles: columns of label, weight, user and item.
         folder: the folder with the rows.
-        ranked: greatest number of held-out rows for which the catalogue is ranked.
+        labels: sums of weights by split, from the summary: of all rows, and of the positives of each label.
+        form: what is read of the rows: ``pairs`` are those with label 1, or all of them without labels.
+        ranked: greatest number of held-out rows for which the catalogue is ranked, if the rows have labels.
         evaluation: rule of a ranking of held-out positives.
         left_out: why a column of the files is not read, by its name.
         notes: what a reader should know of the rows, one line each.
@@ -96,6 +80,8 @@ class StreamedData:
     preprocessor: FittedPreprocessor
     roles: Roles
     folder: Path
+    labels: Mapping[str, Any]
+    form: Form = "labels"
     ranked: int = 0
     evaluation: Evaluation = field(default_factory=Evaluation)
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -113,6 +99,37 @@ class StreamedData:
         for source in self.splits.values():
             source.require(kinds)
             source.require({name: _NUMBERS for name in numbers if name})
+        if self.form == "pairs":
+            self._check_pairs()
+        if self.form == "sessions" and (
+            SESSION not in self.tables
+            or self.tables[SESSION] != self.tables.get(str(self.roles.item))
+        ):
+            raise DataError(
+                f"data.name={self.name}: its rows have no column '{SESSION}' with the ids of the items before a row's "
+                "item; take --recipe stream, or a folder with the log itself"
+            )
+
+    def _check_pairs(self) -> None:
+        """Refuses rows that cannot be ranked, and roles that recipes of pairs do not read."""
+        roles = self.roles
+        if roles.user is None or roles.item is None:
+            raise DataError(
+                f"{self.folder}: this recipe ranks, and its preprocessing names no user or no item; set "
+                "Prepare(user=..., item=...), or take --recipe stream"
+            )
+        for role, expected in (("user", "user_id"), ("item", "item_id")):
+            name = getattr(roles, role)
+            if name != expected:
+                raise DataError(
+                    f"{self.folder}: the {role}'s column is '{name}', and this recipe reads '{expected}'; write "
+                    f"output='{expected}' to its step in the preprocessing recipe, or take --recipe stream"
+                )
+        if roles.weight:
+            raise DataError(
+                f"{self.folder}: its rows have weights, '{roles.weight}', which this recipe does not read; leave "
+                "Prepare.weight out, or take --recipe stream"
+            )
 
     @cached_property
     def digest(self) -> str:
@@ -171,7 +188,7 @@ class StreamedData:
 
     def chunks(self, split: str, names: Sequence[str]) -> Iterator[Chunk]:
         """Yields the columns ``names`` of a split in the files' order: parts of row groups, or all of few rows."""
-        rows = self.rows(split)
+        rows = self.stored(split)
         if isinstance(rows, Chunk) and rows and {*names} <= {*rows}:
             yield rows.select(list(names))
             return
@@ -180,7 +197,7 @@ class StreamedData:
             # In parts, because a row group may be larger than the memory.
             yield from source.parts(group, list(names), 0, 1 << 16)
 
-    def rows(
+    def stored(
         self, split: str, more: Sequence[str | None] = ()
     ) -> Chunk | ParquetSource:
         """Returns a split's columns in memory where they are few enough, to be shuffled as a whole; else its files.
@@ -200,7 +217,8 @@ class StreamedData:
         )
         lists = sum(outputs[name].startswith("list") for name in names)
         values = len(names) + (_LIST_VALUES - 1) * lists
-        if source.num_rows * values > WHOLE_VALUES:
+        # Negatives are drawn for rows in memory alone.
+        if self.form == "labels" and source.num_rows * values > WHOLE_VALUES:
             return source
         key = (split, *names)
         if key not in self._held:
@@ -212,6 +230,56 @@ class StreamedData:
     def _held(self) -> dict[tuple[str, ...], Chunk]:
         """What is held in memory, by split and columns, each read once."""
         return {}
+
+    def training_rows(self, more: Sequence[str | None] = ()) -> Chunk | ParquetSource:
+        """Returns the training rows as a loader takes them: pairs and sessions in memory; see :meth:`stored`."""
+        if self.form == "labels":
+            return self.stored("train", more)
+        return self.rows("train")
+
+    def rows(self, split: str) -> Chunk:
+        """Returns a split's rows in memory; no rows if the folder has no such split.
+
+        Of pairs these are the positives; those for training have a known user and item.
+
+        Raises:
+            DataError: no training row is a positive.
+        """
+        if split not in self.splits:
+            # No rows, with the columns that rows have.
+            return self.rows("train").slice(0, 0)
+        rows = self.stored(split)
+        if not isinstance(rows, Chunk):
+            chunks = [rows.read(group, list(rows.columns)) for group in rows.groups]
+            return concatenate_rows(chunks, rows.columns)
+        if self.form != "pairs":
+            return rows
+        key = (split, "positives")
+        if key not in self._held:
+            self._held[key] = self._positives(split, rows)
+        return self._held[key]
+
+    def _positives(self, split: str, rows: Chunk) -> Chunk:
+        positive = np.ones(rows.num_rows, dtype=bool)
+        if self.roles.label:
+            positive = rows[self.roles.label].values > 0
+        known = positive.copy()
+        if split == "train":
+            for role in (self.roles.user, self.roles.item):
+                known &= rows[str(role)].values > 0
+        count = int(known.sum())
+        every = int(positive.sum())
+        if split == "train" and not count:
+            raise DataError(
+                f"{self.folder}: no training row is a positive: with label 1, and a known user and item"
+            )
+        if count < every:
+            warnings.warn(
+                f"{self.folder}: {every - count:,} of {every:,} positives for training have an unknown user or "
+                "item, and are left out; a lower min_count of the preprocessing knows more of them",
+                stacklevel=2,
+            )
+        return rows if count == rows.num_rows else rows.take(np.flatnonzero(known))
 
     def describe_columns(self) -> list[str]:
         """Returns lines that say what each column is: ids, a number, or left out and why."""
@@ -233,68 +301,100 @@ class StreamedData:
         lines += [f"  note: {note}" for note in self.notes]
         return lines
 
-    def clicked(self, *names: str) -> Iterator[Chunk]:
-        """Yields columns of the training rows with a label above 0, or of all of them if the rows have no labels."""
+    def clicked(self, split: str, *names: str) -> Iterator[Chunk]:
+        """Yields columns of a split's rows with a label above 0, or of all of them if the rows have no labels."""
         label = self.roles.label
         if not label:
-            yield from self.chunks("train", names)
+            yield from self.chunks(split, names)
             return
-        for chunk in self.chunks("train", [*names, label]):
+        for chunk in self.chunks(split, [*names, label]):
             yield chunk.take(np.flatnonzero(chunk[label].values > 0))
 
-    @cached_property
+    def taken(self, *splits: str, users: Int64 | None = None) -> Pairs:
+        """Returns the users (P,) and items (P,) of the positives of some splits, all by default, in their order.
+
+        A pair may be there several times. Of a session all items are the user's. The unknown user and the unknown item
+        are left out.
+
+        Args:
+            splits: names of splits; those that the folder lacks have no rows.
+            users: users whose items are asked for; all by default.
+
+        Raises:
+            ValueError: the preprocessing names no user or no item.
+        """
+        user = self._role("user")
+        item = self._role("item")
+        before = [SESSION] if self.form == "sessions" else []
+        pieces = [np.zeros((2, 0), np.int64)]
+        for split in splits or PARTS:
+            if split not in self.splits:
+                continue
+            for rows in self.clicked(split, user, item, *before):
+                owners = rows[user].values
+                items = rows[item].values
+                if before:
+                    sequences = with_next(rows[SESSION], items)
+                    owners = owners[sequences.owners]
+                    items = sequences.values
+                known = (owners > 0) & (items > 0)
+                if users is not None:
+                    known &= np.isin(owners, users)
+                pieces.append(np.stack([owners[known], items[known]]))
+        return Pairs(*np.concatenate(pieces, axis=1))
+
+    def seen(self, users: Int64, *splits: str) -> Column:
+        """Returns the items that each of ``users`` (B,) has taken in some splits: a ragged column, each item once."""
+        owners, items = self.taken(*splits, users=np.unique(users))
+        size = self.vocab[self._role("item")]
+        # One number for a pair sorts in a fraction of the time of two.
+        owners, items = np.divmod(np.unique(owners * size + items), size)
+        return Column.grouped(items, owners, 1 + int(users.max(initial=0))).take(users)
+
+    @property
     def positives(self) -> dict[str, tuple[float, float]]:
-        """The weight of each split's rows as positives, and of all of them, by split; reads the labels of all rows.
+        """The weight of each split's rows as positives, and of all of them, by split; see :attr:`task_positives`.
 
         Raises:
             DataError: all rows of a split have weight 0.
         """
-        return {
-            split: (sums.every[0], sums.total)
-            for split, sums in self._label_sums.items()
-        }
+        label = self.roles.label
+        sums = {}
+        for split, source in self.splits.items():
+            total = float(self._counted[split]["total"])
+            every = total
+            if label:
+                every = float(self._counted[split]["positives"][label]["of_all"])
+            if not total > 0:
+                raise DataError(
+                    f"{source.files[0].name}: column '{self.roles.weight}' is 0 in all {source.num_rows:,} rows of "
+                    f"split '{split}'; give each row that counts a weight above 0"
+                )
+            sums[split] = every, total
+        return sums
 
     @property
     def task_positives(self) -> dict[str, dict[str, tuple[float, float]]]:
         """The weight of the positives of each task, among all rows and among the rows with label 1.
 
-        By split and by task, the label being the first; see :attr:`positives`.
+        By split and by task, the label being the first.
         """
-        names = [self.roles.label, *self.roles.tasks]
-        positives = {}
-        for split, sums in self._label_sums.items():
-            pairs = zip(sums.every, sums.clicked, strict=True)
-            positives[split] = dict(zip(names, pairs, strict=True))
-        return positives
+        return {
+            split: {
+                name: (float(sums["of_all"]), float(sums["of_positive"]))
+                for name, sums in self._counted[split]["positives"].items()
+            }
+            for split in self.splits
+        }
 
-    @cached_property
-    def _label_sums(self) -> dict[str, _LabelSums]:
-        """The weights of positives and of all rows, by split; reads the labels of all rows."""
-        names = [self.roles.label, *self.roles.tasks]
-        weight = self.roles.weight
-        columns = [*names, weight] if weight else names
-        sums = {}
-        for split, source in self.splits.items():
-            every = np.zeros(len(names))
-            clicked = np.zeros(len(names))
-            total = 0.0
-            for chunk in self.chunks(split, columns):
-                labels = np.stack(
-                    [chunk[name].values.astype(np.float64) for name in names]
-                )
-                weights = np.ones(chunk.num_rows)
-                if weight:
-                    weights = chunk[weight].values.astype(np.float64)
-                every += (labels * weights).sum(1)
-                clicked += (labels * labels[0] * weights).sum(1)
-                total += float(weights.sum())
-            if not total > 0:
-                raise DataError(
-                    f"{source.files[0].name}: column '{weight}' is 0 in all {source.num_rows:,} rows of split "
-                    f"'{split}'; give each row that counts a weight above 0"
-                )
-            sums[split] = _LabelSums(every.tolist(), clicked.tolist(), total)
-        return sums
+    @property
+    def _counted(self) -> Mapping[str, Any]:
+        if any(split not in self.labels for split in self.splits):
+            raise DataError(
+                f"{self.folder / SUMMARY}: has no sums of labels, as earlier versions wrote it; preprocess the log "
+                "again"
+            )
+        return self.labels
 
     def share(self, split: str) -> float:
         """Returns the weighted share of positives among the rows of a split, never quite 0 or 1."""
@@ -307,87 +407,126 @@ class StreamedData:
 
     @cached_property
     def popularity(self) -> Int64:
-        """The number of training rows with a label above 0 of each row of the items' table, (V,); reads all of them.
+        """The number of positive training rows of each row of the items' table, (V,); of sessions, of users.
 
         Raises:
             ValueError: the preprocessing names no item.
+            DataError: the folder has no counts.
         """
-        item = self._item()
-        counts = np.zeros(self.vocab[item], np.int64)
-        for rows in self.clicked(item):
-            counts += np.bincount(rows[item].values, minlength=len(counts))
+        item = self._role("item")
+        if self.form == "sessions":
+            pairs = np.unique(np.stack(self.taken("train")), axis=1)
+            return np.bincount(pairs[1], minlength=self.vocab[item])
+        # Arrow's memory is read-only.
+        counts: Int64 = self._raw(RAW_POPULARITY)["count"].to_numpy().copy()
         return counts
 
     @property
     def num_items(self) -> int:
-        """Number of items in the catalogue: those that a training row has."""
-        return len(self.items[0])
+        """Number of items in the catalogue: those that training has."""
+        return len(self.item_ids)
 
-    def _item(self) -> str:
-        if self.roles.item is None:
-            raise ValueError(
-                f"set '{self.name}': its preprocessing names no item column"
-            )
-        return self.roles.item
+    @property
+    def item_ids(self) -> Int64:
+        """The catalogue: the rows of the items' table that training reads, (I,), ascending."""
+        return self._catalogue[0]
+
+    @property
+    def items(self) -> Chunk:
+        """The columns of the items, by row of their table, (V,); rows of no item hold those of some item."""
+        return self._catalogue[1]
 
     @cached_property
-    def items(self) -> tuple[Int64, Chunk]:
-        """The catalogue: the rows of the items that training read, (I,), and by row of the item's table its columns.
-
-        An item's columns are those of its last training row; rows of no item hold those of some item. The item's column
-        of all training rows is read, and its other columns a second time.
+    def _catalogue(self) -> tuple[Int64, Chunk]:
+        """The items as they were in their last training row.
 
         Raises:
             ValueError: the preprocessing names no item.
-            DataError: no training row has a known item, or an id is no row of its table.
+            DataError: no training row has a known item, or the folder has no raw items.
         """
-        item = self._item()
-        last = self._last_rows(item)
+        item = self._role("item")
+        features, dense = self.towers["item"]
+        names = list(dict.fromkeys([item, *features, *dense]))
+        steps = self.preprocessor.only(names)
+        raw = self._raw(RAW_ITEMS)
+        rows = steps.online(
+            {name: raw[name].combine_chunks() for name in steps.request_columns}
+        )
+        last = np.full(self.vocab[item], -1)
+        # numpy keeps the last value that is assigned to an index.
+        last[rows[item].values] = np.arange(rows.num_rows)
         item_rows: Int64 = 1 + np.flatnonzero(last[1:] >= 0)
         if not len(item_rows):
             raise DataError(
                 f"{self.folder}: column '{item}' is 0, the unknown item, in all training rows; lower min_count of its "
                 "Categorify"
             )
-        rows = np.sort(last[item_rows])
-        pieces = []
-        start = 0
-        features, dense = self.towers["item"]
-        names = list(dict.fromkeys([item, *features, *dense]))
-        for chunk in self.chunks("train", names):
-            low, high = rows.searchsorted([start, start + chunk.num_rows])
-            piece = chunk.take(rows[low:high] - start)
-            # By value, since windows would keep all lists of the chunk in memory.
-            pieces.append(
-                {
-                    name: Column(piece[name].values, piece[name].offsets)
-                    for name in names
-                }
-            )
-            start += chunk.num_rows
-        table = concatenate_rows(pieces, names)
         ids = np.arange(self.vocab[item])
         nearest = item_rows[np.minimum(item_rows.searchsorted(ids), len(item_rows) - 1)]
-        return item_rows, table.take(rows.searchsorted(last[nearest])).with_columns(
-            {item: Column(ids)}
-        )
+        table = rows.select(names).take(last[nearest])
+        return item_rows, table.with_columns({item: Column(ids)})
 
-    def _last_rows(self, name: str) -> Int64:
-        """Returns the number of the last training row of each id of a column, (V,); -1 for an id without one."""
-        last = np.full(self.vocab[name], -1)
-        start = 0
-        for chunk in self.chunks("train", [name]):
-            ids = chunk[name].values
-            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(last):
-                raise DataError(
-                    f"{self.folder}: column '{name}' has ids of {ids.min()} to {ids.max()}, and its vocabulary rows 0 "
-                    f"to {len(last) - 1}: the rows and the preprocessor are of two runs; preprocess the log again"
-                )
-            # numpy keeps the last value that is assigned to an index, so each id gets
-            # its last row.
-            last[ids] = np.arange(start, start + len(ids))
-            start += len(ids)
-        return last
+    def drawable(self) -> int:
+        """Returns the number of items, whose ids are 1 to this number: negatives are drawn from these.
+
+        Raises:
+            DataError: some id in between is no item's.
+        """
+        item = self._role("item")
+        missing = self.vocab[item] - 1 - self.num_items
+        if missing:
+            raise DataError(
+                f"{self.folder}: {missing:,} rows of '{item}' are no item's: its ids are hashed, or the first split is "
+                "not the training rows; take Categorify for the item, or --recipe stream"
+            )
+        return self.num_items
+
+    @cached_property
+    def titles(self) -> list[str]:
+        """The text of each row of the items' table, for display."""
+        item = self._role("item")
+        values = self.values_of(item)
+        texts: dict[Any, str | None] = {}
+        raw = self._raw(RAW_ITEMS)
+        (key,) = self.preprocessor.only([item]).request_columns
+        if "title" in raw.column_names and key != "title":
+            columns = (raw[key], raw["title"])
+            texts = dict(zip(*(each.to_pylist() for each in columns), strict=True))
+        return ["an unknown item"] + [
+            texts.get(value) or f"item {value}" for value in values[1:].tolist()
+        ]
+
+    def values_of(self, name: str) -> Array:
+        """Returns (V,) the log's value of each row of a column's table, [0] none; the rows' numbers if it is hashed."""
+        state = self.preprocessor.state_of(name)
+        if not isinstance(state, Vocabulary):
+            return np.arange(self.vocab[name])
+        values: Array = state.values.to_numpy(zero_copy_only=False)
+        nobody = np.array([None], object) if values.dtype == object else np.array([-1])
+        return np.concatenate([nobody, values])
+
+    def _raw(self, name: str) -> pa.Table:
+        """Reads a table beside the rows."""
+        if not (self.folder / name).exists():
+            raise DataError(
+                f"{self.folder}: has no {name}, which rec.data.preprocess writes beside the rows; preprocess the log "
+                "again with this version"
+            )
+        return pq.read_table(self.folder / name)
+
+    def _role(self, role: str) -> str:
+        name: str | None = getattr(self.roles, role)
+        if name is None:
+            raise ValueError(
+                f"set '{self.name}': its preprocessing names no {role} column"
+            )
+        return name
+
+
+def with_next(before: Column, items: Int64) -> Column:
+    """Returns the items of each row of ``before``, and the row's of ``items`` (B,) after them."""
+    owners = np.concatenate([before.owners, np.arange(len(items))])
+    return Column.grouped(np.concatenate([before.values, items]), owners, len(items))
 
 
 def positive_share(positive: float, total: float) -> float:
@@ -424,17 +563,17 @@ def prepared_folder(name: str, root: str | None) -> Path | None:
     return None
 
 
-def load_streamed(
+def load_prepared(
     config: DataConfig,
+    form: Form = "labels",
     *,
-    labels: bool = True,
     generate: Callable[..., dict[str, float]] | None = None,
-) -> StreamedData:
+) -> Prepared:
     """Opens the preprocessed rows named by ``config``; only metadata are read.
 
     Args:
         config: settings that name the folder.
-        labels: the rows must have labels.
+        form: what is read of the rows; see :class:`Prepared`.
         generate: function that writes generated rows into an empty folder and returns the best possible figures;
             :func:`planted_folder` by default.
 
@@ -444,15 +583,13 @@ def load_streamed(
     """
     if config.name == PLANTED:
         # Imported here: it makes folders for this module to read.
-        from torchrec_ext.data.datasets import synthetic
+        from torchrec_ext.data import planted
 
         temporary = temporary_folder()
         folder = Path(temporary.name)
-        write = generate or synthetic.planted_folder
+        write = generate or planted.planted_folder
         best = write(folder, seed=config.seed)
-        return open_prepared(
-            folder, config, labels=labels, best=best, temporary=temporary
-        )
+        return open_prepared(folder, config, form, best=best, temporary=temporary)
     places = _places(config.name, config.folder)
     found = next(filter(Path.is_dir, places), None)
     if found is None:
@@ -463,7 +600,7 @@ def load_streamed(
             f"data.name={config.name}: there is no such folder, {place}; write one from your log by `torchx run "
             f"rec.data.preprocess --recipe ... -- --out {places[-1]}`, or use generated rows: data.name={PLANTED}"
         )
-    return open_prepared(found, config, labels=labels)
+    return open_prepared(found, config, form)
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:
@@ -480,15 +617,15 @@ def _remove(folder: str) -> None:
 
 
 def open_prepared(
-    folder: Path, config: DataConfig, *, labels: bool = True, **details: Any
-) -> StreamedData:
+    folder: Path, config: DataConfig, form: Form = "labels", **details: Any
+) -> Prepared:
     """Opens a prepared folder; only metadata are read.
 
     Args:
         folder: the folder.
         config: settings with the name of the set.
-        labels: the rows must have labels.
-        details: fields of :class:`StreamedData` in place of those of the folder.
+        form: what is read of the rows.
+        details: fields of :class:`Prepared` in place of those of the folder.
 
     Raises:
         DataError: the folder is not one that rec.data.preprocess wrote, or its files contradict it.
@@ -513,14 +650,14 @@ def open_prepared(
                 f"{folder}: has no split '{split}' (it has {', '.join(summary['rows'])}); name the splits of the "
                 "preprocessing recipe train, test and, for early stopping, validation"
             )
-    roles = _roles(folder, summary, preprocessor, labels)
+    roles = _roles(folder, summary, preprocessor, form == "labels")
     for name, kind in preprocessor.outputs.items():
         if kind == "list<float32>" and name not in preprocessor.keep:
             raise DataError(
                 f"{folder}: column '{name}' is {kind}, of which no tower can be made; pool it to numbers, or bucket "
                 "it to ids, in the preprocessing recipe"
             )
-    return StreamedData(
+    return Prepared(
         name=config.name,
         splits={
             split: ParquetSource(folder / split)
@@ -530,6 +667,8 @@ def open_prepared(
         preprocessor=preprocessor,
         roles=roles,
         folder=folder,
+        labels=summary.get("labels", {}),
+        form=form,
         ranked=config.ranked,
         **(_details(summary) | details),
     )
@@ -558,146 +697,13 @@ def _roles(
         if name not in preprocessor.keep:
             raise DataError(
                 f"{folder}: task '{name}' is no column of its rows, which keep {listed(preprocessor.keep)}; set "
-                "Prepared.tasks and Preprocessor(keep=[...]), and preprocess the log again"
+                "Prepare.tasks and Preprocessor(keep=[...]), and preprocess the log again"
             )
     if roles["label"] not in preprocessor.outputs:
         if labels:
             raise DataError(
                 f"{folder}: its rows have no label: the preprocessing recipe names none that it keeps (it keeps "
-                f"{listed(preprocessor.keep) or 'nothing'}); set Prepared.label and Preprocessor(keep=[...])"
+                f"{listed(preprocessor.keep) or 'nothing'}); set Prepare.label and Preprocessor(keep=[...])"
             )
         roles["label"] = ""
     return Roles(**roles)
-
-
-def _all_rows(data: StreamedData, split: str) -> Chunk:
-    """Reads all rows of a split: ids, numbers and labels; no rows if the folder has no such split."""
-    names = [*data.features, *data.dense]
-    names += filter(None, (data.roles.label, data.evaluation.candidates))
-    if split not in data.splits:
-        # No rows, with the columns that rows have.
-        return _all_rows(data, "train").slice(0, 0)
-    return concatenate_rows(list(data.chunks(split, names)), names)
-
-
-def _check_names(data: StreamedData) -> None:
-    """Refuses names and weights not supported by recipes with rows in memory."""
-    for role, expected_name in (("user", "user_id"), ("item", "item_id")):
-        name = getattr(data.roles, role)
-        if name not in (None, expected_name):
-            raise DataError(
-                f"{data.folder}: the {role}'s column is '{name}', and this recipe reads '{expected_name}'; write "
-                f"output='{expected_name}' to its step in the preprocessing recipe, or take --recipe stream"
-            )
-    if data.roles.weight:
-        raise DataError(
-            f"{data.folder}: its rows have weights, '{data.roles.weight}', which this recipe does not read; leave "
-            "Prepared.weight out, or take --recipe stream"
-        )
-
-
-def interactions_of(data: StreamedData) -> InteractionData:
-    """Reads the positives among preprocessed rows into memory: those with label 1, or all if there are no labels.
-
-    A row keeps the columns that the preprocessing made of it, such as its history. Training rows of an unknown user or
-    item are left out with a warning; a held-out item that is unknown counts as missed. Each held-out row is a question
-    of its own.
-
-    Raises:
-        DataError: the preprocessing names no user or no item, an item has no training row, or no row is a positive.
-    """
-    roles = data.roles
-    if roles.user is None or roles.item is None:
-        raise DataError(
-            f"{data.folder}: this recipe ranks, and its preprocessing names no user or no item; set "
-            "Prepared(user=..., item=...), or take --recipe stream"
-        )
-    _check_names(data)
-    rows = {split: _positives(data, split) for split in PARTS}
-    item_rows, table = data.items
-    if len(item_rows) < table.num_rows - 1:
-        raise DataError(
-            f"{data.folder}: {table.num_rows - 1 - len(item_rows):,} rows of '{roles.item}' are no item's: its ids are "
-            "hashed, or the first split is not the training rows; take Categorify for the item, or --recipe "
-            "stream"
-        )
-    positives = rows["train"]
-    is_known = (positives["user_id"].values > 0) & (positives["item_id"].values > 0)
-    training_rows = positives.take(np.flatnonzero(is_known))
-    if left_out := positives.num_rows - training_rows.num_rows:
-        warnings.warn(
-            f"{data.folder}: {left_out:,} of {positives.num_rows:,} positives for training have an unknown user or "
-            "item, and are left out; a lower min_count of the preprocessing knows more of them",
-            stacklevel=2,
-        )
-    if not training_rows.num_rows:
-        raise DataError(
-            f"{data.folder}: no training row is a positive: with label 1, and a known user and item"
-        )
-    outside = len(item_rows) + 1
-    for split in ("validation", "test"):
-        ids = rows[split]["item_id"].values
-        # An unknown item becomes one outside the catalogue, so that a model cannot find
-        # it.
-        rows[split] = rows[split].with_columns(
-            {"item_id": Column(np.where(ids > 0, ids, outside))}
-        )
-    # The row outside has the columns of row 0, the unknown item.
-    items = concatenate_rows([table, table.take(np.zeros(1, np.int64))], table)
-    item_ids = _values_of(data.preprocessor, "item_id", items.num_rows)
-    pairs = Pairs(training_rows["user_id"].values, training_rows["item_id"].values)
-    vocab: dict[str, int] = {}
-    for features, _ in data.towers.values():
-        vocab |= {name: data.vocab[name] for name in features}
-    return InteractionData(
-        name=data.name,
-        train=training_rows,
-        validation=rows["validation"],
-        test=rows["test"],
-        items=items,
-        vocab=vocab,
-        dense=data.dense,
-        known=pairs,
-        liked=Column.grouped(pairs.items, pairs.users, data.vocab["user_id"]),
-        user_ids=_values_of(data.preprocessor, "user_id", data.vocab["user_id"]),
-        item_ids=item_ids,
-        outside=1,
-        titles=_titles(data, item_ids),
-        licence=data.licence,
-        best=data.best,
-        evaluation=data.evaluation,
-        prepared=data,
-    )
-
-
-def _titles(data: StreamedData, item_ids: Array | None) -> list[str] | None:
-    """Returns the text of each row of the items' table; None if the set has no texts."""
-    path = data.folder / RAW_ITEMS
-    if item_ids is None or not path.exists():
-        return None
-    table = pq.read_table(path)
-    if not {"title", str(data.roles.item)} <= {*table.column_names}:
-        return None
-    columns = (table[str(data.roles.item)], table["title"])
-    texts = dict(zip(*(column.to_pylist() for column in columns), strict=True))
-    return [texts.get(item) or f"item {item}" for item in item_ids.tolist()]
-
-
-def _positives(data: StreamedData, split: str) -> Chunk:
-    rows = _all_rows(data, split)
-    label = data.roles.label
-    if not label:
-        return rows
-    return rows.take(np.flatnonzero(rows[label].values > 0))
-
-
-def _values_of(preprocessor: FittedPreprocessor, name: str, rows: int) -> Array | None:
-    """Returns (rows,) the log's value of each row of a column's table; None if a hash made the rows."""
-    state = preprocessor.state_of(name)
-    if not isinstance(state, Vocabulary):
-        return None
-    values: Array = state.values.to_numpy(zero_copy_only=False)
-    # Before the values stands that of row 0, the unknown; after them that of the row
-    # outside the catalogue.
-    nobody = np.array([None], object) if values.dtype == object else np.array([-1])
-    return np.concatenate([nobody, values, nobody])[:rows]

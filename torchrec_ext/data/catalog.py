@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from torchrec_ext.data.datasets.movielens import LICENCE, Tables, from_parquet, from_zip
+from torchrec_ext.data.movielens import LICENCE, Tables, from_parquet, from_zip
 from torchrec_ext.schema import DataError
 
 

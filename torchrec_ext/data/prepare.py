@@ -20,8 +20,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchrec_ext.data.columns import Int64
-from torchrec_ext.data.datasets.config import PARTS
-from torchrec_ext.data.datasets.features import (
+from torchrec_ext.data.config import PARTS
+from torchrec_ext.data.features import (
     RawColumns,
     id_steps,
     number_steps,
@@ -43,6 +43,10 @@ RAW_REQUESTS = "raw/requests.parquet"
 RAW_ITEMS = "raw/items.parquet"
 # A row for each user: the user's columns and latest events as a request has them.
 RAW_USERS = "raw/users.parquet"
+# The number of positive training rows of each row of the items' table.
+RAW_POPULARITY = "raw/popularity.parquet"
+# Column of the items before a row's item, in a set of sessions.
+SESSION = "session"
 # Rows of a row group of a set in memory: a small set still has several groups.
 _GROUP_ROWS = 8_192
 # Rows to transform at once.
@@ -231,6 +235,72 @@ def _values(column: pa.Array, others: Sequence[pa.Array]) -> pa.Array:
     return pa.concat_arrays(flat) if len(flat) > 1 else flat[0]
 
 
+class Counts:
+    """Counts of a prepared folder's rows, made while they are written; no reader has to count them again.
+
+    Args:
+        fitted: preprocessor that makes the rows.
+        roles: roles of the columns.
+    """
+
+    def __init__(self, fitted: FittedPreprocessor, roles: Roles) -> None:
+        self.rows = 0
+        self._zeros = dict.fromkeys(fitted.vocab, 0)
+        self._ids = dict.fromkeys(fitted.vocab, 0)
+        names = [roles.label, *roles.tasks]
+        self._labels = [name for name in names if name in fitted.keep]
+        self._weight = roles.weight
+        # The weights of positives among all rows and among those with label 1, by
+        # label, and of all rows.
+        self._every = np.zeros(len(self._labels))
+        self._clicked = np.zeros(len(self._labels))
+        self._total = 0.0
+        self._item = roles.item
+        self.popularity = np.zeros(fitted.vocab.get(roles.item or "", 0), np.int64)
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Counts a batch."""
+        self.rows += batch.num_rows
+        for name in self._zeros:
+            column = batch.column(name)
+            ids = column.flatten() if pa.types.is_list(column.type) else column
+            self._zeros[name] += len(ids) - int(np.count_nonzero(ids.to_numpy()))
+            self._ids[name] += len(ids)
+        weights = np.ones(batch.num_rows)
+        if self._weight:
+            weights = batch.column(self._weight).to_numpy().astype(np.float64)
+        self._total += float(weights.sum())
+        positive = np.ones(batch.num_rows, dtype=bool)
+        if self._labels:
+            columns = [batch.column(name).cast(pa.float64()) for name in self._labels]
+            labels = np.stack([column.to_numpy() for column in columns])
+            self._every += (labels * weights).sum(1)
+            self._clicked += (labels * labels[0] * weights).sum(1)
+            positive = labels[0] > 0
+        if self._item and len(self.popularity):
+            items = batch.column(self._item).to_numpy()[positive]
+            self.popularity += np.bincount(items, minlength=len(self.popularity))
+
+    @property
+    def unknown(self) -> dict[str, float]:
+        """The share of zeros per id column; in a list column of its elements."""
+        return {
+            name: zeros / max(self._ids[name], 1) for name, zeros in self._zeros.items()
+        }
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        """The weight of all rows, and of the positives of each label."""
+        sums = zip(self._labels, self._every, self._clicked, strict=True)
+        return {
+            "total": self._total,
+            "positives": {
+                name: {"of_all": float(every), "of_positive": float(clicked)}
+                for name, every, clicked in sums
+            },
+        }
+
+
 def write_set(folder: Path, raw: RawSet) -> None:
     """Writes a set as rec.data.preprocess would; ``folder`` is empty, or is created.
 
@@ -318,20 +388,22 @@ def write_rows(
         details: further entries of the summary.
     """
     fitted.save(folder / PREPROCESSOR)
-    counts = {}
+    counts = {split: Counts(fitted, roles) for split in splits}
     for split, rows in splits.items():
-        (folder / split).mkdir()
-        counts[split] = len(next(iter(rows.values())))
-        if counts[split]:
-            _write_split(folder / split / "part-00000.parquet", fitted, rows)
-        else:
-            (folder / split).rmdir()
+        if len(next(iter(rows.values()))):
+            (folder / split).mkdir()
+            path = folder / split / "part-00000.parquet"
+            _write_split(path, fitted, rows, counts[split])
     (folder / "raw").mkdir()
     for name, table in raw_tables.items():
         pq.write_table(table, folder / name)
+    popularity = counts["train"].popularity
+    if len(popularity):
+        pq.write_table(pa.table({"count": popularity}), folder / RAW_POPULARITY)
     summary = {
         "recipe": recipe,
-        "rows": counts,
+        "rows": {split: each.rows for split, each in counts.items()},
+        "labels": {split: each.labels for split, each in counts.items()},
         "roles": dataclasses.asdict(roles),
         **(details or {}),
     }
@@ -348,7 +420,7 @@ def _derived(names: Sequence[str], written: Mapping[str, Sequence[str]]) -> list
 
 
 def _write_split(
-    path: Path, fitted: FittedPreprocessor, rows: Mapping[str, Any]
+    path: Path, fitted: FittedPreprocessor, rows: Mapping[str, Any], counts: Counts
 ) -> None:
     count = len(next(iter(rows.values())))
     writer: pq.ParquetWriter | None = None
@@ -358,6 +430,8 @@ def _write_split(
         }
         columns = fitted.online(part)
         table = pa.table({name: as_arrow(column) for name, column in columns.items()})
+        for batch in table.to_batches():
+            counts.add(batch)
         if writer is None:
             writer = pq.ParquetWriter(path, table.schema, write_page_checksum=True)
         writer.write_table(table, row_group_size=_GROUP_ROWS)

@@ -6,6 +6,7 @@ This module imports neither torch nor what reads files, so that a command line i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torchrec_ext.schema.validation import check_least
 
@@ -14,6 +15,9 @@ PLANTED = "planted"
 CHECKERBOARD = "checkerboard"
 # The parts of a data set, in the order of time where there is one.
 PARTS = ("train", "validation", "test")
+# What a recipe reads of a set: the rows with label 1, to draw negatives for; rows with
+# labels; or items in order, of which each is predicted from those before.
+Form = Literal["pairs", "labels", "sessions"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +60,3 @@ class DataConfig:
         """Returns the numbers of users and items that are set; others are the generator's."""
         sizes = {"users": self.users, "items": self.items}
         return {key: size for key, size in sizes.items() if size is not None}
-
-
-# The recipes over logs of any size name it so.
-StreamConfig = DataConfig

@@ -1,4 +1,4 @@
-"""Where the rows of a streamed set come from: the folder that is named, or a temporary one that does not stay."""
+"""Where the rows of a prepared set come from: the folder that is named, or a temporary one that does not stay."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from tests.contracts import leave_group, run_ranks
+from torchrec_ext.data import prepared
+from torchrec_ext.data.catalog import FOLDER_VARIABLE, DatasetUnavailable
 from torchrec_ext.data.columns import Chunk
-from torchrec_ext.data.datasets import streamed
-from torchrec_ext.data.datasets.catalog import FOLDER_VARIABLE, DatasetUnavailable
-from torchrec_ext.data.datasets.config import StreamConfig
-from torchrec_ext.data.datasets.streamed import (
-    StreamedData,
-    load_streamed,
+from torchrec_ext.data.config import DataConfig
+from torchrec_ext.data.planted import planted_folder
+from torchrec_ext.data.prepared import (
+    Prepared,
+    load_prepared,
     prepared_folder,
 )
-from torchrec_ext.data.datasets.synthetic import planted_folder
 from torchrec_ext.distributed.runtime import Runtime
 
 
@@ -32,27 +32,27 @@ def test_a_folder_that_is_named_is_read_whatever_lies_in_the_working_directory(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(FOLDER_VARIABLE, "default")
     for root, expected in (("data", "data/films"), (None, "films")):
-        data = load_streamed(StreamConfig(name="films", folder=root))
+        data = load_prepared(DataConfig(name="films", folder=root))
         assert data.folder == Path(expected)
         assert prepared_folder("films", root) == Path(expected)
     monkeypatch.chdir(tmp_path / "data" / "films")
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "default"))
-    data = load_streamed(StreamConfig(name="films"))
+    data = load_prepared(DataConfig(name="films"))
     assert data.folder == tmp_path / "default" / "films"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DatasetUnavailable, match=r"no such folder, empty/films; write"):
-        load_streamed(StreamConfig(name="films", folder="empty"))
+        load_prepared(DataConfig(name="films", folder="empty"))
     assert prepared_folder("films", "empty") is None
 
 
-KEPT: list[StreamedData] = []
+KEPT: list[Prepared] = []
 
 
 def generated(runtime: Runtime) -> str:
     """Rows that the process still has when it ends, as in a cycle."""
     leave_group(runtime)
-    KEPT.append(load_streamed(StreamConfig()))
+    KEPT.append(load_prepared(DataConfig()))
     assert KEPT[0].folder.is_dir()
     return str(KEPT[0].folder)
 
@@ -60,7 +60,7 @@ def generated(runtime: Runtime) -> str:
 def test_generated_rows_go_with_their_data_and_with_their_process() -> None:
     (folder,) = run_ranks(generated, 1)
     assert not Path(folder).exists()
-    data = load_streamed(StreamConfig())
+    data = load_prepared(DataConfig())
     folder = data.folder
     assert folder.is_dir()
     del data
@@ -74,22 +74,24 @@ def test_few_rows_are_read_once_and_shuffled_whole(
 ) -> None:
     planted_folder(tmp_path, rows=2_000)
     read: list[int] = []
-    source = streamed.ParquetSource.read
+    source = prepared.ParquetSource.read
 
     def counted(*arguments: Any) -> Any:
         read.append(1)
         return source(*arguments)
 
-    monkeypatch.setattr(streamed.ParquetSource, "read", counted)
-    data = load_streamed(StreamConfig(name=str(tmp_path)))
-    rows = data.rows("train")
+    monkeypatch.setattr(prepared.ParquetSource, "read", counted)
+    data = load_prepared(DataConfig(name=str(tmp_path)))
+    rows = data.stored("train")
     assert isinstance(rows, Chunk)
     assert rows.num_rows == data.splits["train"].num_rows
     assert data.popularity.sum() == rows["label"].values.sum()
-    assert len(data.items[0]) == data.num_items
+    assert len(data.item_ids) == data.num_items
     assert 0 < data.share("train") < 1
-    assert len(read) == len(data.splits), "each split once"
-    monkeypatch.setattr(streamed, "WHOLE_VALUES", 100)
-    large = load_streamed(StreamConfig(name=str(tmp_path)))
-    assert large.rows("train") is large.splits["train"]
+    assert len(read) == 1, (
+        "the training rows, for the loader; what else is asked was counted once"
+    )
+    monkeypatch.setattr(prepared, "WHOLE_VALUES", 100)
+    large = load_prepared(DataConfig(name=str(tmp_path)))
+    assert large.stored("train") is large.splits["train"]
     assert large.share("train") == data.share("train")

@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchrec_ext.data.catalog import DatasetUnavailable
 from torchrec_ext.data.columns import Chunk, concatenate_rows
-from torchrec_ext.data.datasets.catalog import DatasetUnavailable
-from torchrec_ext.data.datasets.config import DataConfig
-from torchrec_ext.data.datasets.prepare import Evaluation
-from torchrec_ext.data.datasets.sets import (
+from torchrec_ext.data.config import DataConfig
+from torchrec_ext.data.prepare import Evaluation
+from torchrec_ext.data.prepared import Prepared
+from torchrec_ext.data.sets import (
     Form,
     TakenItems,
     load_dataset,
     load_set,
     set_of_sessions,
 )
-from torchrec_ext.data.datasets.splits import TRAIN, with_profiles
-from torchrec_ext.data.datasets.streamed import StreamedData
+from torchrec_ext.data.splits import TRAIN, with_profiles
 from torchrec_ext.schema import DataError
 
 pytestmark = [
@@ -40,17 +40,17 @@ def write(folder: Path, **tables: dict[str, Any]) -> Path:
     return folder
 
 
-def load(folder: Path, form: Form, **settings: Any) -> StreamedData:
+def load(folder: Path, form: Form, **settings: Any) -> Prepared:
     config = DataConfig(name=folder.name, folder=str(folder.parent), **settings)
     return load_set(config, form)
 
 
-def rows_of(data: StreamedData, split: str) -> Chunk:
+def rows_of(data: Prepared, split: str) -> Chunk:
     names = [*data.features, *data.dense]
     return concatenate_rows(list(data.chunks(split, names)), names)
 
 
-def raw(data: StreamedData, name: str) -> dict[str, list[Any]]:
+def raw(data: Prepared, name: str) -> dict[str, list[Any]]:
     return pq.read_table(data.folder / "raw" / f"{name}.parquet").to_pydict()  # type: ignore[no-any-return]
 
 
@@ -106,10 +106,9 @@ def test_interactions_have_titles_and_count_what_was_never_trained(
     data = load_dataset("shop", folder=str(folder.parent), history_length=2)
     # Of training rows are (a, 10), (b, 20) and (b, 10).
     assert data.num_items == 2
-    assert data.titles is not None
     assert data.titles[1:3] == ["t", "u"]
     # Item 30 of a and item 40 of b are outside of the catalogue.
-    assert data.test["item_id"].values.tolist() == [3, 3]
+    assert data.rows("test")["item_id"].values.tolist() == [0, 0]
 
 
 def test_split_files_are_ranked_by_user_with_profiles(tmp_path: Path) -> None:
@@ -145,7 +144,7 @@ def test_candidates_are_a_column_and_the_answer_is_none_of_them(
     # User 1's own answer 3, and item 9, which is in no pair, are left out.
     assert [values.row(row).tolist() for row in range(2)] == [[2], [3]]
     interactions = load_dataset("ncf", folder=str(tmp_path), history_length=0)
-    assert interactions.validation["candidates"].lengths.tolist() == [2, 2]
+    assert interactions.rows("validation")["candidates"].lengths.tolist() == [2, 2]
 
 
 ADS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ rows with labels.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +16,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Chunk, Column, Int64, Windows
-from torchrec_ext.data.datasets.config import PARTS, PLANTED
-from torchrec_ext.data.datasets.features import vocabulary_of
-from torchrec_ext.data.datasets.interactions import InteractionData, from_ratings
-from torchrec_ext.data.datasets.prepare import (
+from torchrec_ext.data.config import CHECKERBOARD, PARTS, PLANTED
+from torchrec_ext.data.features import RawColumns, vocabulary_of
+from torchrec_ext.data.files.arrow import as_arrow
+from torchrec_ext.data.pairs import PairRows, Side, set_of_pairs
+from torchrec_ext.data.prepare import (
     RAW_ITEMS,
     RAW_REQUESTS,
     RAW_USERS,
@@ -27,9 +28,9 @@ from torchrec_ext.data.datasets.prepare import (
     Roles,
     write_rows,
 )
-from torchrec_ext.data.files.arrow import as_arrow
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, History
 from torchrec_ext.data.preprocess.history import GAPS
+from torchrec_ext.data.splits import TEST, Split, leave_one_out
 
 _Floats = NDArray[np.float64]
 GENDERS, OCCUPATIONS, ZIP_PREFIXES, YEARS, GENRES = 2, 21, 11, 20, 18
@@ -41,7 +42,7 @@ LONGEST_SEQUENCE = 20
 
 def checkerboard(
     *, users: int = 64, items: int = 64, history_length: int = 50, seed: int = 0
-) -> InteractionData:
+) -> RawSet:
     """Generates users u who take item i if and only if u + i is even, in a random order; other features are noise.
 
     The answer: once a user's training and validation items are masked, only the test item of the right colour is left.
@@ -61,33 +62,20 @@ def checkerboard(
     rng = np.random.default_rng([seed, users, items])
     user, item = (np.indices((users, items)).reshape(2, -1) + 1).astype(np.int64)
     shuffled = rng.permutation(np.flatnonzero((user + item) % 2 == 0))
-    ratings = _ratings(
-        user[shuffled],
-        item[shuffled],
-        np.arange(len(shuffled)),
-        np.full(len(shuffled), 5),
-    )
-    titles = ["(unknown)"]
+    titles = []
     for number in range(1, items + 1):
         colour = "black" if number % 2 else "white"
         titles.append(f"{colour} square {number}")
-    data = from_ratings(
-        name="checkerboard",
-        ratings=ratings,
-        users=_users(
-            rng,
-            users,
-            occupation=rng.integers(1, OCCUPATIONS + 1, users),
-            age=rng.normal(size=users),
-        ),
-        items=_items(rng, items, genre=rng.integers(1, GENRES + 1, items)),
-        vocab=_vocab(users, items),
-        dense=("age",),
-        history_length=history_length,
-        titles=titles,
-    )
+    user = user[shuffled]
+    item = item[shuffled]
+    split = leave_one_out(user, item, np.arange(len(shuffled)), history_length)
+    occupation = rng.integers(1, OCCUPATIONS + 1, users)
+    sides = {
+        "user": _users(rng, occupation=occupation, age=rng.normal(size=users)),
+        "item": _items(rng, titles, genre=rng.integers(1, GENRES + 1, items)),
+    }
     best = dict.fromkeys(("HR@1", "HR@5", "HR@10", "NDCG@1", "NDCG@5", "NDCG@10"), 1.0)
-    return dataclasses.replace(data, best=best)
+    return _set_of(CHECKERBOARD, user, item, split, sides, best)
 
 
 def planted(
@@ -97,7 +85,7 @@ def planted(
     clusters: int = 12,
     history_length: int = 50,
     seed: int = 0,
-) -> InteractionData:
+) -> RawSet:
     """Generates users of latent tastes who take items of latent kinds, in proportion to :func:`planted_preferences`.
 
     Each user takes 15 to 45 different items, drawn one after the other in proportion to the preferences among those not
@@ -122,57 +110,43 @@ def planted(
     # Drawn anew: the same seed gives the clusters of the preferences.
     taste, kind = _clusters(users, items, clusters, seed)
     user, item = _draw(rng, preferences)
-    matching = taste[user] == kind[item]
-    ratings = _ratings(user, item, _times(rng, user), np.where(matching, 5, 3))
+    split = leave_one_out(user, item, _times(rng, user), history_length)
     is_right = rng.random(users) < 0.9
     visible_taste = (
         np.where(is_right, taste[1:], rng.integers(clusters, size=users)) + 1
     )
     age = (taste[1:] / clusters - 0.5) * 3 + rng.normal(scale=0.5, size=users)
-    data = from_ratings(
-        name="planted",
-        ratings=ratings,
-        users=_users(rng, users, occupation=visible_taste, age=age),
-        items=_items(rng, items, genre=kind[1:] + 1),
-        vocab=_vocab(users, items),
-        dense=("age",),
-        history_length=history_length,
-        titles=["(unknown)"]
-        + [f"item {i}, kind {kind[i] + 1}" for i in range(1, items + 1)],
-    )
-    return dataclasses.replace(data, best=_best(preferences, data))
+    titles = [f"item {i}, kind {kind[i] + 1}" for i in range(1, items + 1)]
+    sides = {
+        "user": _users(rng, occupation=visible_taste, age=age),
+        "item": _items(rng, titles, genre=kind[1:] + 1),
+    }
+    best = _best(preferences, user[split.rows], item[split.rows], split.part)
+    return _set_of(PLANTED, user, item, split, sides, best)
 
 
-def raw_set_of(data: InteractionData) -> RawSet:
-    """Returns the rows of :func:`planted` or :func:`checkerboard` as files would have them."""
-    splits = {}
-    for part in PARTS:
-        rows: Chunk = getattr(data, part)
-        items = data.items.take(rows["item_id"].values)
-        columns = {**rows, **items}
-        splits[part] = {
-            name: as_arrow(columns[name]) for name in (*data.vocab, *data.dense)
-        }
-    own = [name for name in (*data.vocab, *data.dense) if name not in data.items]
-    has_history = bool(data.train["history"].lengths.any())
-    if not has_history:
-        for split in splits.values():
-            del split["history"]
-        own.remove("history")
-    return RawSet(
-        name=data.name,
-        splits=splits,
-        roles=Roles(
-            label="",
-            user="user_id",
-            item="item_id",
-            user_features=own,
-            item_features=list(data.items),
-        ),
-        shared={"item_id": ("history",)} if has_history else {},
-        titles=dict(enumerate(data.titles or ())),
-        best=data.best,
+def _set_of(
+    name: str,
+    user: Int64,
+    item: Int64,
+    split: Split,
+    sides: Mapping[str, RawColumns],
+    best: Mapping[str, float],
+) -> RawSet:
+    # A history holds places among the sorted items, of which some may be nobody's.
+    history = split.history
+    places = np.unique(item).searchsorted(history.values)
+    raw = set_of_pairs(
+        name,
+        PairRows(pa.array(user), pa.array(item), None),
+        split._replace(history=Column(places, history.offsets)),
+        {
+            owner: Side(Path(name), side, published=True)
+            for owner, side in sides.items()
+        },
+        numbers=("age",),
     )
+    return dataclasses.replace(raw, best=best)
 
 
 def planted_preferences(
@@ -237,11 +211,15 @@ def _times(rng: np.random.Generator, user: Int64) -> Int64:
     return np.cumsum(rng.integers(0, 4, size=len(user))) + 1_000_000
 
 
-def _best(preferences: _Floats, data: InteractionData) -> Mapping[str, float]:
+def _best(
+    preferences: _Floats, user: Int64, item: Int64, part: NDArray[np.int8]
+) -> Mapping[str, float]:
     """Returns the expected figures of ranking test items by the true preferences, other parts' items masked."""
-    users = data.test["user_id"].values
+    is_test = part == TEST
+    users = user[is_test]
     weights = preferences[users]
-    masked_items = data.seen(users, "train", "validation")
+    taken = Column.grouped(item[~is_test], user[~is_test], len(preferences))
+    masked_items = taken.take(users)
     weights[masked_items.owners, masked_items.values] = 0.0
     # The chance of each test item that is left, greatest first: one of them is the
     # answer.
@@ -254,62 +232,35 @@ def _best(preferences: _Floats, data: InteractionData) -> Mapping[str, float]:
     return figures
 
 
-def _ratings(user: Int64, item: Int64, time: Int64, rating: Int64) -> Chunk:
-    return Chunk(
-        {
-            "user_id": Column(user),
-            "item_id": Column(item),
-            "timestamp": Column(time),
-            "rating": Column(rating),
-        }
-    )
-
-
 def _users(
-    rng: np.random.Generator, users: int, *, occupation: Int64, age: _Floats
-) -> Chunk:
-    return Chunk(
-        {
-            "user_id": Column(np.arange(users + 1)),
-            "gender": _with_unknown(rng.integers(1, GENDERS + 1, users)),
-            "occupation": _with_unknown(occupation),
-            "zip_prefix": _with_unknown(rng.integers(1, ZIP_PREFIXES + 1, users)),
-            "age": Column(np.concatenate([[0], age]).astype(np.float32)),
-        }
-    )
+    rng: np.random.Generator, *, occupation: Int64, age: _Floats
+) -> dict[str, pa.Array]:
+    users = len(age)
+    return {
+        "user_id": pa.array(np.arange(1, users + 1)),
+        "gender": pa.array(rng.integers(1, GENDERS + 1, users)),
+        "occupation": pa.array(occupation),
+        "zip_prefix": pa.array(rng.integers(1, ZIP_PREFIXES + 1, users)),
+        "age": pa.array(age.astype(np.float32)),
+    }
 
 
-def _items(rng: np.random.Generator, items: int, *, genre: Int64) -> Chunk:
+def _items(
+    rng: np.random.Generator, titles: Sequence[str], *, genre: Int64
+) -> dict[str, pa.Array]:
     """Gives every item its genre, and every other item a second one, drawn at random."""
+    items = len(titles)
     second = rng.integers(1, GENRES + 1, items)
     # Drawn for all items, and left out where it is the item's own genre already.
     has_second = (rng.random(items) < 0.5) & (second != genre)
     genres = np.stack([genre, second], axis=1)
     is_genre = np.stack([np.ones(items, dtype=bool), has_second], axis=1)
-    both = genres[is_genre]
-    return Chunk(
-        {
-            "item_id": Column(np.arange(items + 1)),
-            "release_year": _with_unknown(rng.integers(1, YEARS + 1, items)),
-            "genres": Column.from_lengths(both, np.concatenate([[0], 1 + has_second])),
-        }
-    )
-
-
-def _with_unknown(ids: Int64) -> Column:
-    return Column(np.concatenate([[0], ids]))
-
-
-def _vocab(users: int, items: int) -> dict[str, int]:
+    both = Column.from_lengths(genres[is_genre], 1 + has_second.astype(np.int64))
     return {
-        "user_id": users + 1,
-        "gender": GENDERS + 1,
-        "occupation": OCCUPATIONS + 1,
-        "zip_prefix": ZIP_PREFIXES + 1,
-        "history": items + 1,
-        "item_id": items + 1,
-        "release_year": YEARS + 1,
-        "genres": GENRES + 1,
+        "item_id": pa.array(np.arange(1, items + 1)),
+        "title": pa.array(titles),
+        "release_year": pa.array(rng.integers(1, YEARS + 1, items)),
+        "genres": as_arrow(both),
     }
 
 

@@ -11,18 +11,18 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from torchrec_ext.data.datasets import catalog as datasets
-from torchrec_ext.data.datasets import catalog as download
-from torchrec_ext.data.datasets.catalog import (
+from torchrec_ext.data import catalog as datasets
+from torchrec_ext.data import catalog as download
+from torchrec_ext.data.catalog import (
     DatasetUnavailable,
     Download,
     fetch,
     sha256,
 )
-from torchrec_ext.data.datasets.config import DataConfig
-from torchrec_ext.data.datasets.interactions import InteractionData
-from torchrec_ext.data.datasets.movielens import GENRES, from_parquet
-from torchrec_ext.data.datasets.sets import load_dataset
+from torchrec_ext.data.config import DataConfig
+from torchrec_ext.data.movielens import GENRES, from_parquet
+from torchrec_ext.data.prepared import Prepared
+from torchrec_ext.data.sets import load_dataset
 from torchrec_ext.schema import DataError
 
 RATINGS = "196\t242\t3\t881250949\n196\t1\t5\t881250950\n196\t3\t4\t881250951\n22\t242\t1\t878887116\n"
@@ -88,7 +88,7 @@ def test_the_set_is_downloaded_once_and_then_found_in_the_cache(
     (home / "published.zip").unlink()
     again = load_dataset("ml-100k")
     assert capfd.readouterr().err == ""
-    assert same(data.train, again.train)
+    assert same(data.rows("train"), again.rows("train"))
     cached = home / "cache" / "torchrec_ext" / "ml-100k"
     assert sorted(path.name for path in cached.iterdir()) == [".lock", "ml-100k.zip"]
 
@@ -96,18 +96,18 @@ def test_the_set_is_downloaded_once_and_then_found_in_the_cache(
 @pytest.mark.unit
 def test_the_publishers_text_becomes_features(publisher: Download) -> None:
     data = load_dataset("ml-100k", progress=False)
-    assert data.titles is not None
     # User 196 takes 242, 1 and 3; with 22's item 242 is all that is trained on.
-    assert data.items_by_row.tolist()[1:2] == [242]
+    assert data.values_of("item_id").tolist()[1:] == [242]
     assert data.titles[1] == "Land Before Time III"
     assert data.num_items == 1
-    assert data.users_by_row[data.test["user_id"].values].tolist() == [196]
-    assert data.prepared is not None
-    raw = pq.read_table(data.prepared.folder / "raw/users.parquet").to_pydict()
+    assert data.values_of("user_id")[data.rows("test")["user_id"].values].tolist() == [
+        196
+    ]
+    raw = pq.read_table(data.folder / "raw/users.parquet").to_pydict()
     assert raw["zip_prefix"] == ["4", "Canada"], "a Canadian code starts with a letter"
     assert raw["age"] == [25.0, 49.0]
     assert raw["history"] == [[], [242, 1]], "as before the test item"
-    items = pq.read_table(data.prepared.folder / "raw/items.parquet").to_pydict()
+    items = pq.read_table(data.folder / "raw/items.parquet").to_pydict()
     assert items["release_year"] == [1995]
     assert items["genres"] == ["Animation"]
 
@@ -120,7 +120,7 @@ def test_two_processes_at_once_leave_one_whole_file(
     threads = [
         threading.Thread(
             target=lambda: results.append(
-                load_dataset("ml-100k", progress=False).train.num_rows
+                load_dataset("ml-100k", progress=False).rows("train").num_rows
             )
         )
         for _ in range(4)
@@ -223,7 +223,7 @@ def test_a_text_file_of_another_form_names_file_and_line(
 
 
 def test_the_parquet_files_and_the_publishers_zip_give_the_same_data(
-    ml_100k: InteractionData,
+    ml_100k: Prepared,
     ml_100k_folder: Path,
     home: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -272,17 +272,16 @@ def test_the_parquet_files_and_the_publishers_zip_give_the_same_data(
     data = load_dataset("ml-100k", progress=False)
     assert data.titles == ml_100k.titles
     assert data.vocab == ml_100k.vocab
-    for part in ("train", "validation", "test", "items"):
-        assert same(getattr(data, part), getattr(ml_100k, part))
-    assert np.array_equal(data.liked.values, ml_100k.liked.values)
+    assert same(data.items, ml_100k.items)
+    for part in ("train", "validation", "test"):
+        assert same(data.rows(part), ml_100k.rows(part))
 
 
-def test_movielens_has_the_figures_of_its_readme(ml_100k: InteractionData) -> None:
+def test_movielens_has_the_figures_of_its_readme(ml_100k: Prepared) -> None:
     assert ml_100k.vocab["user_id"] == 944
     assert ml_100k.licence is not None
-    assert ml_100k.validation.num_rows == ml_100k.test.num_rows == 943
-    assert ml_100k.train.num_rows == 100_000 - 2 * 943
-    assert ml_100k.titles is not None
+    assert ml_100k.rows("validation").num_rows == ml_100k.rows("test").num_rows == 943
+    assert ml_100k.rows("train").num_rows == 100_000 - 2 * 943
     assert ml_100k.titles[1] == "Toy Story"
     assert "unkonwn" not in ml_100k.titles
 

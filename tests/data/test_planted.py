@@ -3,19 +3,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torchrec_ext.data.datasets.interactions import InteractionData
-from torchrec_ext.data.datasets.synthetic import (
+from tests.small_sets import checkerboard_data, planted_data
+from torchrec_ext.data.planted import (
     checkerboard,
     planted,
     planted_preferences,
 )
+from torchrec_ext.data.prepared import Prepared
 
 pytestmark = pytest.mark.unit
 
 
-def hit_rate(data: InteractionData, scores: np.ndarray, k: int) -> float:
+def hit_rate(data: Prepared, scores: np.ndarray, k: int) -> float:
     """HR@k of the test items among all items but those of training and validation."""
-    users, items = data.test["user_id"].values, data.test["item_id"].values
+    users, items = (
+        data.rows("test")["user_id"].values,
+        data.rows("test")["item_id"].values,
+    )
     left = scores[users].astype(float)
     seen = data.seen(users, "train", "validation")
     left[np.arange(len(users)).repeat(seen.lengths), seen.values] = -np.inf
@@ -24,30 +28,31 @@ def hit_rate(data: InteractionData, scores: np.ndarray, k: int) -> float:
     return float(((left > own[:, None]).sum(axis=1) < k).mean())
 
 
-def popularity(data: InteractionData) -> np.ndarray:
+def popularity(data: Prepared) -> np.ndarray:
     return np.broadcast_to(
-        data.popularity(), (data.vocab["user_id"], data.items.num_rows)
+        data.popularity, (data.vocab["user_id"], data.items.num_rows)
     )
 
 
 def test_the_true_colour_finds_every_held_out_square() -> None:
-    data = checkerboard(users=20, items=24)
+    data = checkerboard_data(users=20, items=24)
     users, items = np.indices((21, 25))
     assert hit_rate(data, (users + items) % 2 == 0, 1) == data.best["HR@1"] == 1.0
     assert hit_rate(data, popularity(data), 1) < 0.5
 
 
 def test_every_user_has_all_squares_of_one_colour() -> None:
-    data = checkerboard(users=7, items=8)
-    pairs = data.pairs()
-    assert ((pairs.users + pairs.items) % 2 == 0).all()
-    assert len(pairs.users) == 7 * 4
+    data = checkerboard_data(users=20, items=24)
+    pairs = data.taken()
+    items = data.values_of("item_id")[pairs.items]
+    assert ((pairs.users + items) % 2 == 0).all()
+    assert len(pairs.users) == 20 * 12
 
 
 def test_no_ranking_of_planted_data_beats_the_true_preferences_by_more_than_chance() -> (
     None
 ):
-    data = planted(users=4_000)
+    data = planted_data(users=4_000)
     truth = hit_rate(data, planted_preferences(users=4_000), 10)
     noise = np.sqrt(truth * (1 - truth) / 4_000)
     assert abs(truth - data.best["HR@10"]) < 4 * noise
@@ -61,29 +66,37 @@ def test_no_ranking_of_planted_data_beats_the_true_preferences_by_more_than_chan
 
 
 def test_the_user_and_item_features_carry_the_signal() -> None:
-    data = planted(users=300, items=100, clusters=5)
+    data = planted_data(users=300, items=100, clusters=5)
     genre = data.items["genres"].pool[data.items["genres"].windows.starts]  # type: ignore[union-attr]
-    kind, taste = genre[data.train["item_id"].values], data.train["occupation"].values
+    kind, taste = (
+        genre[data.rows("train")["item_id"].values],
+        data.rows("train")["occupation"].values,
+    )
     assert (kind == taste).mean() > 0.5
-    assert abs(np.corrcoef(data.train["age"].values, taste)[0, 1]) > 0.5
+    assert abs(np.corrcoef(data.rows("train")["age"].values, taste)[0, 1]) > 0.5
 
 
 def test_the_seed_decides_everything() -> None:
-    one, same, other = (planted(users=60, items=80, seed=seed) for seed in (1, 1, 2))
-    for name in one.train:
-        assert np.array_equal(one.train[name].values, same.train[name].values)
+    one, same, other = (
+        planted_data(users=60, items=80, seed=seed) for seed in (1, 1, 2)
+    )
+    for name in one.rows("train"):
+        assert np.array_equal(
+            one.rows("train")[name].values, same.rows("train")[name].values
+        )
     assert not np.array_equal(
-        one.train["item_id"].values[:50], other.train["item_id"].values[:50]
+        one.rows("train")["item_id"].values[:50],
+        other.rows("train")["item_id"].values[:50],
     )
 
 
 @pytest.mark.parametrize(
     "data",
-    [planted(users=30, items=60), checkerboard(users=8, items=10)],
+    [planted_data(users=30, items=60), checkerboard_data(users=8, items=10)],
     ids=lambda data: data.name,
 )
 def test_generated_data_has_the_columns_of_movielens_within_its_vocabulary(
-    data: InteractionData,
+    data: Prepared,
 ) -> None:
     assert set(data.vocab) == {
         "user_id",
@@ -96,7 +109,7 @@ def test_generated_data_has_the_columns_of_movielens_within_its_vocabulary(
         "genres",
     }
     assert data.dense == ("age",)
-    for chunk in (data.train, data.validation, data.test):
+    for chunk in (data.rows("train"), data.rows("validation"), data.rows("test")):
         assert {
             "user_id",
             "gender",
@@ -107,7 +120,7 @@ def test_generated_data_has_the_columns_of_movielens_within_its_vocabulary(
             "age",
         } <= set(chunk)
     for name, rows in data.vocab.items():
-        values = (data.items if name in data.items else data.train)[name].values
+        values = (data.items if name in data.items else data.rows("train"))[name].values
         assert 0 <= values.min() <= values.max() < rows
 
 

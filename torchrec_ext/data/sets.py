@@ -1,4 +1,4 @@
-"""load_set(): a set by name -> StreamedData: MovieLens 100K, generated rows, or a folder as it stands.
+"""load_set(): a set by name -> Prepared: MovieLens 100K, generated rows, or a folder as it stands.
 
 Whatever a set is made of, it is written as a prepared folder and read from there. Pairs, labelled rows and sessions
 differ in their columns alone.
@@ -11,23 +11,22 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from torchrec_ext.data.columns import Array, Column, Int64, Windows
-from torchrec_ext.data.datasets import synthetic
-from torchrec_ext.data.datasets.catalog import (
+from torchrec_ext.data.catalog import (
     DatasetUnavailable,
     data_folder,
     find_ml_100k,
     ml_100k_tables,
 )
-from torchrec_ext.data.datasets.config import CHECKERBOARD, PARTS, PLANTED, DataConfig
-from torchrec_ext.data.datasets.features import (
+from torchrec_ext.data.columns import Array, Column, Int64, Windows
+from torchrec_ext.data.config import CHECKERBOARD, PARTS, PLANTED, DataConfig, Form
+from torchrec_ext.data.features import (
     SEPARATOR,
     RawColumns,
     check_described,
@@ -41,10 +40,29 @@ from torchrec_ext.data.datasets.features import (
     times_in,
     why_left_out,
 )
-from torchrec_ext.data.datasets.interactions import InteractionData
-from torchrec_ext.data.datasets.movielens import LICENCE, LICENCE_1M, films_and_people
-from torchrec_ext.data.datasets.prepare import Evaluation, RawSet, Roles, write_set
-from torchrec_ext.data.datasets.splits import (
+from torchrec_ext.data.files.arrow import is_list_type
+from torchrec_ext.data.files.parquet import read_columns
+from torchrec_ext.data.movielens import LICENCE, LICENCE_1M, films_and_people
+from torchrec_ext.data.pairs import (
+    CANDIDATES,
+    HISTORY,
+    KEYS,
+    PairRows,
+    Side,
+    distinct,
+    numbered,
+    set_of_pairs,
+)
+from torchrec_ext.data.planted import checkerboard, planted, planted_sequences
+from torchrec_ext.data.prepare import SESSION, Evaluation, RawSet, Roles, write_set
+from torchrec_ext.data.prepared import (
+    Prepared,
+    load_prepared,
+    open_prepared,
+    prepared_folder,
+    temporary_folder,
+)
+from torchrec_ext.data.splits import (
     TRAIN,
     VALIDATION,
     Pairs,
@@ -53,22 +71,8 @@ from torchrec_ext.data.datasets.splits import (
     untaken_items,
     with_profiles,
 )
-from torchrec_ext.data.datasets.streamed import (
-    StreamedData,
-    interactions_of,
-    load_streamed,
-    open_prepared,
-    prepared_folder,
-    temporary_folder,
-)
-from torchrec_ext.data.files.arrow import is_list_type
-from torchrec_ext.data.files.parquet import read_columns
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import listed
-
-# What a recipe makes of a folder: pairs to draw negatives for, rows with labels, or
-# items in order.
-Form = Literal["pairs", "labels", "sessions"]
 
 FRAPPE_LICENCE = (
     "Frappe: research use only, no redistribution without permission, no commercial use. Cite: L. Baltrunas, K. "
@@ -84,18 +88,13 @@ _SPELLINGS = {
     "negative": ("negative", "item_id", "item"),
     "order": ("timestamp", "time", "position"),
 }
-_KEYS = {"user": "user_id", "item": "item_id"}
-_RESERVED = ("label", *_KEYS, *_KEYS.values())
+_RESERVED = ("label", *KEYS, *KEYS.values())
 _NEGATIVES = "test_negatives"
-# Column of a held-out row's own candidates.
-CANDIDATES = "candidates"
-SESSION = "session"
-HISTORY = "history"
 
 
 def load_set(
     config: DataConfig, form: Form = "pairs", *, progress: bool = True
-) -> StreamedData:
+) -> Prepared:
     """Loads the set named by ``config``, from the folder of rec.data.preprocess or from a temporary one.
 
     Args:
@@ -108,36 +107,49 @@ def load_set(
         DataError: a file is damaged, or a column is not what it must be.
     """
     if prepared_folder(config.name, config.folder) is not None:
-        return load_streamed(config, labels=form == "labels")
+        return load_prepared(config, form)
     if form == "labels" and config.name == PLANTED:
-        return load_streamed(config)
+        return load_prepared(config, form)
     raw = raw_set(config, form, progress=progress)
+    return opened(raw, config, form)
+
+
+def opened(
+    raw: RawSet, config: DataConfig | None = None, form: Form = "pairs"
+) -> Prepared:
+    """Prepares rows in a temporary folder, which lives as long as what is returned.
+
+    Args:
+        raw: the rows.
+        config: settings with the name of the set; by default that of ``raw``.
+        form: what the rows are read as.
+    """
     temporary = temporary_folder()
     folder = Path(temporary.name)
     write_set(folder, raw)
-    return open_prepared(folder, config, labels=form == "labels", temporary=temporary)
+    return open_prepared(
+        folder, config or DataConfig(name=raw.name), form, temporary=temporary
+    )
 
 
 def load_dataset(
     name: str = "ml-100k", *, progress: bool = True, **settings: Any
-) -> InteractionData:
+) -> Prepared:
     """Loads the positives of a set by name; ``settings`` are those of :class:`DataConfig`; see :func:`load_set`."""
-    config = DataConfig(name=name, **settings)
-    return interactions_of(load_set(config, "pairs", progress=progress))
+    return load_set(DataConfig(name=name, **settings), "pairs", progress=progress)
 
 
 def raw_set(config: DataConfig, form: Form, *, progress: bool = True) -> RawSet:
     """Returns the rows of the set named by ``config`` as its files have them; see :func:`load_set`."""
     if config.name == PLANTED and form == "sessions":
         return planted_sessions(config)
-    generate = {PLANTED: synthetic.planted, CHECKERBOARD: synthetic.checkerboard}
+    generate = {PLANTED: planted, CHECKERBOARD: checkerboard}
     if config.name in generate:
-        data = generate[config.name](
+        return generate[config.name](
             history_length=config.history_length,
             seed=config.seed,
             **config.generated_sizes(),
         )
-        return synthetic.raw_set_of(data)
     folder = data_folder(config.name, config.folder)
     if config.name == "ml-100k" and form != "labels":
         try:
@@ -168,52 +180,19 @@ def ml_100k(path: Path, history_length: int) -> RawSet:
     ``history``, films ``release_year`` and ``genres``.
     """
     ratings, people, films = films_and_people(*ml_100k_tables(path))
-    user, item = _numbers(ratings["user_id"], ratings["item_id"])
-    return _set_of_pairs(
+    user, item = numbered(ratings["user_id"], ratings["item_id"])
+    return set_of_pairs(
         "ml-100k",
-        _Rows(ratings["user_id"], ratings["item_id"], None),
+        PairRows(ratings["user_id"], ratings["item_id"], None),
         leave_one_out(user, item, ratings["timestamp"].to_numpy(), history_length),
         {
-            "user": _Side(path, people, published=True),
-            "item": _Side(path, films, published=True),
+            "user": Side(path, people, published=True),
+            "item": Side(path, films, published=True),
         },
         separators={"genres": " "},
         licence=LICENCE,
         numbers=("age",),
     )
-
-
-class _Rows(NamedTuple):
-    """Raw pairs: users and items, and the part of each row; None if times decide."""
-
-    users: pa.Array
-    items: pa.Array
-    part: NDArray[np.int8] | None
-
-
-class _Side(NamedTuple):
-    """What a file says of users or items: its path and its raw columns, the key among them under our name."""
-
-    path: Path
-    columns: RawColumns
-    left_out: Mapping[str, str] = {}
-    # Whether every column is known to describe a user or an item.
-    published: bool = False
-
-
-def _distinct(values: pa.Array) -> pa.Array:
-    """Returns the distinct values, in sorted order."""
-    distinct = pc.unique(values)
-    return distinct.take(pc.sort_indices(distinct))
-
-
-def _numbers(*ids: pa.Array) -> tuple[Int64, ...]:
-    """Returns the index of each id among the distinct ones, in sorted order."""
-    arrays = []
-    for values in ids:
-        indices = pc.index_in(values, _distinct(values))
-        arrays.append(indices.to_numpy().astype(np.int64))
-    return tuple(arrays)
 
 
 def pairs_in(folder: Path, config: DataConfig) -> RawSet:
@@ -241,7 +220,7 @@ def pairs_in(folder: Path, config: DataConfig) -> RawSet:
         tables = {file: _read(file, "user_id", "item_id") for file in files.values()}
     sides = {
         owner: side
-        for owner in _KEYS
+        for owner in KEYS
         if (side := _side(folder, owner, config.name)) is not None
     }
     negatives = folder / f"{_NEGATIVES}.parquet"
@@ -250,9 +229,9 @@ def pairs_in(folder: Path, config: DataConfig) -> RawSet:
     _check_one_type(folder, tables, sides)
     rows = [tables[file] for file in files.values()]
     users, items = (
-        pa.concat_arrays([columns[key] for columns in rows]) for key in _KEYS.values()
+        pa.concat_arrays([columns[key] for columns in rows]) for key in KEYS.values()
     )
-    user, item = _numbers(users, items)
+    user, item = numbered(users, items)
     names = names_in(next(iter(files.values())))
     left_out = {
         name: "of an event; what is known before it is told by a preprocessing recipe"
@@ -279,9 +258,9 @@ def pairs_in(folder: Path, config: DataConfig) -> RawSet:
         candidates = _candidates(
             split, users, items, tables[negatives], negatives, config.seed
         )
-    return _set_of_pairs(
+    return set_of_pairs(
         config.name,
-        _Rows(users, items, part),
+        PairRows(users, items, part),
         split,
         sides,
         candidates=candidates,
@@ -324,121 +303,6 @@ def _names(folder: Path, pattern: str) -> list[str]:
     return sorted(path.name for path in folder.glob(pattern))
 
 
-def _set_of_pairs(
-    name: str,
-    rows: _Rows,
-    split: Split,
-    sides: Mapping[str, _Side],
-    *,
-    candidates: Column | None = None,
-    evaluation: Evaluation | None = None,
-    left_out: Mapping[str, str] | None = None,
-    separators: Mapping[str, str] | None = None,
-    licence: str | None = None,
-    numbers: Sequence[str] = (),
-) -> RawSet:
-    """Joins pairs with what is known of users and items, and cuts them into splits.
-
-    Args:
-        name: name of the set.
-        rows: all pairs.
-        split: part and history of some of them; a history holds indices among the sorted items.
-        sides: columns of users and items.
-        candidates: items that each held-out row is ranked among, indices among the sorted items, by row of ``split``.
-        evaluation: rule of the ranking.
-        left_out: see :class:`RawSet`.
-        separators: see :class:`RawSet`.
-        licence: see :class:`RawSet`.
-        numbers: see :class:`RawSet`.
-    """
-    order = pa.array(split.rows)
-    columns: dict[str, pa.Array] = {"user_id": rows.users.take(order)}
-    described: dict[str, list[str]] = {"user": [], "item": []}
-    all_left_out = dict(left_out or {})
-    all_separators = dict(separators or {})
-    titles: dict[object, str] = {}
-    item_column = rows.items.take(order)
-    for owner, key in _KEYS.items():
-        if owner == "item":
-            if split.history.lengths.any():
-                columns[HISTORY] = _lists(split.history, _distinct(rows.items))
-                described["user"].append(HISTORY)
-            columns["item_id"] = item_column
-        if owner not in sides:
-            continue
-        table = sides[owner].columns
-        all_left_out |= sides[owner].left_out
-        keys = columns[key]
-        places = pc.index_in(keys, table[key])
-        for word, values in table.items():
-            if word == key:
-                continue
-            if word == "title" and owner == "item":
-                pairs = zip(table[key].to_pylist(), values.to_pylist(), strict=True)
-                titles = {each: str(text) for each, text in pairs if text is not None}
-                continue
-            reason = None if sides[owner].published else why_left_out(values)
-            if reason is not None:
-                all_left_out[word] = reason
-                continue
-            # A batch has one column of a name, so the item's is renamed.
-            feature = f"{owner}_{word}" if word in columns else word
-            if pa.types.is_string(values.type) and feature not in all_separators:
-                with_lists = pc.any(pc.match_substring(values, SEPARATOR)).as_py()
-                if with_lists:
-                    all_separators[feature] = SEPARATOR
-            columns[feature] = values.take(places)
-            described[owner].append(feature)
-    evaluation = evaluation or Evaluation()
-    shared = [HISTORY] if HISTORY in columns else []
-    if candidates is not None:
-        columns[CANDIDATES] = _lists(candidates, _distinct(rows.items))
-        shared.append(CANDIDATES)
-    splits = {}
-    for number, part in enumerate(PARTS):
-        indices = pa.array(np.flatnonzero(split.part == number))
-        splits[part] = {word: values.take(indices) for word, values in columns.items()}
-    notes = []
-    repeats = len(rows.users) - len(split.rows)
-    if repeats:
-        notes.append(
-            f"{repeats:,} of {len(rows.users):,} rows repeat a pair of user and item; the first row of a pair counts"
-        )
-    if not len(splits["test"]["user_id"]):
-        raise DataError(
-            f"set '{name}' has no test rows: no user has the 3 interactions that a split by time needs"
-        )
-    return RawSet(
-        name=name,
-        splits=splits,
-        roles=Roles(
-            label="",
-            user="user_id",
-            item="item_id",
-            user_features=described["user"],
-            item_features=described["item"],
-        ),
-        shared={"item_id": shared} if shared else {},
-        separators={
-            word: text for word, text in all_separators.items() if word in columns
-        },
-        titles=titles,
-        left_out=all_left_out,
-        notes=notes,
-        evaluation=evaluation,
-        licence=licence,
-        numbers=numbers,
-    )
-
-
-def _lists(column: Column, distinct: pa.Array) -> pa.ListArray:
-    """Returns lists of raw ids for a column of indices among the distinct ones."""
-    return pa.ListArray.from_arrays(
-        pa.array(column.offsets, pa.int32()),
-        distinct.take(pa.array(column.values)),
-    )
-
-
 def _one_of_each(user: Int64, part: NDArray[np.int8], seed: int) -> Int64:
     """Draws a training row of each user with two or more."""
     # Not ``seed`` alone, because with_profiles draws its order from that.
@@ -462,9 +326,9 @@ def _candidates(
     Raises:
         DataError: a test row's user has no candidate.
     """
-    distinct_users = _distinct(users)
-    distinct_items = _distinct(items)
-    user, item = _numbers(users, items)
+    distinct_users = distinct(users)
+    distinct_items = distinct(items)
+    user, item = numbered(users, items)
     user = user[split.rows]
     item = item[split.rows]
     owners = pc.index_in(negatives["user_id"], distinct_users).fill_null(-1)
@@ -496,12 +360,12 @@ def _candidates(
     return Column.grouped(column.values[keep], column.owners[keep], len(split.rows))
 
 
-def _side(folder: Path, owner: str, name: str) -> _Side | None:
+def _side(folder: Path, owner: str, name: str) -> Side | None:
     """Reads users.parquet or items.parquet, if there is one: the key under our name, and all other columns."""
     path = folder / f"{owner}s.parquet"
     if not path.exists():
         return None
-    key = _KEYS[owner]
+    key = KEYS[owner]
     word = spelled(path, {key: _SPELLINGS[key]})[key]
     ids = read_ids(path, {key: word}, "describes nothing")[key]
     check_described(path, word, ids.to_numpy(zero_copy_only=False))
@@ -521,7 +385,7 @@ def _side(folder: Path, owner: str, name: str) -> _Side | None:
         else:
             values = raw_column(path, column, table.column(column))
             columns[short] = _as_float64(values)
-    return _Side(path, columns, left_out)
+    return Side(path, columns, left_out)
 
 
 def _plain(column: pa.Array) -> pa.Array:
@@ -541,7 +405,7 @@ def _as_float64(column: pa.Array) -> pa.Array:
 
 
 def _check_one_type(
-    folder: Path, tables: Mapping[Path, RawColumns], sides: Mapping[str, _Side]
+    folder: Path, tables: Mapping[Path, RawColumns], sides: Mapping[str, Side]
 ) -> None:
     """Refuses ids that are text in one file and numbers in another."""
     files = dict(tables) | {side.path: side.columns for side in sides.values()}
@@ -612,7 +476,7 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
     described: dict[str, list[str]] = {}
     left_out: dict[str, str] = {}
     separators: dict[str, str] = {}
-    for owner, key in _KEYS.items():
+    for owner, key in KEYS.items():
         described[owner] = [
             name for name in splits["train"] if name.startswith(f"{owner}_")
         ]
@@ -647,7 +511,7 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
                 places = pc.index_in(columns[key], side.columns[key])
                 splits[part] = {**columns, name: values.take(places)}
     keys = {
-        owner: key if key in splits["train"] else None for owner, key in _KEYS.items()
+        owner: key if key in splits["train"] else None for owner, key in KEYS.items()
     }
     return RawSet(
         name=config.name,
@@ -690,12 +554,12 @@ def _labelled_columns(path: Path) -> dict[str, pa.Array]:
     columns: dict[str, pa.Array] = {}
     for name in table.column_names:
         # Tables are named like their columns, and a module's name has no dot.
-        role = _KEYS.get(name, name.replace(".", "_"))
+        role = KEYS.get(name, name.replace(".", "_"))
         if role in columns:
             raise DataError(
                 f"{path}: two columns are '{role}', of which one is written '{name}'; rename one"
             )
-        convert = raw_ids if role in _KEYS.values() else raw_column
+        convert = raw_ids if role in KEYS.values() else raw_column
         column = convert(path, name, table.column(name))
         if is_list_type(column.type):
             raise DataError(
@@ -746,7 +610,7 @@ def sessions_in(folder: Path, config: DataConfig) -> RawSet:
             f"docs/recipes.md; or set data.name={PLANTED}"
         )
     columns = _read(files[0], "user_id", "item_id", "order")
-    (user,) = _numbers(columns["user_id"])
+    (user,) = numbered(columns["user_id"])
     # Equal times keep the order of the rows.
     order = pa.array(np.lexsort((_order_of(columns["order"]), user)))
     events = TakenItems(
@@ -765,9 +629,7 @@ def sessions_in(folder: Path, config: DataConfig) -> RawSet:
 
 def planted_sessions(config: DataConfig) -> RawSet:
     """Returns the generated sequences as a set of sessions."""
-    sequences, best = synthetic.planted_sequences(
-        seed=config.seed, **config.generated_sizes()
-    )
+    sequences, best = planted_sequences(seed=config.seed, **config.generated_sizes())
     return set_of_sessions(
         PLANTED,
         TakenItems(users=pa.array(sequences.owners), items=pa.array(sequences.values)),
@@ -801,7 +663,7 @@ def set_of_sessions(
         licence: see :class:`RawSet`.
         best: see :class:`RawSet`.
     """
-    user, item = _numbers(events.users, events.items)
+    user, item = numbered(events.users, events.items)
     starts = np.flatnonzero(np.diff(user, prepend=-1))
     stops = np.append(starts[1:], len(user))
     sizes = stops - starts
@@ -839,9 +701,9 @@ def set_of_sessions(
     ends = np.concatenate([end for _, end, _ in rows])
     parts = np.concatenate([part for _, _, part in rows])
     split = Split(ends, parts, Column.from_windows(item, Windows(begins, ends)))
-    raw = _set_of_pairs(
+    raw = set_of_pairs(
         name,
-        _Rows(events.users, events.items, parts),
+        PairRows(events.users, events.items, parts),
         split,
         {},
         candidates=None

@@ -1,1 +1,0 @@
-"""Placements that are measured before one is chosen."""

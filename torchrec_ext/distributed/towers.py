@@ -1,0 +1,276 @@
+"""TowersOnRanks: the towers of a model at the same time, each on one rank, their outputs exchanged once each way.
+
+Every rank has the whole batch of B rows and runs its own towers on all of them; the layers above run on each rank's n
+of these rows. Rank q, whose towers' outputs are W wide in all, sends rank r the (n, W) numbers for its rows, and gets
+their gradient back::
+
+    rank 0   user tower -> (B, D)  --.   .-->  top on rows 0 to B/2    --> its share of the loss
+                                      > <
+    rank 1   item tower -> (B, D)  --'   '-->  top on rows B/2 to B    --> its share of the loss
+
+In one process a captured step is the answer: it runs sub-networks at the same time in one graph, without a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchrec_ext.distributed.runtime import Runtime, gather_objects
+from torchrec_ext.schema.validation import check_choice
+
+Reduction = Literal["mean", "sum"]
+
+
+class TowersOnRanks(nn.Module):
+    """Runs each tower on one rank, at the same time, and the layers above them on each rank's share of the rows.
+
+    Losses, gradients and weights are those of one process that runs all towers on the batch, to rounding. A layer that
+    looks at other rows, such as batch normalisation, sees this rank's rows in ``top``, and all rows in a tower.
+
+    A rank holds the parameters of its own towers and of ``top``, under the names ``towers.NAME...`` and ``top...``,
+    whatever the number of ranks. ``torch.distributed.checkpoint.save(model.state_dict())`` on all ranks therefore makes
+    one checkpoint of the whole, which one process can load.
+
+    Args:
+        towers: modules by name, in one order on all ranks; each returns (B, D), with a D of its own. A tower that
+            another rank runs is not kept here, and may be None.
+        top: module called with the list of the towers' outputs, (n, D) each, then ``rows``; it returns the loss over
+            these n rows, (), or a tuple that begins with it. Rank 0's weights are copied to all ranks.
+        runtime: rank and device of this process.
+        ranks: rank of each tower, by name; by default tower number i is on rank i % R.
+        reduction: whether ``top`` returns the ``mean`` of its rows' losses or their ``sum``.
+
+    Raises:
+        ValueError: no tower, a rank that does not exist or that lacks its tower, a tower without a rank, or a
+            parameter of two towers.
+
+    Example:
+        >>> class Top(nn.Module):
+        ...     def forward(self, outputs, label):
+        ...         return nn.functional.mse_loss((outputs[0] * outputs[1]).sum(dim=1), label)
+        >>> with Runtime.start("cpu") as runtime:
+        ...     towers = {"user": nn.Linear(3, 2), "item": nn.Linear(5, 2)}
+        ...     model = TowersOnRanks(towers, Top(), runtime)
+        ...     model({"user": (torch.ones(4, 3),), "item": (torch.ones(4, 5),)}, torch.ones(4)).shape
+        torch.Size([])
+    """
+
+    def __init__(
+        self,
+        towers: Mapping[str, nn.Module | None],
+        top: nn.Module,
+        runtime: Runtime,
+        *,
+        ranks: Mapping[str, int] | None = None,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__()
+        check_choice("reduction", reduction, get_args(Reduction))
+        self.ranks = _ranks_of(towers, ranks, runtime.world_size)
+        own: dict[str, nn.Module] = {}
+        for name, rank in self.ranks.items():
+            if rank != runtime.rank:
+                continue
+            tower = towers[name]
+            if tower is None:
+                raise ValueError(
+                    f"towers: '{name}' is None on rank {rank}, which runs it; give that rank the module"
+                )
+            own[name] = tower
+        _refuse_shared({**towers, "top": top})
+        self.towers = nn.ModuleDict(own)
+        self.top = top
+        self._runtime = runtime
+        self._reduction = reduction
+        self._outputs: list[_Outputs] = []
+        # In a list, so that the names of its parameters are not in the state twice.
+        self._summed: list[nn.Module] = [top]
+        if runtime.world_size > 1 and any(p.requires_grad for p in top.parameters()):
+            summed = DistributedDataParallel(top)
+            # The ranks' losses are shares of one loss, so their gradients are added.
+            # A lambda, because DDP compares a hook's annotations as objects.
+            summed.register_comm_hook(None, lambda _, bucket: _added_up(bucket))
+            self._summed = [summed]
+
+    def forward(self, inputs: Mapping[str, Sequence[Any]], *rows: Tensor) -> Any:
+        """Returns what ``top`` returns, with the loss of all B rows, which is the same on every rank.
+
+        Its backward on all ranks makes the gradients of this rank's towers and of ``top``. Anything behind the loss is
+        of this rank's rows alone, see :meth:`slice_of`.
+
+        Args:
+            inputs: arguments of each tower, by name, for all B rows; those of other ranks' towers are not read.
+            rows: (B, ...) tensors for ``top``, such as labels; at least one. Each is cut to this rank's rows.
+
+        Raises:
+            ValueError: fewer rows than ranks, a tower that returns another number of rows, or no ``rows``.
+        """
+        if not rows:
+            raise ValueError("rows: give the labels, or another tensor with B rows")
+        size = len(rows[0])
+        if size < self._runtime.world_size:
+            raise ValueError(
+                f"rows: {size} rows on {self._runtime.world_size} ranks, each of which needs one; make batches larger"
+            )
+        here = self.slice_of(size)
+        outputs = self._exchanged(self._run(inputs, size), size)
+        result = self._summed[0](outputs, *(tensor[here] for tensor in rows))
+        loss, *more = result if isinstance(result, tuple) else (result,)
+        if self._reduction == "mean":
+            loss = loss * ((here.stop - here.start) / size)
+        loss = self._of_all_ranks(loss)
+        return (loss, *more) if isinstance(result, tuple) else loss
+
+    def slice_of(self, size: int) -> slice:
+        """Returns this rank's rows of a batch of ``size``; the first ranks have one more if it does not divide."""
+        starts = self._starts(size)
+        return slice(starts[self._runtime.rank], starts[self._runtime.rank + 1])
+
+    def _starts(self, size: int) -> list[int]:
+        each, more = divmod(size, self._runtime.world_size)
+        return [
+            rank * each + min(rank, more)
+            for rank in range(self._runtime.world_size + 1)
+        ]
+
+    def _run(self, inputs: Mapping[str, Sequence[Any]], size: int) -> dict[str, Tensor]:
+        outputs = {}
+        for name, tower in self.towers.items():
+            output = tower(*inputs[name])
+            if output.dim() != 2 or len(output) != size:
+                raise ValueError(
+                    f"tower '{name}' returned {tuple(output.shape)} for {size} rows; a tower returns (B, D)"
+                )
+            outputs[name] = output
+        return outputs
+
+    def _exchanged(self, own: dict[str, Tensor], size: int) -> list[Tensor]:
+        """Returns all towers' outputs for this rank's rows, in the order of the towers."""
+        if self._runtime.world_size == 1:
+            return [own[name] for name in self.ranks]
+        by_rank = self._outputs_of_all(own)
+        starts = self._starts(size)
+        counts = [stop - start for start, stop in pairwise(starts)]
+        here = counts[self._runtime.rank]
+        if own:
+            sent = torch.cat(list(own.values()), dim=1)
+        else:
+            dtype = next(of_rank.dtype for of_rank in by_rank if of_rank.dtype)
+            sent = torch.empty(size, 0, device=self._runtime.device, dtype=dtype)
+        # Every rank takes part in the backward, also one whose towers have nothing to
+        # learn.
+        if torch.is_grad_enabled() and not sent.requires_grad:
+            sent.requires_grad_()
+        totals = [sum(of_rank.widths.values()) for of_rank in by_rank]
+        received: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
+            sent.reshape(-1),
+            [count * sent.shape[1] for count in counts],
+            [here * total for total in totals],
+        )
+        outputs: dict[str, Tensor] = {}
+        blocks = torch.split(received, [here * total for total in totals])
+        for of_rank, total, block in zip(by_rank, totals, blocks, strict=True):
+            columns = torch.split(
+                block.view(here, total), list(of_rank.widths.values()), dim=1
+            )
+            outputs |= zip(of_rank.widths, columns, strict=True)
+        return [outputs[name] for name in self.ranks]
+
+    def _outputs_of_all(self, own: Mapping[str, Tensor]) -> list[_Outputs]:
+        """Returns the form of all towers' outputs by rank; asked for once, as a tower has one width."""
+        if not self._outputs:
+            widths = {name: output.shape[1] for name, output in own.items()}
+            dtype = next((output.dtype for output in own.values()), None)
+            self._outputs = gather_objects(
+                _Outputs(widths, dtype), self._runtime.world_size
+            )
+            dtypes = {of_rank.dtype for of_rank in self._outputs if of_rank.dtype}
+            if len(dtypes) > 1:
+                raise ValueError(
+                    f"towers return {', '.join(sorted(map(str, dtypes)))}: one message holds all outputs; let them "
+                    "return one dtype"
+                )
+        return self._outputs
+
+    def _of_all_ranks(self, share: Tensor) -> Tensor:
+        """Returns the sum of the ranks' shares of the loss, with the gradient of this rank's."""
+        if self._runtime.world_size == 1:
+            return share
+        total = share.detach().clone()
+        dist.all_reduce(total)
+        return share + (total - share.detach())
+
+
+class _Outputs(NamedTuple):
+    """The widths of a rank's towers' outputs by name, and their dtype; None without a tower."""
+
+    widths: dict[str, int]
+    dtype: torch.dtype | None
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of a flat tensor; its backward sends the gradient the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sent: Tensor, sending: list[int], receiving: list[int]
+    ) -> Tensor:
+        """Returns what all ranks have sent to this one, in rank order."""
+        ctx.sizes = sending, receiving
+        return _all_to_all(sent, sending, receiving)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """Returns the gradient of what this rank has sent."""
+        sending, receiving = ctx.sizes
+        return _all_to_all(gradients[0], receiving, sending), None, None
+
+
+def _all_to_all(sent: Tensor, sending: list[int], receiving: list[int]) -> Tensor:
+    received = sent.new_empty(sum(receiving))
+    dist.all_to_all_single(received, sent.contiguous(), receiving, sending)
+    return received
+
+
+def _added_up(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
+
+
+def _ranks_of(
+    towers: Mapping[str, Any], asked: Mapping[str, int] | None, world_size: int
+) -> dict[str, int]:
+    if not towers:
+        raise ValueError("towers: give at least one")
+    if asked is None:
+        return {name: number % world_size for number, name in enumerate(towers)}
+    if set(asked) != set(towers):
+        differing = min(set(asked) ^ set(towers))
+        raise ValueError(
+            f"ranks: '{differing}' is in only one of ranks and towers; give each tower one rank"
+        )
+    for name, rank in asked.items():
+        if not 0 <= rank < world_size:
+            raise ValueError(
+                f"ranks: '{name}' is on rank {rank}, and the ranks are 0 to {world_size - 1}"
+            )
+    return {name: asked[name] for name in towers}
+
+
+def _refuse_shared(modules: Mapping[str, nn.Module | None]) -> None:
+    owners: dict[nn.Parameter, str] = {}
+    for name, module in modules.items():
+        for path, parameter in [] if module is None else module.named_parameters():
+            owner = owners.setdefault(parameter, name)
+            if owner != name:
+                raise ValueError(
+                    f"towers: '{owner}' and '{name}' share the parameter '{path}', which would be trained in two "
+                    "places; make one tower of both, or give each its own"
+                )

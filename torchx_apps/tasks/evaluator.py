@@ -1,0 +1,437 @@
+"""Evaluator: classifies the labels of held-out rows, and ranks their items, by what the prepared folder holds.
+
+question_of(): the one question that a model and its baselines answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from torchrec_ext.data.columns import Chunk, Column, Int64, concatenate_rows
+from torchrec_ext.data.files.arrow import Source
+from torchrec_ext.data.loader.batch_builder import BatchBuilder
+from torchrec_ext.data.loader.config import LoaderConfig
+from torchrec_ext.data.loader.loader import ChunkLoader
+from torchrec_ext.data.prepare import SESSION
+from torchrec_ext.data.prepared import Prepared, positive_share
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.schema import BatchSchema
+from torchrec_ext.schema.batch_schema import IdReplacement
+from torchrec_ext.train import metrics
+from torchrec_ext.train.config import Record
+from torchx_apps.tasks.baselines import Beside, ClosedForms
+from torchx_apps.tasks.export_data import tower_columns
+from torchx_apps.tasks.question import (
+    SHOWN,
+    Figures,
+    K,
+    TaskQuestion,
+    item_batches,
+    padded_lists,
+    recommendation_lines,
+)
+
+# Rows of a batch in an evaluation.
+BATCH_ROWS = 8_192
+# Splits before a held-out one, whose items a user has taken.
+_BEFORE = {"validation": ("train",), "test": ("train", "validation")}
+
+
+class _RankedRows(NamedTuple):
+    """Held-out rows to rank the catalogue for, and their question."""
+
+    rows: Chunk
+    question: TaskQuestion
+
+
+@dataclass(frozen=True)
+class Recommended:
+    """Recommendations for a user, best first.
+
+    Args:
+        user: row of the user.
+        items: rows of the items, (K,).
+        scores: scores of the items, (K,).
+    """
+
+    user: int
+    items: list[int]
+    scores: list[float]
+
+
+class Evaluator:
+    """Evaluates a model on held-out rows; every rank calls each method but :meth:`baseline` and :meth:`beside`.
+
+    Rows with labels are read a batch at a time. The catalogue is ranked for those with label 1 if the preprocessing
+    names the columns of user and item, and the item's columns are those of the model's last tower.
+
+    Args:
+        data: the task's data.
+        schema: schema of the model's batches.
+        model: the sharded model.
+        runtime: this rank's runtime.
+        figures: names of the ranking's figures with their numbers of items shown; those of the set if empty.
+        closed_forms: EASE of the training rows, if they are ranked too.
+
+    Attributes:
+        rows: puts the rows that dynamic ids have now in their place; None by default.
+    """
+
+    def __init__(
+        self,
+        data: Prepared,
+        schema: BatchSchema,
+        model: DistributedModelParallel,
+        runtime: Runtime,
+        figures: Figures = (),
+        closed_forms: ClosedForms | None = None,
+    ) -> None:
+        self.data = data
+        self.schema = schema
+        self.model = model
+        self.runtime = runtime
+        self.rows: IdReplacement | None = None
+        rule = data.evaluation
+        usual = [(name, k) for k in rule.at for name in rule.figures]
+        self.ranking_figures = figures or usual
+        self._closed_forms = closed_forms
+        # The rankings asked for so far, by split.
+        self._rankings: dict[str, _RankedRows | None] = {}
+
+    def builder(self) -> BatchBuilder:
+        """Returns a builder of batches for the model, whose ids are rows of its tables."""
+        return BatchBuilder(self.schema, self.data.items, rows=self.rows)
+
+    @cached_property
+    def towers(self) -> list[str] | None:
+        """Names of the model's towers, the item's last, if they can rank the catalogue; else None."""
+        if self.data.form == "labels":
+            return ranking_towers(self.model.module, self.data)
+        return ["session" if self.data.form == "sessions" else "user", "item"]
+
+    @property
+    def tasks(self) -> list[str]:
+        """Names of the model's tasks; none if it has one label."""
+        return list(getattr(self.model.module, "tasks", ()))
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the model's logits are odds, rather than scores for ranking only."""
+        return bool(getattr(self.model.module, "calibrated", True))
+
+    @property
+    def classified(self) -> list[str]:
+        """Names of the figures of the model's logits."""
+        return metrics.classification_names(calibrated=self.calibrated)
+
+    @property
+    def ranking_names(self) -> list[str]:
+        """Names of the ranking's figures."""
+        return [f"{name}@{k}" for name, k in self.ranking_figures]
+
+    @property
+    def validated(self) -> list[str]:
+        """Names of the figures of :meth:`validate`."""
+        names = []
+        if self.data.form == "labels":
+            for prefix in [f"{name}_" for name in self.tasks] or [""]:
+                names += [f"{prefix}{name}" for name in self.classified]
+        if self.towers:
+            names += self.ranking_names
+        return names
+
+    def validate(self) -> Record:
+        """Returns the figures on the validation rows, for early stopping and the choice of settings."""
+        return self.figures("validation")
+
+    def test(self) -> Record:
+        """Returns the figures on the test rows; switches the model to evaluation."""
+        self.model.eval()
+        return self.figures("test")
+
+    def figures(self, split: str) -> Record:
+        """Returns figures by name on the held-out rows of a split."""
+        record: Record = {}
+        if self.data.form == "labels":
+            record |= self._classification(split)
+        ranking = self._ranking(split)
+        if ranking is None or self.towers is None:
+            return record
+        return record | ranking.question.of_model(
+            self.model.module, self.runtime, self.builder(), ranking.rows, self.towers
+        )
+
+    def baseline(self, split: str) -> Record:
+        """Returns the figures of the best constant, the training rows' share of positives, and popularity's ranking."""
+        figures: Record = {}
+        for prefix, (positive, total), share in self._constants(split):
+            rate = positive / total if total else 0.0
+            classes = ((rate, share), (1 - rate, 1 - share))
+            figures[f"{prefix}auc"] = 0.5
+            if self.calibrated:
+                figures[f"{prefix}log_loss"] = -sum(
+                    weight * math.log(chance) for weight, chance in classes if weight
+                )
+        question = self.question(split)
+        if question is not None:
+            figures |= question.of_popularity(torch.from_numpy(self.data.popularity))
+        return figures
+
+    def beside(self, split: str) -> Beside:
+        """Returns the figures of EASE on the same question; it is fitted on the training rows."""
+        question = self.question(split)
+        if question is None:
+            return Beside({}, {})
+        return question.of_closed_forms(self._closed_forms)
+
+    def question(self, split: str) -> TaskQuestion | None:
+        """Returns the question about held-out items; None if the catalogue is not ranked."""
+        ranking = self._ranking(split)
+        return None if ranking is None else ranking.question
+
+    def outputs(
+        self, rows: Chunk | Source, batch_size: int, label: str, weight: str | None
+    ) -> Iterator[Any]:
+        """Yields the model's output for each batch of this rank's part of held-out rows.
+
+        Args:
+            rows: rows of all ranks.
+            batch_size: number of rows of a batch, over all ranks.
+            label: column of the labels.
+            weight: column of the weights, or None.
+        """
+        config = LoaderConfig(
+            batch_size=batch_size,
+            negatives=0,
+            label=label,
+            weight=weight,
+            shuffle=False,
+        )
+        # Figures do not depend on the order, so each rank reads its own part of files.
+        loader = ChunkLoader(
+            rows,
+            self.schema,
+            config=config,
+            rank=self.runtime.rank,
+            world_size=self.runtime.world_size,
+            in_order=False,
+        )
+        loader.hook.replace = self.rows
+        for batch in metrics.watched(loader, len(loader)):
+            with torch.no_grad():
+                # The first of two results is the loss.
+                output = self.model.module(batch.to(self.runtime.device))[1]
+            yield output
+
+    def _classification(self, split: str) -> Record:
+        roles = self.data.roles
+        runtime = self.runtime
+        size = BATCH_ROWS * runtime.world_size
+        sums: dict[str, metrics.ClassificationMetrics] = {}
+        for output in self.outputs(
+            self.data.splits[split], size, roles.label, roles.weight
+        ):
+            tasks = getattr(output, "tasks", None) or {}
+            outputs = {f"{name}_": task for name, task in tasks.items()} or {"": output}
+            for prefix, each in outputs.items():
+                classification = sums.setdefault(
+                    prefix, metrics.ClassificationMetrics(runtime.device)
+                )
+                classification.update(each.logits, each.labels, each.weights)
+        record: Record = {}
+        for prefix, classification in sums.items():
+            figures = classification.compute(runtime)
+            record |= {f"{prefix}{name}": figures[name] for name in self.classified}
+        return record
+
+    def _constants(
+        self, split: str
+    ) -> Iterator[tuple[str, tuple[float, float], float]]:
+        """Yields each label's prefix of figures, its positives and their total, and their share in training."""
+        data = self.data
+        if data.form != "labels":
+            return
+        if not self.tasks:
+            yield "", data.positives[split], data.share("train")
+            return
+        of_clicked = self.model.module.rows == "positive"
+        for number, name in enumerate(self.tasks):
+            # The first task decides what a click is; the others may be learned among
+            # the clicked rows.
+            among_clicked = of_clicked and number > 0
+            sums = []
+            for of in (split, "train"):
+                every, some = data.task_positives[of][name]
+                clicked, total = data.positives[of]
+                sums.append((some, clicked) if among_clicked else (every, total))
+            yield f"{name}_", sums[0], positive_share(*sums[1])
+
+    def _ranking(self, split: str) -> _RankedRows | None:
+        """Returns the rows to rank the catalogue for; None if it is not ranked."""
+        if self.towers is None:
+            return None
+        if split not in self._rankings:
+            rows = held_out_rows(self.data, split)
+            self._rankings[split] = None
+            if rows.num_rows:
+                question = question_of(self.data, split, rows, self.ranking_figures)
+                if self.data.evaluation.by == "user":
+                    # One query for each user, in the order of the users' ids.
+                    users = rows[str(self.data.roles.user)].values
+                    rows = rows.take(np.unique(users, return_index=True)[1])
+                self._rankings[split] = _RankedRows(rows, question)
+        return self._rankings[split]
+
+    def example(self) -> str:
+        """Returns the recommendations for the first test row as text for a person; empty for rows with labels."""
+        if self.data.form == "labels":
+            return ""
+        return recommendation_text(self.data, self.recommend())
+
+    def recommend(self, row: int = 0) -> Recommended:
+        """Returns the K best items for the user of a test row, fewer if there are fewer new items for that user."""
+        assert self.towers is not None, "the catalogue is ranked"
+        rows = self.data.rows("test").slice(row, row + 1)
+        builder = self.builder()
+        model = self.model.module
+        batches = item_batches(builder, builder.items.num_rows, self.runtime)
+        with torch.no_grad():
+            items: Tensor = metrics.embed_all(model, "item", batches, self.runtime)
+            query = builder.user_batch(rows).to(self.runtime.device)
+            vector = model.embed(self.towers[0], query)
+            scores = model.interaction.score_all(vector, items)[0].cpu()
+        taken = user_items(self.data, "test", rows).values
+        scores[torch.from_numpy(not_items(self.data))] = -torch.inf
+        scores[torch.from_numpy(taken)] = -torch.inf
+        # A user may have taken all but a few.
+        best = scores.topk(min(K, int((scores > -torch.inf).sum())))
+        user = int(rows[str(self.data.roles.user)].values[0])
+        return Recommended(user, best.indices.tolist(), best.values.tolist())
+
+
+def recommendation_text(data: Prepared, recommended: Recommended) -> str:
+    """Returns recommendations for a user as text, with the items before and that of the user's first test row."""
+    user = recommended.user
+    rows = data.rows("test")
+    row = int((rows[str(data.roles.user)].values == user).argmax())
+    before = data.taken(*_BEFORE["test"], users=np.array([user])).items
+    if data.form == "sessions":
+        before = rows[SESSION].row(row)
+    titles = data.titles
+    held_out = int(rows[str(data.roles.item)].values[row])
+    who = data.values_of(str(data.roles.user))[user]
+    lines = [
+        f"user {who} took before: "
+        + "; ".join(titles[item] for item in before[-SHOWN:])
+    ]
+    lines += recommendation_lines(
+        recommended.items, recommended.scores, titles.__getitem__, [held_out]
+    )
+    return "\n".join(lines)
+
+
+def ranking_towers(model: Any, data: Prepared) -> list[str] | None:
+    """Returns the model's towers if the last reads exactly the item's columns, and no other any of them; else None."""
+    if data.roles.user is None or data.roles.item is None or not data.ranked:
+        return None
+    towers = getattr(model, "made_of", None)
+    if not towers or len(towers) < 2:
+        return None
+    features, dense = data.towers["item"]
+    item = {*features, *dense}
+    columns = [set(tower_columns(how.arguments or {})) for how in towers.values()]
+    *queries, last = columns
+    # A query tower with a column of the item would have to run for each pair.
+    if last != item or any(query & item for query in queries):
+        return None
+    return list(towers)
+
+
+def held_out_rows(data: Prepared, split: str) -> Chunk:
+    """Returns the held-out rows to rank for; of labelled rows at most ``data.ranked`` with label 1, evenly spread."""
+    roles = data.roles
+    if data.form != "labels":
+        return data.rows(split)
+    # A first pass counts the rows to choose from, since a split may not fit memory.
+    count = sum(chunk.num_rows for chunk in data.clicked(split, str(roles.item)))
+    every = max(1, -(-count // data.ranked))
+    names = list(
+        dict.fromkeys(
+            [roles.label, str(roles.item), str(roles.user), *data.features, *data.dense]
+        )
+    )
+    if data.evaluation.candidates:
+        names.append(data.evaluation.candidates)
+    pieces = []
+    passed = 0
+    for chunk in data.clicked(split, *names):
+        rows = np.arange(chunk.num_rows)
+        # Every n-th of all chunks together, however the files are cut.
+        pieces.append(chunk.take(rows[(rows + passed) % every == 0]))
+        passed += len(rows)
+    return concatenate_rows(pieces, names)
+
+
+def not_items(data: Prepared) -> Int64:
+    """Returns the rows of the items' table that are never ranked: the unknown item, and items without training row."""
+    rows = np.arange(data.vocab[str(data.roles.item)])
+    return np.setdiff1d(rows, data.item_ids)
+
+
+def user_items(data: Prepared, split: str, rows: Chunk) -> Column:
+    """Returns what each row's user has taken before it: the items of earlier splits, and of the row's own session."""
+    taken = data.seen(rows[str(data.roles.user)].values, *_BEFORE[split])
+    if data.form != "sessions":
+        return taken
+    session = rows[SESSION]
+    owners = np.concatenate([taken.owners, session.owners])
+    items = np.concatenate([taken.values, session.values])
+    pairs = np.unique(np.stack([owners[items > 0], items[items > 0]]), axis=1)
+    return Column.grouped(pairs[1], pairs[0], rows.num_rows)
+
+
+def question_of(
+    data: Prepared, split: str, held_out: Chunk, figures: Figures
+) -> TaskQuestion:
+    """Returns the question for a model and its baselines: the place of each held-out item in the catalogue.
+
+    Args:
+        data: the set.
+        split: the split that the rows are of.
+        held_out: rows of the split.
+        figures: names of the figures with their numbers of items shown.
+    """
+    rule = data.evaluation
+    candidates = None
+    target_rows: Int64 | None = None
+    # A copy, because Arrow's memory is read-only.
+    targets = held_out[str(data.roles.item)].values.copy()
+    if rule.candidates is not None:
+        candidates = padded_lists(held_out[rule.candidates])
+    if rule.by == "user":
+        # All held-out items of a user are one question.
+        users = held_out[str(data.roles.user)].values
+        order = np.argsort(users, kind="stable")
+        targets = targets[order]
+        _, first, target_rows = np.unique(
+            users[order], return_index=True, return_inverse=True
+        )
+        held_out = held_out.take(order[first])
+    return TaskQuestion.about(
+        targets,
+        user_items(data, split, held_out),
+        figures,
+        candidates=candidates,
+        target_rows=target_rows,
+        keep_seen=rule.keep_seen,
+        not_items=not_items(data).tolist(),
+    )
