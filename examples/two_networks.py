@@ -2,8 +2,9 @@
 
 python examples/two_networks.py [EPOCHS]
 
-A user clicks items of the same kind, and a fifth of the labels is wrong: no network has a log loss below .500. Both
-networks train in one captured step, each by its own learning rate.
+A user clicks items of the same kind, and a fifth of the labels is wrong: no network has a log loss below .500. An epoch
+has the same rows each time, so that a network alone learns wrong labels by heart. Both train in one step, each by its
+own learning rate.
 """
 
 import sys
@@ -15,7 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torchrec_ext import adopt
 
 USERS, ITEMS, KINDS, ROWS, STEPS = 500, 200, 4, 512, 100
-RATES = {"calm": 1e-3, "bold": 1e-2}
+RATES = {"calm": 1e-2, "bold": 2e-2}
 
 
 class Network(nn.Module):
@@ -24,11 +25,12 @@ class Network(nn.Module):
         torch.manual_seed(seed)
         self.user = nn.Embedding(USERS, 16)
         self.item = nn.Embedding(ITEMS, 16)
-        self.top = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+        self.bias = nn.Parameter(torch.zeros(()))
+        for table in (self.user, self.item):
+            nn.init.normal_(table.weight, std=0.3)
 
     def forward(self, user, item):
-        both = torch.cat([self.user(user), self.item(item)], 1)
-        return self.top(both).squeeze(1)
+        return (self.user(user) * self.item(item)).sum(1) + self.bias
 
 
 def rows(seed):
@@ -58,7 +60,7 @@ def log_losses(epochs, weight):
 
     step = adopt(networks, torch.optim.Adam(groups), loss)
     for number in range(epochs * STEPS):
-        step(*rows(number))
+        step(*rows(number % STEPS))
     user, item, label = rows(1_000_000)
     with torch.no_grad():
         return {
@@ -67,7 +69,7 @@ def log_losses(epochs, weight):
         }
 
 
-def main(epochs=4):
+def main(epochs=6):
     torch.set_num_threads(1)
     print("log loss, alone          ", log_losses(epochs, 0.0))
     print("log loss, from each other", log_losses(epochs, 1.0))
