@@ -38,12 +38,13 @@ from typing import Any, NamedTuple
 import torch
 from harness import ROOT, Row, row
 
-from torchrec_ext.networks.gpu_sharing import mps_is_running
 from torchx_apps.config import as_words
 from torchx_apps.recipes.by_name import load_recipe
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 SCRIPTS = {"gpu_adopt": [], "negatives": [], "mixed_precision": ["--studies"]}
+# Where NVIDIA's Multi-Process Service is, if it runs.
+PIPES = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 DEVICE = "cuda" if GPUS else "cpu"
 SIZES = (
@@ -85,7 +86,7 @@ def parts() -> dict[str, Part]:
     several = "" if GPUS != 1 else "a second GPU"
     sharing = (
         ""
-        if mps_is_running(os.environ) or not GPUS
+        if (PIPES / "control").exists() or not GPUS
         else "MPS, which `nvidia-cuda-mps-control -d` starts"
     )
     return {

@@ -2,20 +2,13 @@
 
     python benchmarks/networks.py [--only ROW ...] [--turns 3] [--quick]
 
-Networks are Contextual NCFs of a small set (654 users, 1,127 items, 21 columns of context, 74,673 parameters), 256
-positives with 4 negatives each, dense Adam, one thread. Figures are milliseconds of a step of all eight networks, each
-with a loader of its own, as `--vary train.seed=0,...,7` gives them. A stack is timed inside `train_stack()`, which is
-what `rec.train.networks` calls: loaders, checks of the losses, compiled step and windows of the loss included. Networks
-that are trained one after another are timed as one network, eight times.
-
-`stacked-eager`: a stack with train.compile=off, against plain PyTorch: nn.Embedding, the context beside every row,
-fused Adam, on batches that our loader builds, with the faster of one thread and two. `stacked-eager, same form` is the
-same stack against one network under `train()` with train.compile=off, and `stacked-compiled` a stack with
-train.compile=require against one network under `train()` with train.compile=require: what `rec.train.hybrid` runs.
-`one loader` rows are the same stacks where all members read one loader, as with `--vary optimizer.dense_lr=...`.
+`stacked`: eight Contextual NCFs of a small set (654 users, 1,127 items, 21 columns of context, 74,673 parameters), 256
+positives with 4 negatives each, dense Adam with a rate for each, one thread, on batches that are ready: milliseconds of
+a step of all, as one adopted `Stack`, against eight adopted steps one after another. `capture_s` and
+`capture_s_of_eight` are seconds of compiling.
 `two-networks`: a two-tower network and a Contextual NCF, seconds until both have made as many steps as last equally
-long, each under `train()`: on a rank group of its own at the same time, against one after the other on one rank. Its
-ceiling is what two processes reach that never talk. Last line: one JSON object.
+long, each under `train()`: on a process of its own at the same time, as roles of one job, against one after the other.
+Its ceiling is what two processes reach that never talk. Last line: one JSON object.
 """
 
 import contextlib
@@ -29,6 +22,7 @@ import statistics
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,9 +38,12 @@ from harness import (
     row,
     slowest,
 )
-from torch import nn
+from small_model_baseline import SHAPES, PlainNCF, drawn, positives
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from torchrec_ext.adopt import AdoptedStep, adopt
 from torchrec_ext.capture.policy import Compile
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
@@ -56,45 +53,18 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.ncf import ContextualNCF
 from torchrec_ext.models.tower_model import TowerModel, two_tower
-from torchrec_ext.networks.training import Member, train_stack
+from torchrec_ext.networks import Stack
 from torchrec_ext.train.config import TrainConfig
 from torchrec_ext.train.loop import train
 
 USERS, ITEMS, CONTEXT, COUNT, POSITIVES, NEGATIVES = 654, 1_127, 21, 83_731, 256, 4
 MEMBERS = 8
+RATES = [1e-3 * (1 + number) for number in range(MEMBERS)]
 COLUMNS = [f"c{number}" for number in range(CONTEXT)]
 ADAM = OptimizerConfig(tables="adam", tables_lr=1e-3, dense="adam", dense_lr=1e-3)
 FOREVER = 1_000_000  # epochs
 
 Stop = Callable[[], bool]
-
-
-class Plain(nn.Module):
-    """The network as users write it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gmf_user, self.gmf_item = nn.Embedding(USERS, 8), nn.Embedding(ITEMS, 8)
-        self.mlp_user, self.mlp_item = nn.Embedding(USERS, 32), nn.Embedding(ITEMS, 32)
-        layers = [
-            nn.Linear(64 + CONTEXT, 32),
-            nn.ReLU(),
-            nn.Linear(32, 16),
-            nn.ReLU(),
-            nn.Linear(16, 8),
-            nn.ReLU(),
-        ]
-        self.mlp, self.head = nn.Sequential(*layers), nn.Linear(16, 1)
-
-    def forward(
-        self, user: torch.Tensor, item: torch.Tensor, context: torch.Tensor
-    ) -> torch.Tensor:
-        """Returns the logits, (B,)."""
-        gmf = self.gmf_user(user) * self.gmf_item(item)
-        mlp = self.mlp(
-            torch.cat([self.mlp_user(user), self.mlp_item(item), context], 1)
-        )
-        return self.head(torch.cat([gmf, mlp], 1)).squeeze(1)  # type: ignore[no-any-return]
 
 
 def ncf(*, shared: Sequence[str] = ("user",), device: str = "cpu") -> ContextualNCF:
@@ -156,34 +126,6 @@ def loader(model: TowerModel, seed: int = 0) -> ChunkLoader:
     )
 
 
-def stacked(
-    stop: Stop, *, compiled: bool, members: int, one_loader: bool = False
-) -> None:
-    """Trains a stack as `rec.train.networks` does."""
-    config = TrainConfig(epochs=FOREVER, compile="require" if compiled else "off")
-    networks = [ncf() for _ in range(members)]
-    loaders = [
-        loader(networks[0], 0 if one_loader else seed)
-        for seed in range(1 if one_loader else members)
-    ]
-    train_stack(
-        {
-            str(number): Member(
-                network=network,
-                loader=loaders[number % len(loaders)],
-                optimizer=ADAM,
-                train=config,
-                seed=number,
-                checkpoints=None,
-            )
-            for number, network in enumerate(networks)
-        },
-        log=lambda *_: None,
-        stop=stop,
-        say=lambda _: None,
-    )
-
-
 def alone(
     stop: Stop,
     runtime: Runtime,
@@ -199,36 +141,6 @@ def alone(
     train(parallel, optimizer, batches, runtime, config, log=lambda _: None, stop=stop)
 
 
-def plain(stop: Stop, *, threads: int) -> None:
-    """Trains one network in plain PyTorch."""
-    network, loss = Plain(), nn.BCEWithLogitsLoss()
-    optimizer = torch.optim.Adam(network.parameters(), 1e-3, fused=True)
-    batches = loader(ncf(shared=()))
-    for epoch in itertools.count():
-        batches.set_epoch(epoch)
-        for batch in batches:
-            torch.set_num_threads(threads)
-            user, item = (batch.bags(name).values() for name in ("user_id", "item_id"))
-            optimizer.zero_grad()
-            loss(network(user, item, batch.dense), batch.labels).backward()
-            optimizer.step()
-            torch.set_num_threads(1)
-            if stop():
-                return
-
-
-def milliseconds(
-    trainings: Trainings, steps: int, options: Options, warm_up: int
-) -> dict[str, list[float]]:
-    times = trainings.seconds_per_step(steps, options.turns, warm_up=warm_up)
-    trainings.close()
-    return {name: [1e3 * seconds for seconds in turns] for name, turns in times.items()}
-
-
-def all_members(milliseconds_of_one: Sequence[float], members: int) -> list[float]:
-    return [members * each for each in milliseconds_of_one]
-
-
 @contextlib.contextmanager
 def one_rank() -> Iterator[Runtime]:
     warnings.filterwarnings("ignore")
@@ -239,61 +151,77 @@ def one_rank() -> Iterator[Runtime]:
         yield runtime
 
 
-def size(options: Options) -> tuple[int, int, int]:
-    """Members, steps of a turn, and steps that warm up."""
-    return (2, 20, 5) if options.quick else (MEMBERS, 150, 30)
+def loss(
+    network: Any, user: Tensor, item: Tensor, context: Tensor, label: Tensor
+) -> Tensor:
+    """Of one network, as if it were alone."""
+    return binary_cross_entropy_with_logits(network(user, item, context), label)
 
 
-def stacked_eager(options: Options) -> Iterator[Row]:
-    members, steps, warm_up = size(options)
-    with one_rank() as runtime:
-        sides = {
-            "plain": lambda stop: plain(stop, threads=1),
-            "plain, two threads": lambda stop: plain(stop, threads=2),
-            "alone": lambda stop: alone(stop, runtime, compile="off"),
-            "stack": lambda stop: stacked(stop, compiled=False, members=members),
-            "one loader": lambda stop: stacked(
-                stop, compiled=False, members=members, one_loader=True
-            ),
-        }
-        times = milliseconds(Trainings(sides), steps, options, warm_up)
-    fastest = [
-        min(pair)
-        for pair in zip(times["plain"], times["plain, two threads"], strict=True)
+def ready(count: int) -> list[list[Tensor]]:
+    """Batches of the user's DataLoader."""
+    shape = SHAPES["small"]
+    batches = drawn(shape.items, positives(shape))
+    return [next(batches) for _ in range(count)]
+
+
+def networks() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [
+        PlainNCF(SHAPES["small"].users, SHAPES["small"].items) for _ in range(MEMBERS)
     ]
-    beside = all_members(fastest, members)
-    same_form = all_members(times["alone"], members)
-    yield row("stacked-eager", times["stack"], "ms/step", baseline=beside, required=2.5)
-    yield row("stacked-eager, same form", times["stack"], "ms/step", baseline=same_form)
-    yield row(
-        "stacked-eager, one loader", times["one loader"], "ms/step", baseline=beside
-    )
 
 
-def stacked_compiled(options: Options) -> Iterator[Row]:
-    members, steps, warm_up = size(options)
-    with one_rank() as runtime:
-        sides = {
-            "alone": lambda stop: alone(stop, runtime, compile="require"),
-            "stack": lambda stop: stacked(stop, compiled=True, members=members),
-            "one loader": lambda stop: stacked(
-                stop, compiled=True, members=members, one_loader=True
-            ),
-        }
-        times = milliseconds(Trainings(sides), steps, options, warm_up)
-    one_after_another = all_members(times["alone"], members)
-    yield row(
-        "stacked-compiled",
-        times["stack"],
-        "ms/step",
-        baseline=one_after_another,
-        required=1.15,
+def adopted_stack() -> AdoptedStep:
+    stacked = Stack(networks(), loss)
+    optimizer = torch.optim.Adam(stacked.groups(RATES))
+
+    def total(*batch: Tensor) -> tuple[Tensor, Tensor]:
+        losses = stacked(*batch)
+        return losses.sum(), losses
+
+    return adopt(stacked, optimizer, total, compile="require")
+
+
+def adopted_alone() -> list[AdoptedStep]:
+    steps = []
+    for network, rate in zip(networks(), RATES, strict=True):
+        optimizer = torch.optim.Adam(network.parameters(), rate)
+        own = functools.partial(loss, network)
+        steps.append(adopt(network, optimizer, own, compile="require"))
+    return steps
+
+
+def looped(
+    steps: Sequence[AdoptedStep], batches: list[list[Tensor]]
+) -> Callable[[Stop], None]:
+    def loop(stop: Stop) -> None:
+        for batch in itertools.cycle(batches):
+            for step in steps:
+                step(*batch)
+            if stop():
+                return
+
+    return loop
+
+
+def stacked(options: Options) -> Iterator[Row]:
+    batches = ready(8)
+    one = adopted_stack()
+    several = adopted_alone()
+    sides = {"stack": looped([one], batches), "alone": looped(several, batches)}
+    trainings = Trainings(sides)
+    times = trainings.seconds_per_step(
+        20 if options.quick else 150, options.turns, warm_up=10
     )
+    trainings.close()
     yield row(
-        "stacked-compiled, one loader",
-        times["one loader"],
+        "stacked",
+        [1e3 * each for each in times["stack"]],
         "ms/step",
-        baseline=one_after_another,
+        baseline=[1e3 * each for each in times["alone"]],
+        capture_s=one.figures()["capture_s"],
+        capture_s_of_eight=sum(step.figures()["capture_s"] for step in several),
     )
 
 
@@ -395,12 +323,9 @@ def two_networks(options: Options) -> Iterator[Row]:
     )
 
 
-ROWS = {
-    "stacked-eager": stacked_eager,
-    "stacked-compiled": stacked_compiled,
-    "two-networks": two_networks,
-}
+ROWS = {"stacked": stacked, "two-networks": two_networks}
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     command_line(__doc__, ROWS, turns=3)

@@ -50,7 +50,7 @@ PRIVATE_NAMES = (
     ),
     PrivateNames(
         "torch/utils/_pytree.py",
-        ("TreeSpec", "tree_flatten", "tree_unflatten", "tree_leaves", "tree_map_only"),
+        ("tree_flatten", "tree_unflatten", "tree_leaves", "tree_map_only"),
         "adopt, capture, diagnose: a user's batch and outputs are any tree of tensors; Dynamo follows this one alone",
         "https://github.com/pytorch/pytorch/issues/65761",
     ),
@@ -191,11 +191,6 @@ PRIVATE_NAMES = (
         "torch/_dynamo/config.py",
         ("skip_nnmodule_hook_guards", "allow_rnn"),
         "adopt guards hooks, too",
-    ),
-    PrivateNames(
-        "torch/_decomp/__init__.py",
-        ("_unsafe_view",),
-        "networks: a traced graph has it where a view stood",
     ),
     PrivateNames(
         "torch/_guards.py", ("tracing",), "adopt looks at a graph while Dynamo traces"

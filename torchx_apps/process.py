@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from torchrec_ext.drawing.terminal import print_to_pipe
+from torchrec_ext.terminal import print_to_pipe
 
 # Signals within these seconds are one: where Slurm stops a job, a rank receives it from
 # the step, from srun and from torchrun.

@@ -96,15 +96,22 @@ def _train(argv: Sequence[str] | None) -> int:
 
 
 def _finish(runs: Sequence[Path]) -> None:
-    """Makes the table if all members have ended. Two that end at once make the same one."""
+    """Makes the table if all members have ended; of members of one job that end at once, one alone."""
     from torchx_apps.jobs.resuming import ended
     from torchx_apps.networks.report import compare
 
+    job = os.environ.get("TORCHX_JOB_ID", "")
     while not all(map(ended, runs)):
-        if not os.environ.get("TORCHX_JOB_ID", "").startswith(_ENDS_TOGETHER):
+        if not job.startswith(_ENDS_TOGETHER):
             return
         time.sleep(_LOOKS_AGAIN_S)
-    compare(runs, runs[0].parent)
+    parent = runs[0].parent
+    if job:
+        try:
+            (parent / f".table-of-{job.rpartition('/')[2]}").touch(exist_ok=False)
+        except FileExistsError:
+            return
+    compare(runs, parent)
 
 
 if __name__ == "__main__":

@@ -1565,6 +1565,35 @@ def test_batches_of_other_shapes_and_types_are_captured_or_eager_and_learn_the_s
     assert printed.count("adopt: compiled one more step in ") > 1
 
 
+def padded(generator: torch.Generator, width: int) -> Batch:
+    ids = torch.randint(FEW, (B, width), generator=generator)
+    return ids, torch.randint(2, (B,), generator=generator).float()
+
+
+def test_of_many_widths_some_are_captured_and_the_rest_is_named_with_the_remedy() -> (
+    None
+):
+    found = []
+    for compile_ in ("off", "auto"):
+        torch.manual_seed(0)
+        model = Listed(nn.Identity(), padding_idx=0)
+        step = adopt(model, adam(model), logistic(model), compile=compile_, patience=2)  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(2)
+        losses = []
+        for number in range(120):
+            losses.append(float(step(*padded(generator, 1 + number % 12))[0]))
+        found.append((losses, step.describe()))
+    assert found[1][0] == pytest.approx(found[0][0], abs=1e-5)
+    assert found[1][1].startswith("captured since step 13")
+    assert "batches of more than 4 shapes" in found[1][1]
+    assert "tensor 0 is (16, " in found[1][1]
+    step = adopt(model, adam(model), logistic(model), compile="require")
+    for width in range(1, 7):
+        step(*padded(generator, width))
+    with pytest.raises(CannotAdopt, match="batches of more than 4 shapes"):
+        step(*padded(generator, 7))
+
+
 def test_tensors_around_the_loss_are_read_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

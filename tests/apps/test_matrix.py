@@ -261,7 +261,10 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "gloo": ("collectives=gloo",),
         "shared_memory": _SHARED,
     },
-    "towers": {"recipe's": (), "2": ("model.towers=user_id+weekday,item_id+hour",)},
+    "towers": {
+        "recipe's": (),
+        "2": ("model.towers.user=user_id,weekday model.towers.item=item_id,hour",),
+    },
     "share_items": {"no": (), "yes": ("model.share_items=true",)},
     "share_user": {"recipe's": (), "no": ("model.share_user=false",)},
     "out_of_range": {"error": (), "oov": ("model.out_of_range=oov",)},

@@ -17,7 +17,6 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.modules.losses import (
     bce,
     bpr,
-    codistillation,
     hinge,
     in_batch_softmax,
     sampled_softmax,
@@ -58,12 +57,7 @@ def of_groups(name: str, rank: int, world_size: int) -> list[float]:
         logits = (users[ids(batch, "user_id")] * items[ids(batch, "item_id")]).sum(
             dim=1
         )
-        if name == "codistillation":
-            made = codistillation(
-                logits, batch, torch.stack([logits.sin(), logits.cos()])
-            )
-        else:
-            made = functions[name](logits if name != "bce" else logits.float(), batch)
+        made = functions[name](logits if name != "bce" else logits.float(), batch)
         losses.append(float(made))
     return losses
 
@@ -77,7 +71,6 @@ def of_groups(name: str, rank: int, world_size: int) -> list[float]:
         "hinge",
         "hinge of the hardest",
         "bce",
-        "codistillation",
     ],
 )
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -46,15 +47,17 @@ from torchrec_ext.adopt.source import (
     GivenBatch,
     GraphCall,
     GroupSettings,
+    Shapes,
 )
 from torchrec_ext.adopt.user_step import UserStep
 from torchrec_ext.adopt.verify import StepComparison, Verification
-from torchrec_ext.capture.captured import CapturedStep, StepInputs
+from torchrec_ext.capture.captured import CapturedStep, RareShapeError, StepInputs
 from torchrec_ext.capture.memory import StepMemory, UpdatedParameter
 from torchrec_ext.observe.user_lines import first_line, module_line
 
 Trace = Callable[[AnyBatch], tuple[Tensor, Any]]  # makes the captured step of a batch
 _Check = Callable[[Sequence[Tensor]], None]
+MOST_SHAPES = 4  # of batches to capture; each is traced and compiled
 
 # How an L2 term of the loss is written so that a table is moved row by row, by the kind
 # of optimizer.
@@ -68,6 +71,10 @@ _PENALTIES = {
 }
 
 
+class TooManyShapesError(RareShapeError):
+    """A batch stays eager for good, because as many shapes as may be are captured; the message names both."""
+
+
 class Captures:
     """Captures a step for each graph of the user's forward, and runs it.
 
@@ -79,6 +86,7 @@ class Captures:
     Attributes:
         current: the captured steps that ran last; None before.
         draws_random: whether the forward draws random numbers.
+        too_many_shapes: why batches of some shapes stay eager; empty if none do.
         after_eager: whether the step before was eager, so that there are gradients to drop.
         seconds: seconds of all captures.
     """
@@ -95,8 +103,33 @@ class Captures:
         self._graph_count = 0
         self.current: CapturedUpdate | None = None
         self.draws_random = False
+        self.too_many_shapes = ""
+        self._shapes: list[Shapes] = []  # of captured batches
+        self._refused: Counter[Shapes] = Counter()
+        self._has_waited = False
         self.after_eager = True
         self.seconds = 0.0
+
+    def check_shapes(self, batch: AnyBatch) -> None:
+        """Lets a batch be captured if few shapes are so far, and its own came often; each trace of a shape costs.
+
+        Raises:
+            RareShapeError: it stays eager for now.
+            TooManyShapesError: it stays eager for good.
+        """
+        shapes = batch.shapes()
+        self._has_waited = False
+        if shapes in self._shapes:
+            return
+        if self._shapes:
+            self._refused[shapes] += 1
+            if self._refused[shapes] <= self._patience:
+                raise RareShapeError("a batch of a shape that came seldom so far")
+            if len(self._shapes) == MOST_SHAPES:
+                self.too_many_shapes = _more_shapes(self._shapes, shapes)
+                raise TooManyShapesError(self.too_many_shapes)
+            self._has_waited = True
+        self._shapes.append(shapes)
 
     def graph(
         self,
@@ -214,7 +247,7 @@ class Captures:
         start = time.perf_counter()
         is_first = not update.step.shapes
         is_another = not self.is_empty
-        update.step.prepare(inputs)
+        update.step.prepare(inputs, is_patient=not self._has_waited)
         seconds = time.perf_counter() - start
         self._verification.begin(update, inputs.key, is_first=is_first)
         text = f"... {seconds:.1f} s"
@@ -305,6 +338,25 @@ class Captures:
     def is_empty(self) -> bool:
         """Whether no step is captured."""
         return not any(update.step.shapes for update in self._updates.values())
+
+
+def _more_shapes(captured: Sequence[Shapes], shapes: Shapes) -> str:
+    """Says which tensor of a batch has more shapes than are captured."""
+    last = captured[-1]
+    place = 0
+    while place < min(len(last), len(shapes)) and last[place] == shapes[place]:
+        place += 1
+    if len(last) != len(shapes) or place == len(last):
+        return f"more than {MOST_SHAPES} kinds of batches: give all the same tensors"
+    if last[place].shape == shapes[place].shape:
+        kinds = f"{shapes[place].dtype} here and {last[place].dtype} in another"
+        return f"more than {MOST_SHAPES} kinds of batches: tensor {place} is {kinds}; give one dtype"
+    here = tuple(shapes[place].shape)
+    others = ", ".join(str(tuple(each[place].shape)) for each in captured)
+    return (
+        f"batches of more than {MOST_SHAPES} shapes, others stay eager: tensor {place} is {here} here, {others} in "
+        "captured ones; pad it to a few lengths"
+    )
 
 
 def _check_of(

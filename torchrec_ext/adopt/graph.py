@@ -11,36 +11,35 @@ untraceable(): Dynamo's errors in plain words, with the user's line.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import operator
 import re
-import sysconfig
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.overrides import TorchFunctionMode
 
 from torchrec_ext.adopt.checks import device_of, loss_and_output
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.capture.captured import Reader
-from torchrec_ext.capture.errors import CannotCaptureError
+from torchrec_ext.capture.compiled import (
+    SKIPPED,
+    TRACERS,
+    Backend,
+    CompiledCall,
+    real_inputs,
+)
 from torchrec_ext.capture.executors import depends_on_values
 from torchrec_ext.observe.state_copy import random_state
 from torchrec_ext.observe.user_lines import UNKNOWN, first_line, is_users_file
 
 LossFunction = Callable[..., Any]
-Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Sequence[Any]]]
 
 GRAPHS = 16  # states of the user's Python that are traced before those without a graph stay eager
-_NO_LIMIT = 1 << 20  # of Dynamo's own, which logs a page whenever it is met
 _NUMBERS = itertools.count()
 _WRITES = {operator.setitem, operator.iadd, operator.isub, operator.imul}
 _ONE = (
@@ -131,104 +130,22 @@ def traced_forward(
             value, output = loss_and_output(loss(*batch))
         return the_loss(value), output
 
-    return TracedCall(run, backend)
+    traced = CompiledCall(run, backend, traces_gradients=False)
 
-
-# Modules of torch's whose errors say that a call cannot be traced; Dynamo lets those of
-# sizes through as they are.
-_TRACERS = ("torch._dynamo", "torch._subclasses", "torch.fx.experimental")
-
-
-class TracedCall:
-    """A function that Dynamo traces on its first call and guards on all others.
-
-    Where a graph's guards hold, its code is called at once: torch.compile's own way there takes 40 us longer.
-
-    Args:
-        function: function of positional arguments.
-        backend: takes a graph and examples of its inputs, and returns what is called in place of the graph.
-    """
-
-    def __init__(self, function: Callable[..., Any], backend: Backend) -> None:
-        # Dynamo keeps what it has traced by code object: each caller has one of its
-        # own.
-        code = function.__code__.replace(co_name=f"adopted_{next(_NUMBERS)}")
-        self._function = FunctionType(
-            code, function.__globals__, code.co_name, None, function.__closure__
-        )
-        self._compiled = torch.compile(
-            self._function, backend=backend, fullgraph=True, dynamic=False
-        )
-        cells = zip(code.co_freevars, self._function.__closure__ or (), strict=True)
-        self._closure = {name: cell.cell_contents for name, cell in cells}
-        self._calls: dict[CodeType, Callable[..., Any]] = {}
-        self._set(dont_skip_tracing=False)
-
-    def _set(self, *, dont_skip_tracing: bool) -> None:
-        # Made once: a patch takes 4 us, and to make one 20.
-        self._settings = torch._dynamo.config.patch(
-            skip_nnmodule_hook_guards=False,
-            allow_rnn=True,
-            dont_skip_tracing=dont_skip_tracing,
-            recompile_limit=_NO_LIMIT,
-        )
-        self._skips = not dont_skip_tracing
-
-    def __call__(self, *args: Any) -> Any:
-        """Calls the graph whose guards hold, or has Dynamo trace one.
-
-        Raises:
-            CannotAdopt: the user's code has no graph.
-        """
-        values = self._values(args)
-        for entry in _debug_get_cache_entry_list(self._function.__code__):
-            if entry.guard_manager.check(values):
-                return self._call_of(entry.code)(*args)
+    def call(*batch: Any) -> Any:
         try:
-            # Anomaly detection reads every gradient's values, which a trace does not
-            # have.
-            anomaly = (
-                torch.autograd.set_detect_anomaly(False)
-                if torch.is_anomaly_enabled()
-                else nullcontext()
-            )
-            with self._settings, anomaly, warnings.catch_warnings():
-                # A page about what it cannot trace, which an error says in a line.
-                warnings.filterwarnings("ignore", module=r"torch\._dynamo")
-                return self._compiled(*args)
+            return traced(*batch)
         except Exception as error:
-            if not type(error).__module__.startswith(_TRACERS):
+            if not type(error).__module__.startswith(TRACERS):
                 raise
             inner = getattr(error, "inner_exception", None)
-            if isinstance(inner, CannotCaptureError):
-                raise inner from None
-            # Dynamo leaves out packages as pandas whole, and of these also what it can
-            # trace.
-            skipped = _SKIPPED.search(str(error))
-            if self._skips and skipped and _is_of_a_package(skipped[2]):
-                self._set(dont_skip_tracing=True)
-                return self(*args)
             if inner is not None:
                 raise CannotAdopt(
                     f"{type(inner).__name__}: {first_line(inner)}"
                 ) from error
             raise untraceable(error) from None
 
-    def _values(self, args: tuple[Any, ...]) -> dict[str, Any]:
-        """Returns the function's arguments by name, and what surrounds it, as guards read them."""
-        code = self._function.__code__
-        values = dict(zip(code.co_varnames, args[: code.co_argcount], strict=False))
-        if code.co_flags & inspect.CO_VARARGS:
-            values[code.co_varnames[code.co_argcount]] = args[code.co_argcount :]
-        return values | self._closure
-
-    def _call_of(self, code: CodeType) -> Callable[..., Any]:
-        if code not in self._calls:
-            function = self._function
-            self._calls[code] = FunctionType(
-                code, function.__globals__, code.co_name, None, function.__closure__
-            )
-        return self._calls[code]
+    return call
 
 
 class OneGraphTooMany(CannotAdopt):
@@ -254,17 +171,6 @@ def changed_between_calls() -> str:
         if names:
             what = f"'{''.join(names[-1])}'"
     return f"{line}: {what} changes from step to step; give it to the step as a tensor"
-
-
-_SKIPPED = re.compile(r"the function `(\w+)` in file `([^`]+)`")
-
-
-def _is_of_a_package(file: str) -> bool:
-    """Whether a file is neither torch's nor of Python's own library."""
-    standard = sysconfig.get_paths()["stdlib"]
-    return is_users_file(file) and (
-        "site-packages" in file or not file.startswith(standard)
-    )
 
 
 _VALUES = (
@@ -302,7 +208,7 @@ def untraceable(error: BaseException) -> CannotAdopt:
             f"{line} reads a sparse matrix, not taken by torch.compile; its product is "
             "F.embedding_bag(columns, dense, row_starts, mode='sum', per_sample_weights=values)"
         )
-    skipped = _SKIPPED.search(text)
+    skipped = SKIPPED.search(text)
     if skipped:
         what = f"it leaves out {skipped[1]}()"
     return CannotAdopt(
@@ -636,16 +542,6 @@ class ForwardGraph:
         outputs = runner.run(*tensors, enable_io_processing=False)
         loss = outputs[0] if self._loss is None else runner.env[self._loss]
         return loss, list(outputs)
-
-
-def real_inputs(module: fx.GraphModule, examples: Sequence[Tensor]) -> list[Any]:
-    """Returns the user's own tensors behind the inputs of a graph."""
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    inputs = []
-    for node, example in zip(placeholders, examples, strict=True):
-        source = node.meta.get("grapharg")
-        inputs.append(example if source is None else source.example)
-    return inputs
 
 
 def _arguments(

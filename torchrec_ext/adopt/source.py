@@ -47,6 +47,24 @@ class GroupSettings(Mapping[str, Any]):
         return len(self._optimizer.param_groups[self._index])
 
 
+class TensorKind(NamedTuple):
+    """Shape and dtype of a tensor of a batch."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+Shapes = tuple[TensorKind, ...]  # of the tensors of a batch
+
+
+def _shapes(leaves: Sequence[Any]) -> Shapes:
+    return tuple(
+        TensorKind(leaf.shape, leaf.dtype)
+        for leaf in leaves
+        if isinstance(leaf, Tensor)
+    )
+
+
 class GivenBatch(NamedTuple):
     """A batch that the user's loop made."""
 
@@ -59,6 +77,10 @@ class GivenBatch(NamedTuple):
     def example(self) -> tuple[Any, ...]:
         """Returns the arguments of the user's function."""
         return self.values
+
+    def shapes(self) -> Shapes:
+        """Returns the shapes of its tensors."""
+        return _shapes(pytree.tree_leaves(self.values))
 
 
 class RowsOnDevice:
@@ -94,6 +116,10 @@ class DrawnBatch(NamedTuple):
     def parts(self) -> list[Tensor]:
         """Returns the tensors of which the batch is made."""
         return [self.indices] if self.draws is None else [self.indices, self.draws]
+
+    def shapes(self) -> Shapes:
+        """Returns the shapes of the tensors of which it is made."""
+        return _shapes(self.parts())
 
     def args(self) -> tuple[Any, ...]:
         """Returns the arguments of the user's function."""

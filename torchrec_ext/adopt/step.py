@@ -23,7 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchrec_ext.adopt.captures import Captures, ForwardTrace, Trace, TraceFactory
+from torchrec_ext.adopt.captures import (
+    Captures,
+    ForwardTrace,
+    TooManyShapesError,
+    Trace,
+    TraceFactory,
+)
 from torchrec_ext.adopt.checks import Changes, ForwardWatch, check_arguments
 from torchrec_ext.adopt.errors import (
     BadIdError,
@@ -287,7 +293,15 @@ class AdoptedStep:
             steps = self._user_step.number
             plural = "" if steps == 1 else "s"
             return f"eager so far ({steps} step{plural})"
-        return current.describe(self._policy.since)
+        return "; ".join(
+            filter(
+                None,
+                (
+                    current.describe(self._policy.since),
+                    self._captures.too_many_shapes,
+                ),
+            )
+        )
 
     def figures(self) -> dict[str, float]:
         """Returns ``eager_s`` and ``captured_s``, medians of a step, and ``capture_s``, of all captures, in seconds.
@@ -330,6 +344,7 @@ class AdoptedStep:
         instead: Callable[[], tuple[Tensor, Any]]
         try:
             self._captures.take_turn()
+            self._captures.check_shapes(batch)
             start = self._watch.now()
             loss, output = trace(batch)
         except StepComparison as captured:
@@ -408,6 +423,9 @@ class AdoptedStep:
         """Makes the eager step on a batch for which there is no captured one."""
         self.settle()
         is_rare = isinstance(error, RareShapeError)
+        if isinstance(error, TooManyShapesError):
+            self._policy.note(str(error))
+            is_rare = self._policy.compile != "require"
         # Before the first capture an error is of the step, and later of one kind of
         # batch.
         self._too_many += isinstance(error, OneGraphTooMany)

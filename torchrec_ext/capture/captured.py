@@ -178,11 +178,18 @@ class CapturedStep:
         loss, *output = call.run(inputs)
         return loss, pytree.tree_unflatten(output, call.spec)
 
-    def prepare(self, item: Any) -> None:
-        """Captures the step for batches like this one, unless there is one; trains nothing, raises like a call."""
+    def prepare(self, item: Any, *, is_patient: bool = True) -> None:
+        """Captures the step for batches like this one, unless there is one; trains nothing, raises like a call.
+
+        Args:
+            item: argument of a step.
+            is_patient: whether a further shape is refused for some time, see ``patience``.
+        """
         step_inputs = self._source.inputs(item)
         if step_inputs.key not in self._calls:
-            self._capture_once(step_inputs, self._on_device(step_inputs))
+            self._capture_once(
+                step_inputs, self._on_device(step_inputs), is_patient=is_patient
+            )
 
     def _on_device(self, step_inputs: StepInputs) -> list[Tensor]:
         """Copies the batch's tensors from the host, where the loader makes them, to the device of the memory."""
@@ -191,7 +198,13 @@ class CapturedStep:
             for tensor in step_inputs.tensors
         ]
 
-    def _capture_once(self, step_inputs: StepInputs, inputs: Sequence[Tensor]) -> _Call:
+    def _capture_once(
+        self,
+        step_inputs: StepInputs,
+        inputs: Sequence[Tensor],
+        *,
+        is_patient: bool = True,
+    ) -> _Call:
         """Captures the step for batches of this shape, unless that has failed before."""
         key = step_inputs.key
         # Capacities only grow, so a layout with shorter lists never returns.
@@ -202,7 +215,8 @@ class CapturedStep:
         ]
         if key in self._failed:
             raise CannotCaptureError(self._failed[key])
-        if self._calls and not outgrown and self._refused[key] < self._patience:
+        is_rare = is_patient and self._refused[key] < self._patience
+        if self._calls and not outgrown and is_rare:
             self._refused[key] += 1
             raise RareShapeError("a batch of a shape that came seldom so far")
         try:

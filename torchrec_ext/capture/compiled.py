@@ -91,9 +91,17 @@ class CompiledCall:
     Args:
         function: function of positional arguments.
         backend: takes a graph and examples of its inputs, and returns what is called in place of the graph.
+        traces_gradients: whether ``torch.autograd.grad`` in it becomes a part of the graph.
     """
 
-    def __init__(self, function: Callable[..., Any], backend: Backend) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        backend: Backend,
+        *,
+        traces_gradients: bool = True,
+    ) -> None:
+        self._traces_gradients = traces_gradients
         # Dynamo keeps what it has traced by code object: each caller has one of its
         # own.
         code = function.__code__.replace(co_name=f"step_{next(_NUMBERS)}")
@@ -115,7 +123,7 @@ class CompiledCall:
             allow_rnn=True,
             dont_skip_tracing=dont_skip_tracing,
             recompile_limit=_NO_LIMIT,
-            trace_autograd_ops=True,
+            trace_autograd_ops=self._traces_gradients,
         )
         self._skips = not dont_skip_tracing
 

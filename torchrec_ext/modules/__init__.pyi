@@ -9,7 +9,6 @@ from .interaction import TopMLP as TopMLP
 from .layers import mlp as mlp
 from .losses import bce as bce
 from .losses import bpr as bpr
-from .losses import codistillation as codistillation
 from .losses import hinge as hinge
 from .losses import in_batch_softmax as in_batch_softmax
 from .losses import sampled_softmax as sampled_softmax

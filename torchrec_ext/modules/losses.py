@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from torch.nn.functional import (
     binary_cross_entropy_with_logits,
     cross_entropy,
     logsigmoid,
-    mse_loss,
 )
 
 from torchrec_ext.batch import TowerBatch
@@ -274,57 +273,6 @@ def _check_temperature(temperature: float) -> None:
         raise ValueError(
             f"temperature={temperature}: must be greater than 0; 0.05 to 0.2 suits embeddings of length 1"
         )
-
-
-DistillationMeasure = Literal["cross_entropy", "mse"]
-
-
-def codistillation(
-    logits: Tensor,
-    batch: TowerBatch,
-    peers: Tensor,
-    *,
-    measure: DistillationMeasure = "cross_entropy",
-) -> Tensor:
-    """Returns how far the predictions are from the mean of the peers', () (Anil et al. 2018, algorithm 1).
-
-    Models that train beside each other learn from each other's slightly old predictions by this term beside the loss of
-    the labels, ``bce(logits, batch) + codistillation(logits, batch, peers)``, once the peers are worth learning from.
-    Peers' predictions may be many steps old and get no gradient. The mean is taken over the rows of all ranks.
-
-    Args:
-        logits: (B,) logits of the model that is trained.
-        batch: the rows; those of weight 0 do not count.
-        peers: (P, B) logits of P stale peers for the same rows.
-        measure: ``cross_entropy`` to the mean of the peers' probabilities, which is least, though not 0, where they
-            agree; or ``mse`` to the mean of their logits.
-
-    Raises:
-        ValueError: shapes that do not fit together, no peer, another measure.
-
-    Example:
-        >>> import torch
-        >>> rows = TowerBatch(None, None, labels=torch.ones(2), weights=torch.ones(2), total_weight=torch.tensor(2.0))
-        >>> codistillation(torch.tensor([1.0, 3.0]), rows, torch.tensor([[1.0, 1.0], [1.0, 3.0]]), measure="mse")
-        tensor(0.5000)
-    """
-    check_rows(logits, batch)
-    if peers.dim() != 2 or peers.shape[1:] != logits.shape or not len(peers):
-        raise ValueError(
-            f"peers: shape {tuple(peers.shape)}, must be (P, B) = (1 or more, {len(logits)}), a row of logits for each "
-            "peer; one peer's alone goes through [None]"
-        )
-    check_choice("measure", measure, get_args(DistillationMeasure))
-    # A peer learns from its own loss, and its logits may be of another process's old
-    # weights.
-    peers = peers.detach()
-    if measure == "mse":
-        losses = mse_loss(logits, peers.mean(dim=0), reduction="none")
-    else:
-        losses = binary_cross_entropy_with_logits(
-            logits, peers.sigmoid().mean(dim=0), reduction="none"
-        )
-    return (losses * batch.weights).sum() / batch.total_weight
 
 
 def check_fed(

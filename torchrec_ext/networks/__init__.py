@@ -1,4 +1,4 @@
-"""Several networks in one job: K of one shape stacked into one, others beside each other on rank groups."""
+"""K networks of one shape that train in one process, by batched operations."""
 
 import torchrec_ext.needs_torch  # noqa: F401
 

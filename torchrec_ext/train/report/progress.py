@@ -23,9 +23,9 @@ from tqdm import tqdm
 
 from torchrec_ext.batch import ENDLESS
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.drawing.figures import BLUE, RED, figure_with_panels, save_figure
-from torchrec_ext.drawing.terminal import step_line, terminal
+from torchrec_ext.terminal import step_line, terminal
 from torchrec_ext.train.config import Record
+from torchrec_ext.train.report.figures import BLUE, RED, figure_with_panels, save_figure
 
 # Steps to sum in one go: fewer small operations on the device.
 _STEPS_PER_SUM = 32
