@@ -1,5 +1,6 @@
 """Small sets in the form of the real ones."""
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchrec_ext.data import planted
+from torchrec_ext.data.prepare import Evaluation, RawSet
 from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.data.sets import open_set
 
@@ -71,3 +73,23 @@ def planted_data(**sizes: int) -> Prepared:
 def checkerboard_data(**sizes: int) -> Prepared:
     """A generated checkerboard as a prepared folder."""
     return open_set(planted.checkerboard(**sizes))
+
+
+def with_candidates(raw: RawSet, count: int, **rule: Any) -> RawSet:
+    """The set with so many trained items beside each held-out row, among which its item is ranked."""
+    rng = np.random.default_rng(0)
+    trained = np.unique(raw.splits["train"]["item_id"])
+    splits = {}
+    for split, columns in raw.splits.items():
+        size = len(columns["item_id"])
+        most = 0 if split == "train" else count
+        drawn = pa.array(rng.choice(trained, size * most))
+        offsets = pa.array(np.arange(size + 1) * most, pa.int32())
+        lists = pa.ListArray.from_arrays(offsets, drawn)
+        splits[split] = {**columns, "candidates": lists}
+    return dataclasses.replace(
+        raw,
+        splits=splits,
+        shared={"item_id": (*raw.shared["item_id"], "candidates")},
+        evaluation=Evaluation(candidates="candidates", **rule),
+    )

@@ -273,12 +273,12 @@ def exported(runtime: Runtime, root: Path) -> dict[str, Any]:
             both = [torch.zeros_like(logits) for _ in range(2)]
             torch.distributed.all_gather(both, logits)
             recommended[name] = torch.cat(both).tolist()
-        if hasattr(evaluator, "recommend"):
+        if task.data.form == "pairs":
             sharded.eval()
             answer = evaluator.recommend()
             recommended[name] = (
-                task.data.users_by_row[answer.user],
-                task.data.items_by_row[answer.items].tolist(),
+                task.data.values_of("user_id")[answer.user],
+                task.data.values_of("item_id")[answer.items].tolist(),
             )
     return recommended
 

@@ -227,10 +227,9 @@ def counted_by_hand(runtime: Runtime, root: Path, *overrides: str) -> dict[str, 
     file = root / "mine" / "test_negatives.parquet"
     for row, target in enumerate(rows["item_id"].values.tolist()):
         if file.exists():
-            table = pq.read_table(file).to_pandas()
-            named = table.negative[
-                table.user == user_ids[rows["user_id"].values[row] - 1]
-            ]
+            table = pq.read_table(file).to_pylist()
+            user = user_ids[rows["user_id"].values[row] - 1]
+            named = [each["negative"] for each in table if each["user"] == user]
             rivals = [item_ids.index(name) + 1 for name in named]
         else:
             taken = {*rows["session"].row(row).tolist(), int(target)}

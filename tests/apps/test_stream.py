@@ -285,7 +285,8 @@ def test_a_user_who_is_named_by_id_is_the_whole_raw_row_without_what_was_taken(
         -1
     ].as_py() + datetime.timedelta(hours=1)
     ages = {row["who"]: row["age"] for row in train}
-    clicked = {(row["who"], row["what"]) for row in train if row["clicked"]}
+    before = train + pq.read_table(log / "validation.parquet").to_pylist()
+    clicked = {(row["who"], row["what"]) for row in before if row["clicked"]}
     bundle = Bundle.load(trained / "bundle")
     assert bundle.users is not None
     assert sorted(bundle.users.ids.arrow().to_pylist()) == sorted(set(ages) - {None})

@@ -647,8 +647,6 @@ def test_a_task_of_the_summary_without_column_and_ids_beyond_the_table_are_named
     )
     job, data = job_of("bst", tmp_path), load_prepared(DataConfig(name=str(tmp_path)))
     task = Task(data)
-    loader = task.loader(
-        schema_of(job, task, build_model(job, task)), job.loader, rank=0, world_size=1
-    )
+    schema = schema_of(job, task, build_model(job, task))
     with pytest.raises(ValueError, match=r"history_gap.*99"):
-        next(iter(loader))
+        task.loader(schema, job.loader, rank=0, world_size=1)

@@ -380,7 +380,9 @@ def quieten_libraries() -> None:
         # Every rank loads the same set: what is to be said of it, the first one says.
         # Of a loader each rank reads other files, which it alone may know to be slow.
         warnings.filterwarnings(
-            "ignore", category=UserWarning, module=r"torchrec_ext\.data\.datasets\b"
+            "ignore",
+            category=UserWarning,
+            module=r"torchrec_ext\.data\.(sets|prepared)\b",
         )
 
 

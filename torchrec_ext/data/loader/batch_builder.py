@@ -82,7 +82,13 @@ class BatchBuilder:
             if name in names:
                 dense[name] = torch.from_numpy(_numbers(name, columns[name]))
         rows = torch.from_numpy(numbers)
-        return schema.assemble(bags, dense, labels=torch.zeros(size), rows=rows)
+        return schema.assemble(
+            bags,
+            dense,
+            labels=torch.zeros(size),
+            targets=torch.zeros(size, len(schema.tasks)),
+            rows=rows,
+        )
 
 
 _EMPTY = Column(np.zeros(0, np.int64), np.zeros(1, np.int64))
