@@ -139,7 +139,7 @@ class Watch:
         """Notes the time; the run goes on."""
         self.ends.append(time.perf_counter())
         running = self._checkpointer._running
-        self.writing.append(running is not None and not running.done())
+        self.writing.append(running is not None and not running.future.done())
         return False
 
     def by_save(self, every: int) -> dict[str, list[float]]:

@@ -284,7 +284,7 @@ class Trainings:
     """Several trainings of one process in turn, each a call of `train()` in a thread of its own that waits its turn.
 
     A side is a function of ``stop`` that calls ``train(..., stop=stop)``: `train()` asks `stop` after every step on
-    every rank, which is where a side waits. So a step is what a command runs, with its checks, its gradient gate, its
+    every rank, which is where a side waits. So a step is what a command runs, with its checks, its
     pipeline and its loader, and what is decided once (whether to capture steps, say) is decided once.
 
     Args:

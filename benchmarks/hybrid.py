@@ -3,7 +3,7 @@
     python benchmarks/hybrid.py [--only ROW ...] [--turns 3] [--quick]
 
 Rows come from the modules hybrid_*.py beside this file; each says what its sides are. Our sides are steps of `train()`,
-which every command runs, with its checks, its gradient gate and its pipeline. Beside a figure of two processes stands
+which every command runs, with its checks and its pipeline. Beside a figure of two processes stands
 the ceiling: how many times faster than one process two are that never talk, in the same turns. `sync-quality` (a
 quarter of an hour of training) and `small-tables` run only where `--only` names them. `--quick` makes every row small,
 to see that it runs; its figures mean nothing. Last line: one JSON object.

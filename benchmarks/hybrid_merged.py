@@ -7,7 +7,7 @@ processes:
     apart     each tower looks up its own tables
     merged    the same model after TowerModel.merge_lookups()
 
-`merged, pipelined` is a step of `train()`, which every command runs: with its loss check, its gradient gate and
+`merged, pipelined` is a step of `train()`, which every command runs: with its loss check and
 TorchRec's TrainPipelineSparseDist, which already sends the sizes of all collections as one. `merged` is a step of
 hybrid_parallel's model in a plain loop of one's own, without pipeline or checks. `collectives` counts the all-to-alls
 that a step of each starts, and as `all_reduces` those that Python code starts besides DistributedDataParallel's.

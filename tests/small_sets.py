@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from torchrec_ext.data import planted
 from torchrec_ext.data.prepared import Prepared
-from torchrec_ext.data.sets import opened
+from torchrec_ext.data.sets import open_set
 
 USERS, ITEMS, RATINGS_EACH = 60, 40, 12
 
@@ -65,9 +65,9 @@ def generate_less() -> None:
 
 def planted_data(**sizes: int) -> Prepared:
     """Generated tastes as a prepared folder."""
-    return opened(planted.planted(**sizes))
+    return open_set(planted.planted(**sizes))
 
 
 def checkerboard_data(**sizes: int) -> Prepared:
     """A generated checkerboard as a prepared folder."""
-    return opened(planted.checkerboard(**sizes))
+    return open_set(planted.checkerboard(**sizes))

@@ -47,7 +47,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
         "ids",
     },
     "observe": {"distributed"},
-    "drawing": set(),
+    "terminal": set(),
     "capture": {"distributed", "batch", "observe"},
     "train": {
         "distributed",
@@ -56,7 +56,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
         "sealed",
         "capture",
         "observe",
-        "drawing",
+        "terminal",
         "ids",
     }
     | {"schema.validation"},
@@ -73,7 +73,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
         "distributed.runtime",
     },
     "adopt": {"batch", "data.negatives", "distributed", "capture", "observe", "ids"},
-    "diagnose": {"adopt", "observe", "drawing"},
+    "diagnose": {"adopt", "observe", "terminal"},
     "torchx_apps": BASE
     | {
         "data",
@@ -82,7 +82,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
         "distributed",
         "capture",
         "observe",
-        "drawing",
+        "terminal",
         "train",
         "networks",
     }

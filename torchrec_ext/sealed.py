@@ -104,12 +104,6 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
     sync_to_disk(os.path.dirname(os.path.abspath(path)))
 
 
-def rename_synced(old: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
-    """Renames a file or folder within its folder, and waits until the disk holds the new name."""
-    os.rename(old, new)
-    sync_to_disk(os.path.dirname(os.path.abspath(new)))
-
-
 def exchange(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> bool:
     """Swaps the names of two files or folders in one step, so both names exist at any moment.
 

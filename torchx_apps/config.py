@@ -606,7 +606,8 @@ def as_words(config: Any, changes: Iterable[str]) -> list[str]:
         path, _, name = key.rpartition(".")
         group = _at(config, path)
         value = getattr(group, name, None)
-        if isinstance(value, tuple):
+        entry = _mapping_in(config, key)
+        if isinstance(value, tuple) or (entry and typing.get_origin(entry[1]) is tuple):
             inside = text.strip().strip("()[]").strip().rstrip(",")
             items = [item.strip().strip("'\"") for item in inside.split(",")]
             words[f"--{key}"] = [item for item in items if item]

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from torchrec_ext.drawing.terminal import print_to_pipe
+from torchrec_ext.terminal import print_to_pipe
 
 # Signals within these seconds are one: where Slurm stops a job, a rank receives it from
 # the step, from srun and from torchrun.
@@ -70,12 +70,6 @@ def record_error(error: BaseException) -> None:
         # first rank to *exit*: this pause lets the rank with the cause exit first.
         time.sleep(_PATIENCE_S)
     _tell(describe_error(error))
-
-
-def end_process(message: str) -> None:
-    """Ends this rank with ``message``, from any of its threads and whatever the other threads do."""
-    _tell(message)
-    os._exit(1)
 
 
 def _tell(message: str) -> None:

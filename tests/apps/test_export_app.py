@@ -621,30 +621,31 @@ def test_a_task_that_cannot_be_served_is_refused_with_its_reason(
     [
         (
             "n_tower",
-            "user_id+weekday,item_id+hour",
-            r"tower 'tower_1' reads hour, too; leave out model\.towers or export=require",
+            ("user=user_id,weekday", "item=item_id,hour"),
+            r"tower 'item' reads hour, too; leave out model\.towers or export=require",
         ),
         (
             "n_tower",
-            "user:user_id item:item_id,",
+            ("user=user_id", "item=item_id,"),
             r"tower 'item' reads [\w, ]+, too; leave out",
         ),
         (
             "stream",
-            "user_id+weekday,item_id+hour",
-            r"tower 'tower_1' reads [\w, ]+, too; leave out",
+            ("user=user_id", "item=item_id,"),
+            r"tower 'item' reads [\w, ]+, too; leave out",
         ),
     ],
 )
 def test_towers_that_no_bundle_can_have_are_refused_before_the_first_step(
-    recipe: str, towers: str, message: str
+    recipe: str, towers: tuple[str, str], message: str
 ) -> None:
     job = with_settings(load_recipe(recipe), ["data.name=planted", "export=require"])
     task = job.task(job.data, progress=False)
     assert build_model(job, task) is not None, "the towers of the recipe can be served"
     features, dense = task.data.towers["context"]
-    towers += ",".join((*features, *dense)) if towers.endswith(",") else ""
-    job = with_settings(job, [f"model.towers={towers}"])
+    user, item = towers
+    item += ",".join((*features, *dense)) if item.endswith(",") else ""
+    job = with_settings(job, [f"model.towers.{user}", f"model.towers.{item}"])
     with pytest.raises(
         ValueError,
         match=f"export=require: a bundle stores the vectors of an item tower.*{message}",

@@ -261,7 +261,10 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "gloo": ("collectives=gloo",),
         "shared_memory": _SHARED,
     },
-    "towers": {"recipe's": (), "2": ("model.towers=user_id+weekday,item_id+hour",)},
+    "towers": {
+        "recipe's": (),
+        "2": ("model.towers.user=user_id,weekday model.towers.item=item_id,hour",),
+    },
     "share_items": {"no": (), "yes": ("model.share_items=true",)},
     "share_user": {"recipe's": (), "no": ("model.share_user=false",)},
     "out_of_range": {"error": (), "oov": ("model.out_of_range=oov",)},
@@ -285,7 +288,6 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "elsewhere": ("checkpoint.folder={folder}/elsewhere",),
     },
     "start": {"drawn": (), "earlier": ("start.path={folder}/earlier",)},
-    "on_nan": {"stop": (), "skip": ("train.on_nan=skip",)},
     "reading": {"recipe's": (), "small": ("loader.lanes=3", "loader.buffer_rows=2048")},
     "weight": {"none": (), "column": ("loader.weight=weight",)},
 }
@@ -607,18 +609,6 @@ REFUSED += [
     Refused(
         {"recipe": ("session",), "weight": ("column",)},
         r"loader\.weight='weight': sequences have no such",
-    ),
-    Refused(
-        {"on_nan": ("skip",), "amp": ("fp16",)},
-        r"train\.amp=fp16 with sync\.mode=\w+ and train\.on_nan=skip",
-    ),
-    Refused(
-        {"on_nan": ("skip",), "sync": ("local_sgd", "diloco")},
-        r"train\.on_nan=skip with sync\.mode=local_sgd",
-    ),
-    Refused(
-        {"on_nan": ("skip",), "compile": ("require",)},
-        r"train\.on_nan=skip with sync\.mode=every_step and train",
     ),
     Refused(
         {"recipe": ("stream",), "towers": ("2",), "metrics": ("named",)},

@@ -412,8 +412,9 @@ def test_columns_become_towers_by_their_owners(folder: Path) -> None:
         "context": ["seen_at_hour", "seen_at_weekday"],
         "item": ["item_id", "item_tags"],
     }, "items and the history of items have one vocabulary, and one table"
-    named = "model.towers=who:user_*,history,age when:seen_* what:item_*"
-    towers: Any = build_model(job_of(folder, named), Task(data))
+    named = ["who=user_*,history,age", "when=seen_*", "what=item_*"]
+    job = job_of(folder, *(f"model.towers.{text}" for text in named))
+    towers: Any = build_model(job, Task(data))
     assert {name: list(tower.dense) for name, tower in towers.towers.items()} == {
         "who": ["age", "user_age"],
         "when": [],

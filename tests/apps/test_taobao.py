@@ -595,7 +595,7 @@ def test_a_folder_without_what_a_recipe_reads_is_refused_with_the_remedy(
     ("overrides", "words"),
     [
         (
-            ("model.weights=buy=2",),
+            ("model.weights.buy=2",),
             r"model\.weights=buy: the rows of '.*' have no such label; .* click, conversion",
         ),
         (
@@ -603,11 +603,7 @@ def test_a_folder_without_what_a_recipe_reads_is_refused_with_the_remedy(
             r"model\.serve=buy: the rows of '.*' have no such label",
         ),
         (
-            ("model.weights=conversion",),
-            r"model\.weights: 'conversion' must be a task and the weight of its loss",
-        ),
-        (
-            ("model.weights=conversion=0",),
+            ("model.weights.conversion=0",),
             r"tasks: conversion=0\.0: the weight of a loss must be greater than 0",
         ),
         (

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_ext.data.columns import Chunk, Column, PackedRows, concatenate
+from torchrec_ext.data.columns import Chunk, Column, concatenate
 
 ROWS = st.lists(st.lists(st.integers(-5, 5), max_size=4), min_size=1, max_size=20)
 pytestmark = pytest.mark.unit
@@ -51,49 +51,6 @@ def test_offsets_and_values_describe_the_same_rows(rows: list[list[int]]) -> Non
     again = Column(column.values, column.offsets)
     assert as_lists(again) == rows[::-1]
     assert as_lists(concatenate([again, ragged(rows)])) == rows[::-1] + rows
-
-
-@given(rows=ROWS, data=st.data())
-def test_packed_rows_are_taken_like_the_chunk(
-    rows: list[list[int]], data: st.DataObject
-) -> None:
-    size = len(rows)
-    chunk = Chunk(
-        {
-            "id": Column(np.arange(size)),
-            "bag": ragged(rows),
-            "age": Column(np.linspace(0, 1, size, dtype=np.float32)),
-        }
-    )
-    indices = np.array(
-        data.draw(st.lists(st.integers(0, size - 1), max_size=30)), dtype=np.int64
-    )
-    packed, plain = PackedRows(chunk).take(indices), chunk.take(indices)
-    for name, column in plain.items():
-        assert packed[name].values.tolist() == column.values.tolist()
-        assert packed[name].lengths.tolist() == column.lengths.tolist()
-    half = packed.slice(len(indices) // 2, len(indices))
-    plain_half = plain.slice(len(indices) // 2, len(indices))
-    assert set(half) == set(plain_half)
-    for name, column in plain_half.items():
-        assert half[name].values.tolist() == column.values.tolist()
-        assert half[name].lengths.tolist() == column.lengths.tolist()
-
-
-def test_packed_rows_of_one_type_are_read_as_a_matrix_in_their_order() -> None:
-    columns = {
-        name: Column(np.arange(4, dtype=np.float32) + 10 * index)
-        for index, name in enumerate("abc")
-    }
-    rows = PackedRows(Chunk({**columns, "id": Column(np.arange(4))})).take(
-        np.array([2, 0])
-    )
-    matrix = rows.matrix(["b", "c"])
-    assert matrix is not None
-    assert matrix.tolist() == [[12, 22], [10, 20]]
-    for other in (["c", "b"], ["a", "c"], ["c", "id"], ["c", "unknown"], []):
-        assert rows.matrix(other) is None
-    assert Chunk(columns).matrix(["b", "c"]) is None
 
 
 def test_slices_are_views() -> None:

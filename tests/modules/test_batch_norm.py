@@ -6,15 +6,17 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.contracts import run_ranks
+from tests.data.loader import given
 from tests.examples import ITEMS, USERS, redrawn, table
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.loader.batch_builder import BatchBuilder
+from torchrec_ext.data.loader.batch_builder import padded
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.multi_task import MultiTaskModel
 from torchrec_ext.models.tower_model import TowerModel
@@ -177,19 +179,21 @@ def batch_of(model: TowerModel, padded_rows: int | None) -> TowerBatch:
     }
     items = torch.randint(1, ITEMS, (6, 3), generator=generator).numpy()
     labels = torch.randint(2, (6, 3), generator=generator).float().numpy()
-    builder = BatchBuilder(
-        model.schema(), Chunk({"item_id": Column(torch.arange(ITEMS).numpy())})
-    )
     rows = Chunk({name: Column(values.numpy()) for name, values in users.items()})
-    targets = labels[:, :, None] if model.schema().tasks else None
-    return builder.pairs(
+    zeros = np.zeros((6, len(model.schema().tasks)), np.float32)
+    rows = rows.with_columns(
+        dict(zip(model.schema().tasks, map(Column, zeros.T), strict=True))
+    )
+    batch = given.batch_of(
+        model.schema(),
         rows,
         items,
-        labels=labels,
-        targets=targets,
-        total_weight=18.0,
+        items=Chunk({"item_id": Column(np.arange(ITEMS))}),
         padded_rows=padded_rows,
     )
+    flat = padded(torch.from_numpy(labels).view(-1), len(batch))
+    targets = flat[:, None] if model.schema().tasks else None
+    return dataclasses.replace(batch, labels=flat, targets=targets)
 
 
 @pytest.mark.unit

@@ -296,12 +296,6 @@ class Chunk(Mapping[str, Column]):
         """Returns a chunk of the columns ``names`` alone."""
         return Chunk({name: self[name] for name in names})
 
-    def matrix(self, names: Sequence[str]) -> Array | None:
-        """Returns scalar columns (B, names) as one matrix if they are stored so, in this order; else None."""
-        # Only packed rows are stored as a matrix; see PackedRows.
-        del names
-        return None
-
 
 def concatenate_rows(
     chunks: Sequence[Mapping[str, Column]], names: Iterable[str]
@@ -330,106 +324,6 @@ def sample_digest(rows: Chunk) -> str:
     return digest.hexdigest()[:16]
 
 
-class PackedRows:
-    """The rows of a chunk, numbers of one type side by side: a random row costs one cache line, not one per column.
-
-    Args:
-        chunk: rows to pack; ragged columns are packed as their windows. Scalar columns of one type that follow one
-            another in it can be read as one matrix.
-    """
-
-    def __init__(self, chunk: Chunk) -> None:
-        self.num_rows = chunk.num_rows
-        pools: dict[str, Array] = {}
-        # One matrix for each type. Its columns keep their order, so that matrix() finds
-        # neighbours side by side.
-        vectors: dict[np.dtype[Any], dict[tuple[str, str], Array]] = {}
-        for name, column in chunk.items():
-            arrays = {"values": column.pool}
-            if column.ragged:
-                # The values behind the windows stay where they are: overlapping
-                # histories would be copied.
-                pools[name] = column.pool
-                arrays = column.windows._asdict()
-            for kind, values in arrays.items():
-                vectors.setdefault(values.dtype, {})[name, kind] = values
-        self._matrices: list[Array] = []
-        positions: dict[tuple[str, str], tuple[int, int]] = {}
-        for number, of_type in enumerate(vectors.values()):
-            self._matrices.append(np.stack(list(of_type.values()), axis=1))
-            for index, key in enumerate(of_type):
-                positions[key] = number, index
-        self._layout = _Layout(tuple(chunk), pools, positions)
-
-    def take(self, indices: Int64) -> Chunk:
-        """Returns the rows ``indices`` (B',), in their order."""
-        matrices = [matrix.take(indices, axis=0) for matrix in self._matrices]
-        return _GatheredRows(self._layout, matrices, len(indices))
-
-
-class _Layout(NamedTuple):
-    """The columns of packed rows: ``names``, the pools of ragged ones, and each vector's matrix and index in it."""
-
-    names: tuple[str, ...]
-    pools: dict[str, Array]
-    positions: dict[tuple[str, str], tuple[int, int]]
-
-
-class _GatheredRows(Chunk):
-    """Rows of :class:`PackedRows`; a column is made when it is first read, since a batch reads few by themselves."""
-
-    def __init__(
-        self, layout: _Layout, matrices: Sequence[Array], num_rows: int
-    ) -> None:
-        self._layout = layout
-        self._matrices = matrices
-        self.num_rows = num_rows
-        self._columns = {}
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._layout.names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layout.names)
-
-    def __len__(self) -> int:
-        return len(self._layout.names)
-
-    def __getitem__(self, name: str) -> Column:
-        column = self._columns.get(name)
-        if column is None:
-            pool = self._layout.pools.get(name)
-            if pool is None:
-                column = Column(self._vector(name, "values"))
-            else:
-                column = Column.from_windows(
-                    pool,
-                    Windows(self._vector(name, "starts"), self._vector(name, "stops")),
-                )
-            self._columns[name] = column
-        return column
-
-    def slice(self, start: int, stop: int) -> Chunk:
-        """See :meth:`Chunk.slice`."""
-        matrices = [matrix[start:stop] for matrix in self._matrices]
-        return _GatheredRows(self._layout, matrices, stop - start)
-
-    def matrix(self, names: Sequence[str]) -> Array | None:
-        """See :meth:`Chunk.matrix`."""
-        first = self._layout.positions.get((names[0], "values")) if names else None
-        if first is None:
-            return None
-        number, start = first
-        for index, name in enumerate(names, start=start):
-            if self._layout.positions.get((name, "values")) != (number, index):
-                return None
-        return self._matrices[number][:, start : start + len(names)]
-
-    def _vector(self, name: str, kind: str) -> Array:
-        number, index = self._layout.positions[name, kind]
-        return np.ascontiguousarray(self._matrices[number][:, index])
-
-
 def with_elements(
     chunk: Chunk, names: Iterable[str], where: str = "", first: int = 0
 ) -> Chunk:
@@ -450,7 +344,6 @@ def with_elements(
         if column in chunk
     }
     if not widths:
-        # As it is: packed rows make a column only when it is read.
         return chunk
     columns = dict(chunk)
     for name, width in widths.items():

@@ -32,7 +32,7 @@ class PairRows(NamedTuple):
     part: NDArray[np.int8] | None
 
 
-class Side(NamedTuple):
+class Described(NamedTuple):
     """What a file says of users or items: its path and its raw columns, the key among them under our name."""
 
     path: Path
@@ -61,7 +61,7 @@ def set_of_pairs(
     name: str,
     rows: PairRows,
     split: Split,
-    sides: Mapping[str, Side],
+    sides: Mapping[str, Described],
     *,
     candidates: Column | None = None,
     evaluation: Evaluation | None = None,

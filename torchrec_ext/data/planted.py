@@ -19,7 +19,7 @@ from torchrec_ext.data.columns import Chunk, Column, Int64, Windows
 from torchrec_ext.data.config import CHECKERBOARD, PARTS, PLANTED
 from torchrec_ext.data.features import RawColumns, vocabulary_of
 from torchrec_ext.data.files.arrow import as_arrow
-from torchrec_ext.data.pairs import PairRows, Side, set_of_pairs
+from torchrec_ext.data.pairs import Described, PairRows, set_of_pairs
 from torchrec_ext.data.prepare import (
     RAW_ITEMS,
     RAW_REQUESTS,
@@ -141,7 +141,7 @@ def _set_of(
         PairRows(pa.array(user), pa.array(item), None),
         split._replace(history=Column(places, history.offsets)),
         {
-            owner: Side(Path(name), side, published=True)
+            owner: Described(Path(name), side, published=True)
             for owner, side in sides.items()
         },
         numbers=("age",),

@@ -505,6 +505,20 @@ class Prepared:
         nobody = np.array([None], object) if values.dtype == object else np.array([-1])
         return np.concatenate([nobody, values])
 
+    def raw_values(self, name: str) -> pa.Array:
+        """Returns (V,) the log's value of each row of a column's table, or a bucket's number; null for row 0."""
+        values = self.id_values.get(self.tables[name])
+        if values is None:
+            values = pa.array(np.arange(1, self.vocab[name]))
+        rest = self.vocab[name] - 1 - len(values)
+        nobody = (pa.nulls(1, values.type), pa.nulls(rest, values.type))
+        return pa.concat_arrays([nobody[0], values, nobody[1]])
+
+    def same_ids(self, name: str) -> list[str]:
+        """Returns the features that share a column's table."""
+        table = self.tables.get(name)
+        return [other for other in self.features if self.tables[other] == table]
+
     def _raw(self, name: str) -> pa.Table:
         """Reads a table beside the rows."""
         if not (self.folder / name).exists():

@@ -47,8 +47,8 @@ from torchrec_ext.data.pairs import (
     CANDIDATES,
     HISTORY,
     KEYS,
+    Described,
     PairRows,
-    Side,
     distinct,
     numbered,
     set_of_pairs,
@@ -111,10 +111,10 @@ def load_set(
     if form == "labels" and config.name == PLANTED:
         return load_prepared(config, form)
     raw = raw_set(config, form, progress=progress)
-    return opened(raw, config, form)
+    return open_set(raw, config, form)
 
 
-def opened(
+def open_set(
     raw: RawSet, config: DataConfig | None = None, form: Form = "pairs"
 ) -> Prepared:
     """Prepares rows in a temporary folder, which lives as long as what is returned.
@@ -186,8 +186,8 @@ def ml_100k(path: Path, history_length: int) -> RawSet:
         PairRows(ratings["user_id"], ratings["item_id"], None),
         leave_one_out(user, item, ratings["timestamp"].to_numpy(), history_length),
         {
-            "user": Side(path, people, published=True),
-            "item": Side(path, films, published=True),
+            "user": Described(path, people, published=True),
+            "item": Described(path, films, published=True),
         },
         separators={"genres": " "},
         licence=LICENCE,
@@ -360,7 +360,7 @@ def _candidates(
     return Column.grouped(column.values[keep], column.owners[keep], len(split.rows))
 
 
-def _side(folder: Path, owner: str, name: str) -> Side | None:
+def _side(folder: Path, owner: str, name: str) -> Described | None:
     """Reads users.parquet or items.parquet, if there is one: the key under our name, and all other columns."""
     path = folder / f"{owner}s.parquet"
     if not path.exists():
@@ -385,7 +385,7 @@ def _side(folder: Path, owner: str, name: str) -> Side | None:
         else:
             values = raw_column(path, column, table.column(column))
             columns[short] = _as_float64(values)
-    return Side(path, columns, left_out)
+    return Described(path, columns, left_out)
 
 
 def _plain(column: pa.Array) -> pa.Array:
@@ -405,7 +405,7 @@ def _as_float64(column: pa.Array) -> pa.Array:
 
 
 def _check_one_type(
-    folder: Path, tables: Mapping[Path, RawColumns], sides: Mapping[str, Side]
+    folder: Path, tables: Mapping[Path, RawColumns], sides: Mapping[str, Described]
 ) -> None:
     """Refuses ids that are text in one file and numbers in another."""
     files = dict(tables) | {side.path: side.columns for side in sides.values()}

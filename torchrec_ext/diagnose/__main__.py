@@ -21,7 +21,7 @@ import torchrec_ext.needs_torch  # noqa: F401
 from torchrec_ext.diagnose.findings import in_ms
 from torchrec_ext.diagnose.script import Loop, run_script
 from torchrec_ext.diagnose.why import why_slow
-from torchrec_ext.drawing.terminal import print_to_pipe
+from torchrec_ext.terminal import print_to_pipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:

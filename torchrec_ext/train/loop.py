@@ -12,14 +12,11 @@ import sys
 from collections.abc import Callable, Iterator, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import DrawnStep, Fresh, TowerBatch
@@ -36,7 +33,6 @@ from torchrec_ext.train.config import TrainConfig as TrainConfig
 from torchrec_ext.train.early_stop import EarlyStopWatch
 from torchrec_ext.train.guards.amp import Forward, LossScaling, forward_context
 from torchrec_ext.train.guards.finite import FiniteLoss, RunStoppedError
-from torchrec_ext.train.guards.gradient_gate import GradientGate, gate_for
 from torchrec_ext.train.guards.watchdog import Watchdog
 from torchrec_ext.train.metrics.evaluation_watch import (
     EvaluationStoppedError,
@@ -45,29 +41,10 @@ from torchrec_ext.train.metrics.evaluation_watch import (
 )
 from torchrec_ext.train.report.progress import Progress, Window
 from torchrec_ext.train.report.trace import StepTrace, check_fits
-from torchrec_ext.train.step.choose import Steps, StepsConfig, plain_step
+from torchrec_ext.train.step.choose import Steps, StepsConfig
 from torchrec_ext.train.step.fresh_rows import FreshRows
 from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
-from torchrec_ext.train.step.plain import PlainStep
 from torchrec_ext.train.step.schedule import rates, scheduler
-
-
-def leave_out(
-    config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer
-) -> Callable[[], None] | None:
-    """Returns a function that makes the optimizer skip its next update under ``train.on_nan=skip``, else None."""
-    if config.on_nan == "stop":
-        return None
-    if (
-        not isinstance(optimizer, HybridOptimizer)
-        or sync.takes_local_steps
-        or config.compile == "require"
-    ):
-        raise ValueError(
-            f"train.on_nan=skip with sync.mode={sync.mode} and train.compile={config.compile}: ranks must agree in "
-            "every step; set sync.mode=every_step and train.compile=auto, or train.on_nan=stop"
-        )
-    return partial(setattr, optimizer, "leave_out", True)
 
 
 def scaling(
@@ -76,76 +53,12 @@ def scaling(
     """Returns the loss scaling for float16, else None."""
     if config.amp != "fp16":
         return None
-    if (
-        sync.takes_local_steps
-        or config.on_nan == "skip"
-        or not isinstance(optimizer, HybridOptimizer)
-    ):
+    if sync.takes_local_steps or not isinstance(optimizer, HybridOptimizer):
         raise ValueError(
-            f"train.amp=fp16 with sync.mode={sync.mode} and train.on_nan={config.on_nan}: ranks must "
-            "agree to leave out a step; set sync.mode=every_step, or train.amp=bf16"
+            f"train.amp=fp16 with sync.mode={sync.mode}: ranks must agree to leave out a step whose gradients "
+            "overflow; set sync.mode=every_step, or train.amp=bf16"
         )
     return LossScaling(optimizer, runtime.device)
-
-
-def gate(
-    config: TrainConfig, model: nn.Module, optimizer: KeyedOptimizer, runtime: Runtime
-) -> GradientGate | None:
-    """Returns the gate for the tables' gradients if ``check_gradients`` requests one; all ranks call it."""
-    skips = config.on_nan == "skip"
-    if not isinstance(optimizer, HybridOptimizer) or config.check_gradients == "off":
-        return None
-    if config.check_gradients == "auto" and runtime.device.type == "cuda" and not skips:
-        return None
-    return gate_for(model, optimizer, runtime, always=skips)
-
-
-def checked_steps(
-    model: DistributedModelParallel,
-    optimizer: HybridOptimizer,
-    runtime: Runtime,
-    *,
-    config: TrainConfig | None = None,
-) -> TrainPipelineSparseDist[TowerBatch, Any] | PlainStep:
-    """Returns what runs the eager steps of :func:`train` on several ranks, with its checks, for trials.
-
-    Args:
-        model: model from :func:`hybrid_parallel`.
-        optimizer: the model's optimizer.
-        runtime: rank and device of this process.
-        config: settings of the training.
-    """
-    config = config or TrainConfig()
-    # Training reads its checks one step late on a GPU, at no cost that a trial could
-    # miss.
-    if runtime.device.type == "cuda":
-        return make_pipeline(model, optimizer, runtime.device)
-    context = forward_context(config.amp, runtime.device)
-    forward = FiniteLoss(
-        model,
-        runtime,
-        sys.maxsize,
-        context=context,
-        # A trial only measures, so it goes on after a bad step: the training reports
-        # the error.
-        leave_out=partial(setattr, optimizer, "leave_out", True),
-        gate=gate(config, model, optimizer, runtime),
-    )
-    plain = plain_step(
-        model,
-        optimizer,
-        runtime,
-        forward,
-        together=runtime.world_size > 1,
-        context=context,
-    )
-    return plain or make_pipeline(
-        model,
-        optimizer,
-        runtime.device,
-        forward=forward,
-        before_tables=forward.before_tables,
-    )
 
 
 def warn_unpipelined(paths: list[str]) -> None:
@@ -395,10 +308,10 @@ class _Watchers(NamedTuple):
     observer: StepObserver | None
     watchdog: Watchdog | None
 
-    def beat(self, where: str) -> None:
+    def beat(self) -> None:
         """Restarts the time limit of a step."""
         if self.watchdog is not None:
-            self.watchdog.beat(where)
+            self.watchdog.beat()
 
     def pause(self) -> None:
         """Lifts the time limit for an evaluation, a save or a refresh of negatives."""
@@ -486,8 +399,6 @@ class _Run:
             ranks=ranks,
             stop=stop,
             context=forward_context(config.amp, runtime.device),
-            leave_out=leave_out(config, sync, optimizer),
-            gate=gate(config, model, optimizer, runtime),
         )
         # Ranks that exchange nothing in a step learn of a bad loss here, before their
         # weights are averaged.
@@ -521,10 +432,7 @@ class _Run:
         self.model.train()
         # An evaluation, a save or a refresh of negatives is over, so the time limit
         # runs again.
-        position = f"the beginning of epoch {self.at.epoch + 1}"
-        if self.at.done:
-            position = self.forward.where(self.at.step)
-        self.watchers.beat(position)
+        self.watchers.beat()
         try:
             for output in self.steps.outputs(self.loader, self._batches):
                 self._after_step(output)
@@ -535,6 +443,11 @@ class _Run:
         except (GradientNotFiniteError, TrainingDivergedError) as error:
             explained = self.forward.explained(error)
             step = explained.step
+            last_good = self.checkpoints and self.checkpoints.last_good()
+            if last_good:
+                explained = TrainingDivergedError(
+                    f"{explained}; the last good checkpoint is {last_good}", step
+                )
             epoch = self.forward.epoch(step)
             record = self.records.stamped("error", message=str(explained))
             self.records.keep(record | {"epoch": epoch, "step": step})
@@ -573,13 +486,9 @@ class _Run:
         step = self.at.step
         records = self.records
         records.progress.advance()
-        if self.forward.left_out:
-            records.keep(records.stamped("left_out", message=self.forward.left_out))
-        else:
-            # A step that was left out has trained no row, so it does not count.
-            self.window.add(output.loss, output.weights)
-            if self.watchers.observer is not None:
-                self.watchers.observer.see(output)
+        self.window.add(output.loss, output.weights)
+        if self.watchers.observer is not None:
+            self.watchers.observer.see(output)
         trace = self.watchers.trace
         if trace is not None and trace.step():
             records.progress.say(f"the trace of a step is in {trace.folder}")
@@ -596,7 +505,7 @@ class _Run:
             self.checkpoints.after_step(self)
         if self.forward.stop_asked:
             self._stop()
-        self.watchers.beat(self.forward.where(step))
+        self.watchers.beat()
 
     def _record_window(self) -> None:
         # A record waits for the device anyway, so losses that were not read yet are
@@ -704,16 +613,10 @@ def _steps_of(run: _Run, sync: SyncConfig, total: int) -> Steps:
         scaler or run.optimizer,
         run.runtime.device,
         forward=forward,
-        before_tables=run.forward.before_tables,
     )
-    needs_pipeline = config.on_nan == "skip"
-    compile_mode = config.compile
-    if compile_mode == "auto" and needs_pipeline:
-        compile_mode = "off"
     steps_config = StepsConfig(
-        compile=compile_mode,
+        compile=config.compile,
         total=total,
-        piped=needs_pipeline,
         threads=config.threads,
         context=forward_context(config.amp, run.runtime.device),
         scaling=scaler,

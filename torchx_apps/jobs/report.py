@@ -17,7 +17,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.drawing.terminal import terminal
+from torchrec_ext.terminal import terminal
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.report.progress import (
     RunFolder,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,6 @@ from torchx_apps.jobs.setup import (
     shard_job,
 )
 from torchx_apps.jobs.tracking import Tracking
-from torchx_apps.process import end_process
 from torchx_apps.recipes.saved_job import CONFIG
 from torchx_apps.tasks.job import Job
 from torchx_apps.tasks.task import Evaluator, Task
@@ -101,7 +99,10 @@ def run_training(
     """
     quieten_libraries()
     with Runtime.start(
-        job.device, threads=job.threads, collectives=job.collectives
+        job.device,
+        threads=job.threads,
+        timeout_s=job.train.hang_s,
+        collectives=job.collectives,
     ) as runtime:
         task = load_task(job, runtime)
         if runtime.is_main:
@@ -142,7 +143,7 @@ def run_training(
         start = time.perf_counter()
         with (
             asked_to_stop() as stop,
-            _watched(job, runtime, run.path) as watchdog,
+            Watchdog(runtime.rank, job.train.hang_s / 2, run.path) as watchdog,
             hinting_at_resume(checkpointer),
         ):
             history = train(
@@ -306,16 +307,6 @@ def open_run(
         tracking=tracking,
         checkpointer=checkpointer,
         checkpoint=checkpoint,
-    )
-
-
-def _watched(
-    job: Job, runtime: Runtime, path: Path
-) -> AbstractContextManager[Watchdog | None]:
-    if job.train.hang_s == 0:
-        return nullcontext()
-    return Watchdog(
-        runtime.rank, job.train.hang_s, path, end_process, world_size=runtime.world_size
     )
 
 

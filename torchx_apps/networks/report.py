@@ -13,8 +13,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from torchrec_ext.drawing.figures import figure_with_panels, save_figure
 from torchrec_ext.train.config import Record
+from torchrec_ext.train.report.figures import figure_with_panels, save_figure
 from torchx_apps.recipes.saved_job import CONFIG
 
 _LOWER_IS_BETTER = ("loss", "log_loss", "ne")

@@ -7,10 +7,8 @@ Keys of the recipes say which columns are in which tower.
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,7 +28,7 @@ from torchrec_ext.modules.config import (
 )
 from torchrec_ext.schema.validation import OutOfRange, listed
 from torchrec_ext.train.config import Schedule, TrainConfig
-from torchx_apps.tasks.job import Job, numbers_by_name
+from torchx_apps.tasks.job import Job
 from torchx_apps.tasks.loading import labelled_task, multi_label_task
 
 if TYPE_CHECKING:
@@ -38,48 +36,6 @@ if TYPE_CHECKING:
     from torchrec_ext.models.multi_task import MultiTaskModel
     from torchrec_ext.models.tower_model import TowerModel
     from torchrec_ext.modules.tower import Tower
-
-
-def check_towers(text: str) -> None:
-    """Checks the text of ``model.towers``: empty, the towers' features, or their columns by name.
-
-    Raises:
-        ValueError: the text is none of these.
-    """
-    if ":" in text:
-        named_towers(text)
-    elif text.isdecimal():
-        raise ValueError(
-            f"model.towers={text}: name the features of each tower, such as user_id+city,item_id+daytime; "
-            "examples/towers_by_affinity.py proposes them"
-        )
-    elif text and not all(all(group.split("+")) for group in text.split(",")):
-        raise ValueError(
-            f"model.towers={text}: give the features of each tower, as in "
-            "user_id+city,item_id+daytime, or 'user:user_id,city item:item_id,price_*'"
-        )
-
-
-def named_towers(text: str) -> dict[str, list[str]]:
-    """Parses ``user:user_id,city item:item_id,price_*``: the names or patterns of each tower's columns, by tower.
-
-    Raises:
-        ValueError: a tower has no name or no column, or is named twice.
-    """
-    towers: dict[str, list[str]] = {}
-    for group in text.split():
-        name, _, columns = group.partition(":")
-        if not name.isidentifier() or not all(columns.split(",")):
-            raise ValueError(
-                f"model.towers={text}: '{group}' must be a tower's name, a colon and its columns, such as "
-                "user:user_id,city; a blank stands between two towers"
-            )
-        if name in towers:
-            raise ValueError(
-                f"model.towers={text}: tower '{name}' stands there twice; give all its columns at once"
-            )
-        towers[name] = columns.split(",")
-    return towers
 
 
 def columns_by_name(
@@ -114,7 +70,7 @@ def columns_by_name(
     if missing := [name for name in columns if name not in owner]:
         raise ValueError(
             f"model.towers: column '{missing[0]}' stands in no tower ({len(missing)} such columns); name it, or a "
-            f"pattern, such as {next(iter(towers))}:{missing[0]}"
+            f"pattern, such as --model.towers.{next(iter(towers))} {missing[0]}"
         )
 
     def of_tower(tower: str, names: Sequence[str]) -> list[str]:
@@ -122,34 +78,6 @@ def columns_by_name(
 
     return {
         tower: (of_tower(tower, features), of_tower(tower, dense)) for tower in towers
-    }
-
-
-def listed_features(towers: str, features: Sequence[str]) -> dict[str, list[str]]:
-    """Parses ``user_id+homework,item_id``: the features of each tower, by tower.
-
-    Raises:
-        ValueError: a feature is unknown, listed twice or not listed.
-    """
-    names = re.split("[+,]", towers)
-    for name in names:
-        if name not in features:
-            raise ValueError(
-                f"model.towers={towers}: there is no feature '{name}'; the features are {listed(features)}"
-            )
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(
-                f"model.towers={towers}: '{name}' stands there twice; a feature is in one tower"
-            )
-    for name in features:
-        if name not in names:
-            raise ValueError(
-                f"model.towers={towers}: '{name}' stands in no tower; give each of {listed(features)} one"
-            )
-    return {
-        f"tower_{number}": group.split("+")
-        for number, group in enumerate(towers.split(","))
     }
 
 
@@ -161,9 +89,8 @@ class NTowerConfig:
         embedding_dim: columns of every table.
         embedding_std: standard deviation of the tables' initial values.
         tower_widths: widths of each tower's MLP; where there is none, a tower's output is its concatenated embeddings.
-        towers: user, item and context where empty; the features of each tower, as ``user_id+homework,item_id+daytime``;
-            or the columns of each by name or pattern, as ``user:user_id,age item:item_id,price_*``, the item's tower
-            last. ``examples/towers_by_affinity.py`` proposes towers of features that occur together.
+        towers: the columns of each tower, names or patterns, as in ``--model.towers.user user_id age
+            --model.towers.item item_id "price_*"``, the item's tower last; user, item and context where empty.
         interaction: network over the towers' outputs, see :func:`interaction_layer`. Where ``towers`` is empty, one
             that takes two towers, such as ``dot``, gets the context as part of the user's.
         top_widths: hidden widths of the interaction.
@@ -180,7 +107,7 @@ class NTowerConfig:
     embedding_dim: int = 8
     embedding_std: float = 0.01
     tower_widths: tuple[int, ...] = ()
-    towers: str = ""
+    towers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     interaction: Interaction = "dcn"
     top_widths: tuple[int, ...] = (128, 64)
     activation: Activation = "relu"
@@ -192,8 +119,6 @@ class NTowerConfig:
     out_of_range: OutOfRange = "error"
 
     def __post_init__(self) -> None:
-        # Parsed for their errors alone, before any data are loaded.
-        check_towers(self.towers)
         check_loss(self.loss, self.interaction, self.temperature)
 
 
@@ -288,14 +213,14 @@ def _item_of(config: NTowerConfig, data: Prepared, towers: Mapping[str, Tower]) 
         tower_features += table.feature_names
     if item not in tower_features:
         raise ValueError(
-            f"model.loss={config.loss} with model.towers={config.towers}: the last tower, '{last}', must read the "
+            f"model.loss={config.loss} with model.towers: the last tower, '{last}', must read the "
             f"items, column '{item}', and the other one what is asked for them"
         )
     features, dense = data.towers["item"]
     others = sorted({*tower_features, *towers[last].dense} - {*features, *dense})
     if others and LOSSES[config.loss].catalogue:
         raise ValueError(
-            f"model.loss={config.loss} with model.towers={config.towers}: the last tower, '{last}', reads column "
+            f"model.loss={config.loss} with model.towers: the last tower, '{last}', reads column "
             f"'{others[0]}', which is not the item's, so that the catalogue has no value of it; leave model.towers out"
         )
     return item
@@ -325,7 +250,8 @@ class MultiTaskConfig(NTowerConfig):
     """The towers and tasks of the recipe ``multi_task``; its interaction is a top NN with a head for each task.
 
     Args:
-        weights: weight of a task's loss, by task, as ``click=1,conversion=0.5``; 1 for a task that is not named.
+        weights: weight of a task's loss, by task, as in ``--model.weights.conversion 0.5``; 1 for a task that is not
+            named.
         rows: rows by which the further tasks are learned: ``all``; ``positive``, those whose first label is 1, as a
             conversion is known only after a click; or ``product``, all rows, of which the product of both
             probabilities is the further task's (ESMM). See :class:`MultiTaskModel`.
@@ -334,13 +260,12 @@ class MultiTaskConfig(NTowerConfig):
     """
 
     interaction: Interaction = "top_nn"
-    weights: tuple[str, ...] = ()
+    weights: Mapping[str, float] = field(default_factory=dict)
     rows: TaskRows = "all"
     serve: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.weights_by_task()
         if self.interaction != "top_nn":
             raise ValueError(
                 f"model.interaction={self.interaction}: several tasks share the hidden layers of top_nn; leave it out"
@@ -349,11 +274,6 @@ class MultiTaskConfig(NTowerConfig):
             raise ValueError(
                 f"model.loss={self.loss}: each task is learned by its label of a row; take model.loss=bce"
             )
-
-    def weights_by_task(self) -> dict[str, float]:
-        """Returns the weights of ``weights`` by task."""
-        rule = "must be a task and the weight of its loss, such as conversion=0.5"
-        return numbers_by_name("model.weights", self.weights, rule)
 
 
 def multi_task() -> Job:
@@ -391,7 +311,7 @@ def build_multi_task(config: MultiTaskConfig, data: Prepared) -> MultiTaskModel:
     from torchrec_ext.modules.interaction import MultiTaskTop
 
     labels = [data.roles.label, *data.roles.tasks]
-    weights = config.weights_by_task()
+    weights = config.weights
     if len(labels) < 2:
         raise ValueError(
             f"data.name={data.name}: its preprocessing names one label, '{labels[0]}'; name more, as "
@@ -440,22 +360,7 @@ def _columns_by_tower(
             "user": ((*user, *context), (*user_dense, *dense)),
             "item": towers["item"],
         }
-    if ":" in config.towers:
-        return columns_by_name(named_towers(config.towers), data.features, data.dense)
-    groups = listed_features(config.towers, data.features)
-    # A table that several features read counts once, in equal parts.
-    readers = Counter(data.tables[name] for name in data.features)
-    sizes = {}
-    for tower, names in groups.items():
-        sizes[tower] = sum(
-            data.vocab[name] / readers[data.tables[name]] for name in names
-        )
-    # The list names no dense columns: the tower with the smallest tables reads them.
-    smallest = min(sizes, key=sizes.__getitem__)
-    return {
-        tower: (names, data.dense if tower == smallest else ())
-        for tower, names in groups.items()
-    }
+    return columns_by_name(config.towers, data.features, data.dense)
 
 
 def tables_of_features(

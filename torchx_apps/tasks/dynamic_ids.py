@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,9 +11,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from torchrec_ext.data.columns import Array
 from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
-from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.data.preprocess import (
     Categorify,
     FittedPreprocessor,
@@ -56,30 +54,6 @@ def numbered(values: pa.Array) -> Tensor:
             f"ids: the texts {pair[0]!r} and {pair[1]!r} have one 64-bit hash; rename one of them"
         )
     return ids
-
-
-def with_unknown(values: Array | pa.Array, rows: int) -> pa.Array:
-    """Returns the values of rows 1 to V of a vocabulary with null for row 0, and for the rest of ``rows``."""
-    array = values if isinstance(values, pa.Array) else pa.array(values)
-    return pa.concat_arrays(
-        [pa.nulls(1, array.type), array, pa.nulls(rows - 1 - len(array), array.type)]
-    )
-
-
-def values_of_prepared(data: Prepared, name: str) -> pa.Array:
-    """Returns the log's value of each row of a preprocessed column's vocabulary, or the number of a hash's bucket."""
-    rows = data.vocab[name]
-    values = data.id_values.get(data.tables[name])
-    if values is None:
-        values = np.arange(1, rows)
-    return with_unknown(values, rows)
-
-
-def columns_like(data: Prepared, name: str) -> Sequence[str]:
-    """Returns the preprocessed columns that share a column's vocabulary."""
-    return [
-        other for other in data.features if data.tables[other] == data.tables.get(name)
-    ]
 
 
 class DataWithTables:

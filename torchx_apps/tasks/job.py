@@ -5,7 +5,7 @@ This module imports no torch, so that a command line is checked at once; what a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -171,22 +171,6 @@ class Job:
                 raise ValueError(
                     f"{setting} with ids.features.{next(iter(self.ids.features))}: {why}"
                 )
-
-
-def numbers_by_name(key: str, texts: Iterable[str], rule: str) -> dict[str, float]:
-    """Returns the numbers of a setting's ``name=number`` texts by name.
-
-    Raises:
-        ValueError: a text has no number; the message ends with ``rule``.
-    """
-    numbers = {}
-    for text in texts:
-        name, _, number = text.partition("=")
-        try:
-            numbers[name] = float(number)
-        except ValueError:
-            raise ValueError(f"{key}: {text!r} {rule}") from None
-    return numbers
 
 
 def schema_settings(job: Job) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.config import ClosedFormConfig, EvaluationConfig
 from torchx_apps.tasks.baselines import ClosedForms
-from torchx_apps.tasks.dynamic_ids import columns_like, values_of_prepared
 from torchx_apps.tasks.evaluator import Evaluator as Evaluator
 from torchx_apps.tasks.export_data import (
     ExportData,
@@ -271,11 +270,11 @@ class Task:
                 f"ids.features.{name}: sessions have no dynamic ids; leave it out, or take --recipe two_tower, ncf, "
                 "n_tower, contextual_ncf, stream or multi_task"
             )
-        return values_of_prepared(self.data, name)
+        return self.data.raw_values(name)
 
     def same_ids(self, name: str) -> Sequence[str]:
         """Returns the columns with the same ids as a column, such as a history of the items."""
-        return columns_like(self.data, name)
+        return self.data.same_ids(name)
 
     def export_data(self, schema: BatchSchema) -> ExportData:
         """Returns the catalogue, and the users as they were before the test rows.

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from tests.data.loader.given import batch_of
 from tests.small_sets import planted_data
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
@@ -31,9 +34,7 @@ def bags(batch: object, name: str) -> list[list[int]]:
 def test_a_user_stands_beside_each_candidate_with_the_candidates_features() -> None:
     rows = DATA.rows("train").take(np.array([5, 0]))
     candidates = np.array([[3, 1, 2], [9, 9, 0]])
-    batch = BatchBuilder(schema(), DATA.items).pairs(
-        rows, candidates, labels=np.array([[1, 0, 0], [1, 0, 0]])
-    )
+    batch = batch_of(schema(), rows, candidates, items=DATA.items)
     assert batch.sparse.keys() == schema().keys
     assert batch.labels.tolist() == [1, 0, 0, 1, 0, 0]
     assert bags(batch, "item_id") == [[3], [1], [2], [9], [9], [0]]
@@ -53,7 +54,7 @@ def test_a_user_stands_beside_each_candidate_with_the_candidates_features() -> N
 
 
 def test_without_candidates_a_row_is_paired_with_its_own_item() -> None:
-    batch = BatchBuilder(schema(), DATA.items).pairs(DATA.rows("test").slice(0, 4))
+    batch = batch_of(schema(), DATA.rows("test").slice(0, 4), items=DATA.items)
     assert bags(batch, "item_id") == [
         [item] for item in DATA.rows("test")["item_id"].values[:4].tolist()
     ]
@@ -78,13 +79,12 @@ def test_one_side_alone_has_every_key_and_the_other_side_empty() -> None:
 
 
 def test_padding_rows_weigh_nothing_and_are_empty() -> None:
-    batch = BatchBuilder(schema(), DATA.items).pairs(
-        DATA.rows("test").slice(0, 1),
-        np.array([[4, 5]]),
-        labels=np.ones((1, 2)),
-        padded_rows=2,
+    rows = DATA.rows("test").slice(0, 1)
+    batch = batch_of(
+        schema(), rows, np.array([[4, 5]]), items=DATA.items, padded_rows=2
     )
-    assert batch.weights.tolist() == batch.labels.tolist() == [1, 1, 0, 0]
+    assert batch.weights.tolist() == [1, 1, 0, 0]
+    assert batch.labels.tolist() == [1, 0, 0, 0]
     for name in batch.sparse.keys():  # noqa: SIM118  a KeyedJaggedTensor is no mapping
         assert bags(batch, name)[2:] == [[], []]
     assert batch.dense[2:].tolist() == [[0.0], [0.0]]
@@ -92,35 +92,34 @@ def test_padding_rows_weigh_nothing_and_are_empty() -> None:
 
 def test_an_item_without_features_is_named_or_mapped() -> None:
     rows = DATA.rows("test").slice(0, 2)
-    candidates = np.array([[1, 2], [3, 61]])
+    rows = rows.with_columns({"item_id": Column(np.array([1, 61]))})
     with pytest.raises(
         DataError,
-        match=r"feature 'item_id' of table .*: id 61 in row 70 has no features \(known items: 0 to 60; 1 such",
+        match=r"feature 'item_id' of table .*: id 61 in row 1 has no features \(known items: 0 to 60; 1 such",
     ):
-        BatchBuilder(schema(), DATA.items).pairs(
-            rows, candidates, row_numbers=np.array([50, 70])
-        )
-    batch = BatchBuilder(schema(out_of_range="oov"), DATA.items).pairs(rows, candidates)
-    assert bags(batch, "item_id") == [[1], [2], [3], [0]]
+        batch_of(schema(), rows, items=DATA.items)
+    batch = batch_of(schema(out_of_range="oov"), rows, items=DATA.items)
+    assert bags(batch, "item_id") == [[1], [0]]
 
 
 def test_a_missing_or_mistyped_column_is_named() -> None:
     rows = DATA.rows("test").slice(0, 2)
     builder = BatchBuilder(schema(), DATA.items)
-    with pytest.raises(DataError, match="column 'gender' is missing"):
-        builder.pairs(rows.select([name for name in rows if name != "gender"]))
+    for build in (builder.user_batch, partial(batch_of, schema(), items=DATA.items)):
+        with pytest.raises(DataError, match="column 'gender' is missing"):
+            build(rows.select([name for name in rows if name != "gender"]))
     with pytest.raises(
         DataError, match=r"column 'gender' is object, ids must be integers"
     ):
-        builder.pairs(
+        builder.user_batch(
             rows.with_columns({"gender": Column(np.array(["M", "F"], dtype=object))})
         )
     with pytest.raises(DataError, match=r"feature 'gender': ids are float64"):
-        builder.pairs(rows.with_columns({"gender": Column(np.array([1.0, 2.0]))}))
+        builder.user_batch(rows.with_columns({"gender": Column(np.array([1.0, 2.0]))}))
     with pytest.raises(
         DataError, match=r"column 'age' is ragged, must be one number per row"
     ):
-        builder.pairs(rows.with_columns({"age": rows["history"]}))
+        builder.user_batch(rows.with_columns({"age": rows["history"]}))
 
 
 def test_read_only_memory_is_copied_before_torch_owns_it() -> None:
@@ -133,7 +132,7 @@ def test_read_only_memory_is_copied_before_torch_owns_it() -> None:
             )
         ]
     )
-    batch = BatchBuilder(plain, None).pairs(Chunk({"id": Column(values)}))
+    batch = batch_of(plain, Chunk({"id": Column(values)}))
     batch.sparse.values()[0] = 0
     assert values.tolist() == [1, 2]
 
@@ -154,15 +153,10 @@ def test_dense_columns_of_any_number_type_stand_beside_each_candidate() -> None:
             "yes": Column(np.array([True, False])),
         }
     )
-    batch = BatchBuilder(plain, Chunk({"item_id": Column(np.arange(9))})).pairs(
-        rows, np.array([[1, 2], [3, 4]]), padded_rows=3
+    items = Chunk({"item_id": Column(np.arange(9))})
+    batch = batch_of(
+        plain, rows, np.array([[1, 2], [3, 4]]), items=items, padded_rows=3
     )
     assert (
         batch.dense.tolist() == [[3, 0.25, 1]] * 2 + [[4, 0.5, 0]] * 2 + [[0, 0, 0]] * 2
     )
-    with pytest.raises(DataError, match="column 'share' is missing; the batch has"):
-        BatchBuilder(plain, None).pairs(
-            rows.with_columns({"item_id": Column(np.array([1, 2]))}).select(
-                ["item_id", "count", "yes"]
-            )
-        )

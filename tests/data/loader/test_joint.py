@@ -12,6 +12,7 @@ import pytest
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from tests.data.loader.given import batch_of
 from tests.data.stream_sets import ITEMS, arrow, table_of
 from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
@@ -53,8 +54,8 @@ def test_the_user_and_the_candidates_meet_in_one_key() -> None:
     rows = DATA.rows("train").take(np.array([5, 0]))
     candidates = np.array([[3, 1, 2], [9, 9, 0]])
     made = schema(["history", "item_id"], ["history", "user_id"], user_id=41)
-    batch = BatchBuilder(made, DATA.items.select(["item_id"])).pairs(
-        rows, candidates, padded_rows=3
+    batch = batch_of(
+        made, rows, candidates, items=DATA.items.select(["item_id"]), padded_rows=3
     )
     assert batch.joint is not None
     assert batch.joint.keys() == ["history|item_id"]

@@ -14,7 +14,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.loader import in_memory
+from torchrec_ext.data.loader import on_device
 from torchrec_ext.data.loader.loader import (
     ChunkLoader,
     LoaderConfig,
@@ -173,12 +173,12 @@ def test_any_number_of_ranks_sees_the_same_samples_once(
 
 @pytest.mark.parametrize("start", [0, 3])
 @pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (1, 3)])
-def test_batches_are_the_same_however_many_are_gathered_at_once(
+def test_batches_are_the_same_for_however_many_rows_are_drawn_at_once(
     monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int, start: int
 ) -> None:
     batches = []
     for rows_at_once in (1, 20, 4096):
-        monkeypatch.setattr(in_memory, "ROWS_AT_ONCE", rows_at_once)
+        monkeypatch.setattr(on_device, "_ROWS_DRAWN", rows_at_once)
         loader = loader_of(100, rank, world_size, weight="weight")
         loader.load_state_dict(loader.state_dict(step=start))
         batches.append(list(loader))
@@ -415,7 +415,7 @@ def test_an_id_out_of_range_names_its_row_in_the_set() -> None:
     config = LoaderConfig(batch_size=8, negatives=0)
     with pytest.raises(
         DataError,
-        match=r"feature 'user_id': id 99 in row 17 is outside table 'user_id'",
+        match=r"the rows in memory, column 'user_id', row 17: id 99 is outside table 'user_id'",
     ):
         list(
             ChunkLoader(

@@ -20,8 +20,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from tests.train.checkpoint.test_files import HERE, filled, saved
 from torchrec_ext.distributed.runtime import peak_resident
 from torchrec_ext.train.checkpoint import folder as manifest
-from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.folder import read_checkpoint_manifest, read_index
+from torchrec_ext.train.checkpoint.folder import (
+    CheckpointRanks,
+    read_checkpoint_manifest,
+    read_index,
+)
+from torchrec_ext.train.checkpoint.load import load_checkpoint
 from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError, read_metadata
 from torchrec_ext.train.checkpoint.vectors import read_vectors
@@ -119,7 +123,7 @@ def test_tensors_with_other_bytes_in_them(
         (tmp_path / file.name).write_bytes(file.read_bytes())
     victim = next(tmp_path.glob("*.distcp"))
     whole = victim.read_bytes()
-    checkpointer = Checkpointer(str(tmp_path / "other"), HERE)
+    together = CheckpointRanks(HERE)
     places = [
         place
         for place in read_index(str(tmp_path)).storage_data.values()
@@ -135,10 +139,9 @@ def test_tensors_with_other_bytes_in_them(
             whole[: place.offset] + changed + whole[place.offset + place.length :]
         )
         with contextlib.suppress(CheckpointError):
-            checkpointer.load(str(tmp_path), model_state(filled(0)))
+            load_checkpoint(str(tmp_path), model_state(filled(0)), together)
 
     fuzzed(examples, EDITS, st.integers(0, 99))(survives)()
-    checkpointer.close()
 
 
 def vectors(folder: Path, suffix: str) -> Path:

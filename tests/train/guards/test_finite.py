@@ -10,7 +10,6 @@ from tests.contracts import gather_state, run_ranks
 from tests.examples import META, batches, small_model
 from tests.train.test_loop import Batches
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
@@ -211,67 +210,3 @@ def test_an_answer_that_is_read_late_still_names_its_own_step() -> None:
         "update of this step was written; mend the column, or fill its missing values in preprocessing"
     )
     assert first == second == [(4, 4, message), (4, 4, message)]
-
-
-def left_out(runtime: Runtime) -> dict[str, Any]:
-    """Weights after four batches, of which the third is bad on rank 1 and skipped, and after the three others alone."""
-    found = {}
-    for sharding, kind in (
-        ("row_wise", "adagrad"),
-        ("row_wise", "adam"),
-        ("data_parallel", "adam"),
-    ):
-        for bad in (True, False):
-            model, optimizers = (
-                small_model(META),
-                OptimizerConfig(tables=kind, tables_lr=0.05),
-            )  # type: ignore[arg-type]
-            plan = plan_sharding(
-                model, runtime, PlanConfig(sharding=sharding), optimizer=optimizers
-            )  # type: ignore[arg-type]
-            parallel, optimizer = hybrid_parallel(
-                model, runtime, plan=plan, optimizer=optimizers, seed=3
-            )
-            loader = Batches(runtime, 4)
-            if not bad:
-                del loader._own[2]
-            elif runtime.rank == 1:
-                spoil_data("label", list(loader)[2])
-            history = train(
-                parallel,
-                optimizer,
-                loader,
-                runtime,
-                TrainConfig(epochs=2, on_nan="skip"),
-            )
-            found[sharding, kind, bad] = {
-                "state": gather_state(parallel),
-                "history": history,
-            }
-    return found
-
-
-def test_a_skipped_step_is_as_if_its_batch_were_not_there() -> None:
-    found = run_ranks(left_out, 2)[0]
-    for (sharding, kind, bad), with_it in found.items():
-        if not bad:
-            continue
-        without = found[sharding, kind, False]["state"]
-        for name, value in with_it["state"].items():
-            assert torch.equal(value, without[name]), (sharding, kind, name)
-        skipped = [
-            record for record in with_it["history"] if record["kind"] == "left_out"
-        ]
-        assert [record["step"] for record in skipped] == [3, 7]
-        assert IN_DATA["label"] in skipped[0]["message"]
-        assert all(
-            torch.isfinite(torch.tensor(record["loss"]))
-            for record in with_it["history"]
-            if record["kind"] == "train"
-        )
-
-
-@pytest.mark.unit
-def test_another_answer_to_nan_is_refused() -> None:
-    with pytest.raises(ValueError, match="on_nan='go on': must be one of stop, skip"):
-        TrainConfig(on_nan="go on")  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import termios
 
 import pytest
 
-from torchrec_ext.drawing.terminal import terminal
+from torchrec_ext.terminal import terminal
 from torchrec_ext.train.report.progress import Progress
 
 pytestmark = pytest.mark.unit

@@ -10,7 +10,7 @@ import torch
 
 from tests.contracts import gather_state, run_ranks
 from tests.examples import META, small_model
-from tests.train.guards.test_gradient_gate import Batches
+from tests.train.test_loop import Batches
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import TrainConfig

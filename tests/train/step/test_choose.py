@@ -53,7 +53,6 @@ def by_setting(runtime: Runtime) -> dict[str, list[Any]]:
         "off": records(runtime, compile="off"),
         "auto": records(runtime, compile="auto"),
         "too few": records(runtime, compile="off", count=4),
-        "piped": records(runtime, compile="auto", on_nan="skip"),
         "captured": records(runtime, compile="auto", pays=0.0, sync=local),
         "required": records(runtime, compile="require", sync=local),
         "ends while watched": records(
@@ -82,7 +81,6 @@ def check(results: dict[str, list[Any]], patterns: dict[str, str]) -> None:
 ALWAYS = {
     "off": rf"eager: train\.compile=off; {MS} a step",
     "too few": rf"eager: train\.compile=off; {MS} a step",
-    "piped": rf"eager: train\.on_nan=skip needs the pipeline's steps; {MS} a step",
 }
 ALONE = {
     "auto": rf"eager: capturing pays from [\d,]+ steps on, and 28 are left; {MS} a step",

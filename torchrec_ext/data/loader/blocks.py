@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,12 +19,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_ext.batch import KeyedIds, Keys, TowerBatch, pack
+from torchrec_ext.batch import (
+    Jagged,
+    KeyedIds,
+    Keys,
+    TowerBatch,
+    concatenated,
+    pack,
+)
 from torchrec_ext.data.columns import Array, Chunk, Column, Float32, Int64
 from torchrec_ext.data.files.arrow import Kind, RowGroup, Source, as_int64
 from torchrec_ext.data.loader.batch_builder import padded
 from torchrec_ext.data.loader.config import LoaderConfig
-from torchrec_ext.schema import BatchSchema, DataError, SparseFeature
+from torchrec_ext.schema import BatchSchema, DataError, RowNumbers, SparseFeature
 from torchrec_ext.schema.validation import listed
 
 Vectors = Array | list[Array]
@@ -374,7 +381,7 @@ class Assembler:
             index = torch.arange(size)
         return pack(
             self.schema.layout,
-            lambda keys, sizes: self._keyed(slices, size, keys),
+            self._fill_of(slices, size),
             dense=self._matrix(slices, size, self.schema.row_dense),
             labels=self._vector(slices, size, self._label),
             weights=self._vector(slices, size, self._weight),
@@ -385,6 +392,38 @@ class Assembler:
             queries=size if self.schema.candidate else None,
             shared_dense=shared_dense,
             index=index,
+        )
+
+    def _fill_of(
+        self, slices: Sequence[Slice], size: int
+    ) -> Callable[[Keys, Sequence[int]], KeyedIds]:
+        """Returns the function that lays out the ids; replaced ones come column by column."""
+        if self.schema.replaces is None:
+            return lambda keys, sizes: self._keyed(slices, size, keys)
+        bags = {name: self._bags(slices, name) for name in self.schema.keys}
+        numbers = torch.from_numpy(
+            joined(
+                [piece.rows.numbers[piece.start : piece.stop] for piece in slices],
+                np.int64,
+            )
+        )
+        bags.update(self.schema.replaces(bags, RowNumbers(numbers, numbers)))
+        return lambda keys, sizes: concatenated(keys, sizes, bags)
+
+    def _bags(self, slices: Sequence[Slice], name: str) -> Jagged:
+        if name in self._scalar:
+            return Jagged(torch.from_numpy(_joined_ids(slices, self._scalar[name])))
+        weights = None
+        feature = self.schema.feature(name)
+        if feature and feature.weights:
+            of_ids = [piece.bags(feature.weights)[0] for piece in slices]
+            weights = torch.from_numpy(joined(of_ids, np.float32))
+        bags = [piece.bags(name) for piece in slices]
+        lengths = joined([np.diff(offsets) for _, offsets in bags], np.int64)
+        return Jagged(
+            torch.from_numpy(joined([ids for ids, _ in bags], np.int64)),
+            torch.from_numpy(lengths.astype(np.int32)),
+            weights,
         )
 
     def _identities(

@@ -1,12 +1,13 @@
-"""Pairing: the rows of a step -> this rank's TowerBatch, with candidates if the loader draws some.
+"""SharedCandidates: a step's positives, and after them extra candidates that all queries of the batch share.
 
-SharedCandidates: a step's positives, and after them extra candidates that all queries of the batch share.
+RowsWithCandidates: rows in memory, shuffled as a whole, each step with such candidates.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,73 +15,44 @@ from torch import Tensor
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64
-from torchrec_ext.data.loader.batch_builder import BatchBuilder, known_items, padded
+from torchrec_ext.data.loader.batch_builder import known_items, padded
 from torchrec_ext.data.loader.config import LoaderConfig
-from torchrec_ext.data.loader.epochs import Share
+from torchrec_ext.data.loader.epochs import Share, order_of
 from torchrec_ext.data.negatives.mixed import CatalogueCandidates, MixedNegatives
-from torchrec_ext.data.negatives.samplers import Negatives, RejectionNegatives
-from torchrec_ext.schema import BatchSchema, DataError, Jagged
-
-
-class Candidates(NamedTuple):
-    """The item ids of each row's candidates ``ids`` (B, 1 + N), the positive first, and their ``log_q`` (B, 1 + N)."""
-
-    ids: Int64
-    log_q: Array
+from torchrec_ext.schema import BatchSchema, Jagged
 
 
 class StepRows(NamedTuple):
     """A rank's rows of one step: ``chunk`` of B rows, and their ``numbers`` (B,) in the whole set.
 
-    ``weights`` (B,) holds the rows' weights, or is None; ``total`` is the weight of the global batch; ``candidates``
-    are those of :meth:`Pairing.draw_ahead`.
+    ``weights`` (B,) holds the rows' weights, or is None; ``total`` is the weight of the global batch.
     """
 
     chunk: Chunk
     numbers: Int64
     weights: Array | None
     total: float
-    candidates: Candidates | None = None
-
-
-class Pairing(Protocol):
-    """Makes a batch of a rank's rows of one step."""
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """Names of the required columns of the rows, in addition to the schema's."""
-
-    def draw_ahead(self, rows: Chunk, numbers: Int64, epoch: int) -> Candidates | None:
-        """Draws the candidates of several steps at once; None if each step has to draw its own."""
-
-    def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
-        """Builds the batch of ``rows``, padded to the same size on every rank."""
 
 
 def identified(
-    batch: TowerBatch,
-    schema: BatchSchema,
-    rows: StepRows,
-    width: int = 1,
-    candidates: Int64 | None = None,
+    batch: TowerBatch, schema: BatchSchema, rows: StepRows, candidates: Int64
 ) -> TowerBatch:
     """Adds the user and the item of each row to ``batch``, if ``schema`` names their columns.
 
     Args:
-        batch: ``width`` rows for each of ``rows``, then padding.
+        batch: a row for each of ``rows``, then those of candidates and padding.
         schema: the columns of the batch.
         rows: rows of one step.
-        width: number of rows in the batch for each of ``rows``.
-        candidates: item ids in the order of the batch; the items of ``rows`` by default.
+        candidates: item ids in the order of the batch.
     """
     if not schema.identities:
         return batch
     columns: dict[str, Tensor] = {}
     for name in schema.identities:
-        if name == schema.candidate and candidates is not None:
-            ids = candidates.reshape(-1)
+        if name == schema.candidate:
+            ids = candidates
         elif name in rows.chunk:
-            ids = rows.chunk[name].values.repeat(width)
+            ids = rows.chunk[name].values
         else:
             continue
         feature = schema.feature(name)
@@ -99,101 +71,12 @@ def identified(
     )
 
 
-class OwnCandidates:
-    """Each positive is followed by its own N negatives; N may be 0.
-
-    Args:
-        schema: the columns of the batch.
-        config: see :class:`LoaderConfig`.
-        items: row i holds the features of item i.
-        negatives: sampler of the negatives; None for N = 0.
-        share: this rank's share of each global batch.
-    """
-
-    def __init__(
-        self,
-        schema: BatchSchema,
-        config: LoaderConfig,
-        items: Chunk | None,
-        negatives: Negatives | None,
-        share: Share,
-    ) -> None:
-        self.ids: tuple[str, ...] = ()
-        if items is not None:
-            self.ids = ("item_id",)
-        if config.negatives:
-            # Negatives are drawn for a user, to avoid the user's own items.
-            self.ids = ("user_id", "item_id")
-        self._builder = BatchBuilder(schema, items)
-        self._schema = schema
-        self._config = config
-        self._negatives = negatives
-        self._share = share
-
-    def draw_ahead(self, rows: Chunk, numbers: Int64, epoch: int) -> Candidates | None:
-        """See :meth:`Pairing.draw_ahead`: a draw depends on the row's number and not on the step."""
-        if not isinstance(self._negatives, RejectionNegatives):
-            return None
-        try:
-            return self._candidates(rows, numbers, epoch)
-        except DataError:
-            # A user of a later step has no negative; that step says so when its turn
-            # comes.
-            return None
-
-    def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
-        """See :meth:`Pairing.batch`; a draw depends on the row's number and not on the step."""
-        del step
-        width = 1 + self._config.negatives
-        labels = np.zeros((len(rows.numbers), width), dtype=np.float32)
-        labels[:, 0] = (
-            rows.chunk[self._config.label].values if self._config.label else 1.0
-        )
-        # The labels of further tasks, 0 for negatives as well.
-        targets = np.zeros((*labels.shape, len(self._schema.tasks)), dtype=np.float32)
-        for index, name in enumerate(self._schema.tasks):
-            targets[:, 0, index] = rows.chunk[name].values
-        candidates = rows.candidates or self._candidates(
-            rows.chunk, rows.numbers, epoch
-        )
-        ids = log_q = None
-        if candidates is not None:
-            ids, log_q = candidates
-        batch = self._builder.pairs(
-            rows.chunk,
-            ids,
-            labels=labels,
-            weights=None if rows.weights is None else rows.weights.repeat(width),
-            log_q=log_q,
-            targets=targets,
-            total_weight=rows.total * width / self._share.world_size,
-            row_numbers=rows.numbers,
-            padded_rows=self._share.rows(self._config.batch_size),
-        )
-        return identified(batch, self._schema, rows, width, ids)
-
-    def _candidates(self, rows: Chunk, numbers: Int64, epoch: int) -> Candidates | None:
-        if self._negatives is None or not self._config.negatives:
-            return None
-        users = rows["user_id"].values
-        positives = rows["item_id"].values
-        ids, log_q = self._negatives.draw(users, numbers, epoch, self._config.negatives)
-        # Samplers know the items from 1 on; an out-of-vocabulary positive (0) takes the
-        # log q of item 1.
-        valid_positives = np.maximum(positives, 1)
-        positive_log_q = self._negatives.log_q(users, valid_positives)
-        return Candidates(
-            np.concatenate([positives[:, None], ids], axis=1),
-            np.concatenate([positive_log_q[:, None], log_q], axis=1),
-        )
-
-
 # Columns below one another, each in so many rows; None is empty.
 Sections = list[tuple[Column | None, int]]
 
 
 class SharedCandidates:
-    """See :class:`Pairing`.
+    """Makes a batch of a rank's rows of one step, and of candidates that all queries share.
 
     A rank's batch has ceil(batch_size / R) + ceil(shared_negatives / R) rows, or as many as all items need::
 
@@ -229,13 +112,8 @@ class SharedCandidates:
         # shared row of its own.
         self._own_shared_rows = any(name in schema.shared for name in items)
 
-    def draw_ahead(self, rows: Chunk, numbers: Int64, epoch: int) -> Candidates | None:
-        """See :meth:`Pairing.draw_ahead`; shared candidates depend on the step."""
-        del rows, numbers, epoch
-        return None
-
     def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
-        """See :meth:`Pairing.batch`."""
+        """Builds the batch of ``rows``, padded to the same size on every rank."""
         chunk = rows.chunk
         queries = self._share.rows(self._config.batch_size)
         (key,) = self.ids
@@ -306,8 +184,62 @@ class SharedCandidates:
             index=index,
             shared_rows=torch.from_numpy(numbers[:shared_size]),
         )
-        batch = identified(batch, self._schema, rows, candidates=items)
+        batch = identified(batch, self._schema, rows, items)
         return dataclasses.replace(batch, queries=queries)
+
+
+class RowsWithCandidates:
+    """Builds batches from rows in memory, shuffled as a whole, with shared candidates; see :class:`Batches`.
+
+    Args:
+        chunk: all rows, the same on every rank.
+        schema: the columns that the model reads.
+        config: see :class:`LoaderConfig`.
+        candidates: maker of the batches.
+        share: this rank's share of each global batch.
+    """
+
+    ahead = True
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        schema: BatchSchema,
+        config: LoaderConfig,
+        candidates: SharedCandidates,
+        share: Share,
+    ) -> None:
+        named = (config.label, config.weight, *schema.tasks, schema.query)
+        config.check_columns(filter(None, named), chunk)
+        self.num_rows = chunk.num_rows
+        used = {*schema.keys, *schema.dense, *schema.weight_columns, *candidates.ids}
+        used |= {*schema.identities, *filter(None, named)}
+        self._rows = chunk.select([name for name in chunk if name in used])
+        self._weights = chunk[config.weight].values if config.weight else None
+        self._config = config
+        self._candidates = candidates
+        self._share = share
+
+    def fingerprint(self) -> dict[str, Any]:
+        """See :meth:`Batches.fingerprint`."""
+        return {"rows": self.num_rows}
+
+    def batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
+        """See :meth:`Batches.batches`."""
+        order = order_of(self._config, self.num_rows, epoch)
+        size = self._config.batch_size
+        for step in range(start, self._config.num_steps(self.num_rows)):
+            everyone = order[step * size : (step + 1) * size]
+            mine = everyone[self._share.part(len(everyone))]
+            weights = None
+            total = float(len(everyone))
+            if self._weights is not None:
+                weights = self._weights[mine]
+                # Of all ranks' rows: every rank divides its loss by the weight of the
+                # global batch.
+                total = float(self._weights[everyone].sum(dtype=np.float64))
+            rows = StepRows(self._rows.take(mine), mine, weights, total)
+            yield self._candidates.batch(rows, epoch, step)
 
 
 def _jagged(sections: Sections) -> Jagged:

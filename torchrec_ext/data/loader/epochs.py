@@ -22,10 +22,12 @@ from typing import Any, TypeVar
 
 import torchrec_ext.needs_torch  # noqa: F401
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.schema import DataError
 
@@ -58,6 +60,15 @@ class Share:
     def rows(self, batch_size: int) -> int:
         """Returns the number of rows of the rank's batch, padding included: the same on every rank."""
         return -(-batch_size // self.world_size)
+
+
+def order_of(config: LoaderConfig, num_rows: int, epoch: int) -> Int64:
+    """Returns (num_rows,) the row numbers of a set in memory, in the order of ``epoch``."""
+    if not config.shuffle:
+        return np.arange(num_rows)
+    return np.random.Generator(np.random.PCG64([config.seed, epoch])).permutation(
+        num_rows
+    )
 
 
 T = TypeVar("T")

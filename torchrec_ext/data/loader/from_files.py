@@ -33,7 +33,7 @@ from torchrec_ext.data.loader.blocks import (
     joined,
     summed_weights,
 )
-from torchrec_ext.data.loader.candidates import Pairing, StepRows
+from torchrec_ext.data.loader.candidates import SharedCandidates, StepRows
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epoch_order import (
     Block,
@@ -325,8 +325,8 @@ class StreamedRows:
         schema: the columns that the model reads.
         config: see :class:`LoaderConfig`.
         items: row i holds the features of item i, which the source then need not have.
-        pairing: maker of the batches. Rows that come as they are need none, unless their ids are replaced: they go
-            straight from their blocks into the batch, each value copied once.
+        shared: maker of batches with shared candidates; None for rows that come as they are, which go straight from
+            their blocks into the batch, each value copied once.
         share: this rank's share of each global batch.
         in_order: keep the order of the files if there is no shuffle, see :class:`ChunkLoader`.
     """
@@ -339,12 +339,11 @@ class StreamedRows:
         schema: BatchSchema,
         config: LoaderConfig,
         items: Chunk | None,
-        pairing: Pairing,
+        shared: SharedCandidates | None,
         share: Share,
-        *,
         in_order: bool = True,
     ) -> None:
-        ids = pairing.ids
+        ids = shared.ids if shared else ()
         # Features of items are looked up in `items`; of the item the rows have the id
         # alone.
         without = [name for name in items or () if name not in ids]
@@ -392,9 +391,7 @@ class StreamedRows:
         )
         self.num_rows = plan.num_rows
         self._config = config
-        self._pairing = pairing
-        self._schema = schema
-        self._as_they_are = items is None and not config.negatives
+        self._shared = shared
         self._share = share
         self._places = plan.places
 
@@ -417,7 +414,7 @@ class StreamedRows:
                 if weight
                 else float(step.num_rows)
             )
-            if self._as_they_are and self._schema.replaces is None:
+            if self._shared is None:
                 yield self._assembler.batch(
                     step.mine, size, total / self._share.world_size
                 )
@@ -428,6 +425,6 @@ class StreamedRows:
                 np.int64,
             )
             weights = chunk[weight].values if weight else None
-            yield self._pairing.batch(
+            yield self._shared.batch(
                 StepRows(chunk, numbers, weights, total), epoch, number
             )

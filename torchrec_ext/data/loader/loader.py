@@ -1,6 +1,6 @@
 """ChunkLoader: rows in memory, in files or on a device -> TowerBatches, resumable, the same on any number of ranks.
 
-Batches: the protocol of these three kinds of rows; on_host() and batches_on_device() build them.
+Batches: the protocol of these kinds of rows; batches_of() builds them.
 
 training_negatives(): builds the sampler of a LoaderConfig.
 """
@@ -17,12 +17,11 @@ import torch
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.data.columns import Chunk, sample_digest, with_elements
 from torchrec_ext.data.files.arrow import Source
-from torchrec_ext.data.loader.candidates import OwnCandidates, SharedCandidates
+from torchrec_ext.data.loader.candidates import RowsWithCandidates, SharedCandidates
 from torchrec_ext.data.loader.config import LoaderConfig as LoaderConfig
 from torchrec_ext.data.loader.config import Sampling as Sampling
 from torchrec_ext.data.loader.epochs import BuiltAhead, Epochs, Share
 from torchrec_ext.data.loader.from_files import StreamedRows
-from torchrec_ext.data.loader.in_memory import MemoryRows
 from torchrec_ext.data.loader.on_device import DeviceCandidates, ResidentRows, read_all
 from torchrec_ext.data.negatives.mixed import CatalogueCandidates, MixedNegatives
 from torchrec_ext.data.negatives.samplers import (
@@ -104,7 +103,7 @@ def _check(config: LoaderConfig, sampler: Sampler | None, *, has_items: bool) ->
 
 
 class Batches(Protocol):
-    """The source of a rank's batches: :class:`MemoryRows`, :class:`StreamedRows` or :class:`ResidentRows`.
+    """The source of a rank's batches: :class:`ResidentRows`, :class:`RowsWithCandidates` or :class:`StreamedRows`.
 
     ``num_rows`` counts the rows of all ranks; ``ahead`` says whether a thread may build batches, which are then pinned.
     """
@@ -119,50 +118,38 @@ class Batches(Protocol):
         """Yields the batches of an epoch from step ``start`` on, equally many on every rank."""
 
 
-def on_host(
+def batches_of(
     chunk: Chunk | Source,
     schema: BatchSchema,
     config: LoaderConfig,
     items: Chunk | None,
     sampler: Sampler | None,
     share: Share,
+    device: torch.device | None,
     *,
     in_order: bool,
 ) -> Batches:
-    """Builds the source of batches on the host, for rows in memory or in files."""
-    pairing: OwnCandidates | SharedCandidates
-    if isinstance(sampler, MixedNegatives | CatalogueCandidates):
-        assert items is not None, "checked by ChunkLoader"
-        pairing = SharedCandidates(schema, config, items, sampler, share)
-    else:
-        pairing = OwnCandidates(schema, config, items, sampler, share)
-    if isinstance(chunk, Chunk):
-        return MemoryRows(chunk, schema, config, pairing, share)
-    return StreamedRows(chunk, schema, config, items, pairing, share, in_order=in_order)
+    """Builds the source of batches: rows in memory as tensors, shuffled as a whole, or rows in files.
 
-
-def batches_on_device(
-    chunk: Chunk | Source,
-    schema: BatchSchema,
-    config: LoaderConfig,
-    items: Chunk | None,
-    sampler: Sampler | None,
-    share: Share,
-    device: torch.device,
-) -> Batches:
-    """Puts the rows on ``device``, to build their batches there.
+    Rows whose items are looked up are read into memory: known pairs are there anyway.
 
     Raises:
-        ValueError: the settings ask for what only the host can do.
+        ValueError: the settings ask a device for what only the host can do.
     """
     where = f"device={device} with loader."
     if isinstance(sampler, MixedNegatives | CatalogueCandidates):
-        raise ValueError(
-            f"{where}sampling={config.sampling!r}: its candidates are drawn on the host; leave device out"
-        )
+        assert items is not None, "checked by ChunkLoader"
+        if device is not None:
+            raise ValueError(
+                f"{where}sampling={config.sampling!r}: its candidates are drawn on the host; leave device out"
+            )
+        shared = SharedCandidates(schema, config, items, sampler, share)
+        if isinstance(chunk, Chunk):
+            return RowsWithCandidates(chunk, schema, config, shared, share)
+        return StreamedRows(chunk, schema, config, items, shared, share, in_order)
     if config.negatives and items is None:
         raise ValueError(
-            f"{where}negatives={config.negatives} without items: drawn items need features; pass items="
+            f"loader.negatives={config.negatives} without items: drawn items need features; pass items="
         )
     ids: tuple[str, ...] = ()
     if config.negatives:
@@ -170,19 +157,19 @@ def batches_on_device(
     elif items is not None:
         ids = ("item_id",)
     if not isinstance(chunk, Chunk):
-        chunk = read_all(
-            chunk,
-            schema,
-            config,
-            ids,
-            [name for name in items or () if name not in ids],
-        )
+        if items is None and device is None:
+            return StreamedRows(chunk, schema, config, None, None, share, in_order)
+        without = [name for name in items or () if name not in ids]
+        chunk = read_all(chunk, schema, config, ids, without)
     candidates = None
+    place = device or torch.device("cpu")
     if items is not None:
         candidates = DeviceCandidates(
-            schema, chunk, items, sampler, config.negatives, device
+            schema, chunk, items, sampler, config.negatives, place
         )
-    return ResidentRows(chunk, schema, config, candidates, share, device)
+    return ResidentRows(
+        chunk, schema, config, candidates, share, place, ahead=device is None
+    )
 
 
 # Settings that change which samples a step has.
@@ -207,8 +194,8 @@ class ChunkLoader(Epochs):
     negatives, a positive (label 1) is followed by its own N (label 0); candidates that all queries share come after the
     positives, see :class:`SharedCandidates`.
 
-    Rows in memory are shuffled as a whole. Files are read while the epoch runs: :class:`StreamPlan` says in which
-    order, and what each rank reads.
+    Rows in memory are tensors, checked once and shuffled as a whole. Files are read while the epoch runs, unless
+    negatives are drawn for their rows: :class:`StreamPlan` says in which order, and what each rank reads.
 
     Args:
         chunk: all rows, the same on every rank; or a :class:`Source` of them, such as :class:`ParquetSource`.
@@ -265,26 +252,16 @@ class ChunkLoader(Epochs):
         fitting_config = dataclasses.replace(
             config, batch_size=min(config.batch_size, max(rows, 1))
         )
-        if device is None:
-            self._rows = on_host(
-                chunk,
-                schema,
-                fitting_config,
-                items,
-                negatives,
-                share,
-                in_order=in_order,
-            )
-        else:
-            self._rows = batches_on_device(
-                chunk,
-                schema,
-                fitting_config,
-                items,
-                negatives,
-                share,
-                torch.device(device),
-            )
+        self._rows = batches_of(
+            chunk,
+            schema,
+            fitting_config,
+            items,
+            negatives,
+            share,
+            None if device is None else torch.device(device),
+            in_order=in_order,
+        )
         super().__init__(config, self._rows.num_rows, "rows")
         # Rows on a device: there is nothing for a thread to hide, and no copy to pin
         # memory for.
@@ -306,14 +283,13 @@ class ChunkLoader(Epochs):
 
     def steps(self) -> Iterator[DrawnStep | TowerBatch]:
         """Yields the steps: a :class:`DrawnStep` for rows on a device with one id in each bag, else a batch."""
-        if not (isinstance(self._rows, ResidentRows) and self._rows.fixed):
+        rows = self._rows
+        if not (isinstance(rows, ResidentRows) and rows.fixed and not rows.ahead):
             yield from self
             return
         start = self._start
         self._start = 0
-        for step, item in enumerate(
-            self._rows.drawn(self._epoch, start), start=start + 1
-        ):
+        for step, item in enumerate(rows.drawn(self._epoch, start), start=start + 1):
             self._step = step
             yield item
 

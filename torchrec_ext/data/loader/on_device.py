@@ -36,10 +36,9 @@ from torchrec_ext.data.files.arrow import RowGroup, Source
 from torchrec_ext.data.loader.batch_builder import as_tensor, known_items, padded
 from torchrec_ext.data.loader.blocks import BlockLayout
 from torchrec_ext.data.loader.config import LoaderConfig
-from torchrec_ext.data.loader.epochs import Share
-from torchrec_ext.data.loader.in_memory import order_of
+from torchrec_ext.data.loader.epochs import Share, order_of
 from torchrec_ext.data.negatives.samplers import Negatives
-from torchrec_ext.schema import BatchSchema, RowNumbers
+from torchrec_ext.schema import BatchSchema, DataError, RowNumbers
 
 
 class _Ragged(NamedTuple):
@@ -111,18 +110,20 @@ class DeviceTable:
         Args:
             rows: (B,) rows to gather.
             names: names of columns.
-            totals: number of ids that the bags of each ragged column hold together; counting them would wait for the
-                device.
+            totals: number of ids that the bags of each ragged column hold together; without it they are counted, for
+                which a GPU is waited for.
         """
         bags = {}
-        # A row's ids lie side by side, so that it is one read; a feature's ids have to
-        # follow one another.
-        matrix = self._ids.index_select(0, rows).t().contiguous()
-        for name in names:
+        wanted = list(names)
+        if not self._scalar.keys().isdisjoint(wanted):
+            # A row's ids lie side by side, so that it is one read; a feature's ids have
+            # to follow one another.
+            matrix = self._ids.index_select(0, rows).t().contiguous()
+        for name in wanted:
             if name in self._scalar:
                 bags[name] = Jagged(matrix[self._scalar[name]], None)
             elif name in self.ragged:
-                bags[name] = _gather_bags(self._ragged[name], rows, totals[name])
+                bags[name] = _gather_bags(self._ragged[name], rows, totals.get(name))
         return bags
 
     def lengths(self, name: str, rows: Tensor) -> Tensor:
@@ -141,9 +142,11 @@ class DeviceTable:
         return torch.from_numpy(np.stack(columns, axis=1)).to(self._device, dtype)
 
 
-def _gather_bags(column: _Ragged, rows: Tensor, total: int) -> Jagged:
+def _gather_bags(column: _Ragged, rows: Tensor, total: int | None) -> Jagged:
     lengths = column.lengths.index_select(0, rows)
     ends = lengths.long().cumsum(0)
+    if total is None:
+        total = int(ends[-1]) if len(ends) else 0
     # The index of each id: its place in the result, moved by its row's distance from
     # there.
     shift = (column.starts.index_select(0, rows) - ends + lengths).repeat_interleave(
@@ -164,6 +167,12 @@ class Drawn(NamedTuple):
 
     ids: Tensor
     log_q: Tensor | None = None
+
+    def part(self, start: int, stop: int) -> Drawn:
+        """Returns the candidates of rows ``start`` to ``stop``."""
+        # Copies, so that a batch owns its memory.
+        log_q = None if self.log_q is None else self.log_q[start:stop].clone()
+        return Drawn(self.ids[start:stop].clone(), log_q)
 
 
 class DeviceCandidates:
@@ -258,6 +267,8 @@ def moved(array: Array, device: torch.device) -> Tensor:
 
 # Steps drawn at a time: one draw for many small steps.
 _STEPS_AHEAD = 64
+# Rows drawn for at a time if batches are made one by one.
+_ROWS_DRAWN = 4096
 
 
 class _Counts(NamedTuple):
@@ -288,7 +299,7 @@ class _Tables(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceBatchBuilder:
-    """Builds batches from rows and their candidates on a device; see :class:`BatchBuilder`.
+    """Builds batches from rows and their candidates on a device; one user's candidates after another's.
 
     Args:
         schema: the columns of a batch.
@@ -340,11 +351,17 @@ class DeviceBatchBuilder:
             # With its size told, the repetition does not wait for the device.
             repeated = rows.repeat_interleave(width, output_size=len(rows) * width)
         names = [*schema.keys, *schema.weight_columns]
-        bags = tables.rows.bags(
-            repeated, [name for name in names if name not in schema.shared], totals
-        )
+        own = [name for name in names if name not in schema.shared]
+        single = [name for name in schema.identities if name not in tables.rows.ragged]
+        bags = tables.rows.bags(repeated, dict.fromkeys([*own, *single]), totals)
+        identities = {
+            name: padded(bags[name].values, size) for name in single if name in bags
+        }
         row_numbers = tables.rows.numbers(rows)
-        numbers = tables.rows.numbers(repeated)
+        numbers = row_numbers
+        if width > 1 and schema.row_dense:
+            numbers = tables.rows.numbers(repeated)
+        numbers = dict(numbers)
         shared_dense = index = targets = log_q = None
         if schema.shared:
             bags |= tables.rows.bags(
@@ -353,10 +370,6 @@ class DeviceBatchBuilder:
             for name, values in row_numbers.items():
                 if name in schema.shared:
                     numbers[name] = values
-        identities = {}
-        single = [name for name in schema.identities if name not in tables.rows.ragged]
-        for name, ids in tables.rows.bags(repeated, single, {}).items():
-            identities[name] = padded(ids.values, size)
         if candidates is not None and tables.items is not None:
             item_ids = candidates.ids.reshape(-1)
             identities["item_id"] = padded(item_ids, size)
@@ -433,10 +446,10 @@ class DeviceBatchBuilder:
 
 
 class ResidentRows:
-    """Builds batches on one device, bit for bit those of :class:`MemoryRows`; see :class:`Batches`.
+    """Builds batches of rows that are tensors on one device, shuffled as a whole; see :class:`Batches`.
 
-    From the host come an epoch's order, its number of steps and the number of ids in each step's bags, which a pass
-    over the epoch counts before its first step: a step waits for nothing.
+    From the host come an epoch's order, its number of steps and, unless batches are built ahead, the number of ids in
+    each step's bags, which a pass over the epoch counts before its first step: a step waits for nothing.
 
     Args:
         rows: all rows, checked here, once.
@@ -445,9 +458,8 @@ class ResidentRows:
         candidates: the items' features and the draws; None if rows come as they are.
         share: this rank's share of each global batch.
         device: device of the tensors.
+        ahead: whether a thread may build batches ahead; a step is then never handed out before its batch is made.
     """
-
-    ahead = False
 
     def __init__(
         self,
@@ -457,7 +469,10 @@ class ResidentRows:
         candidates: DeviceCandidates | None,
         share: Share,
         device: torch.device,
+        *,
+        ahead: bool = False,
     ) -> None:
+        self.ahead = ahead
         self.num_rows = rows.num_rows
         self._config = config
         self._share = share
@@ -508,19 +523,23 @@ class ResidentRows:
             parts.append(
                 (whole, slice(whole.start + mine.start, whole.start + mine.stop))
             )
-        counts_of_steps = self._counts(
-            [order[mine] for _, mine in parts],
-            [numbers[mine] for _, mine in parts],
-            epoch,
-        )
-        for (whole, mine), counts in zip(parts, counts_of_steps, strict=True):
-            rows = numbers[whole]
-            local = numbers[mine]
-            candidates = None
-            if self._candidates is not None:
-                candidates = self._candidates.draw(order[mine], epoch)
+        counts_of_steps = [_Counts({}, {})] * len(parts)
+        if not self.ahead:
+            counts_of_steps = self._counts(
+                [order[mine] for _, mine in parts],
+                [numbers[mine] for _, mine in parts],
+                epoch,
+            )
+        draws = self._draws([order[mine] for _, mine in parts], epoch)
+        for (whole, mine), counts, candidates in zip(
+            parts, counts_of_steps, draws, strict=True
+        ):
             batch = self._builder.build(
-                self._tables, local, candidates, counts.totals, self._total_weight(rows)
+                self._tables,
+                numbers[mine],
+                candidates,
+                counts.totals,
+                self._total_weight(numbers[whole]),
             )
             # A session's buckets depend on its lengths: known on the host, they spare a
             # wait for the device.
@@ -531,6 +550,28 @@ class ResidentRows:
                         lengths.repeat_interleave(self._builder.width), len(batch)
                     )
             yield batch
+
+    def _draws(self, steps: list[Int64], epoch: int) -> Iterator[Drawn | None]:
+        """Yields the candidates of each step's rows; those of several small steps are drawn at once."""
+        if self._candidates is None:
+            yield from [None] * len(steps)
+            return
+        at_once = max(1, _ROWS_DRAWN // self._share.rows(self._config.batch_size))
+        for first in range(0, len(steps), at_once):
+            some = steps[first : first + at_once]
+            try:
+                ahead = self._candidates.draw(np.concatenate(some), epoch)
+            except DataError:
+                # A user of a later step has no negative; that step says so when its
+                # turn comes.
+                for rows in some:
+                    yield self._candidates.draw(rows, epoch)
+                continue
+            start = 0
+            for rows in some:
+                stop = start + len(rows)
+                yield ahead.part(start, stop)
+                start = stop
 
     @property
     def fixed(self) -> bool:

@@ -13,8 +13,7 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column, Int64, sample_digest
 from torchrec_ext.data.loader.batch_builder import padded
 from torchrec_ext.data.loader.config import LoaderConfig
-from torchrec_ext.data.loader.epochs import Epochs, Share
-from torchrec_ext.data.loader.in_memory import order_of
+from torchrec_ext.data.loader.epochs import Epochs, Share, order_of
 from torchrec_ext.data.negatives.mixed import CatalogueCandidates
 from torchrec_ext.schema import BatchSchema, DataError, Jagged
 

@@ -11,13 +11,11 @@ class GradientNotFiniteError(ValueError):
     Args:
         message: names of the gradients, and their ranks where known.
         step: step of the gradient, counted from 1; 0 for the step that raises.
-        in_time: whether it was noticed before sharded tables were updated.
     """
 
-    def __init__(self, message: str, step: int = 0, *, in_time: bool = False) -> None:
+    def __init__(self, message: str, step: int = 0) -> None:
         super().__init__(message)
         self.step = step
-        self.in_time = in_time
 
 
 def first_few(texts: Sequence[str], separator: str = ", ") -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
@@ -22,32 +20,6 @@ from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.distributed.optim.errors import GradientNotFiniteError, first_few
 from torchrec_ext.distributed.optim.kinds import rows_with_gradient
 from torchrec_ext.distributed.optim.sharded import OneBackward, ShardedAdam
-
-
-@dataclass(frozen=True, eq=False)
-class _CheckedGradients:
-    """Gradients checked before the step, and their norm, so that the step need not compute it again."""
-
-    gradients: list[Tensor]
-    versions: list[int]
-    norm: Tensor
-
-    @classmethod
-    def of(cls, gradients: list[Tensor]) -> _CheckedGradients:
-        return cls(gradients, _versions(gradients), get_total_norm(gradients))
-
-    def holds_for(self, gradients: list[Tensor]) -> bool:
-        """Whether these are the same tensors, and nothing has been written to them since."""
-        if len(gradients) != len(self.gradients) or not all(
-            map(operator.is_, gradients, self.gradients)
-        ):
-            return False
-        return self.versions == _versions(gradients)
-
-
-def _versions(tensors: list[Tensor]) -> list[int]:
-    # torch counts the writes to a tensor for autograd.
-    return [tensor._version for tensor in tensors]
 
 
 class HybridOptimizer(CombinedOptimizer):
@@ -77,7 +49,6 @@ class HybridOptimizer(CombinedOptimizer):
         gradient_norm: norm of the last step's gradient before clipping; None before the first step.
         apart: whether ranks take local steps; a fault is then kept instead of raised.
         fault: description of a gradient that was not finite while apart; None if there is none.
-        leave_out: set to have the next step change nothing.
         after_step: functions called after each step.
     """
 
@@ -124,10 +95,8 @@ class HybridOptimizer(CombinedOptimizer):
             else:
                 self.dense_parameters.append(weight)
         self.gradient_norm: Tensor | None = None
-        self._checked: _CheckedGradients | None = None
         self.apart = False
         self.fault: str | None = None
-        self.leave_out = False
         # Not torch's step hooks: with super().step() they would be called twice.
         self.after_step: list[Callable[[], None]] = []
 
@@ -135,7 +104,7 @@ class HybridOptimizer(CombinedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Updates replicated tables and dense layers, and hands the kernels the learning rates of the sharded tables.
 
-        With :attr:`leave_out` set, because no backward preceded it, a step changes nothing. While :attr:`apart` a
+        While :attr:`apart` a
         gradient that is not finite is kept as :attr:`fault` and changes nothing: the other ranks do not know of it yet,
         and would wait for a rank that left.
 
@@ -145,9 +114,6 @@ class HybridOptimizer(CombinedOptimizer):
         """
         if self._one_backward is not None:
             self._one_backward.begin()
-        if self.leave_out:
-            self.leave_out = False
-            return
         # Before the check, which may raise: the kernels have left gradients in place of
         # rows.
         for adam in self._sharded:
@@ -185,13 +151,7 @@ class HybridOptimizer(CombinedOptimizer):
 
     def _norm(self, parameters: list[Any]) -> Tensor:
         """Returns the norm of the gradient of the whole model, the same on every rank."""
-        # Good for one step: the next one has other gradients.
-        checked = self._checked
-        self._checked = None
-        gradients = [parameter.grad for parameter in parameters]
-        if checked is not None and checked.holds_for(gradients):
-            return checked.norm
-        return get_total_norm(gradients)
+        return get_total_norm([parameter.grad for parameter in parameters])
 
     def _decay(self) -> None:
         for group in self._unfused_groups:
@@ -208,17 +168,6 @@ class HybridOptimizer(CombinedOptimizer):
                     parameter.index_copy_(0, rows, parameter[rows] * factor)
                 else:
                     parameter.mul_(factor)
-
-    def bad_gradients(self) -> list[str]:
-        """Returns the names of this rank's parameters with a gradient that is not finite."""
-        gradients = self._gradients()
-        # One norm is cheaper than a check of each gradient, and the step needs it
-        # anyway.
-        self._checked = _CheckedGradients.of(list(gradients.values()))
-        if torch.isfinite(self._checked.norm):
-            return []
-        # Each gradient may be finite while the sum of their squares is not.
-        return _not_finite(gradients) or list(gradients)
 
     def explain_gradient(self) -> str:
         """Names the gradients that are not finite, in one line."""

@@ -45,6 +45,7 @@ class TableStorage(EmbeddingStorageEstimator):
     ) -> None:
         super().__init__(topology=topology, constraints=constraints)
         self._device = topology.compute_device
+        self._asked = constraints
         self._choices = choices
 
     def estimate(
@@ -81,7 +82,7 @@ class TableStorage(EmbeddingStorageEstimator):
         cached = []
         widest: dict[Hashable, int] = {}
         for option in options:
-            asked = (self._constraints or {}).get(option.name)
+            asked = self._asked.get(option.name)
             if asked is None or asked.compute_kernels != [_CACHING]:
                 continue
             kind = (option.path, option.sharding_type, option.tensor.dtype)

@@ -1,4 +1,4 @@
-"""Checkpointer: saves a state while the training goes on, loads it under any plan, finds the last good checkpoint."""
+"""Checkpointer: saves a state by torch's async_save, loads it under any plan, finds the last good checkpoint."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import AsyncStager
 
 from torchrec_ext.distributed.plan.explain import size_text
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.sealed import yield_to_others
-from torchrec_ext.train.checkpoint import folder as manifest
 from torchrec_ext.train.checkpoint.config import Change
 from torchrec_ext.train.checkpoint.folder import (
     CheckpointFolder,
     CheckpointRanks,
     check_shared,
+    damage,
     newest_good,
 )
 from torchrec_ext.train.checkpoint.load import load_checkpoint
@@ -30,11 +29,18 @@ from torchrec_ext.train.checkpoint.state import ModelState, Parts, SavePlanner, 
 from torchrec_ext.train.checkpoint.storage import CheckpointError, cause, writer
 
 
+class _Save(NamedTuple):
+    """A save in flight: its step, and torch's future."""
+
+    step: int
+    future: Any
+
+
 class Checkpointer:
     """Writes and reads the checkpoints of one run; every rank has one, and all ranks call each method together.
 
-    A save copies the state of this rank and returns; a thread writes it while the training goes on, over a process
-    group of its own. One save is in flight at a time.
+    A save copies the state of this rank and returns; torch writes it in a thread while the training goes on, over a
+    process group of its own. One save is in flight at a time.
 
     Args:
         folder: folder of the checkpoints; on several hosts a shared one.
@@ -50,15 +56,10 @@ class Checkpointer:
         self._runtime = runtime
         self._keep = keep
         self.together = CheckpointRanks(runtime)
-        # One thread, because the ranks' collectives over the group of checkpoints must
-        # come in one order.
-        self._thread = ThreadPoolExecutor(
-            1, thread_name_prefix="checkpoint", initializer=yield_to_others
-        )
-        self._running: Future[None] | None = None
-        self._copies: dict[str, Any] = {}
-        # Step and digest of the previous checkpoint.
-        self._parent: dict[str, Any] | None = None
+        self._running: _Save | None = None
+        self._copies = _Copies()
+        # The checkpoint whose files were compared with their digests last.
+        self._verified = ""
         if runtime.world_size > 1 or self.folder.remote:
             check_shared(folder, runtime.rank, self.together.gathered)
         self.together.on_main(self.folder.lock)
@@ -69,6 +70,7 @@ class Checkpointer:
         state: ModelState,
         extra: State | None = None,
         content: Mapping[str, Any] | None = None,
+        beside: Mapping[str, bytes] | None = None,
     ) -> None:
         """Begins to save in the background, once the previous save has ended.
 
@@ -77,22 +79,44 @@ class Checkpointer:
             state: state of the model and its optimizers.
             extra: further tensors by name, such as random states; a name belongs to one rank, or is equal on all.
             content: further entries of the manifest, ready for JSON, the same on every rank.
+            beside: files to write next to the checkpoints before this one counts, by name; those of rank 0.
 
         Raises:
             CheckpointError: the previous save has failed, on every rank alike.
         """
         self.wait()
-        copies = self._copy_state({**state.everything(), **(extra or {})})
-        content = {
+        # Torch would warn of the files; the ranks meet below before they look.
+        if self._runtime.is_main and self.folder.begun(step):
+            self.folder.begin(step)
+        # A copy, because it is written while the run goes on.
+        own_content = json.loads(json.dumps(content or {}))
+        about = {
             "step": step,
             "world_size": self._runtime.world_size,
             "tables": state.tables,
             "paths": state.paths,
-            # A copy, because it is written while the run goes on.
-            "content": json.loads(json.dumps(content or {})),
+            "content": own_content,
             **self._gather_layout(state),
         }
-        self._running = self._thread.submit(self._write, step, copies, content)
+
+        def seal(digests: dict[str, Any]) -> None:
+            for name, data in (beside or {}).items():
+                self.folder.write(name, data)
+            self.folder.seal(step, {**about, "files": digests})
+            self.folder.prune(self._keep, self._spared())
+
+        group = self.together.group
+        future = dcp.async_save(
+            {**state.everything(), **(extra or {})},
+            storage_writer=writer(
+                self.folder.path(step), lambda size: self._make_room(step, size), seal
+            ),
+            planner=SavePlanner(),
+            process_group=group,
+            async_stager=self._copies,
+            no_dist=group is None,
+        )
+        self._running = _Save(step, future)
 
     def wait(self) -> None:
         """Waits for the save in flight.
@@ -102,34 +126,33 @@ class Checkpointer:
         """
         running = self._running
         self._running = None
-        if running is not None:
-            running.result()
+        if running is None:
+            return
+        try:
+            running.future.result()
+        except (CheckpointException, OSError, RuntimeError) as error:
+            raise CheckpointError(self._explain_failure(running.step, error)) from None
 
     def close(self) -> None:
-        """Waits for the save in flight, ends the thread, and lets other jobs write into the folder."""
+        """Waits for the save in flight, and lets other jobs write into the folder."""
         try:
             self.wait()
         finally:
-            self._thread.shutdown()
+            self._copies.close()
             self.folder.unlock()
 
     def mark_best(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Moves the mark of the best checkpoint to ``step``; the marked checkpoint is never pruned."""
-        # The mark waits in the same thread for the save, so that it never names a
-        # checkpoint that is not complete.
-        save_in_flight = self._running
+        """Moves the mark of the best checkpoint to ``step``; the marked checkpoint is never pruned.
+
+        It waits for the save in flight, so that the mark never names a checkpoint that is not complete.
+        """
+        self.wait()
 
         def mark() -> None:
-            if save_in_flight is not None:
-                # It raises if the save has failed, so that the previous mark stays.
-                save_in_flight.result()
-            self.together.on_main(lambda: self._mark_best_now(step, figures))
+            self.folder.note("best.json", {"step": step, **figures})
+            self.folder.prune(self._keep, [step])
 
-        self._running = self._thread.submit(mark)
-
-    def _mark_best_now(self, step: int, figures: Mapping[str, Any]) -> None:
-        self.folder.note("best.json", {"step": step, **figures})
-        self.folder.prune(self._keep, [step])
+        self.together.on_main(mark)
 
     def note(self, name: str, content: Mapping[str, Any]) -> None:
         """Writes a small file next to the checkpoints, on rank 0 only."""
@@ -144,7 +167,10 @@ class Checkpointer:
         Args:
             say: called on rank 0 with a line for each newer, damaged checkpoint.
         """
-        return newest_good(self.folder, self.together, say)
+        self.wait()
+        path = newest_good(self.folder, self.together, say)
+        self._verified = path or ""
+        return path
 
     def load(
         self,
@@ -157,7 +183,8 @@ class Checkpointer:
         """Loads a checkpoint into ``state`` and ``extra``, saved under any plan and number of ranks.
 
         Args:
-            path: checkpoint, as :meth:`last_good` returns it.
+            path: checkpoint; its files are compared with their digests before anything of them is read, unless
+                :meth:`last_good` has just done so.
             state: state of the model and its optimizers, from :func:`model_state`.
             extra: further tensors to load; names without a saved tensor are left unchanged.
             allow: differences to allow between the model and the checkpoint, see :class:`StartConfig`. New rows of
@@ -167,9 +194,21 @@ class Checkpointer:
             The manifest: ``step``, ``world_size``, ``tables``, and the saved ``content``, among others.
 
         Raises:
-            CheckpointError: the checkpoint was saved from another model; the first differences are named.
+            CheckpointError: the checkpoint is damaged, or was saved from another model; the first differences are
+                named.
         """
+        self.verify(path)
         return load_checkpoint(path, state, self.together, extra, allow=allow)[0]
+
+    def verify(self, path: str) -> None:
+        """Refuses a damaged checkpoint, unless it is the one that was compared last; all ranks call it."""
+        self.wait()
+        if path == self._verified:
+            return
+        wrong = damage(path, self.together)
+        if wrong:
+            raise CheckpointError(wrong)
+        self._verified = path
 
     def branch(
         self,
@@ -177,17 +216,13 @@ class Checkpointer:
         best: Mapping[str, Any] | None,
         say: Callable[[str], None] = print,
     ) -> None:
-        """Sets aside the checkpoints ahead of the loaded one, and makes that the parent of the next save.
+        """Sets aside the checkpoints ahead of the loaded one.
 
         Args:
             saved: the checkpoint's manifest, as :meth:`load` returns it.
             best: figures and ``best_step`` of the best evaluation in the loaded run, or None.
             say: called on rank 0 with a line if something was set aside.
         """
-        self._parent = {
-            "step": saved["step"],
-            "sha256": manifest.manifest_digest(saved),
-        }
         line = self.together.on_main(lambda: self._set_aside(saved["step"], best))
         if line and self._runtime.is_main:
             say(line)
@@ -204,50 +239,23 @@ class Checkpointer:
             self.folder.note("best.json", note)
         return line
 
-    def _write(self, step: int, copies: State, content: Mapping[str, Any]) -> None:
-        needed_bytes = sum(self.together.gathered(_size_in_bytes(copies)))
-        path = self.together.on_main(lambda: self._make_room(step, needed_bytes))
-        try:
-            files = writer(path)
-            dcp.save(
-                copies,
-                storage_writer=files,
-                planner=SavePlanner(),
-                process_group=self.together.group,
-                no_dist=self.together.group is None,
-            )
-        except (CheckpointException, OSError, RuntimeError) as error:
-            raise CheckpointError(
-                self._explain_failure(path, needed_bytes, error)
-            ) from None
-        digests: dict[str, Any] = {}
-        for digests_of_rank in self.together.gathered(files.digests):
-            digests |= digests_of_rank
-        self.together.on_main(lambda: self._commit(step, {**content, "files": digests}))
-
-    def _commit(self, step: int, content: Mapping[str, Any]) -> None:
-        content = {**content, "parent": self._parent}
-        # The manifest is written last: a checkpoint without one does not count.
-        self.folder.commit(step, manifest.sealed(content))
-        self._parent = {"step": step, "sha256": manifest.manifest_digest(content)}
+    def _spared(self) -> list[int]:
         best = self.folder.noted("best.json")
-        spare = []
-        if isinstance(best, dict) and "step" in best:
-            spare.append(best["step"])
-        self.folder.prune(self._keep, spare)
+        return [best["step"]] if isinstance(best, dict) and "step" in best else []
 
-    def _make_room(self, step: int, needed_bytes: int) -> str:
+    def _make_room(self, step: int, needed_bytes: int) -> None:
         # Newer checkpoints are of another run, because this one begins anew.
         line = self._set_aside(step, None)
         if line:
             print(line, flush=True)
-        path = self.folder.begin(step)
+        self.folder.begin(step)
         free = self._free_bytes()
         if free < needed_bytes:
             raise CheckpointError(
-                self._no_space(self.folder.path(step), needed_bytes, free)
+                f"no space left for checkpoint '{self.folder.path(step)}': it needs {size_text(needed_bytes)}, "
+                f"{size_text(free)} are free; make room, lower checkpoint.keep, or choose another --run_dir, and go on "
+                "with the same --run_dir"
             )
-        return path
 
     def _free_bytes(self) -> int:
         # An object store says nothing about its room.
@@ -255,49 +263,18 @@ class Checkpointer:
             return sys.maxsize
         return shutil.disk_usage(self.folder.root).free
 
-    def _no_space(self, path: str, needed_bytes: int, free: int) -> str:
-        return (
-            f"no space left for checkpoint '{path}': it needs {size_text(needed_bytes)}, {size_text(free)} are free; "
-            "make room, lower checkpoint.keep, or choose another --run_dir, and go on with the same --run_dir"
-        )
-
-    def _explain_failure(
-        self, path: str, needed_bytes: int, error: BaseException
-    ) -> str:
-        # Other files may have filled the disk during the save: then "no space" explains
-        # the error better than its text.
-        free = self._free_bytes()
-        if free < needed_bytes // 10:
-            return self._no_space(path, needed_bytes, free)
-        return f"checkpoint '{path}' could not be written: {cause(error)}; the one before it is as it was"
-
-    def _copy_state(self, state: State) -> State:
-        """Copies the state into buffers, reused by each save."""
-
-        def copy(key: str, tensor: Tensor) -> Tensor:
-            buffer = self._copies.get(key)
-            if (
-                buffer is None
-                or buffer.shape != tensor.shape
-                or buffer.dtype != tensor.dtype
-            ):
-                buffer = self._copies[key] = torch.empty_like(
-                    tensor, device="cpu", memory_format=torch.contiguous_format
-                )
-            return buffer.copy_(tensor)
-
-        copies: State = {}
-        with torch.no_grad():
-            for name, value in state.items():
-                if isinstance(value, Parts):
-                    copies[name] = value.map(
-                        lambda tensor, number, name=name: copy(
-                            f"{name}/{number}", tensor
-                        )
-                    )
-                else:
-                    copies[name] = copy(name, value)
-        return copies
+    def _explain_failure(self, step: int, error: BaseException) -> str:
+        first = cause(error)
+        # Our own words need no others around them.
+        if first.startswith(f"{CheckpointError.__name__}: "):
+            return first.partition(": ")[2]
+        full = ""
+        # Other files may have filled the disk during the save, which torch's text does
+        # not say.
+        if self._free_bytes() < 2**20:
+            full = "no space is left; "
+        path = self.folder.path(step)
+        return f"checkpoint '{path}' could not be written: {full}{first}; the one before it is as it was"
 
     def _gather_layout(self, state: ModelState) -> dict[str, Any]:
         """Gathers paths of layers and widths of columns, because a rank without a shard does not know them."""
@@ -318,11 +295,47 @@ class Checkpointer:
         return {"layers": sorted(layers_of_all), "row_parts": widths_of_all}
 
 
-def _size_in_bytes(state: State) -> int:
-    size = 0
-    for value in state.values():
-        if isinstance(value, Parts):
-            size += sum(shard.tensor.nbytes for shard in value.parts)
-        else:
-            size += value.nbytes
-    return size
+class _Copies(AsyncStager):
+    """Copies a state into buffers of the host, which the next save uses again."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """False: the copy is complete when :meth:`stage` returns."""
+        return False
+
+    def synchronize_staging(self) -> None:
+        """Does nothing, see :attr:`should_synchronize_after_execute`."""
+
+    def close(self) -> None:
+        """Gives the memory of the buffers back."""
+        self._buffers.clear()
+
+    @torch.no_grad()
+    def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the copies by the same names."""
+        copies: dict[str, Any] = {}
+        for name, value in state_dict.items():
+            if isinstance(value, Parts):
+                copies[name] = value.map(
+                    lambda tensor, number, name=name: self._copy(
+                        f"{name}/{number}", tensor
+                    )
+                )
+            else:
+                copies[name] = self._copy(name, value)
+        return copies
+
+    def _copy(self, key: str, tensor: Tensor) -> Tensor:
+        buffer = self._buffers.get(key)
+        if (
+            buffer is None
+            or buffer.shape != tensor.shape
+            or buffer.dtype != tensor.dtype
+        ):
+            buffer = self._buffers[key] = torch.empty_like(
+                tensor, device="cpu", memory_format=torch.contiguous_format
+            )
+        return buffer.copy_(tensor)

@@ -1,8 +1,8 @@
 """CheckpointFolder: the checkpoints of one run, each complete or absent.
 
-A checkpoint's manifest lists its files with their digests, so a damaged or mixed one is never loaded. CheckpointRanks
-lets the ranks of a job agree on a checkpoint. check_shared() refuses, before the first step, a folder that some host
-cannot see.
+A checkpoint is what torch.distributed.checkpoint writes, sealed by a manifest that is written last. The manifest lists
+the files with their digests, so a damaged or mixed checkpoint is never loaded. CheckpointRanks lets the ranks of a job
+agree on a checkpoint. check_shared() refuses, before the first step, a folder that some host cannot see.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import torch.distributed as dist
 from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
@@ -33,7 +33,6 @@ from torchrec_ext.sealed import (
     lock_folder,
     measure_stream,
     open_plain,
-    rename_synced,
     sealed_json,
     sync_to_disk,
     write_whole,
@@ -41,8 +40,10 @@ from torchrec_ext.sealed import (
 from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url, read_metadata
 
 MANIFEST_NAME = "manifest.json"
-# Format of manifests; a reader refuses newer ones.
-MANIFEST_FORMAT = 1
+# Format of manifests; a reader refuses others.
+MANIFEST_FORMAT = 2
+# The versions that wrote earlier formats, and read them.
+_READERS = {1: "0.1.0"}
 
 
 def digest(files: AbstractFileSystem, path: str) -> dict[str, Any]:
@@ -64,11 +65,6 @@ def sealed(content: Mapping[str, Any]) -> bytes:
     return sealed_json({"format": MANIFEST_FORMAT, **content}, "sha256")
 
 
-def manifest_digest(content: Mapping[str, Any]) -> str:
-    """Returns the digest of a manifest with ``content``; a later checkpoint names its parent by it."""
-    return json_digest({"format": MANIFEST_FORMAT, **content})
-
-
 def opened(data: bytes, where: str) -> dict[str, Any]:
     """Returns the content of a manifest.
 
@@ -77,7 +73,7 @@ def opened(data: bytes, where: str) -> dict[str, Any]:
         where: path of the file, for messages.
 
     Raises:
-        CheckpointError: it is damaged, or of a newer format.
+        CheckpointError: it is damaged, or of another format.
     """
     try:
         manifest = json.loads(data)
@@ -87,7 +83,12 @@ def opened(data: bytes, where: str) -> dict[str, Any]:
         raise CheckpointError(f"{where} is damaged: it is not a manifest") from None
     if isinstance(version, int) and version > MANIFEST_FORMAT:
         raise CheckpointError(
-            f"{where} is of format {version}, this version reads up to {MANIFEST_FORMAT}: update torchrec-ext"
+            f"{where} is of format {version}, this version reads {MANIFEST_FORMAT}: update torchrec-ext"
+        )
+    if version in _READERS:
+        raise CheckpointError(
+            f"{where} is of format {version}, this version reads {MANIFEST_FORMAT}: torchrec-ext {_READERS[version]} "
+            "reads it, and its torchx_apps.publish keeps the weights"
         )
     # The bytes are compared too: JSON with, for example, a key given twice has the same
     # content under other bytes.
@@ -120,28 +121,12 @@ def damaged(
 
 
 _STEP_NAME = re.compile(r"step-(\d{10})")
-_PARTIAL = ".partial"
-_AGAIN = ".again"
-_ASIDE = re.compile(r"set-aside-(\d+)")
-# Note of a pending move: it is written first, so that a kill never leaves half of the
-# steps behind.
-_MOVE_NOTE = "set-aside.json"
-
-
-class _Move(NamedTuple):
-    """Checkpoints, by step, on their way into a folder next to them."""
-
-    folder: str
-    steps: list[int]
 
 
 class CheckpointFolder:
     """Folder of ``step-0000000120`` folders, on a local file system or behind any address fsspec opens.
 
-    A checkpoint exists once its manifest exists. Locally it is written under another name, synced and renamed. An
-    object store has no rename, so the manifest is written last. If a step is saved twice, the second checkpoint is in
-    ``step-0000000120.again``, so that the first one stays until the second is complete: for a moment in a local folder,
-    for good behind an address.
+    A checkpoint exists once its manifest exists, which is written last, and no longer once it is removed, first.
 
     Args:
         folder: a path, or an address such as ``s3://bucket/runs/a``.
@@ -171,208 +156,116 @@ class CheckpointFolder:
 
     def path(self, step: int) -> str:
         """Returns the path or address of the checkpoint after ``step`` steps."""
-        first, second = self._names_of_step(step)
-        return second if self._is_whole(second) else first
-
-    def writing(self, step: int) -> str:
-        """Returns the path or address to write a checkpoint after ``step`` steps to."""
-        first, second = self._names_of_step(step)
-        if not self.remote:
-            return first + _PARTIAL
-        return second if self._is_whole(first) else first
+        return f"{self._address}/step-{step:010d}"
 
     def steps(self) -> list[int]:
         """Returns the steps of the complete checkpoints, newest first."""
         return sorted(
-            {step for _, step, whole in self._entries() if whole}, reverse=True
+            (step for step in self._begun() if self._is_whole(step)), reverse=True
         )
 
-    def begin(self, step: int) -> str:
-        """Makes an empty folder for the checkpoint after ``step`` steps, and returns its path or address.
+    def begun(self, step: int) -> bool:
+        """Returns whether there is a checkpoint after ``step`` steps, complete or not."""
+        return bool(self.files.exists(self.path(step)))
+
+    def begin(self, step: int) -> None:
+        """Makes an empty folder for the checkpoint after ``step`` steps.
 
         Raises:
             CheckpointError: it cannot be made.
         """
+        path = self.path(step)
         try:
-            self._settle(step)
-            path = self.writing(step)
-            # A save that was killed has left it.
-            if self.files.exists(path):
-                self.files.rm(path, recursive=True)
             self.files.makedirs(path, exist_ok=True)
+            # Emptied, manifest first, and not removed: the other ranks have made it, too.
+            if self._is_whole(step):
+                self.files.rm(f"{path}/{MANIFEST_NAME}")
+            for file in self.files.find(path):
+                self.files.rm(file)
         except OSError as error:
             raise CheckpointError(
-                f"checkpoint folder '{self.path(step)}' cannot be made: {error.strerror or error}"
+                f"checkpoint folder '{path}' cannot be made: {error.strerror or error}"
             ) from None
-        return path
 
-    def commit(self, step: int, content: bytes) -> None:
-        """Turns the written files into a checkpoint; ``content`` are the bytes of its manifest."""
-        path = self.writing(step)
-        first, second = self._names_of_step(step)
-        if self.remote:
-            other = first if path == second else second
-            # The other checkpoint of this step is removed only after the new one
-            # counts.
-            with self.files.open(f"{path}/{MANIFEST_NAME}", "wb") as stream:
-                stream.write(content)
-            self._remove(other)
-            return
-        write_whole(f"{path}/{MANIFEST_NAME}", content)
-        # A folder cannot be renamed onto another, so an existing first one is replaced
-        # in two moves.
-        target = second if os.path.exists(first) else first
-        rename_synced(path, target)
-        self._settle(step)
+    def seal(self, step: int, content: Mapping[str, Any]) -> None:
+        """Makes the written files a checkpoint: writes its manifest."""
+        self._write(f"{self.path(step)}/{MANIFEST_NAME}", sealed(content))
+        if not self.remote:
+            sync_to_disk(self.root)
 
     def clean(self) -> list[str]:
         """Removes unfinished checkpoints, and returns their names."""
-        unfinished = []
-        for name, _, is_whole in self._entries():
-            if not is_whole:
-                self.files.rm(f"{self.root}/{name}", recursive=True)
-                unfinished.append(name)
-        # A kill between the commit and the renaming of a step that was saved twice
-        # leaves both.
-        for step in self.steps():
-            self._settle(step)
-        return unfinished
+        unfinished = [step for step in self._begun() if not self._is_whole(step)]
+        for step in unfinished:
+            self.remove(step)
+        return [_name_of(self.path(step)) for step in unfinished]
 
     def prune(self, keep: int, spare: Iterable[int] = ()) -> None:
         """Removes all checkpoints except the newest ``keep`` and the steps in ``spare``."""
         for step in self.steps()[keep:]:
             if step not in spare:
-                for path in self._names_of_step(step):
-                    self._remove(path)
+                self.remove(step)
 
-    def set_aside(self, step: int) -> str | None:
-        """Moves every checkpoint newer than ``step`` into a separate folder, out of reach of resume and pruning.
-
-        A run that goes on from an earlier step is a new branch. Later checkpoints are not its past, but would be taken
-        for its newest ones. All of them leave the list at the same moment. If a kill interrupts the move, the next
-        :meth:`lock` finishes it.
-
-        Returns:
-            A line that names the steps and the folder, or None if no checkpoint is newer.
-        """
-        ahead = sorted(newer for newer in self.steps() if newer > step)
-        if not ahead:
-            return None
-        number = 1
-        for other in self._names():
-            if match := _ASIDE.fullmatch(other):
-                number = max(number, int(match[1]) + 1)
-        name = f"set-aside-{number}"
-        self.note(_MOVE_NOTE, {"folder": name, "steps": ahead})
-        self._finish_setting_aside()
-        steps = ", ".join(f"{newer:,}" for newer in ahead)
-        ahead_of = f"which lie ahead of step {step:,}"
-        return f"set aside: the checkpoints of step {steps}, {ahead_of}, are in {self._address}/{name}"
-
-    def _finish_setting_aside(self) -> None:
-        """Moves the checkpoints noted by :meth:`set_aside`; continues an interrupted attempt."""
-        move = self._pending_move()
-        if move is None:
-            return
-        aside = f"{self.root}/{move.folder}"
-        self.files.makedirs(aside, exist_ok=True)
-        paths: list[str] = []
-        for step in move.steps:
-            paths += self._names_of_step(step)
-        for path in paths:
-            source = f"{self.root}/{_name_of(path)}"
-            # An interrupted attempt has moved it already, or the step was saved once.
-            if not self.files.exists(source):
-                continue
-            if not self.remote:
-                os.rename(source, f"{aside}/{_name_of(source)}")
-                continue
-            # Files move one by one, because moving a folder onto an existing one would
-            # nest it.
-            for file in self.files.find(source):
-                self.files.mv(file, f"{aside}/{_name_of(source)}/{_name_of(file)}")
-            # memory:// has folders, an object store has none.
-            if self.files.exists(source):
-                self.files.rm(source, recursive=True)
-        if not self.remote:
-            sync_to_disk(aside)
-            sync_to_disk(self.root)
-        self.files.rm(f"{self.root}/{_MOVE_NOTE}")
-
-    def _pending_move(self) -> _Move | None:
-        """Returns the note of :meth:`set_aside`; None if nothing is being set aside.
-
-        Raises:
-            CheckpointError: the note is not from :meth:`set_aside`, which only moves within this folder.
-        """
-        path = f"{self.root}/{_MOVE_NOTE}"
-        if not self.files.exists(path):
-            return None
-        note = self.noted(_MOVE_NOTE)
-        if not isinstance(note, dict):
-            note = {}
-        name = note.get("folder")
-        steps = note.get("steps")
-        is_folder = isinstance(name, str) and _ASIDE.fullmatch(name) is not None
-        # type() and not isinstance(), because True and False are no steps.
-        if (
-            is_folder
-            and isinstance(steps, list)
-            and all(type(step) is int and step >= 0 for step in steps)
-        ):
-            return _Move(str(name), steps)
-        raise CheckpointError(
-            f"{path}: must name a folder set-aside-NUMBER and a list of steps; remove the file to "
-            "leave all checkpoints where they are"
-        )
-
-    def _names_of_step(self, step: int) -> tuple[str, str]:
-        """Returns the path of a step's checkpoint, and the path of a second one of the same step."""
-        first = f"{self._address}/step-{step:010d}"
-        return first, first + _AGAIN
-
-    def _is_whole(self, path: str) -> bool:
-        return bool(self.files.exists(f"{path}/{MANIFEST_NAME}"))
-
-    def _remove(self, path: str) -> None:
+    def remove(self, step: int) -> None:
         """Removes a checkpoint, manifest first, so that an incomplete one never counts."""
-        if self._is_whole(path):
+        path = self.path(step)
+        if self._is_whole(step):
             self.files.rm(f"{path}/{MANIFEST_NAME}")
         if self.files.exists(path):
             self.files.rm(path, recursive=True)
 
-    def _settle(self, step: int) -> None:
-        """Keeps the second checkpoint of a step saved twice; locally it takes the name of the first."""
-        first, second = self._names_of_step(step)
-        if self._is_whole(second):
-            self._remove(first)
-            if not self.remote:
-                rename_synced(second, first)
+    def set_aside(self, step: int) -> str | None:
+        """Renames every checkpoint newer than ``step``, out of reach of resume and pruning.
 
-    def _names(self) -> list[str]:
-        return [_name_of(path) for path in self.files.ls(self.root, detail=False)]
+        A run that goes on from an earlier step, or begins anew, has another future. The newest one goes first: if a
+        kill interrupts it, the newest that is left is still of the former run, as if nobody had gone back.
+
+        Returns:
+            A line that names the steps, or None if no checkpoint is newer.
+        """
+        ahead = [newer for newer in self.steps() if newer > step]
+        for newer in ahead:
+            aside = f"{self.root}/aside-{newer:010d}"
+            if self.files.exists(aside):
+                self.files.rm(aside, recursive=True)
+            source = f"{self.root}/{_name_of(self.path(newer))}"
+            if self.remote:
+                # An object store moves file by file: without its manifest it is no
+                # checkpoint any more.
+                for file in sorted(
+                    self.files.find(source),
+                    key=lambda file: _name_of(file) != MANIFEST_NAME,
+                ):
+                    self.files.mv(file, f"{aside}/{_name_of(file)}")
+                self.remove(newer)
+            else:
+                os.rename(source, aside)
+        if not ahead:
+            return None
+        steps = ", ".join(f"{newer:,}" for newer in sorted(ahead))
+        return f"set aside: the checkpoints of step {steps}, ahead of step {step:,}, are {self._address}/aside-*"
 
     def note(self, name: str, content: Any) -> None:
         """Writes a small JSON file next to the checkpoints, atomically in a local folder."""
-        path = f"{self.root}/{name}"
-        text = json.dumps(content) + "\n"
-        if self.remote:
-            # There may be no checkpoint yet.
-            self.files.makedirs(self.root, exist_ok=True)
-            with self.files.open(path, "w") as stream:
-                stream.write(text)
-            return
-        write_whole(path, text.encode())
+        self.write(name, (json.dumps(content) + "\n").encode())
 
     def noted(self, name: str) -> Any:
         """Returns the content written by :meth:`note`; None if it is missing or damaged."""
         # Behind an address there is no atomic write, so a note may be cut short.
-        with (
-            contextlib.suppress(OSError, ValueError, RecursionError),
-            self.files.open(f"{self.root}/{name}", "r") as stream,
-        ):
-            return json.loads(stream.read())
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            return json.loads(self.read(name))
         return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Writes a file next to the checkpoints, atomically in a local folder."""
+        # There may be no checkpoint yet.
+        self.files.makedirs(self.root, exist_ok=True)
+        self._write(f"{self.root}/{name}", content)
+
+    def read(self, name: str) -> bytes:
+        """Returns the bytes of a file next to the checkpoints; raises OSError without it."""
+        with _open(self.files, f"{self.root}/{name}") as stream:
+            return bytes(stream.read())
 
     def lock(self) -> None:
         """Keeps other jobs from writing here until :meth:`unlock` or the end of this process.
@@ -382,21 +275,19 @@ class CheckpointFolder:
         Raises:
             CheckpointError: another process holds it, the folder cannot be written, or its file system has no locks.
         """
-        if self._lock is not None:
+        if self._lock is not None or self.remote:
             return
-        if not self.remote:
-            self._lock = lock_folder(
-                self.root,
-                "lock",
-                CheckpointError,
-                shown=f"checkpoint folder '{self.root}'",
-                busy="stop that job, or give this one another --run_dir",
-                otherwise="choose another --run_dir",
-            )
-            self._lock.truncate(0)
-            self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            self._lock.flush()
-        self._finish_setting_aside()
+        self._lock = lock_folder(
+            self.root,
+            "lock",
+            CheckpointError,
+            shown=f"checkpoint folder '{self.root}'",
+            busy="stop that job, or give this one another --run_dir",
+            otherwise="choose another --run_dir",
+        )
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._lock.flush()
 
     def unlock(self) -> None:
         """Lets other jobs write here."""
@@ -404,29 +295,22 @@ class CheckpointFolder:
             self._lock.close()
             self._lock = None
 
-    def _entries(self) -> list[tuple[str, int, bool]]:
-        """Returns (name, step, is it complete) of every checkpoint begun here."""
+    def _write(self, path: str, content: bytes) -> None:
+        if self.remote:
+            with self.files.open(path, "wb") as stream:
+                stream.write(content)
+        else:
+            write_whole(path, content)
+
+    def _is_whole(self, step: int) -> bool:
+        return bool(self.files.exists(f"{self.path(step)}/{MANIFEST_NAME}"))
+
+    def _begun(self) -> list[int]:
+        """Returns the steps of all checkpoints begun here, complete or not."""
         if not self.files.exists(self.root):
             return []
-        names = self._names()
-        entries = []
-        # All steps of a pending move leave the list at once, so that a resume never
-        # sees half of them.
-        moved_steps: list[int] = []
-        if _MOVE_NOTE in names and (move := self._pending_move()) is not None:
-            moved_steps = move.steps
-        for name in names:
-            match = _STEP_NAME.fullmatch(
-                name.removesuffix(_PARTIAL).removesuffix(_AGAIN)
-            )
-            if match and int(match[1]) not in moved_steps:
-                # A partial folder never counts, not even if a kill came between its
-                # manifest and its new name.
-                is_whole = not name.endswith(_PARTIAL) and self._is_whole(
-                    f"{self.root}/{name}"
-                )
-                entries.append((name, int(match[1]), is_whole))
-        return entries
+        names = [_name_of(path) for path in self.files.ls(self.root, detail=False)]
+        return [int(match[1]) for match in map(_STEP_NAME.fullmatch, names) if match]
 
 
 def _file_system(folder: str) -> tuple[AbstractFileSystem, str]:
@@ -459,7 +343,7 @@ class CheckpointRanks:
         self.ranks = runtime.world_size
         self.group: dist.ProcessGroup | None = None
         # A thread meets the other ranks here while the training uses the group of all.
-        if runtime.world_size > 1:
+        if dist.is_initialized():
             self.group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
 
     def gathered(self, value: Any) -> list[Any]:

@@ -1,8 +1,15 @@
-"""RunCheckpoints: saves and restores a run, so that it goes on as if it had never stopped."""
+"""RunCheckpoints: saves and restores a run, so that it goes on as if it had never stopped.
+
+Records stay out of the checkpoints, whose size therefore does not grow with the run: they are lines in files of
+``_LINES`` next to them, of which a save writes the last.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,7 +27,6 @@ from torchrec_ext.train.checkpoint.config import StartConfig as StartConfig
 from torchrec_ext.train.checkpoint.folder import (
     CheckpointFolder,
     CheckpointRanks,
-    damage,
     read_checkpoint_manifest,
     read_index,
 )
@@ -30,6 +36,7 @@ from torchrec_ext.train.checkpoint.load import (
     load_tensors,
 )
 from torchrec_ext.train.checkpoint.state import State, model_state
+from torchrec_ext.train.checkpoint.storage import CheckpointError
 
 # Key that stands for a tensor in a JSON state; no loader has such a key.
 _TENSOR_KEY = "a tensor of the checkpoint"
@@ -37,6 +44,8 @@ _TENSOR_KEY = "a tensor of the checkpoint"
 _LOADER = "loader."
 # File next to the checkpoints: the outcome of the evaluation after the last one.
 _OUTCOME = "evaluated.json"
+# Records of a file of records.
+_LINES = 4096
 
 
 @dataclass
@@ -158,13 +167,20 @@ class RunCheckpoints:
         self._resume = resume
         self._about = about or {}
         self._last_saved_step: int | None = None
-        # Number of records in that checkpoint.
-        self._saved_records = 0
+        self._records = _RecordLog()
 
     @property
     def saves(self) -> bool:
         """Whether anything is saved, the best evaluation included."""
         return self._config.saves
+
+    def last_good(self) -> str:
+        """Returns the newest checkpoint of the run's folder, after the save in flight; empty without one."""
+        # A save that has failed is of the step that went wrong.
+        with suppress(CheckpointError):
+            self._checkpointer.wait()
+        folder = self._checkpointer.folder
+        return next(map(folder.path, folder.steps()), "")
 
     def restore(self, run: CheckpointedRun) -> Position:
         """Loads the checkpoint to begin from, if there is one, and returns the position of the run.
@@ -195,8 +211,16 @@ class RunCheckpoints:
         saved = self._checkpointer.load(
             self._resume, model_state(run.model, run.optimizer), extra
         )
-        content = self._with_evaluation(counted_from_one(saved["content"]))
-        position = Position(**content["position"])
+        content = saved["content"]
+        records = read_records(self._resume, content["records"])
+        if records is None and run.runtime.is_main:
+            print(
+                f"note: {_parent(self._resume)}: the records before step {saved['step']:,} are damaged or missing, "
+                "and left out",
+                flush=True,
+            )
+        position = Position(**content["position"], history=records or [])
+        self._add_evaluation(content, position)
         run.watch.load_state_dict(content["watch"])
         if saved["world_size"] == run.runtime.world_size:
             _restore_rank(extra, run)
@@ -220,7 +244,6 @@ class RunCheckpoints:
         # folder it must.
         if _parent(self._resume) == self._checkpointer.folder.address:
             self._last_saved_step = position.step
-            self._saved_records = len(saved["content"]["position"]["history"])
         return position
 
     def after_step(self, run: CheckpointedRun) -> None:
@@ -251,10 +274,10 @@ class RunCheckpoints:
             self.save(run)
         else:
             outcome = {
-                "step": run.at.step,
-                "records": self._saved_records,
-                "position": vars(run.at),
+                "records": self._records.saved,
+                "position": _position(run.at),
                 "watch": run.watch.state_dict(),
+                "evaluated": run.at.history[self._records.saved["count"] :],
             }
             self._checkpointer.note(_OUTCOME, outcome)
         if best:
@@ -268,27 +291,23 @@ class RunCheckpoints:
         )
         return bool(epoch_is_due) or self.due_after(run.at.step)
 
-    def _with_evaluation(self, content: dict[str, Any]) -> dict[str, Any]:
-        """Returns the saved content, updated by the outcome of its evaluation if there was one."""
-        assert self._resume is not None
+    def _add_evaluation(self, content: dict[str, Any], at: Position) -> None:
+        """Adds the outcome of the evaluation after the checkpoint, if there was one, to its content and position."""
         note = self._checkpointer.together.on_main(
             lambda: CheckpointFolder(_parent(str(self._resume))).noted(_OUTCOME)
         )
-        saved = content["position"]
-        if (
-            not isinstance(note, dict)
-            or note.get("step") != saved["step"]
-            or saved["ended"]
-        ):
-            return content
         # The note may be from an earlier run that had reached this step too: its
         # records then differ in their times.
-        records_before = note["position"]["history"][: note["records"]]
-        if records_before != saved["history"] or note["records"] != len(
-            saved["history"]
+        if (
+            at.ended
+            or not isinstance(note, dict)
+            or note.get("records") != content["records"]
+            or note["position"]["step"] != at.step
         ):
-            return content
-        return {**content, "position": note["position"], "watch": note["watch"]}
+            return
+        content["watch"] = note["watch"]
+        vars(at).update(note["position"])
+        at.history += note["evaluated"]
 
     def load_weights(self, model: nn.Module, step: int) -> bool:
         """Loads the weights saved after ``step`` if they still exist; returns whether they do; all ranks call it.
@@ -297,17 +316,19 @@ class RunCheckpoints:
             model: model from :func:`hybrid_parallel`, or unsharded.
             step: step of a checkpoint in the run's folder, or in the folder that the run was resumed from.
         """
-        self._checkpointer.wait()
-        together = self._checkpointer.together
-        roots = [self._checkpointer.folder.address]
+        checkpointer = self._checkpointer
+        checkpointer.wait()
+        together = checkpointer.together
+        roots = [checkpointer.folder.address]
         if self._resume:
             roots.append(_parent(self._resume))
         for root in roots:
             folder = CheckpointFolder(root)
-            if (
-                step in together.on_main(folder.steps)
-                and damage(folder.path(step), together) is None
-            ):
+            if step not in together.on_main(folder.steps):
+                continue
+            # On all ranks alike.
+            with suppress(CheckpointError):
+                checkpointer.verify(folder.path(step))
                 # Without the optimizer, whose state has no use after the end of a run.
                 load_tensors(folder.path(step), model_state(model).tensors, together)
                 return True
@@ -319,22 +340,21 @@ class RunCheckpoints:
             return
         run.settle()
         extra = _state_of_rank(run)
+        beside = self._records.take(run.at.history)
         content = {
             **self._about,
             "versions": package_versions(),
-            # Checkpoints without it count epochs from 0, see counted_from_one().
-            "epochs_from": 1,
-            "position": vars(run.at),
+            "position": _position(run.at),
+            "records": self._records.saved,
             "watch": run.watch.state_dict(),
             "loader": _without_tensors(
                 run.loader.state_dict(step=run.at.done), "loader", extra
             ),
         }
         self._checkpointer.save(
-            run.at.step, model_state(run.model, run.optimizer), extra, content
+            run.at.step, model_state(run.model, run.optimizer), extra, content, beside
         )
         self._last_saved_step = run.at.step
-        self._saved_records = len(run.at.history)
 
     def close(self) -> None:
         """Waits until the last checkpoint is written."""
@@ -350,20 +370,72 @@ def load_with_loader(
     return saved, _with_tensors(saved["content"]["loader"], tensors)
 
 
-def counted_from_one(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a checkpoint's content with epochs counted from 1; checkpoints of earlier releases count from 0."""
-    if content.get("epochs_from") == 1:
-        return dict(content)
-    position = dict(content["position"])
-    watch = dict(content["watch"])
-    position["history"] = [dict(record) for record in position["history"]]
-    for record in position["history"]:
-        for name in ("epoch", "best_epoch"):
-            if name in record:
-                record[name] += 1
-    if watch.get("best"):
-        watch["best"] = {**watch["best"], "best_epoch": watch["best"]["best_epoch"] + 1}
-    return {**content, "position": position, "watch": watch}
+class _RecordLog:
+    """Writes a run's records next to its checkpoints, as lines in files of ``_LINES``.
+
+    Attributes:
+        saved: number of records at the last save, and the SHA-256 of their lines, which the checkpoint holds.
+    """
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self.saved: dict[str, Any] = {"count": 0, "sha256": ""}
+        self._sha = hashlib.sha256()
+        self._last: Any = None
+        self._open: list[bytes] = []
+
+    def take(self, history: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
+        """Returns the files to write for a run with these records, by name: those with new lines."""
+        count = self.saved["count"]
+        # A stream thins its records: then all are written anew.
+        if count and (len(history) < count or history[count - 1] is not self._last):
+            self._begin()
+            count = 0
+        files = {}
+        for number, record in enumerate(history[count:], count):
+            line = json.dumps(record).encode() + b"\n"
+            self._sha.update(line)
+            self._open.append(line)
+            files[_records_file(number)] = self._open
+            if len(self._open) == _LINES:
+                self._open = []
+        self._last = history[-1] if history else None
+        self.saved = {"count": len(history), "sha256": self._sha.hexdigest()}
+        return {name: b"".join(lines) for name, lines in files.items()}
+
+
+def _records_file(number: int) -> str:
+    return f"records-{number // _LINES:06d}.jsonl"
+
+
+def read_records(path: str, saved: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Returns the records of a run up to a checkpoint; None if they are missing or damaged.
+
+    Args:
+        path: path or address of the checkpoint.
+        saved: its entry ``records``.
+    """
+    folder = CheckpointFolder(_parent(path))
+    sha = hashlib.sha256()
+    records: list[dict[str, Any]] = []
+    with suppress(OSError, ValueError, RecursionError):
+        for start in range(0, saved["count"], _LINES):
+            lines = folder.read(_records_file(start)).splitlines(keepends=True)
+            for line in lines[: saved["count"] - start]:
+                sha.update(line)
+                records.append(json.loads(line))
+        if len(records) == saved["count"] and (
+            not records or sha.hexdigest() == saved["sha256"]
+        ):
+            return records
+    return None
+
+
+def _position(at: Position) -> dict[str, Any]:
+    """Returns a position without its records."""
+    return {name: value for name, value in vars(at).items() if name != "history"}
 
 
 def _parent(path: str) -> str:

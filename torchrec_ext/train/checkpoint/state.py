@@ -40,6 +40,7 @@ from torchrec.optim.keyed import (
 from torchrec_ext.distributed.optim.hybrid import make_first_state
 from torchrec_ext.distributed.optim.sharded import kernels_of
 from torchrec_ext.distributed.tables import collections, local_shards, table_configs
+from torchrec_ext.train.checkpoint.storage import CheckpointError
 
 # A reader always has one complete saved block in memory, so blocks must be small.
 _BLOCK_BYTES = 32 * 2**20
@@ -142,16 +143,25 @@ State = dict[str, Tensor | Parts]
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Saves a flat state of tensors and :class:`Parts` under its names."""
+    """Saves a flat state of finite tensors and :class:`Parts` under its names."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Returns the tensor to write."""
+        """Returns the tensor to write.
+
+        Raises:
+            CheckpointError: it is not finite: a run goes on from its checkpoints, so none may hold such a number.
+        """
         value = self.state_dict[index.fqn]
         if isinstance(value, Parts):
             value = value.block(index.offset or ())
+        if value.is_floating_point() and not _is_finite(value):
+            raise CheckpointError(
+                f"{index.fqn} is not finite, and is not saved; go on from the checkpoint before, with lower "
+                "learning rates or optimizer.clip_norm"
+            )
         return _own_storage(value)
 
 
@@ -180,6 +190,11 @@ class LoadPlanner(DefaultLoadPlanner):
         if isinstance(value, Parts):
             value = value.rectangle(index.offset or ())
         return value
+
+
+def _is_finite(value: Tensor) -> bool:
+    """Looks at the sum first, in one pass: a finite sum has only finite parts, any other may have overflowed."""
+    return bool(torch.isfinite(value.sum())) or bool(torch.isfinite(value).all())
 
 
 def _own_storage(block: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
     StorageReader,
+    StorageWriter,
 )
 
 # torch has no public name
@@ -26,8 +27,11 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from torchrec_ext.sealed import MeasuredStream
+from torchrec_ext.sealed import MeasuredStream, yield_to_others
 
 # The names in a `.metadata` of tensors. Any other name was put there to run code.
 _ALLOWED_NAMES = {
@@ -239,26 +243,84 @@ class _UrlMeasured(_Measured, UrlFiles):
     pass
 
 
-class LocalWriter(FileSystemWriter):
-    """Writes a rank's tensors to a folder; ``digests``: size and SHA-256 of each file, by name."""
-
-    def __init__(self, folder: str) -> None:
-        super().__init__(folder)
-        self.fs = files = _LocalMeasured()
-        self.digests = files.digests
+# Name of the entry among a rank's results that holds the digests of its files.
+_DIGESTS = MetadataIndex("digests of a rank's files")
 
 
-class UrlWriter(FsspecWriter):
-    """Writes a rank's tensors behind an address; ``digests``: size and SHA-256 of each file, by name."""
+class _Sealed:
+    """Mixin for torch's writers: rank 0 makes room before any rank writes, and seals when all have written.
 
-    def __init__(self, folder: str) -> None:
-        super().__init__(folder)
-        files = _UrlMeasured()
-        files.init_path(folder)
-        self.fs = files  # type: ignore[assignment]  # the same as in torch's own FsspecWriter
-        self.digests = files.digests
+    The digests of a rank's files travel with its results, which torch gathers on rank 0.
+    """
+
+    fs: Any
+    _make_room: Callable[[int], None]
+    _seal: Callable[[dict[str, Any]], None]
+
+    def set_up_storage_writer(
+        self, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        # Torch saves in a thread of its own, beside the training.
+        yield_to_others()
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)  # type: ignore[misc]
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        size = 0
+        for plan in plans:
+            for item in plan.items:
+                size += item.tensor_storage_size() or 0
+        self._make_room(size)
+        return super().prepare_global_plan(plans)  # type: ignore[misc,no-any-return]
+
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> Future[list[WriteResult]]:
+        written: list[WriteResult] = super().write_data(plan, planner).wait()  # type: ignore[misc]
+        results: Future[list[WriteResult]] = Future()
+        results.set_result([*written, WriteResult(_DIGESTS, 0, dict(self.fs.digests))])
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        digests: dict[str, Any] = {}
+        written = []
+        for of_rank in results:
+            for result in of_rank:
+                if result.index == _DIGESTS:
+                    digests |= result.storage_data
+            written.append([each for each in of_rank if each.index != _DIGESTS])
+        super().finish(metadata, written)  # type: ignore[misc]
+        # Torch's index is written last of its files, by this rank.
+        self._seal({**digests, **self.fs.digests})
 
 
-def writer(folder: str) -> LocalWriter | UrlWriter:
-    """Returns a writer of tensors to ``folder``: one file per rank, synced before it is closed."""
-    return UrlWriter(folder) if is_url(folder) else LocalWriter(folder)
+class _LocalWriter(_Sealed, FileSystemWriter):
+    pass
+
+
+class _UrlWriter(_Sealed, FsspecWriter):
+    pass
+
+
+def writer(
+    folder: str,
+    make_room: Callable[[int], None],
+    seal: Callable[[dict[str, Any]], None],
+) -> StorageWriter:
+    """Returns a writer of tensors to ``folder``: one file per rank, synced before it is closed.
+
+    Args:
+        folder: path or address.
+        make_room: called on rank 0, with the bytes of all ranks, before any is written.
+        seal: called on rank 0, with size and SHA-256 of each file by name, when all are written.
+    """
+    made: Any
+    if is_url(folder):
+        made = _UrlWriter(folder)
+        made.fs = _UrlMeasured()
+        made.fs.init_path(folder)  # the same as in torch's own FsspecWriter
+    else:
+        made = _LocalWriter(folder)
+        made.fs = _LocalMeasured()
+    made._make_room = make_room
+    made._seal = seal
+    return made  # type: ignore[no-any-return]

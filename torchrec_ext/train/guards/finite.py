@@ -22,7 +22,6 @@ from torchrec_ext.distributed.sync import EveryStep
 from torchrec_ext.distributed.tables import local_shards
 from torchrec_ext.observe.host_copy import HostCopy
 from torchrec_ext.train.guards.amp import Context
-from torchrec_ext.train.guards.gradient_gate import GradientGate
 
 # Rows of a table to check at once, so that a large one needs no mask of its size.
 _BLOCK_ROWS = 65536
@@ -119,9 +118,8 @@ class _Answers:
 class FiniteLoss:
     """Calls the model for a pipeline and checks each loss.
 
-    The ranks agree by one small all-reduce per step. On the CPU the answer is there at once, and a bad step writes
-    nothing. If a gate checks the gradients too, this all-reduce follows the first half of the backward, which updates
-    nothing; else it precedes the backward. On CUDA the answer is read one step late, so that the host never waits for
+    The ranks agree by one small all-reduce per step. On the CPU the answer is there at once, before the backward, and a
+    bad step writes nothing. On CUDA the answer is read one step late, so that the host never waits for
     the device. By then the step has been written, and the message says so; a NaN gradient shows as the next step's
     loss.
 
@@ -137,13 +135,9 @@ class FiniteLoss:
         ranks: how the ranks are kept equal; by default in every step.
         stop: returns whether this rank was asked to stop; the answers travel with the losses, for :attr:`stop_asked`.
         context: makes the context of the forward, see :func:`forward_context`.
-        leave_out: tells the optimizer to skip the next update. If given, a step with a bad loss, or refused by the
-            gate, is left out on all ranks, and the run goes on. Every step then waits for its answer, on CUDA too.
-        gate: checks the gradients of each step before they reach a table; without it only the optimizer checks.
 
     Attributes:
         answers: what this rank answers about a loss, for a step that exchanges it with its gradients.
-        left_out: why the last step was left out; empty if it was not.
         stop_asked: whether some rank was asked to stop, known on all ranks after the same step.
     """
 
@@ -157,8 +151,6 @@ class FiniteLoss:
         ranks: EveryStep | None = None,
         stop: Callable[[], bool] | None = None,
         context: Context = nullcontext,
-        leave_out: Callable[[], None] | None = None,
-        gate: GradientGate | None = None,
     ) -> None:
         self._model = model
         self._runtime = runtime
@@ -167,19 +159,8 @@ class FiniteLoss:
         self.answers = _Answers(runtime, self._ranks, stop or (lambda: False))
         self.stop_asked = False
         self._context = context
-        self._gate = gate
-        self._holding: Context = nullcontext
-        if gate is not None:
-            self._holding = gate.holding
-        self._leave_out = leave_out
-        self.left_out = ""
-        # To leave a step out, its answer must be there before the step is written.
-        if late is None:
-            late = leave_out is None and runtime.device.type == "cuda"
-        self._late = late
+        self._late = runtime.device.type == "cuda" if late is None else late
         self._pending: _CheckedStep | None = None
-        # The loss of this step is compared at the gate, with the gradients.
-        self._step_at_gate: _CheckedStep | None = None
         # The first bad step of this rank, not yet reported to others.
         self._own_bad_step: _CheckedStep | None = None
         self.step = 0
@@ -191,57 +172,10 @@ class FiniteLoss:
             TrainingDivergedError: the loss of this step, or of the step before if read late, is not finite on some
                 rank.
         """
-        with self._context(), self._holding():
+        with self._context():
             loss, output = self._model(batch)
-        self.left_out = ""
-        # If a backward follows, and ends at the gate, ranks compare the loss together
-        # with the gradients.
-        at_gate = self._gate is not None and self.answers.are_compared
-        if at_gate and not self._late and loss.requires_grad:
-            self.step += 1
-            answers = self.answers.of_loss(loss.detach())
-            self._step_at_gate = _CheckedStep(self.step, batch, loss.detach(), answers)
-            return loss, output
         self.look(loss, batch)
-        if self.left_out:
-            # The backward of this zero reaches no table and no layer: even a gradient
-            # of 0 would update these.
-            loss = torch.zeros_like(loss, requires_grad=True)
         return loss, output
-
-    def before_tables(self) -> None:
-        """Runs the second half of the backward, which updates tables; all ranks call it after the first half.
-
-        Raises:
-            TrainingDivergedError: the loss is not finite on some rank.
-            GradientNotFiniteError: a gradient is not finite on some rank.
-        """
-        if self._gate is None or self.left_out:
-            return
-        step_at_gate = self._step_at_gate
-        self._step_at_gate = None
-        # One all-reduce carries the loss, the request to stop and the gate's answer.
-        answers = [0.0, 0.0]
-        if step_at_gate is not None:
-            answers = step_at_gate.answers()
-        answers = self.answers.greatest([*answers, float(self._gate.refuses())])
-        if step_at_gate is not None:
-            step_at_gate.worst = answers[:2]
-            # The gate is emptied before the error is raised, so that no later call can
-            # open it.
-            if answers[0]:
-                self._gate.drop()
-            self._check(step_at_gate)
-            if self.left_out:
-                return
-        if not answers[2]:
-            self._gate.open()
-            return
-        error = GradientNotFiniteError(self._gate.explain(), in_time=True)
-        if self._leave_out is None:
-            raise error
-        self.left_out = str(self.explained(error))
-        self._leave_out()
 
     def look(
         self,
@@ -299,10 +233,6 @@ class FiniteLoss:
         )
         if bad:
             self._pending = None
-            if self._leave_out is not None:
-                self.left_out = str(self._explain(checked))
-                self._leave_out()
-                return
             if not self._ranks.silent:
                 raise self._explain(checked)
             self._own_bad_step = self._own_bad_step or checked
@@ -314,11 +244,8 @@ class FiniteLoss:
         if isinstance(error, TrainingDivergedError):
             return error
         step = error.step or self.step
-        effect = _TABLES_CHANGED
-        if error.in_time:
-            effect = _NOTHING_WRITTEN
         return TrainingDivergedError(
-            f"{error} at {self.where(step)}; {effect}; {_RATES_REMEDY}", step
+            f"{error} at {self.where(step)}; {_TABLES_CHANGED}; {_RATES_REMEDY}", step
         )
 
     def where(self, step: int) -> str:

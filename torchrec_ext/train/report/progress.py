@@ -23,9 +23,9 @@ from tqdm import tqdm
 
 from torchrec_ext.batch import ENDLESS
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.drawing.figures import BLUE, RED, figure_with_panels, save_figure
-from torchrec_ext.drawing.terminal import step_line, terminal
+from torchrec_ext.terminal import step_line, terminal
 from torchrec_ext.train.config import Record
+from torchrec_ext.train.report.figures import BLUE, RED, figure_with_panels, save_figure
 
 # Steps to sum in one go: fewer small operations on the device.
 _STEPS_PER_SUM = 32
@@ -257,7 +257,7 @@ class Progress:
             if isinstance(value, float):
                 figures.append(f"{name} {_readable(name, value)}")
         is_step = record["kind"] == "train"
-        if record["kind"] in ("stop", "left_out"):
+        if record["kind"] == "stop":
             self.say(record["message"])
         elif is_step:
             # Further figures would leave no room for the bar.

@@ -163,7 +163,6 @@ def plain_step(
         return None  # the pipeline does the same, only slower
 
 
-_PIPELINE_ONLY = "train.on_nan=skip needs the pipeline's steps"
 _Step = DrawnStep | TowerBatch
 Made = TypeVar("Made")
 
@@ -175,7 +174,6 @@ class StepsConfig:
     Args:
         compile: ``auto``, ``off`` or ``require``, as in a :class:`TrainConfig`.
         total: number of remaining steps of the run.
-        piped: leave every step to the pipeline.
         threads: ``auto`` measures the best number on the first steps, on a CPU.
         context: makes the context of a captured step's forward, the same as in the pipeline.
         scaling: scales the loss, the same as in the pipeline's forward and optimizer; such steps are not captured.
@@ -186,7 +184,6 @@ class StepsConfig:
 
     compile: Compile
     total: int
-    piped: bool = False
     threads: Threads = "given"
     context: Context = nullcontext
     scaling: LossScaling | None = None
@@ -234,26 +231,22 @@ class Steps:
         self._forward = forward
         self._ranks = ranks
         self._policy = CapturePolicy(config.compile, self._say)
-        if config.piped:
-            self._policy.reason = _PIPELINE_ONLY
-        elif config.compile == "off":
+        if config.compile == "off":
             self._policy.reason = "train.compile=off"
         self._step: CapturedStep | None = None
         self._threads = config.threads
         if runtime.device.type != "cpu":
             self._threads = "given"
         together = runtime.world_size > 1 and not ranks.takes_local_steps
-        self._plain: PlainStep | None = None
-        if not config.piped:
-            self._plain = plain_step(
-                model,
-                optimizer,
-                runtime,
-                forward,
-                together=together,
-                context=config.context,
-                scaling=config.scaling,
-            )
+        self._plain = plain_step(
+            model,
+            optimizer,
+            runtime,
+            forward,
+            together=together,
+            context=config.context,
+            scaling=config.scaling,
+        )
         ranks.checks.append(self.settle)
         if config.compile == "require":
             # fails here, before the first step, if this machine cannot capture at all

@@ -24,7 +24,6 @@ def make_pipeline(
     device: torch.device,
     *,
     forward: Callable[[TowerBatch], tuple[Tensor, Any]] | None = None,
-    before_tables: Callable[[], None] = lambda: None,
 ) -> TrainPipelineSparseDist[TowerBatch, Any]:
     """Builds TorchRec's pipeline, to overlap copy, input dist and forward of three successive batches.
 
@@ -33,10 +32,8 @@ def make_pipeline(
         optimizer: the model's optimizer.
         device: device of the model.
         forward: called instead of the model, such as :class:`FiniteLoss`.
-        before_tables: called in each step when the loss's backward has ended, such as that of :class:`FiniteLoss`.
     """
-    return GatedPipeline(
-        before_tables,
+    return _Pipeline(
         model,
         optimizer,
         device,
@@ -47,29 +44,13 @@ def make_pipeline(
     )
 
 
-class GatedPipeline(TrainPipelineSparseDist[TowerBatch, Any]):
-    """TrainPipelineSparseDist with a callback between the dense layers' and the tables' backward; tables are optional.
-
-    Args:
-        before_tables: called after the loss's backward, which a :class:`GradientGate` may have ended before the tables.
-        positional: arguments of TorchRec's pipeline.
-        keywords: keyword arguments of TorchRec's pipeline.
-    """
-
-    def __init__(
-        self, before_tables: Callable[[], None], *positional: Any, **keywords: Any
-    ) -> None:
-        super().__init__(*positional, **keywords)
-        self._before_tables = before_tables
+class _Pipeline(TrainPipelineSparseDist[TowerBatch, Any]):
+    """TrainPipelineSparseDist whose model need not have tables."""
 
     def _pipeline_model(self, *args: Any, **kwargs: Any) -> None:
         """Rewrites the model only if there is an input dist to start early, because TorchRec searches every layer."""
         if _has_sharded_modules(self._model):
             super()._pipeline_model(*args, **kwargs)
-
-    def _backward(self, losses: Tensor) -> None:
-        super()._backward(losses)
-        self._before_tables()
 
 
 def unpipelined(

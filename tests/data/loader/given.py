@@ -1,0 +1,63 @@
+"""Batches of rows with candidates that a test names, by the loader that draws them otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.columns import Chunk, Column, Float32, Int64
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.negatives.samplers import NegativeSample
+from torchrec_ext.schema import BatchSchema
+
+
+@dataclass(frozen=True)
+class Given:
+    """A sampler that draws (B, N) items that are known before."""
+
+    items: Int64
+
+    def draw(
+        self, users: Int64, positions: Int64, epoch: int, n: int
+    ) -> NegativeSample:
+        drawn = self.items[positions]
+        return NegativeSample(drawn, np.zeros(drawn.shape, np.float32))
+
+    def log_q(self, users: Int64, items: Int64) -> Float32:
+        return np.zeros(len(items), np.float32)
+
+
+def batch_of(
+    schema: BatchSchema,
+    rows: Chunk,
+    candidates: Int64 | None = None,
+    *,
+    items: Chunk | None = None,
+    padded_rows: int | None = None,
+) -> TowerBatch:
+    """Returns the batch of ``rows`` beside ``candidates`` (B, 1 + N), padded up to ``padded_rows`` if that is given."""
+    size = padded_rows or rows.num_rows
+    # A last step that is not full is padded, so a full one comes before it.
+    numbers = np.arange(rows.num_rows)
+    if padded_rows:
+        numbers = np.concatenate([np.zeros(size, np.int64), numbers])
+    sampler = None
+    negatives = 0
+    if candidates is not None:
+        users = np.arange(rows.num_rows)
+        if "user_id" not in rows:
+            rows = rows.with_columns({"user_id": Column(users)})
+        rows = rows.with_columns({"item_id": Column(candidates[:, 0])})
+        sampler = Given(candidates[numbers, 1:])
+        negatives = candidates.shape[1] - 1
+    loader = ChunkLoader(
+        rows.take(numbers),
+        schema,
+        config=LoaderConfig(batch_size=size, negatives=negatives, shuffle=False),
+        items=items,
+        negatives=sampler,
+    )
+    *_, batch = loader
+    return batch

@@ -1,1 +1,0 @@
-"""Pictures and pages of HTML that state their conclusion."""
