@@ -104,7 +104,7 @@ def test_stacked_equals_separate_with_rates_of_their_own(name: str) -> None:
 
 
 @pytest.mark.slow(minutes=0.5)
-@pytest.mark.parametrize("name", ["adam", "momentum"])
+@pytest.mark.parametrize("name", ["adam", "adagrad"])
 def test_an_adopted_stack_equals_separate_and_a_member_that_stops_stays(
     name: str,
 ) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +106,7 @@ class Stack(nn.Module):
 
             return self._loss(network, *batch)
 
-        return cast(Tensor, vmap(one, randomness="different")(values))
+        return vmap(one, randomness="different")(values)
 
     def groups(self, rates: Sequence[float]) -> list[dict[str, Any]]:
         """Returns a group of parameters for each member, with a learning rate of its own, for a torch optimizer.
@@ -159,7 +159,8 @@ class _OwnRows(nn.Module):
     def __init__(self, tables: Sequence[nn.Module]) -> None:
         super().__init__()
         # Not registered: the tables are the members'.
-        self._tables = list(tables)
+        self._tables: list[Any] = list(tables)
+        self.member: Tensor
         self.register_buffer("member", torch.zeros((), dtype=torch.int64))
 
     def forward(self, *inputs: Any, **options: Any) -> Tensor:

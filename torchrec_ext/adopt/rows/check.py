@@ -21,6 +21,9 @@ from torchrec_ext.observe.put_back import copy_global_generators
 if TYPE_CHECKING:
     from torchrec_ext.adopt.rows.rows import Rows
 
+# Where a batch holds the drawn ids, by its number of rows; see _places().
+Places = dict[int, tuple[int, Tensor] | None]
+
 _AT_ONCE = 4096  # rows that are compared at a time, in whole batches of the loader
 
 
@@ -28,6 +31,7 @@ def check_rows(rows: Rows, loader: DataLoader[Any]) -> str:
     """Compares rows with a loader; see :meth:`Rows.check`."""
     per_row = _check_settings(rows, loader)
     size = max(1, _AT_ONCE // rows.batch_size) * rows.batch_size
+    known_places: Places = {}
     put_back = copy_global_generators()
     try:
         # A loader of the same Dataset in its own order, in larger batches of the same form.
@@ -39,7 +43,7 @@ def check_rows(rows: Rows, loader: DataLoader[Any]) -> str:
         )
         for start, batch in zip(range(0, rows.num_rows, size), in_order, strict=True):
             indices = torch.arange(start, min(start + size, rows.num_rows))
-            _compare(rows, indices, batch)
+            _compare(rows, indices, batch, known_places)
     finally:
         put_back()
     drawn = ""
@@ -115,12 +119,12 @@ def _check_settings(rows: Rows, loader: DataLoader[Any]) -> int:
     return per_row
 
 
-def _compare(rows: Rows, indices: Tensor, batch: Any) -> None:
+def _compare(rows: Rows, indices: Tensor, batch: Any, known_places: Places) -> None:
     """Raises CannotAdopt if a batch of the loader is not the one of ``indices`` (B,), whatever was drawn."""
     theirs, structure = pytree.tree_flatten(batch)
     draws = None
     if rows.negatives is not None:
-        draws = _drawn_ids(rows, indices, theirs)
+        draws = _drawn_ids(rows, indices, theirs, known_places)
     own_batch = rows.batch(indices, draws)
     ours, own_structure = pytree.tree_flatten(own_batch)
     # A list of tensors and a tuple of tensors are one batch.
@@ -173,7 +177,9 @@ def _compare_tensor(name: str, indices: Tensor, our: Any, their: Any) -> None:
     )
 
 
-def _drawn_ids(rows: Rows, indices: Tensor, theirs: list[Any]) -> Tensor:
+def _drawn_ids(
+    rows: Rows, indices: Tensor, theirs: list[Any], known_places: Places
+) -> Tensor:
     """Returns the ids (B, n) that the loader's Dataset drew, read where a batch of ours holds its own.
 
     Raises:
@@ -181,7 +187,10 @@ def _drawn_ids(rows: Rows, indices: Tensor, theirs: list[Any]) -> Tensor:
     """
     negatives = rows.negatives
     assert negatives is not None
-    places = _places(rows, indices)
+    # The same for all blocks of a size, of which there are two.
+    if len(indices) not in known_places:
+        known_places[len(indices)] = _places(rows, indices)
+    places = known_places[len(indices)]
     if places is None:
         # A catalogue of one item, or of none that a row could change.
         first = rows.draw(indices)
