@@ -14,7 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, embedding
 from torchrec_ext.capture.compiled import compiled
 from torchrec_ext.capture.executors import inductor
 from torchrec_ext.capture.memory import Clock, RowTable
-from torchrec_ext.capture.step import Part, trained
+from torchrec_ext.capture.step import StepPart, trained
 from torchrec_ext.capture.update_rules import caught_up, row_clock
 from torchrec_ext.distributed.optim.config import Choice
 
@@ -51,7 +51,7 @@ class Trained:
             is_table = weight is item
             is_late = is_table and by_row
             self.parts.append(
-                Part(
+                StepPart(
                     weight if is_late else weight.requires_grad_(),
                     [torch.zeros_like(weight), torch.zeros_like(weight)],
                     ADAM,
@@ -71,7 +71,7 @@ class Trained:
             self.clip_norm,
         )
 
-        def make(part: Part) -> RowTable:
+        def make(part: StepPart) -> RowTable:
             assert part.rows is not None
             return RowTable(
                 part.weight, part.state, part.rows, part.choice, part.clock, zero
@@ -202,7 +202,7 @@ def test_the_traced_door_makes_the_same_step() -> None:
             for index in range(3):
                 weight = rest[index].detach().requires_grad_()
                 own = [rest[3 + 2 * index], rest[4 + 2 * index]]
-                parts.append(Part(weight, own, ADAM, Clock(count, rate)))
+                parts.append(StepPart(weight, own, ADAM, Clock(count, rate)))
             vectors = [embedding(ids, parts[0].weight) for ids in (one, two)]
 
             def forward(tables: Any) -> tuple[Tensor, None]:

@@ -30,7 +30,7 @@ from torchrec_ext.capture.update_rules import (
 from torchrec_ext.distributed.optim.config import Choice
 
 
-class Part(NamedTuple):
+class StepPart(NamedTuple):
     """A parameter inside one step; the step writes its tensors.
 
     Args:
@@ -54,12 +54,12 @@ class Part(NamedTuple):
 
 
 # Makes the table of a part with a clock of rows inside one step: its rows read so far, and their update.
-MakeTable = Callable[[Part], RowTable]
+MakeTable = Callable[[StepPart], RowTable]
 # Takes a table, or None for a layer, of each part, then the batch; returns the loss, (), and any tree of outputs.
 Forward = Callable[..., tuple[Tensor, Any]]
 
 
-def row_table(part: Part) -> RowTable:
+def row_table(part: StepPart) -> RowTable:
     """Returns the table of a part; another function may return one with other reads, as of a stack."""
     assert part.rows is not None
     return RowTable(part.weight, part.state, part.rows, part.choice, part.clock)
@@ -68,7 +68,7 @@ def row_table(part: Part) -> RowTable:
 def trained(
     forward: Forward,
     batch: Sequence[Any],
-    parts: Sequence[Part],
+    parts: Sequence[StepPart],
     count: Tensor,
     *,
     clip_norm: float = 0.0,
@@ -120,7 +120,7 @@ def trained(
 
 def _limited(
     grads: Sequence[list[Tensor | None]],
-    parts: Sequence[Part],
+    parts: Sequence[StepPart],
     tables: Sequence[RowTable | None],
     clip_norm: float,
 ) -> list[list[Tensor | None]]:
@@ -147,11 +147,11 @@ def _limited(
 
 def _update(
     grads: Sequence[list[Tensor | None]],
-    parts: Sequence[Part],
+    parts: Sequence[StepPart],
     tables: Sequence[RowTable | None],
 ) -> None:
     """Updates all parts; on a GPU, where each kernel takes its time, those of a group at once if possible."""
-    together: list[list[tuple[Part, Tensor]]] = []
+    together: list[list[tuple[StepPart, Tensor]]] = []
     for part, table, of_one in zip(parts, tables, grads, strict=True):
         if table is not None:
             table.move(of_one)
@@ -186,14 +186,14 @@ def _update(
         )
 
 
-def parts_of(memory: StepMemory, tensors: Mapping[str, Tensor]) -> list[Part]:
+def parts_of(memory: StepMemory, tensors: Mapping[str, Tensor]) -> list[StepPart]:
     """Returns the parts of a memory for one step on ``tensors``, the stand-ins of :meth:`StepMemory.tensors`."""
     parts = []
     for parameter in memory.parameters:
         weight = tensors[parameter.name]
         rows = memory.rows(parameter, tensors)
         parts.append(
-            Part(
+            StepPart(
                 weight if rows is not None else weight.detach().requires_grad_(),
                 memory.state(parameter, tensors),
                 parameter.choice,

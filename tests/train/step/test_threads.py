@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -66,6 +67,18 @@ def test_processes_of_a_host_are_pinned_to_cores_of_their_own() -> None:
     assert set(first) == on_first
     assert set(second) == on_second
     assert not set(first) & set(second)
+
+
+def pinned_apart(runtime: Runtime) -> list[int]:
+    """What a rank of two takes that a launcher has bound to four of eight cores."""
+    bound = {4 * runtime.local_rank + core for core in range(4)}
+    with mock.patch.object(os, "sched_getaffinity", return_value=bound):
+        return pin(runtime)
+
+
+@pytest.mark.launch
+def test_ranks_that_a_launcher_has_bound_keep_all_cores_that_it_gave_them() -> None:
+    assert run_ranks(pinned_apart, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_an_epoch_that_is_over_before_anything_was_measured_leaves_the_number_as_it_was() -> (

@@ -27,7 +27,7 @@ from torchrec_ext.capture.executors import StepExecutor, engine_for
 from torchrec_ext.capture.policy import WATCHED, CapturePolicy, Compile
 from torchrec_ext.capture.sharded import ShardedSource
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
-from torchrec_ext.distributed.runtime import Runtime, max_over_ranks
+from torchrec_ext.distributed.runtime import Runtime, gather_objects, max_over_ranks
 from torchrec_ext.distributed.sync import EveryStep
 from torchrec_ext.train.config import Threads
 from torchrec_ext.train.guards.amp import Context, LossScaling
@@ -113,11 +113,19 @@ def _measure(outputs: Iterator[Any]) -> Generator[Any, None, float]:
 
 
 def pin(runtime: Runtime) -> list[int]:
-    """Binds all threads of this process to its share of the host's cores, and returns the cores."""
+    """Binds all threads of this process to its share of the host's cores, and returns the cores. Collective."""
     cores = sorted(os.sched_getaffinity(0))
+    if runtime.local_world_size == 1:
+        return cores
+    first = runtime.rank - runtime.local_rank
+    of_ranks = gather_objects(cores, runtime.world_size)
+    of_host = of_ranks[first : first + runtime.local_world_size]
+    # Slurm and taskset give each rank cores of its own, which are its share already.
+    if any(each != cores for each in of_host):
+        return cores
     share = len(cores) // runtime.local_world_size
-    if share == 0 or runtime.local_world_size == 1:
-        return cores[: max(share, 1)]
+    if share == 0:
+        return cores[:1]
     # Ranks of a host get disjoint cores: threads of two ranks on one core would slow
     # both down.
     local = cores[runtime.local_rank * share : (runtime.local_rank + 1) * share]
