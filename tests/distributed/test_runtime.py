@@ -20,7 +20,6 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import on_own_device, plan_sharding
 from torchrec_ext.distributed.runtime import (
-    GPUS,
     Runtime,
     _describe,
     available_memory,
@@ -32,24 +31,15 @@ from torchrec_ext.schema import Jagged
 
 
 @pytest.mark.unit
-def test_each_local_rank_has_the_gpu_of_its_number_or_the_one_that_is_given() -> None:
-    def devices(ranks: int, gpus: int, given: str) -> list[int | None]:
-        return [
-            choose_device("cuda", rank, ranks, gpus, given).index
-            for rank in range(ranks)
-        ]
-
-    assert devices(2, 4, "") == [0, 1]
-    assert devices(2, 4, "2,3") == [2, 3]
-    assert devices(1, 2, "1") == [1]
+def test_each_local_rank_has_the_gpu_of_its_number() -> None:
+    assert [choose_device("cuda", rank, 2, 4).index for rank in range(2)] == [0, 1]
 
 
-@pytest.mark.unit
 def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(
         ValueError, match="3 processes on this host, but torch sees 2 GPU"
     ):
-        choose_device("cuda", 0, 3, 2, "")
+        choose_device("cuda", 0, 3, 2)
 
 
 @pytest.fixture
@@ -114,17 +104,6 @@ def test_a_plan_has_the_shards_of_a_rank_on_its_device() -> None:
         "one": ["rank:0/cuda:0", "rank:1/cuda:3"],
         "other": ["rank:1/cuda:3"],
     }
-
-
-@pytest.mark.gpu
-def test_a_process_starts_on_the_gpu_that_its_group_gives_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    last = torch.cuda.device_count() - 1
-    monkeypatch.setenv(GPUS, str(last))
-    with Runtime.start() as runtime:
-        assert runtime.device == torch.device("cuda", last)
-        assert torch.empty(1, device="cuda").device == runtime.device
 
 
 def trained_twice(runtime: Runtime) -> list[float]:

@@ -31,9 +31,6 @@ from torchrec_ext.distributed.sync_config import Collectives
 from torchrec_ext.schema.validation import check_choice, check_least
 
 DEFAULT_TIMEOUT_S = 300.0
-# Environment variable with the GPU of each local rank, as 2,3; where not set, the GPU
-# of the local rank's number.
-GPUS = "TORCHREC_EXT_GPUS"
 # Thread names that gloo gives to its message loop, and torch to its collectives.
 GLOO_THREADS = ("gloo_tcp_loop", "pt_gloo_runloop")
 
@@ -95,9 +92,9 @@ class Runtime:
         """Joins torchrun's process group; without torchrun makes a group of one.
 
         Args:
-            device: ``cpu``, ``cuda`` for the GPU of the local rank's number (or the one that TORCHREC_EXT_GPUS gives
-                it), or ``cuda:0`` where each process sees one GPU of its own; where not given, ``cuda`` on a host with
-                a GPU for each of its processes, else ``cpu``. A job of one host with more processes than GPUs warns.
+            device: ``cpu``, ``cuda`` for the GPU of the local rank's number, or ``cuda:0`` where each process sees one
+                GPU of its own; where not given, ``cuda`` on a host with a GPU for each of its processes, else ``cpu``.
+                A job of one host with more processes than GPUs warns.
             threads: compute threads; where not given, OMP_NUM_THREADS, else the cores divided by the local processes.
             timeout_s: seconds after which a collective that another rank does not join fails.
             collectives: ``shared_memory`` passes the collectives of CPU tensors through memory that the ranks of one
@@ -190,7 +187,6 @@ def _describe(device: str | None, threads: int | None) -> Runtime:
         local_rank,
         local_world_size,
         gpus,
-        os.environ.get(GPUS, ""),
         one_host=world_size == local_world_size,
     )
     if device is None and gpus and own_device.type == "cpu" and local_rank == 0:
@@ -241,7 +237,6 @@ def choose_device(
     local_rank: int,
     local_world_size: int,
     gpus: int,
-    given: str = "",
     *,
     one_host: bool = False,
 ) -> torch.device:
@@ -252,7 +247,6 @@ def choose_device(
         local_rank: number of the process on this host.
         local_world_size: number of processes of the job on this host.
         gpus: number of GPUs that this process sees.
-        given: GPU of each local rank, as ``2,3``, where the job has only some of the host's GPUs, see GPUS.
         one_host: whether all processes of the job are on this host. Only then do more processes than GPUs run on the
             CPU, if no device was asked for: several hosts could decide differently, and wait for each other.
 
@@ -262,8 +256,6 @@ def choose_device(
     Example:
         >>> choose_device("cuda", 1, 2, gpus=4), choose_device(None, 0, 1, gpus=0)
         (device(type='cuda', index=1), device(type='cpu'))
-        >>> choose_device(None, 1, 2, gpus=4, given="2,3")
-        device(type='cuda', index=3)
         >>> choose_device(None, 1, 2, gpus=1, one_host=True)
         device(type='cpu')
     """
@@ -271,8 +263,6 @@ def choose_device(
         return torch.device("cpu")
     if name not in (None, "cuda", "cuda:0"):
         raise ValueError(f"device={name!r}: must be 'cpu', 'cuda' or 'cuda:0'")
-    if given and gpus:
-        return torch.device("cuda", int(given.split(",")[local_rank]))
     if name == "cuda:0" and gpus:
         return torch.device("cuda", 0)
     if gpus < local_world_size:
