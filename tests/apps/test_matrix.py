@@ -620,11 +620,11 @@ REFUSED += [
     ),
     Refused(
         {"recipe": ("multi_task",), "towers": ("2",)},
-        r"model\.towers=user_id.*: there is no feature 'weekday'",
+        r"model\.towers: tower 'user' names 'weekday', which no column is",
     ),
     Refused(
         {"recipe": ("stream",), "towers": ("2",), "loss": ("catalogue",)},
-        r"model\.loss=catalogue with model\.towers=user_id.*: the last tower, 'tower_1', reads column 'hour'",
+        r"model\.loss=catalogue with model\.towers: the last tower, 'item', reads column 'hour'",
     ),
     Refused(
         {"recipe": ("session",), "attention": ("nested",)},

@@ -391,7 +391,9 @@ def pooled(model: TowerModel, vectors: Callable[[TowerBatch], list[Tensor]]) -> 
         return vectors(model.schema().assemble(ids, {}, labels=torch.zeros(3)))[0]
 
 
-def pooled_on_ranks(runtime: Runtime, plans: list[tuple[str, ...]]) -> list[Tensor]:
+def pooled_on_ranks(
+    runtime: Runtime, plans: list[dict[str, TablePlan]]
+) -> list[Tensor]:
     results = []
     for tables in plans:
         model = means_and_sums(META)
@@ -412,10 +414,14 @@ def test_a_mean_beside_row_wise_tables_is_divided_once() -> None:
     initialise_tables(model, 3)
     expected = pooled(model, model.outputs)
     kinds = ("row_wise", "table_wise", "column_wise", "data_parallel")
-    plans = [
-        tuple(f"{name}={kind}" for name, kind in zip("abc", chosen, strict=True))
-        for chosen in permutations(kinds, 3)
-    ]
+    plans = []
+    for chosen in permutations(kinds, 3):
+        plans.append(
+            {
+                name: TablePlan(sharding=kind)  # type: ignore[arg-type]
+                for name, kind in zip("abc", chosen, strict=True)
+            }
+        )
     for ranks in run_ranks(pooled_on_ranks, 2, plans):
         for plan, vectors in zip(plans, ranks, strict=True):
             torch.testing.assert_close(
