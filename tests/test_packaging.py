@@ -217,7 +217,16 @@ print(json.dumps(apps, default=str))
 FLAGS = {
     "components.train.hybrid": ["-j", "2x4", "--gpu", "4", "--", "--train.seed", "1"],
     "components.train.stream": ["--", "--data.folder", "/data/clicks"],
-    "components.train.networks": ["--max_retries", "2", "--vary", "train.seed", "1"],
+    "components.train.networks": [
+        "--max_retries",
+        "2",
+        "--vary",
+        "train.seed",
+        "1",
+        "--",
+        "--run_dir",
+        "grid",
+    ],
     "components.data.preprocess": ["--recipe", "clicks", "--", "--out", "o"],
     "components.serve.export": ["--run", "r"],
     "components.serve.http": ["--bundle", "b", "--", "--workers", "2"],

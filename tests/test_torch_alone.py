@@ -136,7 +136,7 @@ import torchrec_ext
 from torchrec_ext import Rows, adopt
 from torchrec_ext.adopt import AdoptedStep, CannotAdopt, Popular, Uniform
 
-rows = Rows({"user": data.user, "item": data.item, "label": torch.ones(len(data))}, 64, drop_last=True)
+rows = Rows({{"user": data.user, "item": data.item, "label": torch.ones(len(data))}}, 64, drop_last=True)
 step = adopt(
     model, optimizer, lambda user, item, label: loss_fn(model(user, item), label), compile="require", rows=rows
 )

@@ -282,9 +282,11 @@ class EventTables:
 
     def __init__(self, vocab: Mapping[str, int]) -> None:
         self.vocab = vocab
+        self.features = tuple(vocab)
 
+    @property
     def popularity(self) -> Any:
-        """Returns equal counts, because each batch says itself how likely its candidates are."""
+        """Equal counts, because each batch says itself how likely its candidates are."""
         return torch.ones(self.vocab[ITEM]).numpy()
 
 

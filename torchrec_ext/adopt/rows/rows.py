@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from torchrec_ext.adopt.rows.check import check_rows
+from torchrec_ext.adopt.rows.check import compare_rows
 from torchrec_ext.adopt.rows.law import Law, NegativeDraws, integers
 from torchrec_ext.adopt.rows.order import RowOrder
 
@@ -214,7 +214,7 @@ class Rows:
         Raises:
             CannotAdopt: a setting of the loader, or a value of a row, is another; the message names it.
         """
-        return check_rows(self, loader)
+        return compare_rows(self, loader)
 
     def __len__(self) -> int:
         return len(self.order)
