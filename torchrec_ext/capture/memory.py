@@ -370,10 +370,6 @@ class StepMemory:
         """Number of steps so far."""
         return int(self._step)
 
-    def take_back(self, steps_made: int) -> None:
-        """Resets the count after a step that ended before it wrote anything else."""
-        self._step.fill_(steps_made)
-
     def choose(self, lookups: Mapping[str, int], rule: RowRule) -> None:
         """Chooses the update of each table by the number of its look-ups in a step."""
         for name, parameter in self.tables.items():
