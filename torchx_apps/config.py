@@ -257,29 +257,6 @@ def recipe_of(words: Sequence[str]) -> str:
     return _value_of(words, "recipe")
 
 
-def merged(words: Sequence[str], flag: str) -> list[str]:
-    """Returns a command line in which a flag that takes several words is given once, with the words of all.
-
-    Example:
-        >>> merged(["--vary", "a=1", "--list", "--vary=b=2", "c=3"], "--vary")
-        ['--list', '--vary', 'a=1', 'b=2', 'c=3']
-    """
-    rest = []
-    values = []
-    taking = False
-    for word in words:
-        name, equals, text = word.partition("=")
-        if word.startswith("--"):
-            taking = name == flag
-            if not taking:
-                rest.append(word)
-            elif equals:
-                values.append(text)
-        else:
-            (values if taking else rest).append(word)
-    return [*rest, flag, *values] if values else rest
-
-
 def refuse_mistakes(main: str, words: Sequence[str]) -> None:
     """Ends a launcher with one line if a command line of an app has a mistake, before any rank starts.
 

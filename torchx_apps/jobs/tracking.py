@@ -21,7 +21,7 @@ _ARTIFACTS = (
     "manifest.json",
 )  # fmt: skip
 # Variable with the handle of the TorchX job.
-JOB = "TORCHX_JOB_ID"
+_JOB = "TORCHX_JOB_ID"
 _TRACKERS = "TORCHX_TRACKERS"
 
 
@@ -171,7 +171,7 @@ def _runs_from_env(path: Path, member: str) -> dict[str, AppRun]:
             ".torchxconfig may name fsspec, another entry point of torchx.tracker, or module:function"
         )
     # A job that TorchX has not started has no handle.
-    run = of_job.id if JOB in os.environ else str(path.absolute())
+    run = of_job.id if _JOB in os.environ else str(path.absolute())
     if member:
         run += f"/{member}"
     return {
