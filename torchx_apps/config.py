@@ -505,6 +505,9 @@ def _with_entry(
 
 def _entry(kind: type, before: Any, words: Sequence[str]) -> Any:
     if not dataclasses.is_dataclass(kind):
+        # tyro would name the flag of the holder, which nobody has typed.
+        if words == ["--value"]:
+            raise ValueError("has no value; write it behind the flag")
         holder = dataclasses.make_dataclass("Entry", [("value", kind)], frozen=True)
         return _cli(_flags(holder, "FlagConversionOff"), "settings", words).value
     known = {} if before is None else {"default": before}

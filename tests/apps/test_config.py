@@ -353,6 +353,7 @@ def test_flags_have_dashes_or_underscores() -> None:
             ["--id_dropout", "item_id"],
             "--id_dropout: 'item_id': put the name into the flag, --KEY.NAME VALUE",
         ),
+        (["--pretrained.item_id"], "pretrained.item_id: has no value; write it"),
         (["--resume", "auto"], "--resume auto: leave it out"),
     ],
 )
