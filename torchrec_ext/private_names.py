@@ -93,7 +93,6 @@ PRIVATE_NAMES = (
         "torch/distributed/_shard/sharded_tensor/api.py",
         (
             "ShardedTensor",
-            "_init_from_local_shards_and_global_metadata",
             "_process_group",
         ),
         "TorchRec gives its tables and their optimizer state in this form",
