@@ -20,14 +20,13 @@ TORCH = {"torch", *TORCHREC}
 # Each may import itself and what stands here; "modules.tower" is one module of a unit.
 # All of torchrec_ext and torchx_apps may import `needs_torch` and `exports`.
 BASE = {"schema", "batch", "tensor_file", "sealed"}
-SET_UP = {"stack", "needs_torch", "exports", "probe", "doctor", "private_names"}
+SET_UP = {"stack", "needs_torch", "exports", "probe", "doctor"}
 MAY_IMPORT: Mapping[str, set[str]] = {
     "stack": set(),
     "needs_torch": {"stack"},
     "exports": {"needs_torch"},
     "probe": {"distributed.shared_memory"},
-    "private_names": set(),
-    "doctor": {"stack", "private_names"},
+    "doctor": {"stack"},
     "schema": BASE,
     "batch": BASE,
     "tensor_file": set(),

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import private_names
+from tests.private_names import PRIVATE_NAMES, PrivateNames
 from tests.test_layering import parsed
-from torchrec_ext import private_names
-from torchrec_ext.private_names import PRIVATE_NAMES, PrivateNames
 
 ROOT = Path(__file__).parents[1]
 OTHERS = ("torch", "torchrec", "torchx", "fsspec", "fbgemm_gpu")

@@ -347,7 +347,10 @@ def devices_line() -> Iterator[str]:
     versions = " and ".join(
         f"{package} {version}" for package, version in result["versions"].items()
     )
-    tried = " and ".join(triple.torch for triple in reversed(TRIPLES))
+    others = [each.torch for each in reversed(TRIPLES)]
+    tried = " and ".join(
+        each for each in others if each not in result["versions"].values()
+    )
     device = result["device"].partition(" 80GB")[0]
     yield (
         f"Tests marked `gpu`: {_outcome(gpu, _ALL.tests)} on one {device} with {versions}; torch {tried}, which "

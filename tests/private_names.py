@@ -1,7 +1,7 @@
 """PRIVATE_NAMES: each private name of torch and TorchRec that this package uses, with the reason.
 
-A release may drop such a name without notice. ``python -m torchrec_ext.doctor`` looks for all of them, in the source
-of the installed packages, and names those that are gone before a training fails on one. Standard library only.
+A release may drop such a name without notice: :func:`missing` looks for all of them in the source of the installed
+packages.
 """
 
 from __future__ import annotations
