@@ -1,20 +1,20 @@
 """What every benchmark shares: sides timed in turn, trainings in turn, real gloo processes, and rows of one form.
 
 A row compares two sides of one run: `ratio` is always how many times better ours is, whichever way the unit counts.
-`required` is held against the ratio, or against ours where there is none: without a baseline, or to one that is 0 where
-more is better. `low` and `high` are the least and the greatest ratio (or figure) of the turns. Every wait has a limit,
-and a process that died is named.
+`low` and `high` are the least and the greatest ratio of the turns, or the range of our figure where there is no
+baseline. Every wait has a limit, and a process that died is named.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import itertools
 import json
-import multiprocessing
+import logging
 import os
-import queue
+import pickle
 import socket
 import statistics
 import subprocess
@@ -22,16 +22,21 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-Row = dict[str, object]
-Clock = Callable[[], float]
+if TYPE_CHECKING:
+    from torchrec_ext.distributed.runtime import Runtime
+
+Row = dict[str, Any]
+Stop = Callable[[], bool]
+Side = Callable[[Stop], object]
 LIMIT_S = 600.0  # of any wait for another process or thread
 ROOT = Path(__file__).resolve().parents[1]
-# with it, which users lack, each process compiles the package anew
+BIN = Path(sys.executable).parent
+# With it, which users lack, each process compiles the package anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
@@ -51,65 +56,42 @@ def command_line(
     description: str | None,
     rows: Mapping[str, Callable[[Options], Iterator[Row]]],
     *,
-    turns: int,
+    turns: int = 3,
     packages: str = "",
-    studies: Collection[str] = (),
 ) -> None:
     """Runs a benchmark from its command line, and prints one JSON object as the last line.
 
     Args:
         description: the script's docstring.
         rows: by the name that `--only` takes, a function that yields one row or more.
-        turns: turns of each side where `--turns` is not given.
+        turns: turns of each side without `--turns`.
         packages: distributions besides torch and torchrec whose versions are printed, with spaces.
-        studies: rows that run only where `--only` names them: too long, or in need of something that few machines have.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    usual = [name for name in rows if name not in studies]
-    text = ", ".join(usual) + (
-        f"; only where named: {', '.join(studies)}" if studies else ""
-    )
-    parser.add_argument(
-        "--only", nargs="+", choices=rows, default=usual, metavar="ROW", help=text
-    )
-    parser.add_argument(
-        "--studies",
-        action="store_true",
-        help="the rows that run only where they are named",
-    )
-    parser.add_argument(
-        "--turns",
-        type=int,
-        default=turns,
-        help=f"measured turns of each side, default {turns}",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="small sizes, to see that it runs"
-    )
+    parser.add_argument("--only", nargs="+", choices=rows, default=list(rows))
+    parser.add_argument("--turns", type=int, default=turns, help="turns of each side")
+    parser.add_argument("--quick", action="store_true", help="see that it runs")
     args = parser.parse_args()
     options = Options(turns=1 if args.quick else args.turns, quick=args.quick)
+    warnings.filterwarnings("ignore")
+    quieten()
     with tempfile.TemporaryDirectory() as folder:
-        # What an earlier run compiled would make captures faster; torch's processes
-        # inherit the variable.
+        # What an earlier run compiled would make captures faster.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        made = [
-            row
-            for name in (studies if args.studies else args.only)
-            for row in rows[name](options)
-        ]
+        made = [row for name in args.only for row in rows[name](options)]
     versions = {
         name: importlib.metadata.version(name)
         for name in ("torch", "torchrec", *packages.split())
     }
-    result = {
-        "benchmark": Path(sys.argv[0]).stem,
-        "versions": versions,
-        "cores": len(os.sched_getaffinity(0)),
-        "rows": made,
-    }
-    print(json.dumps(result))
+    print(json.dumps({"versions": versions, "rows": made}))
+
+
+def quieten() -> None:
+    """Silences what libraries say at import and in every step."""
+    for name in ("", "torch", "torchrec", "fbgemm_gpu"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def has_data(rows: str, name: str) -> bool:
@@ -137,9 +119,7 @@ def row(
     *,
     baseline: float | Sequence[float] | None = None,
     better: Literal["more", "less"] = "less",
-    required: float | None = None,
     ceiling: float | None = None,
-    machine: str | None = None,
     **more: object,
 ) -> Row:
     """Returns one row, and prints it to stderr.
@@ -150,52 +130,32 @@ def row(
         unit: unit of both sides.
         baseline: the other side's figure, or one for each turn, in the turns of ``ours``.
         better: whether more of the unit is better, as of rows a second, or less, as of seconds.
-        required: our own target, the least ratio; without a ratio, the limit of ``ours``. No page prints it.
         ceiling: greatest ratio that is possible here, as of two processes that never talk.
-        machine: what of the machine the ratio depends on, such as "disk"; None where it holds on any of the kind.
         more: further figures of the row.
     """
-    our_turns, turns = _turns(ours), None if baseline is None else _turns(baseline)
-    each = our_turns
-    ratio = None
-    if turns is not None and (all(turns) or better == "less"):
-        paired = zip(turns, our_turns, strict=True)
+    mine = _turns(ours)
+    theirs = None if baseline is None else _turns(baseline)
+    each, ratio = mine, None
+    if theirs is not None and (all(theirs) or better == "less"):
+        pairs = list(zip(theirs, mine, strict=True))
         each = [
-            mine / theirs if better == "more" else theirs / mine
-            for theirs, mine in paired
+            our / their if better == "more" else their / our for their, our in pairs
         ]
         ratio = statistics.median(each)
-    middle = statistics.median(each)
-    held = None
-    if required is not None:
-        held = (
-            middle <= required
-            if ratio is None and better == "less"
-            else middle >= required
-        )
     made: Row = {
         "name": name,
-        "baseline": None if turns is None else _digits(statistics.median(turns)),
-        "ours": _digits(statistics.median(our_turns)),
+        "baseline": None if theirs is None else digits(statistics.median(theirs)),
+        "ours": digits(statistics.median(mine)),
         "unit": unit,
-        "better": better,
-        "ratio": None if ratio is None else _digits(ratio),
-        "low": _digits(min(each)),
-        "high": _digits(max(each)),
-        "required": required,
-        "held": held,
-        "ceiling": None if ceiling is None else _digits(ceiling),
-        "machine": machine,
+        "ratio": None if ratio is None else digits(ratio),
+        "low": digits(min(each)),
+        "high": digits(max(each)),
+        "ceiling": None if ceiling is None else digits(ceiling),
         **more,
     }
-    keys = [
-        key for key in ("baseline", "ours", "ratio", "ceiling") if made[key] is not None
-    ]
-    print(
-        f"{name}: {', '.join(f'{key} {made[key]:,}' for key in keys)} ({unit})",
-        file=sys.stderr,
-        flush=True,
-    )
+    figures = ("baseline", "ours", "ratio", "ceiling")
+    told = [f"{key} {made[key]:,}" for key in figures if made[key] is not None]
+    print(f"{name}: {', '.join(told)} ({unit})", file=sys.stderr, flush=True)
     return made
 
 
@@ -203,8 +163,14 @@ def _turns(figure: float | Sequence[float]) -> list[float]:
     return list(figure) if isinstance(figure, Sequence) else [float(figure)]
 
 
-def _digits(value: float) -> float:
+def digits(value: float) -> float:
+    """Returns a figure with four digits."""
     return float(f"{value:.4g}")
+
+
+def milliseconds(seconds: Iterable[float]) -> list[float]:
+    """Returns each turn in milliseconds."""
+    return [1e3 * each for each in seconds]
 
 
 def in_turn(
@@ -212,7 +178,6 @@ def in_turn(
     turns: int,
     inner: int = 1,
     *,
-    clock: Clock = time.perf_counter,
     before: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
     """Seconds of a call of each side, one figure for each turn after the first, which warms up.
@@ -221,7 +186,6 @@ def in_turn(
         sides: what is timed, by name.
         turns: measured turns.
         inner: calls of one side in a row, as in a loop that does nothing else.
-        clock: clock to read.
         before: called before each side's calls, as a barrier of ranks; a side that does nothing on some rank leaves
             the machine to the others.
     """
@@ -229,55 +193,12 @@ def in_turn(
     for turn in range(turns + 1):
         for name, call in sides.items():
             before()
-            start = clock()
+            start = time.perf_counter()
             for _ in range(inner):
                 call()
             if turn:
-                times[name].append((clock() - start) / inner)
+                times[name].append((time.perf_counter() - start) / inner)
     return times
-
-
-def calls_in_turn(
-    sides: Mapping[str, Callable[[int], object]],
-    turns: int,
-    calls: int,
-    *,
-    in_a_row: int = 10,
-) -> dict[str, list[list[float]]]:
-    """Seconds of every call of each side, a list for each turn after the first, which warms up with a tenth of them.
-
-    Args:
-        sides: what is timed, by name; it is given the number of the call, so that none repeats another of its side.
-        turns: measured turns.
-        calls: calls of each side in a turn.
-        in_a_row: calls of one side before the next one's, as in a server that does nothing else.
-    """
-    times: dict[str, list[list[float]]] = {
-        name: [[] for _ in range(turns)] for name in sides
-    }
-    number = 0
-    for turn in range(-1, turns):
-        last = number + (calls if turn >= 0 else max(in_a_row, calls // 10))
-        for first in range(number, last, in_a_row):
-            for name, call in sides.items():
-                for each in range(first, min(first + in_a_row, last)):
-                    start = time.perf_counter()
-                    call(each)
-                    if turn >= 0:
-                        times[name][turn].append(time.perf_counter() - start)
-        number = last
-    return times
-
-
-def number_of_calls(turns: int, calls: int, *, in_a_row: int = 10) -> int:
-    """Returns how many different numbers :func:`calls_in_turn` gives to each side."""
-    return turns * calls + max(in_a_row, calls // 10)
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The nearest of ``values`` at or above ``percent`` of them."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
 class Trainings:
@@ -381,6 +302,16 @@ class _Training:
             raise TimeoutError(f"{self._name}: not ended after {LIMIT_S:.0f} s")
 
 
+def looping(step: Callable[[], object]) -> Side:
+    """Returns the side that calls ``step`` until it is stopped: a loop of one's own."""
+
+    def side(stop: Stop) -> None:
+        while not stop():
+            step()
+
+    return side
+
+
 class Counted:
     """A loader of another that counts the batches or steps it has handed out.
 
@@ -430,11 +361,23 @@ class Repeated:
         """Changes nothing: every pass has one order."""
 
 
+@contextlib.contextmanager
+def one_rank() -> Iterator[Runtime]:
+    """A process group of one, whose trainings print nothing to stdout."""
+    from torchrec_ext.distributed.runtime import Runtime
+
+    with (
+        Runtime.start("cpu", threads=1) as runtime,
+        Path(os.devnull).open("w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+    ):
+        yield runtime
+
+
 def on_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    limit_s: float = LIMIT_S,
     collectives: str = "auto",
 ) -> list[Any]:
     """Runs a module's ``function(runtime, *args)`` on ``world_size`` CPU ranks with one thread each; results by rank.
@@ -443,95 +386,53 @@ def on_ranks(
     such as the lines of a training, is dropped.
 
     Raises:
-        RuntimeError: a rank raised or died, or not all were done after ``limit_s``; the message names it.
+        RuntimeError: a rank raised or died, or not all were done within the limit; the message names it.
     """
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.Queue()
-    with socket.socket() as free:
+    from torch import multiprocessing
+
+    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = [
-        context.Process(
-            target=_rank,
-            args=(function, rank, world_size, port, collectives, results, args),
+        free.close()
+        context = multiprocessing.start_processes(
+            _rank,
+            (function, world_size, port, collectives, folder, args),
+            world_size,
+            join=False,
             daemon=True,
         )
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        return _gathered(
-            function.__name__, processes, results, time.monotonic() + limit_s
-        )
-    finally:
-        for process in processes:
-            process.join(10)
-            process.kill()
-
-
-def _gathered(
-    name: str, processes: Sequence[Any], results: Any, until: float
-) -> list[Any]:
-    values: dict[int, Any] = {}
-    while len(values) < len(processes):
-        try:
-            rank, error, value = results.get(timeout=2)
-        except queue.Empty:
-            dead = [
-                at
-                for at, process in enumerate(processes)
-                if process.exitcode is not None and at not in values
-            ]
-            if dead:
-                raise RuntimeError(
-                    f"{name}: rank {dead[0]} ended with exit code {processes[dead[0]].exitcode} and no result"
-                ) from None
+        until = time.monotonic() + LIMIT_S
+        while not context.join(5):
             if time.monotonic() > until:
-                waiting = [
-                    str(rank) for rank in range(len(processes)) if rank not in values
-                ]
-                raise RuntimeError(
-                    f"{name}: no result of rank {', '.join(waiting)} within the limit"
-                ) from None
-            continue
-        if error:
-            raise RuntimeError(f"{name}: rank {rank}:\n{error}")
-        values[rank] = value
-    return [values[rank] for rank in range(len(processes))]
+                for process in context.processes:
+                    process.kill()
+                raise RuntimeError(f"{function.__name__}: not done within the limit")
+        results = (Path(folder, str(rank)) for rank in range(world_size))
+        return [pickle.loads(file.read_bytes()) for file in results]
 
 
 def _rank(
-    function: Callable[..., Any],
     rank: int,
+    function: Callable[..., Any],
     world_size: int,
     port: int,
     collectives: Any,
-    results: Any,
+    folder: str,
     args: tuple[Any, ...],
 ) -> None:
     from torchrec_ext.distributed.runtime import Runtime
 
+    warnings.filterwarnings("ignore")
+    quieten()
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-    )
-    try:
-        with Runtime.start(
-            "cpu", threads=1, timeout_s=LIMIT_S, collectives=collectives
-        ) as runtime:
-            results.put((rank, None, function(runtime, *args)))
-            results.close()
-            results.join_thread()
-    except BaseException:
-        results.put((rank, traceback.format_exc(), None))
-        results.close()
-        results.join_thread()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
+        os.environ |= {name: str(value), f"LOCAL_{name}": str(value)}
+    with Runtime.start(
+        "cpu", threads=1, timeout_s=LIMIT_S, collectives=collectives
+    ) as runtime:
+        made = function(runtime, *args)
+        Path(folder, str(rank)).write_bytes(pickle.dumps(made))
 
 
 def slowest(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
@@ -542,6 +443,12 @@ def slowest(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[
         ]
         for name in by_rank[0]
     }
+
+
+def never_talk(alone: Sequence[float], together: Sequence[float]) -> float:
+    """Returns how many times one process's work two do that never talk, by their seconds of a step in each turn."""
+    pairs = zip(alone, together, strict=True)
+    return statistics.median(2 * one / two for one, two in pairs)
 
 
 def peak_mb() -> float:
@@ -568,35 +475,6 @@ def last_json(
         RuntimeError: the command failed, or was not done after ``limit_s``.
     """
     return json.loads(output(command, limit_s=limit_s, **environment).splitlines()[-1])
-
-
-def checkout(source: str, folder: Path, *, limit_s: float = 300.0) -> Path:
-    """Returns ``folder`` with a public repository in it, ``OWNER/NAME@COMMIT``, which is cloned if it is not there.
-
-    Raises:
-        RuntimeError: it cannot be cloned.
-    """
-    if folder.is_dir():
-        return folder
-    name, commit = source.split("@")
-    # a clone that was interrupted is no checkout
-    partial = folder.with_suffix(".partial")
-    git = ["git", "-C", partial]
-    output(["git", "init", "--quiet", partial], limit_s=limit_s)
-    output(
-        [
-            *git,
-            "fetch",
-            "--quiet",
-            "--depth=1",
-            f"https://github.com/{name}.git",
-            commit,
-        ],
-        limit_s=limit_s,
-    )
-    output([*git, "checkout", "--quiet", "FETCH_HEAD"], limit_s=limit_s)
-    partial.rename(folder)
-    return folder
 
 
 def output(

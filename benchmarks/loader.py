@@ -5,30 +5,20 @@
 The log has 1,048,576 rows in 4 parquet files with row groups of 65,536. Rows a second are those of whole epochs, from
 opening the files to the last row, in one thread, batches of 4,096.
 
-`row-wise`: our loader, shuffled, against a map-style Dataset under torch's DataLoader, row_loader.py run as a process
+`row-wise`: our loader, shuffled, against a map-style Dataset under torch's DataLoader, plain_rows.py run as a process
 with no worker and with two, of which the faster counts. It counts from its second batch on, and is measured once.
 `parquet-plain` and `parquet-shuffled`: our loader, which builds whole batches, against what pyarrow alone decodes from
 the same files. `arrow-ipc`: our loader, shuffled, over the same rows in Arrow IPC, against itself over parquet.
 `wait-share`: share of the time of `train()` in which it waits for its next batch, by epoch, over 1,024 steps of a
-two-tower network on one thread, with the loader's threads as by default. `memory`: peak of a process that reads the log
-once, with the loader's threads. `memory-growth-20-epochs` and `-loaders`: what 20 further epochs, and 20 further
-loaders, allocate and do not free, in a process where Python, numpy, torch and arrow all allocate by malloc, which
-counts; a batch is more than 1 MB. `resident_mb` beside it is what the process grew by, with all that allocators keep.
-Last line: one JSON object.
+two-tower network on one thread, with the loader's threads as by default. `memory`: peak of a process
+that reads the log once, with the loader's threads.
 """
 
-import contextlib
-import ctypes
 import functools
-import gc
-import io
 import itertools
-import logging
-import os
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,11 +33,12 @@ from harness import (
     command_line,
     in_turn,
     last_json,
+    one_rank,
     peak_mb,
     rates,
     row,
 )
-from row_loader import make
+from plain_rows import make
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_ext.batch import TowerBatch
@@ -55,11 +46,9 @@ from torchrec_ext.data.files.sources import ArrowSource, ParquetSource, Source
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import two_tower
 from torchrec_ext.schema import BatchSchema
-from torchrec_ext.train.config import TrainConfig
-from torchrec_ext.train.loop import train
+from torchrec_ext.train.loop import TrainConfig, train
 
 IDS = [f"c{number}" for number in range(26)] + ["history"]
 FLOATS = [f"d{number}" for number in range(13)]
@@ -127,7 +116,7 @@ def one_thread(
 
 def row_wise(folder: Path, options: Options) -> float:
     """Returns the baseline's rows a second."""
-    script = Path(__file__).with_name("row_loader.py")
+    script = Path(__file__).with_name("plain_rows.py")
     seconds = 0.5 if options.quick else 2
     command = [
         sys.executable,
@@ -160,20 +149,19 @@ def speeds(options: Options) -> Iterator[Row]:
     slow = row_wise(folder, options)
     speed = {name: rates(rows, seconds) for name, seconds in times.items()}
 
-    def made(name: str, ours: str, baseline: list[float], required: float) -> Row:
+    def made(name: str, ours: str, baseline: list[float]) -> Row:
         return row(
             name,
             speed[ours],
             "rows/s",
             baseline=baseline,
             better="more",
-            required=required,
         )
 
-    yield made("row-wise", "shuffled", [slow] * options.turns, 10)
-    yield made("parquet-plain", "plain", speed["pyarrow"], 0.8)
-    yield made("parquet-shuffled", "shuffled", speed["pyarrow"], 0.5)
-    yield made("arrow-ipc", "ipc", speed["shuffled"], 1.5)
+    yield made("row-wise", "shuffled", [slow] * options.turns)
+    yield made("parquet-plain", "plain", speed["pyarrow"])
+    yield made("parquet-shuffled", "shuffled", speed["pyarrow"])
+    yield made("arrow-ipc", "ipc", speed["shuffled"])
 
 
 class Timed:
@@ -208,7 +196,7 @@ class Timed:
 def wait_share(options: Options) -> Iterator[Row]:
     epochs = 2 if options.quick else 5  # the first of which warms up
     folder = log(options)
-    with Runtime.start("cpu", threads=1) as runtime:
+    with one_rank() as runtime:
         model = two_tower(
             [table("user", IDS[:13])],
             [table("item", IDS[13:])],
@@ -220,18 +208,8 @@ def wait_share(options: Options) -> Iterator[Row]:
         timed = Timed(loader(ParquetSource(folder), model.schema()))
         optimizers = OptimizerConfig(tables="sgd", tables_lr=0.01)
         parallel, optimizer = hybrid_parallel(model, runtime, optimizer=optimizers)
-        with (
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-        ):
-            train(
-                parallel,
-                optimizer,
-                timed,
-                runtime,
-                TrainConfig(epochs=epochs),
-                log=lambda _: None,
-            )
+        config = TrainConfig(epochs=epochs)
+        train(parallel, optimizer, timed, runtime, config, log=lambda _: None)
     took = [
         end - start
         for start, end in itertools.pairwise([*timed.starts, time.perf_counter()])
@@ -241,127 +219,31 @@ def wait_share(options: Options) -> Iterator[Row]:
     ]
     steps = len(timed) * (epochs - 1)
     step_ms = round(1e3 * sum(took) / steps, 2)
-    yield row(
-        "wait-share", shares, "share", required=0.05, steps=steps, step_ms=step_ms
-    )
-
-
-def resident() -> float:
-    return (
-        int(Path("/proc/self/statm").read_text().split()[1])
-        * os.sysconf("SC_PAGE_SIZE")
-        / 1e6
-    )
-
-
-class Heap(ctypes.Structure):
-    """glibc's mallinfo2: bytes that malloc has handed out and not got back are ``uordblks`` and ``hblkhd``."""
-
-    _fields_ = [
-        *(
-            (name, ctypes.c_size_t)
-            for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")
-        ),
-        *(
-            (name, ctypes.c_size_t)
-            for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-        ),
-    ]
-
-
-@functools.cache
-def mallinfo2() -> Callable[[], Heap]:
-    function = ctypes.CDLL(None).mallinfo2
-    function.restype = Heap
-    return function
-
-
-def allocated() -> float:
-    """MB that this process has allocated and not freed; all that Python, numpy, torch and arrow hold under MALLOC."""
-    gc.collect()
-    heap = mallinfo2()()
-    return (heap.uordblks + heap.hblkhd) / 1e6
-
-
-# one allocator, which counts
-MALLOC = {"PYTHONMALLOC": "malloc", "ARROW_DEFAULT_MEMORY_POOL": "system"}
+    yield row("wait-share", shares, "share", steps=steps, step_ms=step_ms)
 
 
 def used(folder: Path) -> dict[str, float]:
     """MB of this process: before and at the peak of an epoch."""
     torch.set_num_threads(1)
-    before = resident()
+    before = peak_mb()
     read(loader(ParquetSource(folder)))
     return {"before": before, "peak": peak_mb()}
-
-
-def grown(folder: Path) -> dict[str, list[float]]:
-    """MB allocated and MB resident that 20 epochs, and 20 loaders, add to this process after the first five."""
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as name:
-        with pq.ParquetFile(min(folder.glob("*.parquet"))) as file:
-            pq.write_table(
-                file.read_row_group(0), Path(name) / "a.parquet", row_group_size=8_192
-            )
-        one = loader(ParquetSource(name))
-
-        def epoch(number: int) -> None:
-            one.set_epoch(number)
-            read(one)
-
-        def new_loader(_: int) -> None:
-            next(iter(loader(ParquetSource(name))))
-
-        return {"epochs": growth(epoch), "loaders": growth(new_loader)}
-
-
-def growth(repeated: Callable[[int], None]) -> list[float]:
-    """MB allocated and MB resident that 20 calls add after the first five."""
-    marks = []
-    for number in range(25):
-        repeated(number)
-        marks.append((allocated(), resident()))
-    return [last - first for first, last in zip(marks[4], marks[-1], strict=True)]
 
 
 def memory(options: Options) -> Iterator[Row]:
     rows, folder = count(options), log(options)
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
-
-    def in_process(function: str, **environment: str) -> Any:
-        child = f"import json, pathlib, loader; print(json.dumps(loader.{function}(pathlib.Path({str(folder)!r}))))"
-        return last_json(
-            [sys.executable, "-c", child],
-            PYTHONPATH=str(ROOT / "benchmarks"),
-            **environment,
-        )
-
-    figures, added = in_process("used"), in_process("grown", **MALLOC)
-    log_of = {"rows": rows, "log_mb": round(size)}
-    yield row(
-        "memory",
-        figures["peak"],
-        "MB",
-        required=1000,
-        before_mb=round(figures["before"]),
-        **log_of,
-    )
-    for what, (ours, resident_mb) in added.items():
-        more = {"resident_mb": round(resident_mb, 2), "rows": 2**16}
-        yield row(f"memory-growth-20-{what}", ours, "MB", required=GROWTH_MB, **more)
+    child = "import json, pathlib, sys, loader\nprint(json.dumps(loader.used(pathlib.Path(sys.argv[1]))))"
+    command = [sys.executable, "-c", child, folder]
+    figures = last_json(command, PYTHONPATH=str(ROOT / "benchmarks"))
+    before_mb, log_mb = round(figures["before"]), round(size)
+    more = {"before_mb": before_mb, "rows": rows, "log_mb": log_mb}
+    yield row("memory", figures["peak"], "MB", **more)
 
 
 ROWS = {"speeds": speeds, "wait-share": wait_share, "memory": memory}
 
 
-def main() -> None:
-    warnings.filterwarnings("ignore")
-    logging.getLogger().setLevel(logging.ERROR)
-    for name in ("torch", "torchrec", "fbgemm_gpu"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    command_line(__doc__, ROWS, turns=3, packages="pyarrow numpy")
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    command_line(__doc__, ROWS, packages="pyarrow numpy")

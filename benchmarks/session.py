@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-from harness import Options, Row, command_line, in_turn, row
+from harness import Options, Row, command_line, in_turn, milliseconds, row
 from torch import Tensor, nn
 
 from torchrec_ext.data.loader.sessions import deal
@@ -93,9 +93,7 @@ def encoder(options: Options) -> Iterator[Row]:
         "ours, nested, not causal": packed("nested", False, lengths),
     }
     seconds = in_turn(sides, options.turns, 1 if options.quick else 4)
-    times = {
-        name: [1e3 * each for each in of_side] for name, of_side in seconds.items()
-    }
+    times = {name: milliseconds(of_side) for name, of_side in seconds.items()}
     size = {"sessions": len(lengths), "steps": int(lengths.sum())}
     for name in sides:
         if name.startswith("ours"):
@@ -105,7 +103,6 @@ def encoder(options: Options) -> Iterator[Row]:
                 times[name],
                 "ms",
                 baseline=times[fastest],
-                baseline_by=fastest,
                 **size,
             )
     yield row(
@@ -131,4 +128,4 @@ def ranks(options: Options) -> Iterator[Row]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    command_line(__doc__, {"encoder": encoder, "ranks": ranks}, turns=3)
+    command_line(__doc__, {"encoder": encoder, "ranks": ranks})

@@ -1,5 +1,7 @@
 """From an event to the first answer that knows it: a file a second, rec.train.stream and rec.serve.http.
 
+    python benchmarks/stream.py [--quick]
+
 10,000 events a second of 1 M users and 200,000 items, for ten minutes, after all of them have been seen once. 100
 requests a second, and a bundle every 1.5 seconds. Trainer and server have a core each; writer and client share them.
 """
@@ -9,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,20 +18,20 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from harness import ROOT, Options, Row, row
-from load import answered, http_request
+from harness import ROOT, Options, Row, command_line, row
+from serving import asked
 
-RATE, REQUESTS, PUBLISH_S = 10_000, 100, 1.5
+RATE, REQUESTS, PUBLISH_S, CLIENTS = 10_000, 100, 1.5, 8
 # by --quick: users, items, seconds
 SIZES = {False: (1_000_000, 200_000, 600), True: (5_000, 1_000, 15)}
-_TICK_S = 0.05
-_FILE_S = 1.0
+_TICK_S, _FILE_S = 0.05, 1.0
 
 
 def names(count: int, kind: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -91,46 +92,35 @@ def write_events(
 class Client(threading.Thread):
     """Asks at a rate, over one connection for each of several threads; notes the first answer of each bundle."""
 
-    def __init__(
-        self, port: int, users: int, number: int, of: int, ending: threading.Event
-    ) -> None:
+    def __init__(self, port: int, ids: Any, number: int, ending: Any) -> None:
         super().__init__(daemon=True)
         self.ms: list[float] = []
-        self.failed: list[str] = []
+        self.failed = 0
         self.first: dict[str, float] = {}
-        self._arguments = port, names(users, 1), number, of, ending
+        self._connection = HTTPConnection("127.0.0.1", port, timeout=30)
+        self._arguments = ids, number, ending
 
     def run(self) -> None:  # noqa: D102  (a thread's)
-        port, users, number, of, ending = self._arguments
+        ids, number, ending = self._arguments
         begin = time.time()
-        connection = socket.create_connection(("127.0.0.1", port), timeout=30)
         while not ending.is_set():
             due = begin + number / REQUESTS
             time.sleep(max(0.0, due - time.time()))
-            user = int(users[number * 7_919 % len(users)])
-            number += of
-            try:
-                body = json.dumps({"user": {"user_id": user}, "k": 10})
-                connection.sendall(http_request("POST", "/v1/recommend", body))
-                status, answer = answered(connection)
-                now = time.time()
-                self.ms.append((now - due) * 1e3)
-                if status == b"200":
-                    self.first.setdefault(json.loads(answer)["bundle"], now)
-                else:
-                    self.failed.append(status.decode())
-            except OSError as error:
-                self.failed.append(type(error).__name__)
-                connection = socket.create_connection(("127.0.0.1", port), timeout=30)
+            body = {"user": {"user_id": int(ids[number * 7_919 % len(ids)])}, "k": 10}
+            number += CLIENTS
+            status, answer = asked(self._connection, body)
+            now = time.time()
+            self.ms.append((now - due) * 1e3)
+            if status == 200:
+                self.first.setdefault(json.loads(answer)["bundle"], now)
+            else:
+                self.failed += 1
 
 
-def started(
-    stack: ExitStack, arguments: list[str], core: int, log: Path
-) -> subprocess.Popen[str]:
+def started(stack: ExitStack, words: list[str], core: int, log: Path) -> Any:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = ["taskset", "-c", str(core), sys.executable, "-m", *arguments]
     process = subprocess.Popen(
-        command,
+        ["taskset", "-c", str(core), sys.executable, "-m", *words],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=log.open("w"),
@@ -162,59 +152,57 @@ def waits(
     return seconds
 
 
+def settings(folder: Path, users: int, items: int, quick: bool) -> list[str]:
+    """Flags of the trainer."""
+    words = {
+        "data.folder": folder / "log",
+        "run_dir": folder / "run",
+        "keep": 4,
+        "publish-s": PUBLISH_S,
+        "data.label": "clicked",
+        "data.time": "time",
+        "loader.negatives": 0,
+        "loader.batch_size": 1000,
+        "model.interaction": "dot",
+        "checkpoint.steps": 500,
+        "data.batch_s": 0.2,
+        "model.tower_widths": "64,32",
+        "ids.features.user_id.capacity": users + 1,
+        "ids.features.item_id.capacity": items + 1,
+    }
+    if quick:
+        # A capture would take longer than the run.
+        words["train.compile"] = "off"
+    return [f"--{key}={value}" for key, value in words.items()]
+
+
 def fresh(options: Options) -> Iterator[Row]:
     users, items, seconds = SIZES[options.quick]
-    if os.environ.get("FRESH_S"):
-        seconds = int(os.environ["FRESH_S"])
     # As in the server: the thread that writes events must not keep those that ask from
     # noticing their answers.
     sys.setswitchinterval(5e-4)
     cores = sorted(os.sched_getaffinity(0))
+    bundles: dict[str, int] = {}
+    times: list[float] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         log, current = folder / "log", folder / "run" / "bundles" / "current"
         log.mkdir()
         known = write_known(log, users, items)
-        sets = [
-            "data.label=clicked",
-            "data.time=time",
-            "loader.negatives=0",
-            "loader.batch_size=1000",
-        ]
-        sets += [
-            "model.interaction=dot",
-            "checkpoint.steps=500",
-            "data.batch_s=0.2",
-            "model.tower_widths=64,32",
-        ]
-        if options.quick:
-            # A capture would take longer than the run.
-            sets.append("train.compile=off")
-        arguments = [
+        words = [
             "torchx_apps.train_stream",
-            f"--data.folder={log}",
-            f"--run_dir={folder / 'run'}",
-            "--keep=4",
+            *settings(folder, users, items, options.quick),
         ]
-        arguments += [f"--publish-s={PUBLISH_S}", *(f"--{text}" for text in sets)]
-        arguments += [
-            f"--ids.features.user_id.capacity={users + 1}",
-            f"--ids.features.item_id.capacity={items + 1}",
-        ]
-        trainer = started(stack, arguments, cores[0], folder / "trainer.txt")
-        threading.Thread(
-            target=lambda: trainer.stdout and trainer.stdout.read(), daemon=True
-        ).start()
-        bundles: dict[str, int] = {}
+        trainer = started(stack, words, cores[0], folder / "trainer.txt")
+        threading.Thread(target=trainer.stdout.read, daemon=True).start()
 
         def look() -> int:
             """Notes the newest bundle; returns its number of events."""
+            if trainer.poll() is not None:
+                raise RuntimeError((folder / "trainer.txt").read_text()[-2000:])
             try:
-                manifest = json.loads(
-                    (
-                        current.parent / current.read_text().strip() / "manifest.json"
-                    ).read_text()
-                )
+                newest = current.parent / current.read_text().strip() / "manifest.json"
+                manifest = json.loads(newest.read_text())
             except (OSError, ValueError):
                 return 0
             # As answers name it: by the digest of the content.
@@ -222,77 +210,45 @@ def fresh(options: Options) -> Iterator[Row]:
             return int(manifest["certificate"]["events"])
 
         while look() < known:
-            assert trainer.poll() is None, (folder / "trainer.txt").read_text()[-2000:]
             time.sleep(0.2)
-        server_flags = [
-            "torchx_apps.serve",
-            str(current),
-            "--port=0",
-            "--watch=0.1",
-            "--log=events",
-        ]
-        server = started(stack, server_flags, cores[-1], folder / "server.txt")
-        assert server.stdout is not None
-        match = re.search(r":(\d+)/", server.stdout.readline())
-        assert match, (folder / "server.txt").read_text()[-2000:]
-        ending = threading.Event()
-        times: list[float] = []
-        clients = [
-            Client(int(match[1]), users, number, 8, ending) for number in range(8)
-        ]
-        writer = threading.Thread(
-            target=write_events, args=(log, users, items, times, ending), daemon=True
+        words = ["torchx_apps.serve", str(current), "--port=0", "--watch=0.1"]
+        server = started(
+            stack, [*words, "--log=events"], cores[-1], folder / "server.txt"
         )
+        match = re.search(r":(\d+)/", server.stdout.readline())
+        if match is None:
+            raise RuntimeError((folder / "server.txt").read_text()[-2000:])
+        ending, port = threading.Event(), int(match[1])
+        ids = names(users, 1)
+        clients = [Client(port, ids, number, ending) for number in range(CLIENTS)]
+        arguments = (log, users, items, times, ending)
+        writer = threading.Thread(target=write_events, args=arguments, daemon=True)
         for thread in (writer, *clients):
             thread.start()
         end = time.time() + seconds
         while time.time() < end:
-            assert trainer.poll() is None, (folder / "trainer.txt").read_text()[-2000:]
             look()
             time.sleep(0.1)
         ending.set()
         for thread in (writer, *clients):
             thread.join()
-        trained = max(bundles.values()) - known
     first: dict[str, float] = {}
     for client in clients:
         for digest, moment in client.first.items():
             first[digest] = min(first.get(digest, moment), moment)
-    oldest = waits(first, bundles, times, known)
-    ms = sorted(value for client in clients for value in client.ms)
-    failed = [text for client in clients for text in client.failed]
+    ms = [value for client in clients for value in client.ms]
+    failed = sum(client.failed for client in clients)
     size = f"{users:,} users, {items:,} items"
-    more = {
-        "events": trained,
-        "written": len(times),
-        "seconds": seconds,
-        "bundles": len(first),
-    }
-    yield row(
-        f"fresh, event to answer p50, {size}",
-        float(np.percentile(oldest, 50)),
-        "s",
-        **more,
-    )
-    yield row(
-        f"fresh, event to answer p99, {size}",
-        float(np.percentile(oldest, 99)),
-        "s",
-        required=5.0,
-    )
-    yield row(
-        f"fresh, answers p50, {size}",
-        float(np.percentile(ms, 50)),
-        "ms",
-        answers=len(ms),
-    )
-    yield row(
-        f"fresh, answers p99, {size}", float(np.percentile(ms, 99)), "ms", required=20.0
-    )
-    yield row(
-        f"fresh, answers that failed, {size}",
-        len(failed),
-        "answers",
-        required=0,
-        reasons=sorted(set(failed)),
-    )
+    more = {"events": max(bundles.values()) - known, "bundles": len(first)}
+    for what, values, unit in (
+        ("event to answer", waits(first, bundles, times, known), "s"),
+        ("answers", ms, "ms"),
+    ):
+        for percent in (50, 99):
+            figure = float(np.percentile(values, percent))
+            yield row(f"fresh, {what} p{percent}, {size}", figure, unit, **more)
+    yield row(f"fresh, answers that failed, {size}", failed, "answers")
+
+
+if __name__ == "__main__":
+    command_line(__doc__, {"fresh": fresh})

@@ -1,6 +1,6 @@
 """A click log in parquet read as most users do it: a map-style Dataset, and torch's DataLoader that collates rows.
 
-    python benchmarks/row_loader.py FOLDER [--workers 0] [--batch 4096] [--seconds 10]
+    python benchmarks/plain_rows.py FOLDER [--workers 0] [--batch 4096] [--seconds 10]
 
 `make()` writes the log that benchmarks/loader.py reads. Needs torch, numpy, pyarrow, and imports nothing of
 torchrec_ext. Last line: one JSON object with rows a second, counted after the first batch.
@@ -47,12 +47,15 @@ class Clicks(Dataset[Any]):
     """The rows of the first file, one at a time."""
 
     def __init__(self, folder: Path) -> None:
-        table = pq.read_table(min(folder.glob("*.parquet"))).to_pandas()
-        self.categorical = table[
-            [f"c{column}" for column in range(CATEGORICAL)]
-        ].to_numpy()
-        self.dense = table[[f"d{column}" for column in range(DENSE)]].to_numpy()
-        self.history, self.label = table["history"].tolist(), table["label"].to_numpy()
+        table = pq.read_table(min(folder.glob("*.parquet")))
+        ids, dense = (
+            [table[f"{kind}{column}"].to_numpy() for column in range(count)]
+            for kind, count in (("c", CATEGORICAL), ("d", DENSE))
+        )
+        self.categorical, self.dense = np.stack(ids, 1), np.stack(dense, 1)
+        lists = table["history"].combine_chunks()
+        self.history = np.split(lists.values.to_numpy(), lists.offsets.to_numpy()[1:-1])
+        self.label = table["label"].to_numpy()
 
     def __len__(self) -> int:
         return len(self.label)
