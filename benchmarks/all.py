@@ -20,12 +20,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from harness import ROOT, Row, digits, in_turn, last_json, on_ranks
+from harness import ROOT, digits, in_turn, last_json, on_ranks
 
 RESULTS = ROOT / "benchmarks" / "results" / "all.json"
 LIMIT_S = 1500  # of one program in one round
@@ -51,7 +48,7 @@ PROGRAMS = (
 )
 
 
-def main() -> int:
+def main():
     options = _options()
     if options.yardsticks:
         print(
@@ -60,19 +57,19 @@ def main() -> int:
             )
         )
         return 0
-    if not options.quick and (busy := _busy_cores()) > 0.3:
+    if not options.quick and (busy := os.getloadavg()[0]) > 0.5:
         print(
             f"others keep {busy:.1f} cores busy: stop them first; their work would change the figures",
             file=sys.stderr,
         )
         return 2
-    about: dict[str, Any] = {
+    about = {
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
         "on": _machine(),
     }
-    failed: dict[str, str] = {}
-    rounds: dict[str, list[Any]] = {name: [] for name in options.only}
+    failed = {}
+    rounds = {name: [] for name in options.only}
     yardsticks = []
     for number in range(1, options.rounds + 1):
         command = [sys.executable, __file__, "--yardsticks"]
@@ -94,7 +91,7 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _write(name: str, rounds: Sequence[Any], run: dict[str, Any], path: Path) -> None:
+def _write(name, rounds, run, path):
     """Replaces the rows of a program, and drops the runs that no row names any more."""
     kept = json.loads(path.read_text()) if path.exists() else {"runs": {}, "rows": []}
     key = f"{run['commit']} {run['date']}"
@@ -114,7 +111,7 @@ def _write(name: str, rounds: Sequence[Any], run: dict[str, Any], path: Path) ->
     )
 
 
-def _options() -> argparse.Namespace:
+def _options():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -134,7 +131,7 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _run(name: str, options: argparse.Namespace) -> Any:
+def _run(name, options):
     """The JSON of one run of a program; its progress goes to stderr.
 
     Raises:
@@ -162,7 +159,7 @@ def _run(name: str, options: argparse.Namespace) -> Any:
     return json.loads(output.splitlines()[-1])
 
 
-def merge(rounds: Sequence[Sequence[Row]]) -> list[Row]:
+def merge(rounds):
     """One row for each name: medians of the rounds, and the range over all of them."""
     merged = []
     for rows in zip(*rounds, strict=True):
@@ -176,7 +173,7 @@ def merge(rounds: Sequence[Sequence[Row]]) -> list[Row]:
     return merged
 
 
-def _copy(quick: bool) -> float:
+def _copy(quick):
     import numpy as np
 
     source = np.ones((16 if quick else 256) * 2**20 // 4, dtype=np.float32)
@@ -185,7 +182,7 @@ def _copy(quick: bool) -> float:
     return 2 * source.nbytes / statistics.median(seconds) / 1e9
 
 
-def _products(quick: bool) -> float:
+def _products(quick):
     import torch
 
     torch.set_num_threads(1)
@@ -195,33 +192,13 @@ def _products(quick: bool) -> float:
     return 2 * size**3 / statistics.median(seconds) / 1e9
 
 
-def _disk(quick: bool) -> float:
-    size = 32 if quick else 1024
-    rates = []
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(1 if quick else 3):
-            start = time.perf_counter()
-            command = [
-                "dd",
-                "if=/dev/zero",
-                f"of={folder}/dd",
-                "bs=4M",
-                f"count={size // 4}",
-                "conv=fsync",
-                "status=none",
-            ]
-            subprocess.run(command, check=True, timeout=300)
-            rates.append(size / 1024 / (time.perf_counter() - start) * 1.073741824)
-    return statistics.median(rates)
-
-
-def _two_processes(quick: bool) -> float:
+def _two_processes(quick):
     """How many times one process's work two processes get done that never talk."""
     one, two = (on_ranks(_work, ranks, 2 if quick else 5) for ranks in (1, 2))
     return sum(1 / seconds for seconds in two) * one[0]
 
 
-def _work(_: object, turns: int) -> float:
+def _work(_, turns):
     """Seconds of products that fit into a core's cache."""
     import torch
     import torch.distributed as dist
@@ -235,12 +212,11 @@ def _work(_: object, turns: int) -> float:
 YARDSTICKS = {
     "GB/s copied in memory": _copy,
     "GFLOP/s of one core": _products,
-    "GB/s written by dd conv=fsync": _disk,
     "times one process's work, by two that never talk": _two_processes,
 }
 
 
-def _spread(yardsticks: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+def _spread(yardsticks):
     """Least, median and greatest of each yardstick over the rounds."""
     spread = {}
     for unit in YARDSTICKS:
@@ -250,10 +226,10 @@ def _spread(yardsticks: Sequence[Mapping[str, float]]) -> dict[str, list[float]]
     return spread
 
 
-def commit(*folders: str) -> str:
+def commit(*folders):
     """The last commit, or the last that touched these folders; ``+`` if files differ from it."""
 
-    def git(*words: str) -> str:
+    def git(*words):
         command = ["git", "-C", str(ROOT), *words]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
@@ -262,7 +238,7 @@ def commit(*folders: str) -> str:
     return git("log", "-1", "--format=%h", "--", *folders) + "+" * bool(changed)
 
 
-def _machine() -> str:
+def _machine():
     """The processor, its cores, the widest vectors that torch uses on it, and the GPU."""
     import torch
 
@@ -274,19 +250,6 @@ def _machine() -> str:
     if torch.cuda.is_available():
         on += f", {torch.cuda.get_device_name(0)}"
     return on
-
-
-def _busy_cores(seconds: float = 2.0) -> float:
-    """Cores that others keep busy."""
-
-    def busy() -> float:
-        first = Path("/proc/stat").read_text().splitlines()[0]
-        fields = [int(field) for field in first.split()[1:]]
-        return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
-
-    before = busy()
-    time.sleep(seconds)
-    return (busy() - before) / seconds
 
 
 if __name__ == "__main__":

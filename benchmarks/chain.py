@@ -4,12 +4,12 @@
 
 `fit-transform`: a vocabulary by count and value for each of five string columns and a parquet file of their ids, on all
 cores, against SQL that one would write for DuckDB. The SQL leaves the rows in the order of its joins and writes no page
-checksums; ours keeps the order and writes them. `online`: a request of a fitted preprocessor.
+checksums; ours keeps the order and writes them.
 
-`ranks`: an epoch of `rec.train` with the recipe `stream` on 2 ranks against 1, one thread each, over such a log with
-four numbers and a label, as `rec.data.preprocess` wrote it. The ranks hold all tables and average their weights every
-128 steps; the AUC of both stands beside. `ranks-every-step`: the same with tables sharded and rows exchanged in every
-step. The ceiling is two such processes that never talk. The seconds are those of the epoch's steps.
+`ranks`: an epoch of `rec.train` with the recipe `stream` on 2 ranks against 1, one thread each, over a log of 26 such
+columns, 13 numbers, a list and a label, as `rec.data.preprocess` wrote it. The ranks hold all tables and average their
+weights every 128 steps; the AUC of both stands beside. `ranks-every-step`: the same with tables sharded and rows
+exchanged in every step. The ceiling is two such processes that never talk. The seconds are those of the epoch's steps.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import duckdb
 import numpy as np
@@ -31,17 +29,14 @@ import pyarrow.parquet as pq
 import torch
 from harness import (
     BIN,
-    Options,
-    Row,
     command_line,
     in_turn,
-    milliseconds,
     output,
     rates,
     row,
 )
 
-from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Preprocessor
+from torchrec_ext.data.preprocess import Categorify, Preprocessor
 from torchrec_ext.data.preprocess.rows import connected
 
 MIN_COUNT = 2
@@ -58,13 +53,15 @@ TEXTS = {
 COLUMNS = list(TEXTS)
 
 
-def make(path: Path, rows: int, seed: float = 0.5) -> None:
-    """Writes rows whose label depends on the first number and the fourth text."""
+def make(path, rows, seed=0.5, *, wide=False):
+    """Writes rows whose label depends on the first number and the fourth text; ``wide``: all columns of a click log."""
     connection = duckdb.connect()
     connection.execute(f"SELECT setseed({seed})")
-    texts = ", ".join(f"{text} AS {name}" for name, text in TEXTS.items())
-    numbers = ", ".join(f"CAST(random() AS FLOAT) AS d{number}" for number in range(4))
-    made = f"SELECT {texts}, {numbers}, random() AS luck FROM range({rows})"
+    texts, (ids, numbers) = list(TEXTS.values()), (26, 13) if wide else (5, 1)
+    columns = [f"{texts[number % 5]} AS c{number}" for number in range(ids)]
+    columns += [f"CAST(random() AS FLOAT) AS d{number}" for number in range(numbers)]
+    columns += [f"[{texts[1]}, {texts[1]}, {texts[1]}] AS history"] if wide else []
+    made = f"SELECT {', '.join(columns)}, random() AS luck FROM range({rows})"
     chance = "1 / (1 + exp(2.5 - d0 - (hash(c3) % 100) / 50.0))"
     label = f"SELECT * EXCLUDE luck, CAST(luck < {chance} AS FLOAT) AS label"
     connection.execute(
@@ -72,7 +69,7 @@ def make(path: Path, rows: int, seed: float = 0.5) -> None:
     )
 
 
-def by_hand(source: Path, out: Path, threads: int) -> None:
+def by_hand(source, out, threads):
     """What the user writes today."""
     connection = duckdb.connect()
     connection.execute(f"SET threads={threads}")
@@ -92,7 +89,7 @@ def by_hand(source: Path, out: Path, threads: int) -> None:
     connection.close()
 
 
-def ours(source: Path, out: Path, threads: int) -> FittedPreprocessor:
+def ours(source, out, threads):
     with connected(threads=threads) as con:
         steps = [Categorify(column=name, min_count=MIN_COUNT) for name in COLUMNS]
         fitted = Preprocessor(steps, keep=["label"]).fit(source, con=con)
@@ -100,7 +97,7 @@ def ours(source: Path, out: Path, threads: int) -> FittedPreprocessor:
     return fitted
 
 
-def check(hand: Path, mine: Path) -> None:
+def check(hand, mine):
     """Both wrote the same ids as often."""
     for name in COLUMNS:
         counts = [
@@ -110,39 +107,23 @@ def check(hand: Path, mine: Path) -> None:
         assert np.array_equal(*counts), name
 
 
-@functools.cache
-def fitted_on(rows: int, turns: int) -> tuple[dict[str, list[float]], Any]:
-    """Seconds of both sides by turn, and the preprocessor that was fitted last."""
-    cores, fitted = len(os.sched_getaffinity(0)), []
+def preprocess(options):
+    count = 100_000 if options.quick else 4_000_000
+    cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         source, hand, mine = (
-            folder / "rows.parquet",
-            folder / "hand.parquet",
-            folder / "ours",
+            folder / each for each in ("rows.parquet", "hand.parquet", "ours")
         )
-        make(source, rows)
+        make(source, count)
         sides = {
             "by hand": lambda: by_hand(source, hand, cores),
-            "ours": lambda: fitted.append(ours(source, mine, cores)),
+            "ours": lambda: ours(source, mine, cores),
         }
-        times = in_turn(sides, turns)
+        times = in_turn(sides, options.turns)
         check(hand, mine)
-    return times, fitted[-1]
-
-
-def preprocess(options: Options) -> Iterator[Row]:
-    count = 100_000 if options.quick else 4_000_000
-    times, fitted = fitted_on(count, options.turns)
-    name, hand = f"fit-transform, {count:,} rows", times["by hand"]
-    yield row(name, times["ours"], "s", baseline=hand)
-    for size in (1, 64):
-        rows = {name: [f"u{number}" for number in range(size)] for name in COLUMNS}
-        request = functools.partial(fitted.online, rows)
-        calls = 20 if options.quick else 200
-        seconds = in_turn({"online": request}, options.turns, calls)["online"]
-        name = f"online, a request of {size} row{'s' if size > 1 else ''}"
-        yield row(name, milliseconds(seconds), "ms")
+    name, baseline = f"fit-transform, {count:,} rows", times["by hand"]
+    yield row(name, times["ours"], "s", baseline=baseline)
 
 
 CAPTURED = {"train.compile": "require"}
@@ -153,19 +134,19 @@ APART = {
 }
 
 
-def preprocessed(folder: Path, quick: bool) -> tuple[Path, int]:
+def preprocessed(folder, quick):
     """Writes a raw log and preprocesses it by the command; returns the folder and its rows for training."""
     raw, out, rows = folder / "raw", folder / "rows", 2**14 if quick else 2**20
     raw.mkdir()
     for number in range(9):
-        make(raw / f"part-{number}.parquet", rows, number / 10)
+        make(raw / f"part-{number}.parquet", rows, number / 10, wide=True)
     app = ["-m", "torchx_apps.preprocess", "--recipe", "clicks", "--out", out]
     where = [f"--config.folder={raw}", "--config.max_size=100000", "--memory=1500MB"]
     output([sys.executable, *app, *where])
     return out, 8 * rows
 
 
-def training(rows: Path, run_dir: Path, ranks: int = 1, **chosen: str) -> list[str]:
+def training(rows, run_dir, ranks=1, **chosen):
     """What a user types to train for an epoch."""
     settings = {"data.name": rows, "train.epochs": 1, "train.log_every": 10}
     settings |= {"export": "never"} | chosen
@@ -178,27 +159,27 @@ def training(rows: Path, run_dir: Path, ranks: int = 1, **chosen: str) -> list[s
     return [str(BIN / "torchx"), "run", "-s", "local_cwd", *job, *words]
 
 
-def epoch(run_dir: Path) -> float:
+def epoch(run_dir):
     """Seconds of the steps of a run."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if record["kind"] == "train"]
     return sum(record["rows"] / record["rows_per_s"] for record in records)
 
 
-def trained(*commands: list[str]) -> None:
+def trained(*commands):
     """Runs commands at the same time, one thread each."""
     with ThreadPoolExecutor() as pool:
         run = functools.partial(output, OMP_NUM_THREADS="1")
         list(pool.map(run, commands))
 
 
-def ranks(options: Options) -> Iterator[Row]:
-    jobs: dict[str, dict[str, Any]] = {
+def ranks(options):
+    jobs = {
         "1 rank": CAPTURED,
         "ranks": {"ranks": 2, **CAPTURED, **APART},
         "ranks-every-step": {"ranks": 2},
     }
-    seconds: dict[str, list[float]] = {which: [] for which in (*jobs, "apart")}
+    seconds = {which: [] for which in (*jobs, "apart")}
     aucs = {}
     with tempfile.TemporaryDirectory() as name:
         log, count = preprocessed(Path(name), options.quick)
@@ -218,7 +199,7 @@ def ranks(options: Options) -> Iterator[Row]:
     pairs = zip(speed.pop("apart"), alone, strict=True)
     ceiling = statistics.median(both / one for both, one in pairs)
     for which, ours in speed.items():
-        more: dict[str, Any] = {"auc": aucs[which], "auc_of_1_rank": aucs["1 rank"]}
+        more = {"auc": aucs[which], "auc_of_1_rank": aucs["1 rank"]}
         more |= {"rows": count, "ceiling": ceiling, "better": "more"}
         yield row(which, ours, "rows/s", baseline=alone, **more)
 

@@ -14,12 +14,12 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from harness import Options, Row, command_line, last_json, row
+from harness import command_line, last_json, row
 from plain_ncf import (
     BATCH,
     SHAPES,
@@ -47,21 +47,21 @@ class Program(NamedTuple):
     more: dict[str, Any]
 
 
-def mlp(*widths: int) -> nn.Sequential:
-    layers: list[nn.Module] = []
+def mlp(*widths):
+    layers = []
     for before, after in itertools.pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
 
-def batches_of(rows: int, width: int, count: int = 16) -> list[tuple[Tensor, Tensor]]:
+def batches_of(rows, width, count=16):
     return [
         (torch.randn(rows, width), torch.randint(2, (rows, 1)).float())
         for _ in range(count)
     ]
 
 
-def plain(model: nn.Module, batches: Any, **more: Any) -> Program:
+def plain(model, batches, **more):
     loss_fn = nn.BCEWithLogitsLoss()
     return Program(
         model,
@@ -75,25 +75,25 @@ def plain(model: nn.Module, batches: Any, **more: Any) -> Program:
 class Arrays(Dataset[tuple[Tensor, Tensor]]):
     """Rows in memory, read a batch at a time; each batch first waits as a disk or a network would."""
 
-    def __init__(self, rows: int, width: int, seconds: float = 0.0) -> None:
+    def __init__(self, rows, width, seconds=0.0):
         self.x = torch.randn(rows, width)
         self.y = torch.randint(2, (rows, 1)).float()
         self.seconds = seconds
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.x)
 
-    def __getitems__(self, rows: list[int]) -> tuple[Tensor, Tensor]:
+    def __getitems__(self, rows):
         if self.seconds:
             time.sleep(self.seconds)
         return self.x[rows], self.y[rows]
 
 
-def read_whole(data: Arrays, batch: int) -> DataLoader[Any]:
+def read_whole(data, batch):
     return DataLoader(data, batch, shuffle=True, collate_fn=lambda rows: rows)
 
 
-def ncf() -> Program:
+def ncf():
     """Python per row, data in memory."""
     held = SHAPES["small"]
     kept = Positives(*(column[:80_000] for column in positives(held)))
@@ -102,7 +102,7 @@ def ncf() -> Program:
     loader = DataLoader(data, BATCH, shuffle=True, collate_fn=concatenated)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
 
-    def loss(user: Tensor, item: Tensor, context: Tensor, label: Tensor) -> Tensor:
+    def loss(user, item, context, label):
         return loss_fn(model(user, item, context), label)
 
     return Program(model, optimizer, loss, loader, {})
@@ -111,11 +111,11 @@ def ncf() -> Program:
 class Tiny(nn.Module):
     """400 tiny ops."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """Returns (B, 1) logits."""
         x = self.first(x)
         for _ in range(100):
@@ -127,31 +127,31 @@ class Tiny(nn.Module):
 class Wide(nn.Module):
     """A table of which a step reads few rows."""
 
-    def __init__(self, rows: int, dim: int) -> None:
+    def __init__(self, rows, dim):
         super().__init__()
         self.table, self.top = nn.Embedding(rows, dim), mlp(dim, 32, 1)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         """Returns (B, 1) logits."""
         return self.top(self.table(ids))
 
 
-def swept(rows: int = 12_400_000) -> Program:
+def swept(rows=12_400_000):
     return plain(
         Wide(rows, 1),
         [(torch.randint(rows, (1024,)), torch.ones(1024, 1)) for _ in range(16)],
     )
 
 
-def oversubscribed() -> Program:
+def oversubscribed():
     torch.set_num_threads(8)
     return plain(mlp(*[64] * 9, 1), batches_of(2048, 64))
 
 
-def synced() -> Program:
+def synced():
     model, loss_fn = mlp(64, 128, 1), nn.BCEWithLogitsLoss()
 
-    def loss(x: Tensor, y: Tensor) -> Tensor:
+    def loss(x, y):
         logits = model(x)
         right = 0
         for row_number in range(200):
@@ -163,17 +163,17 @@ def synced() -> Program:
     )
 
 
-def evaluated() -> Program:
+def evaluated():
     model, held_out = mlp(64, 256, 256, 1), torch.randn(40_000, 64)
 
-    def evaluate() -> float:
+    def evaluate():
         with torch.no_grad():
             return float(model(held_out).mean())
 
     return plain(model, batches_of(256, 64), between={"evaluation": (evaluate, 20)})
 
 
-PLANTED: dict[str, tuple[Callable[[], Program], str]] = {
+PLANTED = {
     "a sleep in the loader": (
         lambda: plain(mlp(64, 128, 1), read_whole(Arrays(50_000, 64, 0.01), 256)),
         "loader_waits",
@@ -191,43 +191,16 @@ PLANTED: dict[str, tuple[Callable[[], Program], str]] = {
 }
 
 
-def two_towers() -> Program:
-    """Tables whose touched rows alone move, towers of some width, batches that are ready."""
-    users = nn.Embedding(20_000, 64, sparse=True)
-    items = nn.Embedding(5_000, 64, sparse=True)
-    towers = nn.ModuleList([mlp(64, 512, 256), mlp(64, 512, 256)])
-    model, loss_fn = nn.ModuleList([users, items, towers]), nn.BCEWithLogitsLoss()
-    optimizers = [
-        torch.optim.SparseAdam([users.weight, items.weight]),
-        torch.optim.Adam(towers.parameters()),
-    ]
-    batches = [
-        (
-            torch.randint(20_000, (4096,)),
-            torch.randint(5_000, (4096,)),
-            torch.randint(2, (4096,)).float(),
-        )
-        for _ in range(8)
-    ]
-
-    def loss(user: Tensor, item: Tensor, y: Tensor) -> Tensor:
-        return loss_fn((towers[0](users(user)) * towers[1](items(item))).sum(1), y)
-
-    return Program(model, optimizers, loss, batches, {})
-
-
-HEALTHY: dict[str, Callable[[], Program]] = {
+HEALTHY = {
     "an MLP": lambda: plain(mlp(256, 1024, 1024, 1), batches_of(512, 256)),
     "an MLP, batches read whole": lambda: plain(
         mlp(256, 1024, 1024, 1), read_whole(Arrays(20_000, 256), 512)
     ),
-    "two towers": two_towers,
-    "a deep MLP": lambda: plain(mlp(512, *[512] * 8, 1), batches_of(1024, 512)),
 }
 QUICK = ("400 tiny ops", "an MLP")
 
 
-def case(name: str, seed: int, budget_s: float) -> None:
+def case(name, seed, budget_s):
     """Diagnoses a program in this process; its verdict is the last line."""
     torch.manual_seed(seed)
     np.random.seed(seed)
@@ -244,7 +217,7 @@ def case(name: str, seed: int, budget_s: float) -> None:
     print(json.dumps({**made, "seconds": seconds}))
 
 
-def results(names: Any, options: Options) -> Iterator[tuple[str, dict[str, Any]]]:
+def results(names, options):
     """Yields what was measured of each of the programs, turn by turn."""
     budget_s = 5.0 if options.quick else 25.0
     for turn in range(options.turns):
@@ -257,7 +230,7 @@ def results(names: Any, options: Options) -> Iterator[tuple[str, dict[str, Any]]
             yield name, made
 
 
-def planted(options: Options) -> Iterator[Row]:
+def planted(options):
     made = list(results(PLANTED, options))
     wrong = [
         f"{name}: {each['verdict']}"
@@ -270,7 +243,7 @@ def planted(options: Options) -> Iterator[Row]:
     yield row("seconds", [each["seconds"] for _, each in made], "s")
 
 
-def healthy(options: Options) -> Iterator[Row]:
+def healthy(options):
     made = list(results(HEALTHY, options))
     wrong = [name for name, each in made if each["above"] or each["noisy"]]
     unit = "of the runs with a finding above small"

@@ -15,13 +15,12 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from harness import Options, Row, command_line, output, row
-from plain_ncf import CONTEXT, SHAPES, PlainNCF, Shape
+from harness import command_line, output, row
+from plain_ncf import CONTEXT, SHAPES, PlainNCF
 from torch import Tensor, nn
 
 from torchrec_ext.adopt import adopt
@@ -34,7 +33,7 @@ Batch = tuple[Tensor, ...]
 Step = Callable[..., object]
 
 
-def batches(shape: Shape, rows: int) -> list[Batch]:
+def batches(shape, rows):
     """Draws 20 batches onto the device."""
     generator = torch.Generator().manual_seed(0)
     made = []
@@ -47,7 +46,7 @@ def batches(shape: Shape, rows: int) -> list[Batch]:
     return made
 
 
-def step_of(form: str, shape: Shape) -> Step:
+def step_of(form, shape):
     """Returns a step of the network in one form."""
     torch.manual_seed(0)
     model = PlainNCF(shape.users, shape.items).to(DEVICE)
@@ -56,7 +55,7 @@ def step_of(form: str, shape: Shape) -> Step:
         model.parameters(), 1e-3, fused=form in ("fused Adam", "torch.compile")
     )
 
-    def loss(user: Tensor, item: Tensor, context: Tensor, label: Tensor) -> Tensor:
+    def loss(user, item, context, label):
         return criterion(model(user, item, context), label)  # type: ignore[no-any-return]
 
     if form == "adopted":
@@ -65,7 +64,7 @@ def step_of(form: str, shape: Shape) -> Step:
         torch.compile(loss, mode="reduce-overhead") if form == "torch.compile" else loss
     )
 
-    def step(*batch: Tensor) -> None:
+    def step(*batch):
         optimizer.zero_grad()
         forward(*batch).backward()
         optimizer.step()
@@ -73,7 +72,7 @@ def step_of(form: str, shape: Shape) -> Step:
     return step
 
 
-def microseconds(step: Step, given: list[Batch], seconds: float) -> float:
+def microseconds(step, given, seconds):
     """Returns the time of a step, in microseconds, the device's work included."""
     count = 0
     _wait()
@@ -86,17 +85,17 @@ def microseconds(step: Step, given: list[Batch], seconds: float) -> float:
     return 1e6 * (time.perf_counter() - start) / count
 
 
-def _wait() -> None:
+def _wait():
     if DEVICE == "cuda":
         torch.cuda.synchronize()
 
 
-def adopted(name: str, rows: int, options: Options) -> Iterator[Row]:
+def adopted(name, rows, options):
     """Times the adopted step and each other form, in turn."""
     shape = SHAPES[name]
     given = batches(shape, rows)
     steps = {form: step_of(form, shape) for form in ("adopted", *FORMS)}
-    times: dict[str, list[float]] = {form: [] for form in steps}
+    times = {form: [] for form in steps}
     for step in steps.values():
         for batch in given:
             step(*batch)
@@ -112,7 +111,7 @@ def adopted(name: str, rows: int, options: Options) -> Iterator[Row]:
 HERE = {"loader.device": DEVICE}
 EAGER, CAPTURED = {"train.compile": "off"}, {"train.compile": "require"}
 # settings without the part and with it, and the ranks of the run with it
-PARTS: dict[str, tuple[dict[str, str], dict[str, str], int]] = {
+PARTS = {
     "resident data": (EAGER, EAGER | HERE, 1),
     "captured steps": (EAGER | HERE, CAPTURED | HERE, 1),
 }
@@ -120,28 +119,24 @@ if GPUS > 1:
     PARTS["two ranks, NCCL"] = (EAGER | HERE, EAGER | HERE, 2)
 
 
-def recipe(name: str, options: Options) -> Iterator[Row]:
+def recipe(name, options):
     """Trains without a part and with it, in turn."""
     without, part, ranks = PARTS[name]
     turns = []
     for _ in range(options.turns):
         turns.append((trained(without, 1, options), trained(part, ranks, options)))
-    before, after = turns[0]
-    quality = {
-        figure: (before["test"][figure], after["test"][figure])
-        for figure in before["test"]
-    }
+    quality = [each["test"] for each in turns[0]]
     baseline, ours = (
         [turn[side]["samples_per_s"] for turn in turns] for side in (0, 1)
     )
-    more: dict[str, Any] = {"better": "more", "quality": quality, "device": DEVICE}
+    more = {"better": "more", "quality": quality}
     yield row(name, ours, "samples/s", baseline=baseline, **more)
 
 
-def trained(settings: dict[str, str], ranks: int, options: Options) -> dict[str, Any]:
+def trained(settings, ranks, options):
     """Returns the summary of one run."""
     words = {"recipe": "two_tower", "data.name": "planted", "export": "never"}
-    words |= {"train.early_stop.metric": "", "device": DEVICE} | settings
+    words |= {"train.early_stop.metric": ""} | settings
     if options.quick:
         words |= {"train.epochs": "1", "data.users": "200", "data.items": "100"}
         words |= {"loader.batch_size": "256"}
@@ -154,13 +149,11 @@ def trained(settings: dict[str, str], ranks: int, options: Options) -> dict[str,
             *(f"--{key}={value}" for key, value in words.items()),
         ]
         output([sys.executable, *(launch if ranks > 1 else []), *app])
-        summary: dict[str, Any] = json.loads(
-            Path(folder, "run", "summary.json").read_text()
-        )
+        summary = json.loads(Path(folder, "run", "summary.json").read_text())
     return summary
 
 
-ROWS: dict[str, Callable[[Options], Iterator[Row]]] = {
+ROWS = {
     f"{name}, {rows:,} rows": functools.partial(adopted, name, rows)
     for name in SHAPES
     for rows in (1_280, 16_384)

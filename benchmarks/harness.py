@@ -23,12 +23,12 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from torchrec_ext.distributed.runtime import Runtime
+    pass
 
 Row = dict[str, Any]
 Stop = Callable[[], bool]
@@ -53,12 +53,12 @@ class Options(NamedTuple):
 
 
 def command_line(
-    description: str | None,
-    rows: Mapping[str, Callable[[Options], Iterator[Row]]],
+    description,
+    rows,
     *,
-    turns: int = 3,
-    packages: str = "",
-) -> None:
+    turns=3,
+    packages="",
+):
     """Runs a benchmark from its command line, and prints one JSON object as the last line.
 
     Args:
@@ -88,13 +88,13 @@ def command_line(
     print(json.dumps({"versions": versions, "rows": made}))
 
 
-def quieten() -> None:
+def quieten():
     """Silences what libraries say at import and in every step."""
     for name in ("", "torch", "torchrec", "fbgemm_gpu"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def has_data(rows: str, name: str) -> bool:
+def has_data(rows, name):
     """Tells whether the folder in TORCHREC_EXT_DATA has a data set; if not, says that its rows are left out.
 
     Args:
@@ -113,15 +113,15 @@ def has_data(rows: str, name: str) -> bool:
 
 
 def row(
-    name: str,
-    ours: float | Sequence[float],
-    unit: str,
+    name,
+    ours,
+    unit,
     *,
-    baseline: float | Sequence[float] | None = None,
-    better: Literal["more", "less"] = "less",
-    ceiling: float | None = None,
-    **more: object,
-) -> Row:
+    baseline=None,
+    better="less",
+    ceiling=None,
+    **more,
+):
     """Returns one row, and prints it to stderr.
 
     Args:
@@ -142,7 +142,7 @@ def row(
             our / their if better == "more" else their / our for their, our in pairs
         ]
         ratio = statistics.median(each)
-    made: Row = {
+    made = {
         "name": name,
         "baseline": None if theirs is None else digits(statistics.median(theirs)),
         "ours": digits(statistics.median(mine)),
@@ -159,27 +159,27 @@ def row(
     return made
 
 
-def _turns(figure: float | Sequence[float]) -> list[float]:
+def _turns(figure):
     return list(figure) if isinstance(figure, Sequence) else [float(figure)]
 
 
-def digits(value: float) -> float:
+def digits(value):
     """Returns a figure with four digits."""
     return float(f"{value:.4g}")
 
 
-def milliseconds(seconds: Iterable[float]) -> list[float]:
+def milliseconds(seconds):
     """Returns each turn in milliseconds."""
     return [1e3 * each for each in seconds]
 
 
 def in_turn(
-    sides: Mapping[str, Callable[[], object]],
-    turns: int,
-    inner: int = 1,
+    sides,
+    turns,
+    inner=1,
     *,
-    before: Callable[[], object] = lambda: None,
-) -> dict[str, list[float]]:
+    before=lambda: None,
+):
     """Seconds of a call of each side, one figure for each turn after the first, which warms up.
 
     Args:
@@ -189,7 +189,7 @@ def in_turn(
         before: called before each side's calls, as a barrier of ranks; a side that does nothing on some rank leaves
             the machine to the others.
     """
-    times: dict[str, list[float]] = {name: [] for name in sides}
+    times = {name: [] for name in sides}
     for turn in range(turns + 1):
         for name, call in sides.items():
             before()
@@ -217,21 +217,19 @@ class Trainings:
 
     def __init__(
         self,
-        sides: Mapping[str, Callable[[Callable[[], bool]], object]],
-        before: Callable[[], object] = lambda: None,
-        loaders: Mapping[str, Counted] | None = None,
-    ) -> None:
+        sides,
+        before=lambda: None,
+        loaders=None,
+    ):
         self._before, self._loaders = before, loaders or {}
         self._sides = {name: _Training(name, side) for name, side in sides.items()}
 
-    def seconds_per_step(
-        self, steps: int, turns: int, *, warm_up: int = 50
-    ) -> dict[str, list[float]]:
+    def seconds_per_step(self, steps, turns, *, warm_up=50):
         """Seconds of a step of each side, by turn; each side first makes ``warm_up`` steps that are not counted."""
         for side in self._sides.values():
             self._before()
             side.run(warm_up)
-        times: dict[str, list[float]] = {name: [] for name in self._sides}
+        times = {name: [] for name in self._sides}
         for _ in range(turns):
             for name, side in self._sides.items():
                 self._before()
@@ -245,11 +243,11 @@ class Trainings:
                 )
         return times
 
-    def run(self, name: str, steps: int) -> None:
+    def run(self, name, steps):
         """Has one side make so many steps."""
         self._sides[name].run(steps)
 
-    def close(self) -> None:
+    def close(self):
         """Ends every training after its next step."""
         for side in self._sides.values():
             self._before()
@@ -257,13 +255,13 @@ class Trainings:
 
 
 class _Training:
-    def __init__(self, name: str, side: Callable[[Callable[[], bool]], object]) -> None:
+    def __init__(self, name, side):
         self._name, self._steps, self._ending, self._over = name, 0, False, False
-        self._error: BaseException | None = None
+        self._error = None
         self._go, self._rested = threading.Semaphore(0), threading.Semaphore(0)
         threading.Thread(target=self._thread, args=(side,), daemon=True).start()
 
-    def _thread(self, side: Callable[[Callable[[], bool]], object]) -> None:
+    def _thread(self, side):
         from torchrec_ext.train.guards.finite import RunStoppedError
 
         self._go.acquire()
@@ -276,14 +274,14 @@ class _Training:
         self._over = True
         self._rested.release()
 
-    def _stop(self) -> bool:
+    def _stop(self):
         self._steps -= 1
         if self._steps <= 0 and not self._ending:
             self._rested.release()
             self._go.acquire()
         return self._ending
 
-    def run(self, steps: int) -> None:
+    def run(self, steps):
         self._steps = steps
         self._go.release()
         if not self._rested.acquire(timeout=LIMIT_S):
@@ -295,17 +293,17 @@ class _Training:
                 f"{self._name}: its training ended before its turns did; give it more epochs"
             )
 
-    def end(self) -> None:
+    def end(self):
         self._ending = True
         self._go.release()
         if not self._rested.acquire(timeout=LIMIT_S):
             raise TimeoutError(f"{self._name}: not ended after {LIMIT_S:.0f} s")
 
 
-def looping(step: Callable[[], object]) -> Side:
+def looping(step):
     """Returns the side that calls ``step`` until it is stopped: a loop of one's own."""
 
-    def side(stop: Stop) -> None:
+    def side(stop):
         while not stop():
             step()
 
@@ -319,23 +317,23 @@ class Counted:
         loader: loader of this rank.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader):
         self._loader, self.count = loader, 0
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._loader, name)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self._loader)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return self._counted(iter(self._loader))
 
-    def steps(self) -> Iterator[Any]:
+    def steps(self):
         """Yields the loader's steps."""
         return self._counted(self._loader.steps())
 
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _counted(self, batches):
         for batch in batches:
             self.count += 1
             yield batch
@@ -348,21 +346,21 @@ class Repeated:
         batches: batches of this rank.
     """
 
-    def __init__(self, batches: Sequence[Any]) -> None:
+    def __init__(self, batches):
         self._batches = list(batches)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return itertools.islice(itertools.cycle(self._batches), len(self))
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 10_000_000
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         """Changes nothing: every pass has one order."""
 
 
 @contextlib.contextmanager
-def one_rank() -> Iterator[Runtime]:
+def one_rank():
     """A process group of one, whose trainings print nothing to stdout."""
     from torchrec_ext.distributed.runtime import Runtime
 
@@ -375,11 +373,11 @@ def one_rank() -> Iterator[Runtime]:
 
 
 def on_ranks(
-    function: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    collectives: str = "auto",
-) -> list[Any]:
+    function,
+    world_size,
+    *args,
+    collectives="auto",
+):
     """Runs a module's ``function(runtime, *args)`` on ``world_size`` CPU ranks with one thread each; results by rank.
 
     Ranks join by ``Runtime.start(collectives=collectives)``, as those of a command do. What a rank prints to stdout,
@@ -412,14 +410,14 @@ def on_ranks(
 
 
 def _rank(
-    rank: int,
-    function: Callable[..., Any],
-    world_size: int,
-    port: int,
-    collectives: Any,
-    folder: str,
-    args: tuple[Any, ...],
-) -> None:
+    rank,
+    function,
+    world_size,
+    port,
+    collectives,
+    folder,
+    args,
+):
     from torchrec_ext.distributed.runtime import Runtime
 
     warnings.filterwarnings("ignore")
@@ -435,7 +433,7 @@ def _rank(
         Path(folder, str(rank)).write_bytes(pickle.dumps(made))
 
 
-def slowest(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+def slowest(by_rank):
     """For each side and turn the seconds of the rank that took longest."""
     return {
         name: [
@@ -445,13 +443,13 @@ def slowest(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[
     }
 
 
-def never_talk(alone: Sequence[float], together: Sequence[float]) -> float:
+def never_talk(alone, together):
     """Returns how many times one process's work two do that never talk, by their seconds of a step in each turn."""
     pairs = zip(alone, together, strict=True)
     return statistics.median(2 * one / two for one, two in pairs)
 
 
-def peak_mb() -> float:
+def peak_mb():
     """Greatest resident memory of this process, MB; ru_maxrss would be that of the process that started it, if more."""
     line = next(
         line
@@ -461,14 +459,12 @@ def peak_mb() -> float:
     return int(line.split()[1]) * 1024 / 1e6
 
 
-def rates(count: float, seconds: Iterable[float]) -> list[float]:
+def rates(count, seconds):
     """``count`` a second, for each turn."""
     return [count / each for each in seconds]
 
 
-def last_json(
-    command: Sequence[object], *, limit_s: float = LIMIT_S, **environment: str
-) -> Any:
+def last_json(command, *, limit_s=LIMIT_S, **environment):
     """Runs a command in a process of its own and returns the JSON of its last line.
 
     Raises:
@@ -477,9 +473,7 @@ def last_json(
     return json.loads(output(command, limit_s=limit_s, **environment).splitlines()[-1])
 
 
-def output(
-    command: Sequence[object], *, limit_s: float = LIMIT_S, **environment: str
-) -> str:
+def output(command, *, limit_s=LIMIT_S, **environment):
     """Runs a command in a process of its own and returns what it printed.
 
     Raises:

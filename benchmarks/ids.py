@@ -3,7 +3,7 @@
     python benchmarks/ids.py [--only find admit step] [--turns 5] [--quick]
 
 `find`: 16,384 ids, of which 95 % are live, among 1 M live ones, uniform, compiled; the baselines are numpy's
-searchsorted over the sorted ids, which an insertion would have to write anew, a dictionary, and our own eager look-up.
+searchsorted over the sorted ids, which an insertion would have to write anew, and a dictionary.
 `admit`: batches of 16,384 new ids into a table of 1 M rows. `step`: train() on 4,096 rows with 4 features of 200,000
 rows x 64, of which 150,000 live and 1 % of the look-ups new, admitted every 8 steps when they come for the second time,
 against the same training with static tables of as many rows, whose batches hold rows; Adagrad by row. Once eager with
@@ -13,16 +13,11 @@ eager look-ups, once eager with compiled ones, and once captured.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from harness import (
-    Options,
     Repeated,
-    Row,
-    Side,
     Trainings,
     command_line,
     in_turn,
@@ -31,7 +26,6 @@ from harness import (
     rates,
     row,
 )
-from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_ext.batch import Jagged
@@ -42,7 +36,6 @@ from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.ids import Dynamic, DynamicIds
 from torchrec_ext.models.tower_model import two_tower
-from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.loop import TrainConfig, train
 
 BATCH, LOOKUPS, LIVE = 4_096, 16_384, 1_000_000
@@ -50,17 +43,15 @@ NAMES = ("user", "place", "item", "brand")
 WIDTH, ROWS, CATALOGUE, EVERY = 64, 200_000, 150_000, 8
 
 
-def random_ids(*shape: int) -> Tensor:
+def random_ids(*shape):
     return torch.randint(-(2**62), 2**62, shape)
 
 
-def find(options: Options) -> Iterator[Row]:
+def find(options):
     live = 20_000 if options.quick else LIVE
     known = random_ids(live)
     ids = DynamicIds({"item": Dynamic(capacity=live + 1)})
     ids.step({"item": known})
-    eager = DynamicIds({"item": Dynamic(capacity=live + 1)})
-    eager.load_state_dict(ids.state_dict())
     ids.compile_look_ups()
     wanted = torch.where(
         torch.rand(LOOKUPS) < 0.95,
@@ -70,15 +61,14 @@ def find(options: Options) -> Iterator[Row]:
     in_order = known.sort().values.numpy()
     numbers = dict(zip(known.tolist(), range(live), strict=True))
 
-    def searched() -> None:
+    def searched():
         values = wanted.numpy()
         places = np.minimum(np.searchsorted(in_order, values), live - 1)
         np.where(in_order[places] == values, places, -1)
 
-    sides: dict[str, Callable[[], object]] = {
+    sides = {
         "numpy.searchsorted": searched,
         "a dictionary": lambda: [numbers.get(each, 0) for each in wanted.tolist()],
-        "our eager look-up": lambda: eager.rows({"item": wanted}),
         "ours": lambda: ids.rows({"item": wanted}),
     }
     seconds = in_turn(sides, options.turns, 2 if options.quick else 20)
@@ -88,11 +78,11 @@ def find(options: Options) -> Iterator[Row]:
         yield row(f"find, against {name}", ours, "ns/id", baseline=baseline)
 
 
-def admit(options: Options) -> Iterator[Row]:
+def admit(options):
     live = 40_000 if options.quick else LIVE
     batches = torch.split(random_ids(live), LOOKUPS)
 
-    def fill() -> None:
+    def fill():
         ids = DynamicIds({"item": Dynamic(capacity=live + 1)})
         for batch in batches:
             ids.step({"item": batch})
@@ -105,7 +95,7 @@ def admit(options: Options) -> Iterator[Row]:
     )
 
 
-def step(options: Options) -> Iterator[Row]:
+def step(options):
     for name, mode, compiled in (
         ("eager", "off", False),
         ("eager, look-ups compiled", "off", True),
@@ -129,7 +119,7 @@ def step(options: Options) -> Iterator[Row]:
         yield row(name, ours, "ms", baseline=baseline)
 
 
-def drawn(names: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+def drawn(names, count):
     """Yields (4, B) ids, of which few known ones are frequent, and 1 % are new; and a mask of these."""
     for _ in range(count):
         places = (
@@ -148,17 +138,17 @@ class Batches(Repeated):
 
     def __init__(
         self,
-        schema: BatchSchema,
-        raw: Sequence[tuple[Tensor, Tensor]],
+        schema,
+        raw,
         *,
-        changes: bool,
-    ) -> None:
+        changes,
+    ):
         super().__init__(raw)
         self._schema, self.hook = schema.with_hook()
         self._changes = changes
         self._labels = (torch.rand(BATCH) < 0.3).float()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for number in itertools.count():
             for ids, is_new in self._batches:
                 if self._changes:
@@ -169,18 +159,16 @@ class Batches(Repeated):
                 yield self._schema.assemble(columns, labels=self._labels)
 
 
-def static(raw: list[tuple[Tensor, Tensor]]) -> Callable[[BatchSchema], Any]:
+def static(raw):
     """Returns what makes the loader of batches that hold rows."""
     rows = [(ids.abs() % ROWS, is_new) for ids, is_new in raw]
     return lambda schema: Batches(schema, rows, changes=False)
 
 
-def dynamic(
-    names: Tensor, raw: list[tuple[Tensor, Tensor]], compiled: bool
-) -> Callable[[BatchSchema], Any]:
+def dynamic(names, raw, compiled):
     """Returns what makes the loader of raw ids."""
 
-    def made(schema: BatchSchema) -> DynamicIdLoader:
+    def made(schema):
         policies = {name: Dynamic(capacity=ROWS, admit_after=2) for name in NAMES}
         batches = Batches(
             schema, [(ids.clone(), new) for ids, new in raw], changes=True
@@ -196,9 +184,7 @@ def dynamic(
     return made
 
 
-def training(
-    runtime: Any, loader_of: Callable[[BatchSchema], Any], config: TrainConfig
-) -> Side:
+def training(runtime, loader_of, config):
     """Returns a side of :class:`Trainings`."""
     tables = [
         EmbeddingBagConfig(

@@ -8,7 +8,7 @@ opening the files to the last row, in one thread, batches of 4,096.
 `row-wise`: our loader, shuffled, against a map-style Dataset under torch's DataLoader, plain_rows.py run as a process
 with no worker and with two, of which the faster counts. It counts from its second batch on, and is measured once.
 `parquet-plain` and `parquet-shuffled`: our loader, which builds whole batches, against what pyarrow alone decodes from
-the same files. `arrow-ipc`: our loader, shuffled, over the same rows in Arrow IPC, against itself over parquet.
+the same files.
 `wait-share`: share of the time of `train()` in which it waits for its next batch, by epoch, over 1,024 steps of a
 two-tower network on one thread, with the loader's threads as by default. `memory`: peak of a process
 that reads the log once, with the loader's threads.
@@ -19,17 +19,12 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from harness import (
     ROOT,
-    Options,
-    Row,
     command_line,
     in_turn,
     last_json,
@@ -41,8 +36,7 @@ from harness import (
 from plain_rows import make
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.files.sources import ArrowSource, ParquetSource, Source
+from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -56,7 +50,7 @@ BATCH = 4096
 GROWTH_MB = 0.1
 
 
-def table(name: str, features: list[str]) -> EmbeddingBagConfig:
+def table(name, features):
     return EmbeddingBagConfig(
         name=name, embedding_dim=16, num_embeddings=1_000_000, feature_names=features
     )
@@ -65,103 +59,72 @@ def table(name: str, features: list[str]) -> EmbeddingBagConfig:
 SCHEMA = BatchSchema.from_tables([table("ids", IDS)], dense=FLOATS)
 
 
-def loader(source: Source, schema: BatchSchema = SCHEMA, **options: Any) -> ChunkLoader:
+def loader(source, schema=SCHEMA, **options):
     config = LoaderConfig(
         **{"batch_size": BATCH, "negatives": 0, "label": "label"} | options
     )
     return ChunkLoader(source, schema, config=config)
 
 
-def count(options: Options) -> int:
+def count(options):
     """Rows of the log."""
     return 2**17 if options.quick else 2**20
 
 
 @functools.cache
-def _log(rows: int) -> tempfile.TemporaryDirectory[str]:
+def _log(rows):
     folder = tempfile.TemporaryDirectory()
     make(Path(folder.name), rows)
     return folder
 
 
-def log(options: Options) -> Path:
+def log(options):
     """The folder with the log, which lasts as long as this process."""
     return Path(_log(count(options)).name)
 
 
-def decoded(folder: Path) -> Iterator[pa.Table]:
+def decoded(folder):
     for path in sorted(folder.glob("*.parquet")):
         with pq.ParquetFile(path) as file:
             for group in range(file.num_row_groups):
                 yield file.read_row_group(group, use_threads=False)
 
 
-def to_arrow(folder: Path, target: Path) -> None:
-    tables = decoded(folder)
-    first = next(tables)
-    with pa.ipc.new_file(target / "rows.arrow", first.schema) as writer:
-        for rows in itertools.chain([first], tables):
-            writer.write_table(rows)
-
-
-def read(rows: Iterable[Any]) -> int:
+def read(rows):
     return sum(len(batch) for batch in rows)
 
 
-def one_thread(
-    kind: Callable[[Path], Source], folder: Path, *, shuffle: bool = True
-) -> int:
-    return read(loader(kind(folder), shuffle=shuffle, prefetch=0, read_ahead=0))
+def one_thread(folder, *, shuffle):
+    options = {"shuffle": shuffle, "prefetch": 0, "read_ahead": 0}
+    return read(loader(ParquetSource(folder), **options))
 
 
-def row_wise(folder: Path, options: Options) -> float:
+def row_wise(folder, options):
     """Returns the baseline's rows a second."""
     script = Path(__file__).with_name("plain_rows.py")
     seconds = 0.5 if options.quick else 2
-    command = [
-        sys.executable,
-        script,
-        folder,
-        "--batch",
-        BATCH,
-        "--seconds",
-        seconds,
-        "--workers",
-    ]
-    return float(
-        max(last_json([*command, workers])["rows_per_s"] for workers in (0, 2))
-    )
+    command = [sys.executable, script, folder, "--seconds", seconds, "--workers"]
+    both = (last_json([*command, workers])["rows_per_s"] for workers in (0, 2))
+    return float(max(both))
 
 
-def speeds(options: Options) -> Iterator[Row]:
+def speeds(options):
     rows, folder = count(options), log(options)
-    with tempfile.TemporaryDirectory() as target:
-        to_arrow(folder, Path(target))
-        sides: dict[str, Callable[[], object]] = {
-            "pyarrow": lambda: read(decoded(folder)),
-            "plain": functools.partial(
-                one_thread, ParquetSource, folder, shuffle=False
-            ),
-            "shuffled": functools.partial(one_thread, ParquetSource, folder),
-            "ipc": functools.partial(one_thread, ArrowSource, Path(target)),
-        }
-        times = in_turn(sides, options.turns)
-    slow = row_wise(folder, options)
+    sides = {
+        "pyarrow": lambda: read(decoded(folder)),
+        "plain": lambda: one_thread(folder, shuffle=False),
+        "shuffled": lambda: one_thread(folder, shuffle=True),
+    }
+    times = in_turn(sides, options.turns)
     speed = {name: rates(rows, seconds) for name, seconds in times.items()}
-
-    def made(name: str, ours: str, baseline: list[float]) -> Row:
-        return row(
-            name,
-            speed[ours],
-            "rows/s",
-            baseline=baseline,
-            better="more",
-        )
-
-    yield made("row-wise", "shuffled", [slow] * options.turns)
-    yield made("parquet-plain", "plain", speed["pyarrow"])
-    yield made("parquet-shuffled", "shuffled", speed["pyarrow"])
-    yield made("arrow-ipc", "ipc", speed["shuffled"])
+    speed["slow"] = [row_wise(folder, options)] * options.turns
+    for name, ours, baseline in (
+        ("row-wise", "shuffled", "slow"),
+        ("parquet-plain", "plain", "pyarrow"),
+        ("parquet-shuffled", "shuffled", "pyarrow"),
+    ):
+        theirs = speed[baseline]
+        yield row(name, speed[ours], "rows/s", baseline=theirs, better="more")
 
 
 class Timed:
@@ -170,19 +133,19 @@ class Timed:
     ``starts``: when each epoch began; ``waits``: the seconds waited in it.
     """
 
-    def __init__(self, batches: ChunkLoader) -> None:
+    def __init__(self, batches):
         self._batches = batches
-        self.starts: list[float] = []
-        self.waits: list[float] = []
+        self.starts = []
+        self.waits = []
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self._batches)
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         """Chooses the order of the next epoch."""
         self._batches.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[TowerBatch]:
+    def __iter__(self):
         self.starts.append(time.perf_counter())
         self.waits.append(0.0)
         batches, start = iter(self._batches), self.starts[-1]
@@ -193,7 +156,7 @@ class Timed:
         self.waits[-1] += time.perf_counter() - start
 
 
-def wait_share(options: Options) -> Iterator[Row]:
+def wait_share(options):
     epochs = 2 if options.quick else 5  # the first of which warms up
     folder = log(options)
     with one_rank() as runtime:
@@ -222,7 +185,7 @@ def wait_share(options: Options) -> Iterator[Row]:
     yield row("wait-share", shares, "share", steps=steps, step_ms=step_ms)
 
 
-def used(folder: Path) -> dict[str, float]:
+def used(folder):
     """MB of this process: before and at the peak of an epoch."""
     torch.set_num_threads(1)
     before = peak_mb()
@@ -230,7 +193,7 @@ def used(folder: Path) -> dict[str, float]:
     return {"before": before, "peak": peak_mb()}
 
 
-def memory(options: Options) -> Iterator[Row]:
+def memory(options):
     rows, folder = count(options), log(options)
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
     child = "import json, pathlib, sys, loader\nprint(json.dumps(loader.used(pathlib.Path(sys.argv[1]))))"

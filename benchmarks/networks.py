@@ -14,17 +14,11 @@ from __future__ import annotations
 import functools
 import itertools
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 from harness import (
     LIMIT_S,
-    Options,
-    Row,
-    Side,
-    Stop,
     Trainings,
     command_line,
     in_turn,
@@ -35,15 +29,13 @@ from harness import (
 )
 from ncf import loader_of, network
 from plain_ncf import SHAPES, PlainNCF, drawn, positives
-from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from torchrec_ext.adopt import AdoptedStep, adopt
+from torchrec_ext.adopt import adopt
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.models.tower_model import TowerModel, two_tower
+from torchrec_ext.models.tower_model import two_tower
 from torchrec_ext.networks import Stack
 from torchrec_ext.train.loop import TrainConfig, train
 
@@ -53,30 +45,28 @@ ADAM = OptimizerConfig(tables="adam", tables_lr=1e-3, dense="adam", dense_lr=1e-
 NAMES = ("towers", "ncf")
 
 
-def loss(
-    network: Any, user: Tensor, item: Tensor, context: Tensor, label: Tensor
-) -> Tensor:
+def loss(network, user, item, context, label):
     """Of one network, as if it were alone."""
     return binary_cross_entropy_with_logits(network(user, item, context), label)
 
 
-def networks() -> list[nn.Module]:
+def networks():
     torch.manual_seed(0)
     return [PlainNCF(SMALL.users, SMALL.items) for _ in range(MEMBERS)]
 
 
-def adopted_stack() -> AdoptedStep:
+def adopted_stack():
     stacked = Stack(networks(), loss)
     optimizer = torch.optim.Adam(stacked.groups(RATES))
 
-    def total(*batch: Tensor) -> tuple[Tensor, Tensor]:
+    def total(*batch):
         losses = stacked(*batch)
         return losses.sum(), losses
 
     return adopt(stacked, optimizer, total, compile="require")
 
 
-def adopted_alone() -> list[AdoptedStep]:
+def adopted_alone():
     steps = []
     for member, rate in zip(networks(), RATES, strict=True):
         optimizer = torch.optim.Adam(member.parameters(), rate)
@@ -85,10 +75,8 @@ def adopted_alone() -> list[AdoptedStep]:
     return steps
 
 
-def looped(
-    steps: Sequence[AdoptedStep], batches: list[list[Tensor]]
-) -> Callable[[Stop], None]:
-    def loop(stop: Stop) -> None:
+def looped(steps, batches):
+    def loop(stop):
         for batch in itertools.cycle(batches):
             for step in steps:
                 step(*batch)
@@ -98,7 +86,7 @@ def looped(
     return loop
 
 
-def stacked(options: Options) -> Iterator[Row]:
+def stacked(options):
     draws = drawn(SMALL.items, positives(SMALL))
     batches = list(itertools.islice(draws, 8))
     one, several = adopted_stack(), adopted_alone()
@@ -113,7 +101,7 @@ def stacked(options: Options) -> Iterator[Row]:
     yield row("stacked", ours, "ms/step", baseline=baseline, **more)
 
 
-def towers() -> TowerModel:
+def towers():
     sizes = {"user_id": SMALL.users, "item_id": SMALL.items + 1}
     tables = [
         EmbeddingBagConfig(
@@ -132,7 +120,7 @@ def towers() -> TowerModel:
     )
 
 
-def training(runtime: Runtime, model: Any) -> Side:
+def training(runtime, model):
     """Returns the side that trains one network as `rec.train.hybrid` does."""
     batches = loader_of(SMALL, model)
     parallel, optimizer = hybrid_parallel(model, runtime, optimizer=ADAM)
@@ -140,9 +128,7 @@ def training(runtime: Runtime, model: Any) -> Side:
     return lambda stop: train(parallel, optimizer, batches, runtime, config, stop=stop)
 
 
-def together(
-    runtime: Runtime, own: str, counts: dict[str, int], turns: int, barrier: Any
-) -> dict[str, list[float]]:
+def together(runtime, own, counts, turns, barrier):
     """Seconds of this process: of each network while the other waits, and of both at the same time."""
     model = towers() if own == "towers" else network(SMALL)
     trainings = Trainings({own: training(runtime, model)})
@@ -155,7 +141,7 @@ def together(
     return times
 
 
-def ran(counts: dict[str, int], turns: int) -> dict[str, list[float]]:
+def ran(counts, turns):
     """Runs both networks, each as a job of its own."""
     barrier = multiprocessing.get_context("spawn").Barrier(2)
     with ThreadPoolExecutor(2) as pool:
@@ -166,7 +152,7 @@ def ran(counts: dict[str, int], turns: int) -> dict[str, list[float]]:
         return slowest([job.result(LIMIT_S)[0] for job in jobs])
 
 
-def two_networks(options: Options) -> Iterator[Row]:
+def two_networks(options):
     steps = 20 if options.quick else 150
     alone = ran(dict.fromkeys(NAMES, steps), 1)
     longest = max(max(alone[name]) for name in NAMES)

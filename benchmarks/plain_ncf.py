@@ -12,7 +12,6 @@ import argparse
 import collections
 import json
 import time
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +42,7 @@ class Positives(NamedTuple):
 SHAPES = {"small": Shape(654, 1_127, 83_731), "full": Shape(250_000, 61_261, 3_647_614)}
 
 
-def positives(shape: Shape) -> Positives:
+def positives(shape):
     """Draws users uniformly, and items of which few are popular."""
     rng = np.random.default_rng(0)
     user = rng.integers(0, shape.users, shape.rows)
@@ -64,17 +63,17 @@ def positives(shape: Shape) -> Positives:
 class Interactions(Dataset[tuple[Tensor, ...]]):
     """A set per user, a loop per row."""
 
-    def __init__(self, items: int, rows: Positives) -> None:
+    def __init__(self, items, rows):
         self.items = items
         self.user, self.item, self.context = map(torch.from_numpy, rows)
         self.known = collections.defaultdict(set)
         for user, item in zip(self.user.tolist(), self.item.tolist(), strict=True):
             self.known[user].add(item)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.user)
 
-    def __getitem__(self, row: int) -> tuple[Tensor, ...]:
+    def __getitem__(self, row):
         user, chosen = int(self.user[row]), [int(self.item[row])]
         known = self.known[user]
         while len(chosen) < 1 + NEGATIVES:
@@ -91,12 +90,12 @@ class Interactions(Dataset[tuple[Tensor, ...]]):
         )
 
 
-def concatenated(rows: list[tuple[Tensor, ...]]) -> list[Tensor]:
+def concatenated(rows):
     """Joins rows to a batch."""
     return [torch.cat(column) for column in zip(*rows, strict=True)]
 
 
-def drawn(items: int, rows: Positives) -> Iterator[list[Tensor]]:
+def drawn(items, rows):
     """Yields batches of users, items, contexts and labels, epoch after epoch."""
     data = Interactions(items, rows)
     while True:
@@ -108,7 +107,7 @@ def drawn(items: int, rows: Positives) -> Iterator[list[Tensor]]:
 class PlainNCF(nn.Module):
     """The network as published: nn.Embedding and nn.Linear."""
 
-    def __init__(self, users: int, items: int) -> None:
+    def __init__(self, users, items):
         super().__init__()
         self.gmf_user = nn.Embedding(users, 8)
         self.gmf_item = nn.Embedding(items + 1, 8)
@@ -124,7 +123,7 @@ class PlainNCF(nn.Module):
         ]
         self.mlp, self.head = nn.Sequential(*layers), nn.Linear(16, 1)
 
-    def forward(self, user: Tensor, item: Tensor, context: Tensor) -> Tensor:
+    def forward(self, user, item, context):
         """Returns (B,) logits."""
         gmf = self.gmf_user(user) * self.gmf_item(item)
         mlp = self.mlp(
@@ -133,7 +132,7 @@ class PlainNCF(nn.Module):
         return self.head(torch.cat([gmf, mlp], dim=1)).squeeze(1)  # type: ignore[no-any-return]
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--threads", type=int, default=1)

@@ -1,6 +1,6 @@
 """The quality table: every recipe on real data against the figure that the literature reports for it.
 
-    python benchmarks/quality.py [--only NAME ...] [--seeds 3] [--quick] [--results FILE]
+    python benchmarks/quality.py [--only NAME ...] [--quick] [--results FILE]
 
 Each training is the command that a user types: `python -m torchx_apps.train --recipe ... --KEY VALUE`, or `torchx run`
 for more than one rank. What is trained and how often stands in quality.json. A finished run is kept in the results file
@@ -17,11 +17,10 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from all import commit
-from harness import BIN, ROOT, Row, output
+from harness import BIN, ROOT, output
 
 from torchx_apps.config import as_words
 from torchx_apps.recipes.by_name import load_recipe
@@ -34,12 +33,11 @@ BASELINES = ("popularity", "ease")
 LIMIT_S = 3600.0  # of one training
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", help="rows; all by default")
-    parser.add_argument("--seeds", type=int, help="runs of each, seeds from 0")
     parser.add_argument("--quick", action="store_true", help="on generated data")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -51,7 +49,7 @@ def main() -> None:
         made = {
             run: [
                 trained(name, run, how, seed, options.results)
-                for seed in range(options.seeds or row.get("seeds", 1))
+                for seed in range(row.get("seeds", 1))
             ]
             for run, how in row["runs"].items()
         }
@@ -60,12 +58,12 @@ def main() -> None:
         print(json.dumps({**line, "beside": beside}), flush=True)
 
 
-def runs_of(path: Path) -> list[Row]:
+def runs_of(path):
     """All finished runs, the oldest first."""
     return json.loads(path.read_text()) if path.exists() else []
 
 
-def figures(row: Row, runs: Mapping[str, Sequence[Row]]) -> dict[str, float]:
+def figures(row, runs):
     """The mean of each required figure over the seeds.
 
     ``auc gain`` is how much more of it the run ``model`` has than the run ``without``; ``auc difference`` the greatest
@@ -89,9 +87,7 @@ def figures(row: Row, runs: Mapping[str, Sequence[Row]]) -> dict[str, float]:
     return found
 
 
-def beside_of(
-    runs: Mapping[str, Sequence[Row]], names: Mapping[str, float]
-) -> dict[str, dict[str, float]]:
+def beside_of(runs, names):
     """The means over the seeds of each baseline that the run ``model`` printed beside the figures that are required."""
     by_name = {}
     for baseline in BASELINES:
@@ -107,7 +103,7 @@ def beside_of(
     return by_name
 
 
-def trained(name: str, run: str, how: Row, seed: int, results: Path) -> Row:
+def trained(name, run, how, seed, results):
     """The figures of one training, from the results file or made now."""
     key = {"id": name, "run": run, "recipe": how["recipe"]}
     key |= {"set": [*how["set"], f"train.seed={seed}"], "ranks": how.get("ranks", 1)}
@@ -132,7 +128,7 @@ def trained(name: str, run: str, how: Row, seed: int, results: Path) -> Row:
     return done
 
 
-def command(key: Row, folder: Path) -> list[str]:
+def command(key, folder):
     """What a user would type."""
     flags = as_words(load_recipe(key["recipe"]), map(prepared, key["set"]))
     where = ["--recipe", key["recipe"]], ["--run_dir", str(folder), *flags]
@@ -142,7 +138,7 @@ def command(key: Row, folder: Path) -> list[str]:
     return [str(BIN / "torchx"), "run", "-s", "local_cwd", *job]
 
 
-def prepared(text: str) -> str:
+def prepared(text):
     """A setting with the folder of a published split in the place of ``{sets}/NAME``; it is written first."""
     start, mark, name = text.partition("{sets}/")
     if not mark:

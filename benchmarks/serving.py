@@ -7,13 +7,12 @@ request's values to a list of scores, against the whole network in torch on a ba
 `exact search ...`: the 100 greatest products of a million rows of 64, against FAISS's flat index, and under a filter.
 `top NN over all`: the 100 best by the top network over a whole catalogue. `http ...`: 100 of 4,000 items from all
 features of a user, 100 requests a second over one connection, against a plain server of Starlette and torch over stored
-outputs of the item tower; seconds until the service answers; memory of a worker.
+outputs of the item tower, and the seconds until the service answers.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import signal
@@ -22,21 +21,19 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
-from harness import ROOT, Options, Row, command_line, milliseconds, row
+from harness import ROOT, command_line, milliseconds, row
 from torchrec import EmbeddingBagConfig, PoolingType
 
-from torchrec_ext.models.tower_model import TowerModel, two_tower
+from torchrec_ext.models.tower_model import two_tower
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.catalogue import Catalogue, NamedUsers
 from torchrec_ext.retrieval.export import export
@@ -45,16 +42,15 @@ from torchrec_ext.retrieval.search import open_search
 from torchrec_ext.schema import Jagged
 
 WIDTH, HISTORY, USERS, K = 64, 20, 100_000, 100
-SHARES = (0.01, 0.5)
 RATE = 100.0
 ONE = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 Call = Callable[[int], object]
 
 
-def network(items: int, interaction: str) -> TowerModel:
+def network(items, interaction):
     """Makes towers 128-64 over item, category and price, and over user, history and age."""
 
-    def table(name: str, rows: int, **options: Any) -> EmbeddingBagConfig:
+    def table(name, rows, **options):
         return EmbeddingBagConfig(
             name=name,
             feature_names=[name],
@@ -75,7 +71,7 @@ def network(items: int, interaction: str) -> TowerModel:
     ).eval()
 
 
-def questions(items: int, number: int) -> list[dict[str, Any]]:
+def questions(items, number):
     """Returns random users' features, as a request's JSON gives them."""
     random = np.random.default_rng(0)
     return [
@@ -88,15 +84,12 @@ def questions(items: int, number: int) -> list[dict[str, Any]]:
     ]
 
 
-def make(folder: Path, items: int, interaction: str) -> Bundle:
-    """Exports a bundle with 512 users, and an attribute with values that shares of the items have."""
+def make(folder, items, interaction):
+    """Exports a bundle with 512 users, and an attribute with a value that one item in a hundred has."""
     ids = np.arange(items)
     rows = {"item_id": ids, "category": ids % 1_000, "price": np.ones(items, "f4")}
-    draws = np.random.default_rng(0).random((items, len(SHARES))) < SHARES
-    values = [
-        [f"{share:g}" for share, has in zip(SHARES, having, strict=True) if has]
-        for having in draws.tolist()
-    ]
+    draws = np.random.default_rng(0).random(items) < 0.01
+    values = [["rare"] if rare else [] for rare in draws.tolist()]
     types = {
         "user_id": pa.int64(),
         "history": pa.list_(pa.int64()),
@@ -124,11 +117,11 @@ def make(folder: Path, items: int, interaction: str) -> Bundle:
 class Whole:
     """The network in torch, asked for a user's features beside those of each item."""
 
-    def __init__(self, items: int) -> None:
+    def __init__(self, items):
         self.model = network(items, "top_nn")
         self._schema = self.model.schema()
 
-    def batch(self, user: Mapping[str, Any], items: Sequence[int]) -> Any:
+    def batch(self, user, items):
         """Returns a batch with the user beside each item."""
         ids, count = torch.tensor(items), len(items)
         history = torch.tensor(user["history"], dtype=torch.int64)
@@ -142,20 +135,18 @@ class Whole:
         dense = {"age": torch.full((count,), user["age"]), "price": torch.ones(count)}
         return self._schema.assemble(columns, dense, labels=torch.zeros(count))
 
-    def score(self, user: Mapping[str, Any], items: Sequence[int]) -> list[float]:
+    def score(self, user, items):
         """From a request's values to a list of scores."""
         with torch.inference_mode():
             return self.model.logits(self.batch(user, items)).tolist()
 
 
-def in_turn(
-    sides: Mapping[str, Call], turns: int, calls: int, in_a_row: int = 10
-) -> dict[str, list[float]]:
+def in_turn(sides, turns, calls, in_a_row=10):
     """Median milliseconds of a call of each side by turn, after a turn that warms up; no call repeats another."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
+    times = {name: [] for name in sides}
     number = 0
     for turn in range(-1, turns):
-        these: dict[str, list[float]] = {name: [] for name in sides}
+        these = {name: [] for name in sides}
         for _ in range(0, calls if turn >= 0 else in_a_row, in_a_row):
             for name, call in sides.items():
                 for each in range(number, number + in_a_row):
@@ -168,14 +159,14 @@ def in_turn(
     return times
 
 
-def scores(options: Options) -> Iterator[Row]:
+def scores(options):
     """500 of a million items, and 1,000 of 1,000, from a request's values to a list of scores."""
     sizes = [(20_000, 500)] if options.quick else [(1_000_000, 500), (1_000, 1_000)]
     for items, count in sizes:
         yield scored(items, count, options.turns)
 
 
-def scored(items: int, count: int, turns: int) -> Row:
+def scored(items, count, turns):
     calls, random = 100, np.random.default_rng(1)
     number = turns * calls + 10
     users = questions(items, number)
@@ -183,11 +174,11 @@ def scored(items: int, count: int, turns: int) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         scorer, whole = Scorer(make(Path(folder), items, "top_nn")), Whole(items)
 
-        def ours(each: int) -> object:
+        def ours(each):
             request = ScoreRequest(user=users[each], items=chosen[each])
             return scorer.score(request).scores
 
-        def theirs(each: int) -> object:
+        def theirs(each):
             return whole.score(users[each], chosen[each])
 
         times = in_turn({"ours": ours, "whole": theirs}, turns, calls)
@@ -195,7 +186,7 @@ def scored(items: int, count: int, turns: int) -> Row:
     return row(name, times["ours"], "ms", baseline=times["whole"])
 
 
-def search(options: Options) -> Iterator[Row]:
+def search(options):
     """Exact search by products, with and without a filter; and by a top network over a whole catalogue."""
     fewer = 50 if options.quick else 1
     items = 1_000_000 // fewer
@@ -210,7 +201,7 @@ def search(options: Options) -> Iterator[Row]:
     yield row(f"top NN over all of {items:,} x 64", ours, "ms")
 
 
-def searched(items: int, interaction: str, turns: int) -> dict[str, list[float]]:
+def searched(items, interaction, turns):
     """Milliseconds of the 100 best of all items, and of the sides beside it."""
     calls = 20
     number = turns * calls + 10
@@ -218,26 +209,17 @@ def searched(items: int, interaction: str, turns: int) -> dict[str, list[float]]
         bundle = make(Path(folder), items, interaction)
         queries = bundle.query.embed(questions(items, number))
         opened, attribute = open_search(bundle), bundle.items.attribute("share")
-        sides: dict[str, Call] = {"ours": lambda each: opened.search(queries[each], K)}
+        sides = {"ours": lambda each: opened.search(queries[each], K)}
         if interaction == "dot":
-            sides |= filters(opened, attribute, queries)
+            sides["filter of 1.00%"] = lambda each: opened.search(
+                queries[each], K, attribute.mask(["rare"])
+            )
         if interaction == "dot" and find_spec("faiss"):
             sides["FAISS flat"] = flat(np.load(Path(folder) / "rows.npy"), number)
         return in_turn(sides, turns, calls)
 
 
-def filters(opened: Any, attribute: Any, queries: Any) -> dict[str, Call]:
-    sides: dict[str, Call] = {}
-    for share in SHARES:
-
-        def filtered(each: int, value: str = f"{share:g}") -> object:
-            return opened.search(queries[each], K, attribute.mask([value]))
-
-        sides[f"filter of {share:.2%}"] = filtered
-    return sides
-
-
-def flat(rows: Any, number: int) -> Call:
+def flat(rows, number):
     """FAISS's exact search of products."""
     import faiss
 
@@ -249,10 +231,9 @@ def flat(rows: Any, number: int) -> Call:
     return lambda each: index.search(queries[each : each + 1], K)
 
 
-def torch_app(items: int) -> Any:
+def torch_app(items):
     """A plain server of the same network: Starlette, JSON, and torch over stored outputs of the item tower."""
     from starlette.applications import Starlette
-    from starlette.requests import Request
     from starlette.responses import JSONResponse
     from starlette.routing import Route
 
@@ -262,7 +243,7 @@ def torch_app(items: int) -> Any:
         nothing = {"user_id": 0, "history": [], "age": 0.0}
         stored = whole.model.embed("item", whole.batch(nothing, range(items)))
 
-    async def recommend(request: Request) -> JSONResponse:
+    async def recommend(request):
         user = (await request.json())["user"]
         with torch.inference_mode():
             vector = whole.model.embed("user", whole.batch(user, [0]))
@@ -285,7 +266,7 @@ uvicorn.Server(config).run(sockets=[made])
 
 
 @contextmanager
-def service(*command: object, log: Path) -> Iterator[tuple[int, float]]:
+def service(*command, log):
     """Starts a service; yields its port and the seconds until it answered."""
     start = time.perf_counter()
     path = f"{ROOT}:{ROOT / 'benchmarks'}"
@@ -312,15 +293,7 @@ def service(*command: object, log: Path) -> Iterator[tuple[int, float]]:
             process.kill()
 
 
-def resident_mib(port: int) -> float:
-    """Returns the memory of a service's worker."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
-        text = page.read().decode()
-    lines = [line for line in text.splitlines() if line.startswith("serve_resident_b")]
-    return sum(float(line.split()[-1]) for line in lines) / 2**20
-
-
-def asked(connection: HTTPConnection, body: object) -> tuple[int, bytes]:
+def asked(connection, body):
     """Returns the status and the body of an answer to a POST."""
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/recommend", json.dumps(body), headers)
@@ -328,7 +301,7 @@ def asked(connection: HTTPConnection, body: object) -> tuple[int, bytes]:
     return answer.status, answer.read()
 
 
-def ask(port: int, seconds: float, bodies: Sequence[object]) -> list[float]:
+def ask(port, seconds, bodies):
     """Sends requests when they are due; returns milliseconds of each from that moment."""
     connection = HTTPConnection("127.0.0.1", port, timeout=30)
     start, ms = time.perf_counter() + 0.1, []
@@ -343,14 +316,14 @@ def ask(port: int, seconds: float, bodies: Sequence[object]) -> list[float]:
     return ms
 
 
-def http(options: Options) -> Iterator[Row]:
+def http(options):
     """100 of 4,000 items by a top NN from all features of a user, 100 requests a second; ready after; memory."""
     items, seconds = 4_000, 1.0 if options.quick else 6.0
     bodies = [
         {"user": user, "k": K, "vector": "live"} for user in questions(items, 512)
     ]
-    loads: dict[str, list[list[float]]] = {"ours": [], "torch": []}
-    ready, memory = math.inf, 0.0
+    loads = {"ours": [], "torch": []}
+    ready = []
     with tempfile.TemporaryDirectory() as folder:
         bundle, log = Path(folder) / "bundle", Path(folder) / "log"
         make(bundle, items, "top_nn")
@@ -364,7 +337,7 @@ def http(options: Options) -> Iterator[Row]:
                         continue
                     loads[name].append(ask(port, seconds, bodies))
                     if name == "ours":
-                        ready, memory = min(took, ready), resident_mib(port)
+                        ready.append(took)
     for percent in (50, 99):
         ours, theirs = (
             [float(np.percentile(ms, percent)) for ms in of_side]
@@ -373,7 +346,6 @@ def http(options: Options) -> Iterator[Row]:
         name = f"http p{percent}, against a torch server"
         yield row(name, ours, "ms", baseline=theirs)
     yield row("http ready after", ready, "s")
-    yield row("http memory of a worker", memory, "MiB")
 
 
 if __name__ == "__main__":

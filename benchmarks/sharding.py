@@ -8,38 +8,26 @@ network with fused Adam; two ranks run train() and meet in every step, or averag
 steps, or by DiLoCo every 32 (outer rate 0.7, Nesterov momentum 0.9). The ceiling is the loop in two processes that
 never talk.
 `shared memory, ...`: collectives over memory that two ranks share, against the same over gloo, in one pair of
-processes: TorchRec's DMP alone (8 tables of 10,000 x 32, table-wise, 512 rows a rank), and NeuMF as above. `beside two
-busy processes`: two programs on the same cores never wait.
-`save`: two towers with a table of items of 1 GiB, row_wise over 2 ranks. Seconds of a run of train() that writes a
-checkpoint every 100 steps, against the same without one; `save_costs_ms` is what one save adds. `write`: bytes a second
-of one save to the end of its manifest, against `dd conv=fsync` of as many.
+processes: TorchRec's DMP alone (8 tables of 10,000 x 32, table-wise, 512 rows a rank), and NeuMF as above.
+`save`: two towers with a table of items of 1 GiB, row_wise over 2 ranks. Seconds of a hundred steps of train() that end
+with a checkpoint, against the same without one; `save_costs_ms` is what it adds.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import cycle
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from harness import (
-    LIMIT_S,
     Counted,
-    Options,
-    Row,
-    Side,
-    Stop,
     Trainings,
     command_line,
     has_data,
@@ -63,7 +51,6 @@ from torchrec.distributed.sharding_plan import (
 )
 from torchrec.distributed.types import ShardingPlan
 
-from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.distributed import share_memory
@@ -71,19 +58,17 @@ from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
-from torchrec_ext.distributed.runtime import Runtime, calm_gloo
+from torchrec_ext.distributed.runtime import calm_gloo
 from torchrec_ext.distributed.shared_memory.library import LibraryError, load
 from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.models.tower_model import two_tower
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
-from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.guards.finite import RunStoppedError
 from torchrec_ext.train.loop import TrainConfig, train
 from torchx_apps.config import with_settings
 from torchx_apps.jobs.setup import load_task, quieten_libraries
 from torchx_apps.recipes import ncf
-from torchx_apps.tasks.job import Job
 
 POSITIVES, ENDLESS = 256, 100_000
 MODES = {"every step": SyncConfig()}
@@ -94,7 +79,7 @@ MODES["DiLoCo, 32"] = dataclasses.replace(
 )
 
 
-def job_of(sync: SyncConfig, ranks: int, quick: bool) -> Job:
+def job_of(sync, ranks, quick):
     overrides = [
         f"data.name={'planted' if quick else 'ml-100k'}",
         f"loader.batch_size={POSITIVES * ranks}",
@@ -104,7 +89,7 @@ def job_of(sync: SyncConfig, ranks: int, quick: bool) -> Job:
     return dataclasses.replace(with_settings(ncf(), overrides), sync=sync)
 
 
-def plain(quick: bool, task: Any) -> Side:
+def plain(quick, task):
     """The unsharded network in a loop of one's own, with the batches of one process."""
     job = job_of(SyncConfig(), 1, quick)
     torch.manual_seed(job.train.seed)
@@ -115,14 +100,14 @@ def plain(quick: bool, task: Any) -> Side:
         torch.nn.init.normal_(parameter, std=0.01)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
 
-    def endless() -> Iterator[TowerBatch]:
+    def endless():
         for epoch in range(ENDLESS):
             loader.set_epoch(epoch)
             yield from loader
 
     feed = endless()
 
-    def step() -> None:
+    def step():
         optimizer.zero_grad()
         model(next(feed))[0].backward()
         optimizer.step()
@@ -130,9 +115,7 @@ def plain(quick: bool, task: Any) -> Side:
     return looping(step)
 
 
-def trained(
-    runtime: Runtime, sync: SyncConfig, quick: bool, task: Any
-) -> tuple[Side, Counted]:
+def trained(runtime, sync, quick, task):
     """`train()` in a mode, and its loader. It ends by an error: ranks that meet seldom would not hear of a stop."""
     job = job_of(sync, runtime.world_size, quick)
     torch.manual_seed(job.train.seed)
@@ -144,8 +127,8 @@ def trained(
     place = {"rank": runtime.rank, "world_size": runtime.world_size}
     loader = Counted(task.loader(schema, job.loader, **place))
 
-    def side(stop: Stop) -> None:
-        def stopping() -> bool:
+    def side(stop):
+        def stopping():
             if stop():
                 raise RunStoppedError("the benchmark is over")
             return False
@@ -155,7 +138,7 @@ def trained(
     return side, loader
 
 
-def speeds(runtime: Runtime, options: Options) -> dict[str, list[float]]:
+def speeds(runtime, options):
     """Seconds of a step of each side by turn."""
     quieten_libraries()
     task = load_task(job_of(SyncConfig(), 2, options.quick), runtime)
@@ -175,7 +158,7 @@ def speeds(runtime: Runtime, options: Options) -> dict[str, list[float]]:
     return times
 
 
-def sync(options: Options) -> Iterator[Row]:
+def sync(options):
     """One row for each mode: its speed."""
     if not (options.quick or has_data("sync", "ml-100k")):
         return
@@ -185,25 +168,26 @@ def sync(options: Options) -> Iterator[Row]:
     baseline = rates(POSITIVES * 5, alone)
     for name in MODES:
         ours = rates(2 * POSITIVES * 5, seconds[name])
-        more: dict[str, Any] = {"better": "more", "ceiling": ceiling}
+        more = {"better": "more", "ceiling": ceiling}
         yield row(f"sync {name}", ours, "samples/s", baseline=baseline, **more)
 
 
 CPU = torch.device("cpu")
+MEDIA = {"shared": True, "gloo": False}
 COLUMNS, TABLES, TABLE_ROWS, BAGS_BATCH = 32, 8, 10_000, 512
 
 
 class Switch:
     """Puts the collectives of all ranks over gloo or over shared memory; every rank switches between the same two."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         assert dist.group.WORLD is not None
         self._group = dist.group.WORLD
         self._gloo = self._group._get_backend(CPU)
         assert share_memory()
         self._shared = self._group._get_backend(CPU)
 
-    def to(self, *, shared: bool) -> None:
+    def to(self, *, shared):
         """Takes shared memory, or gloo."""
         kinds = dist.ProcessGroup.BackendType
         kind, backend = (
@@ -211,13 +195,13 @@ class Switch:
         )
         self._group._register_backend(CPU, kind, backend)
 
-    def over(self, side: Side, *, shared: bool) -> Side:
+    def over(self, side, *, shared):
         """Returns ``side``, whose turns are over shared memory or over gloo."""
 
-        def switched(stop: Stop) -> object:
+        def switched(stop):
             self.to(shared=shared)
 
-            def after_step() -> bool:
+            def after_step():
                 stopped = stop()
                 # Another side may have had its turn meanwhile.
                 self.to(shared=shared)
@@ -228,7 +212,7 @@ class Switch:
         return switched
 
 
-def bags_in_dmp(rank: int) -> Side:
+def bags_in_dmp(rank):
     torch.manual_seed(0)
     names = [f"table_{at}" for at in range(TABLES)]
     sizes = {"num_embeddings": TABLE_ROWS, "embedding_dim": COLUMNS}
@@ -237,7 +221,7 @@ def bags_in_dmp(rank: int) -> Side:
     ]
     bags = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
     apply_optimizer_in_backward(torch.optim.Adagrad, bags.parameters(), {"lr": 0.01})
-    sharder: Any = EmbeddingBagCollectionSharder()
+    sharder = EmbeddingBagCollectionSharder()
     wise = {name: table_wise(rank=at % 2) for at, name in enumerate(names)}
     where = {"local_size": 2, "world_size": 2, "device_type": "cpu", "sharder": sharder}
     plan = construct_module_sharding_plan(bags, per_param_sharding=wise, **where)
@@ -253,30 +237,14 @@ def bags_in_dmp(rank: int) -> Side:
     return looping(lambda: model(next(feed)).values().square().mean().backward())
 
 
-@contextmanager
-def busy_processes(count: int) -> Iterator[None]:
-    processes = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"])
-        for _ in range(count)
-    ]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def over_media(
-    runtime: Runtime, options: Options, steps: int
-) -> dict[str, list[float]]:
+def over_media(runtime, options):
     """Seconds of a step of each program over gloo and over shared memory, by turn."""
     quieten_libraries()
     task = None
     if options.quick or has_data("shared-memory", "ml-100k"):
         task = load_task(job_of(SyncConfig(), 2, options.quick), runtime)
-    sides: dict[str, tuple[Side, bool]] = {}
-    for medium, shared in (("gloo", False), ("shared", True)):
+    sides = {}
+    for medium, shared in MEDIA.items():
         sides[f"TorchRec's DMP, {medium}"] = bags_in_dmp(runtime.rank), shared
         if task is not None:
             side, _ = trained(runtime, SyncConfig(), options.quick, task)
@@ -287,33 +255,25 @@ def over_media(
         name: switch.over(side, shared=shared) for name, (side, shared) in sides.items()
     }
     trainings = Trainings(switched, before=dist.barrier)
-    steps = 5 if options.quick else steps
+    steps = 5 if options.quick else 200
     times = trainings.seconds_per_step(steps, options.turns, warm_up=20)
     trainings.close()
     return times
 
 
-def shared_memory(options: Options) -> Iterator[Row]:
+def shared_memory(options):
     """One row for each program: milliseconds of the slower rank."""
     try:
         load()
     except LibraryError as error:
         print(f"shared-memory: left out: {error}", file=sys.stderr)
         return
-    for busy, steps in ((0, 200), (2, 50)):
-        with busy_processes(busy):
-            ranks = on_ranks(over_media, 2, options, steps, collectives="gloo")
-        seconds = slowest(ranks)
-        where = ", beside two busy processes" if busy else ""
-        for name in [name for name in seconds if name.endswith(", gloo")]:
-            program = name.removesuffix(", gloo")
-            ours, gloo = seconds[f"{program}, shared"], seconds[name]
-            yield row(
-                f"shared memory, {program}, against gloo{where}",
-                milliseconds(ours),
-                "ms a step",
-                baseline=milliseconds(gloo),
-            )
+    seconds = slowest(on_ranks(over_media, 2, options, collectives="gloo"))
+    for name in [name for name in seconds if name.endswith(", gloo")]:
+        program = name.removesuffix(", gloo")
+        ours, gloo = (milliseconds(seconds[f"{program}, {medium}"]) for medium in MEDIA)
+        name = f"shared memory, {program}, against gloo"
+        yield row(name, ours, "ms a step", baseline=gloo)
 
 
 DIM, ROWS_A_RANK, PEOPLE = 64, 4096, 10_000
@@ -323,7 +283,7 @@ EVERY = 100  # steps between two saves
 class Built:
     """Two towers over ``rows`` items, sharded over the ranks, and their optimizer."""
 
-    def __init__(self, runtime: Runtime, rows: int) -> None:
+    def __init__(self, runtime, rows):
         tables = [
             EmbeddingBagConfig(
                 name=name, feature_names=[name], num_embeddings=count, embedding_dim=DIM
@@ -341,7 +301,7 @@ class Built:
             model, runtime, plan=plan, optimizer=sgd
         )
 
-    def loader(self, runtime: Runtime, rows: int, steps: int) -> ChunkLoader:
+    def loader(self, runtime, rows, steps):
         """Returns a loader of so many steps."""
         rng = np.random.default_rng(0)
         count = 2 * ROWS_A_RANK * steps
@@ -357,83 +317,45 @@ class Built:
         )
 
 
-def dd(folder: str, size: int) -> None:
-    """Has dd write and sync as many bytes."""
-    line = [
-        "dd",
-        "if=/dev/zero",
-        f"of={folder}/dd",
-        "bs=4M",
-        f"count={size // 2**22}",
-        "conv=fsync",
-        "status=none",
-    ]
-    subprocess.run(line, check=True, timeout=LIMIT_S)
-
-
-def seconds(work: Callable[[], object]) -> float:
+def run_of(built, runtime, folder, rows, saves):
+    """Seconds of EVERY steps of train(), the last of which saves, if asked for."""
+    config = CheckpointConfig(epochs=0, steps=EVERY if saves else 0, keep=1)
+    checkpoints = RunCheckpoints(Checkpointer(folder, runtime, keep=1), config)
+    batches = built.loader(runtime, rows, EVERY)
+    settings = TrainConfig(epochs=1)
     os.sync()  # what was deleted or written before is not this side's
     dist.barrier()
     start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-def run_of(built: Built, runtime: Runtime, folder: str, rows: int, saves: int) -> float:
-    """Seconds of a run that saves so many times, or as long a one that never does."""
-    steps = EVERY * max(saves, 1)
-    checkpointer = Checkpointer(folder, runtime, keep=1)
-    config = CheckpointConfig(epochs=0, steps=EVERY if saves else 0, keep=1)
-    checkpoints = RunCheckpoints(checkpointer, config)
-    batches = built.loader(runtime, rows, steps)
-    work = functools.partial(
-        train,
+    train(
         built.model,
         built.optimizer,
         batches,
         runtime,
-        TrainConfig(epochs=1),
+        settings,
         checkpoints=checkpoints,
     )
-    return seconds(work) / steps * EVERY
+    return time.perf_counter() - start
 
 
-def saving(
-    runtime: Runtime, rows: int, folder: str, turns: int
-) -> dict[str, list[float]]:
-    """Seconds of EVERY steps without a save and with one, of one save alone, and of dd, by turn."""
+def saving(runtime, rows, folder, turns):
+    """Seconds of EVERY steps without a save and with one, by turn."""
     built = Built(runtime, rows)
-    figures: dict[str, list[float]] = {
-        name: [] for name in ("plain", "saved", "write", "dd")
-    }
-    run_of(built, runtime, f"{folder}/warm-up", rows, 0)
+    figures = {"plain": [], "saved": []}
+    run_of(built, runtime, f"{folder}/warm-up", rows, saves=False)
     for turn in range(turns):
-        checkpointer = Checkpointer(f"{folder}/{turn}", runtime, keep=1)
-
-        def save(held: Checkpointer = checkpointer, step: int = turn) -> None:
-            held.save(step, model_state(built.model, built.optimizer))
-            held.wait()
-
-        by_dd = functools.partial(dd, folder, 4 * rows * DIM)
-        figures["dd"].append(seconds(by_dd if runtime.is_main else lambda: None))
-        figures["write"].append(seconds(save))
-        checkpointer.close()
-        for name, saves in (("plain", 0), ("saved", 1)):
+        for name, each in figures.items():
             run = f"{folder}/{turn}-{name}"
-            figures[name].append(run_of(built, runtime, run, rows, saves))
+            each.append(run_of(built, runtime, run, rows, saves=name == "saved"))
     return figures
 
 
-def saves(options: Options) -> Iterator[Row]:
-    mib = 64 if options.quick else 1024
-    rows = mib * 2**20 // (4 * DIM)
+def saves(options):
+    rows = (2**26 if options.quick else 2**30) // (4 * DIM)
     with tempfile.TemporaryDirectory() as folder:
         slow = slowest(on_ranks(saving, 2, rows, folder, options.turns))
     plain, saved = (statistics.median(slow[side]) for side in ("plain", "saved"))
     costs = {"save_costs_ms": round(1e3 * (saved - plain), 1)}
     yield row("save", slow["saved"], "s", baseline=slow["plain"], **costs)
-    ours, disk = (rates(mib, slow[side]) for side in ("write", "dd"))
-    yield row("write", ours, "MiB/s", baseline=disk, better="more")
 
 
 ROWS = {"sync": sync, "shared-memory": shared_memory, "saves": saves}

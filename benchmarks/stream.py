@@ -16,16 +16,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from harness import ROOT, Options, Row, command_line, row
+from harness import ROOT, command_line, row
 from serving import asked
 
 RATE, REQUESTS, PUBLISH_S, CLIENTS = 10_000, 100, 1.5, 8
@@ -34,11 +32,11 @@ SIZES = {False: (1_000_000, 200_000, 600), True: (5_000, 1_000, 15)}
 _TICK_S, _FILE_S = 0.05, 1.0
 
 
-def names(count: int, kind: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def names(count, kind):
     return np.random.default_rng(kind).integers(-(2**62), 2**62, count)
 
 
-def write_known(folder: Path, users: int, items: int) -> int:
+def write_known(folder, users, items):
     """Writes a part in which each user and each item is there once; returns its number of events."""
     count = max(users, items)
     places = np.random.default_rng(3).permutation(count)
@@ -57,16 +55,14 @@ def write_known(folder: Path, users: int, items: int) -> int:
     return count
 
 
-def write_events(
-    folder: Path, users: int, items: int, times: list[float], ending: threading.Event
-) -> None:
+def write_events(folder, users, items, times, ending):
     """Writes a file of events a second, few of them frequent, and notes when each event happened."""
     random = np.random.default_rng(5)
     user_ids, item_ids = names(users, 1), names(items, 2)
     begin = time.time()
     number = 0
-    happened: list[float] = []
-    lines: list[str] = []
+    happened = []
+    lines = []
     while not ending.wait(_TICK_S):
         now = time.time()
         count = int((now - begin) * RATE) - len(happened)
@@ -92,15 +88,15 @@ def write_events(
 class Client(threading.Thread):
     """Asks at a rate, over one connection for each of several threads; notes the first answer of each bundle."""
 
-    def __init__(self, port: int, ids: Any, number: int, ending: Any) -> None:
+    def __init__(self, port, ids, number, ending):
         super().__init__(daemon=True)
-        self.ms: list[float] = []
+        self.ms = []
         self.failed = 0
-        self.first: dict[str, float] = {}
+        self.first = {}
         self._connection = HTTPConnection("127.0.0.1", port, timeout=30)
         self._arguments = ids, number, ending
 
-    def run(self) -> None:  # noqa: D102  (a thread's)
+    def run(self):  # noqa: D102  (a thread's)
         ids, number, ending = self._arguments
         begin = time.time()
         while not ending.is_set():
@@ -117,7 +113,7 @@ class Client(threading.Thread):
                 self.failed += 1
 
 
-def started(stack: ExitStack, words: list[str], core: int, log: Path) -> Any:
+def started(stack, words, core, log):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         ["taskset", "-c", str(core), sys.executable, "-m", *words],
@@ -132,11 +128,11 @@ def started(stack: ExitStack, words: list[str], core: int, log: Path) -> Any:
 
 
 def waits(
-    first: Mapping[str, float],
-    bundles: Mapping[str, int],
-    times: list[float],
-    known: int,
-) -> list[float]:
+    first,
+    bundles,
+    times,
+    known,
+):
     """Returns the seconds from the oldest event that only a bundle and later ones know to an answer of one of them."""
     seconds = []
     events = sorted(
@@ -152,7 +148,7 @@ def waits(
     return seconds
 
 
-def settings(folder: Path, users: int, items: int, quick: bool) -> list[str]:
+def settings(folder, users, items, quick):
     """Flags of the trainer."""
     words = {
         "data.folder": folder / "log",
@@ -176,14 +172,14 @@ def settings(folder: Path, users: int, items: int, quick: bool) -> list[str]:
     return [f"--{key}={value}" for key, value in words.items()]
 
 
-def fresh(options: Options) -> Iterator[Row]:
+def fresh(options):
     users, items, seconds = SIZES[options.quick]
     # As in the server: the thread that writes events must not keep those that ask from
     # noticing their answers.
     sys.setswitchinterval(5e-4)
     cores = sorted(os.sched_getaffinity(0))
-    bundles: dict[str, int] = {}
-    times: list[float] = []
+    bundles = {}
+    times = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         log, current = folder / "log", folder / "run" / "bundles" / "current"
@@ -196,7 +192,7 @@ def fresh(options: Options) -> Iterator[Row]:
         trainer = started(stack, words, cores[0], folder / "trainer.txt")
         threading.Thread(target=trainer.stdout.read, daemon=True).start()
 
-        def look() -> int:
+        def look():
             """Notes the newest bundle; returns its number of events."""
             if trainer.poll() is not None:
                 raise RuntimeError((folder / "trainer.txt").read_text()[-2000:])
@@ -232,7 +228,7 @@ def fresh(options: Options) -> Iterator[Row]:
         ending.set()
         for thread in (writer, *clients):
             thread.join()
-    first: dict[str, float] = {}
+    first = {}
     for client in clients:
         for digest, moment in client.first.items():
             first[digest] = min(first.get(digest, moment), moment)

@@ -9,7 +9,6 @@ with both towers one by one: a plain PyTorch loop, TorchRec's FusedEmbeddingBagC
 
     towers on ranks   TowersOnRanks: the user tower on rank 0, the item tower on rank 1, each with the baseline's loop
     sharded tables    train() with both towers on both ranks, table_wise
-    plain DDP         torch.nn.EmbeddingBag with sparse gradients in DistributedDataParallel
     the ceiling       the baseline on both ranks at once, which never talk
 
 `captured`: train() with `compile=require` on one rank, both towers in one graph.
@@ -18,17 +17,12 @@ with both towers one by one: a plain PyTorch loop, TorchRec's FusedEmbeddingBagC
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
 from itertools import cycle
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from harness import (
-    Options,
     Repeated,
-    Row,
-    Side,
     Trainings,
     command_line,
     looping,
@@ -39,8 +33,7 @@ from harness import (
     row,
     slowest,
 )
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 from torchrec import EmbeddingBagConfig, PoolingType
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
@@ -51,9 +44,8 @@ from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
-from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.towers import TowersOnRanks
-from torchrec_ext.models.tower_model import TowerModel, two_tower
+from torchrec_ext.models.tower_model import two_tower
 from torchrec_ext.train.loop import TrainConfig, train
 
 BAG, WIDTHS, NAMES = 20, (512, 256, 64), ("user_id", "history", "item_id")
@@ -62,18 +54,18 @@ OPTIMIZER = OptimizerConfig(
 )
 
 
-def size_of(quick: bool) -> int:
+def size_of(quick):
     """Rows of a batch over all ranks."""
     return 256 if quick else 4096
 
 
-def sizes_of(quick: bool) -> dict[str, int]:
+def sizes_of(quick):
     """Rows of each table."""
     users, items = (1_000, 200) if quick else (1_000_000, 200_000)
     return dict(zip(NAMES, (users, items, items), strict=True))
 
 
-def model(quick: bool) -> TowerModel:
+def model(quick):
     tables = [
         EmbeddingBagConfig(
             name=name,
@@ -89,7 +81,7 @@ def model(quick: bool) -> TowerModel:
     return two_tower(tables[:2], tables[2:], **options)
 
 
-def batches(size: int, quick: bool, seed: int = 0) -> list[TowerBatch]:
+def batches(size, quick, seed=0):
     """Eight batches of ``size`` rows; ids as popular as they are in logs."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.ones(3, size, dtype=torch.int32)
@@ -110,7 +102,7 @@ def batches(size: int, quick: bool, seed: int = 0) -> list[TowerBatch]:
     return made
 
 
-def fused(tower: Any) -> nn.Module:
+def fused(tower):
     """The tower with tables that its backward moves."""
     tower.embeddings = FusedEmbeddingBagCollection(
         tower.tables,
@@ -121,7 +113,7 @@ def fused(tower: Any) -> nn.Module:
     return tower  # type: ignore[no-any-return]
 
 
-def adam(module: nn.Module) -> torch.optim.Optimizer:
+def adam(module):
     dense = [
         value for name, value in module.named_parameters() if "embeddings." not in name
     ]
@@ -131,13 +123,13 @@ def adam(module: nn.Module) -> torch.optim.Optimizer:
 class Dot(nn.Module):
     """The dot product of both towers, and its loss."""
 
-    def forward(self, outputs: list[Tensor], labels: Tensor) -> Tensor:
+    def forward(self, outputs, labels):
         """Returns the mean loss."""
         logits = (outputs[0] * outputs[1]).sum(dim=1)
         return nn.functional.binary_cross_entropy_with_logits(logits, labels)
 
 
-def on_ranks_of_their_own(runtime: Runtime, quick: bool) -> Callable[[], None]:
+def on_ranks_of_their_own(runtime, quick):
     made, names = model(quick), ("user", "item")
     own = names[runtime.rank]
     towers = {name: fused(made.towers[name]) if name == own else None for name in names}
@@ -146,7 +138,7 @@ def on_ranks_of_their_own(runtime: Runtime, quick: bool) -> Callable[[], None]:
     # Every rank has the whole batch.
     feed = cycle(batches(size_of(quick), quick))
 
-    def step() -> None:
+    def step():
         optimizer.zero_grad()
         batch = next(feed)
         inputs = dict.fromkeys(names, (batch.sparse, batch.dense))
@@ -156,14 +148,14 @@ def on_ranks_of_their_own(runtime: Runtime, quick: bool) -> Callable[[], None]:
     return step
 
 
-def alone(quick: bool) -> Callable[[], None]:
+def alone(quick):
     made = model(quick)
     for tower in made.towers.values():
         fused(tower)
     optimizer = adam(made)
     feed = cycle(batches(size_of(quick), quick))
 
-    def step() -> None:
+    def step():
         optimizer.zero_grad()
         made(next(feed))[0].backward()
         optimizer.step()
@@ -171,56 +163,7 @@ def alone(quick: bool) -> Callable[[], None]:
     return step
 
 
-class SparseBags(nn.Module):
-    """Tables as torch.nn.EmbeddingBags, whose gradients are sparse."""
-
-    def __init__(self, tables: list[EmbeddingBagConfig]) -> None:
-        super().__init__()
-        self.bags = nn.ModuleDict()
-        for table in tables:
-            sizes = (table.num_embeddings, table.embedding_dim)
-            self.bags[table.name] = nn.EmbeddingBag(*sizes, mode="mean", sparse=True)
-
-    def forward(self, sparse: KeyedJaggedTensor) -> Any:
-        """The pooled bags by feature, as a collection of TorchRec gives them."""
-        return _Dict(
-            {
-                name: bag(sparse[name].values(), sparse[name].offsets()[:-1])
-                for name, bag in self.bags.items()
-            }
-        )
-
-
-class _Dict(dict[str, torch.Tensor]):
-    def to_dict(self) -> dict[str, torch.Tensor]:
-        return dict(self)
-
-
-def plain_ddp(runtime: Runtime, quick: bool) -> Callable[[], None]:
-    made = model(quick)
-    for tower in made.towers.values():
-        tower.embeddings = SparseBags(tower.tables)
-    named = list(made.named_parameters())
-    tables = [value for name, value in named if ".bags." in name]
-    dense = [value for name, value in named if ".bags." not in name]
-    optimizers = [
-        torch.optim.Adagrad(tables, lr=OPTIMIZER.tables_lr),
-        torch.optim.Adam(dense, lr=OPTIMIZER.dense_lr, fused=True),
-    ]
-    ddp = DistributedDataParallel(made)
-    feed = cycle(batches(size_of(quick) // 2, quick, runtime.rank))
-
-    def step() -> None:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        ddp(next(feed))[0].backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-    return step
-
-
-def trained(runtime: Runtime, quick: bool, config: TrainConfig) -> Side:
+def trained(runtime, quick, config):
     """Returns the side that trains the model by train(), its tables table_wise."""
     made = model(quick)
     own = batches(size_of(quick) // runtime.world_size, quick, runtime.rank)
@@ -232,7 +175,7 @@ def trained(runtime: Runtime, quick: bool, config: TrainConfig) -> Side:
     return lambda stop: train(sharded, optimizer, loader, runtime, config, stop=stop)
 
 
-def measured(runtime: Runtime, options: Options) -> dict[str, list[float]]:
+def measured(runtime, options):
     one = alone(options.quick)
     on_one_rank = one if runtime.is_main else lambda: None
     config = TrainConfig(epochs=1)
@@ -241,7 +184,6 @@ def measured(runtime: Runtime, options: Options) -> dict[str, list[float]]:
         "two of them": looping(one),
         "towers on ranks": looping(on_ranks_of_their_own(runtime, options.quick)),
         "towers, sharded tables instead": trained(runtime, options.quick, config),
-        "towers, plain DDP instead": looping(plain_ddp(runtime, options.quick)),
     }
     trainings = Trainings(sides, before=dist.barrier)
     steps = 4 if options.quick else 8
@@ -250,7 +192,7 @@ def measured(runtime: Runtime, options: Options) -> dict[str, list[float]]:
     return times
 
 
-def ranks(options: Options) -> Iterator[Row]:
+def ranks(options):
     """Rows a second over both ranks; ``share`` is the ratio as a share of the ceiling."""
     seconds = slowest(on_ranks(measured, 2, options))
     one = seconds.pop("one process")
@@ -261,7 +203,7 @@ def ranks(options: Options) -> Iterator[Row]:
         yield compared(name, each, one, options, ceiling=ceiling, share=share)
 
 
-def captured(options: Options) -> Iterator[Row]:
+def captured(options):
     config = TrainConfig(epochs=1, compile="require")
     with one_rank() as runtime:
         sides = {
@@ -276,9 +218,7 @@ def captured(options: Options) -> Iterator[Row]:
     yield compared(name, seconds["captured"], seconds["eager"], options)
 
 
-def compared(
-    name: str, ours: list[float], baseline: list[float], options: Options, **more: Any
-) -> Row:
+def compared(name, ours, baseline, options, **more):
     size = size_of(options.quick)
     theirs = rates(size, baseline)
     return row(
