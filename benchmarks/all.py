@@ -97,8 +97,12 @@ def _write(name, rounds, run, path):
     key = f"{run['commit']} {run['date']}"
     versions = kept["runs"].get(key, {}).get("versions", {}) | rounds[0]["versions"]
     rows = [row for row in kept["rows"] if row["program"] != name]
+    # Written by hand: what limits a row.
+    limits = {row["name"]: row.get("limit") for row in kept["rows"]}
     for row in merge([one["rows"] for one in rounds]):
-        rows.append({"program": name, **row, "run": key})
+        limit = limits.get(row["name"])
+        rows.append({"program": name, **row, "run": key, "limit": limit})
+    rows.sort(key=lambda row: (*PROGRAMS, "gpu").index(row["program"]))
     named = {row["run"] for row in rows}
     runs = {**kept["runs"], key: {**run, "versions": versions}}
     runs = {key: each for key, each in runs.items() if key in named}

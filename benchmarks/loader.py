@@ -180,9 +180,7 @@ def wait_share(options):
     shares = [
         waited / seconds for waited, seconds in zip(timed.waits[1:], took, strict=True)
     ]
-    steps = len(timed) * (epochs - 1)
-    step_ms = round(1e3 * sum(took) / steps, 2)
-    yield row("wait-share", shares, "share", steps=steps, step_ms=step_ms)
+    yield row("wait-share", shares, "share")
 
 
 def used(folder):

@@ -235,14 +235,13 @@ def fresh(options):
     ms = [value for client in clients for value in client.ms]
     failed = sum(client.failed for client in clients)
     size = f"{users:,} users, {items:,} items"
-    more = {"events": max(bundles.values()) - known, "bundles": len(first)}
     for what, values, unit in (
         ("event to answer", waits(first, bundles, times, known), "s"),
         ("answers", ms, "ms"),
     ):
         for percent in (50, 99):
             figure = float(np.percentile(values, percent))
-            yield row(f"fresh, {what} p{percent}, {size}", figure, unit, **more)
+            yield row(f"fresh, {what} p{percent}, {size}", figure, unit)
     yield row(f"fresh, answers that failed, {size}", failed, "answers")
 
 

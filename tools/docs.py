@@ -84,7 +84,7 @@ def benchmarks_page() -> str:
         lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
         for row in rows:
             if row["program"] == program:
-                cells = [*_cells(row), str(numbers[row["run"]]), row.get("limit", "")]
+                cells = [*_cells(row), str(numbers[row["run"]]), row.get("limit") or ""]
                 lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     lines += ["## Runs", ""]
