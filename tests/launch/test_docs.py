@@ -208,12 +208,6 @@ def test_the_pages_made_from_code_and_figures_are_up_to_date(
             r"epoch 1, step 2 of 2: loss 0\.",
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            "docs/extending.md",
-            "my_interaction.py",
-            r"^hr@10 +0\.\d+ ",
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_a_program_runs_as_it_stands(
