@@ -34,6 +34,25 @@ def test_a_benchmark_runs_at_small_sizes(program: str) -> None:
 
 
 @pytest.mark.slow(minutes=1)
+def test_a_program_that_runs_replaces_its_rows_alone(tmp_path: Path) -> None:
+    results = tmp_path / "all.json"
+    shutil.copy(ROOT / "benchmarks" / "results" / "all.json", results)
+    before = json.loads(results.read_text())
+    command = [sys.executable, "benchmarks/all.py", "--quick", "--only", "session"]
+    command += ["--results", str(results)]
+    subprocess.run(command, cwd=ROOT, timeout=900, check=True)
+    after = json.loads(results.read_text())
+    others, same = (
+        [row for row in result["rows"] if row["program"] != "session"]
+        for result in (before, after)
+    )
+    assert same == others
+    (run,) = {row["run"] for row in after["rows"] if row["program"] == "session"}
+    assert after["runs"][run]["machine"]
+    assert set(after["runs"]) == {row["run"] for row in after["rows"]}
+
+
+@pytest.mark.slow(minutes=1)
 def test_a_row_of_the_quality_table_is_trained_once(tmp_path: Path) -> None:
     results = tmp_path / "quality.json"
     command = [sys.executable, "benchmarks/quality.py", "--quick"]
