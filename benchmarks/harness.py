@@ -38,6 +38,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 # With it, which users lack, each process compiles the package anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# TorchX starts torchrun by name.
+os.environ["PATH"] = f"{BIN}:{os.environ['PATH']}"
 
 
 class Options(NamedTuple):

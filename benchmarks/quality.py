@@ -116,8 +116,7 @@ def trained(name, run, how, seed, results):
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     words = command(key, folder)
     print(f"{name} {run}, seed {seed}: {' '.join(words)}", file=sys.stderr, flush=True)
-    path = f"{BIN}:/usr/bin:/bin"  # TorchX starts torchrun by name
-    output(words, limit_s=LIMIT_S, OMP_NUM_THREADS="1", PATH=path)
+    output(words, limit_s=LIMIT_S, OMP_NUM_THREADS="1")
     summary = json.loads((folder / "summary.json").read_text())
     beside = {each: summary[each] for each in BASELINES if each in summary}
     done = {**current, "figures": summary["test"], "beside": beside}
