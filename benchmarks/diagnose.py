@@ -209,7 +209,6 @@ def case(name, seed, budget_s):
     *asked, more = program
     diagnosis = why_slow(*asked, budget_s=budget_s, **more)
     seconds = time.perf_counter() - start
-    print(diagnosis)
     sizes = [(finding.cause, finding.size) for finding in diagnosis.findings]
     above = [cause for cause, size in sizes if size in ("large", "medium")]
     noisy = bool(diagnosis.noisy)
@@ -226,7 +225,7 @@ def results(names, options):
                 continue
             command = [sys.executable, __file__, "--case", name, turn, budget_s]
             made = last_json(command, limit_s=LIMIT_S)
-            print(f"{name}: {made['verdict']}", file=sys.stderr, flush=True)
+            print(f"{name}: {made['verdict']}", file=sys.stderr)
             yield name, made
 
 
