@@ -21,7 +21,7 @@ COPY torchrec_ext/__init__.py torchrec_ext/__init__.pyi torchrec_ext/exports.py 
 COPY torchrec_ext/doctor.py torchrec_ext/probe.py torchrec_ext/stack.py torchrec_ext/
 RUN if [ "${VARIANT}" = cuda ]; then check=--no-import; else check=--import; fi \
     && /opt/venv/bin/python -m torchrec_ext.doctor --install ${STACK:+--stack "${STACK}"} "${check}"
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY components components
 COPY torchx_apps torchx_apps
 COPY torchrec_ext torchrec_ext

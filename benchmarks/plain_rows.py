@@ -1,6 +1,6 @@
 """A click log in parquet read as most users do it: a map-style Dataset, and torch's DataLoader that collates rows.
 
-    python benchmarks/row_loader.py FOLDER [--workers 0] [--batch 4096] [--seconds 10]
+    python benchmarks/plain_rows.py FOLDER [--workers 0] [--seconds 10]
 
 `make()` writes the log that benchmarks/loader.py reads. Needs torch, numpy, pyarrow, and imports nothing of
 torchrec_ext. Last line: one JSON object with rows a second, counted after the first batch.
@@ -21,13 +21,13 @@ from torch.utils.data import DataLoader, Dataset
 CATEGORICAL, DENSE, FILES, GROUP = 26, 13, 4, 65_536
 
 
-def make(folder: Path, rows: int) -> None:
+def make(folder, rows):
     """Writes 26 categorical columns, 13 float, one list of 0 to 20 ids and a label into four files."""
     rng, count = np.random.default_rng(0), rows // FILES
     for number in range(FILES):
         lengths = rng.integers(0, 21, count)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        columns: dict[str, Any] = {
+        columns = {
             f"c{column}": rng.integers(0, 10 ** rng.integers(2, 7), count)
             for column in range(CATEGORICAL)
         }
@@ -46,18 +46,21 @@ def make(folder: Path, rows: int) -> None:
 class Clicks(Dataset[Any]):
     """The rows of the first file, one at a time."""
 
-    def __init__(self, folder: Path) -> None:
-        table = pq.read_table(min(folder.glob("*.parquet"))).to_pandas()
-        self.categorical = table[
-            [f"c{column}" for column in range(CATEGORICAL)]
-        ].to_numpy()
-        self.dense = table[[f"d{column}" for column in range(DENSE)]].to_numpy()
-        self.history, self.label = table["history"].tolist(), table["label"].to_numpy()
+    def __init__(self, folder):
+        table = pq.read_table(min(folder.glob("*.parquet")))
+        ids, dense = (
+            [table[f"{kind}{column}"].to_numpy() for column in range(count)]
+            for kind, count in (("c", CATEGORICAL), ("d", DENSE))
+        )
+        self.categorical, self.dense = np.stack(ids, 1), np.stack(dense, 1)
+        lists = table["history"].combine_chunks()
+        self.history = np.split(lists.values.to_numpy(), lists.offsets.to_numpy()[1:-1])
+        self.label = table["label"].to_numpy()
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.label)
 
-    def __getitem__(self, row: int) -> Any:
+    def __getitem__(self, row):
         ids = torch.as_tensor(self.history[row])
         return (
             torch.from_numpy(self.categorical[row]),
@@ -67,7 +70,7 @@ class Clicks(Dataset[Any]):
         )
 
 
-def collate(rows: list[Any]) -> Any:
+def collate(rows):
     """Joins rows to a batch."""
     categorical, dense, history, label = zip(*rows, strict=True)
     lengths = torch.tensor([len(ids) for ids in history])
@@ -80,20 +83,17 @@ def collate(rows: list[Any]) -> Any:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main():
+    parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--seconds", type=float, default=10.0)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows, start = 0, 0.0
     batches = DataLoader(
         Clicks(options.folder),
-        batch_size=options.batch,
+        batch_size=4096,
         shuffle=True,
         num_workers=options.workers,
         collate_fn=collate,
