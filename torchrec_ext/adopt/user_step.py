@@ -24,9 +24,8 @@ from torchrec_ext.adopt.checks import (
 )
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.graph import LossFunction
-from torchrec_ext.adopt.source import AdoptedSource, AnyBatch
-from torchrec_ext.capture.executors import StepEngine, engine_for
-from torchrec_ext.capture.memory import StepMemory
+from torchrec_ext.adopt.source import AnyBatch
+from torchrec_ext.capture.executors import engine_for
 from torchrec_ext.capture.policy import TrainingDivergedError
 from torchrec_ext.observe.host_copy import HostCopy
 
@@ -129,14 +128,6 @@ class UserStep:
             "the learning rate, or set clip_norm",
             step,
         )
-
-    def source(self, memory: StepMemory) -> AdoptedSource:
-        """Returns the user's model for captured steps."""
-        return AdoptedSource(self.model, memory, self.clip_norm)
-
-    def engine(self, source: AdoptedSource) -> StepEngine:
-        """Returns the device's executor."""
-        return StepEngine(self.device)
 
     def say(self, text: str) -> None:
         """Prints a line on rank 0."""

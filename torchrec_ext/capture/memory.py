@@ -231,6 +231,7 @@ class StepMemory:
         fixed: further tensors of the model by name, without an optimizer.
 
     Attributes:
+        zero: 0 with a gradient, (), see :class:`RowTable`.
         unsettled: steps since all rows were brought up to date.
 
     Raises:
@@ -252,6 +253,7 @@ class StepMemory:
         )
         self.device = self.parameters[0].weight.device
         self._step = torch.zeros((), device=self.device)
+        self.zero = torch.zeros((), device=self.device, requires_grad=True)
         self._rates = [torch.zeros((), device=self.device) for _ in self._groups]
         self._last_rates = [float("nan")] * len(self._rates)
         self._rows: dict[str, RowClock] = {}
@@ -364,6 +366,11 @@ class StepMemory:
                 self._last_rates[index] = rate
                 self._rates[index].fill_(rate)
         self.unsettled += 1
+
+    @property
+    def count(self) -> Tensor:
+        """The number of steps so far, (), as steps read and raise it."""
+        return self._step
 
     @property
     def steps_made(self) -> int:
