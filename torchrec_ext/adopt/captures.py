@@ -167,7 +167,7 @@ class Captures:
     def _is_moved(self, rule: tuple[int, int, nn.Parameter, Any]) -> bool:
         number, _, parameter, choice = rule
         state = self._user_step.optimizers[number].state.get(parameter, {})
-        return state.keys() >= set(STATES[choice.kind])
+        return set(STATES[choice.kind]) <= set(state)
 
     def _try(
         self, update: CapturedUpdate, batch: AnyBatch, *, is_probe: bool
