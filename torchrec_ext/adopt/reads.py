@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from torchrec_ext.capture.captured import Reader
 from torchrec_ext.capture.memory import RowTable
 
 _ONE = (
@@ -164,7 +165,7 @@ class StepReads(TorchFunctionMode):
 
     def _look_up(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         is_bag = func is F.embedding_bag
-        named = {**dict(zip(_BAG if is_bag else _ONE, args, strict=False)), **kwargs}
+        named = look_up_arguments(func, args, kwargs)
         ids = named["input"]
         repeats = self._repeats_of(named)
         if repeats > 1:
@@ -187,11 +188,12 @@ class StepReads(TorchFunctionMode):
         return 1
 
     def _rows(self, func: Any, named: dict[str, Any], is_bag: bool) -> Tensor:
-        ids, weight = named["input"], named["weight"]
+        weight = named["weight"]
+        ids = the_ids(named["input"], weight)
         for late, table in self._tables:
             if weight is late:
                 return look_up(table, named, ids, is_bag)
-        named["input"] = the_ids(ids, weight)
+        named["input"] = ids
         return func(**named)  # type: ignore[no-any-return]
 
     def _columns(self, matrix: Any) -> list[_Columns]:
@@ -241,8 +243,14 @@ def _linear(
     return total
 
 
+def look_up_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Returns the arguments of a call of F.embedding or F.embedding_bag by name."""
+    names = _BAG if func is F.embedding_bag else _ONE
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 def look_up(
-    table: RowTable, arguments: Mapping[str, Any], ids: Tensor, is_bag: bool
+    table: Reader, arguments: Mapping[str, Any], ids: Tensor, is_bag: bool
 ) -> Tensor:
     """Computes F.embedding or F.embedding_bag on rows read from a step's table.
 
@@ -257,7 +265,6 @@ def look_up(
     offsets = arguments.get("offsets")
     weights = arguments.get("per_sample_weights")
     rows, dim = weight.shape
-    ids = the_ids(ids, weight)
     # A negative id would be read from the end; this one is out of range.
     flat = torch.where(ids < 0, rows, ids).reshape(-1).long()
     vectors = table.read(flat)
