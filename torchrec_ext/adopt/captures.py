@@ -202,7 +202,7 @@ class Captures:
             name: why_dense(line, rules[name][3].kind)
             for name, line in self.matrices.items()
             if name in names
-        } | user_step.dense_tables
+        }
         tables = {
             name
             for name in names
@@ -338,8 +338,8 @@ class Captures:
         if snapshot is not None and self.draws_random:
             # Op by op, the step draws the same random numbers as the eager one.
             run = call.graph.module
-        # .grad is None after a captured step: no gradient of an eager one stays.
-        if self.after_eager:
+        # .grad is None after a captured step: no gradient of a backward of the user's own stays.
+        if any(each.grad is not None for each in update.weights.values()):
             for optimizer in self._user_step.optimizers:
                 optimizer.zero_grad()
         try:

@@ -134,8 +134,8 @@ def adopt(
 class AdoptedStep:
     """The training step of a user's model; made by :func:`adopt`.
 
-    ``loss, output = step(*batch)`` trains on one batch. Both are detached from the graph, and after a captured step
-    ``.grad`` is None.
+    ``loss, output = step(*batch)`` trains on one batch. Both are detached from the graph. After each step, eager or
+    captured, ``.grad`` is None.
 
     Attributes:
         optimizers: the user's optimizers.
@@ -237,6 +237,7 @@ class AdoptedStep:
             raise RuntimeError(self._broken)
         self._user_step.begin_step()
         result = self._any_step(batch)
+        self._user_step.drop_gradients()
         self._verification.end_step()
         for call in self.after_step:
             call()
@@ -367,9 +368,6 @@ class AdoptedStep:
         self._watch.end_step(start)
         if self._watch.problem:
             self._stay_eager(CannotAdopt(self._watch.problem))
-        elif self._watch.is_read_often:
-            self.settle()
-            self._begin()
         return loss, output
 
     def _refuse_ids(self, problem: str, batch: AnyBatch) -> NoReturn:
@@ -420,6 +418,11 @@ class AdoptedStep:
         if isinstance(error, TooManyShapesError):
             self._policy.note(str(error))
             is_rare = self._policy.compile != "require"
+        if self._policy.compile == "require" and not is_rare:
+            # What the loss itself raises cannot be traced: it is the user's own error.
+            own = self._user_step.forward_error(batch)
+            if own is not None:
+                raise own
         # Before the first capture an error is of the step, and later of one kind of
         # batch.
         self._too_many += isinstance(error, OneGraphTooMany)
@@ -480,7 +483,6 @@ class StepWatch:
         matrices: the line that reads a table otherwise, by its name, see :class:`ForwardWatch`.
         draws_random: whether the forward draws random numbers.
         problem: a reason against captured steps; empty if nothing was seen.
-        is_read_often: whether a new capture, in which tables are moved whole, is faster.
     """
 
     def __init__(
@@ -495,7 +497,7 @@ class StepWatch:
         self.matrices: dict[str, str] = {}
         self.draws_random = False
         self.problem = ""
-        self.is_read_often = False
+        self._last_look = 0  # number of the step at which readers were looked at
 
     @property
     def is_over(self) -> bool:
@@ -575,8 +577,7 @@ class StepWatch:
             policy.captured_seconds.append(seconds)
             if policy.can_compare:
                 self._report()
-        elif not self._user_step.number % _PACE:
-            policy.note_pace(seconds)
+        elif self._user_step.number - self._last_look >= _PACE:
             self._check_readers()
 
     def _report(self) -> None:
@@ -590,32 +591,21 @@ class StepWatch:
             self._user_step.say(_gain(policy, self._captures.seconds) + hint)
 
     def _check_readers(self) -> None:
-        """Compares the cost of readers with tables moved whole, and with eager steps."""
+        """Compares the cost of readers of whole tables with eager steps."""
         current = self._captures.current
         assert current is not None
         policy = self._policy
-        tables = current.memory.row_tables
-        seconds, reads = current.lag.since_last_look()
-        settling_s = seconds / _PACE
-        step_s = policy.captured_s + settling_s
-        # Updating all rows may be most of a step, and takes longer than to move the
-        # table as a dense layer.
-        is_often = tables and reads > _PACE // 2 and settling_s > policy.captured_s
-        if not settling_s or not (is_often or step_s >= policy.eager_s):
+        number = self._user_step.number
+        steps = number - max(self._last_look, policy.since)
+        self._last_look = number
+        step_s = policy.captured_s + current.lag.since_last_look() / steps
+        if step_s == policy.captured_s or step_s < policy.eager_s:
             return
-        cause = current.lag.cause()
         text = (
-            f"{cause}: all rows are updated after each step for it, {1e3 * step_s:.3g} ms a step with them, eager "
-            f"{1e3 * policy.eager_s:.3g} ms"
+            f"{current.lag.cause()}: all rows are updated after each step for it, {1e3 * step_s:.3g} ms a step with "
+            f"them, eager {1e3 * policy.eager_s:.3g} ms; read them every 100 steps"
         )
-        if is_often:
-            reason = f"all of it is read after each step, {cause}"
-            self._user_step.dense_tables |= dict.fromkeys(tables, reason)
-            self._user_step.say(
-                f"{text}; tables are moved whole from the next capture on"
-            )
-            self.is_read_often = True
-        elif policy.compile == "auto":
+        if policy.compile == "auto":
             self.problem = text
         else:
             policy.note(text)

@@ -43,7 +43,6 @@ class UserStep:
     Attributes:
         device: device of the model.
         number: number of the current step, from 1.
-        dense_tables: tables to update as dense layers, each with the reason.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class UserStep:
         # check() refuses a model on several devices.
         self.device = device_of(model)
         self.number = 0
-        self.dense_tables: dict[str, str] = {}
+        self._has_gradients = False
         self._pending: HostCopy | None = None  # loss of the step before, of a GPU
 
     def begin_step(self) -> None:
@@ -83,6 +82,7 @@ class UserStep:
         self, batch: AnyBatch, watch: ForwardWatch | None = None
     ) -> tuple[Tensor, Any]:
         """Makes the user's own step; ``watch`` surrounds its forward."""
+        self._has_gradients = True
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         with watch or nullcontext(), self.autocast():
@@ -101,6 +101,13 @@ class UserStep:
         for optimizer in self.optimizers:
             optimizer.step()
         return loss.detach(), pytree.tree_map_only(Tensor, Tensor.detach, output)
+
+    def drop_gradients(self) -> None:
+        """Leaves .grad None after an eager step too: who reads it finds out in the first step, not at a capture."""
+        if self._has_gradients:
+            self._has_gradients = False
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
 
     def look(self, loss: Tensor, *, has_updated: bool) -> None:
         """Raises if the loss is not finite; on a GPU checks the previous step's loss to avoid a sync."""
