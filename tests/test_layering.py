@@ -60,7 +60,8 @@ MAY_IMPORT: Mapping[str, set[str]] = {
         "ids",
     }
     | {"schema.validation"},
-    "networks": set(),
+    # The rules of optimizers and the look-ups of a user's network are those of `adopt`.
+    "networks": {"adopt", "capture", "distributed"},
     # `distributed.tables` says which rows of a sharded model a rank holds, for the
     # export alone; `distributed.runtime` how much memory the host or the container has
     # left, for a store that is read into it.
