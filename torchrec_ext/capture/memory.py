@@ -383,11 +383,6 @@ class StepMemory:
         """The number of steps so far, (), as steps read and raise it."""
         return self._step
 
-    @property
-    def steps_made(self) -> int:
-        """Number of steps so far."""
-        return int(self._step)
-
     def choose(self, lookups: Mapping[str, int], rule: RowRule) -> None:
         """Chooses the update of each table by the number of its look-ups in a step."""
         for name, parameter in self.tables.items():
