@@ -197,7 +197,6 @@ PRIVATE_NAMES = (
     PrivateNames(
         "torch/_subclasses/fake_tensor.py",
         (
-            "FakeTensorMode",
             "DataDependentOutputException",
             "DynamicOutputShapeException",
         ),

@@ -88,9 +88,6 @@ class StepSource(Protocol):
             self.forward(fixed, inputs.make(inputs.resident, tensors))
         return {name: table.count for name, table in counting.items()}
 
-    def no_gradient(self, names: Sequence[str]) -> None:
-        """Handles parameters without a gradient; a step does not update them."""
-
     def begin(self, item: Any) -> None:
         """Prepares the memory for a step on an item."""
         return
@@ -322,11 +319,6 @@ class CapturedStep:
             self._source.reading = reading
             return self._source.forward(model_tensors, make())
 
-        def unreached(indices: Sequence[int]) -> None:
-            self._source.no_gradient(
-                [memory.parameters[index].name for index in indices]
-            )
-
         return trained(
             forward,
             (),
@@ -334,7 +326,6 @@ class CapturedStep:
             tensors["step"],
             clip_norm=self._clip_norm,
             autocast=self._autocast,
-            unreached=unreached,
         )
 
 

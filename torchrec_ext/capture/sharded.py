@@ -5,7 +5,7 @@ It alone of this folder needs TorchRec, with :mod:`lowering`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
@@ -97,9 +97,6 @@ class ShardedSource(StepSource):
         if isinstance(item, TowerBatch):
             for note in item.fresh or ():
                 self.memory.mark_rows_current(note.table, note.rows)
-
-    def no_gradient(self, names: Sequence[str]) -> None:
-        """Accepts them, because a model may have towers that some batches do not read."""
 
 
 def moved_parameters(
