@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torchrec import EmbeddingBagConfig, PoolingType
 
 from torchrec_ext.data.columns import Chunk
-from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.data.loader.id_dropout import IdDropout, unseen_as_oov
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.loader.sides import BatchBuilder
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.data.sets import load_dataset

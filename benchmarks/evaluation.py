@@ -21,7 +21,7 @@ from harness import Options, Row, command_line, in_turn, peak_mb, row
 from torchrec import EmbeddingBagConfig, PoolingType
 
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.loader.batch_builder import BatchBuilder
+from torchrec_ext.data.loader.sides import BatchBuilder
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.train.metrics import (

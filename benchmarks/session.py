@@ -6,8 +6,7 @@
 and backward, one thread, all sides in turn. The baseline is torch.nn.TransformerEncoder over (B, S, 64) with a mask,
 padded to the longest session of the batch, and, as many recipes do, to S = 50. Ours is SessionEncoder with weights of
 the same shapes, by each of its ways to compute attention; `nested` runs without a causal mask, for which torch has no
-kernel on a CPU, as does its own `bucketed, not causal`. `fullest of R ranks`: the load of the rank with the most steps
-over the mean, as the loader deals sessions out, against neighbours in shuffled order.
+kernel on a CPU, as does its own `bucketed, not causal`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import torch
 from harness import Options, Row, command_line, in_turn, row
 from torch import Tensor, nn
 
-from torchrec_ext.data.loader.sessions import deal
 from torchrec_ext.modules.session_encoder import SessionEncoder
 
 WIDTH, LAYERS, HEADS, HIDDEN, LONGEST, BATCH = 64, 2, 2, 128, 50, 256
@@ -65,21 +63,6 @@ def padded(width: int, lengths: np.ndarray) -> Callable[[], None]:
     return run
 
 
-def imbalance(batch: int, ranks: int, repeats: int = 200) -> tuple[float, float]:
-    """Returns the fullest rank's load over the mean, with neighbours in shuffled order and as the loader deals."""
-    found = []
-    for seed in range(repeats):
-        lengths = lengths_of(batch, seed)
-        neighbours = np.arange(batch) * ranks // batch
-        loads = [
-            np.bincount(rank, weights=lengths, minlength=ranks)
-            for rank in (neighbours, deal(lengths, ranks))
-        ]
-        found.append([load.max() / load.mean() for load in loads])
-    before, after = np.mean(found, axis=0)
-    return float(before), float(after)
-
-
 def encoder(options: Options) -> Iterator[Row]:
     """Yields the rows of one batch, forward and backward."""
     lengths = lengths_of(32 if options.quick else BATCH, 0)
@@ -116,19 +99,7 @@ def encoder(options: Options) -> Iterator[Row]:
     )
 
 
-def ranks(options: Options) -> Iterator[Row]:
-    """Yields how full the fullest rank is, over the mean: as the loader deals sessions against neighbours in order."""
-    for count in (2, 8, 32):
-        before, after = imbalance(BATCH, count, 20 if options.quick else 200)
-        yield row(
-            f"fullest of {count} ranks over the mean",
-            after,
-            "of the mean",
-            baseline=before,
-        )
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    command_line(__doc__, {"encoder": encoder, "ranks": ranks}, turns=3)
+    command_line(__doc__, {"encoder": encoder}, turns=3)

@@ -502,11 +502,7 @@ REFUSED = [
     ),
     Refused(
         {"recipe": ("session",), "id_dropout": ("on",)},
-        r"id_dropout=session=0\.1 with a SessionLoader: ",
-    ),
-    Refused(
-        {"recipe": ("session",), "rows_on": ("cpu",)},
-        r"loader\.device='cpu': sequences are dealt out on the host",
+        r"id_dropout=session=0\.1 with sessions: ",
     ),
     Refused(
         {"sampling": ("mixed",), "rows_on": ("cpu",)},

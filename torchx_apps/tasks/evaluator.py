@@ -18,9 +18,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.data.columns import Chunk, Column, Int64, concatenate_rows
 from torchrec_ext.data.files.arrow import Source
-from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.loader import ChunkLoader
+from torchrec_ext.data.loader.sides import BatchBuilder
 from torchrec_ext.data.prepare import SESSION
 from torchrec_ext.data.prepared import Prepared, positive_share
 from torchrec_ext.distributed.runtime import Runtime
