@@ -323,7 +323,8 @@ def recommendation_text(data: Prepared, recommended: Recommended) -> str:
     user = recommended.user
     rows = data.rows("test")
     row = int((rows[str(data.roles.user)].values == user).argmax())
-    before = data.taken(*_BEFORE["test"], users=np.array([user])).items
+    pairs = data.taken_in_order(*_BEFORE["test"])
+    before = pairs.items[pairs.users == user]
     if data.form == "sessions":
         before = rows[SESSION].row(row)
     titles = data.titles
