@@ -8,7 +8,7 @@ opening the files to the last row, in one thread, batches of 4,096.
 `row-wise`: our loader, shuffled, against a map-style Dataset under torch's DataLoader, row_loader.py run as a process
 with no worker and with two, of which the faster counts. It counts from its second batch on, and is measured once.
 `parquet-plain` and `parquet-shuffled`: our loader, which builds whole batches, against what pyarrow alone decodes from
-the same files. `arrow-ipc`: our loader, shuffled, over the same rows in Arrow IPC, against itself over parquet.
+the same files.
 `wait-share`: share of the time of `train()` in which it waits for its next batch, by epoch, over 1,024 steps of a
 two-tower network on one thread, with the loader's threads as by default. `memory`: peak of a process that reads the log
 once, with the loader's threads. `memory-growth-20-epochs` and `-loaders`: what 20 further epochs, and 20 further
@@ -51,7 +51,7 @@ from row_loader import make
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.files.sources import ArrowSource, ParquetSource, Source
+from torchrec_ext.data.files.sources import ParquetSource, Source
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -107,14 +107,6 @@ def decoded(folder: Path) -> Iterator[pa.Table]:
                 yield file.read_row_group(group, use_threads=False)
 
 
-def to_arrow(folder: Path, target: Path) -> None:
-    tables = decoded(folder)
-    first = next(tables)
-    with pa.ipc.new_file(target / "rows.arrow", first.schema) as writer:
-        for rows in itertools.chain([first], tables):
-            writer.write_table(rows)
-
-
 def read(rows: Iterable[Any]) -> int:
     return sum(len(batch) for batch in rows)
 
@@ -146,17 +138,12 @@ def row_wise(folder: Path, options: Options) -> float:
 
 def speeds(options: Options) -> Iterator[Row]:
     rows, folder = count(options), log(options)
-    with tempfile.TemporaryDirectory() as target:
-        to_arrow(folder, Path(target))
-        sides: dict[str, Callable[[], object]] = {
-            "pyarrow": lambda: read(decoded(folder)),
-            "plain": functools.partial(
-                one_thread, ParquetSource, folder, shuffle=False
-            ),
-            "shuffled": functools.partial(one_thread, ParquetSource, folder),
-            "ipc": functools.partial(one_thread, ArrowSource, Path(target)),
-        }
-        times = in_turn(sides, options.turns)
+    sides: dict[str, Callable[[], object]] = {
+        "pyarrow": lambda: read(decoded(folder)),
+        "plain": functools.partial(one_thread, ParquetSource, folder, shuffle=False),
+        "shuffled": functools.partial(one_thread, ParquetSource, folder),
+    }
+    times = in_turn(sides, options.turns)
     slow = row_wise(folder, options)
     speed = {name: rates(rows, seconds) for name, seconds in times.items()}
 
@@ -173,7 +160,6 @@ def speeds(options: Options) -> Iterator[Row]:
     yield made("row-wise", "shuffled", [slow] * options.turns, 10)
     yield made("parquet-plain", "plain", speed["pyarrow"], 0.8)
     yield made("parquet-shuffled", "shuffled", speed["pyarrow"], 0.5)
-    yield made("arrow-ipc", "ipc", speed["shuffled"], 1.5)
 
 
 class Timed:

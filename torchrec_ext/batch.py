@@ -483,13 +483,6 @@ class Resident(Protocol):
             drawn: tensors of a :class:`DrawnStep`.
         """
 
-    def together(self, others: Sequence[Resident]) -> Resident | None:
-        """Returns a source of larger batches: the rows of this source's step, then those of each of ``others``.
-
-        It takes the tensors of their steps concatenated. ``total_weight`` holds one value per step, (1 + len(others),).
-        None if another source has other rows or makes batches of another layout.
-        """
-
 
 @dataclass
 class DrawnStep:

@@ -1,7 +1,6 @@
 from .columns import Chunk as Chunk
 from .columns import Column as Column
 from .config import DataConfig as DataConfig
-from .files.sources import ArrowSource as ArrowSource
 from .files.sources import ParquetSource as ParquetSource
 from .loader.config import LoaderConfig as LoaderConfig
 from .loader.id_dropout import IdDropout as IdDropout

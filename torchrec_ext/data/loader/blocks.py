@@ -356,7 +356,7 @@ def gathered(slices: Sequence[Slice], layout: BlockLayout) -> Columns:
         parts += of_name
     # One copy of each value, after which the columns lie side by side as in a batch.
     flat = torch.from_numpy(_joined(parts, np.int64))
-    values = flat.split(sizes)
+    values = torch.split(flat, sizes)
     bags = {}
     for name, ids in zip([*scalars, *lists], values, strict=True):
         bags[name] = Jagged(ids)

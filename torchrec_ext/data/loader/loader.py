@@ -19,7 +19,7 @@ from torchrec_ext.data.columns import Chunk, Column, sample_digest, with_element
 from torchrec_ext.data.files.arrow import Source
 from torchrec_ext.data.loader.config import LoaderConfig as LoaderConfig
 from torchrec_ext.data.loader.config import Sampling as Sampling
-from torchrec_ext.data.loader.epochs import BuiltAhead, Epochs, Share
+from torchrec_ext.data.loader.epochs import Epochs, Share
 from torchrec_ext.data.loader.from_files import StreamedRows
 from torchrec_ext.data.loader.on_device import DeviceCandidates, ResidentRows, read_all
 from torchrec_ext.data.loader.shared import (
@@ -339,7 +339,7 @@ class ChunkLoader(Epochs):
         # Rows on a device: there is nothing for a thread to hide, and no copy to pin
         # memory for.
         if not self._rows.ahead:
-            self.ahead = BuiltAhead(0)
+            self.depth = 0
             self._pin = False
 
     def set_epoch(self, epoch: int) -> None:

@@ -5,7 +5,6 @@ DeviceCandidates: draws for rows on a device, made on the host, and the features
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_ext.batch import DrawnStep, Resident, TowerBatch
+from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64, concatenate_rows
 from torchrec_ext.data.files.arrow import Source
 from torchrec_ext.data.loader.batch import (
@@ -442,29 +441,6 @@ class ResidentRows:
         return self._layout.batch(
             self._tables.over(tensors), rows, candidates, {}, total_weight
         )
-
-    def together(self, others: Sequence[Resident]) -> ResidentRows | None:
-        """See :class:`Resident`; draws may differ, as by their seed."""
-        if self._share.world_size > 1:
-            return None
-        for other in others:
-            if not isinstance(other, ResidentRows) or other._facts != self._facts:
-                return None
-            if not all(map(torch.equal, self.tensors, other.tensors)):
-                return None
-        combined = copy.copy(self)
-        combined._layout = dataclasses.replace(
-            self._layout, users=(1 + len(others)) * self._layout.users
-        )
-        return combined
-
-    @property
-    def _facts(self) -> tuple[object, ...]:
-        """Returns the facts behind the layout of a batch, without the rows' values."""
-        config = self._config
-        columns = [table.names for table in self._tables.present]
-        settings = (config.batch_size, config.negatives, config.label, config.weight)
-        return (self._layout.schema, self._share, settings, columns, self._device)
 
     def _counts(
         self, host_rows: list[Int64], local_rows: list[Tensor], epoch: int

@@ -75,7 +75,7 @@ class SharedCandidates:
         share: Share,
     ) -> None:
         self._key = schema.candidate or ITEM
-        self.ids = (self._key,)
+        self.ids: tuple[str, ...] = (self._key,)
         self._schema = schema
         self._config = config
         self._items = items

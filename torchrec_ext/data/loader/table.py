@@ -70,11 +70,6 @@ class DeviceTable:
         """(N, F1) int64 ids and (N, Ff) float32 numbers."""
         return self._ids, self._numbers
 
-    @property
-    def names(self) -> tuple[list[str], list[str]]:
-        """Names of the columns of :attr:`matrices`."""
-        return list(self._scalar), list(self._float)
-
     def over(self, ids: Tensor, numbers: Tensor) -> DeviceTable:
         """Returns this table with other :attr:`matrices`, such as their stand-ins while a step is captured."""
         table = copy.copy(self)
