@@ -20,7 +20,7 @@ from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.schema import BatchSchema, DataError, RowNumbers
 
 
-class Columns(NamedTuple):
+class RowColumns(NamedTuple):
     """Checked columns of n rows by name: ``bags`` of ids, or of the weights of ids, and ``numbers``, (n,) float32.
 
     ``flat`` is the memory of ids on the host that lie side by side in it; columns that a batch wants in the same order
@@ -67,12 +67,12 @@ class Answers(NamedTuple):
 
 def assemble(
     schema: BatchSchema,
-    rows: Columns,
+    rows: RowColumns,
     answers: Answers,
     *,
     total_weight: Tensor,
     numbers: RowNumbers,
-    shared: Columns | None = None,
+    shared: RowColumns | None = None,
     index: Tensor | None = None,
     shared_size: int | None = None,
     users: Tensor | None = None,
@@ -140,7 +140,7 @@ def assemble(
 
 
 def _identities(
-    name: str | None, rows: Columns, ids: Tensor | None, size: int
+    name: str | None, rows: RowColumns, ids: Tensor | None, size: int
 ) -> Tensor | None:
     if name is None:
         return None
@@ -231,7 +231,7 @@ def padded(rows: Tensor, size: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(size - len(rows), *rows.shape[1:])])
 
 
-def placed(columns: Columns, places: Tensor, size: int) -> Columns:
+def placed(columns: RowColumns, places: Tensor, size: int) -> RowColumns:
     """Returns columns of ``size`` rows, of which those at ``places`` (n,), ascending, are these; others are empty."""
     bags = {}
     for name, each in columns.bags.items():
@@ -240,13 +240,13 @@ def placed(columns: Columns, places: Tensor, size: int) -> Columns:
             torch.ones_like(places) if each.lengths is None else each.lengths
         ).int()
         bags[name] = each._replace(lengths=lengths)
-    return Columns(
+    return RowColumns(
         bags,
-        {name: spread(each, places, size) for name, each in columns.numbers.items()},
+        {name: _spread(each, places, size) for name, each in columns.numbers.items()},
     )
 
 
-def spread(values: Tensor, places: Tensor, size: int) -> Tensor:
+def _spread(values: Tensor, places: Tensor, size: int) -> Tensor:
     """Returns (size,) the values at ``places`` (n,), and zeros elsewhere."""
     return values.new_zeros(size).index_copy_(0, places, values)
 

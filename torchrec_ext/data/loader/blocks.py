@@ -22,7 +22,7 @@ from torch import Tensor
 from torchrec_ext.batch import Jagged
 from torchrec_ext.data.columns import Array, Chunk, Column, Float32, Int64
 from torchrec_ext.data.files.arrow import Kind, RowGroup, Source, as_int64
-from torchrec_ext.data.loader.batch import Columns
+from torchrec_ext.data.loader.batch import RowColumns
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.schema import BatchSchema, DataError, SparseFeature
 from torchrec_ext.schema.validation import listed
@@ -338,7 +338,7 @@ class Slice(NamedTuple):
         return self.rows.ragged[name].values[offsets[0] : offsets[-1]], offsets
 
 
-def gathered(slices: Sequence[Slice], layout: BlockLayout) -> Columns:
+def gathered(slices: Sequence[Slice], layout: BlockLayout) -> RowColumns:
     """Returns the columns of the rows of ``slices``, in the order of the batch."""
     count = sum(piece.stop - piece.start for piece in slices)
     ragged = slices[0].rows.ragged if slices else {}
@@ -380,10 +380,10 @@ def gathered(slices: Sequence[Slice], layout: BlockLayout) -> Columns:
         len(layout.floats), count
     )
     numbers = dict(zip(layout.floats, matrix.unbind(), strict=True))
-    return Columns(bags, numbers, flat)
+    return RowColumns(bags, numbers, flat)
 
 
-def row_numbers(slices: Sequence[Slice]) -> Tensor:
+def places_in_source(slices: Sequence[Slice]) -> Tensor:
     """Returns (n,) the number of each row of ``slices`` in the whole source."""
     parts = [piece.rows.numbers[piece.start : piece.stop] for piece in slices]
     return torch.from_numpy(_joined(parts, np.int64))

@@ -14,7 +14,7 @@ from torchrec_ext.batch import ENDLESS, Jagged, TowerBatch
 from torchrec_ext.data.columns import Float32, Int64
 from torchrec_ext.data.files.event_log import NO_EVENTS, EventLog, Events
 from torchrec_ext.data.files.events_config import EventsConfig
-from torchrec_ext.data.loader.batch import Answers, Columns, assemble
+from torchrec_ext.data.loader.batch import Answers, RowColumns, assemble
 from torchrec_ext.schema import BatchSchema, RowNumbers
 
 # Seconds between two looks at a log without new events.
@@ -168,11 +168,11 @@ class EventLoader:
         weights = torch.from_numpy(rows.weights.reshape(-1))
         return assemble(
             self._schema,
-            Columns(every, {}),
+            RowColumns(every, {}),
             Answers(torch.from_numpy(rows.labels.reshape(-1)), weights),
             total_weight=weights.sum(),
             numbers=RowNumbers(torch.arange(count * width), torch.arange(count)),
-            shared=Columns({USER: Jagged(users)}, {}),
+            shared=RowColumns({USER: Jagged(users)}, {}),
             index=places,
             shared_size=count,
             log_q=torch.from_numpy(rows.log_q.reshape(-1)) if self._log_q else None,

@@ -30,7 +30,7 @@ from torchrec_ext.data.loader.blocks import (
     Slice,
     Vectors,
     gathered,
-    row_numbers,
+    places_in_source,
     summed_weights,
 )
 from torchrec_ext.data.loader.config import LoaderConfig
@@ -412,7 +412,7 @@ class StreamedRows:
             )
             rows = StepRows(
                 gathered(step.mine, self._layout),
-                row_numbers(step.mine),
+                places_in_source(step.mine),
                 torch.tensor(total / self._share.world_size),
             )
             if self._shared is not None:

@@ -21,7 +21,7 @@ from torchrec_ext.data.columns import Array, Chunk, Column, Int64, concatenate_r
 from torchrec_ext.data.files.arrow import Source
 from torchrec_ext.data.loader.batch import (
     Answers,
-    Columns,
+    RowColumns,
     assemble,
     known_items,
     padded,
@@ -246,8 +246,8 @@ class _Layout:
         )
 
 
-def _with(columns: Columns, others: Columns) -> Columns:
-    return Columns(columns.bags | others.bags, columns.numbers | others.numbers)
+def _with(columns: RowColumns, others: RowColumns) -> RowColumns:
+    return RowColumns(columns.bags | others.bags, columns.numbers | others.numbers)
 
 
 class ResidentRows:

@@ -12,7 +12,7 @@ from torchrec_ext.batch import Jagged, TowerBatch
 from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.loader.batch import (
     Answers,
-    Columns,
+    RowColumns,
     assemble,
     known_items,
     padded,
@@ -33,7 +33,7 @@ class StepRows(NamedTuple):
     ``total`` is the weight of the global batch divided by the number of ranks.
     """
 
-    columns: Columns
+    columns: RowColumns
     numbers: Tensor
     total: Tensor
 
@@ -117,9 +117,9 @@ class SharedCandidates:
         numbers[queries:] = -1 - first - torch.arange(len(drawn))
         answers = Answers.of(schema, self._config, rows.columns.numbers, count, size)
 
-        def beside(size: int, items: Columns) -> Columns:
+        def beside(size: int, items: RowColumns) -> RowColumns:
             mine = placed(rows.columns, torch.arange(count), size)
-            return Columns(mine.bags | items.bags, mine.numbers | items.numbers)
+            return RowColumns(mine.bags | items.bags, mine.numbers | items.numbers)
 
         users = rows.columns.bags.get(schema.query or "")
         batch = assemble(
@@ -128,7 +128,7 @@ class SharedCandidates:
             answers,
             total_weight=rows.total,
             numbers=RowNumbers(numbers, numbers[:shared_size]),
-            shared=beside(shared_size, features if own else Columns({}, {})),
+            shared=beside(shared_size, features if own else RowColumns({}, {})),
             index=index if own else torch.where(index < queries, index, 0),
             shared_size=shared_size,
             users=None if users is None else users.values,
@@ -180,7 +180,7 @@ class SessionCandidates:
         numbers = padded(rows.numbers, size)
         return assemble(
             self._schema,
-            Columns(bags, {}),
+            RowColumns(bags, {}),
             Answers(torch.ones(size, device=device), is_row.float()),
             total_weight=rows.total,
             numbers=RowNumbers(numbers, numbers),

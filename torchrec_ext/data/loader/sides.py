@@ -8,7 +8,7 @@ import torch
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Int64, with_elements
-from torchrec_ext.data.loader.batch import Answers, Columns, assemble, known_items
+from torchrec_ext.data.loader.batch import Answers, RowColumns, assemble, known_items
 from torchrec_ext.data.loader.blocks import BlockLayout
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.table import item_table, table_of
@@ -56,7 +56,7 @@ class BatchBuilder:
         ids = known_items(self.schema, self.items.num_rows, item_ids, numbers.numpy())
         return self._batch(self._table.columns(torch.from_numpy(ids)), len(ids))
 
-    def _batch(self, columns: Columns, count: int) -> TowerBatch:
+    def _batch(self, columns: RowColumns, count: int) -> TowerBatch:
         targets = torch.zeros(count, len(self.schema.tasks))
         return assemble(
             self.schema,

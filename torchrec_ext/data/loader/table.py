@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrec_ext.batch import Jagged
 from torchrec_ext.data.columns import Array, Chunk, Column
 from torchrec_ext.data.files.arrow import RowGroup
-from torchrec_ext.data.loader.batch import Columns, as_tensor
+from torchrec_ext.data.loader.batch import RowColumns, as_tensor
 from torchrec_ext.data.loader.blocks import BlockLayout
 from torchrec_ext.schema import BatchSchema
 
@@ -106,7 +106,7 @@ class DeviceTable:
         rows: Tensor,
         totals: Mapping[str, int] | None = None,
         names: Iterable[str] | None = None,
-    ) -> Columns:
+    ) -> RowColumns:
         """Gathers ``rows`` (B,): the bags of the columns ``names``, all by default, and all numbers.
 
         ``totals`` is that of :meth:`bags`.
@@ -116,7 +116,7 @@ class DeviceTable:
         if self._float:
             matrix = self._numbers.index_select(0, rows)
             numbers = {name: matrix[:, place] for name, place in self._float.items()}
-        return Columns(self.bags(rows, wanted, totals or {}), numbers)
+        return RowColumns(self.bags(rows, wanted, totals or {}), numbers)
 
     def lengths(self, name: str, rows: Tensor) -> Tensor:
         """Returns (B,) int64 the number of ids of a ragged column in each of ``rows`` (B,)."""
