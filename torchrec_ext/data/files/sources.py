@@ -448,7 +448,7 @@ class ParquetSource:
                     where += f", column '{name}'"
                     break
             raise DataError(
-                f"{where} cannot be read: the file is gone, damaged or cut; copy or write it again ({error})"
+                f"{where} cannot be read: the file is damaged, cut or gone; copy or write it again ({error})"
             ) from error
 
     def _readable(self, group: RowGroup, name: str) -> bool:
