@@ -41,7 +41,7 @@ from torchrec_ext.data.features import (
     why_left_out,
 )
 from torchrec_ext.data.files.arrow import is_list_type
-from torchrec_ext.data.files.parquet import read_columns
+from torchrec_ext.data.files.sources import read_columns
 from torchrec_ext.data.movielens import LICENCE, LICENCE_1M, films_and_people
 from torchrec_ext.data.pairs import (
     CANDIDATES,
