@@ -6,7 +6,7 @@
 of up to 50) under a dot product and under a top NN of 128 and 64: embedding, scoring, masking, ranking. The baseline
 has the towers' outputs already and does what users write: `dot` makes the whole matrix of scores and sorts it, `top-nn`
 runs the interaction over one user beside all items at a time and sorts (for 300 of them, scaled up to all). Both sides
-must find the same ranks. `required` is a limit in seconds, and `plain_s` the baseline's seconds. `memory` is the most
+must find the same places. `required` is a limit in seconds, and `plain_s` the baseline's seconds. `memory` is the most
 resident memory that this process has had before any baseline ran, torch and the data included.
 """
 
@@ -25,10 +25,10 @@ from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.train.metrics import (
+    Hits,
     Kept,
     Question,
-    TargetRanks,
-    catalogue_ranks,
+    catalogue_hits,
     embed_all,
     own_share,
     ranking_metrics,
@@ -143,15 +143,20 @@ class Case:
             for share, keep in shares
         ]
 
-    def ranks(self) -> TargetRanks:
+    def hits(self, k: int = K) -> Hits:
         """Ours, from the columns."""
-        return catalogue_ranks(
-            self.model, HERE, self.batches("user"), self.batches("item"), self.question
+        return catalogue_hits(
+            self.model,
+            HERE,
+            self.batches("user"),
+            self.batches("item"),
+            self.question,
+            k=k,
         )
 
     def ours(self) -> Figures:
         """Ours, from the columns to the figures."""
-        return ranking_metrics(self.ranks(), K)
+        return ranking_metrics(self.hits())
 
     def embedded(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The outputs of both towers, which the baseline starts from."""
@@ -162,26 +167,26 @@ class Case:
         return queries, items
 
     @torch.no_grad()
-    def whole_matrix(self, queries: torch.Tensor, items: torch.Tensor) -> TargetRanks:
+    def whole_matrix(self, queries: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
         """Plainly: every score at once, every row sorted."""
         scores = queries @ items.T
         scores[self.question.seen_rows, self.question.seen_items] = -torch.inf
         scores[:, 0] = -torch.inf
         order = scores.argsort(dim=1, descending=True)
-        places = (order == self.question.targets[:, None]).int().argmax(dim=1)
-        return TargetRanks(places, torch.zeros_like(places))
+        return (order == self.question.targets[:, None]).int().argmax(dim=1)
 
     @torch.no_grad()
     def user_by_user(
         self, queries: torch.Tensor, items: torch.Tensor, users: int
-    ) -> TargetRanks:
+    ) -> torch.Tensor:
         """Plainly: the interaction over one user beside every item, sorted."""
         places = []
         for user in range(users):
             scores = self.model.interaction(
                 [queries[user].expand(len(items), -1), items]
             )
-            scores[self.question.seen_by(user, user + 1)[1]] = -torch.inf
+            seen = self.question.seen_rows == user
+            scores[self.question.seen_items[seen]] = -torch.inf
             scores[0] = -torch.inf
             places.append(
                 int(
@@ -190,16 +195,15 @@ class Case:
                     .argmax()
                 )
             )
-        return TargetRanks(torch.tensor(places), torch.zeros(users, dtype=torch.int64))
+        return torch.tensor(places)
 
 
-def agree(ours: TargetRanks, plain: TargetRanks) -> None:
+def agree(ours: Hits, plain: torch.Tensor) -> None:
     """Of the users that the baseline ranked; sums in another order may swap two items that all but tie."""
-    count = len(plain.better)
-    ours = TargetRanks(ours.better[:count], ours.ties[:count])
-    if int((ours.better - plain.better).abs().max()) > 3:
+    places = ours.gains[: len(plain)].argmax(dim=1)
+    if int((places - plain).abs().max()) > 3:
         raise SystemExit(
-            f"the two sides disagree: ours {ranking_metrics(ours, K)}, plain {ranking_metrics(plain, K)}"
+            f"the two sides disagree: ours {places.tolist()[:10]}, plain {plain.tolist()[:10]}"
         )
 
 
@@ -214,8 +218,8 @@ def whole(options: Options) -> Iterator[Row]:
     ours_mb = peak_mb()
     vectors, top_vectors = dot.embedded(), top.embedded()
     some = 60 if options.quick else BASELINE_USERS
-    agree(dot.ranks(), dot.whole_matrix(*vectors))
-    agree(top.ranks(), top.user_by_user(*top_vectors, some))
+    agree(dot.hits(ITEMS), dot.whole_matrix(*vectors))
+    agree(top.hits(ITEMS), top.user_by_user(*top_vectors, some))
     plain = {
         "dot plain": lambda: dot.whole_matrix(*vectors),
         "top-nn plain": lambda: top.user_by_user(*top_vectors, some),

@@ -358,17 +358,16 @@ def popularity(data: str) -> dict[str, float]:
     import torch
 
     from torchrec_ext.data.sets import load_dataset
-    from torchrec_ext.train.metrics import TargetRanks, ranking_metrics, ranks_among
+    from torchrec_ext.train.metrics import Candidates, gains_among, ranking_metrics
     from torchx_apps.tasks.evaluator import held_out_rows, question_of
 
     rows = load_dataset(prepared(data))
     question = question_of(rows, "test", held_out_rows(rows, "test"), ()).question
-    counts = torch.from_numpy(rows.popularity)
-    assert isinstance(question, torch.Tensor)
-    ranks = ranks_among(counts[question.clamp(min=0)], question)
-    return ranking_metrics(
-        TargetRanks(ranks.better + ranks.ties, torch.zeros_like(ranks.ties))
-    )
+    assert isinstance(question, Candidates)
+    counts = torch.from_numpy(rows.popularity)[question.ids.clamp(min=0)].double()
+    # Half a count more for all but the target: it loses every tie.
+    counts[:, 1:] += 0.5
+    return ranking_metrics(question.hits(gains_among(counts, question.ids, 10)))
 
 
 if __name__ == "__main__":
