@@ -2,12 +2,12 @@
 
     python benchmarks/dynamic_ids.py [--only find admit step drift fresh] [--turns 5] [--quick]
 
-`find`: 16,384 ids, of which 95 % are live, among 1 M live ones, uniform, compiled; the baselines are numpy's
-searchsorted over the sorted ids, which an insertion would have to write anew, a dictionary, and our own eager look-up.
+`find`: 16,384 ids, of which 95 % are live, among 1 M live ones, uniform; the baselines are numpy's
+searchsorted over the sorted ids, which an insertion would have to write anew, and a dictionary.
 `admit`: batches of 16,384 new ids into a table of 1 M rows. `step`: train() on 4,096 rows with 4 features of 200,000
 rows x 64, of which 150,000 live and 1 % of the look-ups new, admitted every 8 steps when they come for the second time,
-against the same training with static tables of as many rows, whose batches hold rows; Adagrad by row. Once eager with
-eager look-ups, as in the first seconds of a training, once eager with compiled ones, as later, and once captured.
+against the same training with static tables of as many rows, whose batches hold rows; Adagrad by row. Once eager
+and once captured.
 `drift`: log loss, test-then-train over the last three quarters of 2 M events on items that appear and fade, with rows
 for a tenth of those that come; one seed a turn. Beside it: a row for every item, the hash trick, and a
 vocabulary of the first tenth of the events with one row for all others. `tfra`, only where named: vectors of 16,384 ids
@@ -64,9 +64,6 @@ def find(options: Options) -> Iterator[Row]:
     known = random_ids(live)
     ids = DynamicIds({"item": Dynamic(capacity=live + 1)})
     ids.step({"item": known})
-    eager = DynamicIds({"item": Dynamic(capacity=live + 1)})
-    eager.load_state_dict(ids.state_dict())
-    ids.compile_look_ups()
     wanted = torch.where(
         torch.rand(LOOKUPS) < 0.95,
         known[torch.randint(live, (LOOKUPS,))],
@@ -83,7 +80,6 @@ def find(options: Options) -> Iterator[Row]:
     sides: dict[str, Callable[[], object]] = {
         "numpy.searchsorted": searched,
         "a dictionary": lambda: [numbers.get(each, 0) for each in wanted.tolist()],
-        "our eager look-up": lambda: eager.rows({"item": wanted}),
         "ours": lambda: ids.rows({"item": wanted}),
     }
     seconds = in_turn(sides, options.turns, 2 if options.quick else 20)
@@ -111,19 +107,13 @@ def admit(options: Options) -> Iterator[Row]:
 
 
 def step(options: Options) -> Iterator[Row]:
-    for name, compile_mode, compiled in (
-        ("eager", "off", False),
-        ("eager, look-ups compiled", "off", True),
-        ("captured", "require", True),
-    ):
+    for name, compile_mode in (("eager", "off"), ("captured", "require")):
         with one_rank() as runtime:
             torch.manual_seed(0)
             names = random_ids(len(NAMES), CATALOGUE)
             raw = list(drawn(names, 4 if options.quick else 64))
             sides = {
-                kind: training(
-                    runtime, kind, names, raw, compile_mode, compiled=compiled
-                )  # type: ignore[arg-type]
+                kind: training(runtime, kind, names, raw, compile_mode)  # type: ignore[arg-type]
                 for kind in ("static", "dynamic")
             }
             trainings = Trainings(sides)
@@ -186,8 +176,6 @@ def training(
     names: Tensor,
     raw: list[tuple[Tensor, Tensor]],
     compile_mode: Compile,
-    *,
-    compiled: bool,
 ) -> Any:
     """Returns a side of :class:`Trainings`; ``kind`` is ``static`` or ``dynamic``."""
 
@@ -219,8 +207,6 @@ def training(
         # The catalogue is live before the first step.
         for _ in range(2 * EVERY):
             loader.ids.step(dict(zip(NAMES, names, strict=True)))
-        if compiled:
-            loader.ids.compile_look_ups()
     config = TrainConfig(epochs=1, compile=compile_mode)
     return lambda stop: train(parallel, optimizer, loader, runtime, config, stop=stop)
 
@@ -401,7 +387,6 @@ def tfra(options: Options) -> Iterator[Row]:
     table = nn.Embedding(2 * live, WIDTH)
     for piece in torch.split(known, LOOKUPS):
         ids.step({"item": piece})
-    ids.compile_look_ups()
     command = [
         os.environ["TFRA_PYTHON"],
         "-c",
