@@ -9,7 +9,6 @@ quarter of an hour of training) and `small-tables` run only where `--only` names
 to see that it runs; its figures mean nothing. Last line: one JSON object.
 """
 
-import hybrid_merged
 import hybrid_shared_memory
 import hybrid_small_tables
 import hybrid_sync
@@ -18,7 +17,6 @@ from harness import command_line
 
 ROWS = {
     "towers": hybrid_towers.rows,
-    "merged": hybrid_merged.rows,
     "sync": hybrid_sync.rows,
     "shared-memory": hybrid_shared_memory.rows,
 }

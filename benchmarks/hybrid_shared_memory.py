@@ -7,7 +7,7 @@ group's own gloo back for the baseline. `calm_gloo()` is on in both. Programs:
                           DistributedDataParallel with Adam, 1,280 rows a rank
     TorchRec's DMP        TorchRec alone: an EmbeddingBagCollection of 8 x 10,000 x 32, table-wise, Adagrad, 512 rows
     NeuMF every step      `train()` on MovieLens 100K, as in the row `sync every step`
-    merged look-ups       a step of hybrid_parallel's model, as in the row `merged`, and of `train()` with its pipeline
+    merged look-ups       a step of hybrid_parallel's model, and of `train()` with its pipeline
 
 Rows `beside two busy processes` have two programs on the same cores that never wait: ranks that spin there would take
 from each other what they wait for. Required is .97 of gloo.
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import cycle, pairwise
 
-import hybrid_merged
+import hybrid_look_ups
 import hybrid_sync
 import torch
 import torch.distributed as dist
@@ -193,7 +193,7 @@ def busy_processes(count: int) -> Iterator[None]:
 def measured(runtime: Runtime, options: Options, steps: int) -> dict[str, list[float]]:
     """Seconds of a step of each program over gloo and over shared memory, by turn."""
     quieten_libraries()
-    size = 64 if options.quick else hybrid_merged.BATCH
+    size = 64 if options.quick else hybrid_look_ups.BATCH
     job = hybrid_sync.job_of(SyncConfig(), 2, options.quick, hybrid_sync.ENDLESS)
     task = (
         load_task(job, runtime)
@@ -210,7 +210,7 @@ def measured(runtime: Runtime, options: Options, steps: int) -> dict[str, list[f
                 shared,
             )
         for how in ("", ", pipelined"):
-            side = hybrid_merged.side(runtime, size, merged=True, pipelined=bool(how))
+            side = hybrid_look_ups.side(runtime, size, pipelined=bool(how))
             sides[f"merged look-ups{how}, {medium}"] = side, shared
     switch = Switch()
     calm_gloo()

@@ -1,6 +1,6 @@
 """Row `small-tables` of hybrid.py, a study: up to which size tables are better on every rank than sharded.
 
-Two towers of 3 equal tables, one id each per row, each tower 64-32, dot product, Adagrad, look-ups merged; 512 rows on
+Two towers of 3 equal tables, one id each per row, each tower 64-32, dot product, Adagrad; 512 rows on
 each of two ranks, steps of `train()` in turn. The baseline has plan.sharding=table_wise, ours data_parallel; a row for
 each size. `small_tables_whole` (torchrec_ext/distributed/plan/planner.py) takes its limit from here.
 """
@@ -45,14 +45,13 @@ def model(rows: int, dim: int) -> TowerModel:
             for name in names
         ]
 
-    made = two_tower(
+    return two_tower(
         tables("user"),
         tables("item"),
         tower_widths=(64, 32),
         interaction="dot",
         device=META,
     )
-    return made.merge_lookups()
 
 
 def batches(rows: int, dim: int, seed: int) -> list[TowerBatch]:

@@ -90,20 +90,37 @@ def batches(size: int, made: TowerModel, seed: int) -> list[TowerBatch]:
     return made_batches
 
 
-def fused(tower: Any) -> nn.Module:
-    """The tower with tables that its backward moves."""
-    tower.embeddings = FusedEmbeddingBagCollection(
-        tower.tables,
+def fused(tables: list[EmbeddingBagConfig]) -> nn.Module:
+    """Tables that their backward moves."""
+    return FusedEmbeddingBagCollection(
+        tables,
         RowWiseAdagrad,
         {"lr": OPTIMIZER.tables_lr},
         device=torch.device("cpu"),
     )
-    return tower  # type: ignore[no-any-return]
+
+
+class TowerWithTables(nn.Module):
+    """A tower with look-ups of its own, for a rank of its own."""
+
+    def __init__(self, tower: Any) -> None:
+        super().__init__()
+        self.tower = tower
+        self.embeddings = fused(tower.tables)
+
+    def forward(self, sparse: KeyedJaggedTensor, dense: Tensor) -> Tensor:
+        """Returns the tower's output, (B, D)."""
+        pooled = self.embeddings(sparse).to_dict()
+        # A table and its feature have one name.
+        looked_up = {f"{name}@{name}": value for name, value in pooled.items()}
+        return self.tower(looked_up, dense)  # type: ignore[no-any-return]
 
 
 def adam(module: nn.Module) -> torch.optim.Optimizer:
     dense = [
-        value for name, value in module.named_parameters() if "embeddings." not in name
+        value
+        for name, value in module.named_parameters()
+        if "embedding_bags." not in name and "embeddings." not in name
     ]
     return torch.optim.Adam(dense, lr=OPTIMIZER.dense_lr, fused=True)
 
@@ -121,7 +138,10 @@ def on_ranks_of_their_own(runtime: Runtime, quick: bool) -> Callable[[], None]:
     made = model(quick)
     names = ("user", "item")
     own = names[runtime.rank]
-    towers = {name: fused(made.towers[name]) if name == own else None for name in names}
+    towers = {
+        name: TowerWithTables(made.towers[name]) if name == own else None
+        for name in names
+    }
     parallel = TowersOnRanks(towers, Dot(), runtime)
     optimizer = adam(parallel)
     # Every rank has the whole batch.
@@ -140,8 +160,7 @@ def on_ranks_of_their_own(runtime: Runtime, quick: bool) -> Callable[[], None]:
 
 def alone(quick: bool) -> Callable[[], None]:
     made = model(quick)
-    for tower in made.towers.values():
-        fused(tower)
+    made.look_ups.collections["rows"] = fused(made._tables)
     optimizer = adam(made)
     feed = cycle(batches(256 if quick else BATCH, made, seed=0))
 
@@ -183,8 +202,7 @@ class _Dict(dict[str, torch.Tensor]):
 
 def plain_ddp(runtime: Runtime, quick: bool) -> Callable[[], None]:
     made = model(quick)
-    for tower in made.towers.values():
-        tower.embeddings = SparseBags(tower.tables)
+    made.look_ups.collections["rows"] = SparseBags(made._tables)
     tables = [value for name, value in made.named_parameters() if ".bags." in name]
     dense = [value for name, value in made.named_parameters() if ".bags." not in name]
     optimizers = [

@@ -5,8 +5,7 @@
 256 sessions of 2 to 50 steps, most of them short as in Amazon Beauty (median 4, mean 6.9), 64 wide, 2 layers, forward
 and backward, one thread, all sides in turn. The baseline is torch.nn.TransformerEncoder over (B, S, 64) with a mask,
 padded to the longest session of the batch, and, as many recipes do, to S = 50. Ours is SessionEncoder with weights of
-the same shapes, by each of its ways to compute attention; `nested` runs without a causal mask, for which torch has no
-kernel on a CPU, as does its own `bucketed, not causal`. `fullest of R ranks`: the load of the rank with the most steps
+the same shapes, with a causal mask and without. `fullest of R ranks`: the load of the rank with the most steps
 over the mean, as the loader deals sessions out, against neighbours in shuffled order.
 """
 
@@ -31,7 +30,7 @@ def lengths_of(count: int, seed: int) -> np.ndarray:
     return np.clip(1 + rng.lognormal(1.25, 0.85, count).astype(np.int64), 2, LONGEST)
 
 
-def packed(attention: str, causal: bool, lengths: np.ndarray) -> Callable[[], None]:
+def packed(causal: bool, lengths: np.ndarray) -> Callable[[], None]:
     encoder = SessionEncoder(
         WIDTH,
         LONGEST,
@@ -39,7 +38,6 @@ def packed(attention: str, causal: bool, lengths: np.ndarray) -> Callable[[], No
         heads=HEADS,
         hidden=HIDDEN,
         causal=causal,
-        attention=attention,
         position="none",
     )
     steps = torch.randn(int(lengths.sum()), WIDTH, requires_grad=True)
@@ -87,10 +85,8 @@ def encoder(options: Options) -> Iterator[Row]:
     sides = {
         "torch, padded to 50": padded(LONGEST, lengths),
         f"torch, padded to {longest}": padded(longest, lengths),
-        "ours, attention padded": packed("padded", True, lengths),
-        "ours, bucketed": packed("bucketed", True, lengths),
-        "ours, bucketed, not causal": packed("bucketed", False, lengths),
-        "ours, nested, not causal": packed("nested", False, lengths),
+        "ours, bucketed": packed(True, lengths),
+        "ours, bucketed, not causal": packed(False, lengths),
     }
     seconds = in_turn(sides, options.turns, 1 if options.quick else 4)
     times = {

@@ -42,7 +42,6 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "distributed": {
         "batch",
         "modules.tower",
-        "modules.shared_tables",
         "schema.validation",
         "ids",
     },

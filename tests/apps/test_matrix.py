@@ -202,7 +202,6 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "loss": {
         "recipe's": (),
         "bpr": ("model.loss=bpr",),
-        "hinge": ("model.loss=hinge",),
         "sampled_softmax": ("model.loss=sampled_softmax",),
         "in_batch": ("model.loss=in_batch", "{product}"),
         "catalogue": ("model.loss=catalogue", "{product}"),
@@ -274,11 +273,6 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "0": ("data.history_length=0",),
     },
     "position": {"recipe's": (), "end": ("model.position=end",)},
-    "attention": {
-        "bucketed": (),
-        "padded": ("model.attention=padded",),
-        "nested": ("model.attention=nested",),
-    },
     "combine": {"concat": (), "sum": ("model.combine=sum",)},
     "window": {"log's": (), "3": ("model.window=3",)},
     "saves": {
@@ -297,7 +291,6 @@ ONLY = {
     "share_items": ("two_tower", "retrieval"),
     "share_user": ("two_tower", "retrieval", "ncf", "contextual_ncf"),
     "position": ("bst", "session"),
-    "attention": ("bst", "session"),
     "combine": ("bst",),
     "window": ("bst",),
 }
@@ -320,7 +313,7 @@ _MEETING = r"train\.compile=require: the training step cannot be captured: ranks
 _SCALED = r"train\.amp=fp16: table '\w+' is sharded, so its backward moves it"
 _APART = {"ranks": ("2",), "sync": ("local_sgd", "diloco")}
 _STREAMED = ("stream", "bst", "multi_task")
-_OTHER_LOSSES = ("bpr", "hinge", "sampled_softmax", "in_batch", "catalogue")
+_OTHER_LOSSES = ("bpr", "sampled_softmax", "in_batch", "catalogue")
 # their tables are sharded; no kernel moves Adam's on a CPU, so these are replicated
 _ADAGRAD = ("two_tower", "retrieval", "session", *_STREAMED)
 _REPLICATED = ("ncf", *_ON_LABELLED)
@@ -369,9 +362,9 @@ REFUSED = [
         {
             "recipe": ("two_tower",),
             "sampling": ("mixed",),
-            "loss": ("bpr", "hinge", "sampled_softmax"),
+            "loss": ("bpr", "sampled_softmax"),
         },
-        r"model\.loss=(bpr|hinge|sampled_softmax) with loader\.negatives=0: ",
+        r"model\.loss=(bpr|sampled_softmax) with loader\.negatives=0: ",
     ),
     Refused(
         {"recipe": ("ncf",), "sampling": ("mixed",)},
@@ -382,32 +375,32 @@ REFUSED = [
         r"loader\.label='(label|click)' with loader\.shared_negatives=64: drawn negatives have label 0",
     ),
     Refused(
-        {"recipe": ("retrieval",), "loss": ("bpr", "hinge", "sampled_softmax")},
-        r"model\.loss=(bpr|hinge|sampled_softmax) with loader\.negatives=0: .*; set loader\.negatives to 1 or more",
+        {"recipe": ("retrieval",), "loss": ("bpr", "sampled_softmax")},
+        r"model\.loss=(bpr|sampled_softmax) with loader\.negatives=0: .*; set loader\.negatives to 1 or more",
     ),
     Refused(
-        {"recipe": ("contextual_ncf",), "loss": ("bpr", "hinge", "sampled_softmax")},
-        r"model\.loss=(bpr|hinge|sampled_softmax) with loader\.label='label': .*; take model\.loss=bce",
+        {"recipe": ("contextual_ncf",), "loss": ("bpr", "sampled_softmax")},
+        r"model\.loss=(bpr|sampled_softmax) with loader\.label='label': .*; take model\.loss=bce",
     ),
     Refused(
-        {"recipe": ("n_tower", "stream"), "loss": ("bpr", "hinge", "sampled_softmax")},
-        r"model\.loss=(bpr|hinge|sampled_softmax) with loader\.label='label': .*; take model\.loss=bce",
+        {"recipe": ("n_tower", "stream"), "loss": ("bpr", "sampled_softmax")},
+        r"model\.loss=(bpr|sampled_softmax) with loader\.label='label': .*; take model\.loss=bce",
     ),
     Refused(
         {"recipe": ("ncf", "contextual_ncf"), "loss": ("in_batch", "catalogue")},
         r"model\.loss=(in_batch|catalogue): queries share candidates, and NeuMF runs",
     ),
     Refused(
-        {"recipe": ("session",), "loss": ("bpr", "hinge", "in_batch")},
-        r"model\.loss=(bpr|hinge|in_batch): ",
+        {"recipe": ("session",), "loss": ("bpr", "in_batch")},
+        r"model\.loss=(bpr|in_batch): ",
     ),
     Refused(
         {
             "recipe": ("two_tower",),
             "reject_known": ("on",),
-            "loss": ("recipe's", "bpr", "hinge", "sampled_softmax"),
+            "loss": ("recipe's", "bpr", "sampled_softmax"),
         },
-        r"model\.reject_known=true with model\.loss=(bce|bpr|hinge|sampled_softmax): drawn negatives are never known",
+        r"model\.reject_known=true with model\.loss=(bce|bpr|sampled_softmax): drawn negatives are never known",
     ),
     Refused(  # whichever loss would take the one refuses the other
         {
@@ -455,7 +448,7 @@ REFUSED = [
     ),
     Refused(
         {"recipe": ("multi_task",), "loss": _OTHER_LOSSES},
-        r"model\.loss=(bpr|hinge|sampled_softmax|in_batch|catalogue)",
+        r"model\.loss=(bpr|sampled_softmax|in_batch|catalogue)",
     ),
     Refused(
         {
@@ -574,7 +567,7 @@ REFUSED = [
     ),
     Refused(
         {"compile": ("require",), "recipe": ("session", "bst")},
-        r"embeddings' returns a row for each id, so its",
+        r"' returns a row for each id, so its",
     ),
     Refused(
         {"sharding": ("data_parallel",), "recipe": ("session", "bst")},
@@ -625,10 +618,6 @@ REFUSED += [
     Refused(
         {"recipe": ("stream",), "towers": ("2",), "loss": ("catalogue",)},
         r"model\.loss=catalogue with model\.towers: the last tower, 'item', reads column 'hour'",
-    ),
-    Refused(
-        {"recipe": ("session",), "attention": ("nested",)},
-        r"attention='nested' with causal=True on a cpu: torch has",
     ),
     Refused(
         {"recipe": ("n_tower", "stream"), "towers": ("2",), "export": ("require",)},

@@ -39,7 +39,7 @@ class BatchBuilder:
         if rows is not None:
             self.schema, _ = schema.with_hook(rows)
         self.items = with_elements(items, schema.dense)
-        names = [*schema.keys, *schema.dense, *schema.weight_columns]
+        names = [*schema.keys, *schema.dense]
         self._item_names = [name for name in names if name in self.items]
         self._user_names = [name for name in names if name not in self.items]
 
@@ -66,16 +66,11 @@ class BatchBuilder:
                 raise schema.missing(name, columns)
         bags = {}
         for name in schema.keys:
-            feature = schema.feature(name)
             column = columns[name] if name in names else _EMPTY
-            weights: Tensor | None = None
-            if feature is not None and feature.weights is not None:
-                of_ids = columns[feature.weights] if name in names else _EMPTY
-                weights = as_tensor(of_ids.values.astype(np.float32, copy=False))
             lengths = np.zeros(size, np.int32)
             lengths[: len(column)] = column.lengths
             values = as_tensor(_ids(name, column))
-            bags[name] = Jagged(values, torch.from_numpy(lengths), weights)
+            bags[name] = Jagged(values, torch.from_numpy(lengths))
         dense = {}
         for name in schema.dense:
             dense[name] = torch.zeros(size)

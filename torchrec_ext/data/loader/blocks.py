@@ -32,13 +32,10 @@ from torchrec_ext.data.files.arrow import Kind, RowGroup, Source, as_int64
 from torchrec_ext.data.loader.batch_builder import padded
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.schema import BatchSchema, DataError, RowNumbers, SparseFeature
-from torchrec_ext.schema.validation import listed
 
 Vectors = Array | list[Array]
 SCALAR: tuple[Kind, ...] = ("int",)
 ID_KINDS: tuple[Kind, ...] = ("int", "ints")
-LISTS: tuple[Kind, ...] = ("ints",)
-WEIGHTS: tuple[Kind, ...] = ("floats",)
 # Buffers to reuse for the next blocks: a block has two, one of ids and one of floats.
 _SPARE_BUFFERS = 8
 NUMBER_KINDS: tuple[Kind, ...] = ("float", "int", "bool")
@@ -52,14 +49,12 @@ class BlockLayout:
         features: the sparse columns by name; None for an id that no table reads (a user's, for the negatives).
         floats: names of the dense columns, the labels and the weight.
         out_of_range: see :class:`BatchSchema`.
-        weights: maps a feature to the list column with a weight for each of its ids.
         bounds: least and greatest value of each column of labels and of the weight.
     """
 
     features: Mapping[str, SparseFeature | None]
     floats: tuple[str, ...]
     out_of_range: str
-    weights: Mapping[str, str] = field(default_factory=dict)
     bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
@@ -95,10 +90,6 @@ class BlockLayout:
         features |= {feature.name: feature for feature in schema.sparse}
         for name in without:
             features.pop(name, None)
-        weights = {}
-        for feature in schema.sparse:
-            if feature.weights and feature.name in features:
-                weights[feature.name] = feature.weights
         return cls(
             features=features,
             floats=tuple(
@@ -107,21 +98,18 @@ class BlockLayout:
                 )
             ),
             out_of_range=schema.out_of_range,
-            weights=weights,
             bounds=bounds,
         )
 
     @property
     def names(self) -> list[str]:
         """Names of the columns to read; a column may be both an id and a label."""
-        return list(
-            dict.fromkeys([*self.features, *self.floats, *self.weights.values()])
-        )
+        return list(dict.fromkeys([*self.features, *self.floats]))
 
     @property
     def ids(self) -> list[str]:
-        """Names of the columns of ids and of the ids' weights."""
-        return [*self.features, *self.weights.values()]
+        """Names of the columns of ids."""
+        return list(self.features)
 
     def require(self, source: Source, config: LoaderConfig) -> frozenset[str]:
         """Refuses a source with a missing column or a column of another kind.
@@ -134,10 +122,6 @@ class BlockLayout:
                 source.require({name: NUMBER_KINDS})
             except DataError as error:
                 raise DataError(f"{config.setting_of(name)}{error}") from None
-        source.require(
-            dict.fromkeys(self.weights, LISTS)
-            | dict.fromkeys(self.weights.values(), WEIGHTS)
-        )
         kinds = source.require(
             {
                 name: ID_KINDS if feature else SCALAR
@@ -162,10 +146,6 @@ class BlockLayout:
         ids = {
             name: self._ids(group, name, chunk[name], feature)
             for name, feature in self.features.items()
-        }
-        ids |= {
-            column: _weights(group, name, column, chunk)
-            for name, column in self.weights.items()
         }
         return ids, {
             name: self._numbers(group, name, chunk[name]) for name in self.floats
@@ -219,12 +199,8 @@ def _out_of_range(
 ) -> DataError:
     first = int(bad.argmax())
     row = column.row_of(first)
-    tables = listed(f"'{table}'" for table in feature.tables)
-    return DataError(
-        f"{group.name}, column '{feature.name}', row {group.first + row}: id {values[first]} is outside table "
-        f"{tables} (valid ids: 0 to {feature.num_embeddings - 1}; {int(bad.sum())} such ids in the {group.rows} rows "
-        f"read); {feature.remedy(int(values.max()))}"
-    )
+    where = f"{group.name}, row {group.first + row}"
+    return DataError(feature.outside(where, torch.from_numpy(values[bad])))
 
 
 def _finite(group: RowGroup, name: str, column: Column) -> Float32:
@@ -237,19 +213,6 @@ def _finite(group: RowGroup, name: str, column: Column) -> Float32:
             "finite; fill or drop it where it is written"
         )
     return floats
-
-
-def _weights(group: RowGroup, name: str, column: str, chunk: Chunk) -> Column:
-    """Returns the weights of the ids of feature ``name``; raises a DataError if one is missing or not finite."""
-    lengths = chunk[column].lengths
-    ids = chunk[name].lengths
-    if not np.array_equal(lengths, ids):
-        row = int((lengths != ids).argmax())
-        raise DataError(
-            f"{group.name}, column '{column}', row {group.first + row}: {lengths[row]} weights for the {ids[row]} ids "
-            f"of '{name}'; give one for each id"
-        )
-    return Column.from_lengths(_finite(group, column, chunk[column]), lengths)
 
 
 class Memory:
@@ -413,17 +376,11 @@ class Assembler:
     def _bags(self, slices: Sequence[Slice], name: str) -> Jagged:
         if name in self._scalar:
             return Jagged(torch.from_numpy(_joined_ids(slices, self._scalar[name])))
-        weights = None
-        feature = self.schema.feature(name)
-        if feature and feature.weights:
-            of_ids = [piece.bags(feature.weights)[0] for piece in slices]
-            weights = torch.from_numpy(joined(of_ids, np.float32))
         bags = [piece.bags(name) for piece in slices]
         lengths = joined([np.diff(offsets) for _, offsets in bags], np.int64)
         return Jagged(
             torch.from_numpy(joined([ids for ids, _ in bags], np.int64)),
             torch.from_numpy(lengths.astype(np.int32)),
-            weights,
         )
 
     def _identities(
@@ -468,23 +425,7 @@ class Assembler:
         lengths = torch.ones(len(keys.features), size, dtype=torch.int32)
         lengths[:, count:] = 0
         self._fill(slices, keys.features, values.numpy(), lengths.numpy(), count)
-        weights = None
-        if keys.weighted:
-            weights = torch.from_numpy(self._weights(slices, keys, totals))
-        return KeyedIds(values, lengths.view(-1), weights)
-
-    def _weights(
-        self, slices: Sequence[Slice], keys: Keys, totals: Sequence[int]
-    ) -> Array:
-        """Returns (sum of lengths,) the weight of each id of the keys' features; 1 for features without weights."""
-        arrays = []
-        for name, total in zip(keys.features, totals, strict=True):
-            feature = self.schema.feature(name or "")
-            if feature and feature.weights:
-                arrays += [piece.bags(feature.weights)[0] for piece in slices]
-            else:
-                arrays.append(np.ones(total, np.float32))
-        return joined(arrays, np.float32)
+        return KeyedIds(values, lengths.view(-1))
 
     def _fill(
         self,

@@ -212,7 +212,7 @@ class RowsWithCandidates:
         named = (config.label, config.weight, *schema.tasks, schema.query)
         config.check_columns(filter(None, named), chunk)
         self.num_rows = chunk.num_rows
-        used = {*schema.keys, *schema.dense, *schema.weight_columns, *candidates.ids}
+        used = {*schema.keys, *schema.dense, *candidates.ids}
         used |= {*schema.identities, *filter(None, named)}
         self._rows = chunk.select([name for name in chunk if name in used])
         self._weights = chunk[config.weight].values if config.weight else None

@@ -350,7 +350,7 @@ class DeviceBatchBuilder:
         if width > 1:
             # With its size told, the repetition does not wait for the device.
             repeated = rows.repeat_interleave(width, output_size=len(rows) * width)
-        names = [*schema.keys, *schema.weight_columns]
+        names = schema.keys
         own = [name for name in names if name not in schema.shared]
         single = [name for name in schema.identities if name not in tables.rows.ragged]
         bags = tables.rows.bags(repeated, dict.fromkeys([*own, *single]), totals)
@@ -426,11 +426,7 @@ class DeviceBatchBuilder:
         for index, name in enumerate(keys.features):
             if name is None:
                 continue
-            feature = self.schema.feature(name)
-            weights = None
-            if keys.weighted and feature and feature.weights:
-                weights = bags[feature.weights].values
-            columns[name] = bags[name]._replace(weights=weights)
+            columns[name] = bags[name]
             counts[index // keys.per_key] += len(columns[name].values)
         return concatenated(keys, sizes, columns, self.device)._replace(
             length_per_key=counts
