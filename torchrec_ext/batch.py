@@ -358,7 +358,7 @@ def pack(
     )
 
 
-def concatenated(
+def concatenate(
     keys: Keys,
     sizes: Sequence[int],
     bags: Mapping[str, Jagged],

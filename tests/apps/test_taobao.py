@@ -26,7 +26,7 @@ from torchrec_ext.data.preprocess.rows import connected
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.scorer import Scorer, ScoreRequest
 from torchrec_ext.schema import DataError
-from torchrec_ext.schema.features import merged
+from torchrec_ext.schema.features import merge_tables
 from torchx_apps.config import with_settings
 from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.jobs.setup import build_model
@@ -478,7 +478,9 @@ def test_any_column_of_the_items_vocabulary_reads_their_table(
 
 
 def merged_tables(model: Any) -> list[Any]:
-    return merged(table for tower in model.towers.values() for table in tower.tables)
+    return merge_tables(
+        table for tower in model.towers.values() for table in tower.tables
+    )
 
 
 @pytest.mark.slow

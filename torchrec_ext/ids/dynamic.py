@@ -182,10 +182,10 @@ class DynamicIds:
 
     def _rows_of_waiting(self, waiting: Tensor, changes: dict[str, Fresh]) -> Tensor:
         """Admits the ids that wait on all ranks; returns the rows of this rank's (n, 3), 0 for those not admitted."""
-        local, place_of_waiting = _summed(waiting)
+        local, place_of_waiting = _sum_equal(waiting)
         if not self.ranks.several:
             return self._admit(local, changes)[place_of_waiting]
-        everyones, place_of_local = _summed(self.ranks.gathered(local), local)
+        everyones, place_of_local = _sum_equal(self.ranks.gather(local), local)
         return self._admit(everyones, changes)[place_of_local][place_of_waiting]
 
     def _admit(self, new: Tensor, changes: dict[str, Fresh]) -> Tensor:
@@ -259,12 +259,12 @@ class DynamicIds:
         for table in self._tables:
             if table.policy.ttl:
                 self._score(table)
-                self._remove(table, table.expired(self.now), changes)
+                self._remove(table, table.expired_rows(self.now), changes)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that later steps depend on, alike on every rank; changes nothing of it. Collective."""
         self._sightings.count()
-        waiting, _ = _summed(self._waiting)
+        waiting, _ = _sum_equal(self._waiting)
         items = self._index.items()
         tables = {}
         for number, table in enumerate(self._tables):
@@ -279,7 +279,7 @@ class DynamicIds:
         return {
             "now": self.now,
             "counts": dict(self.counts),
-            "waiting": self.ranks.gathered(waiting),
+            "waiting": self.ranks.gather(waiting),
             "tables": tables,
         }
 
@@ -443,7 +443,7 @@ def _sightings_of(values: Tensor) -> Tensor:
     return -values >> 1
 
 
-def _summed(triples: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _sum_equal(triples: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Sums (table, id, number) triples over equal pairs of table and id, in the order of tables and ids.
 
     Returns:

@@ -40,7 +40,7 @@ class IdRanks:
         self.several = _are_several(group)
         self.is_first = not self.several or dist.get_rank(group) == 0
 
-    def summed(self, numbers: Tensor) -> Tensor:
+    def sum_over_ranks(self, numbers: Tensor) -> Tensor:
         """Returns ``numbers``, in place their sum over the ranks."""
         if self.several:
             dist.all_reduce(numbers, dist.ReduceOp.SUM, group=self._group)
@@ -52,7 +52,7 @@ class IdRanks:
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
         return numbers
 
-    def gathered(self, rows: Tensor) -> Tensor:
+    def gather(self, rows: Tensor) -> Tensor:
         """Returns the (n, 3) int64 rows of all ranks, one rank after the other; n may differ."""
         if not self.several:
             return rows

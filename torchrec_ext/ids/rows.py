@@ -47,7 +47,7 @@ class Sightings:
             self.count()
 
     def count(self) -> None:
-        """Counts what was noted, before anything reads the counts or gives rows away.
+        """Counts the noted look-ups, before anything reads the counts or gives rows away.
 
         All at once, because each step reads other rows, which are then in no cache.
         """
@@ -69,7 +69,7 @@ class Sightings:
         self.step.scatter_reduce_(0, places, step_of_each, "amax")
 
     def drop(self) -> None:
-        """Drops what was noted and not counted."""
+        """Drops the noted look-ups that are not counted yet."""
         self._uncounted = []
 
 
@@ -126,9 +126,9 @@ class RowPool:
         """Returns up to ``count`` free rows: those that were freed, the lowest first, then those never used."""
         again = self._freed[:count]
         self._freed = self._freed[count:]
-        return torch.cat([again, self._never_used(count - len(again))])
+        return torch.cat([again, self._take_unused(count - len(again))])
 
-    def _never_used(self, count: int) -> Tensor:
+    def _take_unused(self, count: int) -> Tensor:
         """Returns the next ``count`` rows that no id has had, spread over the whole table.
 
         The most frequent ids come first: in ascending order, the first rank of a row-wise table would hold them all.
@@ -178,7 +178,7 @@ class RowPool:
         equal &= equal.cumsum(0) <= count - below.sum()
         return (below | equal).nonzero().squeeze(1)
 
-    def expired(self, now: int) -> Tensor:
+    def expired_rows(self, now: int) -> Tensor:
         """Returns the rows that no rank has seen for longer than ``ttl`` steps, (n,) int64."""
         return (
             ((self._seen < now - self.policy.ttl) & (self.id_of != EMPTY))
@@ -188,7 +188,7 @@ class RowPool:
 
     def score_sightings(self, ranks: IdRanks) -> None:
         """Adds the sightings of all ranks to the scores: integers, so that ranks do not matter. Collective."""
-        ranks.summed(self._sightings)
+        ranks.sum_over_ranks(self._sightings)
         ranks.greatest(self._seen)
         # Look-ups that found no row are sightings of row 0.
         lookups = int(self._sightings.sum())
@@ -205,7 +205,7 @@ class RowPool:
             "score": self._score.clone(),
             "age": self._age.clone(),
             "seen": ranks.greatest(self._seen.clone()),
-            "sightings": ranks.summed(self._sightings.clone()),
+            "sightings": ranks.sum_over_ranks(self._sightings.clone()),
             "used": self._used,
             "lookups": self._lookups,
         }
@@ -227,12 +227,12 @@ class RowPool:
             self._sightings[:rows] = state["sightings"]
         self._used = 1
         if rows == self.policy.capacity:
-            used_rows = self._never_used(state["used"] - 1)
+            used_rows = self._take_unused(state["used"] - 1)
             self._freed = used_rows[self.id_of[used_rows] == EMPTY].sort().values
         else:
             # The order of a larger table is another, in which rows with an id stand
             # anywhere.
-            every_row = self._never_used(self.policy.capacity - 1)
+            every_row = self._take_unused(self.policy.capacity - 1)
             self._freed = every_row[self.id_of[every_row] == EMPTY]
 
 

@@ -15,7 +15,7 @@ from torchrec_ext.models.tower_model import Prediction, TowerModel
 from torchrec_ext.modules.config import LOSSES, check_hardest
 from torchrec_ext.modules.interaction import InteractionLayer
 from torchrec_ext.modules.losses import check_fed
-from torchrec_ext.modules.softmax import gather_rows, in_batch_negatives, widened
+from torchrec_ext.modules.softmax import gather_rows, in_batch_negatives, to_float32
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, OutOfRange
 
@@ -130,7 +130,7 @@ class RetrievalModel(TowerModel):
         if not self.training:
             return super().forward(batch)
         # Under autocast the outputs are of half precision.
-        outputs = [widened(output) for output in self.outputs(batch)]
+        outputs = [to_float32(output) for output in self.outputs(batch)]
         loss = self.in_batch(outputs, batch)
         logits = self.interaction(outputs)
         return loss, Prediction(
@@ -209,7 +209,7 @@ class _InBatchLoss(nn.Module):
     def _known_items(
         self, batch: TowerBatch, rows: slice | Tensor
     ) -> Callable[[Tensor], Tensor] | None:
-        """Returns the function that says which items the users of some rows are known to have taken."""
+        """Returns a function from items to the pairs that the users of some rows are known to have taken."""
         return None if self.known is None else partial(self.known, _users(batch)[rows])
 
     def _over_clicks(
@@ -257,7 +257,7 @@ class _InBatchLoss(nn.Module):
         weighted = weights.nonzero()[:, 0]
         everything = gather_rows(ids[count:])
         losses: Tensor = self._function(
-            widened(queries[weighted]) / self._temperature,
+            to_float32(queries[weighted]) / self._temperature,
             candidates[weighted],
             ids[weighted],
             gather_rows(candidates[count:]),

@@ -246,7 +246,7 @@ def bst(
         # A table of the target alone is not looked up for the session.
         if names:
             steps.append(dataclasses.replace(table, feature_names=names))
-    bags = [_pooled(shared[name], name) for name in target]
+    bags = [_as_bag(shared[name], name) for name in target]
     towers: dict[str, Any] = {
         "session": SessionSteps(
             steps,
@@ -272,7 +272,7 @@ def bst(
     return TowerModel(towers, network, device=device)
 
 
-def _pooled(table: EmbeddingConfig, feature: str) -> EmbeddingBagConfig:
+def _as_bag(table: EmbeddingConfig, feature: str) -> EmbeddingBagConfig:
     """Returns the same table as a bag of one feature."""
     fields = {
         field.name: getattr(table, field.name) for field in dataclasses.fields(table)

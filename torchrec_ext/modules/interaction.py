@@ -109,7 +109,7 @@ def shapes(widths: Sequence[int]) -> str:
 
 
 class InteractionLayer(Recorded, nn.Module):
-    """Base of the interactions. Its attributes say what a class can do, so that nobody has to know the classes by name.
+    """Base of the interactions. Attributes state the abilities of a class, so that no caller compares names.
 
     A class that sets ``self.widths`` to the width of each tower only has to write ``forward``.
 

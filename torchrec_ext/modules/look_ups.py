@@ -22,7 +22,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.modules.tower import Vectors, keys_of
 from torchrec_ext.schema.features import Joint as Joint
-from torchrec_ext.schema.features import joints, merged
+from torchrec_ext.schema.features import joints, merge_tables
 
 
 class LookUps(nn.Module):
@@ -50,7 +50,9 @@ class LookUps(nn.Module):
         self, towers: Mapping[str, Any], shared: Collection[str], device: torch.device
     ) -> None:
         super().__init__()
-        tables = merged(chain.from_iterable(tower.tables for tower in towers.values()))
+        tables = merge_tables(
+            chain.from_iterable(tower.tables for tower in towers.values())
+        )
         self._shared = frozenset(shared)
         self._pairs = joints(tables, shared)
         self._tables: dict[str, list[BaseEmbeddingConfig]] = {}

@@ -23,7 +23,7 @@ from torch.nn.functional import (
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.modules.config import LOSSES, RowLossName
-from torchrec_ext.modules.softmax import InBatch, widened
+from torchrec_ext.modules.softmax import InBatch, to_float32
 from torchrec_ext.schema.validation import check_choice, check_least
 
 
@@ -137,8 +137,8 @@ def in_batch_softmax(
         )
     with torch.autocast(queries.device.type, enabled=False):
         # Scaling the queries costs B x D divisions, scaling the scores B x C.
-        scaled = widened(queries) / temperature
-        candidates = widened(negatives.candidates).T
+        scaled = to_float32(queries) / temperature
+        candidates = to_float32(negatives.candidates).T
         if negatives.log_q is None:
             logits = scaled @ candidates
         else:
@@ -186,7 +186,7 @@ def softmax_losses(
             raise ValueError(
                 f"{name}: shape {tuple(values.shape)}, logits: {tuple(logits.shape)}; must be one for each candidate"
             )
-    scores = widened(logits) / temperature
+    scores = to_float32(logits) / temperature
     if log_q is not None:
         scores = scores - log_q
     if excluded is not None:
@@ -222,7 +222,7 @@ def _groups(logits: Tensor, batch: TowerBatch, negatives: int) -> Tensor:
             f"negatives={negatives} with {len(logits)} logits: must be those of the loader, 1 or more per positive"
         )
     check_rows(logits, batch)
-    return widened(logits).view(-1, width)
+    return to_float32(logits).view(-1, width)
 
 
 def _mean(losses: Tensor, batch: TowerBatch) -> Tensor:

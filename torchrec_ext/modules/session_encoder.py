@@ -60,10 +60,10 @@ class Packing:
         self._device = device or lengths.device
         self.host = _Positions.of(lengths.long().cpu())
         self.lengths, self.offsets, self.rows, self.index, self.to_end = map(
-            self.moved, self.host
+            self.to_device, self.host
         )
 
-    def moved(self, tensor: Tensor) -> Tensor:
+    def to_device(self, tensor: Tensor) -> Tensor:
         """Returns a tensor of the host on the device, which need not wait for it."""
         if self._device.type == "cpu":
             return tensor
@@ -73,7 +73,7 @@ class Packing:
     def without_last_steps(self) -> tuple[Tensor, Packing]:
         """Returns (P',) the steps that others of their sequence follow, and the packing of the sequences of these."""
         lengths = (self.host.lengths - 1).clamp(min=0)
-        return self.moved((self.host.to_end > 0).nonzero()[:, 0]), Packing(
+        return self.to_device((self.host.to_end > 0).nonzero()[:, 0]), Packing(
             lengths, device=self._device
         )
 
@@ -81,7 +81,7 @@ class Packing:
     def last_steps(self) -> tuple[Tensor, Tensor]:
         """The sequences with a step, and the last step of each, (B',) each."""
         last = (self.host.to_end == 0).nonzero()[:, 0]
-        return self.moved(self.host.rows[last]), self.moved(last)
+        return self.to_device(self.host.rows[last]), self.to_device(last)
 
     @cached_property
     def longest(self) -> int:
@@ -94,8 +94,8 @@ class Packing:
         buckets = []
         for steps, valid in self._host_buckets:
             # Sequences of one length need no mask.
-            mask = None if bool(valid.all()) else self.moved(valid)
-            buckets.append(Bucket(self.moved(steps), mask))
+            mask = None if bool(valid.all()) else self.to_device(valid)
+            buckets.append(Bucket(self.to_device(steps), mask))
         return buckets
 
     @cached_property
@@ -128,7 +128,7 @@ class Packing:
             [valid.flatten() for _, valid in self._host_buckets]
         ).nonzero()[:, 0]
         packed = torch.cat([steps.flatten() for steps, _ in self._host_buckets])[flat]
-        return self.moved(torch.empty_like(flat).scatter_(0, packed, flat))
+        return self.to_device(torch.empty_like(flat).scatter_(0, packed, flat))
 
 
 class _Positions(NamedTuple):
@@ -180,7 +180,7 @@ def attend(projected: Tensor, packing: Packing | Tensor, *, causal: bool) -> Ten
         # The result is empty but in the graph, because DistributedDataParallel waits
         # for every gradient.
         return projected.sum(dim=1)
-    outputs = [_padded(projected, bucket, causal) for bucket in packing.buckets]
+    outputs = [_attend_bucket(projected, bucket, causal) for bucket in packing.buckets]
     return torch.cat(outputs).index_select(0, packing.back)
 
 
@@ -197,7 +197,7 @@ def _attend_padded(projected: Tensor, valid: Tensor, causal: bool) -> Tensor:
     )
 
 
-def _padded(projected: Tensor, bucket: Bucket, causal: bool) -> Tensor:
+def _attend_bucket(projected: Tensor, bucket: Bucket, causal: bool) -> Tensor:
     """Returns (b x W, H, d); rows of padding hold arbitrary numbers."""
     size, width = bucket.steps.shape
     padded = projected.index_select(0, bucket.steps.flatten()).view(

@@ -74,7 +74,8 @@ class _SessionNetwork(nn.Module):
             index < lengths[rows], starts[rows] + index, of_targets[rows]
         )
         return self.pooled(
-            torch.cat([steps, targets]).index_select(0, packing.moved(places)), packing
+            torch.cat([steps, targets]).index_select(0, packing.to_device(places)),
+            packing,
         )
 
     def pooled_padded(self, steps: Tensor, lengths: Tensor) -> Tensor:
@@ -175,12 +176,14 @@ class SessionSteps(Recorded, nn.Module):
             there = first.mask()[:, :, None].to(dense.dtype)
             padded = torch.cat([steps * there, there], dim=2).flatten(1)
         else:
-            padded = self._padded(steps, self._lengths(embedded, host_lengths))
+            padded = self._pad(steps, self._lengths(embedded, host_lengths))
         return torch.cat([padded, dense], dim=1)
 
-    def _padded(self, steps: Tensor, lengths: Tensor) -> Tensor:
+    def _pad(self, steps: Tensor, lengths: Tensor) -> Tensor:
         packing = Packing(lengths, device=steps.device)
-        recent = packing.moved((packing.host.to_end < self.max_length).nonzero()[:, 0])
+        recent = packing.to_device(
+            (packing.host.to_end < self.max_length).nonzero()[:, 0]
+        )
         rows = packing.rows[recent]
         indices = (
             rows * self.max_length

@@ -95,8 +95,8 @@ def in_batch_negatives(
         present = ids != 0
     ids = torch.where(present, ids, _PADDING)
     if log_q is not None:
-        log_q = _padded(log_q, rows)
-    ids, log_q = _gather_facts(_padded(ids, rows, _PADDING), log_q, group)
+        log_q = _pad(log_q, rows)
+    ids, log_q = _gather_facts(_pad(ids, rows, _PADDING), log_q, group)
     # The candidates of all ranks stand in rank order, P of each.
     targets = torch.arange(count, device=ids.device) + _rank(group) * rows
     padding = ids == _PADDING
@@ -110,7 +110,7 @@ def in_batch_negatives(
         # 0 x inf would reach the loss.
         log_q = log_q.masked_fill(padding & log_q.isinf(), 0.0)
     return InBatch(
-        gather_rows(_padded(embeddings, rows), group), targets, excluded, log_q, items
+        gather_rows(_pad(embeddings, rows), group), targets, excluded, log_q, items
     )
 
 
@@ -131,7 +131,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
-        return _gathered(rows, group)
+        return _gather(rows, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -145,7 +145,7 @@ class _GatherRows(torch.autograd.Function):
         return local, None
 
 
-def _gathered(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _gather(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     all_rows = rows.new_empty(_ranks(group) * len(rows), *rows.shape[1:])
     _ALL_GATHER(all_rows, rows.contiguous(), group=group)
     return all_rows
@@ -160,7 +160,7 @@ def _gather_facts(
     columns = [ids]
     if log_q is not None:
         columns.append(log_q.detach().double().view(torch.int64))
-    both = _gathered(torch.stack(columns, dim=1), group)
+    both = _gather(torch.stack(columns, dim=1), group)
     ids = both[:, 0]
     if log_q is None:
         return ids, None
@@ -176,7 +176,7 @@ def _greatest(
     local = torch.tensor(
         [[*embeddings.shape, log_q is not None]], device=embeddings.device
     )
-    sizes = _gathered(local, group).tolist()
+    sizes = _gather(local, group).tolist()
     # On all ranks, because an error on one alone would leave the others waiting.
     facts = {
         "D of the embeddings": [size[1] for size in sizes],
@@ -190,7 +190,7 @@ def _greatest(
     return int(max(size[0] for size in sizes))
 
 
-def _padded(rows: Tensor, size: int, value: int = 0) -> Tensor:
+def _pad(rows: Tensor, size: int, value: int = 0) -> Tensor:
     if len(rows) == size:
         return rows
     return torch.cat([rows, rows.new_full((size - len(rows), *rows.shape[1:]), value)])
@@ -236,7 +236,7 @@ def _check(
         )
 
 
-def widened(values: Tensor) -> Tensor:
+def to_float32(values: Tensor) -> Tensor:
     """Returns ``values`` in float32 if they are of half precision, else unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
@@ -270,9 +270,9 @@ def catalogue_softmax(
         candidate_ids: (C,) int64 ids; 0 is padding.
         num_items: number of items in the catalogue, whose ids are 1 to num_items.
     """
-    states = widened(states)
-    positives = widened(positives)
-    candidates = widened(candidates)
+    states = to_float32(states)
+    positives = to_float32(positives)
+    candidates = to_float32(candidates)
     padding = candidate_ids == 0
     target_scores = (states * positives).sum(dim=1)
     leave_out = (
@@ -351,7 +351,7 @@ _LeaveOut = Callable[[slice, Tensor, float], None]
 
 
 def _hidden_hits(targets: Tensor, candidate_ids: Tensor) -> _LeaveOut:
-    """Returns what leaves targets out by a comparison with all candidates: on a GPU, which is then not waited for."""
+    """Leaves targets out by a comparison with all candidates, without a wait for the GPU."""
 
     def leave_out(block: slice, scores: Tensor, least: float) -> None:
         scores.masked_fill_(targets[block, None] == candidate_ids, least)
@@ -360,7 +360,7 @@ def _hidden_hits(targets: Tensor, candidate_ids: Tensor) -> _LeaveOut:
 
 
 def _indexed_hits(targets: Tensor, candidate_ids: Tensor) -> _LeaveOut:
-    """Returns what leaves targets out by the (row, column) of each, found once."""
+    """Leaves targets out by the (row, column) of each, found once."""
     # Once for all blocks, forward and backward.
     ordered, columns = candidate_ids.sort()
     first = torch.searchsorted(ordered, targets)

@@ -25,7 +25,7 @@ from torchrec_ext.batch import (
     KeyLayout,
     Keys,
     TowerBatch,
-    concatenated,
+    concatenate,
     pack,
 )
 from torchrec_ext.schema.array_columns import source_columns, widths_of
@@ -48,7 +48,7 @@ from torchrec_ext.schema.features import (
     SparseFeature,
     features_of,
     joints,
-    merged,
+    merge_tables,
 )
 from torchrec_ext.schema.validation import DataError, OutOfRange, check_choice, listed
 
@@ -145,7 +145,7 @@ class BatchColumns:
             out_of_range: see :class:`BatchSchema`.
             oov_ids: out-of-vocabulary row by feature name; row 0 by default.
         """
-        tables = merged(tables)
+        tables = merge_tables(tables)
         shared = frozenset(shared)
         joint = joints(tables, shared)
         return cls(
@@ -327,7 +327,7 @@ class BatchSchema(BatchColumns):
             bags.update(self.replaces(bags, numbers))
 
         def fill(keys: Keys, sizes: Sequence[int]) -> KeyedIds:
-            ids = concatenated(keys, sizes, bags)
+            ids = concatenate(keys, sizes, bags)
             # After concatenation, so that one pass checks the ids of many features.
             check_ids(
                 ids.values,

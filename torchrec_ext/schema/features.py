@@ -1,4 +1,4 @@
-"""The sparse features of a batch, derived from the towers' tables: which rows ids may name, which bags share a key."""
+"""The sparse features of a batch, derived from the towers' tables: their valid ids and their keys."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SparseFeature:
         return ", ".join(f"'{table}'" for table in self.tables)
 
     def outside(self, where: str, ids: Tensor) -> str:
-        """Returns the message about ids outside the tables, of which the first is at ``where``.
+        """Describes ids outside the tables in one message, with the place of the first.
 
         Args:
             where: file, if it is known, and row of the first id.
@@ -85,7 +85,7 @@ class Joint(NamedTuple):
         return f"{self.shared or ''}|{self.row or ''}"
 
 
-def merged(tables: Iterable[BaseEmbeddingConfig]) -> list[BaseEmbeddingConfig]:
+def merge_tables(tables: Iterable[BaseEmbeddingConfig]) -> list[BaseEmbeddingConfig]:
     """Returns each table once: configs of one name are one table, which reads the features of all of them.
 
     A table that is read both pooled and id by id becomes an EmbeddingConfig.

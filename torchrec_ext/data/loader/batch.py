@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_ext.batch import Jagged, KeyedIds, Keys, TowerBatch, concatenated, pack
+from torchrec_ext.batch import Jagged, KeyedIds, Keys, TowerBatch, concatenate, pack
 from torchrec_ext.data.columns import Array, Int64
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.schema import BatchSchema, DataError, RowNumbers
@@ -178,7 +178,7 @@ def _keyed(
         counts[place // keys.per_key] += len(values[-1])
     present = keys._replace(features=tuple(names))
     joined = None if flat is None else _side_by_side(flat, values)
-    return concatenated(present, sizes, columns, device, joined)._replace(
+    return concatenate(present, sizes, columns, device, joined)._replace(
         length_per_key=counts
     )
 

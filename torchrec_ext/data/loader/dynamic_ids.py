@@ -184,7 +184,7 @@ class DynamicIdLoader:
         """
         counts = self.ids.counts
         now = torch.tensor([counts["lookups"], counts["unknown"]])
-        recent = self.ids.ranks.summed(now - self._reported)
+        recent = self.ids.ranks.sum_over_ranks(now - self._reported)
         self._reported = now
         lookups, unknown = recent.tolist()
         figures = {name: float(value) for name, value in self.ids.figures().items()}
