@@ -98,23 +98,43 @@ def first_gains(scores: Tensor, grades: Tensor, k: int, start: int = 0) -> Tenso
         start: number of the first query.
     """
     width = min(k, scores.shape[1])
-    best = _keys(scores, start).topk(width).indices
+    values, best = scores.topk(width)
+    last = values[:, -1:]
+    # A tie that the list cuts is broken among all candidates of the row; such rows are
+    # few, unless scores are counts.
+    is_cut = (scores == last).sum(1) > (values == last).sum(1)
+    cut = (is_cut & (last[:, 0] > -torch.inf)).nonzero()[:, 0]
+    if len(cut):
+        best[cut] = _keys(scores[cut], start + cut, scores.shape[1]).topk(width).indices
+    rows = torch.arange(start, start + len(scores), device=scores.device)
+    keys = _keys(scores.gather(1, best), rows, scores.shape[1], best)
+    best = best.gather(1, keys.argsort(1, descending=True))
     shown = scores.gather(1, best) > -torch.inf
     return pad(grades.gather(1, best) * shown, (0, k - width))
 
 
-def _keys(scores: Tensor, start: int) -> Tensor:
-    """Returns int64 keys in the order of the scores, and of equal scores in a random order."""
-    rows, columns = scores.shape
+def _keys(
+    scores: Tensor, rows: Tensor, count: int, columns: Tensor | None = None
+) -> Tensor:
+    """Returns int64 keys in the order of the scores, and of equal scores in a random order.
+
+    Args:
+        scores: scores, (B, n).
+        rows: number of each query, (B,).
+        count: number of all candidates, N.
+        columns: candidate of each score, (B, n); all N in order if not given.
+    """
     # The bits of positive floats are in the order of the floats, those of negative ones
     # are reversed. 0.0 is added, because -0.0 has other bits than 0.0.
     bits = (scores.float() + 0.0).view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(2**31, (columns,), generator=generator)
+    drawn = torch.randint(2**31, (count,), generator=generator).to(scores.device)
+    if columns is not None:
+        drawn = drawn[columns]
     # An odd factor of each query maps the numbers of 31 bits one to one.
-    factors = 2 * (torch.arange(start, start + rows) * 0x9E3779B1 % 2**30) + 1
-    jitter = (factors[:, None].to(scores.device) * drawn.to(scores.device)) & 0x7FFFFFFF
+    factors = 2 * (rows * 0x9E3779B1 % 2**30) + 1
+    jitter = (factors[:, None] * drawn) & 0x7FFFFFFF
     keys: Tensor = ordered * 2**31 + jitter
     return keys
 
