@@ -294,7 +294,7 @@ def of_clicks(
     }
     counts = torch.from_numpy(CLICKS.popularity) if loss == "in_batch" else None
     return RetrievalModel(
-        towers, DotProduct([8, 8]), counts=counts, loss=loss, device=META, **options
+        towers, DotProduct([8, 8]), counts=counts, loss=loss, device=device, **options
     )
 
 
