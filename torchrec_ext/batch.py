@@ -378,6 +378,7 @@ def concatenated(
     sizes: Sequence[int],
     bags: Mapping[str, Jagged],
     device: torch.device | None = None,
+    joined: Tensor | None = None,
 ) -> KeyedIds:
     """Puts the bags of the features of ``keys`` one after the other.
 
@@ -386,26 +387,18 @@ def concatenated(
         sizes: number of bags of each feature; if a feature has fewer, empty bags follow.
         bags: int64 ids of each feature by name.
         device: device of the result if no feature has bags; the CPU by default.
+        joined: the ids of all features one after the other, if they are at hand.
     """
     columns = [None if name is None else bags[name] for name in keys.features]
     present_columns = [column for column in columns if column is not None]
-    if present_columns:
+    if joined is not None:
+        values = joined
+    elif present_columns:
         values = torch.cat([column.values for column in present_columns])
     else:
         # torch.cat refuses an empty list.
         values = torch.empty(0, dtype=torch.int64, device=device)
-    pairs = list(zip(columns, sizes, strict=True))
-    # One id for each row of every feature is the common case, which needs no
-    # concatenation.
-    if all(
-        column is not None and column.lengths is None and len(column.values) == size
-        for column, size in pairs
-    ):
-        lengths = torch.ones(len(values), dtype=torch.int32, device=values.device)
-    else:
-        lengths = torch.cat(
-            [_lengths(column, size, values.device) for column, size in pairs]
-        )
+    lengths = _joined_lengths(columns, sizes, values.device)
     if not keys.weighted:
         return KeyedIds(values, lengths)
     weights: list[Tensor] = []
@@ -417,6 +410,25 @@ def concatenated(
     return KeyedIds(
         values, lengths, torch.cat(weights or [torch.empty(0, device=device)])
     )
+
+
+def _joined_lengths(
+    columns: Sequence[Jagged | None], sizes: Sequence[int], device: torch.device
+) -> Tensor:
+    """Returns the lengths of all columns; of neighbours with one id in each bag they are made at once."""
+    parts: list[Tensor] = []
+    ones = 0
+    for column, size in zip(columns, sizes, strict=True):
+        if column and column.lengths is None and len(column.values) == size:
+            ones += size
+            continue
+        if ones:
+            parts.append(torch.ones(ones, dtype=torch.int32, device=device))
+            ones = 0
+        parts.append(_lengths(column, size, device))
+    if ones or not parts:
+        parts.append(torch.ones(ones, dtype=torch.int32, device=device))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _lengths(column: Jagged | None, size: int, device: torch.device) -> Tensor:
@@ -469,13 +481,6 @@ class Resident(Protocol):
         Args:
             tensors: the rows, or tensors that stand for them while a step is captured.
             drawn: tensors of a :class:`DrawnStep`.
-        """
-
-    def together(self, others: Sequence[Resident]) -> Resident | None:
-        """Returns a source of larger batches: the rows of this source's step, then those of each of ``others``.
-
-        It takes the tensors of their steps concatenated. ``total_weight`` holds one value per step, (1 + len(others),).
-        None if another source has other rows or makes batches of another layout.
         """
 
 

@@ -261,17 +261,11 @@ def test_a_model_and_its_baselines_answer_one_question(
 def test_a_streamed_log_has_its_clicks_as_pairs() -> None:
     task, evaluator = evaluator_of("stream", "data.name=planted")
     users, items = task.closed_forms.pairs()
-    clicked = 0
-    for chunk in task.data.chunks(
-        "train", [task.data.roles.label, task.data.roles.user]
-    ):
-        clicked += int(
-            (
-                (chunk[task.data.roles.label].values > 0)
-                & (chunk[task.data.roles.user].values > 0)
-            ).sum()
-        )
-    assert len(users) == len(items) == clicked > 0
+    clicked = set()
+    for chunk in task.data.clicked("train", "user_id", "item_id"):
+        pairs = zip(chunk["user_id"].values, chunk["item_id"].values, strict=True)
+        clicked |= {(user, item) for user, item in pairs if user > 0 and item > 0}
+    assert sorted(clicked) == list(zip(users, items, strict=True))
     beside = evaluator.beside("test")
     asked = evaluator.question("test")
     assert (asked is None) == (not beside.figures)

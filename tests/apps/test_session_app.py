@@ -16,7 +16,7 @@ import torch
 
 from tests.contracts import run_ranks
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.loader.batch_builder import BatchBuilder
+from torchrec_ext.data.loader.sides import BatchBuilder
 from torchrec_ext.data.sets import TakenItems, set_of_sessions
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime

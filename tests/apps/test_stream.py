@@ -20,8 +20,7 @@ import torch
 from tests.contracts import RankFailedError, leave_group, run_ranks
 from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.config import DataConfig
-from torchrec_ext.data.files.parquet import read_parquet
-from torchrec_ext.data.files.sources import ParquetSource
+from torchrec_ext.data.files.sources import ParquetSource, read_parquet
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.prepared import Prepared, load_prepared
 from torchrec_ext.distributed.parallel import hybrid_parallel

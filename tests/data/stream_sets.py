@@ -13,7 +13,7 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.files.sources import ArrowSource, ParquetSource, Source
+from torchrec_ext.data.files.sources import ParquetSource, Source
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.schema import BatchSchema
 
@@ -70,16 +70,6 @@ def parquet(folder: Path, sizes: Sequence[int], files: int = 1) -> ParquetSource
                     row_group_size=max(1, sizes[at]),
                 )
     return ParquetSource(folder)
-
-
-def arrow(folder: Path, sizes: Sequence[int]) -> ArrowSource:
-    """The same rows as record batches of one Arrow IPC file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    starts = np.cumsum([0, *sizes])
-    with pa.ipc.new_file(folder / "rows.arrow", table_of(0).schema) as writer:
-        for start, size in zip(starts, sizes, strict=False):
-            writer.write_table(table_of(size, int(start)))
-    return ArrowSource(folder)
 
 
 def loader_of(

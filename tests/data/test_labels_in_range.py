@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.data.stream_sets import schema_of, table_of
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.files.sources import ArrowSource
+from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.schema import DataError
 
@@ -25,8 +26,7 @@ def sources(folder: Path, name: str, value: float) -> list[tuple[Any, dict[str, 
     numbers[5] = value
     table = table_of(12)
     table = table.set_column(table.column_names.index(name), name, pa.array(numbers))
-    with pa.ipc.new_file(folder / "rows.arrow", table.schema) as writer:
-        writer.write_table(table)
+    pq.write_table(table, folder / "rows.parquet")
     lists = table["history"].to_pylist()
     columns = {
         column: Column(table[column].to_numpy().astype(np.int64))
@@ -40,7 +40,7 @@ def sources(folder: Path, name: str, value: float) -> list[tuple[Any, dict[str, 
         np.concatenate(lists).astype(np.int64), np.array([len(row) for row in lists])
     )
     return [
-        (ArrowSource(folder), {}),
+        (ParquetSource(folder), {}),
         (Chunk(columns), {"device": "cpu"}),
         (Chunk(columns), {}),
     ]

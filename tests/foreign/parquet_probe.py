@@ -17,8 +17,7 @@ import pyarrow.parquet as pq
 
 from torchrec_ext.data.columns import Column, concatenate
 from torchrec_ext.data.files.arrow import Kind
-from torchrec_ext.data.files.parquet import read_parquet
-from torchrec_ext.data.files.sources import ParquetSource
+from torchrec_ext.data.files.sources import ParquetSource, read_parquet
 from torchrec_ext.schema import DataError
 
 # bytes of address space that reading may take beside what is there after the imports

@@ -37,7 +37,7 @@ def test_a_file_that_vanishes_is_named_and_the_run_goes_on_when_it_is_back(
         left = job.descendants()
         file.rename(away)
         assert job.end(120) == 1, job.output
-        vanished = "rows/part-5.parquet: the file vanished while it was in use"
+        vanished = "rows/part-5.parquet: cannot be read"
         lines = job.output.splitlines()
         last = next(line for line in lines if vanished in line)
         assert last.endswith("go on with the same --run_dir"), last

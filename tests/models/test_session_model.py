@@ -16,8 +16,9 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 
 from tests.contracts import gather_state, run_ranks
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.loader.config import LoaderConfig
-from torchrec_ext.data.loader.sessions import SessionLoader
+from torchrec_ext.data.loader.loader import ChunkLoader
 from torchrec_ext.data.planted import planted_sequences
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -55,11 +56,11 @@ def batches(
     negatives: int, rank: int = 0, world_size: int = 1, size: int = 10
 ) -> Iterator[TowerBatch]:
     config = LoaderConfig(batch_size=size, negatives=negatives, prefetch=0)
-    loader = SessionLoader(
-        DATA,
+    loader = ChunkLoader(
+        Chunk({"session": DATA}),
         small(META).schema(),
         config=config,
-        num_items=ITEMS,
+        sessions=ITEMS,
         rank=rank,
         world_size=world_size,
     )

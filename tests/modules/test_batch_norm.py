@@ -16,7 +16,7 @@ from tests.data.loader import given
 from tests.examples import ITEMS, USERS, redrawn, table
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.loader.batch_builder import padded
+from torchrec_ext.data.loader.batch import padded
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.multi_task import MultiTaskModel
 from torchrec_ext.models.tower_model import TowerModel

@@ -137,8 +137,6 @@ def moved_parameters(
         if group is None:
             raise CannotCaptureError(f"no optimizer moves '{fqn}'")
         values = [optimizer.state.get(parameter, {}) for parameter in parameters]
-        # A table may have two parameters, the kernel's and ShardedAdam's on top of it:
-        # the last one has the state.
         state, steps = state_tensors(values[-1])
         if len(state) != STATE_COUNTS[choice.kind]:
             raise CannotCaptureError(

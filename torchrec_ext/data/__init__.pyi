@@ -1,12 +1,10 @@
 from .columns import Chunk as Chunk
 from .columns import Column as Column
 from .config import DataConfig as DataConfig
-from .files.sources import ArrowSource as ArrowSource
 from .files.sources import ParquetSource as ParquetSource
 from .loader.config import LoaderConfig as LoaderConfig
 from .loader.id_dropout import IdDropout as IdDropout
 from .loader.loader import ChunkLoader as ChunkLoader
-from .loader.sessions import SessionLoader as SessionLoader
 from .negatives.known_pairs import KnownPairs as KnownPairs
 from .negatives.mixed import MixedNegatives as MixedNegatives
 from .negatives.samplers import PopularityNegatives as PopularityNegatives

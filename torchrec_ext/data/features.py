@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from torchrec_ext.data.columns import Array, Column
 from torchrec_ext.data.files.arrow import as_int64, is_list_type, one_piece
-from torchrec_ext.data.files.parquet import read_columns
+from torchrec_ext.data.files.sources import read_columns
 from torchrec_ext.data.preprocess import (
     Categorify,
     FillMissing,

@@ -13,7 +13,7 @@ import pyarrow as pa
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.features import RawColumns, check_described
 from torchrec_ext.data.files.arrow import Kind
-from torchrec_ext.data.files.parquet import read_parquet
+from torchrec_ext.data.files.sources import read_parquet
 from torchrec_ext.schema import DataError
 
 LICENCE = (

@@ -27,6 +27,7 @@ from torchrec_ext.data.prepare import (
     RawSet,
     Roles,
     write_rows,
+    write_set,
 )
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, History
 from torchrec_ext.data.preprocess.history import GAPS
@@ -452,30 +453,18 @@ def planted_folder(
         rows: number of rows of all splits together.
     """
     splits, best = planted_context(rows=rows, seed=seed)
-    train = splits["train"]
-    numbers = ("label", "weight")
-    names = [name for name in train if name not in numbers]
-    trained = {name: np.unique(train[name].values) for name in names}
-    pairs = [
-        (Categorify(column=name), vocabulary_of(values))
-        for name, values in trained.items()
-    ]
-    raw = dict.fromkeys(names, "int64") | dict.fromkeys(numbers, "float32")
-    requests = train.slice(0, 1_000)
-    write_rows(
+    raw = {
+        split: {name: pa.array(column.values) for name, column in chunk.items()}
+        for split, chunk in splits.items()
+    }
+    write_set(
         folder,
-        FittedPreprocessor.of(pairs, raw, numbers),
-        {
-            split: {name: chunk[name].values for name in (*names, *numbers)}
-            for split, chunk in splits.items()
-        },
-        {
-            RAW_REQUESTS: pa.table({name: requests[name].values for name in names}),
-            RAW_ITEMS: pa.table({"item_id": trained["item_id"]}),
-            RAW_USERS: pa.table({"user_id": trained["user_id"]}),
-        },
-        Roles(label="label", user="user_id", item="item_id"),
-        recipe=PLANTED,
+        RawSet(
+            name=PLANTED,
+            splits=raw,
+            roles=Roles(label="label", user="user_id", item="item_id"),
+            kept=("label", "weight"),
+        ),
     )
     return dict(best)
 

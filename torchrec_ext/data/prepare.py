@@ -30,6 +30,7 @@ from torchrec_ext.data.features import (
     vocabulary_with_counts,
 )
 from torchrec_ext.data.files.arrow import as_arrow, is_list_type
+from torchrec_ext.data.known import KnownWriter, known_path
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Lists, Step
 from torchrec_ext.data.preprocess.columns import raw_type
 from torchrec_ext.schema import DataError
@@ -241,10 +242,23 @@ class Counts:
     Args:
         fitted: preprocessor that makes the rows.
         roles: roles of the columns.
+        folder: the prepared folder, which gets the pairs of users and items.
+        split: name of the split.
     """
 
-    def __init__(self, fitted: FittedPreprocessor, roles: Roles) -> None:
+    def __init__(
+        self, fitted: FittedPreprocessor, roles: Roles, folder: Path, split: str
+    ) -> None:
         self.rows = 0
+        self._user = roles.user
+        width = fitted.vocab.get(roles.item or "", 0)
+        self._known: dict[bool, KnownWriter] = {}
+        if width and roles.user in fitted.vocab:
+            tables = fitted.vocabularies
+            for sessions in (False, True):
+                if not sessions or tables.get(SESSION) == tables[str(roles.item)]:
+                    path = known_path(folder, split, sessions=sessions)
+                    self._known[sessions] = KnownWriter(path, width)
         self._zeros = dict.fromkeys(fitted.vocab, 0)
         self._ids = dict.fromkeys(fitted.vocab, 0)
         names = [roles.label, *roles.tasks]
@@ -280,6 +294,21 @@ class Counts:
         if self._item and len(self.popularity):
             items = batch.column(self._item).to_numpy()[positive]
             self.popularity += np.bincount(items, minlength=len(self.popularity))
+            self._add_known(batch.filter(pa.array(positive)), items)
+
+    def _add_known(self, batch: pa.RecordBatch, items: Int64) -> None:
+        for sessions, writer in self._known.items():
+            users = batch.column(self._user).to_numpy()
+            writer.add(users, items)
+            if sessions:
+                lists = batch.column(SESSION)
+                lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
+                writer.add(users.repeat(lengths), lists.flatten().to_numpy())
+
+    def close(self) -> None:
+        """Writes the pairs of users and items."""
+        for writer in self._known.values():
+            writer.close()
 
     @property
     def unknown(self) -> dict[str, float]:
@@ -388,12 +417,13 @@ def write_rows(
         details: further entries of the summary.
     """
     fitted.save(folder / PREPROCESSOR)
-    counts = {split: Counts(fitted, roles) for split in splits}
+    counts = {split: Counts(fitted, roles, folder, split) for split in splits}
     for split, rows in splits.items():
         if len(next(iter(rows.values()))):
             (folder / split).mkdir()
             path = folder / split / "part-00000.parquet"
             _write_split(path, fitted, rows, counts[split])
+        counts[split].close()
     (folder / "raw").mkdir()
     for name, table in raw_tables.items():
         pq.write_table(table, folder / name)

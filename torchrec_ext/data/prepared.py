@@ -26,6 +26,7 @@ from torchrec_ext.data.config import CHECKERBOARD, PARTS, PLANTED, DataConfig, F
 from torchrec_ext.data.features import TowerColumns, columns_by_tower, owned_columns
 from torchrec_ext.data.files.arrow import Kind
 from torchrec_ext.data.files.sources import ParquetSource
+from torchrec_ext.data.known import keys_of, known_keys, known_path
 from torchrec_ext.data.prepare import (
     PREPROCESSOR,
     RAW_ITEMS,
@@ -311,10 +312,9 @@ class Prepared:
             yield chunk.take(np.flatnonzero(chunk[label].values > 0))
 
     def taken(self, *splits: str, users: Int64 | None = None) -> Pairs:
-        """Returns the users (P,) and items (P,) of the positives of some splits, all by default, in their order.
+        """Returns the users (P,) and items (P,) of the positives of some splits, all by default: sorted, each once.
 
-        A pair may be there several times. Of a session all items are the user's. The unknown user and the unknown item
-        are left out.
+        Of a session all items are the user's. The unknown user and the unknown item are left out.
 
         Args:
             splits: names of splits; those that the folder lacks have no rows.
@@ -323,13 +323,23 @@ class Prepared:
         Raises:
             ValueError: the preprocessing names no user or no item.
         """
+        self._role("user")
+        width = self.vocab[self._role("item")]
+        keys = [
+            known_keys(known_path(self.folder, split, sessions=self.form == "sessions"))
+            for split in splits or PARTS
+            if split in self.splits
+        ]
+        none = np.zeros(0, np.int64)
+        return Pairs(*np.divmod(keys_of(keys or [none], width, users), width))
+
+    def taken_in_order(self, *splits: str) -> Pairs:
+        """Returns the pairs of :meth:`taken` in the order of the rows, which are read; a pair may be there twice."""
         user = self._role("user")
         item = self._role("item")
         before = [SESSION] if self.form == "sessions" else []
         pieces = [np.zeros((2, 0), np.int64)]
-        for split in splits or PARTS:
-            if split not in self.splits:
-                continue
+        for split in filter(self.splits.__contains__, splits):
             for rows in self.clicked(split, user, item, *before):
                 owners = rows[user].values
                 items = rows[item].values
@@ -338,17 +348,12 @@ class Prepared:
                     owners = owners[sequences.owners]
                     items = sequences.values
                 known = (owners > 0) & (items > 0)
-                if users is not None:
-                    known &= np.isin(owners, users)
                 pieces.append(np.stack([owners[known], items[known]]))
         return Pairs(*np.concatenate(pieces, axis=1))
 
     def seen(self, users: Int64, *splits: str) -> Column:
         """Returns the items that each of ``users`` (B,) has taken in some splits: a ragged column, each item once."""
-        owners, items = self.taken(*splits, users=np.unique(users))
-        size = self.vocab[self._role("item")]
-        # One number for a pair sorts in a fraction of the time of two.
-        owners, items = np.divmod(np.unique(owners * size + items), size)
+        owners, items = self.taken(*splits, users=users)
         return Column.grouped(items, owners, 1 + int(users.max(initial=0))).take(users)
 
     @property
@@ -415,8 +420,7 @@ class Prepared:
         """
         item = self._role("item")
         if self.form == "sessions":
-            pairs = np.unique(np.stack(self.taken("train")), axis=1)
-            return np.bincount(pairs[1], minlength=self.vocab[item])
+            return np.bincount(self.taken("train").items, minlength=self.vocab[item])
         # Arrow's memory is read-only.
         counts: Int64 = self._raw(RAW_POPULARITY)["count"].to_numpy().copy()
         return counts

@@ -41,7 +41,7 @@ from torchrec_ext.data.features import (
     why_left_out,
 )
 from torchrec_ext.data.files.arrow import is_list_type
-from torchrec_ext.data.files.parquet import read_columns
+from torchrec_ext.data.files.sources import read_columns
 from torchrec_ext.data.movielens import LICENCE, LICENCE_1M, films_and_people
 from torchrec_ext.data.pairs import (
     CANDIDATES,
@@ -277,7 +277,7 @@ def _refuse_other_files(folder: Path) -> None:
         return
     if not (folder / "train.parquet").exists() and recbole:
         raise DataError(
-            f"{recbole[0]}: is RecBole's; write it as parquet, as in docs/from/recbole.md"
+            f"{recbole[0]}: is RecBole's; write it as parquet, see docs/data.md"
         )
     for name in ("valid.parquet", "train.txt", *_names(folder, "*.train.rating")):
         if (folder / name).exists():

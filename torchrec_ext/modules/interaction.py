@@ -3,7 +3,7 @@
 Every interaction computes the logits of given rows (``forward``) and those of every query with every candidate
 (``score_all``). A query is the output of all towers but the last, concatenated; a candidate is the output of the last.
 
-docs/extending.md says how to add one.
+CONTRIBUTING.md says how to add one.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import DrawnStep, Fresh, TowerBatch
 from torchrec_ext.capture.policy import TrainingDivergedError as TrainingDivergedError
-from torchrec_ext.distributed.optim.errors import GradientNotFiniteError
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime, gather_objects
 from torchrec_ext.distributed.sync import EveryStep, SyncConfig, synchronised
@@ -258,7 +257,7 @@ def train(
         the best evaluation.
 
     Raises:
-        TrainingDivergedError: the loss or a gradient is not finite, on every rank alike.
+        TrainingDivergedError: the loss is not finite, on every rank alike.
         RunStoppedError: ``stop`` returned True.
         UnevenStepsError: the ranks' loaders have different lengths, on every rank alike; or one gives another number.
         ValueError: a warm-up or a trace is longer than the run, or an early stop needs a figure not evaluated.
@@ -440,8 +439,7 @@ class _Run:
             # A loader without a known length has ended only now.
             if int(self.window.sums[1]):
                 self._record_window()
-        except (GradientNotFiniteError, TrainingDivergedError) as error:
-            explained = self.forward.explained(error)
+        except TrainingDivergedError as explained:
             step = explained.step
             last_good = self.checkpoints and self.checkpoints.last_good()
             if last_good:

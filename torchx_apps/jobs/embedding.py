@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchrec_ext.data.files.find import DataFile, find_files
+from torchrec_ext.data.files.sources import DataFile, find_files
 from torchrec_ext.data.preprocess.columns import missing_column
 from torchrec_ext.retrieval.bundle import Bundle, Side
 from torchrec_ext.retrieval.catalogue import Id, Ids
@@ -106,8 +106,6 @@ class TowerRows:
 
 
 def _read(file: DataFile, names: Sequence[str]) -> Iterator[pa.Table]:
-    # The file was found, and its columns were checked, perhaps long ago.
-    file.check_unchanged()
     try:
         with _opened(file) as parquet:
             for rows in parquet.iter_batches(batch_size=BLOCK_ROWS, columns=names):

@@ -15,7 +15,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from torchrec_ext.data.features import owned_columns
-from torchrec_ext.data.files.find import DataFile, find_files
+from torchrec_ext.data.files.sources import DataFile, find_files
 from torchrec_ext.data.prepare import (
     RAW_ITEMS,
     RAW_POPULARITY,
@@ -108,12 +108,13 @@ def run_preprocess(job: PreprocessJob) -> Path:
                 pa.table({"count": first.popularity}), staging / RAW_POPULARITY
             )
         # The passes above must have read the same rows.
-        if _source_files(out, prepared) != files:
-            for file in files:
-                file.check_unchanged()
+        if (now := _source_files(out, prepared)) != files:
+            changed = next(
+                (file for file in files if file not in now), (*files, *now)[0]
+            )
             raise DataError(
-                f"{files[0].name}: files came into the log, or left it, while it was read; start anew, "
-                "and let new data come into a folder of their own"
+                f"{changed.name}: files changed, came into the log or left it while it was read; start anew, and let "
+                "new data come into a folder of their own"
             )
         summary = {
             "recipe": job.name,
@@ -198,7 +199,7 @@ def _transform(
     folder: Path,
     con: Connection,
 ) -> Counts:
-    counts = Counts(fitted, Roles(**_roles(prepared)))
+    counts = Counts(fitted, Roles(**_roles(prepared)), folder, split)
     with tqdm(
         desc=f"transform {split}", unit=" rows", unit_scale=True, dynamic_ncols=True
     ) as bar:
@@ -214,6 +215,7 @@ def _transform(
             con=con,
             watch=watch,
         )
+        counts.close()
     return counts
 
 

@@ -294,7 +294,7 @@ def clicks() -> PreprocessJob:
 
 def build_clicks(config: ClicksConfig, con: Connection) -> Prepare:
     """Names the steps and the files; the last file is for testing."""
-    from torchrec_ext.data.files.find import find_files
+    from torchrec_ext.data.files.sources import find_files
     from torchrec_ext.data.preprocess import (
         Categorify,
         FillMissing,

@@ -18,9 +18,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.data.columns import Chunk, Column, Int64, concatenate_rows
 from torchrec_ext.data.files.arrow import Source
-from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.loader import ChunkLoader
+from torchrec_ext.data.loader.sides import BatchBuilder
 from torchrec_ext.data.prepare import SESSION
 from torchrec_ext.data.prepared import Prepared, positive_share
 from torchrec_ext.distributed.runtime import Runtime
@@ -323,7 +323,8 @@ def recommendation_text(data: Prepared, recommended: Recommended) -> str:
     user = recommended.user
     rows = data.rows("test")
     row = int((rows[str(data.roles.user)].values == user).argmax())
-    before = data.taken(*_BEFORE["test"], users=np.array([user])).items
+    pairs = data.taken_in_order(*_BEFORE["test"])
+    before = pairs.items[pairs.users == user]
     if data.form == "sessions":
         before = rows[SESSION].row(row)
     titles = data.titles

@@ -205,7 +205,11 @@ def _users_of(data: Prepared, names: Sequence[str], items: Int64) -> NamedUsers 
     position[items] = np.arange(len(items))
     item_lists = as_arrow(
         _taken(
-            data.taken("train", "validation"), owner, position, len(rows), len(items)
+            data.taken_in_order("train", "validation"),
+            owner,
+            position,
+            len(rows),
+            len(items),
         )
     )
     return NamedUsers(

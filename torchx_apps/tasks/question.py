@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.data.columns import Chunk, Column, Int64
-from torchrec_ext.data.loader.batch_builder import BatchBuilder
+from torchrec_ext.data.loader.sides import BatchBuilder
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Figure, Record

@@ -14,9 +14,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec_ext.batch import ResumableLoader
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.loader import training_loader
-from torchrec_ext.data.loader.sessions import SessionLoader
-from torchrec_ext.data.prepare import SESSION
-from torchrec_ext.data.prepared import Prepared, positive_share, with_next
+from torchrec_ext.data.prepared import Prepared, positive_share
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.config import ClosedFormConfig, EvaluationConfig
@@ -191,8 +189,11 @@ class Task:
             ValueError: nothing can be learned from this data with these settings.
         """
         form = self.data.form
-        if form == "sessions":
-            return self._sessions(schema, config, rank, world_size)
+        if form == "sessions" and schema.catalogue and config.negatives:
+            raise ValueError(
+                f"model.loss=catalogue with loader.negatives={config.negatives}: these are a sample of the catalogue; "
+                "set loader.negatives=0, or model.loss=sampled_softmax"
+            )
         if form == "labels" and config.negatives:
             raise ValueError(
                 f"loader.negatives={config.negatives}: the rows of '{self.name}' have labels of their own, negatives "
@@ -213,25 +214,6 @@ class Task:
             self.data,
             schema,
             self.with_roles(config),
-            rank=rank,
-            world_size=world_size,
-        )
-
-    def _sessions(
-        self, schema: BatchSchema, config: LoaderConfig, rank: int, world_size: int
-    ) -> SessionLoader:
-        """Returns the loader of the training sessions: each item of a session but the first is a target."""
-        if schema.catalogue and config.negatives:
-            raise ValueError(
-                f"model.loss=catalogue with loader.negatives={config.negatives}: these are a sample of the catalogue; "
-                "set loader.negatives=0, or model.loss=sampled_softmax"
-            )
-        rows = self.data.rows("train")
-        return SessionLoader(
-            with_next(rows[SESSION], rows[str(self.data.roles.item)].values),
-            schema,
-            config=config,
-            num_items=self.data.drawable(),
             rank=rank,
             world_size=world_size,
         )

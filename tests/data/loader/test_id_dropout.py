@@ -18,9 +18,9 @@ from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.files.sources import ParquetSource
-from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.data.loader.id_dropout import IdDropout, unseen_as_oov
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, training_loader
+from torchrec_ext.data.loader.sides import BatchBuilder
 from torchrec_ext.data.negatives.known_items import KnownItems
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
 from torchrec_ext.data.negatives.mixed import MixedNegatives

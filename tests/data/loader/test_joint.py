@@ -8,19 +8,20 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from tests.data.loader.given import batch_of
-from tests.data.stream_sets import ITEMS, arrow, table_of
+from tests.data.stream_sets import ITEMS, parquet, table_of
 from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.files.sources import ArrowSource
-from torchrec_ext.data.loader.batch_builder import BatchBuilder
+from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.id_dropout import IdDropout
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.loader.sides import BatchBuilder
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import BatchSchema, DataError
 
@@ -101,7 +102,7 @@ def loaders(
     )
     places: list[tuple[Any, dict[str, Any]]] = [
         (chunk, {}),
-        (arrow(folder, [13, 8]), {}),
+        (parquet(folder, [13, 8]), {}),
         (chunk, {"device": device}),
     ]
     known = UniformNegatives(ITEMS, chunk["user_id"].values, chunk["item_id"].values)
@@ -163,13 +164,11 @@ def weighted_table() -> pa.Table:
     return table.append_column("ages", pa.array(ages, pa.list_(pa.float32())))
 
 
-def weighted_sources(folder: Path) -> tuple[Chunk, ArrowSource]:
+def weighted_sources(folder: Path) -> tuple[Chunk, ParquetSource]:
     """The same rows with a weight for each id of the history."""
     table = weighted_table()
     folder.mkdir(parents=True, exist_ok=True)
-    with pa.ipc.new_file(folder / "rows.arrow", table.schema) as writer:
-        for start, size in ((0, 13), (13, 8)):
-            writer.write_table(table.slice(start, size))
+    pq.write_table(table, folder / "rows.parquet", row_group_size=13)
     lengths = np.arange(SIZE) % 4
     chunk = Chunk(
         {
@@ -183,7 +182,7 @@ def weighted_sources(folder: Path) -> tuple[Chunk, ArrowSource]:
             ),
         }
     )
-    return chunk, ArrowSource(folder)
+    return chunk, ParquetSource(folder)
 
 
 def weights(batch: TowerBatch, name: str) -> list[list[float]]:

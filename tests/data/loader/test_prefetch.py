@@ -4,12 +4,10 @@ import gc
 import threading
 import time
 from collections.abc import Iterator
-from itertools import islice
 
 import pytest
 
-from torchrec_ext.data.loader import epochs
-from torchrec_ext.data.loader.epochs import BuiltAhead, prefetched
+from torchrec_ext.data.loader.epochs import prefetched
 
 pytestmark = pytest.mark.unit
 
@@ -96,71 +94,3 @@ def test_the_thread_runs_no_further_ahead_than_it_may() -> None:
     time.sleep(0.1)
     assert len(built) <= 4, "one handed out, two ready, one waiting for its place"
     iterator.close()  # type: ignore[attr-defined]
-
-
-class Clock:
-    """Seconds of the caller's thread, in which a batch is built where no thread does, and a step takes longer with one.
-
-    Args:
-        build: seconds to build a batch.
-        step: seconds of a step.
-        beside: seconds of a step beside a thread that builds batches.
-    """
-
-    def __init__(self, build: float, step: float, beside: float) -> None:
-        self.now, self._build, self._step, self._beside = 0.0, build, step, beside
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def source(self) -> Iterator[int]:
-        number = 0
-        while True:
-            if threading.current_thread().name != "torchrec_ext-prefetch":
-                self.now += self._build
-            yield number
-            number += 1
-
-    def step(self, ahead: BuiltAhead, number: int) -> None:
-        turn = number // BuiltAhead.STEPS
-        with_thread = (
-            (turn % 4 in (1, 2)) if turn < 2 * BuiltAhead.PAIRS else bool(ahead.depth)
-        )
-        assert with_thread or not threads()
-        self.now += self._beside if with_thread else self._step
-
-
-@pytest.mark.parametrize(("beside", "depth"), [(1.0, 2), (1.1, 2), (1.3, 0), (2.0, 0)])
-def test_what_is_faster_is_kept_and_the_batches_are_the_same(
-    monkeypatch: pytest.MonkeyPatch, beside: float, depth: int
-) -> None:
-    clock, ahead = Clock(0.2, 1.0, beside), BuiltAhead(None)
-    monkeypatch.setattr(epochs, "time", clock)
-    trial = 2 * BuiltAhead.STEPS * BuiltAhead.PAIRS
-    for taken, number in enumerate(islice(ahead.of(clock.source()), trial + 40)):
-        assert number == taken
-        assert ahead.depth == (None if taken < trial else depth)
-        clock.step(ahead, number)
-    gc.collect()
-    assert not threads()
-
-
-def test_what_is_given_is_not_measured() -> None:
-    for given in (0, 3):
-        ahead = BuiltAhead(given)
-        assert list(ahead.of(iter(range(400)))) == list(range(400))
-        assert ahead.depth == given
-
-
-def test_a_turn_that_the_end_of_an_epoch_cuts_short_is_not_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock, ahead = Clock(0.2, 1.0, 2.0), BuiltAhead(None)
-    monkeypatch.setattr(epochs, "time", clock)
-    long = 2 * BuiltAhead.STEPS
-    for _ in range(BuiltAhead.PAIRS):
-        assert ahead.depth is None
-        for length in (0, 5, long - 1, long):  # all but the last tell nothing
-            for _ in ahead.of(iter(range(length))):
-                clock.now += 1.0
-    assert ahead.depth is not None

@@ -18,7 +18,7 @@ from tests.data.stream_sets import parquet
 from tests.data.stream_sets import schema_of as stream_schema
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column, concatenate
-from torchrec_ext.data.files.sources import FileSource
+from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.config import Sampling
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, training_loader
 from torchrec_ext.data.negatives.mixed import MixedNegatives
@@ -259,7 +259,7 @@ def test_mixed_candidates_of_files_are_those_of_rows_in_memory(tmp_path: Path) -
     assert all(equal(left, right) for left, right in zip(memory, stream, strict=True))
 
 
-def source_rows(source: FileSource) -> Chunk:
+def source_rows(source: ParquetSource) -> Chunk:
     chunks = [
         source.read(group, ["user_id", "history", "item_id", "row"])
         for group in source.groups

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torchrec.modules.embedding_configs import EmbeddingConfig
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.columns import Column
+from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.id_dropout import IdDropout
-from torchrec_ext.data.loader.sessions import SessionLoader, deal
+from torchrec_ext.data.loader.loader import ChunkLoader
 from torchrec_ext.schema import BatchSchema, DataError
 
 pytestmark = pytest.mark.unit
@@ -43,13 +43,13 @@ def sequences(count: int) -> Column:
 
 def loader_of(
     count: int, rank: int = 0, world_size: int = 1, **options: Any
-) -> SessionLoader:
+) -> ChunkLoader:
     config = LoaderConfig(**{"batch_size": 8, "negatives": 3, "prefetch": 0} | options)
-    return SessionLoader(
-        sequences(count),
+    return ChunkLoader(
+        Chunk({"session": sequences(count)}),
         SCHEMA,
         config=config,
-        num_items=ITEMS,
+        sessions=ITEMS,
         rank=rank,
         world_size=world_size,
     )
@@ -156,20 +156,6 @@ def test_no_negatives_make_the_whole_catalogue_the_candidates() -> None:
         assert candidates([batch]) == list(range(1, ITEMS + 1))
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=64),
-    world_size=st.integers(1, 9),
-)
-def test_ranks_get_almost_equal_loads(lengths: list[int], world_size: int) -> None:
-    ranks = deal(np.array(lengths), world_size)
-    counts = np.bincount(ranks, minlength=world_size)
-    loads = np.bincount(ranks, weights=lengths, minlength=world_size)
-    assert counts.sum() == len(lengths)
-    assert counts.max() - counts.min() <= 1
-    assert loads.max() - loads.min() <= max(lengths)
-
-
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("stop", [0, 2, 4])
 def test_resumed_equals_uninterrupted(stop: int, prefetch: int) -> None:
@@ -225,7 +211,7 @@ def test_a_state_of_another_stream_is_refused() -> None:
         ),
         (
             {"batch_size": 50, "drop_last": True},
-            "40 sequences with loader.batch_size=50 and loader.drop_last=True make no step",
+            "40 rows with loader.batch_size=50 and loader.drop_last=True make no step",
         ),
     ],
 )
@@ -235,25 +221,24 @@ def test_a_wrong_setting_is_named(options: dict[str, Any], text: str) -> None:
     assert text in str(error.value)
 
 
-def test_a_sequence_without_a_target_is_refused() -> None:
-    short = Column.from_lengths(np.array([1, 2, 3]), np.array([2, 1]))
-    with pytest.raises(DataError, match="sequence 1 has 1 items, must have 2 or more"):
-        SessionLoader(short, SCHEMA, config=LoaderConfig(), num_items=ITEMS)
+def test_a_sequence_without_a_target_and_an_item_outside_the_table_are_refused() -> (
+    None
+):
+    for values, lengths, where in (
+        ([1, 2, 3], [2, 1], "sequence 1 has 1 items"),
+        ([1, 2, 1, ITEMS + 1], [2, 2], f"column 'session', row 1: id {ITEMS + 1}"),
+    ):
+        column = Column.from_lengths(np.array(values), np.array(lengths))
+        with pytest.raises(DataError, match=where):
+            ChunkLoader(
+                Chunk({"session": column}),
+                SCHEMA,
+                config=LoaderConfig(),
+                sessions=ITEMS,
+            )
 
 
 def test_sessions_of_ids_alone_take_no_id_dropout() -> None:
     """Whole sessions of unknown items would train nothing, and still count in the weight by which a loss is divided."""
-    with pytest.raises(
-        ValueError, match=r"id_dropout=session=0.1 with a SessionLoader"
-    ):
+    with pytest.raises(ValueError, match=r"id_dropout=session=0.1 with sessions"):
         IdDropout(loader_of(5), SCHEMA, {"session": 0.1})
-
-
-def test_an_item_outside_the_table_is_refused() -> None:
-    beyond = Column.from_lengths(np.array([1, 2, 1, ITEMS + 1]), np.array([2, 2]))
-    with pytest.raises(DataError, match=f"feature 'session': id {ITEMS + 1} in row 1 "):
-        list(
-            SessionLoader(
-                beyond, SCHEMA, config=LoaderConfig(prefetch=0), num_items=ITEMS
-            )
-        )

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from tests.data.stream_sets import (
     ITEMS,
-    arrow,
     equal,
     loader_of,
     parquet,
@@ -28,8 +27,7 @@ from tests.data.stream_sets import (
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.files.arrow import RowGroup
-from torchrec_ext.data.files.parquet import read_parquet
-from torchrec_ext.data.files.sources import ParquetSource
+from torchrec_ext.data.files.sources import ParquetSource, read_parquet
 from torchrec_ext.data.loader import epoch_order
 from torchrec_ext.data.loader.blocks import BlockLayout
 from torchrec_ext.data.loader.epoch_order import StreamPlan
@@ -198,27 +196,6 @@ def test_a_resumed_stream_equals_the_uninterrupted_one_on_any_number_of_ranks(
     assert all(
         equal(left, right) for left, right in zip(resumed, expected, strict=True)
     )
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_parquet_and_arrow_ipc_give_the_same_stream(
-    folder: Path, shuffle: bool
-) -> None:
-    sizes = [30, 7, 64, 1, 40]
-    for rank in range(2):
-        left, right = (
-            list(
-                loader_of(
-                    source, rank, 2, shuffle=shuffle, label="label", weight="weight"
-                )
-            )
-            for source in (
-                parquet(folder / "p", sizes, files=2),
-                arrow(folder / "a", sizes),
-            )
-        )
-        assert len(left) == len(right)
-        assert all(equal(one, other) for one, other in zip(left, right, strict=True))
 
 
 def test_a_buffer_that_holds_everything_permutes_all_rows(folder: Path) -> None:
@@ -584,15 +561,15 @@ def test_a_state_of_other_files_or_lanes_is_refused(folder: Path) -> None:
         ).load_state_dict(state)
 
 
-@pytest.mark.parametrize("make", [parquet, arrow, "memory"])
+@pytest.mark.parametrize("make", ["files", "memory"])
 def test_a_state_of_rewritten_rows_is_refused_and_an_older_state_is_not(
-    folder: Path, make: Any
+    folder: Path, make: str
 ) -> None:
     """As many rows in groups of the same sizes, of which one label is another."""
 
     def loader() -> ChunkLoader:
         if make != "memory":
-            return loader_of(type(source)(folder / "rows"))
+            return loader_of(ParquetSource(folder / "rows"))
         chunk = read_parquet([file.path for file in source.files])
         return ChunkLoader(
             chunk,
@@ -600,30 +577,24 @@ def test_a_state_of_rewritten_rows_is_refused_and_an_older_state_is_not(
             config=LoaderConfig(batch_size=8, negatives=0, shuffle=False),
         )
 
-    source = (parquet if make == "memory" else make)(folder / "rows", [30, 30])
+    source = parquet(folder / "rows", [30, 30])
     state = loader().state_dict(step=2)
     loader().load_state_dict(state)
     file = Path(source.files[0].path)
     kept = file.read_bytes()
-    if make == arrow:
-        labels = bytes(
-            pa.ipc.open_file(pa.py_buffer(kept)).get_batch(1)["row"].buffers()[1]
-        )
-        file.write_bytes(kept.replace(labels, labels[::-1]))
-    else:
-        table = pq.read_table(file)
-        flipped = pa.array(
-            [
-                not label if row == 41 else label
-                for row, label in enumerate(table["label"].to_pylist())
-            ]
-        )
-        pq.write_table(
-            table.set_column(5, "label", flipped),
-            file,
-            row_group_size=30,
-            write_page_checksum=True,
-        )
+    table = pq.read_table(file)
+    flipped = pa.array(
+        [
+            not label if row == 41 else label
+            for row, label in enumerate(table["label"].to_pylist())
+        ]
+    )
+    pq.write_table(
+        table.set_column(5, "label", flipped),
+        file,
+        row_group_size=30,
+        write_page_checksum=True,
+    )
     with pytest.raises(
         ValueError, match=r"cannot resume .*: content was '\w+' and is '\w+'; restore"
     ):

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("duckdb", reason="needs the extra `data`")
 
 from tests.data.preprocess_cases import same
-from torchrec_ext.data.files.parquet import read_parquet
+from torchrec_ext.data.files.sources import read_parquet
 from torchrec_ext.data.preprocess import (
     Bucketize,
     Categorify,
@@ -135,34 +135,13 @@ def test_a_column_that_a_step_cannot_take(
     )
 
 
-def test_files(tmp_path: Path, good: Path) -> None:
+def test_files_are_refused_as_everywhere(tmp_path: Path, good: Path) -> None:
+    """The reader's own table of bad files is in tests/data/files."""
     refuses(r"gone\.parquet: no such file", tmp_path / "gone.parquet")
-    (tmp_path / "text.parquet").write_text("hello")
-    refuses(
-        r"text\.parquet: is not parquet; copy or write it again",
-        tmp_path / "text.parquet",
-    )
-    (tmp_path / "cut.parquet").write_bytes(good.read_bytes()[:200])
-    refuses(
-        r"cut\.parquet: .*it was cut short; copy or write it again",
-        [good, tmp_path / "cut.parquet"],
-    )
-    empty = table(
-        tmp_path / "empty.parquet",
-        city=pa.array([], pa.string()),
-        label=pa.array([], pa.float64()),
-    )
-    refuses(r"empty\.parquet: zero rows", empty)
     refuses(
         r"b\.parquet: column 'city' is int64, in .*good\.parquet it is string",
         [good, table(tmp_path / "b.parquet", city=[1], label=[1.0])],
     )
-    refuses(
-        r"c\.parquet: column 'label' is missing, the file has \['city'\]; .*good\.parquet has it",
-        [good, table(tmp_path / "c.parquet", city=["a"])],
-    )
-    refuses(r"s3x://bucket/a\.parquet: cannot be read", "s3x://bucket/a.parquet")
-    refuses("no file was given", [])
 
 
 def test_a_name_is_no_pattern(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.killing import killed_everywhere
 from torchrec_ext import sealed
-from torchrec_ext.data.files.find import find_files
+from torchrec_ext.data.files.sources import find_files
 from torchrec_ext.data.preprocess.folders import disk_errors, keep_sources, whole_folder
 from torchrec_ext.schema import DataError
 from torchrec_ext.sealed import _HOST, existing_folder

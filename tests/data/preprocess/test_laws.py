@@ -19,7 +19,7 @@ from tests.data.preprocess_cases import (
     with_events,
     write,
 )
-from torchrec_ext.data.files.parquet import read_parquet
+from torchrec_ext.data.files.sources import read_parquet
 from torchrec_ext.data.preprocess import (
     Bucketize,
     Categorify,

@@ -18,7 +18,7 @@ pytest.importorskip("duckdb", reason="needs the extra `data`")
 
 from tests.data.preprocess_cases import ALL_TIMES, ANY_VALUES, same, with_events, write
 from torchrec_ext.data.columns import Chunk
-from torchrec_ext.data.files.parquet import read_parquet
+from torchrec_ext.data.files.sources import read_parquet
 from torchrec_ext.data.preprocess import (
     Bucketize,
     Categorify,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.contracts import run_ranks
 from tests.small_sets import planted_data
-from torchrec_ext.data.loader.batch_builder import BatchBuilder
+from torchrec_ext.data.loader.sides import BatchBuilder
 from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig

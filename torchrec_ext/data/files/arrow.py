@@ -6,7 +6,7 @@ RowGroup and Source: the protocol of data that are read a row group at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -48,38 +48,27 @@ def is_list_type(dtype: pa.DataType) -> bool:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ColumnRules:
-    """Rules for the values of a source's columns.
+def as_column(
+    group: RowGroup,
+    name: str,
+    data: pa.Array | pa.ChunkedArray,
+    fill: Mapping[str, Any],
+) -> Column:
+    """Checks a column of a row group and returns it as numpy arrays.
 
     Args:
-        fill: maps a column to the value that stands for null; other columns must have no nulls. In a list column it
-            stands for null elements, and a null list is empty.
-        max_length: maps a list column to the greatest number of values in a row.
+        group: the row group, for messages.
+        name: name of the column.
+        data: values of the column.
+        fill: maps a column to the value that stands for null; in a list column for null elements. A null list is empty.
+
+    Raises:
+        DataError: there is a null without a value for it.
     """
-
-    fill: Mapping[str, Any] = field(default_factory=dict)
-    max_length: Mapping[str, int] = field(default_factory=dict)
-
-    def column(
-        self, where: str, name: str, data: pa.Array | pa.ChunkedArray, first: int = 0
-    ) -> Column:
-        """Checks a column and returns it as numpy arrays.
-
-        Args:
-            where: file and row group, for the message.
-            name: name of the column.
-            data: values of the column.
-            first: number of the first row, for the message.
-
-        Raises:
-            DataError: there is a null without a value for it, or a list is too long.
-        """
-        array = one_piece(data)
-        if array.null_count and name not in self.fill:
-            raise _null(where, name, array, first + _first_null(array))
-        if not is_list_type(array.type):
-            return Column(_numpy(self._filled(name, array)))
+    array = one_piece(data)
+    lengths = None
+    values = array
+    if is_list_type(array.type):
         # A null list has no length; it becomes an empty one.
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(
             zero_copy_only=False
@@ -87,27 +76,20 @@ class ColumnRules:
         # Unlike array.values, flatten leaves out null lists and the values outside a
         # slice.
         values = array.flatten()
-        if values.null_count and name not in self.fill:
-            row = int(
-                np.searchsorted(np.cumsum(lengths), _first_null(values), side="right")
+    for each in (array, values):
+        if each.null_count and name not in fill:
+            row = int(pc.index(each.is_null(), True).as_py())
+            if each is not array and lengths is not None:
+                row = int(np.searchsorted(np.cumsum(lengths), row, side="right"))
+            raise DataError(
+                f"{group.name}, column '{name}', row {group.first + row}: value is null ({each.null_count} nulls in "
+                "the rows read), nulls are not allowed here; fill them where the file is written, or pass "
+                f"fill={{'{name}': ...}}"
             )
-            raise _null(where, name, values, first + row)
-        self._check_lengths(where, name, lengths, first)
-        return Column.from_lengths(_numpy(self._filled(name, values)), lengths)
-
-    def _filled(self, name: str, array: pa.Array) -> pa.Array:
-        return array.fill_null(self.fill[name]) if array.null_count else array
-
-    def _check_lengths(self, where: str, name: str, lengths: Array, first: int) -> None:
-        most = self.max_length.get(name)
-        if most is None or not len(lengths) or int(lengths.max()) <= most:
-            return
-        row = int((lengths > most).argmax())
-        raise DataError(
-            f"{where}, column '{name}', row {first + row}: a list of {lengths[row]} values "
-            f"({int((lengths > most).sum())} of the {len(lengths)} rows read have more than max_length={most}); cut "
-            "the lists where they are written, or raise max_length"
-        )
+    if values.null_count:
+        values = values.fill_null(fill[name])
+    found = _numpy(values)
+    return Column(found) if lengths is None else Column.from_lengths(found, lengths)
 
 
 def as_arrow(column: Column) -> pa.Array:
@@ -150,17 +132,6 @@ def as_int64(where: str, name: str, column: Column, first: int = 0) -> Int64:
     return values.astype(np.int64, copy=False)
 
 
-def _null(where: str, name: str, array: pa.Array, row: int) -> DataError:
-    return DataError(
-        f"{where}, column '{name}', row {row}: value is null ({array.null_count} nulls in the rows read), nulls are "
-        f"not allowed here; fill them where the file is written, or pass fill={{'{name}': ...}}"
-    )
-
-
-def _first_null(array: pa.Array) -> int:
-    return int(pc.index(array.is_null(), True).as_py())
-
-
 def one_piece(data: pa.Array | pa.ChunkedArray) -> pa.Array:
     """Returns a column as one array."""
     if not isinstance(data, pa.ChunkedArray):
@@ -180,7 +151,7 @@ def _numpy(array: pa.Array) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class RowGroup:
-    """A row group of parquet, a record batch of Arrow IPC, or a part of one.
+    """A row group of parquet, or a part of one.
 
     Args:
         name: file and number, for messages.

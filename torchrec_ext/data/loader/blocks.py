@@ -3,7 +3,7 @@
 Ids and numbers are checked here, a column of a row group at a time, which costs a tenth of checking them in each batch
 and knows file and row group.
 
-Assembler: slices of blocks -> one TowerBatch. Every value is copied once, into the KeyedJaggedTensor.
+gathered(): slices of blocks -> the columns of a step's rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,19 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_ext.batch import (
-    Jagged,
-    KeyedIds,
-    Keys,
-    TowerBatch,
-    concatenated,
-    pack,
-)
+from torchrec_ext.batch import Jagged
 from torchrec_ext.data.columns import Array, Chunk, Column, Float32, Int64
 from torchrec_ext.data.files.arrow import Kind, RowGroup, Source, as_int64
-from torchrec_ext.data.loader.batch_builder import padded
+from torchrec_ext.data.loader.batch import RowColumns
 from torchrec_ext.data.loader.config import LoaderConfig
-from torchrec_ext.schema import BatchSchema, DataError, RowNumbers, SparseFeature
+from torchrec_ext.schema import BatchSchema, DataError, SparseFeature
 from torchrec_ext.schema.validation import listed
 
 Vectors = Array | list[Array]
@@ -123,12 +116,8 @@ class BlockLayout:
         """Names of the columns of ids and of the ids' weights."""
         return [*self.features, *self.weights.values()]
 
-    def require(self, source: Source, config: LoaderConfig) -> frozenset[str]:
-        """Refuses a source with a missing column or a column of another kind.
-
-        Returns:
-            The sparse columns with several ids per row.
-        """
+    def require(self, source: Source, config: LoaderConfig) -> None:
+        """Refuses a source with a missing column or a column of another kind."""
         for name in self.floats:
             try:
                 source.require({name: NUMBER_KINDS})
@@ -138,13 +127,12 @@ class BlockLayout:
             dict.fromkeys(self.weights, LISTS)
             | dict.fromkeys(self.weights.values(), WEIGHTS)
         )
-        kinds = source.require(
+        source.require(
             {
                 name: ID_KINDS if feature else SCALAR
                 for name, feature in self.features.items()
             }
         )
-        return frozenset(name for name, kind in kinds.items() if kind == "ints")
 
     def only(self, name: str) -> BlockLayout:
         """Returns the layout of one float column alone."""
@@ -159,6 +147,7 @@ class BlockLayout:
         self, group: RowGroup, chunk: Chunk
     ) -> tuple[dict[str, Column], dict[str, Array]]:
         """Checks the rows of a group or of a part of one; returns ids (int64) by name and floats (float32) by name."""
+        self._check_kinds(group, chunk)
         ids = {
             name: self._ids(group, name, chunk[name], feature)
             for name, feature in self.features.items()
@@ -170,6 +159,21 @@ class BlockLayout:
         return ids, {
             name: self._numbers(group, name, chunk[name]) for name in self.floats
         }
+
+    def _check_kinds(self, group: RowGroup, chunk: Chunk) -> None:
+        """Refuses columns in memory of another kind, which files are asked for before they are read."""
+        for names, kinds, what in (
+            (self.features, "iu", "whole numbers"),
+            (self.floats, "iufb", "one number in each row"),
+        ):
+            for name in names:
+                column = chunk[name]
+                is_list = column.ragged and names is self.floats
+                if column.pool.dtype.kind not in kinds or is_list:
+                    kind = "lists" if is_list else column.pool.dtype
+                    raise DataError(
+                        f"{group.name}, column '{name}': is {kind}, must be {what}; convert it where it is written"
+                    )
 
     def _numbers(self, group: RowGroup, name: str, column: Column) -> Float32:
         floats = _finite(group, name, column)
@@ -334,211 +338,55 @@ class Slice(NamedTuple):
         return self.rows.ragged[name].values[offsets[0] : offsets[-1]], offsets
 
 
-class Assembler:
-    """Builds batches of the schema from checked rows.
-
-    Args:
-        schema: the columns of the batch.
-        layout: the columns of the blocks.
-        ragged: names of the sparse columns with several ids per row.
-        label: float column with the labels; all labels are 1 by default.
-        weight: float column with the weights; all weights are 1 by default.
-    """
-
-    def __init__(
-        self,
-        schema: BatchSchema,
-        layout: BlockLayout,
-        ragged: frozenset[str],
-        label: str | None,
-        weight: str | None,
-    ) -> None:
-        self.schema = schema
-        self._layout = layout
-        scalar = [name for name in layout.features if name not in ragged]
-        self._scalar = {name: index for index, name in enumerate(scalar)}
-        self._float = {name: index for index, name in enumerate(layout.floats)}
-        self._label = label
-        self._weight = weight
-
-    def batch(
-        self, slices: Sequence[Slice], size: int, total_weight: float
-    ) -> TowerBatch:
-        """Builds a batch of the rows of ``slices``, padded to ``size`` rows with rows of weight 0 and empty bags.
-
-        Args:
-            slices: rows, in the order of the batch.
-            size: B.
-            total_weight: see :class:`TowerBatch`.
-        """
-        targets = shared_dense = index = None
-        if self.schema.tasks:
-            targets = self._matrix(slices, size, self.schema.tasks)
-        if self.schema.shared:
-            shared_dense = self._matrix(slices, size, self.schema.shared_dense)
-            # Rows from files come as they are, so that each has a shared row of its
-            # own.
-            index = torch.arange(size)
-        return pack(
-            self.schema.layout,
-            self._fill_of(slices, size),
-            dense=self._matrix(slices, size, self.schema.row_dense),
-            labels=self._vector(slices, size, self._label),
-            weights=self._vector(slices, size, self._weight),
-            total_weight=torch.tensor(total_weight),
-            targets=targets,
-            users=self._identities(slices, size, self.schema.query),
-            items=self._identities(slices, size, self.schema.candidate),
-            queries=size if self.schema.candidate else None,
-            shared_dense=shared_dense,
-            index=index,
-        )
-
-    def _fill_of(
-        self, slices: Sequence[Slice], size: int
-    ) -> Callable[[Keys, Sequence[int]], KeyedIds]:
-        """Returns the function that lays out the ids; replaced ones come column by column."""
-        if self.schema.replaces is None:
-            return lambda keys, sizes: self._keyed(slices, size, keys)
-        bags = {name: self._bags(slices, name) for name in self.schema.keys}
-        numbers = torch.from_numpy(
-            joined(
-                [piece.rows.numbers[piece.start : piece.stop] for piece in slices],
-                np.int64,
+def gathered(slices: Sequence[Slice], layout: BlockLayout) -> RowColumns:
+    """Returns the columns of the rows of ``slices``, in the order of the batch."""
+    count = sum(piece.stop - piece.start for piece in slices)
+    ragged = slices[0].rows.ragged if slices else {}
+    scalars = [name for name in layout.ids if name not in ragged]
+    lists = [name for name in ragged if name not in layout.weights.values()]
+    parts = [
+        piece.rows.scalars[place][piece.start : piece.stop]
+        for place in range(len(scalars))
+        for piece in slices
+    ]
+    sizes = [count] * len(scalars)
+    for name in lists:
+        of_name = [piece.bags(name)[0] for piece in slices]
+        sizes.append(sum(map(len, of_name)))
+        parts += of_name
+    # One copy of each value, after which the columns lie side by side as in a batch.
+    flat = torch.from_numpy(_joined(parts, np.int64))
+    values = torch.split(flat, sizes)
+    bags = {}
+    for name, ids in zip([*scalars, *lists], values, strict=True):
+        bags[name] = Jagged(ids)
+    for name in ragged:
+        offsets = [np.diff(piece.bags(name)[1]) for piece in slices]
+        lengths = torch.from_numpy(np.concatenate(offsets).astype(np.int32))
+        ids = (
+            bags[name].values
+            if name in bags
+            else torch.from_numpy(
+                np.concatenate([piece.bags(name)[0] for piece in slices])
             )
         )
-        bags.update(self.schema.replaces(bags, RowNumbers(numbers, numbers)))
-        return lambda keys, sizes: concatenated(keys, sizes, bags)
+        bags[name] = Jagged(ids, lengths)
+    floats = [
+        piece.rows.floats[place][piece.start : piece.stop]
+        for place in range(len(layout.floats))
+        for piece in slices
+    ]
+    matrix = torch.from_numpy(_joined(floats, np.float32)).view(
+        len(layout.floats), count
+    )
+    numbers = dict(zip(layout.floats, matrix.unbind(), strict=True))
+    return RowColumns(bags, numbers, flat)
 
-    def _bags(self, slices: Sequence[Slice], name: str) -> Jagged:
-        if name in self._scalar:
-            return Jagged(torch.from_numpy(_joined_ids(slices, self._scalar[name])))
-        weights = None
-        feature = self.schema.feature(name)
-        if feature and feature.weights:
-            of_ids = [piece.bags(feature.weights)[0] for piece in slices]
-            weights = torch.from_numpy(joined(of_ids, np.float32))
-        bags = [piece.bags(name) for piece in slices]
-        lengths = joined([np.diff(offsets) for _, offsets in bags], np.int64)
-        return Jagged(
-            torch.from_numpy(joined([ids for ids, _ in bags], np.int64)),
-            torch.from_numpy(lengths.astype(np.int32)),
-            weights,
-        )
 
-    def _identities(
-        self, slices: Sequence[Slice], size: int, name: str | None
-    ) -> Tensor | None:
-        """Returns (size,) the ids of a column with one for each row, and zeros after them."""
-        if name not in self._scalar:
-            return None
-        return padded(torch.from_numpy(_joined_ids(slices, self._scalar[name])), size)
-
-    def chunk(self, slices: Sequence[Slice]) -> Chunk:
-        """Returns all columns of the rows of ``slices``, for batches with items from elsewhere."""
-        columns = {}
-        for name, index in self._float.items():
-            vectors = [
-                piece.rows.floats[index][piece.start : piece.stop] for piece in slices
-            ]
-            columns[name] = Column(joined(vectors, np.float32))
-        # After the floats: a column that is both an id and a label is read as an id,
-        # exactly.
-        for name, index in self._scalar.items():
-            columns[name] = Column(_joined_ids(slices, index))
-        for name in self._layout.ids:
-            if name not in self._scalar:
-                bags = [piece.bags(name) for piece in slices]
-                values = joined([ids for ids, _ in bags], np.int64)
-                lengths = joined([np.diff(offsets) for _, offsets in bags], np.int64)
-                columns[name] = Column.from_lengths(values, lengths)
-        return Chunk(columns)
-
-    def _keyed(self, slices: Sequence[Slice], size: int, keys: Keys) -> KeyedIds:
-        count = _count(slices)
-        totals = []
-        for name in keys.features:
-            if name is None:
-                totals.append(0)
-            elif name in self._scalar:
-                totals.append(count)
-            else:
-                totals.append(sum(piece.bags(name)[0].size for piece in slices))
-        values = torch.empty(sum(totals), dtype=torch.int64)
-        lengths = torch.ones(len(keys.features), size, dtype=torch.int32)
-        lengths[:, count:] = 0
-        self._fill(slices, keys.features, values.numpy(), lengths.numpy(), count)
-        weights = None
-        if keys.weighted:
-            weights = torch.from_numpy(self._weights(slices, keys, totals))
-        return KeyedIds(values, lengths.view(-1), weights)
-
-    def _weights(
-        self, slices: Sequence[Slice], keys: Keys, totals: Sequence[int]
-    ) -> Array:
-        """Returns (sum of lengths,) the weight of each id of the keys' features; 1 for features without weights."""
-        arrays = []
-        for name, total in zip(keys.features, totals, strict=True):
-            feature = self.schema.feature(name or "")
-            if feature and feature.weights:
-                arrays += [piece.bags(feature.weights)[0] for piece in slices]
-            else:
-                arrays.append(np.ones(total, np.float32))
-        return joined(arrays, np.float32)
-
-    def _fill(
-        self,
-        slices: Sequence[Slice],
-        names: Sequence[str | None],
-        values: Int64,
-        lengths: Array,
-        count: int,
-    ) -> None:
-        """Writes the ids of ``names`` into ``values``, and the lengths of ragged columns into ``lengths``."""
-        start = 0
-        for run in _runs(names, self._scalar):
-            name = run.names[0]
-            # Columns that follow one another in the blocks' matrix take one copy
-            # together.
-            if run.first is not None:
-                width = len(run.names)
-                out = values[start : start + width * count].reshape(width, count)
-                for place, piece in _places(slices):
-                    _copy(piece.rows.scalars, run.first, piece, out[:, place])
-                start += width * count
-            elif name is None:
-                lengths[run.start] = 0
-            else:
-                for place, piece in _places(slices):
-                    ids, offsets = piece.bags(name)
-                    values[start : start + ids.size] = ids
-                    start += ids.size
-                    lengths[run.start, place] = np.diff(offsets)
-
-    def _matrix(
-        self, slices: Sequence[Slice], size: int, names: Sequence[str]
-    ) -> Tensor:
-        dense = torch.zeros(size, len(names))
-        count = _count(slices)
-        for run in _runs(names, self._float):
-            vectors = np.empty((len(run.names), count), np.float32)
-            for place, piece in _places(slices):
-                _copy(piece.rows.floats, run.first or 0, piece, vectors[:, place])
-            # Column by column is twice as fast as numpy's copy of a transposed matrix.
-            for index, vector in enumerate(vectors, start=run.start):
-                dense.numpy()[:count, index] = vector
-        return dense
-
-    def _vector(self, slices: Sequence[Slice], size: int, name: str | None) -> Tensor:
-        vector = torch.zeros(size)
-        if name is None:
-            vector[: _count(slices)] = 1
-        else:
-            for place, piece in _places(slices):
-                vector.numpy()[place] = piece.rows.floats[self._float[name]][
-                    piece.start : piece.stop
-                ]
-        return vector
+def places_in_source(slices: Sequence[Slice]) -> Tensor:
+    """Returns (n,) the number of each row of ``slices`` in the whole source."""
+    parts = [piece.rows.numbers[piece.start : piece.stop] for piece in slices]
+    return torch.from_numpy(_joined(parts, np.int64))
 
 
 def summed_weights(slices: Sequence[Slice], name: str) -> float:
@@ -556,62 +404,6 @@ def summed_weights(slices: Sequence[Slice], name: str) -> float:
     return total
 
 
-class _Run(NamedTuple):
-    """Names from index ``start`` on, in the order of a block's matrix from row ``first`` on; or one other name."""
-
-    start: int
-    first: int | None
-    names: list[str | None]
-
-
-def _runs(names: Sequence[str | None], positions: Mapping[str, int]) -> Iterator[_Run]:
-    """Splits ``names`` into the longest runs with consecutive ``positions``."""
-    run: _Run | None = None
-    for index, name in enumerate(names):
-        first = positions.get(name or "")
-        if (
-            run is not None
-            and run.first is not None
-            and first == run.first + len(run.names)
-        ):
-            run.names.append(name)
-            continue
-        if run is not None:
-            yield run
-        run = _Run(index, first, [name])
-    if run is not None:
-        yield run
-
-
-def _places(slices: Sequence[Slice]) -> Iterator[tuple[slice, Slice]]:
-    """Yields each of ``slices`` with the place of its rows in the batch."""
-    row = 0
-    for piece in slices:
-        stop = row + piece.stop - piece.start
-        yield slice(row, stop), piece
-        row = stop
-
-
-def _count(slices: Sequence[Slice]) -> int:
-    return sum(piece.stop - piece.start for piece in slices)
-
-
-def _copy(vectors: Vectors, first: int, piece: Slice, out: Array) -> None:
-    """Copies the rows of ``piece`` in the vectors from ``first`` on to ``out`` (vectors, rows)."""
-    if isinstance(vectors, np.ndarray):
-        out[:] = vectors[first : first + len(out), piece.start : piece.stop]
-    else:
-        for row, vector in zip(out, vectors[first : first + len(out)], strict=True):
-            row[:] = vector[piece.start : piece.stop]
-
-
-def joined(arrays: Sequence[Array], dtype: type[np.generic]) -> Array:
+def _joined(arrays: Sequence[Array], dtype: type[np.generic]) -> Array:
     """Concatenates arrays; a rank without rows in a step gets an empty one of type ``dtype``."""
     return np.concatenate(arrays or [np.zeros(0, dtype)])
-
-
-def _joined_ids(slices: Sequence[Slice], index: int) -> Array:
-    return joined(
-        [piece.rows.scalars[index][piece.start : piece.stop] for piece in slices],
-        np.int64,
-    )

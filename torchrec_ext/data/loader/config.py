@@ -37,7 +37,7 @@ class LoaderConfig:
         shuffle: draw a new order each epoch; False keeps the order of the rows.
         drop_last: leave out the last step if it is not full; else rows of weight 0 fill it.
         prefetch: number of batches built ahead by a thread; 0 builds them in the caller's thread. Where not given, 2
-            with a CUDA device, and else what the first steps are faster with, see :class:`BuiltAhead`.
+            with a CUDA device, and else 0.
         pin_memory: put batches into page-locked memory; where not given, if there is a CUDA device.
         seed: seed of the order and of the negatives.
         label: the column with the labels, for ``negatives=0``; all labels are 1 where not given.

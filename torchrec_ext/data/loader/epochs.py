@@ -3,21 +3,16 @@
 Share: a rank's rows of each global batch.
 
 prefetched(): a thread builds the next batches while the caller uses this one.
-
-BuiltAhead: measures whether such a thread is faster.
 """
 
 from __future__ import annotations
 
 import queue
-import statistics
 import threading
-import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, TypeVar
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -72,6 +67,7 @@ def order_of(config: LoaderConfig, num_rows: int, epoch: int) -> Int64:
 
 
 T = TypeVar("T")
+_AHEAD_ON_GPU = 2
 _END = object()
 
 
@@ -131,55 +127,6 @@ def _fill(
         ready.put((None, error))
 
 
-class BuiltAhead:
-    """Decides whether a thread builds batches ahead: as configured, or by measurement.
-
-    A thread hides the time to build a batch, but slows the training thread down: that one then waits for Python's
-    global lock at most of its operations. With small models this costs more than it saves. So turns of ``STEPS`` steps
-    are timed without a thread and with one, in alternating order. After ``PAIRS`` pairs the faster way in the median is
-    used. The batches are the same either way.
-
-    Args:
-        depth: number of batches built ahead; by default the choice between 0 and ``DEPTH`` is measured.
-
-    Attributes:
-        depth: the number; None while it is being measured.
-    """
-
-    DEPTH = 2
-    STEPS = 16
-    PAIRS = 5
-
-    def __init__(self, depth: int | None) -> None:
-        self.depth = depth
-        self._gains: list[float] = []
-
-    def of(self, source: Iterator[T]) -> Iterator[T]:
-        """Yields the elements of ``source`` in order."""
-        while self.depth is None:
-            seconds = {}
-            depths = [0, self.DEPTH]
-            # In turns, so that a machine that gets slower or faster favours neither
-            # way.
-            if len(self._gains) % 2:
-                depths.reverse()
-            for depth in depths:
-                start = time.perf_counter()
-                count = 0
-                for count, element in enumerate(  # noqa: B007
-                    prefetched(islice(source, self.STEPS), depth), start=1
-                ):
-                    yield element
-                # The epoch is over: a turn that it cuts short says nothing.
-                if count < self.STEPS:
-                    return
-                seconds[depth] = time.perf_counter() - start
-            self._gains.append(seconds[0] / seconds[self.DEPTH])
-            if len(self._gains) == self.PAIRS:
-                self.depth = self.DEPTH if statistics.median(self._gains) > 1 else 0
-        yield from prefetched(source, self.depth)
-
-
 class Epochs(ABC):
     """A loader with batches that are functions of epoch and step, so it resumes at any step.
 
@@ -189,7 +136,7 @@ class Epochs(ABC):
         what: unit of ``count``, for messages.
 
     Attributes:
-        ahead: whether a thread builds batches ahead.
+        depth: number of batches that a thread builds ahead.
 
     Raises:
         DataError: an epoch would have no step.
@@ -200,12 +147,10 @@ class Epochs(ABC):
         self._count = count
         on_gpu = torch.cuda.is_available() and not _is_cpu_rank()
         self._pin = on_gpu if config.pin_memory is None else config.pin_memory
-        depth = config.prefetch
-        # On a GPU copies to the device overlap with the step as well, so a thread pays
-        # without a measurement.
-        if depth is None and on_gpu:
-            depth = BuiltAhead.DEPTH
-        self.ahead = BuiltAhead(depth)
+        # On a CPU the thread and the step wait for each other at Python's lock, which
+        # costs most models more than it hides.
+        usual = _AHEAD_ON_GPU if on_gpu else 0
+        self.depth = usual if config.prefetch is None else config.prefetch
         self._epoch = 0
         self._step = 0
         self._start = 0
@@ -256,7 +201,7 @@ class Epochs(ABC):
         # In the thread that builds batches, if there is one: pinning copies them.
         if self._pin:
             batches = (batch.pin_memory() for batch in batches)
-        for step, batch in enumerate(self.ahead.of(batches), start=start + 1):
+        for step, batch in enumerate(prefetched(batches, self.depth), start=start + 1):
             # Here and not in the thread: batches that nobody has taken yet do not
             # count.
             self._step = step

@@ -14,7 +14,8 @@ from torchrec_ext.batch import ENDLESS, Jagged, TowerBatch
 from torchrec_ext.data.columns import Float32, Int64
 from torchrec_ext.data.files.event_log import NO_EVENTS, EventLog, Events
 from torchrec_ext.data.files.events_config import EventsConfig
-from torchrec_ext.schema import BatchSchema
+from torchrec_ext.data.loader.batch import Answers, RowColumns, assemble
+from torchrec_ext.schema import BatchSchema, RowNumbers
 
 # Seconds between two looks at a log without new events.
 _POLL_S = 0.05
@@ -158,25 +159,23 @@ class EventLoader:
 
     def _batch(self, rows: EventRows) -> TowerBatch:
         count, width = rows.items.shape
+        places = torch.arange(count).repeat_interleave(width)
         users = torch.from_numpy(rows.users)
-        index = shared_rows = log_q = None
-        if USER in self._schema.shared:
-            index = width
-            shared_rows = torch.arange(count)
-        else:
-            users = users.repeat_interleave(width)
-        if self._log_q:
-            log_q = torch.from_numpy(rows.log_q.reshape(-1))
-        return self._schema.assemble(
-            {
-                USER: Jagged(users),
-                ITEM: Jagged(torch.from_numpy(rows.items.reshape(-1))),
-            },
-            labels=torch.from_numpy(rows.labels.reshape(-1)),
-            weights=torch.from_numpy(rows.weights.reshape(-1)),
-            log_q=log_q,
-            index=index,
-            shared_rows=shared_rows,
+        every = {
+            USER: Jagged(users[places]),
+            ITEM: Jagged(torch.from_numpy(rows.items.reshape(-1))),
+        }
+        weights = torch.from_numpy(rows.weights.reshape(-1))
+        return assemble(
+            self._schema,
+            RowColumns(every, {}),
+            Answers(torch.from_numpy(rows.labels.reshape(-1)), weights),
+            total_weight=weights.sum(),
+            numbers=RowNumbers(torch.arange(count * width), torch.arange(count)),
+            shared=RowColumns({USER: Jagged(users)}, {}),
+            index=places,
+            shared_size=count,
+            log_q=torch.from_numpy(rows.log_q.reshape(-1)) if self._log_q else None,
         )
 
     def set_epoch(self, epoch: int) -> None:

@@ -22,18 +22,17 @@ import torch
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Array, Chunk, Column, Float32, Int64, concatenate
 from torchrec_ext.data.files.arrow import Source
-from torchrec_ext.data.loader.batch_builder import as_tensor
+from torchrec_ext.data.loader.batch import Answers, as_tensor, assemble
 from torchrec_ext.data.loader.blocks import (
-    Assembler,
     BlockLayout,
     BlockRows,
     Memory,
     Slice,
     Vectors,
-    joined,
+    gathered,
+    places_in_source,
     summed_weights,
 )
-from torchrec_ext.data.loader.candidates import SharedCandidates, StepRows
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epoch_order import (
     Block,
@@ -43,7 +42,8 @@ from torchrec_ext.data.loader.epoch_order import (
     whole_block,
 )
 from torchrec_ext.data.loader.epochs import Share, prefetched
-from torchrec_ext.schema import BatchSchema
+from torchrec_ext.data.loader.shared import SharedCandidates, StepRows
+from torchrec_ext.schema import BatchSchema, RowNumbers
 
 
 class LaneReader:
@@ -324,9 +324,8 @@ class StreamedRows:
         source: files with all rows.
         schema: the columns that the model reads.
         config: see :class:`LoaderConfig`.
-        items: row i holds the features of item i, which the source then need not have.
-        shared: maker of batches with shared candidates; None for rows that come as they are, which go straight from
-            their blocks into the batch, each value copied once.
+        without: columns of the schema that the source need not have.
+        shared: maker of batches with shared candidates; None for rows that come as they are.
         share: this rank's share of each global batch.
         in_order: keep the order of the files if there is no shuffle, see :class:`ChunkLoader`.
     """
@@ -338,15 +337,12 @@ class StreamedRows:
         source: Source,
         schema: BatchSchema,
         config: LoaderConfig,
-        items: Chunk | None,
+        without: Sequence[str],
         shared: SharedCandidates | None,
         share: Share,
         in_order: bool = True,
     ) -> None:
         ids = shared.ids if shared else ()
-        # Features of items are looked up in `items`; of the item the rows have the id
-        # alone.
-        without = [name for name in items or () if name not in ids]
         layout = BlockLayout.of(schema, config, ids, without)
         # A rank decodes its lanes as a whole: with a lane of its own it decodes no rows
         # of others.
@@ -377,9 +373,9 @@ class StreamedRows:
             seed=config.seed,
             places=share.world_size if own_lane else None,
         )
-        self._assembler = Assembler(
-            schema, layout, layout.require(source, config), config.label, config.weight
-        )
+        layout.require(source, config)
+        self._schema = schema
+        self._layout = layout
         self._stream = Stream(
             source,
             layout,
@@ -414,17 +410,26 @@ class StreamedRows:
                 if weight
                 else float(step.num_rows)
             )
-            if self._shared is None:
-                yield self._assembler.batch(
-                    step.mine, size, total / self._share.world_size
-                )
-                continue
-            chunk = self._assembler.chunk(step.mine)
-            numbers = joined(
-                [piece.rows.numbers[piece.start : piece.stop] for piece in step.mine],
-                np.int64,
+            rows = StepRows(
+                gathered(step.mine, self._layout),
+                places_in_source(step.mine),
+                torch.tensor(total / self._share.world_size),
             )
-            weights = chunk[weight].values if weight else None
-            yield self._shared.batch(
-                StepRows(chunk, numbers, weights, total), epoch, number
+            if self._shared is not None:
+                yield self._shared.batch(rows, epoch, number)
+                continue
+            answers = Answers.of(
+                self._schema,
+                self._config,
+                rows.columns.numbers,
+                len(rows.numbers),
+                size,
+            )
+            # Each row has a shared row of its own.
+            yield assemble(
+                self._schema,
+                rows.columns,
+                answers,
+                total_weight=rows.total,
+                numbers=RowNumbers(rows.numbers, rows.numbers),
             )

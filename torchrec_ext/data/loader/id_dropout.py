@@ -53,11 +53,14 @@ class IdDropout:
         *,
         seed: int = 0,
     ) -> None:
-        if not isinstance(loader, ChunkLoader):
+        if not isinstance(loader, ChunkLoader) or loader.sessions:
             name, rate = next(iter(rates.items()))
+            what = (
+                "sessions" if isinstance(loader, ChunkLoader) else type(loader).__name__
+            )
             raise ValueError(
-                f"id_dropout={name}={rate} with a {type(loader).__name__}: its items have no features to stand "
-                "for a dropped id; leave id_dropout out"
+                f"id_dropout={name}={rate} with {what}: the items have no features to stand for a dropped id; leave "
+                "id_dropout out"
             )
         for name, rate in rates.items():
             if schema.feature(name) is None:

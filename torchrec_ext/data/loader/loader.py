@@ -15,22 +15,28 @@ from typing import Any, Protocol
 import torch
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
-from torchrec_ext.data.columns import Chunk, sample_digest, with_elements
+from torchrec_ext.data.columns import Chunk, Column, sample_digest, with_elements
 from torchrec_ext.data.files.arrow import Source
-from torchrec_ext.data.loader.candidates import RowsWithCandidates, SharedCandidates
 from torchrec_ext.data.loader.config import LoaderConfig as LoaderConfig
 from torchrec_ext.data.loader.config import Sampling as Sampling
-from torchrec_ext.data.loader.epochs import BuiltAhead, Epochs, Share
+from torchrec_ext.data.loader.epochs import Epochs, Share
 from torchrec_ext.data.loader.from_files import StreamedRows
 from torchrec_ext.data.loader.on_device import DeviceCandidates, ResidentRows, read_all
+from torchrec_ext.data.loader.shared import (
+    ITEM,
+    SESSION,
+    SessionCandidates,
+    SharedCandidates,
+)
+from torchrec_ext.data.loader.table import item_table
 from torchrec_ext.data.negatives.mixed import CatalogueCandidates, MixedNegatives
 from torchrec_ext.data.negatives.samplers import (
     Negatives,
     PopularityNegatives,
     UniformNegatives,
 )
-from torchrec_ext.data.prepared import Prepared
-from torchrec_ext.schema import BatchSchema
+from torchrec_ext.data.prepared import Prepared, with_next
+from torchrec_ext.schema import BatchSchema, DataError
 
 Sampler = Negatives | MixedNegatives | CatalogueCandidates
 
@@ -103,7 +109,7 @@ def _check(config: LoaderConfig, sampler: Sampler | None, *, has_items: bool) ->
 
 
 class Batches(Protocol):
-    """The source of a rank's batches: :class:`ResidentRows`, :class:`RowsWithCandidates` or :class:`StreamedRows`.
+    """The source of a rank's batches: :class:`ResidentRows` or :class:`StreamedRows`.
 
     ``num_rows`` counts the rows of all ranks; ``ahead`` says whether a thread may build batches, which are then pinned.
     """
@@ -136,39 +142,91 @@ def batches_of(
     Raises:
         ValueError: the settings ask a device for what only the host can do.
     """
-    where = f"device={device} with loader."
+    place = device or torch.device("cpu")
+    shared: SharedCandidates | None = None
+    ids: tuple[str, ...] = ()
+    own: Negatives | None = None
     if isinstance(sampler, MixedNegatives | CatalogueCandidates):
         assert items is not None, "checked by ChunkLoader"
         if device is not None:
             raise ValueError(
-                f"{where}sampling={config.sampling!r}: its candidates are drawn on the host; leave device out"
+                f"device={device} with loader.sampling={config.sampling!r}: its candidates are drawn on the host; "
+                "leave device out"
             )
-        shared = SharedCandidates(schema, config, items, sampler, share)
-        if isinstance(chunk, Chunk):
-            return RowsWithCandidates(chunk, schema, config, shared, share)
-        return StreamedRows(chunk, schema, config, items, shared, share, in_order)
-    if config.negatives and items is None:
+        table = item_table(schema, items, place)
+        shared = SharedCandidates(schema, config, table, sampler, share)
+        ids = shared.ids
+    elif config.negatives and items is None:
         raise ValueError(
             f"loader.negatives={config.negatives} without items: drawn items need features; pass items="
         )
-    ids: tuple[str, ...] = ()
-    if config.negatives:
-        ids = ("user_id", "item_id")
     elif items is not None:
-        ids = ("item_id",)
+        own = sampler
+        ids = ("user_id", "item_id") if config.negatives else ("item_id",)
+    without = [name for name in items or () if name not in ids]
     if not isinstance(chunk, Chunk):
-        if items is None and device is None:
-            return StreamedRows(chunk, schema, config, None, None, share, in_order)
-        without = [name for name in items or () if name not in ids]
+        if shared is not None or (items is None and device is None):
+            return StreamedRows(chunk, schema, config, without, shared, share, in_order)
         chunk = read_all(chunk, schema, config, ids, without)
-    candidates = None
-    place = device or torch.device("cpu")
-    if items is not None:
+    candidates: DeviceCandidates | SharedCandidates | None = shared
+    if shared is None and items is not None:
         candidates = DeviceCandidates(
-            schema, chunk, items, sampler, config.negatives, place
+            schema, chunk, items, own, config.negatives, place
         )
     return ResidentRows(
-        chunk, schema, config, candidates, share, place, ahead=device is None
+        chunk,
+        schema,
+        config,
+        candidates,
+        share,
+        place,
+        without=without,
+        ahead=device is None,
+    )
+
+
+def sessions_of(
+    chunk: Chunk,
+    schema: BatchSchema,
+    config: LoaderConfig,
+    num_items: int,
+    share: Share,
+    device: torch.device | None,
+) -> ResidentRows:
+    """Builds the batches of sessions, a ragged column ``session`` of 2 or more items.
+
+    Raises:
+        ValueError: the settings ask for columns or draws that sessions do not have.
+        DataError: a session without a target.
+    """
+    for name in ("label", "weight"):
+        if getattr(config, name):
+            raise ValueError(
+                f"loader.{name}={getattr(config, name)!r}: sequences have no such column; leave it out"
+            )
+    if config.sampling != "uniform":
+        raise ValueError(
+            f"loader.sampling={config.sampling!r}: candidates that all targets share are drawn "
+            "uniformly; leave it out, and set loader.negatives=0 for the whole catalogue"
+        )
+    lengths = chunk[SESSION].lengths
+    if chunk.num_rows and int(lengths.min()) < 2:
+        row = int((lengths < 2).argmax())
+        raise DataError(
+            f"sequence {row} has {lengths[row]} items, must have 2 or more: the first is an input, the others are "
+            "targets; leave it out"
+        )
+    return ResidentRows(
+        # Each rank divides its loss by the targets of all ranks.
+        chunk.with_columns({"targets": Column(lengths - 1)}),
+        schema,
+        dataclasses.replace(config, negatives=0),
+        SessionCandidates(schema, config, num_items, share),
+        share,
+        device or torch.device("cpu"),
+        without=[ITEM],
+        total="targets",
+        ahead=device is None,
     )
 
 
@@ -192,7 +250,7 @@ class ChunkLoader(Epochs):
     rank r of R takes a contiguous part of them. All ranks take the same number of steps with batches of the same shape:
     missing rows are filled up by rows of weight 0 with empty bags, so every sample counts exactly once. With N
     negatives, a positive (label 1) is followed by its own N (label 0); candidates that all queries share come after the
-    positives, see :class:`SharedCandidates`.
+    positives, see :class:`SharedCandidates`. Sessions have the candidates of a step beside them.
 
     Rows in memory are tensors, checked once and shuffled as a whole. Files are read while the epoch runs, unless
     negatives are drawn for their rows: :class:`StreamPlan` says in which order, and what each rank reads.
@@ -212,9 +270,13 @@ class ChunkLoader(Epochs):
         in_order: whether, with ``shuffle=False`` and a source, each step has the next rows of the files, for which a
             rank decodes most blocks; False gives each rank a part of the files, so that one rank decodes each row, for
             figures that do not depend on the order.
+        sessions: number of items of the catalogue, ids from 1 on, for rows that are sessions: a ragged column
+            ``session``, of which each item but the first is a target. N ``negatives`` make batch_size x N candidates,
+            drawn uniformly and shared by all targets of a step; 0 makes the whole catalogue the candidates.
 
     Attributes:
         hook: where :class:`IdDropout` and :class:`DynamicIdLoader` replace the ids of the batches.
+        sessions: see above; None for other rows.
 
     Raises:
         DataError: a source or chunk lacks a column; when iterated, a bad value, naming feature, value and row of
@@ -233,10 +295,13 @@ class ChunkLoader(Epochs):
         world_size: int = 1,
         device: torch.device | str | None = None,
         in_order: bool = True,
+        sessions: int | None = None,
     ) -> None:
         share = Share(rank=rank, world_size=world_size)
-        _check(config, negatives, has_items=items is not None)
+        if sessions is None:
+            _check(config, negatives, has_items=items is not None)
         device = device or config.device
+        self.sessions = sessions
         # Of files an array column becomes columns of one number where a row group is
         # read.
         if isinstance(chunk, Chunk):
@@ -252,21 +317,29 @@ class ChunkLoader(Epochs):
         fitting_config = dataclasses.replace(
             config, batch_size=min(config.batch_size, max(rows, 1))
         )
-        self._rows = batches_of(
-            chunk,
-            schema,
-            fitting_config,
-            items,
-            negatives,
-            share,
-            None if device is None else torch.device(device),
-            in_order=in_order,
-        )
+        place = None if device is None else torch.device(device)
+        self._rows: Batches
+        if sessions is None:
+            self._rows = batches_of(
+                chunk,
+                schema,
+                fitting_config,
+                items,
+                negatives,
+                share,
+                place,
+                in_order=in_order,
+            )
+        else:
+            assert isinstance(chunk, Chunk), "sessions are in memory"
+            self._rows = sessions_of(
+                chunk, schema, fitting_config, sessions, share, place
+            )
         super().__init__(config, self._rows.num_rows, "rows")
         # Rows on a device: there is nothing for a thread to hide, and no copy to pin
         # memory for.
         if not self._rows.ahead:
-            self.ahead = BuiltAhead(0)
+            self.depth = 0
             self._pin = False
 
     def set_epoch(self, epoch: int) -> None:
@@ -326,6 +399,18 @@ def training_loader(
     device: torch.device | str | None = None,
 ) -> ChunkLoader:
     """Builds the loader of the training rows, with the negatives of ``config``; see :class:`ChunkLoader`."""
+    if data.form == "sessions":
+        rows = data.rows("train")
+        before = with_next(rows[SESSION], rows[str(data.roles.item)].values)
+        return ChunkLoader(
+            Chunk({SESSION: before}),
+            schema,
+            config=config,
+            rank=rank,
+            world_size=world_size,
+            device=device,
+            sessions=data.drawable(),
+        )
     items = None
     # Labelled rows have the columns of their own items.
     if data.form != "labels" or schema.catalogue:

@@ -1,17 +1,12 @@
 """ResidentRows: all rows as tensors on one device, to gather batches there.
 
-DeviceTable: rows as tensors on a device, gathered there.
-
 DeviceCandidates: draws for rows on a device, made on the host, and the features of the drawn items.
-
-DeviceBatchBuilder: a batch from rows and their candidates on a device.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -21,142 +16,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_ext.batch import (
-    DrawnStep,
-    Jagged,
-    KeyedIds,
-    Keys,
-    Resident,
-    TowerBatch,
-    concatenated,
-    pack,
-)
+from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64, concatenate_rows
-from torchrec_ext.data.files.arrow import RowGroup, Source
-from torchrec_ext.data.loader.batch_builder import as_tensor, known_items, padded
+from torchrec_ext.data.files.arrow import Source
+from torchrec_ext.data.loader.batch import (
+    Answers,
+    RowColumns,
+    assemble,
+    known_items,
+    padded,
+    ragged_lists,
+)
 from torchrec_ext.data.loader.blocks import BlockLayout
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Share, order_of
+from torchrec_ext.data.loader.shared import StepCandidates, StepRows
+from torchrec_ext.data.loader.table import DeviceTable, item_table, table_of
 from torchrec_ext.data.negatives.samplers import Negatives
 from torchrec_ext.schema import BatchSchema, DataError, RowNumbers
-
-
-class _Ragged(NamedTuple):
-    """A ragged column: (V,) ids, (N,) the index of each row's first id, and (N,) lengths."""
-
-    values: Tensor
-    starts: Tensor
-    lengths: Tensor
-
-
-class DeviceTable:
-    """N rows on a device: ids with one value per row as one (N, F1) matrix, numbers as one (N, Ff) matrix.
-
-    Args:
-        ids: int64 columns by name.
-        floats: (N,) float32 columns by name.
-        num_rows: N.
-        device: device of the tensors.
-    """
-
-    def __init__(
-        self,
-        ids: Mapping[str, Column],
-        floats: Mapping[str, Array],
-        num_rows: int,
-        device: torch.device,
-    ) -> None:
-        self.num_rows = num_rows
-        self._device = device
-        self._scalar: dict[str, int] = {}
-        self._float = {name: index for index, name in enumerate(floats)}
-        self._ragged: dict[str, _Ragged] = {}
-        vectors: list[Array] = []
-        for name, column in ids.items():
-            offsets = column.offsets
-            if offsets is None:
-                self._scalar[name] = len(vectors)
-                vectors.append(column.values)
-            else:
-                bounds = torch.from_numpy(offsets).to(device)
-                values = as_tensor(column.values).to(device)
-                self._ragged[name] = _Ragged(values, bounds[:-1], bounds.diff().int())
-        self._ids = self._matrix(vectors, torch.int64)
-        self._numbers = self._matrix(list(floats.values()), torch.float32)
-        self.ragged = tuple(self._ragged)
-
-    @property
-    def matrices(self) -> tuple[Tensor, Tensor]:
-        """(N, F1) int64 ids and (N, Ff) float32 numbers."""
-        return self._ids, self._numbers
-
-    @property
-    def columns(self) -> tuple[list[str], list[str]]:
-        """Names of the columns of :attr:`matrices`."""
-        return list(self._scalar), list(self._float)
-
-    def over(self, ids: Tensor, numbers: Tensor) -> DeviceTable:
-        """Returns this table with other :attr:`matrices`, such as their stand-ins while a step is captured."""
-        table = copy.copy(self)
-        table._ids = ids
-        table._numbers = numbers
-        return table
-
-    def bags(
-        self, rows: Tensor, names: Iterable[str], totals: Mapping[str, int]
-    ) -> dict[str, Jagged]:
-        """Gathers the bags of ``rows`` in the columns ``names``, without columns of other tables.
-
-        Args:
-            rows: (B,) rows to gather.
-            names: names of columns.
-            totals: number of ids that the bags of each ragged column hold together; without it they are counted, for
-                which a GPU is waited for.
-        """
-        bags = {}
-        wanted = list(names)
-        if not self._scalar.keys().isdisjoint(wanted):
-            # A row's ids lie side by side, so that it is one read; a feature's ids have
-            # to follow one another.
-            matrix = self._ids.index_select(0, rows).t().contiguous()
-        for name in wanted:
-            if name in self._scalar:
-                bags[name] = Jagged(matrix[self._scalar[name]], None)
-            elif name in self.ragged:
-                bags[name] = _gather_bags(self._ragged[name], rows, totals.get(name))
-        return bags
-
-    def lengths(self, name: str, rows: Tensor) -> Tensor:
-        """Returns (B,) int64 the number of ids of a ragged column in each of ``rows`` (B,)."""
-        return self._ragged[name].lengths.index_select(0, rows).long()
-
-    def numbers(self, rows: Tensor) -> dict[str, Tensor]:
-        """Returns each column of numbers by name, (B,) float32, in ``rows`` (B,)."""
-        columns = self._numbers.index_select(0, rows)
-        return {name: columns[:, index] for name, index in self._float.items()}
-
-    def _matrix(self, columns: list[Array], dtype: torch.dtype) -> Tensor:
-        # numpy stacks no empty list.
-        if not columns:
-            return torch.empty(self.num_rows, 0, dtype=dtype, device=self._device)
-        return torch.from_numpy(np.stack(columns, axis=1)).to(self._device, dtype)
-
-
-def _gather_bags(column: _Ragged, rows: Tensor, total: int | None) -> Jagged:
-    lengths = column.lengths.index_select(0, rows)
-    ends = lengths.long().cumsum(0)
-    if total is None:
-        total = int(ends[-1]) if len(ends) else 0
-    # The index of each id: its place in the result, moved by its row's distance from
-    # there.
-    shift = (column.starts.index_select(0, rows) - ends + lengths).repeat_interleave(
-        lengths, output_size=total
-    )
-    return Jagged(
-        column.values.index_select(0, shift + torch.arange(total, device=rows.device)),
-        lengths,
-    )
-
 
 # Rows drawn at a time while an epoch's bags are counted.
 _ROWS_AT_ONCE = 1 << 16
@@ -202,20 +79,7 @@ class DeviceCandidates:
         device: torch.device,
     ) -> None:
         self.ids = ("user_id", "item_id") if negatives else ("item_id",)
-        self.features = [name for name in items if name != "item_id"]
-        layout = BlockLayout(
-            features={
-                feature.name: feature
-                for feature in schema.sparse
-                if feature.name in items
-            },
-            floats=tuple(name for name in schema.dense if name in items),
-            out_of_range=schema.out_of_range,
-        )
-        where = RowGroup(
-            name="the features of the items", file=0, number=0, rows=items.num_rows
-        )
-        self.table = DeviceTable(*layout.checked(where, items), items.num_rows, device)
+        self.table = item_table(schema, items, device)
         positives = known_items(
             schema, items.num_rows, rows["item_id"].values, np.arange(rows.num_rows)
         )
@@ -298,8 +162,8 @@ class _Tables(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DeviceBatchBuilder:
-    """Builds batches from rows and their candidates on a device; one user's candidates after another's.
+class _Layout:
+    """How a step's rows and their own candidates make a batch; one row's candidates after another's.
 
     Args:
         schema: the columns of a batch.
@@ -322,18 +186,9 @@ class DeviceBatchBuilder:
 
     @cached_property
     def _lists(self) -> tuple[str, ...]:
-        """Keys of a full batch whose bags may hold any number of ids."""
-        # The bags of None are empty.
-        ragged = {None, *self.ragged}
-        lists = []
-        for keys in filter(None, self.schema.layout):
-            for index, key in enumerate(keys.keys):
-                first = index * keys.per_key
-                if not ragged.isdisjoint(keys.features[first : first + keys.per_key]):
-                    lists.append(key)
-        return tuple(lists)
+        return ragged_lists(self.schema, self.ragged)
 
-    def build(
+    def batch(
         self,
         tables: _Tables,
         rows: Tensor,
@@ -343,106 +198,56 @@ class DeviceBatchBuilder:
     ) -> TowerBatch:
         """Builds the batch of ``rows`` (B,), with ``totals`` as in :meth:`DeviceTable.bags`."""
         schema = self.schema
-        users = self.users
         width = self.width
-        size = users * width
+        size = self.users * width
         repeated = rows
         if width > 1:
             # With its size told, the repetition does not wait for the device.
             repeated = rows.repeat_interleave(width, output_size=len(rows) * width)
         names = [*schema.keys, *schema.weight_columns]
-        own = [name for name in names if name not in schema.shared]
         single = [name for name in schema.identities if name not in tables.rows.ragged]
-        bags = tables.rows.bags(repeated, dict.fromkeys([*own, *single]), totals)
-        identities = {
-            name: padded(bags[name].values, size) for name in single if name in bags
-        }
-        row_numbers = tables.rows.numbers(rows)
-        numbers = row_numbers
-        if width > 1 and schema.row_dense:
-            numbers = tables.rows.numbers(repeated)
-        numbers = dict(numbers)
-        shared_dense = index = targets = log_q = None
+        own = [name for name in names if name not in schema.shared]
+        of_rows = tables.rows.columns(repeated, totals, dict.fromkeys([*own, *single]))
+        shared = of_rows
+        index = items = log_q = None
+        numbers = of_rows.numbers
         if schema.shared:
-            bags |= tables.rows.bags(
-                rows, [name for name in names if name in schema.shared], totals
-            )
-            for name, values in row_numbers.items():
-                if name in schema.shared:
-                    numbers[name] = values
-        if candidates is not None and tables.items is not None:
-            item_ids = candidates.ids.reshape(-1)
-            identities["item_id"] = padded(item_ids, size)
-            bags |= tables.items.bags(item_ids, names, totals)
-            numbers |= tables.items.numbers(item_ids)
-            if candidates.log_q is not None:
-                log_q = padded(candidates.log_q.reshape(-1), size)
-        if schema.replaces is not None:
-            columns = {name: bags[name] for name in schema.keys}
-            places = torch.arange(width, device=self.device)
-            row_places = (rows[:, None] * width + places).view(-1)
-            bags.update(schema.replaces(columns, RowNumbers(row_places, rows)))
-        if schema.shared:
-            shared_dense = self._dense(numbers, users, schema.shared_dense)
-            index = torch.arange(users, device=self.device).repeat_interleave(
+            in_shared = [name for name in names if name in schema.shared]
+            shared = tables.rows.columns(rows, totals, in_shared)
+            numbers = shared.numbers
+            index = torch.arange(self.users, device=self.device).repeat_interleave(
                 width, output_size=size
             )
-        labels = torch.zeros(users, width, device=self.device)
-        weights = torch.zeros(users, width, device=self.device)
-        label = self.config.label
-        weight = self.config.weight
-        labels[: len(rows), 0] = row_numbers[label] if label else 1.0
-        weights[: len(rows)] = row_numbers[weight][:, None] if weight else 1.0
-        if schema.tasks:
-            # Negatives and padding have label 0.
-            targets = torch.zeros(users, width, len(schema.tasks), device=self.device)
-            targets[:, 0] = self._dense(row_numbers, users, schema.tasks)
-            targets = targets.flatten(0, 1)
-        return pack(
-            schema.layout,
-            lambda keys, sizes: self._ids(bags, keys, sizes),
-            dense=self._dense(numbers, size, schema.row_dense),
-            labels=labels.view(-1),
-            weights=weights.view(-1),
+        elif width > 1:
+            numbers = tables.rows.columns(rows, names=()).numbers
+        if candidates is not None and tables.items is not None:
+            items = candidates.ids.reshape(-1)
+            features = tables.items.columns(items, totals)
+            of_rows = _with(of_rows, features)
+            shared = _with(shared, features)
+            if candidates.log_q is not None:
+                log_q = candidates.log_q.reshape(-1)
+        places = torch.arange(width, device=self.device)
+        return assemble(
+            schema,
+            of_rows,
+            Answers.of(
+                schema, self.config, numbers, len(rows), self.users, width, self.device
+            ),
             total_weight=total_weight,
-            log_q=log_q,
-            targets=targets,
-            users=identities.get(schema.query or ""),
-            items=identities.get(schema.candidate or ""),
-            queries=size if schema.candidate else None,
-            # With padding no key has one id in each bag.
-            lists=self._lists if len(rows) == users else None,
-            shared_dense=shared_dense,
+            numbers=RowNumbers((rows[:, None] * width + places).view(-1), rows),
+            shared=shared,
             index=index,
+            shared_size=self.users,
+            items=items if schema.candidate == "item_id" else None,
+            log_q=log_q,
+            # With padding no key has one id in each bag.
+            lists=self._lists if len(rows) == self.users else None,
         )
 
-    def _ids(
-        self, bags: Mapping[str, Jagged], keys: Keys, sizes: Sequence[int]
-    ) -> KeyedIds:
-        columns = {}
-        # A key may join the bags of two features; told its ids, the KeyedJaggedTensor
-        # does not wait for the device.
-        counts = [0] * len(keys.keys)
-        for index, name in enumerate(keys.features):
-            if name is None:
-                continue
-            feature = self.schema.feature(name)
-            weights = None
-            if keys.weighted and feature and feature.weights:
-                weights = bags[feature.weights].values
-            columns[name] = bags[name]._replace(weights=weights)
-            counts[index // keys.per_key] += len(columns[name].values)
-        return concatenated(keys, sizes, columns, self.device)._replace(
-            length_per_key=counts
-        )
 
-    def _dense(
-        self, numbers: Mapping[str, Tensor], size: int, names: Sequence[str]
-    ) -> Tensor:
-        """Returns (size, F) the columns ``names`` side by side, zeros below their rows."""
-        if not names:
-            return torch.empty(size, 0, device=self.device)
-        return padded(torch.stack([numbers[name] for name in names], dim=1), size)
+def _with(columns: RowColumns, others: RowColumns) -> RowColumns:
+    return RowColumns(columns.bags | others.bags, columns.numbers | others.numbers)
 
 
 class ResidentRows:
@@ -455,9 +260,11 @@ class ResidentRows:
         rows: all rows, checked here, once.
         schema: the columns of a batch.
         config: see :class:`LoaderConfig`.
-        candidates: the items' features and the draws; None if rows come as they are.
+        candidates: the items' features and the draws, for each row or for the step; None if rows come as they are.
         share: this rank's share of each global batch.
         device: device of the tensors.
+        without: columns of the schema that the rows need not have.
+        total: column of numbers whose sum is the weight of a batch; that of the weights by default.
         ahead: whether a thread may build batches ahead; a step is then never handed out before its batch is made.
     """
 
@@ -466,10 +273,12 @@ class ResidentRows:
         rows: Chunk,
         schema: BatchSchema,
         config: LoaderConfig,
-        candidates: DeviceCandidates | None,
+        candidates: DeviceCandidates | StepCandidates | None,
         share: Share,
         device: torch.device,
         *,
+        without: Sequence[str] = (),
+        total: str | None = None,
         ahead: bool = False,
     ) -> None:
         self.ahead = ahead
@@ -477,23 +286,22 @@ class ResidentRows:
         self._config = config
         self._share = share
         self._device = device
-        self._candidates = candidates
-        ids: tuple[str, ...] = ()
-        without: list[str] = []
-        items: DeviceTable | None = None
-        if candidates is not None:
-            ids = candidates.ids
-            items = candidates.table
-            # Looked up among the items, not in the rows.
-            without = candidates.features
+        self._total = total or config.weight
+        self._candidates: DeviceCandidates | None = None
+        self._of_step: StepCandidates | None = None
+        if isinstance(candidates, DeviceCandidates):
+            self._candidates = candidates
+        else:
+            self._of_step = candidates
+        ids = candidates.ids if candidates else ()
         layout = BlockLayout.of(schema, config, ids, without)
+        if total:
+            layout = dataclasses.replace(layout, floats=(*layout.floats, total))
         config.check_columns(layout.names, rows)
-        where = RowGroup(
-            name="the rows in memory", file=0, number=0, rows=rows.num_rows
-        )
-        table = DeviceTable(*layout.checked(where, rows), rows.num_rows, device)
+        table = table_of(layout, rows, "the rows in memory", device)
+        items = self._candidates.table if self._candidates else None
         self._tables = _Tables(table, items)
-        self._builder = DeviceBatchBuilder(
+        self._layout = _Layout(
             schema=schema,
             config=config,
             users=share.rows(config.batch_size),
@@ -531,23 +339,25 @@ class ResidentRows:
                 epoch,
             )
         draws = self._draws([order[mine] for _, mine in parts], epoch)
-        for (whole, mine), counts, candidates in zip(
-            parts, counts_of_steps, draws, strict=True
+        for step, ((whole, mine), counts, candidates) in enumerate(
+            zip(parts, counts_of_steps, draws, strict=True), start=start
         ):
-            batch = self._builder.build(
-                self._tables,
-                numbers[mine],
-                candidates,
-                counts.totals,
-                self._total_weight(numbers[whole]),
-            )
+            rows = numbers[mine]
+            total = self._total_weight(numbers[whole])
+            if self._of_step is not None:
+                columns = self._tables.rows.columns(rows, counts.totals)
+                batch = self._of_step.batch(StepRows(columns, rows, total), epoch, step)
+            else:
+                batch = self._layout.batch(
+                    self._tables, rows, candidates, counts.totals, total
+                )
             # A session's buckets depend on its lengths: known on the host, they spare a
             # wait for the device.
             if self._device.type != "cpu":
                 batch.host_lengths = {}
                 for name, lengths in counts.lengths.items():
                     batch.host_lengths[name] = padded(
-                        lengths.repeat_interleave(self._builder.width), len(batch)
+                        lengths.repeat_interleave(self._layout.width), len(batch)
                     )
             yield batch
 
@@ -576,7 +386,11 @@ class ResidentRows:
     @property
     def fixed(self) -> bool:
         """Whether each bag of every column holds one id that nobody replaces, as :meth:`drawn` requires."""
-        return not self._builder.ragged and self._builder.schema.replaces is None
+        return (
+            self._of_step is None
+            and not self._layout.ragged
+            and self._layout.schema.replaces is None
+        )
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -624,39 +438,16 @@ class ResidentRows:
         # The ids of the candidates, and their log q if some of them are drawn.
         if candidate_tensors:
             candidates = Drawn(*candidate_tensors)
-        return self._builder.build(
+        return self._layout.batch(
             self._tables.over(tensors), rows, candidates, {}, total_weight
         )
-
-    def together(self, others: Sequence[Resident]) -> ResidentRows | None:
-        """See :class:`Resident`; draws may differ, as by their seed."""
-        if self._share.world_size > 1:
-            return None
-        for other in others:
-            if not isinstance(other, ResidentRows) or other._layout != self._layout:
-                return None
-            if not all(map(torch.equal, self.tensors, other.tensors)):
-                return None
-        combined = copy.copy(self)
-        combined._builder = dataclasses.replace(
-            self._builder, users=(1 + len(others)) * self._builder.users
-        )
-        return combined
-
-    @property
-    def _layout(self) -> tuple[object, ...]:
-        """Returns the facts behind the layout of a batch, without the rows' values."""
-        config = self._config
-        columns = [table.columns for table in self._tables.present]
-        settings = (config.batch_size, config.negatives, config.label, config.weight)
-        return (self._builder.schema, self._share, settings, columns, self._device)
 
     def _counts(
         self, host_rows: list[Int64], local_rows: list[Tensor], epoch: int
     ) -> list[_Counts]:
         """Counts, for each step, the ids in the bags of each ragged column; both hold the steps' rows."""
         counts = [_Counts({}, {}) for _ in local_rows]
-        if not self._builder.ragged:
+        if not self._layout.ragged:
             return counts
         rows = torch.cat(
             [torch.empty(0, dtype=torch.int64, device=self._device), *local_rows]
@@ -670,8 +461,8 @@ class ResidentRows:
             for count, part in zip(counts, lengths, strict=True):
                 count.totals[name] = int(part.sum())
                 # Repeated for each candidate, unless all of them share the row.
-                if name not in self._builder.schema.shared:
-                    count.totals[name] *= self._builder.width
+                if name not in self._layout.schema.shared:
+                    count.totals[name] *= self._layout.width
                     count.lengths[name] = part
         if self._candidates is not None:
             every = np.concatenate([np.empty(0, np.int64), *host_rows])
@@ -684,11 +475,11 @@ class ResidentRows:
 
     def _total_weight(self, global_rows: Tensor) -> Tensor:
         """Returns the weight of the global batch divided by R, () on the device."""
-        width = self._builder.width
+        width = self._layout.width
         ranks = self._share.world_size
-        if self._config.weight is None:
+        if self._total is None:
             return torch.full((), len(global_rows) * width / ranks, device=self._device)
-        weights = self._tables.rows.numbers(global_rows)[self._config.weight]
+        weights = self._tables.rows.number(self._total, global_rows)
         # In float64 up to the end, since a GPU divides a float32 by multiplying with
         # the rounded reciprocal.
         return (weights.double().sum() * width / ranks).float()

@@ -15,17 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchrec_ext.data.files.find import DataFile, PathLike
-from torchrec_ext.data.files.sources import ParquetSource
+from torchrec_ext.data.files.sources import DataFile, ParquetSource, PathLike
 from torchrec_ext.data.preprocess.columns import missing_column, raw_type
 from torchrec_ext.data.preprocess.folders import disk_errors
 from torchrec_ext.schema import DataError
-
-
-class _LogSource(ParquetSource):
-    """The parquet files of a log, which others wrote."""
-
-    endings = (".parquet", ".pq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +75,7 @@ def scan(paths: PathLike | Sequence[PathLike]) -> Files:
         DataError: a path names nothing; a file is not parquet, is cut short, has other columns than the first, or one
             that is also a hive partition; or there is no row at all.
     """
-    source = _LogSource(paths)
+    source = ParquetSource(paths)
     schema = {name: source.type_of(name) for name in source.columns}
     for number, file in enumerate(source.files):
         for name, dtype in schema.items():

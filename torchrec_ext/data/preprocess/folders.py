@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchrec_ext.data.files.find import DataFile
+from torchrec_ext.data.files.sources import DataFile
 from torchrec_ext.schema import DataError
 from torchrec_ext.sealed import (
     make_hidden,

@@ -17,7 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from torchrec_ext.data.files.find import NULL_PARTITION
+from torchrec_ext.data.files.sources import NULL_PARTITION
 from torchrec_ext.data.preprocess.columns import element, is_list_column, working_type
 from torchrec_ext.data.preprocess.files import Files, raw_types, scan
 from torchrec_ext.data.preprocess.step import quoted

@@ -1,0 +1,195 @@
+"""Candidates that all rows of a step share, drawn or the whole catalogue: after the positives, or beside sessions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrec_ext.batch import Jagged, TowerBatch
+from torchrec_ext.data.columns import Int64
+from torchrec_ext.data.loader.batch import (
+    Answers,
+    RowColumns,
+    assemble,
+    known_items,
+    padded,
+    placed,
+)
+from torchrec_ext.data.loader.config import LoaderConfig
+from torchrec_ext.data.loader.epochs import Share
+from torchrec_ext.data.loader.table import DeviceTable
+from torchrec_ext.data.negatives.mixed import CatalogueCandidates, MixedNegatives
+from torchrec_ext.schema import BatchSchema, RowNumbers
+
+SESSION, ITEM = "session", "item_id"
+
+
+class StepRows(NamedTuple):
+    """A rank's rows of one step: their ``columns``, their ``numbers`` (n,) in the whole set, and ``total`` ().
+
+    ``total`` is the weight of the global batch divided by the number of ranks.
+    """
+
+    columns: RowColumns
+    numbers: Tensor
+    total: Tensor
+
+
+class StepCandidates(Protocol):
+    """Makes the batches of rows whose candidates belong to the step; ``ids`` are further columns that it reads."""
+
+    ids: tuple[str, ...]
+
+    def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
+        """Builds the batch of a rank's rows, of the same size on every rank."""
+
+
+class SharedCandidates:
+    """Puts candidates after the positives, for a softmax over the batch or the catalogue.
+
+    A rank's batch has ceil(batch_size / R) + ceil(shared_negatives / R) rows, or as many as all items need::
+
+        positives, padding up to ceil(batch_size / R) | extra candidates, padding
+
+    Extra candidates have item features only, label and weight 0, and the log q of the mixture, as the positives have:
+    ``in_batch_negatives(..., queries=ceil(batch_size / R))``. If the user's features are shared, they are stored once
+    for each positive. The extra candidates then point at the first user, but are no queries.
+
+    Args:
+        schema: the columns of the batch.
+        config: see :class:`LoaderConfig`.
+        items: row i holds the features of item i.
+        candidates: sampler of the extra candidates, or all items.
+        share: this rank's share of each global batch.
+    """
+
+    def __init__(
+        self,
+        schema: BatchSchema,
+        config: LoaderConfig,
+        items: DeviceTable,
+        candidates: MixedNegatives | CatalogueCandidates,
+        share: Share,
+    ) -> None:
+        self._key = schema.candidate or ITEM
+        self.ids: tuple[str, ...] = (self._key,)
+        self._schema = schema
+        self._config = config
+        self._items = items
+        self._candidates = candidates
+        self._share = share
+
+    def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
+        """See :class:`StepCandidates`."""
+        schema = self._schema
+        queries = self._share.rows(self._config.batch_size)
+        count = len(rows.numbers)
+        positives = known_items(
+            schema,
+            self._items.num_rows,
+            rows.columns.bags[self._key].values.numpy(),
+            rows.numbers.numpy(),
+            self._key,
+        )
+        drawn = self._candidates.draw(
+            epoch, step, rank=self._share.rank, world_size=self._share.world_size
+        )
+        size = queries + len(drawn)
+        # Items count from 1: 0 fills a rank's share up.
+        extra = drawn[drawn > 0]
+        ids = np.concatenate([positives, extra])
+        # Positives from 0 on, extra candidates behind the padded queries.
+        places = torch.cat(
+            [torch.arange(count), queries + torch.arange(len(extra), dtype=torch.int64)]
+        )
+        features = placed(self._items.columns(torch.from_numpy(ids)), places, size)
+        # Features of items in the shared rows: each row then needs one of its own. Extra
+        # candidates need some shared row and are no queries, so that the first one does.
+        own = any(name in schema.shared for name in (*features.bags, *features.numbers))
+        shared_size = size if own else queries
+        index = torch.arange(size)
+        numbers = padded(rows.numbers, size).clone()
+        # Those of the candidates are below 0, by their places among those of all ranks.
+        first = self._share.rank * len(drawn)
+        numbers[queries:] = -1 - first - torch.arange(len(drawn))
+        answers = Answers.of(schema, self._config, rows.columns.numbers, count, size)
+
+        def beside(size: int, items: RowColumns) -> RowColumns:
+            mine = placed(rows.columns, torch.arange(count), size)
+            return RowColumns(mine.bags | items.bags, mine.numbers | items.numbers)
+
+        users = rows.columns.bags.get(schema.query or "")
+        batch = assemble(
+            schema,
+            beside(size, features),
+            answers,
+            total_weight=rows.total,
+            numbers=RowNumbers(numbers, numbers[:shared_size]),
+            shared=beside(shared_size, features if own else RowColumns({}, {})),
+            index=index if own else torch.where(index < queries, index, 0),
+            shared_size=shared_size,
+            users=None if users is None else users.values,
+            items=torch.zeros(size, dtype=torch.int64).index_copy_(
+                0, places, torch.from_numpy(ids)
+            ),
+            log_q=torch.zeros(size).index_copy_(
+                0, places, torch.from_numpy(self._candidates.log_q(ids))
+            ),
+            queries=queries,
+        )
+        return batch
+
+
+class SessionCandidates:
+    """Puts a step's candidates beside sessions, of which each item but the first is a target.
+
+    TorchRec wants them as bags of the batch's rows, here of equal lengths: ``batch_size`` x N uniform draws for N
+    ``negatives``, or the whole catalogue for 0; 0 fills a rank's share up.
+
+    Args:
+        schema: columns of the batch, of the features ``session`` and ``item_id``.
+        config: see :class:`LoaderConfig`.
+        num_items: number of items in the catalogue, ids 1 to num_items.
+        share: this rank's share of each global batch.
+    """
+
+    ids: tuple[str, ...] = ()
+
+    def __init__(
+        self, schema: BatchSchema, config: LoaderConfig, num_items: int, share: Share
+    ) -> None:
+        self._schema = schema
+        self._config = config
+        self._num_items = num_items
+        self._share = share
+
+    def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
+        """See :class:`StepCandidates`."""
+        device = rows.numbers.device
+        size = self._share.rows(self._config.batch_size)
+        candidates = CatalogueCandidates(self._drawn(epoch, step)).draw(
+            epoch, step, rank=self._share.rank, world_size=self._share.world_size
+        )
+        ends = torch.arange(size + 1, device=device) * len(candidates) // size
+        ids = torch.from_numpy(candidates).to(device)
+        bags = rows.columns.bags | {ITEM: Jagged(ids, ends.diff().int())}
+        is_row = torch.arange(size, device=device) < len(rows.numbers)
+        numbers = padded(rows.numbers, size)
+        return assemble(
+            self._schema,
+            RowColumns(bags, {}),
+            Answers(torch.ones(size, device=device), is_row.float()),
+            total_weight=rows.total,
+            numbers=RowNumbers(numbers, numbers),
+        )
+
+    def _drawn(self, epoch: int, step: int) -> Int64:
+        """Returns the candidates of all ranks, of which each takes its part."""
+        if not self._config.negatives:
+            return np.arange(1, self._num_items + 1)
+        generator = np.random.default_rng([self._config.seed, epoch, step, 1])
+        count = self._config.batch_size * self._config.negatives
+        return generator.integers(1, self._num_items + 1, size=count)

@@ -1,0 +1,173 @@
+"""DeviceTable: rows as tensors on a device, gathered there.
+
+item_table(): the features of the items.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrec_ext.batch import Jagged
+from torchrec_ext.data.columns import Array, Chunk, Column
+from torchrec_ext.data.files.arrow import RowGroup
+from torchrec_ext.data.loader.batch import RowColumns, as_tensor
+from torchrec_ext.data.loader.blocks import BlockLayout
+from torchrec_ext.schema import BatchSchema
+
+
+class _Ragged(NamedTuple):
+    """A ragged column: (V,) ids, (N,) the index of each row's first id, and (N,) lengths."""
+
+    values: Tensor
+    starts: Tensor
+    lengths: Tensor
+
+
+class DeviceTable:
+    """N rows on a device: ids with one value per row as one (N, F1) matrix, numbers as one (N, Ff) matrix.
+
+    Args:
+        ids: int64 columns by name.
+        floats: (N,) float32 columns by name.
+        num_rows: N.
+        device: device of the tensors.
+    """
+
+    def __init__(
+        self,
+        ids: Mapping[str, Column],
+        floats: Mapping[str, Array],
+        num_rows: int,
+        device: torch.device,
+    ) -> None:
+        self.num_rows = num_rows
+        self._device = device
+        self._scalar: dict[str, int] = {}
+        self._float = {name: index for index, name in enumerate(floats)}
+        self._ragged: dict[str, _Ragged] = {}
+        vectors: list[Array] = []
+        for name, column in ids.items():
+            offsets = column.offsets
+            if offsets is None:
+                self._scalar[name] = len(vectors)
+                vectors.append(column.values)
+            else:
+                bounds = torch.from_numpy(offsets).to(device)
+                values = as_tensor(column.values).to(device)
+                self._ragged[name] = _Ragged(values, bounds[:-1], bounds.diff().int())
+        self._ids = self._matrix(vectors, torch.int64)
+        self._numbers = self._matrix(list(floats.values()), torch.float32)
+        self.ragged = tuple(self._ragged)
+
+    @property
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """(N, F1) int64 ids and (N, Ff) float32 numbers."""
+        return self._ids, self._numbers
+
+    def over(self, ids: Tensor, numbers: Tensor) -> DeviceTable:
+        """Returns this table with other :attr:`matrices`, such as their stand-ins while a step is captured."""
+        table = copy.copy(self)
+        table._ids = ids
+        table._numbers = numbers
+        return table
+
+    def bags(
+        self, rows: Tensor, names: Iterable[str], totals: Mapping[str, int]
+    ) -> dict[str, Jagged]:
+        """Gathers the bags of ``rows`` in the columns ``names``, without columns of other tables.
+
+        Args:
+            rows: (B,) rows to gather.
+            names: names of columns.
+            totals: number of ids that the bags of each ragged column hold together; without it they are counted, for
+                which a GPU is waited for.
+        """
+        bags = {}
+        wanted = list(names)
+        if not self._scalar.keys().isdisjoint(wanted):
+            # A row's ids lie side by side, so that it is one read; a feature's ids have
+            # to follow one another.
+            matrix = self._ids.index_select(0, rows).t().contiguous()
+        for name in wanted:
+            if name in self._scalar:
+                bags[name] = Jagged(matrix[self._scalar[name]], None)
+            elif name in self.ragged:
+                bags[name] = _gather_bags(self._ragged[name], rows, totals.get(name))
+        return bags
+
+    def columns(
+        self,
+        rows: Tensor,
+        totals: Mapping[str, int] | None = None,
+        names: Iterable[str] | None = None,
+    ) -> RowColumns:
+        """Gathers ``rows`` (B,): the bags of the columns ``names``, all by default, and all numbers.
+
+        ``totals`` is that of :meth:`bags`.
+        """
+        wanted = [*self._scalar, *self._ragged] if names is None else names
+        numbers = {}
+        if self._float:
+            matrix = self._numbers.index_select(0, rows)
+            numbers = {name: matrix[:, place] for name, place in self._float.items()}
+        return RowColumns(self.bags(rows, wanted, totals or {}), numbers)
+
+    def lengths(self, name: str, rows: Tensor) -> Tensor:
+        """Returns (B,) int64 the number of ids of a ragged column in each of ``rows`` (B,)."""
+        return self._ragged[name].lengths.index_select(0, rows).long()
+
+    def number(self, name: str, rows: Tensor) -> Tensor:
+        """Returns (B,) float32 one column of numbers in ``rows`` (B,)."""
+        return self._numbers.index_select(0, rows)[:, self._float[name]]
+
+    def _matrix(self, columns: list[Array], dtype: torch.dtype) -> Tensor:
+        # numpy stacks no empty list.
+        if not columns:
+            return torch.empty(self.num_rows, 0, dtype=dtype, device=self._device)
+        return torch.from_numpy(np.stack(columns, axis=1)).to(self._device, dtype)
+
+
+def _gather_bags(column: _Ragged, rows: Tensor, total: int | None) -> Jagged:
+    lengths = column.lengths.index_select(0, rows)
+    ends = lengths.long().cumsum(0)
+    if total is None:
+        total = int(ends[-1]) if len(ends) else 0
+    # The index of each id: its place in the result, moved by its row's distance from
+    # there.
+    shift = (column.starts.index_select(0, rows) - ends + lengths).repeat_interleave(
+        lengths, output_size=total
+    )
+    return Jagged(
+        column.values.index_select(0, shift + torch.arange(total, device=rows.device)),
+        lengths,
+    )
+
+
+def table_of(
+    layout: BlockLayout, rows: Chunk, where: str, device: torch.device
+) -> DeviceTable:
+    """Returns the columns of a layout as a table, checked; ``where`` names the rows in messages."""
+    group = RowGroup(name=where, file=0, number=0, rows=rows.num_rows)
+    return DeviceTable(*layout.checked(group, rows), rows.num_rows, device)
+
+
+def item_table(schema: BatchSchema, items: Chunk, device: torch.device) -> DeviceTable:
+    """Returns the schema's columns of the items, row i those of item i.
+
+    Raises:
+        DataError: a feature is out of range.
+    """
+    layout = BlockLayout(
+        features={
+            feature.name: feature for feature in schema.sparse if feature.name in items
+        },
+        floats=tuple(name for name in schema.dense if name in items),
+        out_of_range=schema.out_of_range,
+    )
+    return table_of(layout, items, "the features of the items", device)
