@@ -52,7 +52,6 @@ def find(options):
     known = random_ids(live)
     ids = DynamicIds({"item": Dynamic(capacity=live + 1)})
     ids.step({"item": known})
-    ids.compile_look_ups()
     wanted = torch.where(
         torch.rand(LOOKUPS) < 0.95,
         known[torch.randint(live, (LOOKUPS,))],
@@ -96,11 +95,7 @@ def admit(options):
 
 
 def step(options):
-    for name, mode, compiled in (
-        ("eager", "off", False),
-        ("eager, look-ups compiled", "off", True),
-        ("captured", "require", True),
-    ):
+    for name, mode in (("eager", "off"), ("captured", "require")):
         with one_rank() as runtime:
             torch.manual_seed(0)
             names = random_ids(len(NAMES), CATALOGUE)
@@ -108,7 +103,7 @@ def step(options):
             config = TrainConfig(epochs=1, compile=mode)
             sides = {
                 "static": training(runtime, static(raw), config),
-                "dynamic": training(runtime, dynamic(names, raw, compiled), config),
+                "dynamic": training(runtime, dynamic(names, raw), config),
             }
             trainings = Trainings(sides)
             steps = 8 if options.quick else 96
@@ -165,7 +160,7 @@ def static(raw):
     return lambda schema: Batches(schema, rows, changes=False)
 
 
-def dynamic(names, raw, compiled):
+def dynamic(names, raw):
     """Returns what makes the loader of raw ids."""
 
     def made(schema):
@@ -177,8 +172,6 @@ def dynamic(names, raw, compiled):
         # The catalogue is live before the first step.
         for _ in range(2 * EVERY):
             loader.ids.step(dict(zip(NAMES, names, strict=True)))
-        if compiled:
-            loader.ids.compile_look_ups()
         return loader
 
     return made

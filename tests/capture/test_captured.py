@@ -518,15 +518,18 @@ def over_a_batch() -> nn.Module:
             [table("user_id", USERS), table("history", ITEMS)],
             (8,),
             dense=["age"],
-            device=META,
         ),
-        "item": Tower([table("item_id", ITEMS)], (8,), dense=["price"], device=META),
+        "item": Tower([table("item_id", ITEMS)], (8,), dense=["price"]),
     }
     known = KnownItems(
         KnownPairs(ITEMS, np.arange(USERS), np.arange(USERS) % ITEMS + 1)
     )
     return RetrievalModel(
-        towers, DotProduct([8, 8]), counts=torch.arange(1, ITEMS + 1), known=known
+        towers,
+        DotProduct([8, 8]),
+        counts=torch.arange(1, ITEMS + 1),
+        known=known,
+        device=META,
     )
 
 

@@ -642,7 +642,7 @@ def _column_json(folder: Path, name: str, column: ModelColumn) -> dict[str, Any]
     entry: dict[str, Any] = {"type": column.type}
     if column.list is not None:
         entry["list"] = vars(column.list)
-    for key in ("rows", "oov", "weights"):
+    for key in ("rows", "oov"):
         if getattr(column, key) is not None:
             entry[key] = getattr(column, key)
     if column.unseen is not None and len(column.unseen):

@@ -29,7 +29,7 @@ EXCEPTIONS = OptimizerConfig(
     tables_lr=0.1,
     per_table={
         "user_id": Override(kind="adam", lr=0.02, weight_decay=0.3),
-        "towers.item": Override(kind="sgd", lr=2),
+        "item_*": Override(kind="sgd", lr=2),
     },
     per_layer={
         "towers.user": Override(kind="sgd", lr=0.05),
@@ -353,8 +353,8 @@ def test_a_declared_optimizer_moves_its_tables_and_defaults_are_told() -> None:
                 msg=lambda text, label=name: f"{label}: {text}",
             )
     assert not torch.equal(
-        states["default"]["towers.user.embeddings.embedding_bags.user_id.weight"],
-        states["given"]["towers.user.embeddings.embedding_bags.user_id.weight"],
+        states["default"]["look_ups.collections.rows.embedding_bags.user_id.weight"],
+        states["given"]["look_ups.collections.rows.embedding_bags.user_id.weight"],
     )
     message = "hybrid_parallel() was given no optimizer=, so it takes the defaults, "
     dense = "dense layers: adam at 0.001; give optimizer=OptimizerConfig(...)"

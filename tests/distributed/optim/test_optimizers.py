@@ -47,7 +47,7 @@ def test_of_several_exceptions_for_a_table_the_last_that_fits_wins_field_by_fiel
         tables_lr=0.1,
         tables_weight_decay=0.5,
         per_table={
-            "towers.user": Override(kind="sgd", lr=0.2),
+            "look_ups": Override(kind="sgd", lr=0.2),
             "user_id": Override(lr=0.3),
             "?tem_id": Override(weight_decay=0),
         },
@@ -59,7 +59,7 @@ def test_of_several_exceptions_for_a_table_the_last_that_fits_wins_field_by_fiel
     assert chosen == {
         "user_id": ("sgd", 0.3, 0.5),
         "history": ("sgd", 0.2, 0.5),
-        "item_id": ("adagrad", 0.1, 0.0),
+        "item_id": ("sgd", 0.2, 0.0),
     }
 
 
@@ -148,7 +148,7 @@ def declared_model(kind: type[torch.optim.Optimizer], **arguments: object) -> nn
     return model
 
 
-USER_ID = "towers.user.embeddings.embedding_bags.user_id.weight"
+USER_ID = "look_ups.collections.rows.embedding_bags.user_id.weight"
 
 
 @pytest.mark.parametrize(
