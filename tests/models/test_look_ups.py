@@ -181,9 +181,9 @@ class _Own(nn.Module):
         self.dense: tuple[str, ...] = ()
         self.out_features = DIM
 
-    def forward(self, looked_up: dict[str, Tensor], dense: Tensor) -> Tensor:
+    def forward(self, vectors: dict[str, Tensor], dense: Tensor) -> Tensor:
         del dense
-        return looked_up["item_id@item"] * 2
+        return vectors["item_id@item"] * 2
 
 
 def test_a_tower_of_a_users_own_shares_tables_with_others() -> None:

@@ -79,7 +79,7 @@ def test_layers_stand_in_the_order_linear_norm_activation_dropout() -> None:
     assert kinds == ["Linear", "LayerNorm", "GELU", "Dropout", "Linear"]
 
 
-def looked_up(tower: Tower, batch: int = 2) -> dict[str, Tensor]:
+def vectors(tower: Tower, batch: int = 2) -> dict[str, Tensor]:
     """Embeddings of the tower's features, all of them different."""
     generator = torch.Generator().manual_seed(0)
     return {
@@ -94,7 +94,7 @@ def looked_up(tower: Tower, batch: int = 2) -> dict[str, Tensor]:
 def test_a_tower_puts_its_columns_side_by_side() -> None:
     tower = Tower([bags("a"), bags("c", dim=3)], [], dense=["x"])
     assert tower.out_features == 8
-    embedded = looked_up(tower) | {"other@table": torch.zeros(2, 9)}
+    embedded = vectors(tower) | {"other@table": torch.zeros(2, 9)}
     dense = torch.tensor([[0.5], [0.25]])
     expected = torch.cat([embedded["a@a"], embedded["c@c"], dense], dim=1)
     torch.testing.assert_close(tower(embedded, dense), expected)
@@ -117,7 +117,7 @@ def test_a_tower_trains_every_parameter() -> None:
     torch.manual_seed(0)
     tower = Tower([bags("a"), bags("b")], [8, 4], normalization="layer", residual=True)
     every_parameter_moves(
-        tower, tower(looked_up(tower), torch.empty(2, 0)).square().sum()
+        tower, tower(vectors(tower), torch.empty(2, 0)).square().sum()
     )
 
 

@@ -13,13 +13,13 @@ def test_one_call_runs_every_tower_on_its_own_columns() -> None:
     model = small_model()
     towers = model.towers
     (batch,) = batches(1)
-    looked_up = model.look_ups(batch, ["user", "item"])
-    outputs = towers(looked_up, batch)
+    vectors = model.look_ups(batch, ["user", "item"])
+    outputs = towers(vectors, batch)
     assert list(outputs) == ["user", "item"]
     for name, columns in (("user", slice(1)), ("item", slice(1, None))):
-        expected = towers[name](looked_up, batch.dense[:, columns])
+        expected = towers[name](vectors, batch.dense[:, columns])
         torch.testing.assert_close(outputs[name], expected, rtol=0, atol=0)
-    (only,) = towers(looked_up, batch, ["item"]).items()
+    (only,) = towers(vectors, batch, ["item"]).items()
     assert only[0] == "item"
     torch.testing.assert_close(only[1], outputs["item"], rtol=0, atol=0)
 

@@ -27,7 +27,7 @@ from torchrec_ext.modules.interaction import (
     interaction_layer,
 )
 from torchrec_ext.modules.session_encoder import SessionEncoder
-from torchrec_ext.modules.tower import LookedUp, Tower
+from torchrec_ext.modules.tower import Tower, Vectors
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.catalogue import Catalogue
 from torchrec_ext.retrieval.export import export
@@ -166,9 +166,9 @@ class Bags(nn.Module):
         self.layer = nn.Linear(2 * D + 1, 8)
         self.out_features = 8
 
-    def forward(self, looked_up: LookedUp, dense: Tensor) -> Tensor:
+    def forward(self, vectors: Vectors, dense: Tensor) -> Tensor:
         keys = ("history@films", "user_id@user_id")
-        both = torch.cat([*(looked_up[key] for key in keys), dense], 1)  # type: ignore[misc]
+        both = torch.cat([*(vectors[key] for key in keys), dense], 1)  # type: ignore[misc]
         return self.layer(both).tanh()  # type: ignore[no-any-return]
 
 

@@ -20,7 +20,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.modules.tower import LookedUp, keys_of
+from torchrec_ext.modules.tower import Vectors, keys_of
 from torchrec_ext.schema.features import Joint as Joint
 from torchrec_ext.schema.features import joints, merged
 
@@ -104,7 +104,7 @@ class LookUps(nn.Module):
             name: self.collections[name](_bags_of(batch, self._rows[name]))
             for name in names
         }
-        looked_up: dict[str, Tensor | JaggedTensor] = {}
+        vectors: dict[str, Tensor | JaggedTensor] = {}
         for name in names:
             values = embedded[name]
             if not isinstance(self._tables[name][0], EmbeddingConfig):
@@ -114,28 +114,28 @@ class LookUps(nn.Module):
             outputs = {key: values[other] for key, other in self._names[name].items()}
             if self._rows[name] == "joint":
                 outputs = self._split(batch, self._tables[name], outputs)
-            looked_up |= outputs
-        return looked_up
+            vectors |= outputs
+        return vectors
 
     def _split(
         self,
         batch: TowerBatch,
         tables: Sequence[BaseEmbeddingConfig],
-        outputs: LookedUp,
+        outputs: Vectors,
     ) -> dict[str, Tensor | JaggedTensor]:
         queries = batch.shared.dense.shape[0]  # type: ignore[union-attr]
-        looked_up: dict[str, Tensor | JaggedTensor] = {}
+        vectors: dict[str, Tensor | JaggedTensor] = {}
         for table in tables:
             for pair in self._pairs[table.name]:
                 halves = self.halves(outputs[f"{pair.key}@{table.name}"], queries)
                 # By index, because TorchRec's pipeline traces this method with
                 # stand-ins that cannot be iterated.
-                looked_up |= {
+                vectors |= {
                     f"{feature}@{table.name}": halves[i]
                     for i, feature in enumerate(pair)
                     if feature
                 }
-        return looked_up
+        return vectors
 
 
 class _Halves(nn.Module):

@@ -27,8 +27,8 @@ from torchrec_ext.modules.session_encoder import (
 )
 from torchrec_ext.modules.tower import (
     Activation,
-    LookedUp,
     Padded,
+    Vectors,
     activation_layer,
     check_tables,
     mlp,
@@ -154,18 +154,18 @@ class SessionSteps(Recorded, nn.Module):
 
     def forward(
         self,
-        looked_up: LookedUp,
+        vectors: Vectors,
         dense: Tensor,
         host_lengths: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Returns (B, S x (W + 1) + Fd).
 
         Args:
-            looked_up: embeddings of its tables.
+            vectors: embeddings of its tables.
             dense: (B, Fd), this tower's dense columns.
             host_lengths: see :class:`torchrec_ext.batch.TowerBatch`.
         """
-        embedded: list[Any] = [looked_up[key] for key in self._keys]
+        embedded: list[Any] = [vectors[key] for key in self._keys]
         first = embedded[0]
         values = [each.values() for each in embedded]
         steps = torch.cat(values, dim=-1) if self._combine == "concat" else sum(values)

@@ -87,7 +87,7 @@ def _rows(bags: JaggedTensor) -> Tensor:
 
 # Embeddings of tables by ``feature@table``: pooled bags (B, width), or bags of rows (sum of
 # lengths, width), or these padded.
-LookedUp = Mapping[str, Tensor | JaggedTensor | Padded]
+Vectors = Mapping[str, Tensor | JaggedTensor | Padded]
 
 
 class Tower(Recorded, nn.Module):
@@ -156,18 +156,18 @@ class Tower(Recorded, nn.Module):
             )
 
     def forward(
-        self, looked_up: LookedUp, dense: Tensor, weights: Tensor | None = None
+        self, vectors: Vectors, dense: Tensor, weights: Tensor | None = None
     ) -> Tensor:
         """Returns (B, D).
 
         Args:
-            looked_up: embeddings of its tables.
+            vectors: embeddings of its tables.
             dense: (B, Fd), this tower's dense columns.
             weights: (B,) weight of each row for batch normalisation; by default all 1.
         """
         blocks = []
         for key, pooling in self._poolings:
-            block = looked_up[key]
+            block = vectors[key]
             # A call that does nothing is left out, because this runs in every step.
             if not isinstance(block, Tensor):
                 block = self.pooling(block, pooling)
@@ -296,14 +296,14 @@ class Towers(nn.ModuleDict):
 
     def forward(
         self,
-        looked_up: LookedUp,
+        vectors: Vectors,
         batch: TowerBatch,
         names: Sequence[str] | None = None,
     ) -> dict[str, Tensor]:
         """Returns the output of each tower by name: (B, D), or (Q, D) of a shared tower.
 
         Args:
-            looked_up: embeddings of the towers' tables.
+            vectors: embeddings of the towers' tables.
             batch: the rows.
             names: towers to run; by default all.
         """
@@ -324,7 +324,7 @@ class Towers(nn.ModuleDict):
                 )
             if reads.lengths:
                 options["host_lengths"] = batch.host_lengths
-            outputs[name] = self[name](looked_up, dense[:, reads.dense], **options)
+            outputs[name] = self[name](vectors, dense[:, reads.dense], **options)
         return outputs
 
 
