@@ -126,7 +126,6 @@ def preprocess(options):
     yield row(name, times["ours"], "s", baseline=baseline)
 
 
-CAPTURED = {"train.compile": "require"}
 APART = {
     "plan.sharding": "data_parallel",
     "sync.mode": "local_sgd",
@@ -174,9 +173,10 @@ def trained(*commands):
 
 
 def ranks(options):
+    captured = {"train.compile": "off" if options.quick else "require"}
     jobs = {
-        "1 rank": CAPTURED,
-        "ranks": {"ranks": 2, **CAPTURED, **APART},
+        "1 rank": captured,
+        "ranks": {"ranks": 2, **captured, **APART},
         "ranks-every-step": {"ranks": 2},
     }
     seconds = {which: [] for which in (*jobs, "apart")}
@@ -191,7 +191,7 @@ def ranks(options):
                 summary = json.loads((run_dir / "summary.json").read_text())
                 aucs[which] = round(summary["test"]["auc"], 4)
             folders = [Path(name) / f"{turn}-apart-{number}" for number in range(2)]
-            trained(*(training(log, folder, **CAPTURED) for folder in folders))
+            trained(*(training(log, folder, **captured) for folder in folders))
             each = statistics.mean(epoch(folder) for folder in folders)
             seconds["apart"].append(each / 2)
     speed = {which: rates(count, each) for which, each in seconds.items()}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.contracts import leave_group, run_ranks
-from torchrec_ext.data import prepared
+from torchrec_ext.data import prepared, prepared_rows
 from torchrec_ext.data.catalog import FOLDER_VARIABLE, DatasetUnavailable
 from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.config import DataConfig
@@ -91,7 +91,7 @@ def test_few_rows_are_read_once_and_shuffled_whole(
     assert len(read) == 1, (
         "the training rows, for the loader; what else is asked was counted once"
     )
-    monkeypatch.setattr(prepared, "WHOLE_VALUES", 100)
+    monkeypatch.setattr(prepared_rows, "WHOLE_VALUES", 100)
     large = load_prepared(DataConfig(name=str(tmp_path)))
     assert large.stored("train") is large.splits["train"]
     assert large.share("train") == data.share("train")

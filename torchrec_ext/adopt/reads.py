@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from torchrec_ext.capture.captured import Reader
+from torchrec_ext.capture.captured import Reader, Whole
 from torchrec_ext.capture.memory import RowTable
 
 _ONE = (
@@ -193,8 +193,13 @@ class StepReads(TorchFunctionMode):
         for late, table in self._tables:
             if weight is late:
                 return look_up(table, named, ids, is_bag)
-        named["input"] = ids
-        return func(**named)  # type: ignore[no-any-return]
+        # The backward of embedding_bag is no kernel of inductor's.
+        is_plain = is_bag and named.get("mode", "mean") != "max"
+        is_plain &= named.get("max_norm") is None
+        if is_plain and not named.get("scale_grad_by_freq"):
+            return look_up(Whole(weight), named, ids, is_bag)
+        # A sparse gradient has no kernel of inductor's; a dense one moves the same rows.
+        return func(**{**named, "input": ids, "sparse": False})  # type: ignore[no-any-return]
 
     def _columns(self, matrix: Any) -> list[_Columns]:
         """Returns the columns of a matrix with repeated rows; empty without any."""
@@ -307,22 +312,16 @@ def _pooled_lists(
     last: bool,
 ) -> Tensor:
     """Returns the bags (B, D) of the vectors (N, D) of the ids (N,), where each bag begins at one of the offsets."""
-
-    def bags(rows: Tensor, mode: str, of_each: Tensor | None = None) -> Tensor:
-        places = torch.arange(len(rows), device=rows.device)
-        return F.embedding_bag(
-            places,
-            rows,
-            offsets.long(),
-            mode=mode,
-            per_sample_weights=of_each,
-            include_last_offset=last,
-        )
-
-    if padding is None:
-        return bags(vectors, mode, weights)
-    counts = (ids != padding).to(vectors.dtype)[:, None]
-    pooled = bags(vectors * counts, "sum", weights)
+    places = torch.arange(len(vectors), device=vectors.device)
+    bags = torch.searchsorted(offsets.long(), places, right=True) - 1
+    # What stands behind a last offset is of no bag.
+    size = len(offsets)
+    counts = torch.ones_like(bags) if padding is None else (ids != padding).long()
+    vectors = vectors * counts.to(vectors.dtype)[:, None]
+    if weights is not None:
+        vectors = vectors * weights[:, None]
+    pooled = vectors.new_zeros(size, vectors.shape[1]).index_add(0, bags, vectors)
     if mode == "mean":
-        pooled = pooled / bags(counts, "sum").clamp(min=1)
-    return pooled
+        numbers = counts.new_zeros(size).index_add(0, bags, counts)
+        pooled = pooled / numbers.clamp(min=1).to(pooled.dtype)[:, None]
+    return pooled[:-1] if last else pooled

@@ -315,7 +315,7 @@ class CapturedStep:
                 memory.parameters, parts, tables, strict=True
             ):
                 if parameter.table:
-                    reading[parameter.name] = table or _Whole(part.weight)
+                    reading[parameter.name] = table or Whole(part.weight)
             self._source.reading = reading
             return self._source.forward(model_tensors, make())
 
@@ -330,12 +330,13 @@ class CapturedStep:
 
 
 @dataclass
-class _Whole:
+class Whole:
     """A table whose gradient is a matrix as large as itself."""
 
     weight: Tensor
 
     def read(self, ids: Tensor) -> Tensor:
+        """Returns the vectors (n, D) of the ids (n,)."""
         return embedding(ids, self.weight)
 
 

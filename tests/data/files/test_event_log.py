@@ -147,6 +147,11 @@ def test_a_label_outside_of_0_to_1_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(line(1, clicked=1) + line(1, clicked=3))
     with pytest.raises(DataError, match="line 2: 'clicked' is not from 0 to 1"):
         EventLog(config(tmp_path, label="clicked")).read(9)
+    (tmp_path / "a.jsonl").unlink()
+    table = {"user_id": [1, 2], "item_id": [1, 2], "clicked": [1.0, 3.0]}
+    pq.write_table(pa.table(table), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet.* 'clicked', row 1: value 3 "):
+        EventLog(config(tmp_path, label="clicked")).read(9)
 
 
 def test_a_file_that_grows_is_refused(tmp_path: Path) -> None:

@@ -330,6 +330,15 @@ def _read_parquet(path: Path, columns: EventsConfig) -> Events:
             values[name] = chunk[name].values
             if kind == "int":
                 values[name] = as_int64(str(path), name, chunk[name])
+        if columns.label:
+            labels = values[columns.label]
+            wrong = ~((labels >= 0) & (labels <= 1))
+            if wrong.any():
+                row = int(wrong.argmax())
+                raise DataError(
+                    f"{group.name}, column '{columns.label}', row {row}: value {labels[row]:g} is not from 0 to 1; "
+                    "mend the row"
+                )
         pieces.append(Events.of(columns, values))
     return Events.joined(pieces)
 
