@@ -176,7 +176,7 @@ class OptimizerConfig:
         tables_l2: ``adam`` only: half of this times the sum of squares of the whole table is added to the loss. It
             draws rows that the data rarely mention towards 0, in the batch or not, and hardly holds back frequent ones.
         per_table: exceptions by a table's name or the path of a module that holds it, with * and ?, as in
-            ``--optimizer.per_table.user_id.kind adam`` or ``{"towers.item": Override(kind="sgd")}``. The last that fits
+            ``--optimizer.per_table.user_id.kind adam`` or ``{"item_*": Override(kind="sgd")}``. The last that fits
             wins, field by field.
         per_layer: exceptions for dense layers, by module or parameter path: ``{"towers.user.mlp": Override(lr=0.01),
             "*.bias": Override(weight_decay=0)}``.
