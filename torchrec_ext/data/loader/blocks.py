@@ -344,43 +344,52 @@ def gathered(slices: Sequence[Slice], layout: BlockLayout) -> RowColumns:
     ragged = slices[0].rows.ragged if slices else {}
     scalars = [name for name in layout.ids if name not in ragged]
     lists = [name for name in ragged if name not in layout.weights.values()]
-    parts = [
-        piece.rows.scalars[place][piece.start : piece.stop]
-        for place in range(len(scalars))
-        for piece in slices
-    ]
+    of_lists = {name: [piece.bags(name) for piece in slices] for name in ragged}
     sizes = [count] * len(scalars)
-    for name in lists:
-        of_name = [piece.bags(name)[0] for piece in slices]
-        sizes.append(sum(map(len, of_name)))
-        parts += of_name
+    sizes += [sum(ids.size for ids, _ in of_lists[name]) for name in lists]
     # One copy of each value, after which the columns lie side by side as in a batch.
-    flat = torch.from_numpy(_joined(parts, np.int64))
-    values = torch.split(flat, sizes)
-    bags = {}
-    for name, ids in zip([*scalars, *lists], values, strict=True):
-        bags[name] = Jagged(ids)
-    for name in ragged:
-        offsets = [np.diff(piece.bags(name)[1]) for piece in slices]
-        lengths = torch.from_numpy(np.concatenate(offsets).astype(np.int32))
-        ids = (
-            bags[name].values
-            if name in bags
-            else torch.from_numpy(
-                np.concatenate([piece.bags(name)[0] for piece in slices])
-            )
-        )
-        bags[name] = Jagged(ids, lengths)
-    floats = [
-        piece.rows.floats[place][piece.start : piece.stop]
-        for place in range(len(layout.floats))
-        for piece in slices
-    ]
-    matrix = torch.from_numpy(_joined(floats, np.float32)).view(
-        len(layout.floats), count
+    flat = np.empty(sum(sizes), np.int64)
+    stop = len(scalars) * count
+    matrix = flat[:stop].reshape(len(scalars), count)
+    _copy([piece.rows.scalars for piece in slices], slices, matrix)
+    for name, size in zip(lists, sizes[len(scalars) :], strict=True):
+        np.concatenate([ids for ids, _ in of_lists[name]], out=flat[stop : stop + size])
+        stop += size
+    ids_of = torch.from_numpy(flat)
+    bags = dict(
+        zip([*scalars, *lists], map(Jagged, torch.split(ids_of, sizes)), strict=True)
     )
-    numbers = dict(zip(layout.floats, matrix.unbind(), strict=True))
-    return RowColumns(bags, numbers, flat)
+    for name, parts in of_lists.items():
+        if name not in bags:
+            weights = np.concatenate([of_ids for of_ids, _ in parts])
+            bags[name] = Jagged(torch.from_numpy(weights))
+        lengths = np.concatenate([np.diff(offsets) for _, offsets in parts])
+        bags[name] = Jagged(
+            bags[name].values, torch.from_numpy(lengths.astype(np.int32))
+        )
+    floats = np.empty((len(layout.floats), count), np.float32)
+    _copy([piece.rows.floats for piece in slices], slices, floats)
+    numbers = dict(zip(layout.floats, torch.from_numpy(floats).unbind(), strict=True))
+    return RowColumns(bags, numbers, ids_of)
+
+
+def _copy(vectors: Sequence[Vectors], slices: Sequence[Slice], out: Array) -> None:
+    """Copies the rows of ``slices``, whose blocks have these ``vectors``, to ``out`` (vectors, rows)."""
+    if not slices:
+        return
+    if isinstance(vectors[0], np.ndarray):
+        parts = [
+            each[:, piece.start : piece.stop]
+            for each, piece in zip(vectors, slices, strict=True)
+        ]
+        np.concatenate(parts, axis=1, out=out)
+        return
+    start = 0
+    for each, piece in zip(vectors, slices, strict=True):
+        stop = start + piece.stop - piece.start
+        for row, vector in zip(out, each, strict=False):
+            row[start:stop] = vector[piece.start : piece.stop]
+        start = stop
 
 
 def places_in_source(slices: Sequence[Slice]) -> Tensor:
