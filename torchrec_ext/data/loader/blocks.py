@@ -377,15 +377,18 @@ def _copy(vectors: Sequence[Vectors], slices: Sequence[Slice], out: Array) -> No
     """Copies the rows of ``slices``, whose blocks have these ``vectors``, to ``out`` (vectors, rows)."""
     if not slices:
         return
-    if isinstance(vectors[0], np.ndarray):
-        parts = [
-            each[:, piece.start : piece.stop]
-            for each, piece in zip(vectors, slices, strict=True)
-        ]
+    pairs = list(zip(vectors, slices, strict=True))
+    parts = [
+        each[:, piece.start : piece.stop]
+        for each, piece in pairs
+        if isinstance(each, np.ndarray)
+    ]
+    # Shuffled blocks are matrices.
+    if parts:
         np.concatenate(parts, axis=1, out=out)
         return
     start = 0
-    for each, piece in zip(vectors, slices, strict=True):
+    for each, piece in pairs:
         stop = start + piece.stop - piece.start
         for row, vector in zip(out, each, strict=False):
             row[start:stop] = vector[piece.start : piece.stop]
