@@ -14,8 +14,8 @@ SPARK = $(if $(shell command -v java),$(COMMA)spark)
 # Test files at a time, on two cores. Many tests wait for processes that they start; each worker holds torch and
 # TorchRec, 0.5 GB.
 WORKERS ?= 2
-# Seconds that `make gpu` may take; 0 for as many as it needs.
-BUDGET ?= 0
+# The slow ones too; to collect files without a test for a GPU takes longer than these tests.
+GPU_TESTS = -q -rfE -m "gpu or (gpu and slow)" $$(grep -lrE 'mark\.gpu|device: torch\.device' tests --include='test_*.py')
 # Written last, with this folder's path: without it, or in a folder that was moved, the environment is made anew.
 STAMP := $(VENV)/.ready
 # Written when the tools of `dev` are in it too.
@@ -50,9 +50,10 @@ test: $(TOOLS) ## all tests but the slow ones; TORCHREC_EXT_DATA=DIR adds those 
 test-slow: $(TOOLS) ## the slow ones alone: long matrices, killed jobs, every recipe
 	@$(WITH_VENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m slow $(PYTEST_ARGS) || test $$? -eq 5
 
-lint: $(TOOLS) ## ruff check, ruff format --check, mypy --strict
+lint: $(TOOLS) ## ruff check, ruff format --check, lint-imports, mypy --strict
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports
 	@$(BIN)/mypy
 
 docs: $(TOOLS) ## build the site of docs/ into build/docs, and that of TAGS="v0.1.0 ..." beside it; needs no network once its tools are installed
@@ -71,16 +72,17 @@ bench: $(TOOLS) ## every benchmark in three rounds, one to three hours, on a mac
 		$(BIN)/python -m torchrec_ext.doctor --install --editable '.[$(EXTRAS),dev,retrieval]'
 	@$(WITH_VENV) $(BIN)/python benchmarks/all.py $(BENCH_ARGS)
 
-gpu: ## every GPU test and benchmark, on a machine with a GPU; WHEELS=DIR: offline, with its own torch; BUDGET=SECONDS
+gpu: ## tests marked `gpu`, then the rows of a GPU, on a machine that has one; WHEELS=DIR: offline, with its own torch
 	@$(PYTHON) -c 'import sys; from torchrec_ext.stack import gpu_nodes; sys.exit(not gpu_nodes())' || { \
 		echo "make gpu: this machine has no NVIDIA GPU (no /dev/nvidia0): run it on one that has"; exit 1; }
 ifdef WHEELS
 	@$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target build/wheels $(WHEELS)/*.whl
-	@PYTHONPATH=$(CURDIR):$(CURDIR)/build/wheels TORCHREC_EXT_UNCHECKED=1 \
-		$(PYTHON) benchmarks/gpu.py --budget $(BUDGET) $(BENCH_ARGS)
+	@export PYTHONPATH=$(CURDIR):$(CURDIR)/build/wheels TORCHREC_EXT_UNCHECKED=1 && \
+		$(PYTHON) -m pytest $(GPU_TESTS) && $(PYTHON) benchmarks/gpu.py $(BENCH_ARGS)
 else
-	@$(MAKE) --no-print-directory $(STAMP)
-	@$(WITH_VENV) $(BIN)/python benchmarks/gpu.py --budget $(BUDGET) $(BENCH_ARGS)
+	@$(MAKE) --no-print-directory $(TOOLS)
+	@$(WITH_VENV) $(BIN)/python -m pytest $(GPU_TESTS)
+	@$(WITH_VENV) $(BIN)/python benchmarks/gpu.py $(BENCH_ARGS)
 endif
 
 clean: ## remove the environment, builds and caches; runs/ and data/ stay

@@ -1,20 +1,20 @@
 """What every benchmark shares: sides timed in turn, trainings in turn, real gloo processes, and rows of one form.
 
 A row compares two sides of one run: `ratio` is always how many times better ours is, whichever way the unit counts.
-`required` is held against the ratio, or against ours where there is none: without a baseline, or to one that is 0 where
-more is better. `low` and `high` are the least and the greatest ratio (or figure) of the turns. Every wait has a limit,
-and a process that died is named.
+`low` and `high` are the least and the greatest ratio of the turns, or the range of our figure where there is no
+baseline. Every wait has a limit, and a process that died is named.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import itertools
 import json
-import multiprocessing
+import logging
 import os
-import queue
+import pickle
 import socket
 import statistics
 import subprocess
@@ -22,17 +22,24 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-Row = dict[str, object]
-Clock = Callable[[], float]
+if TYPE_CHECKING:
+    pass
+
+Row = dict[str, Any]
+Stop = Callable[[], bool]
+Side = Callable[[Stop], object]
 LIMIT_S = 600.0  # of any wait for another process or thread
 ROOT = Path(__file__).resolve().parents[1]
-# with it, which users lack, each process compiles the package anew
+BIN = Path(sys.executable).parent
+# With it, which users lack, each process compiles the package anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# TorchX starts torchrun by name.
+os.environ["PATH"] = f"{BIN}:{os.environ['PATH']}"
 
 
 class Options(NamedTuple):
@@ -48,71 +55,48 @@ class Options(NamedTuple):
 
 
 def command_line(
-    description: str | None,
-    rows: Mapping[str, Callable[[Options], Iterator[Row]]],
+    description,
+    rows,
     *,
-    turns: int,
-    packages: str = "",
-    studies: Collection[str] = (),
-) -> None:
+    turns=3,
+    packages="",
+):
     """Runs a benchmark from its command line, and prints one JSON object as the last line.
 
     Args:
         description: the script's docstring.
         rows: by the name that `--only` takes, a function that yields one row or more.
-        turns: turns of each side where `--turns` is not given.
+        turns: turns of each side without `--turns`.
         packages: distributions besides torch and torchrec whose versions are printed, with spaces.
-        studies: rows that run only where `--only` names them: too long, or in need of something that few machines have.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    usual = [name for name in rows if name not in studies]
-    text = ", ".join(usual) + (
-        f"; only where named: {', '.join(studies)}" if studies else ""
-    )
-    parser.add_argument(
-        "--only", nargs="+", choices=rows, default=usual, metavar="ROW", help=text
-    )
-    parser.add_argument(
-        "--studies",
-        action="store_true",
-        help="the rows that run only where they are named",
-    )
-    parser.add_argument(
-        "--turns",
-        type=int,
-        default=turns,
-        help=f"measured turns of each side, default {turns}",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="small sizes, to see that it runs"
-    )
+    parser.add_argument("--only", nargs="+", choices=rows, default=list(rows))
+    parser.add_argument("--turns", type=int, default=turns, help="turns of each side")
+    parser.add_argument("--quick", action="store_true", help="see that it runs")
     args = parser.parse_args()
     options = Options(turns=1 if args.quick else args.turns, quick=args.quick)
+    warnings.filterwarnings("ignore")
+    quieten()
     with tempfile.TemporaryDirectory() as folder:
-        # What an earlier run compiled would make captures faster; torch's processes
-        # inherit the variable.
+        # What an earlier run compiled would make captures faster.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        made = [
-            row
-            for name in (studies if args.studies else args.only)
-            for row in rows[name](options)
-        ]
+        made = [row for name in args.only for row in rows[name](options)]
     versions = {
         name: importlib.metadata.version(name)
         for name in ("torch", "torchrec", *packages.split())
     }
-    result = {
-        "benchmark": Path(sys.argv[0]).stem,
-        "versions": versions,
-        "cores": len(os.sched_getaffinity(0)),
-        "rows": made,
-    }
-    print(json.dumps(result))
+    print(json.dumps({"versions": versions, "rows": made}))
 
 
-def has_data(rows: str, name: str) -> bool:
+def quieten():
+    """Silences what libraries say at import and in every step."""
+    for name in ("", "torch", "torchrec", "fbgemm_gpu"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def has_data(rows, name):
     """Tells whether the folder in TORCHREC_EXT_DATA has a data set; if not, says that its rows are left out.
 
     Args:
@@ -131,17 +115,15 @@ def has_data(rows: str, name: str) -> bool:
 
 
 def row(
-    name: str,
-    ours: float | Sequence[float],
-    unit: str,
+    name,
+    ours,
+    unit,
     *,
-    baseline: float | Sequence[float] | None = None,
-    better: Literal["more", "less"] = "less",
-    required: float | None = None,
-    ceiling: float | None = None,
-    machine: str | None = None,
-    **more: object,
-) -> Row:
+    baseline=None,
+    better="less",
+    ceiling=None,
+    **more,
+):
     """Returns one row, and prints it to stderr.
 
     Args:
@@ -150,134 +132,75 @@ def row(
         unit: unit of both sides.
         baseline: the other side's figure, or one for each turn, in the turns of ``ours``.
         better: whether more of the unit is better, as of rows a second, or less, as of seconds.
-        required: our own target, the least ratio; without a ratio, the limit of ``ours``. No page prints it.
         ceiling: greatest ratio that is possible here, as of two processes that never talk.
-        machine: what of the machine the ratio depends on, such as "disk"; None where it holds on any of the kind.
         more: further figures of the row.
     """
-    our_turns, turns = _turns(ours), None if baseline is None else _turns(baseline)
-    each = our_turns
-    ratio = None
-    if turns is not None and (all(turns) or better == "less"):
-        paired = zip(turns, our_turns, strict=True)
+    mine = _turns(ours)
+    theirs = None if baseline is None else _turns(baseline)
+    each, ratio = mine, None
+    if theirs is not None and (all(theirs) or better == "less"):
+        pairs = list(zip(theirs, mine, strict=True))
         each = [
-            mine / theirs if better == "more" else theirs / mine
-            for theirs, mine in paired
+            our / their if better == "more" else their / our for their, our in pairs
         ]
         ratio = statistics.median(each)
-    middle = statistics.median(each)
-    held = None
-    if required is not None:
-        held = (
-            middle <= required
-            if ratio is None and better == "less"
-            else middle >= required
-        )
-    made: Row = {
+    made = {
         "name": name,
-        "baseline": None if turns is None else _digits(statistics.median(turns)),
-        "ours": _digits(statistics.median(our_turns)),
+        "baseline": None if theirs is None else digits(statistics.median(theirs)),
+        "ours": digits(statistics.median(mine)),
         "unit": unit,
-        "better": better,
-        "ratio": None if ratio is None else _digits(ratio),
-        "low": _digits(min(each)),
-        "high": _digits(max(each)),
-        "required": required,
-        "held": held,
-        "ceiling": None if ceiling is None else _digits(ceiling),
-        "machine": machine,
+        "ratio": None if ratio is None else digits(ratio),
+        "low": digits(min(each)),
+        "high": digits(max(each)),
+        "ceiling": None if ceiling is None else digits(ceiling),
         **more,
     }
-    keys = [
-        key for key in ("baseline", "ours", "ratio", "ceiling") if made[key] is not None
-    ]
-    print(
-        f"{name}: {', '.join(f'{key} {made[key]:,}' for key in keys)} ({unit})",
-        file=sys.stderr,
-        flush=True,
-    )
+    figures = ("baseline", "ours", "ratio", "ceiling")
+    told = [f"{key} {made[key]:,}" for key in figures if made[key] is not None]
+    print(f"{name}: {', '.join(told)} ({unit})", file=sys.stderr, flush=True)
     return made
 
 
-def _turns(figure: float | Sequence[float]) -> list[float]:
+def _turns(figure):
     return list(figure) if isinstance(figure, Sequence) else [float(figure)]
 
 
-def _digits(value: float) -> float:
+def digits(value):
+    """Returns a figure with four digits."""
     return float(f"{value:.4g}")
 
 
+def milliseconds(seconds):
+    """Returns each turn in milliseconds."""
+    return [1e3 * each for each in seconds]
+
+
 def in_turn(
-    sides: Mapping[str, Callable[[], object]],
-    turns: int,
-    inner: int = 1,
+    sides,
+    turns,
+    inner=1,
     *,
-    clock: Clock = time.perf_counter,
-    before: Callable[[], object] = lambda: None,
-) -> dict[str, list[float]]:
+    before=lambda: None,
+):
     """Seconds of a call of each side, one figure for each turn after the first, which warms up.
 
     Args:
         sides: what is timed, by name.
         turns: measured turns.
         inner: calls of one side in a row, as in a loop that does nothing else.
-        clock: clock to read.
         before: called before each side's calls, as a barrier of ranks; a side that does nothing on some rank leaves
             the machine to the others.
     """
-    times: dict[str, list[float]] = {name: [] for name in sides}
+    times = {name: [] for name in sides}
     for turn in range(turns + 1):
         for name, call in sides.items():
             before()
-            start = clock()
+            start = time.perf_counter()
             for _ in range(inner):
                 call()
             if turn:
-                times[name].append((clock() - start) / inner)
+                times[name].append((time.perf_counter() - start) / inner)
     return times
-
-
-def calls_in_turn(
-    sides: Mapping[str, Callable[[int], object]],
-    turns: int,
-    calls: int,
-    *,
-    in_a_row: int = 10,
-) -> dict[str, list[list[float]]]:
-    """Seconds of every call of each side, a list for each turn after the first, which warms up with a tenth of them.
-
-    Args:
-        sides: what is timed, by name; it is given the number of the call, so that none repeats another of its side.
-        turns: measured turns.
-        calls: calls of each side in a turn.
-        in_a_row: calls of one side before the next one's, as in a server that does nothing else.
-    """
-    times: dict[str, list[list[float]]] = {
-        name: [[] for _ in range(turns)] for name in sides
-    }
-    number = 0
-    for turn in range(-1, turns):
-        last = number + (calls if turn >= 0 else max(in_a_row, calls // 10))
-        for first in range(number, last, in_a_row):
-            for name, call in sides.items():
-                for each in range(first, min(first + in_a_row, last)):
-                    start = time.perf_counter()
-                    call(each)
-                    if turn >= 0:
-                        times[name][turn].append(time.perf_counter() - start)
-        number = last
-    return times
-
-
-def number_of_calls(turns: int, calls: int, *, in_a_row: int = 10) -> int:
-    """Returns how many different numbers :func:`calls_in_turn` gives to each side."""
-    return turns * calls + max(in_a_row, calls // 10)
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The nearest of ``values`` at or above ``percent`` of them."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
 class Trainings:
@@ -296,21 +219,19 @@ class Trainings:
 
     def __init__(
         self,
-        sides: Mapping[str, Callable[[Callable[[], bool]], object]],
-        before: Callable[[], object] = lambda: None,
-        loaders: Mapping[str, Counted] | None = None,
-    ) -> None:
+        sides,
+        before=lambda: None,
+        loaders=None,
+    ):
         self._before, self._loaders = before, loaders or {}
         self._sides = {name: _Training(name, side) for name, side in sides.items()}
 
-    def seconds_per_step(
-        self, steps: int, turns: int, *, warm_up: int = 50
-    ) -> dict[str, list[float]]:
+    def seconds_per_step(self, steps, turns, *, warm_up=50):
         """Seconds of a step of each side, by turn; each side first makes ``warm_up`` steps that are not counted."""
         for side in self._sides.values():
             self._before()
             side.run(warm_up)
-        times: dict[str, list[float]] = {name: [] for name in self._sides}
+        times = {name: [] for name in self._sides}
         for _ in range(turns):
             for name, side in self._sides.items():
                 self._before()
@@ -324,11 +245,11 @@ class Trainings:
                 )
         return times
 
-    def run(self, name: str, steps: int) -> None:
+    def run(self, name, steps):
         """Has one side make so many steps."""
         self._sides[name].run(steps)
 
-    def close(self) -> None:
+    def close(self):
         """Ends every training after its next step."""
         for side in self._sides.values():
             self._before()
@@ -336,13 +257,13 @@ class Trainings:
 
 
 class _Training:
-    def __init__(self, name: str, side: Callable[[Callable[[], bool]], object]) -> None:
+    def __init__(self, name, side):
         self._name, self._steps, self._ending, self._over = name, 0, False, False
-        self._error: BaseException | None = None
+        self._error = None
         self._go, self._rested = threading.Semaphore(0), threading.Semaphore(0)
         threading.Thread(target=self._thread, args=(side,), daemon=True).start()
 
-    def _thread(self, side: Callable[[Callable[[], bool]], object]) -> None:
+    def _thread(self, side):
         from torchrec_ext.train.guards.finite import RunStoppedError
 
         self._go.acquire()
@@ -355,14 +276,14 @@ class _Training:
         self._over = True
         self._rested.release()
 
-    def _stop(self) -> bool:
+    def _stop(self):
         self._steps -= 1
         if self._steps <= 0 and not self._ending:
             self._rested.release()
             self._go.acquire()
         return self._ending
 
-    def run(self, steps: int) -> None:
+    def run(self, steps):
         self._steps = steps
         self._go.release()
         if not self._rested.acquire(timeout=LIMIT_S):
@@ -374,11 +295,21 @@ class _Training:
                 f"{self._name}: its training ended before its turns did; give it more epochs"
             )
 
-    def end(self) -> None:
+    def end(self):
         self._ending = True
         self._go.release()
         if not self._rested.acquire(timeout=LIMIT_S):
             raise TimeoutError(f"{self._name}: not ended after {LIMIT_S:.0f} s")
+
+
+def looping(step):
+    """Returns the side that calls ``step`` until it is stopped: a loop of one's own."""
+
+    def side(stop):
+        while not stop():
+            step()
+
+    return side
 
 
 class Counted:
@@ -388,23 +319,23 @@ class Counted:
         loader: loader of this rank.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader):
         self._loader, self.count = loader, 0
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._loader, name)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self._loader)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return self._counted(iter(self._loader))
 
-    def steps(self) -> Iterator[Any]:
+    def steps(self):
         """Yields the loader's steps."""
         return self._counted(self._loader.steps())
 
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _counted(self, batches):
         for batch in batches:
             self.count += 1
             yield batch
@@ -417,124 +348,94 @@ class Repeated:
         batches: batches of this rank.
     """
 
-    def __init__(self, batches: Sequence[Any]) -> None:
+    def __init__(self, batches):
         self._batches = list(batches)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return itertools.islice(itertools.cycle(self._batches), len(self))
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 10_000_000
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         """Changes nothing: every pass has one order."""
 
 
+@contextlib.contextmanager
+def one_rank():
+    """A process group of one, whose trainings print nothing to stdout."""
+    from torchrec_ext.distributed.runtime import Runtime
+
+    with (
+        Runtime.start("cpu", threads=1) as runtime,
+        Path(os.devnull).open("w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+    ):
+        yield runtime
+
+
 def on_ranks(
-    function: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    limit_s: float = LIMIT_S,
-    collectives: str = "auto",
-) -> list[Any]:
+    function,
+    world_size,
+    *args,
+    collectives="auto",
+):
     """Runs a module's ``function(runtime, *args)`` on ``world_size`` CPU ranks with one thread each; results by rank.
 
     Ranks join by ``Runtime.start(collectives=collectives)``, as those of a command do. What a rank prints to stdout,
     such as the lines of a training, is dropped.
 
     Raises:
-        RuntimeError: a rank raised or died, or not all were done after ``limit_s``; the message names it.
+        RuntimeError: a rank raised or died, or not all were done within the limit; the message names it.
     """
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.Queue()
-    with socket.socket() as free:
+    from torch import multiprocessing
+
+    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = [
-        context.Process(
-            target=_rank,
-            args=(function, rank, world_size, port, collectives, results, args),
+        free.close()
+        context = multiprocessing.start_processes(
+            _rank,
+            (function, world_size, port, collectives, folder, args),
+            world_size,
+            join=False,
             daemon=True,
         )
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        return _gathered(
-            function.__name__, processes, results, time.monotonic() + limit_s
-        )
-    finally:
-        for process in processes:
-            process.join(10)
-            process.kill()
-
-
-def _gathered(
-    name: str, processes: Sequence[Any], results: Any, until: float
-) -> list[Any]:
-    values: dict[int, Any] = {}
-    while len(values) < len(processes):
-        try:
-            rank, error, value = results.get(timeout=2)
-        except queue.Empty:
-            dead = [
-                at
-                for at, process in enumerate(processes)
-                if process.exitcode is not None and at not in values
-            ]
-            if dead:
-                raise RuntimeError(
-                    f"{name}: rank {dead[0]} ended with exit code {processes[dead[0]].exitcode} and no result"
-                ) from None
+        until = time.monotonic() + LIMIT_S
+        while not context.join(5):
             if time.monotonic() > until:
-                waiting = [
-                    str(rank) for rank in range(len(processes)) if rank not in values
-                ]
-                raise RuntimeError(
-                    f"{name}: no result of rank {', '.join(waiting)} within the limit"
-                ) from None
-            continue
-        if error:
-            raise RuntimeError(f"{name}: rank {rank}:\n{error}")
-        values[rank] = value
-    return [values[rank] for rank in range(len(processes))]
+                for process in context.processes:
+                    process.kill()
+                raise RuntimeError(f"{function.__name__}: not done within the limit")
+        results = (Path(folder, str(rank)) for rank in range(world_size))
+        return [pickle.loads(file.read_bytes()) for file in results]
 
 
 def _rank(
-    function: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    port: int,
-    collectives: Any,
-    results: Any,
-    args: tuple[Any, ...],
-) -> None:
+    rank,
+    function,
+    world_size,
+    port,
+    collectives,
+    folder,
+    args,
+):
     from torchrec_ext.distributed.runtime import Runtime
 
+    warnings.filterwarnings("ignore")
+    quieten()
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-    )
-    try:
-        with Runtime.start(
-            "cpu", threads=1, timeout_s=LIMIT_S, collectives=collectives
-        ) as runtime:
-            results.put((rank, None, function(runtime, *args)))
-            results.close()
-            results.join_thread()
-    except BaseException:
-        results.put((rank, traceback.format_exc(), None))
-        results.close()
-        results.join_thread()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
+        os.environ |= {name: str(value), f"LOCAL_{name}": str(value)}
+    with Runtime.start(
+        "cpu", threads=1, timeout_s=LIMIT_S, collectives=collectives
+    ) as runtime:
+        made = function(runtime, *args)
+        Path(folder, str(rank)).write_bytes(pickle.dumps(made))
 
 
-def slowest(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+def slowest(by_rank):
     """For each side and turn the seconds of the rank that took longest."""
     return {
         name: [
@@ -544,7 +445,13 @@ def slowest(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[
     }
 
 
-def peak_mb() -> float:
+def never_talk(alone, together):
+    """Returns how many times one process's work two do that never talk, by their seconds of a step in each turn."""
+    pairs = zip(alone, together, strict=True)
+    return statistics.median(2 * one / two for one, two in pairs)
+
+
+def peak_mb():
     """Greatest resident memory of this process, MB; ru_maxrss would be that of the process that started it, if more."""
     line = next(
         line
@@ -554,14 +461,12 @@ def peak_mb() -> float:
     return int(line.split()[1]) * 1024 / 1e6
 
 
-def rates(count: float, seconds: Iterable[float]) -> list[float]:
+def rates(count, seconds):
     """``count`` a second, for each turn."""
     return [count / each for each in seconds]
 
 
-def last_json(
-    command: Sequence[object], *, limit_s: float = LIMIT_S, **environment: str
-) -> Any:
+def last_json(command, *, limit_s=LIMIT_S, **environment):
     """Runs a command in a process of its own and returns the JSON of its last line.
 
     Raises:
@@ -570,38 +475,7 @@ def last_json(
     return json.loads(output(command, limit_s=limit_s, **environment).splitlines()[-1])
 
 
-def checkout(source: str, folder: Path, *, limit_s: float = 300.0) -> Path:
-    """Returns ``folder`` with a public repository in it, ``OWNER/NAME@COMMIT``, which is cloned if it is not there.
-
-    Raises:
-        RuntimeError: it cannot be cloned.
-    """
-    if folder.is_dir():
-        return folder
-    name, commit = source.split("@")
-    # a clone that was interrupted is no checkout
-    partial = folder.with_suffix(".partial")
-    git = ["git", "-C", partial]
-    output(["git", "init", "--quiet", partial], limit_s=limit_s)
-    output(
-        [
-            *git,
-            "fetch",
-            "--quiet",
-            "--depth=1",
-            f"https://github.com/{name}.git",
-            commit,
-        ],
-        limit_s=limit_s,
-    )
-    output([*git, "checkout", "--quiet", "FETCH_HEAD"], limit_s=limit_s)
-    partial.rename(folder)
-    return folder
-
-
-def output(
-    command: Sequence[object], *, limit_s: float = LIMIT_S, **environment: str
-) -> str:
+def output(command, *, limit_s=LIMIT_S, **environment):
     """Runs a command in a process of its own and returns what it printed.
 
     Raises:

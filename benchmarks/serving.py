@@ -1,251 +1,283 @@
-"""Serving: scores, searches and the HTTP service, by this package and by an earlier commit in turn, on one thread.
+"""Serving: scores, searches and the HTTP service, on one thread.
 
     python benchmarks/serving.py [--only ROW ...] [--turns 3] [--quick]
 
-The earlier commit is the last one whose bundles had a network format and a server of their own; its files are read from
-this repository's history into a folder of their own. Each side is a process (serving_side.py) with its own bundle of
-the same weights. Beside both stand the whole network in torch, ONNX Runtime called by hand, FAISS's exact search, and a
-plain server of torch. Last line: one JSON object.
+Towers 128-64 over item, category and price, and over user, history and age, under a top network. `score ...`: from a
+request's values to a list of scores, against the whole network in torch on a batch with the user beside each item.
+`exact search ...`: the 100 greatest products of a million rows of 64, against FAISS's flat index, and under a filter.
+`top NN over all`: the 100 best by the top network over a whole catalogue. `http ...`: 100 of 4,000 items from all
+features of a user, 100 requests a second over one connection, against a plain server of Starlette and torch over stored
+outputs of the item tower, and the seconds until the service answers.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from harness import ROOT, Options, Row, command_line, row
-from load import Load, ask, http_request
+import numpy as np
+import pyarrow as pa
+import torch
+from harness import ROOT, command_line, milliseconds, row
+from torchrec import EmbeddingBagConfig, PoolingType
 
-EARLIER = os.environ.get("TORCHREC_EXT_EARLIER", "e5a77dd7")
+from torchrec_ext.models.tower_model import two_tower
+from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.catalogue import Catalogue, NamedUsers
+from torchrec_ext.retrieval.export import export
+from torchrec_ext.retrieval.scorer import Scorer, ScoreRequest
+from torchrec_ext.retrieval.search import open_search
+from torchrec_ext.schema import Jagged
+
+WIDTH, HISTORY, USERS, K = 64, 20, 100_000, 100
 RATE = 100.0
-SHARES = ("0.0001", "0.01", "0.1", "0.5", "1")
-_ENV = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+ONE = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+Call = Callable[[int], object]
 
 
-@functools.cache
-def earlier() -> Path:
-    """Returns a folder with the files of the earlier commit."""
-    folder = Path(tempfile.mkdtemp(prefix="earlier-"))
-    archive = subprocess.run(
-        ["git", "-C", ROOT, "archive", EARLIER], capture_output=True, check=True
-    )
-    subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
-    return folder
+def network(items, interaction):
+    """Makes towers 128-64 over item, category and price, and over user, history and age."""
 
-
-class Side:
-    """A process of serving_side.py over the package in ``tree``."""
-
-    def __init__(self, tree: Path) -> None:
-        self.tree = tree
-        word = [] if tree == ROOT else ["old"]
-        self._process = subprocess.Popen(
-            [sys.executable, ROOT / "benchmarks/serving_side.py", *word],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **_ENV, "PYTHONPATH": str(tree)},
+    def table(name, rows, **options):
+        return EmbeddingBagConfig(
+            name=name,
+            feature_names=[name],
+            num_embeddings=rows,
+            embedding_dim=WIDTH,
+            **options,
         )
 
-    def __call__(self, *command: Any) -> Any:
-        """Sends a command, and returns the answer."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps(command), file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the side of {self.tree} ended at {command}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._process.kill()
-        self._process.wait()
+    torch.manual_seed(0)
+    user = [table("user_id", USERS), table("history", items, pooling=PoolingType.MEAN)]
+    return two_tower(
+        user,
+        [table("item_id", items), table("category", 1_000)],
+        user_dense=["age"],
+        item_dense=["price"],
+        tower_widths=(128, WIDTH),
+        interaction=interaction,
+    ).eval()
 
 
-Timed = tuple[Side, str]
+def questions(items, number):
+    """Returns random users' features, as a request's JSON gives them."""
+    random = np.random.default_rng(0)
+    return [
+        {
+            "user_id": int(random.integers(1, USERS)),
+            "history": random.integers(1, items, HISTORY).tolist(),
+            "age": round(float(random.random()), 3),
+        }
+        for _ in range(number)
+    ]
 
 
-def in_turn(
-    sides: dict[str, Timed], turns: int, calls: int, in_a_row: int = 10
-) -> dict[str, list[list[float]]]:
-    """Seconds of every call of each side by turn, after a turn that warms up."""
-    times: dict[str, list[list[float]]] = {name: [] for name in sides}
+def make(folder, items, interaction):
+    """Exports a bundle with 512 users, and an attribute with a value that one item in a hundred has."""
+    ids = np.arange(items)
+    rows = {"item_id": ids, "category": ids % 1_000, "price": np.ones(items, "f4")}
+    draws = np.random.default_rng(0).random(items) < 0.01
+    values = [["rare"] if rare else [] for rare in draws.tolist()]
+    types = {
+        "user_id": pa.int64(),
+        "history": pa.list_(pa.int64()),
+        "age": pa.float32(),
+    }
+    users = pa.Table.from_pylist(questions(items, 512)).cast(pa.schema(types))
+    nobody = pa.array([[]] * 512, pa.list_(pa.int64()))
+    attributes = pa.table({"share": values})
+    export(
+        network(items, interaction),
+        folder,
+        catalogue=Catalogue(ids=ids, features=pa.table(rows), attributes=attributes),
+        users=NamedUsers(
+            key="user",
+            ids=np.arange(512),
+            features=users,
+            unknown={"user_id": 0, "history": [], "age": 0.0},
+            seen=nobody,
+            liked=nobody,
+        ),
+    )
+    return Bundle.load(folder)
+
+
+class Whole:
+    """The network in torch, asked for a user's features beside those of each item."""
+
+    def __init__(self, items):
+        self.model = network(items, "top_nn")
+        self._schema = self.model.schema()
+
+    def batch(self, user, items):
+        """Returns a batch with the user beside each item."""
+        ids, count = torch.tensor(items), len(items)
+        history = torch.tensor(user["history"], dtype=torch.int64)
+        lengths = torch.full((count,), len(history), dtype=torch.int32)
+        columns = {
+            "user_id": Jagged(torch.full((count,), user["user_id"])),
+            "history": Jagged(history.repeat(count), lengths),
+            "item_id": Jagged(ids),
+            "category": Jagged(ids % 1_000),
+        }
+        dense = {"age": torch.full((count,), user["age"]), "price": torch.ones(count)}
+        return self._schema.assemble(columns, dense, labels=torch.zeros(count))
+
+    def score(self, user, items):
+        """From a request's values to a list of scores."""
+        with torch.inference_mode():
+            return self.model.logits(self.batch(user, items)).tolist()
+
+
+def in_turn(sides, turns, calls, in_a_row=10):
+    """Median milliseconds of a call of each side by turn, after a turn that warms up; no call repeats another."""
+    times = {name: [] for name in sides}
     number = 0
     for turn in range(-1, turns):
-        these: dict[str, list[float]] = {name: [] for name in sides}
-        count = calls if turn >= 0 else in_a_row
-        for first in range(number, number + count, in_a_row):
-            for name, (side, call) in sides.items():
-                these[name] += side("time", call, first, in_a_row)
-        number += count
-        if turn >= 0:
-            for name, seconds in these.items():
-                times[name].append(seconds)
+        these = {name: [] for name in sides}
+        for _ in range(0, calls if turn >= 0 else in_a_row, in_a_row):
+            for name, call in sides.items():
+                for each in range(number, number + in_a_row):
+                    start = time.perf_counter()
+                    call(each)
+                    these[name].append(time.perf_counter() - start)
+            number += in_a_row
+        for name, seconds in these.items() if turn >= 0 else ():
+            times[name] += milliseconds([statistics.median(seconds)])
     return times
 
 
-def compared(
-    name: str,
-    baseline: Sequence[Sequence[float]],
-    ours: Sequence[Sequence[float]],
-    required: float | None,
-    **more: object,
-) -> Row:
-    """Returns the row of two sides' seconds by turn and call: medians of the turns in ms."""
-    medians = [
-        [1e3 * statistics.median(turn) for turn in turns] for turns in (ours, baseline)
-    ]
-    return row(name, medians[0], "ms", baseline=medians[1], required=required, **more)
-
-
-def number_of_calls(turns: int, calls: int) -> int:
-    """Returns how many different requests :func:`in_turn` makes."""
-    return turns * calls + 10
-
-
-@contextmanager
-def both(
-    folder: Path, items: int, interaction: str
-) -> Iterator[tuple[Side, Side, Path, Path]]:
-    """Yields both sides with a bundle of the same weights, the earlier one's first."""
-    with ExitStack() as stack:
-        old, new = Side(earlier()), Side(ROOT)
-        for name, side in (("old", old), ("new", new)):
-            stack.callback(side.close)
-            side("make", str(folder / name), items, interaction)
-        yield old, new, folder / "old", folder / "new"
-        for name in ("old", "new"):
-            shutil.rmtree(folder / name)
-
-
-def scores(options: Options) -> Iterator[Row]:
+def scores(options):
     """500 of a million items, and 1,000 of 1,000, from a request's values to a list of scores."""
     sizes = [(20_000, 500)] if options.quick else [(1_000_000, 500), (1_000, 1_000)]
-    calls = 100
-    number = number_of_calls(options.turns, calls)
     for items, count in sizes:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            both(Path(folder), items, "top_nn") as (old, new, old_at, new_at),
-        ):
-            old("open", ["calls", str(old_at), count, number])
-            new(
-                "open",
-                ["calls", str(new_at), count, number],
-                ["whole", items, count, number],
-            )
-            sides = {
-                "old": (old, "score"),
-                "new": (new, "score"),
-                "by hand": (new, "by hand"),
-                "one graph": (old, "one graph"),
-                "whole": (new, "whole"),
-            }
-            times = in_turn(sides, options.turns, calls)
-        name = f"score {count:,} of {items:,}"
-        yield compared(
-            f"{name}, against the earlier commit", times["old"], times["new"], 1
-        )
-        yield compared(
-            f"{name}, against ONNX Runtime, one graph of tower and top NN",
-            times["one graph"],
-            times["new"],
-            1 / 1.2,
-        )
-        yield compared(
-            f"{name}, against the two graphs called by hand, unchecked",
-            times["by hand"],
-            times["new"],
-            1 / 1.2,
-        )
-        least = 20 if count == items else 8
-        yield compared(
-            f"{name}, against the whole network", times["whole"], times["new"], least
-        )
+        yield scored(items, count, options.turns)
 
 
-def search(options: Options) -> Iterator[Row]:
-    """The 100 greatest products of a million rows of 64, without a filter and under filters of five shares."""
-    items = 20_000 if options.quick else 1_000_000
+def scored(items, count, turns):
+    calls, random = 100, np.random.default_rng(1)
+    number = turns * calls + 10
+    users = questions(items, number)
+    chosen = [random.permutation(items)[:count].tolist() for _ in range(number)]
+    with tempfile.TemporaryDirectory() as folder:
+        scorer, whole = Scorer(make(Path(folder), items, "top_nn")), Whole(items)
+
+        def ours(each):
+            request = ScoreRequest(user=users[each], items=chosen[each])
+            return scorer.score(request).scores
+
+        def theirs(each):
+            return whole.score(users[each], chosen[each])
+
+        times = in_turn({"ours": ours, "whole": theirs}, turns, calls)
+    name = f"score {count:,} of {items:,}, against the whole network"
+    return row(name, times["ours"], "ms", baseline=times["whole"])
+
+
+def search(options):
+    """Exact search by products, with and without a filter; and by a top network over a whole catalogue."""
+    fewer = 50 if options.quick else 1
+    items = 1_000_000 // fewer
+    times = searched(items, "dot", options.turns)
+    ours, name = times.pop("ours"), f"exact search, 100 of {items:,} x 64"
+    if baseline := times.pop("FAISS flat", None):
+        yield row(f"{name}, against FAISS flat", ours, "ms", baseline=baseline)
+    for side, filtered in times.items():
+        yield row(f"{name}, {side}, against none", filtered, "ms", baseline=ours)
+    items = 100_000 // fewer
+    ours = searched(items, "top_nn", options.turns)["ours"]
+    yield row(f"top NN over all of {items:,} x 64", ours, "ms")
+
+
+def searched(items, interaction, turns):
+    """Milliseconds of the 100 best of all items, and of the sides beside it."""
     calls = 20
-    number = number_of_calls(options.turns, calls)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        both(Path(folder), items, "dot") as (old, new, old_at, new_at),
-    ):
-        old("open", ["calls", str(old_at), 0, number])
-        new("open", ["calls", str(new_at), 0, number], ["flat", str(new_at), number])
-        sides = {
-            "old": (old, "search"),
-            "new": (new, "search"),
-            "flat": (new, "flat"),
-            **{share: (new, f"search {share}") for share in SHARES},
-        }
-        times = in_turn(sides, options.turns, calls)
-    name = f"exact search, 100 of {items:,} x 64"
-    yield compared(
-        f"{name}, against the earlier commit", times["old"], times["new"], None
-    )
-    yield compared(f"{name}, against FAISS flat", times["flat"], times["new"], 0.9)
-    for share in SHARES:
-        yield compared(
-            f"{name}, filter of {float(share):.2%}, against none",
-            times["new"],
-            times[share],
-            1 / 1.1,
-        )
+    number = turns * calls + 10
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = make(Path(folder), items, interaction)
+        queries = bundle.query.embed(questions(items, number))
+        opened, attribute = open_search(bundle), bundle.items.attribute("share")
+        sides = {"ours": lambda each: opened.search(queries[each], K)}
+        if interaction == "dot":
+            sides["filter of 1.00%"] = lambda each: opened.search(
+                queries[each], K, attribute.mask(["rare"])
+            )
+        if interaction == "dot" and find_spec("faiss"):
+            sides["FAISS flat"] = flat(np.load(Path(folder) / "rows.npy"), number)
+        return in_turn(sides, turns, calls)
 
 
-def gate(options: Options) -> Iterator[Row]:
-    """The 100 best of 100,000 x 64 by a top NN over the whole catalogue: at most 1.3 times the earlier commit's."""
-    items = 10_000 if options.quick else 100_000
-    calls = 40
-    number = number_of_calls(options.turns, calls)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        both(Path(folder), items, "top_nn") as (old, new, old_at, new_at),
-    ):
-        for side, at in ((old, old_at), (new, new_at)):
-            side("open", ["calls", str(at), 0, number])
-        sides = {"old": (old, "search"), "new": (new, "search")}
-        times = in_turn(sides, options.turns, calls)
-    yield compared(
-        f"top NN over all of {items:,} x 64, against the earlier commit",
-        times["old"],
-        times["new"],
-        1 / 1.3,
-    )
+def flat(rows, number):
+    """FAISS's exact search of products."""
+    import faiss
+
+    faiss.omp_set_num_threads(1)
+    index = faiss.IndexFlatIP(rows.shape[1])
+    index.add(rows)
+    random = np.random.default_rng(0)
+    queries = random.normal(size=(number, rows.shape[1])).astype(np.float32)
+    return lambda each: index.search(queries[each : each + 1], K)
+
+
+def torch_app(items):
+    """A plain server of the same network: Starlette, JSON, and torch over stored outputs of the item tower."""
+    from starlette.applications import Starlette
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    torch.set_num_threads(1)
+    whole = Whole(items)
+    with torch.inference_mode():
+        nothing = {"user_id": 0, "history": [], "age": 0.0}
+        stored = whole.model.embed("item", whole.batch(nothing, range(items)))
+
+    async def recommend(request):
+        user = (await request.json())["user"]
+        with torch.inference_mode():
+            vector = whole.model.embed("user", whole.batch(user, [0]))
+            logits = whole.model.interaction([vector.expand(items, -1), stored])
+            best = logits.topk(K)
+        answer = {"items": best.indices.tolist(), "scores": best.values.tolist()}
+        return JSONResponse(answer)
+
+    return Starlette(routes=[Route("/v1/recommend", recommend, methods=["POST"])])
+
+
+PLAIN = """import socket, sys, uvicorn
+import serving
+app = serving.torch_app(int(sys.argv[1]))
+made = socket.create_server(("127.0.0.1", 0))
+print(f"http://127.0.0.1:{made.getsockname()[1]}/", flush=True)
+config = uvicorn.Config(app, log_level="warning", access_log=False)
+uvicorn.Server(config).run(sockets=[made])
+"""
 
 
 @contextmanager
-def service(
-    tree: Path, *command: str, log: Path, path: Path | None = None
-) -> Iterator[tuple[int, float]]:
-    """Starts a service; yields its port and the seconds until it answered. ``path`` comes first in PYTHONPATH."""
+def service(*command, log):
+    """Starts a service; yields its port and the seconds until it answered."""
     start = time.perf_counter()
+    path = f"{ROOT}:{ROOT / 'benchmarks'}"
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            [sys.executable, *command],
+            [sys.executable, *map(str, command)],
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
             cwd=log.parent,
-            env={**os.environ, **_ENV, "PYTHONPATH": f"{path or tree}:{tree}"},
+            env={**os.environ, **ONE, "PYTHONPATH": path},
         )
     assert process.stdout is not None
     try:
@@ -261,129 +293,66 @@ def service(
             process.kill()
 
 
-def resident_mib(port: int) -> float:
-    """Returns the memory of a service's worker."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
-        text = page.read().decode()
-    lines = [line for line in text.splitlines() if line.startswith("serve_resident_b")]
-    return sum(float(line.split()[-1]) for line in lines) / 2**20
+def asked(connection, body):
+    """Returns the status and the body of an answer to a POST."""
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/recommend", json.dumps(body), headers)
+    answer = connection.getresponse()
+    return answer.status, answer.read()
 
 
-def http(options: Options) -> Iterator[Row]:
+def ask(port, seconds, bodies):
+    """Sends requests when they are due; returns milliseconds of each from that moment."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=30)
+    start, ms = time.perf_counter() + 0.1, []
+    for number in range(int(RATE * seconds)):
+        due = start + number / RATE
+        time.sleep(max(0.0, due - time.perf_counter()))
+        status, _ = asked(connection, bodies[number % len(bodies)])
+        ms.append((time.perf_counter() - due) * 1e3)
+        if status != 200:
+            raise RuntimeError(f"the service answered {status}")
+    connection.close()
+    return ms
+
+
+def http(options):
     """100 of 4,000 items by a top NN from all features of a user, 100 requests a second; ready after; memory."""
-    items = 4_000
-    seconds = 1.0 if options.quick else 6.0
-    users = _questions(items)
-    requests = [
-        http_request(
-            "POST",
-            "/v1/recommend",
-            json.dumps({"user": user, "k": 100, "vector": "live"}),
-        )
-        for user in users
+    items, seconds = 4_000, 1.0 if options.quick else 6.0
+    bodies = [
+        {"user": user, "k": K, "vector": "live"} for user in questions(items, 512)
     ]
-    loads: dict[str, list[Load]] = {"old": [], "new": [], "torch": []}
-    ready: dict[str, float] = {}
-    memory: dict[str, float] = {}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        both(Path(folder), items, "top_nn") as (old, new, old_at, new_at),
-    ):
-        old.close()
-        new.close()
-        serve = ("-m", "torchx_apps.serve")
-        flags = ("--port=0", "--log=events")
-        plain = (
-            "-c",
-            "import socket, sys, uvicorn; sys.path.insert(0, sys.argv[1])\n"
-            "import serving_side\n"
-            "app = serving_side.torch_app()\n"
-            "made = socket.create_server(('127.0.0.1', 0))\n"
-            "print(f'http://127.0.0.1:{made.getsockname()[1]}/', flush=True)\n"
-            "config = uvicorn.Config(app, log_level='warning', access_log=False)\n"
-            "uvicorn.Server(config).run(sockets=[made])",
-            str(ROOT / "benchmarks"),
-        )
+    loads = {"ours": [], "torch": []}
+    ready = []
+    with tempfile.TemporaryDirectory() as folder:
+        bundle, log = Path(folder) / "bundle", Path(folder) / "log"
+        make(bundle, items, "top_nn")
+        app = ("-m", "torchx_apps.serve", bundle, "--port=0", "--log=events")
+        commands = {"ours": app, "torch": ("-c", PLAIN, items)}
         for turn in range(-1, options.turns):
-            for name, tree, command in (
-                ("old", earlier(), (*serve, str(old_at), *flags)),
-                ("new", ROOT, (*serve, str(new_at), *flags)),
-                ("torch", ROOT, plain),
-            ):
-                log = Path(folder) / f"{name}.log"
-                with service(tree, *command, log=log) as (port, took):
-                    ask(port, RATE, 1, requests)  # warms up
+            for name, command in commands.items():
+                with service(*command, log=log) as (port, took):
+                    ask(port, 1, bodies)  # warms up
                     if turn < 0:
                         continue
-                    loads[name].append(ask(port, RATE, seconds, requests))
-                    ready[name] = min(took, ready.get(name, took))
-                    if name != "torch":
-                        memory[name] = resident_mib(port)
-        # pyarrow imports pandas where it is installed, and the extra `serve` brings none.
-        bare = Path(folder) / "bare"
-        bare.mkdir()
-        (bare / "pandas.py").write_text("raise ImportError('not installed')\n")
-        command = (*serve, str(new_at), *flags)
-        log = Path(folder) / "bare.log"
-        with service(ROOT, *command, log=log, path=bare) as (port, _):
-            ask(port, RATE, seconds, requests)
-            # Opening reads every table and row, so their pages count as its memory.
-            mapped = sum(path.stat().st_size for path in new_at.rglob("*.npy"))
-            memory["bare"] = resident_mib(port) - mapped / 2**20
+                    loads[name].append(ask(port, seconds, bodies))
+                    if name == "ours":
+                        ready.append(took)
     for percent in (50, 99):
-        ours = [load.percentile(percent) for load in loads["new"]]
-        for name, words in (("old", "the earlier commit"), ("torch", "a torch server")):
-            theirs = [load.percentile(percent) for load in loads[name]]
-            yield row(
-                f"http p{percent}, against {words}",
-                ours,
-                "ms",
-                baseline=theirs,
-                required=1 / 0.6 if (percent, name) == (50, "old") else None,
-            )
-    middle = statistics.median(load.percentile(50) for load in loads["new"])
-    tail = statistics.median(load.percentile(99) for load in loads["new"])
-    yield row("http p99 over p50", tail / middle, "times", required=3)
-    failed = [len(load.failed) for load in loads["new"]]
-    yield row("http failed requests", failed, "requests", required=0)
-    yield row(
-        "http ready after", ready["new"], "s", baseline=ready["old"], required=None
-    )
-    yield row("http memory of a worker", memory["new"], "MiB", baseline=memory["old"])
-    yield row(
-        "http memory of a worker beside its mapped rows, without pandas as the extra `serve` installs it",
-        memory["bare"],
-        "MiB",
-        required=150,
-    )
-
-
-def _questions(items: int) -> list[dict[str, Any]]:
-    import numpy as np
-
-    random = np.random.default_rng(3)
-    return [
-        {
-            "user_id": int(random.integers(1, 100_000)),
-            "history": random.integers(1, items, 20).tolist(),
-            "age": round(float(random.random()), 3),
-        }
-        for _ in range(512)
-    ]
-
-
-ROWS = {"scores": scores, "search": search, "gate": gate, "http": http}
-
-
-def main() -> None:
-    try:
-        command_line(
-            __doc__, ROWS, turns=3, packages="numpy faiss-cpu onnxruntime uvicorn"
+        ours, theirs = (
+            [float(np.percentile(ms, percent)) for ms in of_side]
+            for of_side in loads.values()
         )
-    finally:
-        if earlier.cache_info().currsize:
-            shutil.rmtree(earlier(), ignore_errors=True)
+        name = f"http p{percent}, against a torch server"
+        yield row(name, ours, "ms", baseline=theirs)
+    yield row("http ready after", ready, "s")
 
 
 if __name__ == "__main__":
-    main()
+    if any(os.environ.get(name) != "1" for name in ONE):
+        # Libraries read them when they are imported.
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ONE})
+    torch.set_num_threads(1)
+    packages = "numpy onnxruntime uvicorn"
+    rows = {"scores": scores, "search": search, "http": http}
+    command_line(__doc__, rows, packages=packages)

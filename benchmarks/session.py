@@ -1,35 +1,32 @@
-"""A transformer over sessions of unequal length: packed against padded, and how evenly ranks are loaded.
+"""A transformer over sessions of unequal length: packed against padded.
 
-    python benchmarks/session.py [--only encoder ranks] [--turns 3] [--quick]
+    python benchmarks/session.py [--turns 3] [--quick]
 
 256 sessions of 2 to 50 steps, most of them short as in Amazon Beauty (median 4, mean 6.9), 64 wide, 2 layers, forward
 and backward, one thread, all sides in turn. The baseline is torch.nn.TransformerEncoder over (B, S, 64) with a mask,
-padded to the longest session of the batch, and, as many recipes do, to S = 50. Ours is SessionEncoder with weights of
-the same shapes, by each of its ways to compute attention; `nested` runs without a causal mask, for which torch has no
-kernel on a CPU, as does its own `bucketed, not causal`.
+padded to the longest session of the batch. Ours is SessionEncoder with weights of the same shapes, with a causal mask
+and without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import numpy as np
 import torch
-from harness import Options, Row, command_line, in_turn, row
-from torch import Tensor, nn
+from harness import command_line, in_turn, milliseconds, row
+from torch import nn
 
 from torchrec_ext.modules.session_encoder import SessionEncoder
 
 WIDTH, LAYERS, HEADS, HIDDEN, LONGEST, BATCH = 64, 2, 2, 128, 50, 256
 
 
-def lengths_of(count: int, seed: int) -> np.ndarray:
+def lengths_of(count, seed):
     """Steps of sessions, lognormal as users' sequences are."""
     rng = np.random.default_rng(seed)
     return np.clip(1 + rng.lognormal(1.25, 0.85, count).astype(np.int64), 2, LONGEST)
 
 
-def packed(attention: str, causal: bool, lengths: np.ndarray) -> Callable[[], None]:
+def packed(causal, lengths):
     encoder = SessionEncoder(
         WIDTH,
         LONGEST,
@@ -37,7 +34,6 @@ def packed(attention: str, causal: bool, lengths: np.ndarray) -> Callable[[], No
         heads=HEADS,
         hidden=HIDDEN,
         causal=causal,
-        attention=attention,
         position="none",
     )
     steps = torch.randn(int(lengths.sum()), WIDTH, requires_grad=True)
@@ -45,7 +41,7 @@ def packed(attention: str, causal: bool, lengths: np.ndarray) -> Callable[[], No
     return lambda: encoder(steps, sizes).sum().backward()
 
 
-def padded(width: int, lengths: np.ndarray) -> Callable[[], None]:
+def padded(width, lengths):
     layer = nn.TransformerEncoderLayer(
         WIDTH, HEADS, HIDDEN, 0.0, batch_first=True, norm_first=True
     )
@@ -54,52 +50,28 @@ def padded(width: int, lengths: np.ndarray) -> Callable[[], None]:
     mask = torch.ones(width, width).triu(1).bool()
     beyond = torch.arange(width) >= torch.from_numpy(lengths)[:, None]
 
-    def run() -> None:
-        output: Tensor = encoder(
-            steps, mask=mask, src_key_padding_mask=beyond, is_causal=True
-        )
+    def run():
+        output = encoder(steps, mask=mask, src_key_padding_mask=beyond, is_causal=True)
         output[~beyond].sum().backward()
 
     return run
 
 
-def encoder(options: Options) -> Iterator[Row]:
+def encoder(options):
     """Yields the rows of one batch, forward and backward."""
     lengths = lengths_of(32 if options.quick else BATCH, 0)
-    longest = int(lengths.max())
     sides = {
-        "torch, padded to 50": padded(LONGEST, lengths),
-        f"torch, padded to {longest}": padded(longest, lengths),
-        "ours, attention padded": packed("padded", True, lengths),
-        "ours, bucketed": packed("bucketed", True, lengths),
-        "ours, bucketed, not causal": packed("bucketed", False, lengths),
-        "ours, nested, not causal": packed("nested", False, lengths),
+        "torch": padded(int(lengths.max()), lengths),
+        "ours, bucketed": packed(True, lengths),
+        "ours, bucketed, not causal": packed(False, lengths),
     }
     seconds = in_turn(sides, options.turns, 1 if options.quick else 4)
-    times = {
-        name: [1e3 * each for each in of_side] for name, of_side in seconds.items()
-    }
-    size = {"sessions": len(lengths), "steps": int(lengths.sum())}
-    for name in sides:
-        if name.startswith("ours"):
-            fastest = f"torch, padded to {longest}"
-            yield row(
-                name,
-                times[name],
-                "ms",
-                baseline=times[fastest],
-                baseline_by=fastest,
-                **size,
-            )
-    yield row(
-        "ours, bucketed, against 50",
-        times["ours, bucketed"],
-        "ms",
-        baseline=times["torch, padded to 50"],
-    )
+    baseline = milliseconds(seconds.pop("torch"))
+    for name, ours in seconds.items():
+        yield row(name, milliseconds(ours), "ms", baseline=baseline)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    command_line(__doc__, {"encoder": encoder}, turns=3)
+    command_line(__doc__, {"encoder": encoder})

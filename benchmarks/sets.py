@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +23,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchrec_ext.data.catalog import ml_100k_tables
-from torchrec_ext.data.columns import Column
 from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.movielens import films_and_people
-from torchrec_ext.data.prepare import Evaluation, RawSet, write_set
+from torchrec_ext.data.prepare import Evaluation, write_set
 from torchrec_ext.data.sets import ml_100k, raw_set
 from torchrec_ext.data.splits import TEST, TRAIN, VALIDATION, with_profiles
 
@@ -36,7 +34,7 @@ LENGTH = 300
 PARTS = {"train": TRAIN, "valid": VALIDATION, "test": TEST}
 
 
-def recbole() -> RawSet:
+def recbole():
     """ml-100k by RecBole's defaults."""
     folder = root() / "ml-100k"
     split = pq.read_table(folder / "recbole_split.parquet").to_pydict()
@@ -46,7 +44,7 @@ def recbole() -> RawSet:
     return resplit(ml_100k(folder, 0), part, LENGTH, rule)
 
 
-def tfrs() -> RawSet:
+def tfrs():
     """ml-100k as in the tutorial."""
     folder = root() / "ml-100k"
     ratings, _, films = films_and_people(*ml_100k_tables(folder))
@@ -64,7 +62,7 @@ def tfrs() -> RawSet:
     return resplit(raw, part, 0, rule)
 
 
-def ncf() -> RawSet:
+def ncf():
     """ml-1m without rows that validate."""
     config = DataConfig(name="ml-1m-ncf", folder=str(root()), history_length=0)
     raw = raw_set(config, "pairs")
@@ -80,7 +78,7 @@ def ncf() -> RawSet:
     return dataclasses.replace(raw, splits=splits)
 
 
-def frappe_without() -> RawSet:
+def frappe_without():
     """Frappe's users, items and labels alone."""
     raw = raw_set(DataConfig(name="frappe", folder=str(root())), "labels")
     kept = ("user_id", "item_id", "label")
@@ -91,7 +89,7 @@ def frappe_without() -> RawSet:
     return dataclasses.replace(raw, splits=splits)
 
 
-SETS: dict[str, Callable[[], RawSet]] = {
+SETS = {
     "recbole": recbole,
     "tfrs": tfrs,
     "ncf": ncf,
@@ -99,22 +97,22 @@ SETS: dict[str, Callable[[], RawSet]] = {
 }
 
 
-def root() -> Path:
+def root():
     return Path(os.environ["TORCHREC_EXT_DATA"])
 
 
-def first_of_title(films: dict[str, pa.Array]) -> tuple[list[int], list[int]]:
+def first_of_title(films):
     """Each film, and the film of the smallest id with the same title and year."""
     ids = films["item_id"].to_pylist()
     titles = zip(films["title"].to_pylist(), films["release_year"].to_pylist())  # noqa: B905
-    first: dict[object, int] = {}
+    first = {}
     of_title = []
     for item, title in sorted(zip(ids, titles, strict=True)):
         of_title.append(first.setdefault(title, item))
     return sorted(ids), of_title
 
 
-def merged(raw: RawSet, films: dict[str, pa.Array]) -> RawSet:
+def merged(raw, films):
     """Films of one title as one."""
     ids, firsts = (pa.array(values) for values in first_of_title(films))
     splits = {}
@@ -124,9 +122,7 @@ def merged(raw: RawSet, films: dict[str, pa.Array]) -> RawSet:
     return dataclasses.replace(raw, splits=splits)
 
 
-def resplit(
-    raw: RawSet, part: dict[tuple[int, int], int], length: int, rule: Evaluation
-) -> RawSet:
+def resplit(raw, part, length, rule):
     """The rows of a set in given parts by (user, item), with profiles of at most ``length`` items."""
     rows = {
         name: pa.concat_arrays([columns[name] for columns in raw.splits.values()])
@@ -167,13 +163,13 @@ def resplit(
     )
 
 
-def as_lists(column: Column) -> pa.ListArray:
+def as_lists(column):
     return pa.ListArray.from_arrays(
         pa.array(column.offsets, pa.int32()), pa.array(column.values)
     )
 
 
-def prepare(name: str, folder: Path) -> Path:
+def prepare(name, folder):
     """Writes a set unless it is there; returns its folder."""
     if not (folder / "summary.json").exists():
         write_set(folder, SETS[name]())

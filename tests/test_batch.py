@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from tests.examples import batches
@@ -20,13 +19,6 @@ def batch() -> TowerBatch:
         index=torch.arange(24),
     )
     made.joint = next(batches(1, seed=3)).sparse
-    ids = next(batches(1, seed=4)).sparse
-    made.weighted = KeyedJaggedTensor(
-        ids.keys(),
-        ids.values(),
-        weights=torch.rand(len(ids.values())),
-        lengths=ids.lengths(),
-    )
     made.targets = torch.rand(24, 2)
     return made
 
@@ -36,13 +28,9 @@ def parts(made: TowerBatch) -> list[torch.Tensor]:
     assert made.targets is not None
     assert made.shared is not None
     assert made.joint is not None
-    assert made.weighted is not None
     return [
         made.joint.values(),
         made.joint.lengths(),
-        made.weighted.values(),
-        made.weighted.weights(),
-        made.weighted.lengths(),
         made.targets,
         made.shared.sparse.values(),
         made.shared.sparse.lengths(),

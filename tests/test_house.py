@@ -1,112 +1,156 @@
-"""The house stays in order: one meaning for each public name, no circle of imports, no message longer than it may be.
-
-ruff checks docstrings and the length of lines, and tests/test_layering.py who may import whom.
-"""
+"""What ruff and import-linter cannot say: guards above torch, private names of others, short messages, exports."""
 
 import ast
-from collections import defaultdict
+import functools
+import importlib
+import types
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.test_layering import ROOT, imported, parsed, sources
-
-LONGEST_MESSAGE = 200
+from tests import private_names
+from tests.private_names import PRIVATE_NAMES, PrivateNames
 
 pytestmark = pytest.mark.unit
+ROOT = Path(__file__).parents[1]
+TORCHREC = {"torchrec", "fbgemm_gpu", "tensordict", "torchmetrics"}
+OTHERS = {"torch", "torchx", *TORCHREC}
+# They work where nothing is installed.
+SET_UP = {"stack", "needs_torch", "exports", "probe", "doctor"}
+# Private by their underscore alone: public in Python's own documentation.
+PYTHONS = {
+    *("_replace", "_asdict", "_fields", "_getframe", "_current_frames", "_exit"),
+    *("_parameters_", "_make"),
+}
+PACKAGES = [
+    "torchrec_ext",
+    *(f"torchrec_ext.{path.parent.name}" for path in ROOT.glob("torchrec_ext/*/*.pyi")),
+]
 
 
-def message_length(node: ast.AST) -> int:
-    """Returns the length of a literal text, in which a value in braces counts as 8; 0 for other nodes."""
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    paths = [
+        path
+        for top in ("torchrec_ext", "torchx_apps", "components")
+        for path in sorted((ROOT / top).rglob("*.py"))
+    ]
+    return {path.relative_to(ROOT): ast.parse(path.read_text()) for path in paths}
+
+
+def imported(tree: ast.Module) -> list[str]:
+    """The dotted names that are imported when a module is, in order."""
+    names = []
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+@pytest.mark.parametrize(
+    ("packages", "guard"),
+    [
+        (OTHERS - {"torchx"}, "torchrec_ext.needs_torch"),
+        (TORCHREC, "torchrec_ext.needs_torch.and_torchrec"),
+    ],
+)
+def test_the_stack_is_checked_above_its_first_import(
+    packages: set[str], guard: str
+) -> None:
+    """A module or its package begins with the guard, so that a missing or mixed triple is told in words."""
+    missing = []
+    for path, tree in trees().items():
+        if path.parts[0] != "torchrec_ext" or path.with_suffix("").name in SET_UP:
+            continue
+        names = imported(tree)
+        at = [i for i, name in enumerate(names) if name.split(".")[0] in packages]
+        above = names[: at[0]] if at else []
+        for folder in path.parents[: len(path.parts) - 2]:
+            above += imported(trees().get(folder / "__init__.py", ast.Module([], [])))
+        if at and not any(name.startswith(guard) for name in above):
+            missing.append(path)
+    assert missing == []
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """The names that a module defines itself."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
+def used(tree: ast.Module) -> Iterator[str]:
+    """Each name of others that is read, or imported."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom):
+            parts = (node.module or "").split(".")
+            if parts[0] in OTHERS:
+                yield from (*parts, *(each.name for each in node.names))
+
+
+def test_the_private_names_of_others_are_those_of_the_table() -> None:
+    """The doctor looks for each of the table in what is installed."""
+    known = {name for tree in trees().values() for name in defined(tree)} | PYTHONS
+    for private in PRIVATE_NAMES:
+        known |= {*private.names, *private.file.removesuffix(".py").split("/")}
+    reads = {name for tree in trees().values() for name in used(tree)}
+    unknown = reads - known
+    assert [name for name in unknown if name[0] == "_" and name[:2] != "__"] == []
+    assert list(private_names.missing()) == []
+
+
+def test_a_name_that_a_release_has_dropped_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gone = PrivateNames(
+        "torch/nn/modules/module.py", ("_parameters", "_gone"), "a test"
+    )
+    absent = PrivateNames("no_such_package/file.py", ("_name",), "nothing is lacking")
+    monkeypatch.setattr(private_names, "PRIVATE_NAMES", (gone, absent))
+    assert list(private_names.missing()) == [("torch/nn/modules/module.py", "_gone")]
+
+
+def length(node: ast.AST) -> int:
+    """Length of a literal text, in which a value in braces counts as 8."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return len(node.value)
     if isinstance(node, ast.JoinedStr):
-        return sum(
-            message_length(part) if isinstance(part, ast.Constant) else 8
-            for part in node.values
-        )
+        return sum(length(each) or 8 for each in node.values)
     if isinstance(node, ast.BinOp):
-        return message_length(node.left) + message_length(node.right)
+        return length(node.left) + length(node.right)
     return 0
 
 
-def long_messages(tree: ast.AST) -> list[int]:
-    """The lines of errors and warnings whose message is longer than it may be."""
-    lines = []
-    for node in ast.walk(tree):
-        is_warning = isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
-            "warn"
-        )
-        if isinstance(node, ast.Raise) or is_warning:
-            longest = max(message_length(part) for part in ast.walk(node))
-            if longest > LONGEST_MESSAGE:
-                lines.append(node.lineno)
-    return lines
+def test_an_error_has_at_most_200_characters() -> None:
+    too_long = [
+        f"{path}:{node.lineno}"
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Raise) and max(map(length, ast.walk(node))) > 200
+    ]
+    assert too_long == []
 
 
-def on_circles(graph: dict[str, set[str]]) -> set[str]:
-    """The modules that import themselves by way of others."""
-
-    def reachable(start: str) -> set[str]:
-        seen: set[str] = set()
-        waiting = [*graph[start]]
-        while waiting:
-            module = waiting.pop()
-            if module not in seen:
-                seen.add(module)
-                waiting += graph.get(module, ())
-        return seen
-
-    return {module for module in graph if module in reachable(module)}
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_export_is_there_and_documented(package: str) -> None:
+    module = importlib.import_module(package)
+    assert module.__all__
+    for name in module.__all__:
+        value = getattr(module, name)
+        assert value.__doc__ or not isinstance(value, type | types.FunctionType), name
 
 
-def imports() -> dict[str, set[str]]:
-    """By module the modules of ours that it imports, also inside functions; packages export lazily and are left out."""
-    packages = {
-        name
-        for name in sources()
-        if (ROOT / name.replace(".", "/") / "__init__.py").exists()
-    }
-    graph = {}
-    for name, source in sources().items():
-        if name in packages:
-            continue
-        found = {target for _, target in imported(name, source, is_package=False)}
-        found |= {target.rpartition(".")[0] for target in found}
-        graph[name] = {
-            target
-            for target in found
-            if target in sources() and target not in packages and target != name
-        }
-    return graph
-
-
-def test_a_public_class_or_function_is_defined_once() -> None:
-    places = defaultdict(list)
-    for module, source in sources().items():
-        if not module.startswith("torchrec_ext"):
-            continue  # a component has the name of its app's main
-        for node in parsed(source).body:
-            public = isinstance(
-                node, ast.ClassDef | ast.FunctionDef
-            ) and not node.name.startswith("_")
-            if public and node.name != "main":
-                places[node.name].append(module)
-    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
-
-
-def test_no_module_imports_itself_by_way_of_others() -> None:
-    assert on_circles(imports()) == set()
-
-
-def test_no_message_is_longer_than_it_may_be() -> None:
-    assert {
-        module: lines
-        for module, source in sources().items()
-        if (lines := long_messages(parsed(source)))
-    } == {}
-
-
-def test_the_checks_find_what_they_look_for() -> None:
-    assert on_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == {"b", "c"}
-    assert long_messages(ast.parse(f"raise ValueError(f'{{value}}{'x' * 193}')")) == [1]
-    assert long_messages(ast.parse(f"warnings.warn('{'x' * 200}')")) == []
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="Towers"):
+        _ = importlib.import_module("torchrec_ext").Towers

@@ -31,14 +31,6 @@ SHIPPED = {
 UNTRACKED = (".git", ".venv*", "*.egg-info", "__pycache__", ".*_cache", "build", "runs")
 
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy, because building writes into the source tree."""
-    copy = tmp_path_factory.mktemp("tree") / "torchrec_ext"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*UNTRACKED))
-    return copy
-
-
 def run(*command: str, cwd: Path) -> str:
     """Runs Python, and returns all that it said."""
     done = subprocess.run(
@@ -49,21 +41,27 @@ def run(*command: str, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    out = tmp_path_factory.mktemp("wheel")
-    run(
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        str(out),
-        ".",
-        cwd=tree,
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unpacked source distribution of a copy of the tree, because building writes into it."""
+    folder = tmp_path_factory.mktemp("source")
+    copy = folder / "tree"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*UNTRACKED))
+    build = (
+        f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
     )
-    return zipfile.ZipFile(next(out.glob("*.whl")))
+    assert "Warning" not in run("-W", "always", "-c", build, cwd=copy)
+    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
+        archive.extractall(folder, filter="data")
+    (unpacked,) = folder.glob("torchrec_ext-*/")
+    return unpacked
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path) -> zipfile.ZipFile:
+    """The wheel of the source distribution: what pip builds from either."""
+    command = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    run(*command, "--wheel-dir", str(source.parent), ".", cwd=source)
+    return zipfile.ZipFile(next(source.parent.glob("*.whl")))
 
 
 @pytest.mark.launch
@@ -148,7 +146,11 @@ def test_the_extras_of_sharded_tables_are_supported_triples(
     found = requirements(wheel)
     pins = {
         variant: [
-            {need.pin for need in stack.requirements(variant, triple)[:3]}
+            {
+                f"{name}=={version}"
+                for name, version in stack.requirements(variant, triple).items()
+                if name not in stack.NEEDS
+            }
             for triple in stack.TRIPLES
         ]
         for variant in ("cpu", "cuda")
@@ -159,22 +161,11 @@ def test_the_extras_of_sharded_tables_are_supported_triples(
     cpu = found["sharded-cpu"] - common
     assert not [pin for pin in cpu if pin.startswith("torchrec=")]
     assert any(cpu < triple for triple in pins["cpu"])
-    needs = {need.pin for need in stack.requirements("cpu", stack.TRIPLES[0])[3:]}
+    needs = {
+        f"{name}=={version}" if version else name
+        for name, version in stack.NEEDS.items()
+    }
     assert needs <= found["sharded"] | {"tqdm"}
-
-
-@pytest.fixture(scope="module")
-def source(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The unpacked source distribution, which is built without a warning."""
-    out = tmp_path_factory.mktemp("source")
-    build = f"from setuptools import build_meta as b; b.build_sdist({str(out)!r}); b.build_wheel({str(out)!r})"
-    said = run("-W", "always", "-c", build, cwd=tree)
-    assert "absent from the `packages`" not in said
-    assert "Warning" not in said, said[-2000:]
-    with tarfile.open(next(out.glob("*.tar.gz"))) as archive:
-        archive.extractall(out, filter="data")
-    (folder,) = (path for path in out.iterdir() if path.is_dir())
-    return folder
 
 
 @pytest.mark.launch
@@ -251,21 +242,15 @@ def appdefs(how: str, folder: Path) -> str:
 
 
 @pytest.mark.launch
-def test_clone_editable_install_wheel_and_source_distribution_give_the_same_apps(
-    wheel: zipfile.ZipFile, source: Path, tmp_path: Path
+def test_clone_editable_install_and_wheel_give_the_same_apps(
+    wheel: zipfile.ZipFile, tmp_path: Path
 ) -> None:
-    wheel.extractall(tmp_path / "wheel")
-    command = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    run(*command, "--wheel-dir", str(tmp_path / "built"), ".", cwd=source)
-    with zipfile.ZipFile(next((tmp_path / "built").glob("*.whl"))) as built:
-        built.extractall(tmp_path / "sdist")
+    wheel.extractall(tmp_path)
     clone = appdefs("file", ROOT)
     assert set(json.loads(clone)) == set(FLAGS)
-    assert appdefs("module", ROOT) == clone, (
-        "the editable install, whose modules are the clone's files"
-    )
-    assert appdefs("module", tmp_path / "wheel") == clone
-    assert appdefs("module", tmp_path / "sdist") == clone
+    # The modules of the editable install are the clone's files.
+    assert appdefs("module", ROOT) == clone
+    assert appdefs("module", tmp_path) == clone
 
 
 @pytest.mark.unit

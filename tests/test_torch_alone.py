@@ -184,7 +184,7 @@ for epoch in range(100):
 
 
 def test_plain_networks_are_stacked(python: Path, tmp_path: Path) -> None:
-    """K networks under one optimizer of torch learn what each learns alone."""
+    """K networks by one step learn what each learns alone."""
     code = """
 import torch
 from torch import nn
@@ -214,16 +214,14 @@ for network, rate in zip(alone, rates):
         optimizer.zero_grad()
         loss(network, *batch).backward()
         optimizer.step()
-stacked = Stack(networks, loss)
-optimizer = torch.optim.Adam(stacked.groups(rates))
+stacked = Stack(networks, loss, rates, compile=False)
 for batch in batches():
-    optimizer.zero_grad()
-    stacked(*batch).sum().backward()
-    optimizer.step()
+    stacked.step(*batch)
+stacked.unstack()
 pairs = zip(alone, networks)
 print(max(float((p - q).detach().abs().max()) for a, b in pairs for p, q in zip(a.parameters(), b.parameters())) < 2e-6)
 try:
-    Stack([nn.Linear(4, 2), nn.Linear(4, 3)], loss)
+    Stack([nn.Linear(4, 2), nn.Linear(4, 3)], loss, rates)
 except ValueError as error:
     print(str(error).split(":")[0])
 """

@@ -1,28 +1,24 @@
 """Writes what the documents say of code and of measured figures: `python tools/docs.py [--check]`.
 
-docs/settings.md lists every key of every recipe, docs/benchmarks.md every row of benchmarks/results, and docs/reference
-every flag and every exported name. The tables between `<!-- NAME: by tools/docs.py -->` and `<!-- /NAME -->` in the
-README and docs are made from results too. `--check` writes nothing and fails where a page is not what it would be.
+docs/benchmarks.md lists every row of benchmarks/results, and docs/reference every flag and every exported name. The
+tables between `<!-- NAME: by tools/docs.py -->` and `<!-- /NAME -->` in the README and docs are made from results too.
+`--check` writes nothing and fails where a page is not what it would be.
 """
 
 import argparse
 import ast
 import dataclasses
 import importlib.util
-import itertools
 import json
 import re
 import sys
-import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchrec_ext.stack import TRIPLES
-from torchx_apps.config import RecipeOptions, RunOptions, field_hint, is_group
+from torchx_apps.config import RecipeOptions, RunOptions
 from torchx_apps.embed import EmbedOptions
 from torchx_apps.export import ExportOptions
-from torchx_apps.recipes import RECIPES
 from torchx_apps.serve import ServeOptions
 from torchx_apps.train_stream import StreamOptions
 
@@ -30,108 +26,96 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 API = DOCS / "reference" / "api"
 RESULTS = ROOT / "benchmarks" / "results"
-GPU = RESULTS / "gpu" / "tests.json"  # outcomes of tests on a GPU, by benchmarks/gpu.py
-# those on devices that do not exist, by tools/simulated.py
-SIMULATED = RESULTS / "simulated"
-# written by hand: by file of results and row, what limits the row
-LIMITS = ROOT / "benchmarks" / "limits.json"
 MADE = "<!-- written by tools/docs.py; do not edit -->\n\n"
 
-# The README's rows: benchmark, row, and what is compared.
-MEASURED = (
-    (
-        "adopt",
-        "ncf-full, against fused Adam",
-        "Contextual NCF, 12.45 M parameters: a user's script with fused Adam, against `adopt`",
-    ),
-    (
-        "adopt",
-        "ncf-small, against fused Adam",
-        "the same with 75 thousand parameters",
-    ),
-    (
-        "loader",
-        "row-wise",
-        "rows of a click log, shuffled: torch's DataLoader over a Dataset, against `ChunkLoader`",
-    ),
-    (
-        "hybrid",
-        "sync every step",
-        "NeuMF: a plain PyTorch loop with fused Adam, against two ranks that meet in every step",
-    ),
-    (
-        "serving",
-        "score 500 of 1,000,000, against the whole network",
-        "a request for 500 of 1 M items: the whole network, against stored rows",
-    ),
-)
+# The README's rows, and what is compared.
+MEASURED = {
+    "ncf-full, against fused Adam": "Contextual NCF, 12.45 M parameters: a user's script with fused Adam, "
+    "against `adopt`",
+    "ncf-small, against fused Adam": "the same with 75 thousand parameters",
+    "row-wise": "rows of a click log, shuffled: torch's DataLoader over a Dataset, against `ChunkLoader`",
+    "sync every step": "NeuMF: a plain PyTorch loop with fused Adam, against two ranks that meet in every step",
+    "score 500 of 1,000,000, against the whole network": "a request for 500 of 1 M items: the whole network, "
+    "against stored rows",
+}
+
+
+def _results() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The runs of benchmarks by name, and the rows."""
+    result = json.loads((RESULTS / "all.json").read_text())
+    return result["runs"], result["rows"]
 
 
 def benchmarks_page() -> str:
-    """Every measured row, by benchmark, with both sides."""
+    """Every measured row, by program, with both sides."""
+    runs, rows = _results()
     lines = [
         "# Benchmarks: every measured row",
         "",
-        "`make bench` runs every script alone on an idle machine, in rounds, and writes these rows. Each script",
-        "measures its baseline and ours in turns. `ratio` is how many times better ours is, the median of the",
-        "rounds, with the least and the greatest of any turn; a row without a baseline has the range of its own",
+        "`make bench` runs each program alone on an idle machine, in rounds, and writes these rows. A program",
+        "measures its baseline and ours in turns. `ratio` says how many times better ours is: the median of the",
+        "rounds, with the least and the greatest of any turn. A row without a baseline has the range of its own",
         "figure. `ceiling` is the greatest ratio possible there, for example that of two processes that never",
-        "talk. A row marked with what it depends on (disk, memory, cores) is another one on another machine: the",
-        "machine's own yardsticks stand beside each benchmark. The last column says what limits a row, if that is",
-        "known.",
+        "talk. [Runs](#runs) has commits and machines. [Report 0.1](report-0.1.md) has rows that are no longer",
+        "measured.",
         "",
     ]
-    for path in sorted(RESULTS.glob("*.json")):
-        result = json.loads(path.read_text())
-        if isinstance(result, dict):
-            lines += _benchmark(path.stem, result)
+    numbers = {name: number for number, name in enumerate(runs, 1)}
+    for program in dict.fromkeys(row["program"] for row in rows):
+        script = ROOT / "benchmarks" / f"{program}.py"
+        docstring = ast.get_docstring(ast.parse(script.read_text())) or ""
+        summary = docstring.split("\n\n")[0].replace("\n", " ")
+        head = (
+            "row",
+            "baseline",
+            "ours",
+            "unit",
+            "ratio",
+            "ceiling",
+            "run",
+            "what limits it",
+        )
+        lines += [
+            f"## {program}",
+            "",
+            f"{summary} `.venv/bin/python benchmarks/{program}.py`",
+            "",
+        ]
+        lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        for row in rows:
+            if row["program"] == program:
+                cells = [*_cells(row), str(numbers[row["run"]]), row.get("limit") or ""]
+                lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    lines += ["## Runs", ""]
+    for name, number in numbers.items():
+        lines.append(f"{number}. {_about(runs[name])}")
     lines += [
+        "",
         "## Quality",
         "",
-        "What the recipes reach stands in [recipes](recipes.md#what-they-reach), by `benchmarks/quality.py`.",
+        "[Recipes](recipes.md#what-they-reach) has what the recipes reach, by `benchmarks/quality.py`.",
         "",
     ]
     return MADE + "\n".join(lines)
 
 
-def _benchmark(name: str, result: Mapping[str, Any]) -> list[str]:
-    stem = name.removesuffix("-studies")
-    script = ROOT / "benchmarks" / f"{stem}.py"
-    limits = json.loads(LIMITS.read_text()).get(name, {})
-    summary = (
-        (ast.get_docstring(ast.parse(script.read_text())) or "")
-        .split("\n\n")[0]
-        .replace("\n", " ")
-    )
-    versions = ", ".join(
-        f"{package} {version}" for package, version in result["versions"].items()
-    )
-    yardsticks = ", ".join(
-        f"{middle:g} {unit}" for unit, (_, middle, _) in result["machine"].items()
-    )
-    return [
-        f"## {name}",
-        "",
-        f"{summary} `.venv/bin/python benchmarks/{stem}.py{' --studies' * (stem != name)}`",
-        "",
-        f"Commit {result['commit']}, {result['date']}, {result['rounds']} rounds; {versions}.",
-        f"The machine: {result['cpu']}; {yardsticks}.",
-        "",
-        "| row | baseline | ours | unit | ratio | ceiling | depends on | what limits it |",
-        "|---|---|---|---|---|---|---|---|",
-        *(_row(row, limits.get(row["name"], "")) for row in result["rows"]),
-        "",
+def _about(run: Mapping[str, Any]) -> str:
+    """Commit, date and machine of a run."""
+    versions = [f"{package} {version}" for package, version in run["versions"].items()]
+    rounds = [f"{run['rounds']} rounds"] if "rounds" in run else []
+    told = [f"commit {run['commit']}", run["date"], *rounds, run["on"], *versions]
+    told += [
+        f"{middle:g} {unit}" for unit, (_, middle, _) in run.get("machine", {}).items()
     ]
+    return ", ".join(told) + "."
 
 
-def _row(row: Mapping[str, Any], limit: str) -> str:
+def _cells(row: Mapping[str, Any]) -> list[str]:
     ratio = "" if row["ratio"] is None else f"{_figure(row['ratio'])}x"
-    cells = [row["name"], _figure(row["baseline"]), _figure(row["ours"]), row["unit"]]
-    cells += [
-        f"{ratio} ({_figure(row['low'])} to {_figure(row['high'])})".strip(),
-        _figure(row["ceiling"]),
-    ]
-    return "| " + " | ".join([*cells, row["machine"] or "", limit]) + " |"
+    spread = f"{ratio} ({_figure(row['low'])} to {_figure(row['high'])})".strip()
+    sides = [_figure(row["baseline"]), _figure(row["ours"]), row["unit"]]
+    return [row["name"], *sides, spread, _figure(row["ceiling"])]
 
 
 def _figure(value: float | None) -> str:
@@ -148,54 +132,34 @@ def _figure(value: float | None) -> str:
     return f"{value:.4g}" if value >= 1 else f"{value:.3g}"
 
 
-def _results(benchmark: str) -> dict[str, Mapping[str, Any]]:
-    """Rows of a benchmark by name; none where it has not been measured."""
-    path = RESULTS / f"{benchmark}.json"
-    return (
-        {row["name"]: row for row in json.loads(path.read_text())["rows"]}
-        if path.exists()
-        else {}
-    )
-
-
 def measured_table() -> Iterator[str]:
     """The README's rows, both sides; a row that has not been measured is left out."""
+    rows = {row["name"]: row for row in _results()[1]}
     yield "| | baseline | ours | ratio |"
     yield "|---|---|---|---|"
-    for benchmark, name, text in MEASURED:
-        row = _results(benchmark).get(name)
-        if row is None:
-            continue
-        sides = " | ".join(
-            f"{_figure(row[key])} {row['unit'].split(',')[0]}"
-            for key in ("baseline", "ours")
-        )
-        ceiling = f" (ceiling {row['ceiling']:.2f}x)" if row["ceiling"] else ""
-        yield f"| {text}{ceiling} | {sides} | {row['ratio']:.3g}x |"
+    for name, text in MEASURED.items():
+        if name in rows:
+            baseline, ours, ratio, ceiling = _sides(rows[name])
+            most = f" (ceiling {ceiling})" if ceiling else ""
+            yield f"| {text}{most} | {baseline} | {ours} | {ratio} |"
 
 
-def sync_table() -> Iterator[str]:
-    """How often ranks average against speed."""
-    rows = [row for name, row in _results("hybrid").items() if name.startswith("sync ")]
-    yield "| ranks average | samples/s | against one process | share of the ceiling |"
-    yield "|---|---|---|---|"
-    for row in rows:
-        share = row["ratio"] / row["ceiling"]
-        yield f"| {row['name'].removeprefix('sync ')} | {_figure(row['ours'])} | {row['ratio']:.2f}x | {share:.2f} |"
+def _sides(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """Baseline, ours, ratio and ceiling with their units."""
+    unit = row["unit"].split(",")[0]
+    ceiling = f"{row['ceiling']:.2f}x" if row["ceiling"] else ""
+    baseline, ours = (f"{_figure(row[side])} {unit}" for side in ("baseline", "ours"))
+    return baseline, ours, f"{row['ratio']:.3g}x", ceiling
 
 
-def rows_table(benchmark: str, prefix: str) -> Iterator[str]:
-    """Rows of a benchmark whose names begin with ``prefix``."""
+def rows_table(program: str, prefix: str) -> Iterator[str]:
+    """Rows of a program whose names begin with ``prefix``."""
     yield "| | baseline | ours | ratio | ceiling |"
     yield "|---|---|---|---|---|"
-    for name, row in _results(benchmark).items():
-        if name.startswith(prefix) and row["ratio"] is not None:
-            unit = row["unit"].split(",")[0]
-            sides = " | ".join(
-                f"{_figure(row[key])} {unit}" for key in ("baseline", "ours")
-            )
-            ceiling = f"{row['ceiling']:.2f}x" if row["ceiling"] else ""
-            yield f"| {name} | {sides} | {row['ratio']:.3g}x | {ceiling} |"
+    for row in _results()[1]:
+        is_ours = row["program"] == program and row["name"].startswith(prefix)
+        if is_ours and row["ratio"] is not None:
+            yield f"| {row['name']} | {' | '.join(_sides(row))} |"
 
 
 def quality_table() -> Iterator[str]:
@@ -203,7 +167,7 @@ def quality_table() -> Iterator[str]:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import quality
 
-    runs = quality.Results(RESULTS / "quality.json").runs()
+    runs = quality.runs_of(quality.RESULTS)
     yield "| recipe | measured | best published | reached | beside it | seeds, minutes, commit |"
     yield "|---|---|---|---|---|---|"
     for name, row in json.loads(quality.SPEC.read_text()).items():
@@ -247,160 +211,7 @@ def _quality(figures: Mapping[str, float]) -> str:
     return ", ".join(texts)
 
 
-def mixed_table() -> Iterator[str]:
-    """What the loader and 16 bits gain for each recipe, alone and together, and the figure in 32 and in 16 bits."""
-    rows = _results("mixed_precision-studies")
-    yield "| recipe | thread | bf16 | both | 32 bits | bf16 |"
-    yield "|---|---|---|---|---|---|"
-    for recipe in dict.fromkeys(name.split(",")[0] for name in rows):
-        alone, bits, both = (
-            rows[f"{recipe}, {what}"] for what in ("loader", "bf16", "bf16 and loader")
-        )
-        ((name, figures),) = bits["quality"].items()
-        gains = " | ".join(f"{row['ratio']:.2f}x" for row in (alone, bits, both))
-        yield f"| `{recipe}` | {gains} | {name} {figures[0]:.4f} | {figures[1]:.4f} |"
-
-
-class Part(NamedTuple):
-    """A part of the package in the table of devices.
-
-    Args:
-        text: what the part does.
-        tests: regular expression in the names of its tests.
-        gain: file of results/gpu and row with what the part gains on a GPU.
-        cpu: whether a CPU has the part too, where every test of it runs.
-    """
-
-    text: str
-    tests: str
-    gain: tuple[str, str] = ("", "")
-    cpu: bool = True
-
-
-_ALL = Part(
-    "all tests marked `gpu`", r"^(?!.*(test_simulated_ranks|simulated_gpu\.laws))"
-)
-_NCCL = Part(
-    "NCCL between GPUs, a second GPU",
-    r"nccl|on_another_device_than_the_current_one|laws\.ranks",
-    cpu=False,
-)
-PARTS = (
-    _ALL,
-    _NCCL,
-    Part(
-        "captured steps as CUDA graphs, `train.compile`: equal; no step waits for the device",
-        r"capture\.test_captured|capture\.test_memory|laws\.(graphs|waits)",
-        ("gpu", "captured steps"),
-    ),
-    Part(
-        "`adopt`: equal; its gain is against fused Adam",
-        r"adopt\.test_gpu|laws\.adopted",
-        ("gpu_adopt", "adopted small, 1,280 rows, against fused Adam (cuda)"),
-    ),
-    Part(
-        "rows as tensors on the device, `loader.device=cuda`: equal; pays with captured steps",
-        "test_resident|test_joint|device_negatives|a_set_on_a_device",
-        ("gpu", "resident data"),
-    ),
-    Part("jobs of the recipes from data to bundle, and gone on with", "test_gpu_jobs"),
-    Part(
-        "dynamic ids: equal; the map stays on the host",
-        r"ids\.test_gpu",
-        ("gpu", "dynamic ids, captured"),
-    ),
-    Part(
-        "tables in UVM and its cache, `plan.kernel`: train as those on the GPU",
-        "rows_off_the_gpu",
-        cpu=False,
-    ),
-    Part("fp16 with a scaled loss, `train.amp=fp16`", "test_loss_scaling"),
-    Part(
-        "512 ranks: memory and messages are those of the plan",
-        r"plan\.test_simulated_ranks",
-        cpu=False,
-    ),
-)
-
-
-def devices_table() -> Iterator[str]:
-    """Where each part has been tested: on a CPU, on a GPU and on simulated devices."""
-    gpu, simulated = _gpu_tests()
-    yield "| part | CPU | run on a GPU | simulated |"
-    yield "|---|---|---|---|"
-    for part in PARTS:
-        cells = [
-            "tested" if part.cpu else "",
-            _outcome(gpu, part.tests),
-            _outcome(simulated, part.tests),
-        ]
-        row = _results(f"gpu/{part.gain[0]}").get(part.gain[1])
-        if row is not None:
-            cells[1] += f"; {row['ratio']:.2g}x"
-        yield f"| {part.text} | {' | '.join(cells)} |"
-
-
-def devices_line() -> Iterator[str]:
-    """What ran on which device with which versions, in one sentence."""
-    gpu, _ = _gpu_tests()
-    result = json.loads(GPU.read_text())
-    versions = " and ".join(
-        f"{package} {version}" for package, version in result["versions"].items()
-    )
-    tried = " and ".join(triple.torch for triple in reversed(TRIPLES))
-    device = result["device"].partition(" 80GB")[0]
-    yield (
-        f"Tests marked `gpu`: {_outcome(gpu, _ALL.tests)} on one {device} with {versions}; torch {tried}, which "
-        "sharded tables need, and NCCL between GPUs have not run on a GPU yet."
-    )
-
-
-def _gpu_tests() -> tuple[dict[str, str], dict[str, str]]:
-    """Outcomes of tests on a GPU and on simulated devices, by name; none where they have not run."""
-    simulated: dict[str, str] = {}
-    for path in sorted(SIMULATED.glob("*.json")):
-        simulated |= json.loads(path.read_text())["tests"]
-    return json.loads(GPU.read_text())["tests"], simulated
-
-
-def devices_sources() -> Iterator[str]:
-    """The device, date and versions of each result in the table of devices."""
-    for path in (GPU, *sorted(SIMULATED.glob("*.json"))):
-        yield f"- `{path.relative_to(ROOT)}`: {_about(json.loads(path.read_text()))}"
-
-
-def _about(result: Mapping[str, Any]) -> str:
-    versions = ", ".join(
-        f"{package} {version}" for package, version in result["versions"].items()
-    )
-    return f"{result['device']}, {result['date']}, {versions}"
-
-
-def _outcome(tests: Mapping[str, str], pattern: str) -> str:
-    """Says how many of the tests with a name like ``pattern`` passed.
-
-    Example:
-        >>> _outcome({"a.b": "passed", "a.c": "passed", "a.d": "skipped"}, "a"), _outcome({"a.d": "skipped"}, "a")
-        ('2 passed', 'not run')
-        >>> _outcome({"a.b": "passed", "a.c": "failure"}, "")
-        '1 passed, 1 failed'
-    """
-    outcomes = [outcome for name, outcome in tests.items() if re.search(pattern, name)]
-    passed = outcomes.count("passed")
-    failed = len(outcomes) - passed - outcomes.count("skipped")
-    counts = ((passed, "passed"), (failed, "failed"))
-    return ", ".join(f"{count} {what}" for count, what in counts if count) or "not run"
-
-
-TABLES = {
-    "measured": measured_table,
-    "sync": sync_table,
-    "quality": quality_table,
-    "mixed": mixed_table,
-    "devices": devices_table,
-    "devices-line": devices_line,
-    "devices-sources": devices_sources,
-}
+TABLES = {"measured": measured_table, "quality": quality_table}
 
 
 def with_tables(text: str) -> str:
@@ -423,70 +234,6 @@ def with_tables(text: str) -> str:
     )
 
 
-class SettingKey(NamedTuple):
-    """A key of a recipe.
-
-    Args:
-        path: dotted path, such as ``loader.batch_size``.
-        section: the group that the key belongs to; ``job`` for keys of the job itself.
-        type: type of the value, as a reader writes it.
-        value: the value, as Python writes it.
-        meaning: first paragraph of what the value sets, as plain text.
-    """
-
-    path: str
-    section: str
-    type: str
-    value: str
-    meaning: str
-
-
-def setting_keys(config: Any) -> list[SettingKey]:
-    """Returns every key of a config, by section; those of no group are the last.
-
-    Example:
-        >>> [key.path for key in setting_keys(RECIPES["two_tower"]())][:2]
-        ['model.embedding_dim', 'model.tower_widths']
-    """
-    keys = list(_keys(config, ""))
-    return sorted(keys, key=lambda key: key.section == "job")
-
-
-def _keys(config: Any, prefix: str) -> Iterator[SettingKey]:
-    meanings = _documented(type(config))
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if is_group(value):
-            yield from _keys(value, f"{prefix}{field.name}.")
-        elif field.init:
-            yield SettingKey(
-                path=f"{prefix}{field.name}",
-                section=prefix.partition(".")[0] or "job",
-                type=_type_name(field_hint(config, field.name)),
-                value=str(getattr(value, "__qualname__", repr(value))),
-                meaning=_short(meanings.get(field.name, "")),
-            )
-
-
-def _short(text: str) -> str:
-    """Returns the first sentences of a text, as far as they fit a cell of a table; `--help` has the others."""
-    kept = ""
-    for sentence in re.split(r"(?<=[.;]) ", text):
-        if kept and len(kept) + len(sentence) > 160:
-            return kept.rstrip(";") + " ..."
-        kept = f"{kept} {sentence}".strip()
-    return kept
-
-
-def _type_name(hint: object) -> str:
-    """Returns an annotation as a reader writes it."""
-    if typing.get_origin(hint) is typing.Literal:
-        return " | ".join(repr(value) for value in typing.get_args(hint))
-    if isinstance(hint, type) and not typing.get_args(hint):
-        return hint.__name__
-    return re.sub(r"\b(\w+\.)+(?=\w)", "", str(hint))
-
-
 def _documented(kind: type) -> dict[str, str]:
     """Returns what a dataclass's docstring and those of its bases say of each field, as plain text."""
     # Comes with tyro, which makes --help of the same text.
@@ -499,77 +246,6 @@ def _documented(kind: type) -> dict[str, str]:
             plain = re.sub(r":[a-z]+:`[~!]?(?:[\w.]*\.)?(\w+)`", r"\1", text)
             meanings[documented.arg_name] = plain.replace("``", "")
     return meanings
-
-
-def settings_page() -> str:
-    """Every key of every recipe: those of all recipes once, then what each recipe has beside them or sets otherwise."""
-    recipes = {
-        name: {key.path: key for key in setting_keys(recipe())}
-        for name, recipe in RECIPES.items()
-    }
-    first = next(iter(recipes.values()))
-    shared = [
-        key
-        for key in first.values()
-        if key.path not in _PYTHON
-        and all(
-            (other := keys.get(key.path)) and other.meaning == key.meaning
-            for keys in recipes.values()
-        )
-    ]
-    lines = [
-        "# Settings: every key of every recipe",
-        "",
-        "`--KEY VALUE` changes one: `torchx run -s local_cwd rec.train.hybrid --recipe NAME -- --train.epochs 5`.",
-        "Behind `--`, `--help` prints those of one recipe in full, and `--dry_run` a file for `--settings`.",
-    ]
-    for section, keys in itertools.groupby(shared, lambda key: key.section):
-        lines += [
-            "",
-            f"## {section}",
-            "",
-            *_table((key, _default(key.path, recipes)) for key in keys),
-        ]
-    for name, keys in recipes.items():
-        own = [
-            key
-            for key in keys.values()
-            if key not in shared
-            and key.path not in {*_PYTHON, *(k.path for k in shared)}
-        ]
-        changed = [key for key in shared if _default(key.path, recipes) == _BY_RECIPE]
-        lines += ["", f"## Recipe {name}", "", *_table((key, key.value) for key in own)]
-        lines += [
-            "",
-            "Its defaults of keys above: "
-            + ", ".join(f"`{k.path}={keys[k.path].value}`" for k in changed)
-            + ".",
-        ]
-    return MADE + "\n".join(lines) + "\n"
-
-
-_PYTHON = ("name", "build", "task")  # of a Job in Python
-_BY_RECIPE = "by recipe"
-
-
-def _default(path: str, recipes: Mapping[str, Mapping[str, SettingKey]]) -> str:
-    values = {keys[path].value for keys in recipes.values()}
-    return values.pop() if len(values) == 1 else _BY_RECIPE
-
-
-def _table(rows: Iterable[tuple[SettingKey, str]]) -> list[str]:
-    lines = ["| key | default | type | what it sets |", "|---|---|---|---|"]
-    for key, value in rows:
-        cells = (
-            f"`{key.path}`",
-            value if value == _BY_RECIPE else f"`{value}`",
-            key.type,
-            key.meaning,
-        )
-        lines.append(
-            "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-        )
-    return lines
 
 
 class Export(NamedTuple):
@@ -719,8 +395,8 @@ def cli_page() -> str:
         "# Command line",
         "",
         "`torchx run -s SCHEDULER COMPONENT FLAGS -- FLAGS OF THE APP` starts a job. `COMPONENT --help` prints the",
-        "first lists, `COMPONENT -- --help` the second, and `torchx builtins` the components. Behind `--`, each",
-        "[setting](../settings.md) of a recipe is a flag too.",
+        "first lists, `torchx builtins` the components, and `COMPONENT -- --help` the second, with every setting of",
+        "the recipe. `--dry_run` prints them as a file for `--settings`.",
     ]
     places: dict[str, str] = {}
     for file in sorted((ROOT / "components").glob("*.py")):
@@ -812,7 +488,6 @@ def _defaults(node: ast.FunctionDef) -> dict[str, str]:
 def pages() -> Iterator[tuple[Path, str]]:
     """Every page with generated content, and what it would be."""
     yield DOCS / "benchmarks.md", benchmarks_page()
-    yield DOCS / "settings.md", settings_page()
     yield DOCS / "reference" / "cli.md", cli_page()
     yield from api_pages()
     for path in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))):

@@ -120,8 +120,6 @@ class TowerBatch(_Fields):
             shared towers.
         joint: bags of tables that a shared tower and another both read, each looked up once, stride Q + B, see
             :class:`torchrec_ext.schema.features.Joint`; None without such tables.
-        weighted: bags of tables that pool by weights, with a weight for each id, stride Q + B; None without such
-            tables.
         targets: labels of the second and further tasks, (B, T - 1) float32; None for one task.
         users: user of each row, (B,) int64, as sampled: id dropout changes the look-up and not this. 0 for padding.
             Losses that compare rows read it; None if the schema names no such column.
@@ -144,7 +142,6 @@ class TowerBatch(_Fields):
     log_q: Tensor | None = None
     shared: SharedRows | None = None
     joint: KeyedJaggedTensor | None = None
-    weighted: KeyedJaggedTensor | None = None
     targets: Tensor | None = None
     users: Tensor | None = None
     items: Tensor | None = None
@@ -183,16 +180,14 @@ class TowerBatch(_Fields):
     def bags(self, name: str) -> JaggedTensor:
         """Returns the bags of one feature, in whichever field it is: B of them, or Q if the feature is shared.
 
-        The call waits for the device if the bags are in ``joint`` or ``weighted``.
+        The call waits for the device if the bags are in ``joint``.
         """
-        for halves in (self.weighted, self.joint):
-            if halves is None:
-                continue
-            for key in halves.keys():  # noqa: SIM118
+        if self.joint is not None:
+            for key in self.joint.keys():  # noqa: SIM118
                 # See Joint: the shared feature's name, then that of the rows' feature.
                 features = key.split("|")
                 if name in features:
-                    return self._half(halves[key], first=features[0] == name)
+                    return self._half(self.joint[key], first=features[0] == name)
         whole = [self.sparse]
         if self.shared is not None:
             whole.append(self.shared.sparse)
@@ -211,34 +206,28 @@ class TowerBatch(_Fields):
         if first:
             rows = slice(queries)
             ids = slice(end)
-        weights = bags.weights_or_none()
-        if weights is not None:
-            weights = weights[ids]
-        return JaggedTensor(bags.values()[ids], lengths=lengths[rows], weights=weights)
+        return JaggedTensor(bags.values()[ids], lengths=lengths[rows])
 
 
 class Jagged(NamedTuple):
     """One sparse feature of a batch: its ids in ``values`` (sum of lengths,), and the ``lengths`` (B,) of its bags.
 
-    ``lengths=None`` is one id per row. ``weights`` (sum of lengths,) holds a number for each id, if the model pools
-    by them.
+    ``lengths=None`` is one id per row.
     """
 
     values: Tensor
     lengths: Tensor | None = None
-    weights: Tensor | None = None
 
 
 class Keys(NamedTuple):
     """The ``keys`` of one KeyedJaggedTensor, and the ``features`` of its bags, in order.
 
-    A key holds the bags of one feature. A key of ``batch.joint`` or ``batch.weighted`` holds the bags of a shared
-    feature and then those of another. None stands for empty bags. With ``weighted`` each id has a weight.
+    A key holds the bags of one feature. A key of ``batch.joint`` holds the bags of a shared feature and then those of
+    another. None stands for empty bags.
     """
 
     keys: tuple[str, ...]
     features: tuple[str | None, ...]
-    weighted: bool = False
 
     @property
     def per_key(self) -> int:
@@ -247,23 +236,21 @@ class Keys(NamedTuple):
 
 
 class KeyLayout(NamedTuple):
-    """The keys of ``batch.sparse``, ``batch.shared.sparse``, ``batch.joint`` and ``batch.weighted``, or None."""
+    """The keys of ``batch.sparse``, ``batch.shared.sparse`` and ``batch.joint``, or None."""
 
     rows: Keys
     shared: Keys | None = None
     joint: Keys | None = None
-    weighted: Keys | None = None
 
 
 class KeyedIds(NamedTuple):
-    """The content of one KeyedJaggedTensor: ``values`` int64, ``lengths`` int32, ``weights`` float32 or None.
+    """The content of one KeyedJaggedTensor: ``values`` int64, ``lengths`` int32.
 
     ``length_per_key``, if it is known, spares a wait for the device to count the ids of each key.
     """
 
     values: Tensor
     lengths: Tensor
-    weights: Tensor | None = None
     length_per_key: list[int] | None = None
 
 
@@ -342,7 +329,6 @@ def pack(
         return KeyedJaggedTensor(
             keys=list(keys.keys),
             values=ids.values,
-            weights=ids.weights,
             lengths=ids.lengths,
             stride=sum(bags),
             length_per_key=ids.length_per_key,
@@ -364,7 +350,6 @@ def pack(
         log_q=log_q,
         shared=shared,
         joint=None if layout.joint is None else keyed(layout.joint, *halves),
-        weighted=None if layout.weighted is None else keyed(layout.weighted, *halves),
         targets=targets,
         users=users,
         items=items,
@@ -398,18 +383,7 @@ def concatenated(
     else:
         # torch.cat refuses an empty list.
         values = torch.empty(0, dtype=torch.int64, device=device)
-    lengths = _joined_lengths(columns, sizes, values.device)
-    if not keys.weighted:
-        return KeyedIds(values, lengths)
-    weights: list[Tensor] = []
-    for column in present_columns:
-        if column.weights is None:
-            weights.append(torch.ones(len(column.values), device=values.device))
-        else:
-            weights.append(column.weights)
-    return KeyedIds(
-        values, lengths, torch.cat(weights or [torch.empty(0, device=device)])
-    )
+    return KeyedIds(values, _joined_lengths(columns, sizes, values.device))
 
 
 def _joined_lengths(

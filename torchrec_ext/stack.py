@@ -1,4 +1,4 @@
-"""The pinned triples of torch, fbgemm and torchrec: matching builds, installed builds, and how to repair a mismatch.
+"""The triples of torch, fbgemm and torchrec that fit, what is installed, and the one line that mends a mismatch.
 
 What needs no TorchRec needs no triple, but a torch of TORCHES.
 
@@ -16,9 +16,9 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 Variant = Literal["cpu", "cuda"]
 
@@ -31,14 +31,11 @@ NEEDS: Mapping[str, str | None] = {
     "tqdm": None,
     "pyre-extensions": None,
 }
-NEEDS_THAT_PULL_TORCH = frozenset({"tensordict", "torchmetrics"})
 PYTHONS = ((3, 10), (3, 13))
-_BUILD: Mapping[Variant, str] = {"cpu": "CPU build", "cuda": "CUDA build"}
 UNREADABLE = "unreadable metadata"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Triple:
+class Triple(NamedTuple):
     """Three versions compiled against each other."""
 
     torch: str
@@ -50,38 +47,21 @@ class Triple:
         """The triple's name for ``--stack``: torch's major and minor version.
 
         Example:
-            >>> Triple(torch="2.13.0", fbgemm="1.8.0", torchrec="1.8.0").name
+            >>> Triple("2.13.0", "1.8.0", "1.8.0").name
             '2.13'
         """
         return _minor(self.torch)
 
 
 TRIPLES = (
-    Triple(torch="2.14.1", fbgemm="1.9.0", torchrec="1.9.2"),
-    Triple(torch="2.13.0", fbgemm="1.8.0", torchrec="1.8.0"),
+    Triple("2.14.1", "1.9.0", "1.9.2"),
+    Triple("2.13.0", "1.8.0", "1.8.0"),
+    Triple("2.11.0", "1.6.0", "1.6.1"),
 )
 """All supported triples, newest first: what TorchRec needs."""
 
 TORCHES = ("2.11", "2.14")
 """The oldest and the newest torch for what needs no TorchRec: `adopt`, `why_slow`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Requirement:
-    """One distribution of the stack and the version it must have (None: any)."""
-
-    name: str
-    version: str | None
-
-    @property
-    def pin(self) -> str:
-        """The requirement in pip's form.
-
-        Example:
-            >>> Requirement(name="torchrec", version="1.8.0").pin
-            'torchrec==1.8.0'
-        """
-        return f"{self.name}=={self.version}" if self.version else self.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,30 +72,29 @@ class Installed:
     torch_build: Variant | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """One mismatch: its subject, the installed and the expected build, and the one line that repairs it."""
+class Mismatch(NamedTuple):
+    """One package, the version that is installed, and the one that fits."""
 
-    what: str
+    name: str
     found: str
     expected: str
-    repair: str
 
     def __str__(self) -> str:
-        """Returns two lines: the mismatch, then the repair."""
-        return f"{self.what}: found {self.found}, expected {self.expected}\n    repair: {self.repair}"
+        """Returns it in words."""
+        return f"{self.name}: found {self.found}, expected {self.expected}"
 
 
-def requirements(variant: Variant, triple: Triple) -> tuple[Requirement, ...]:
-    """Returns the whole stack for one variant, in order of installation."""
+def requirements(variant: Variant, triple: Triple) -> dict[str, str | None]:
+    """Returns the version of each package of the stack, None for any, in order of installation."""
     versions: dict[str, str | None] = {
         "torch": triple.torch,
         FBGEMM_NAME[variant]: triple.fbgemm,
+        "torchrec": triple.torchrec,
     }
-    versions |= {"torchrec": triple.torchrec, **NEEDS}
-    return tuple(
-        Requirement(name=name, version=version) for name, version in versions.items()
-    )
+    versions |= NEEDS
+    if triple.torchrec.startswith("1.6."):
+        versions["iopath"] = None
+    return versions
 
 
 def triple_by_name(name: str) -> Triple:
@@ -127,14 +106,12 @@ def triple_by_name(name: str) -> Triple:
     Example:
         >>> triple_by_name("2.15")
         Traceback (most recent call last):
-        ValueError: --stack 2.15: there is no fbgemm for torch 2.15; choose 2.14 (fbgemm 1.9.0) or 2.13 (fbgemm 1.8.0)
+        ValueError: --stack 2.15: there is no fbgemm for torch 2.15; choose 2.14, 2.13, 2.11
     """
     for triple in TRIPLES:
         if triple.name == name:
             return triple
-    choices = " or ".join(
-        f"{triple.name} (fbgemm {triple.fbgemm})" for triple in TRIPLES
-    )
+    choices = ", ".join(triple.name for triple in TRIPLES)
     raise ValueError(
         f"--stack {name}: there is no fbgemm for torch {name}; choose {choices}"
     )
@@ -142,20 +119,19 @@ def triple_by_name(name: str) -> Triple:
 
 def installed_triple(current: Installed) -> Triple | None:
     """Returns the triple of most of the installed versions, torch's if in doubt; None if none fits."""
-    best = max(TRIPLES, key=lambda triple: _agreement(current, triple))
-    return best if any(_agreement(current, best)) else None
 
+    def agreement(triple: Triple) -> tuple[int, bool]:
+        expected = {"torch": triple.torch, "torchrec": triple.torchrec}
+        expected |= dict.fromkeys(FBGEMM_NAME.values(), triple.fbgemm)
+        equal = [
+            name
+            for name, version in expected.items()
+            if _minor(current.versions.get(name, "")) == _minor(version)
+        ]
+        return len(equal), "torch" in equal
 
-def _agreement(current: Installed, triple: Triple) -> tuple[int, bool]:
-    """Returns how many of the three have the triple's minor version, and whether torch has."""
-    expected = {"torch": triple.torch, "torchrec": triple.torchrec}
-    expected |= dict.fromkeys(FBGEMM_NAME.values(), triple.fbgemm)
-    equal = [
-        name
-        for name, version in expected.items()
-        if _minor(current.versions.get(name, "")) == _minor(version)
-    ]
-    return len(equal), "torch" in equal
+    best = max(TRIPLES, key=agreement)
+    return best if any(agreement(best)) else None
 
 
 def _minor(version: str) -> str:
@@ -169,14 +145,14 @@ def _minor(version: str) -> str:
     return match[0] if match else ""
 
 
+def _numbers(version: str) -> list[int]:
+    return [int(digits) for digits in _minor(version).split(".") if digits]
+
+
 def newer_torch(current: Installed) -> str | None:
     """Returns the installed version of torch if it is newer than every triple's: no fbgemm is known for it."""
     version = current.versions.get("torch", "")
-    return version if _numbers(_minor(version)) > _numbers(TRIPLES[0].name) else None
-
-
-def _numbers(minor: str) -> list[int]:
-    return [int(digits) for digits in re.findall(r"\d+", minor)]
+    return version if _numbers(version) > _numbers(TRIPLES[0].torch) else None
 
 
 def _version_of(name: str) -> str | None:
@@ -198,9 +174,8 @@ def installed() -> Installed:
     """Reads the metadata of the running interpreter's environment; nothing is imported from it."""
     from importlib import metadata
 
-    names = ["torch", *FBGEMM_NAME.values(), "torchrec", *NEEDS]
     versions: dict[str, str] = {}
-    for name in names:
+    for name in ("torch", *FBGEMM_NAME.values(), "torchrec", *NEEDS, "iopath"):
         if version := _version_of(name):
             versions[name] = version
     build = None
@@ -245,13 +220,12 @@ def asked_variant() -> Variant | None:
     value = os.environ.get("TORCHREC_EXT_VARIANT", "")
     if value not in ("", "cpu", "cuda"):
         raise ValueError(
-            f"TORCHREC_EXT_VARIANT={value!r}: it must be cpu or cuda; unset it to let the machine decide (an NVIDIA "
-            "GPU in sight means cuda)"
+            f"TORCHREC_EXT_VARIANT={value!r}: it must be cpu or cuda; unset it to let the machine decide"
         )
     return cast(Variant, value) if value else None
 
 
-def wanted_variant(current: Installed, machine: Variant) -> Variant:
+def wanted_variant(current: Installed) -> Variant:
     """Returns the environment's expected variant.
 
     It is the requested one, else the installed one if torch and fbgemm agree on it, else the machine's. CUDA builds
@@ -262,62 +236,10 @@ def wanted_variant(current: Installed, machine: Variant) -> Variant:
     for variant, name in FBGEMM_NAME.items():
         # Both packages of fbgemm can be installed at once, which is a mix and no
         # variant.
-        if current.torch_build == variant and set(current.versions) & set(
-            FBGEMM_NAME.values()
-        ) == {name}:
+        both = set(current.versions) & set(FBGEMM_NAME.values())
+        if current.torch_build == variant and both == {name}:
             return variant
-    return machine
-
-
-def machine_variant() -> Variant:
-    """Returns the variant for the hardware: cuda when there is an NVIDIA device."""
     return "cuda" if gpu_nodes() else "cpu"
-
-
-def problems(
-    current: Installed,
-    variant: Variant,
-    python: str = "python",
-    named: Triple | None = None,
-) -> tuple[Problem, ...]:
-    """Compares the installed builds with a triple, in order of repair; empty when healthy.
-
-    Args:
-        current: the environment's metadata, see `installed`.
-        variant: the expected builds, see `wanted_variant`.
-        python: name of the interpreter in the repair lines.
-        named: the expected triple; by default the installed one, or the newest if none is.
-    """
-    triple = named or installed_triple(current)
-    by_doctor = doctor_line(python, _stack_to_name(current, named))
-    torch, fbgemm, *rest = requirements(variant, triple or TRIPLES[0])
-    candidates = [
-        _torch_problem(current, torch, variant, by_doctor),
-        _fbgemm_problem(current, fbgemm, variant, python),
-    ]
-    candidates += [_plain_problem(current, need, python) for need in rest]
-    # Installed before torch, some would pull the registry's torch: gigabytes of CUDA
-    # packages. And if no triple is chosen yet, the doctor chooses one that this machine
-    # can have.
-    left_to_doctor = set(NEEDS_THAT_PULL_TORCH)
-    if triple is None:
-        left_to_doctor |= {fbgemm.name, "torchrec"}
-    torch_is_wrong = candidates[0] is not None
-    result = []
-    for problem in candidates:
-        if problem is None:
-            continue
-        if torch_is_wrong and problem.what in left_to_doctor:
-            problem = replace(problem, repair=by_doctor)
-        result.append(problem)
-    return tuple(result)
-
-
-def _stack_to_name(current: Installed, requested: Triple | None) -> Triple | None:
-    """Returns the triple to name in a repair: the requested one, or any in place of a torch without an fbgemm."""
-    if requested or not newer_torch(current):
-        return requested
-    return installed_triple(current) or TRIPLES[0]
 
 
 def torch_fits(current: Installed, variant: Variant) -> bool:
@@ -332,73 +254,78 @@ def torch_fits(current: Installed, variant: Variant) -> bool:
     return current.torch_build == "cuda" and not beside_cuda and asked_variant() is None
 
 
-def _torch_problem(
-    current: Installed, torch: Requirement, variant: Variant, by_doctor: str
-) -> Problem | None:
-    version = current.versions.get("torch")
-    if (
-        version
-        and version.partition("+")[0] == torch.version
-        and torch_fits(current, variant)
-    ):
-        return None
-    here = version or "nothing"
-    if version and current.torch_build:
-        here = f"{version} ({_BUILD[current.torch_build]})"
-    # Never a plain `pip install torch`: on a CPU machine it takes the CUDA build, and
-    # beside a CPU build it does nothing.
-    return Problem(
-        what="torch",
-        found=here,
-        expected=f"{torch.version} ({_BUILD[variant]})",
-        repair=by_doctor,
-    )
+def mismatches(
+    current: Installed, variant: Variant, triple: Triple
+) -> tuple[Mismatch, ...]:
+    """Compares the installed builds with a triple; empty when they fit."""
+    wrong = []
+    for name, version in requirements(variant, triple).items():
+        found = current.versions.get(name, "nothing")
+        fits = name in current.versions and found != UNREADABLE
+        fits = fits and version in (None, found.partition("+")[0])
+        expected = version or "any version"
+        if name == "torch":
+            fits = fits and torch_fits(current, variant)
+            expected = f"{version} for {variant}"
+            if current.torch_build:
+                found = f"{found} for {current.torch_build}"
+        other = FBGEMM_NAME["cuda" if variant == "cpu" else "cpu"]
+        # Both unpack into one folder: removing one takes files of the other along.
+        if name == FBGEMM_NAME[variant] and other in current.versions:
+            fits = False
+            found = f"{other} {current.versions[other]}"
+            expected = f"{version} alone"
+        if not fits:
+            wrong.append(Mismatch(name, found, expected))
+    return tuple(wrong)
 
 
-def _fbgemm_problem(
-    current: Installed, fbgemm: Requirement, variant: Variant, python: str
-) -> Problem | None:
-    other = FBGEMM_NAME["cuda" if variant == "cpu" else "cpu"]
-    if other not in current.versions:
-        return _plain_problem(current, fbgemm, python)
-    # Both unpack into the same folder `fbgemm_gpu`: removing one takes files of the
-    # other along.
-    repair = f"{python} -m pip uninstall -y {other} && {python} -m pip install --force-reinstall --no-deps {fbgemm.pin}"
-    version = current.versions.get(fbgemm.name)
-    here = f"{other} {current.versions[other]}"
-    if version:
-        here += f" laid over {fbgemm.name} {version}"
-    return Problem(
-        what=fbgemm.name, found=here, expected=f"{fbgemm.version} alone", repair=repair
-    )
+def pip_lines(
+    current: Installed, variant: Variant, triple: Triple, torch: str = ""
+) -> list[list[str]]:
+    """Returns the arguments of each pip that mends an environment, in their order.
+
+    Args:
+        current: what is installed.
+        variant: the builds to install.
+        triple: the versions to install.
+        torch: pip's requirement of a torch to install too; by default torch is left alone.
+    """
+    wrong = [mismatch.name for mismatch in mismatches(current, variant, triple)]
+    pins = requirements(variant, triple)
+    out = []
+    if FBGEMM_NAME[variant] in wrong:
+        out = [name for name in FBGEMM_NAME.values() if name in current.versions]
+    if torch and current.torch_build and not torch_fits(current, variant):
+        out.append("torch")
+    lines = [["uninstall", "--yes", *out]] if out else []
+    added = [torch] if torch else []
+    for name in wrong:
+        if name not in ("torch", "torchrec"):
+            added.append(f"{name}=={pins[name]}" if pins[name] else name)
+    if added:
+        lines.append(["install", *added])
+    if "torchrec" in wrong:
+        # Its own dependencies name the CUDA build of fbgemm on every machine.
+        lines.append(["install", "--no-deps", f"torchrec=={triple.torchrec}"])
+    return lines
 
 
-def _plain_problem(
-    current: Installed, need: Requirement, python: str
-) -> Problem | None:
-    version = current.versions.get(need.name)
-    if (
-        version
-        and version != UNREADABLE
-        and need.version in (None, version.partition("+")[0])
-    ):
-        return None
-    no_deps = "--no-deps " if need.name == "torchrec" else ""
-    force = "--force-reinstall " if version == UNREADABLE else ""
-    repair = f"{python} -m pip install {force}{no_deps}{need.pin}"
-    return Problem(
-        what=need.name,
-        found=version or "nothing",
-        expected=need.version or "any version",
-        repair=repair,
-    )
+def repair(current: Installed, variant: Variant, named: Triple | None = None) -> str:
+    """Returns the one line to type: pip's where torch is right, else the doctor's, which finds a CPU build of torch."""
+    triple = named or installed_triple(current) or TRIPLES[0]
+    wrong = [mismatch.name for mismatch in mismatches(current, variant, triple)]
+    if "torch" in wrong:
+        return doctor_line(named or (triple if newer_torch(current) else None))
+    python = interpreter()
+    lines = pip_lines(current, variant, triple)
+    return " && ".join(f"{python} -m pip {shlex.join(words)}" for words in lines)
 
 
-def doctor_line(python: str, named: Triple | None = None) -> str:
-    """Returns the command to repair everything, in a working order and from working sources."""
-    requested = asked_variant()
-    line = f"{python} -m torchrec_ext.doctor --install"
-    if requested:
+def doctor_line(named: Triple | None = None) -> str:
+    """Returns the line that mends everything, from sources that have it."""
+    line = f"{interpreter()} -m torchrec_ext.doctor --install"
+    if requested := asked_variant():
         line = f"TORCHREC_EXT_VARIANT={requested} {line}"
     return f"{line} --stack {named.name}" if named else line
 
@@ -432,14 +359,13 @@ def torch_problem(version: str | None) -> str | None:
         'torch 2.10.0 is installed, and torchrec_ext needs torch 2.11 to 2.14: pip install "torch>=2.11,<2.15"'
     """
     first, last = TORCHES
-    minor = _numbers(_minor(version or ""))
-    if _numbers(first) <= minor <= _numbers(last):
+    if _numbers(first) <= _numbers(version or "") <= _numbers(last):
         return None
     found = f"torch {version}" if version else "no torch"
-    above = ".".join(map(str, [*_numbers(last)[:-1], _numbers(last)[-1] + 1]))
+    major, minor = _numbers(last)
     return (
         f"{found} is installed, and torchrec_ext needs torch {first} to {last}: "
-        f'pip install "torch>={first},<{above}"'
+        f'pip install "torch>={first},<{major}.{minor + 1}"'
     )
 
 
@@ -454,14 +380,11 @@ def require() -> None:
     if _is_unchecked():
         return
     current = installed()
-    variant = wanted_variant(current, machine_variant())
-    if line := torchrec_problem(current, variant, interpreter()):
+    if line := torchrec_problem(current, wanted_variant(current)):
         raise ImportError(line)
 
 
-def torchrec_problem(
-    current: Installed, variant: Variant, python: str = "python"
-) -> str | None:
+def torchrec_problem(current: Installed, variant: Variant) -> str | None:
     """Returns one line about a stack that TorchRec cannot run on: what was found, what fits, what to run.
 
     Example:
@@ -471,33 +394,19 @@ def torchrec_problem(
     if not {"torchrec", *FBGEMM_NAME.values()} & set(current.versions):
         return (
             "this part of torchrec_ext needs TorchRec, which is not installed: "
-            f'pip install "{extra(variant)}"'
+            f'pip install "torchrec-ext[sharded-{variant}]"'
         )
-    wrong = problems(current, variant, python)
+    triple = installed_triple(current) or TRIPLES[0]
+    wrong = mismatches(current, variant, triple)
     if not wrong:
         return None
-    # Several commands have an order, which the doctor knows.
-    repair = doctor_line(python, _stack_to_name(current, None))
-    if len(wrong) == 1 and wrong[0].what != "torch":
-        problem = wrong[0]
-        if "&&" not in problem.repair:
-            repair = problem.repair
-        beside = f"torch {current.versions.get('torch')}"
-        return f"{problem.what}: found {problem.found}, beside {beside} must be {problem.expected}: {repair}"
-    triple = installed_triple(current) or TRIPLES[0]
+    line = repair(current, variant)
+    if len(wrong) == 1 and "&&" not in line:
+        return f"beside torch {current.versions.get('torch')}, {wrong[0]}: {line}"
     three = ("torch", *FBGEMM_NAME.values(), "torchrec")
-    found = [
-        f"{name} {version}"
-        for name, version in current.versions.items()
-        if name in three
-    ]
-    fits = [need.pin for need in requirements(variant, triple)[:3]]
-    return f"found {', '.join(found)}; what fits is {', '.join(fits)}: {repair}"
-
-
-def extra(variant: Variant) -> str:
-    """Returns the package with the extra that installs TorchRec for a variant."""
-    return f"torchrec-ext[sharded-{variant}]"
+    found = [f"{name} {v}" for name, v in current.versions.items() if name in three]
+    fits = " ".join(f"{name} {v}" for name, v in triple._asdict().items())
+    return f"found {', '.join(found)}; what fits is {fits}: {doctor_line()}"
 
 
 def _is_unchecked() -> bool:

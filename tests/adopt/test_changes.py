@@ -79,6 +79,7 @@ class Program(NamedTuple):
         read: returns, for a world, the number or tensor by which scores are multiplied; None for 1.
         change: changes it, after some steps.
         loss: takes a world and returns another loss function; None for the plain one.
+        every: steps after which it changes again.
         evaluates: whether the model is evaluated after the change, as between epochs: Dynamo does not see the change,
             and the comparison with an eager step does, which the first step after a pause is.
     """
@@ -87,6 +88,7 @@ class Program(NamedTuple):
     read: Callable[[Any], Callable[[], Any]] | None = None
     loss: Callable[[World], Callable[..., Any]] | None = None
     evaluates: bool = False
+    every: int = STEPS
 
 
 def attribute(
@@ -693,10 +695,55 @@ READS: dict[str, Program] = {
     "random numbers seeded": Program(lambda _: torch.manual_seed(5)),
 }
 
+
+def toggle(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.requires_grad_(not parameter.requires_grad)
+
+
+def grow(world: World) -> None:
+    """Gives the model a parameter that the loss reads, in a group of its own, which has made no step."""
+    world.model.extra = nn.Parameter(torch.ones(()))
+    world.optimizer.add_param_group({"params": [world.model.extra], "lr": 1e-2})
+
+
+AGAIN: dict[str, Program] = {
+    "a layer frozen and unfrozen": in_model(lambda m: toggle(m.top[0]))._replace(
+        every=4
+    ),
+    "a table frozen and unfrozen": in_model(lambda m: toggle(m.item))._replace(every=4),
+    "all frozen but one layer, and unfrozen": Program(
+        lambda w: (toggle(w.model.user), toggle(w.model.item)), every=5
+    ),
+    "a group added that the loss reads": Program(
+        grow, lambda model: lambda: getattr(model, "extra", 1.0)
+    ),
+    "pruned twice": in_model(
+        lambda m: prune.l1_unstructured(m.top[0], "weight", 0.3)
+    )._replace(every=6),
+    "a target network renewed": with_outer(
+        taught,
+        lambda o, w: put(
+            o.teacher.weight, "data", w.model.item.weight.detach().clone()
+        ),
+    )._replace(every=2),
+    "a target network that holds the weights": with_outer(
+        taught,
+        lambda o, w: put(o.teacher.weight, "data", w.model.item.weight.data),
+    )._replace(every=3),
+}
+
 # which were not there at the capture
 UNSEEN = {"a module's global", "the environment", "a function's attribute"}
-PROGRAMS: dict[str, Program] = {**PYTHON, **MODEL, **OPTIMIZER, **TENSORS, **READS}
-OFTEN = {  # in the default run; the others are in the slow one
+PROGRAMS: dict[str, Program] = {
+    **PYTHON,
+    **MODEL,
+    **OPTIMIZER,
+    **TENSORS,
+    **READS,
+    **AGAIN,
+}
+OFTEN = AGAIN.keys() | {  # in the default run; the others are in the slow one
     *(
         "a class",
         "__getattr__",
@@ -736,7 +783,7 @@ def trained(program: Program, compile_: Any) -> tuple[Any, list[float], AdoptedS
     step = adopt(model, optimizer, loss, compile=compile_, patience=0)
     generator, losses = torch.Generator().manual_seed(1), []
     for number in range(STEPS):
-        if number == CHANGED:
+        if number >= CHANGED and not (number - CHANGED) % program.every:
             program.change(world)
             if program.evaluates:
                 with torch.no_grad():

@@ -144,38 +144,6 @@ def test_readers_of_whole_tables_that_eat_the_gain_are_named_and_steps_go_eager(
     assert "norm()" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("compile_", ["auto", "require"])
-def test_tables_that_somebody_reads_after_each_step_are_moved_whole_in_captured_steps(
-    compile_: str, paced: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def average(kept: list[AveragedModel]) -> Callable[[Any, int], None]:
-        def update(model: Any, _: int) -> None:
-            if not kept:
-                kept.append(
-                    AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-                )
-            kept[0].update_parameters(model)
-
-        return update
-
-    averages: list[list[AveragedModel]] = [[], []]
-    plain, _ = trained("off", average(averages[0]), 40)
-    model, step = trained(compile_, average(averages[1]), 40)
-    assert "captured since" in step.describe()
-    for name in ("user", "item"):
-        assert (
-            f"as a dense layer: {name}.weight (all of it is read after each step, "
-            in step.describe()
-        )
-    assert step._captures.current is not None
-    assert step._captures.current.lag.seconds < 0.01
-    assert_alike(plain, model)
-    assert_alike(averages[0][0], averages[1][0])
-    out = capsys.readouterr().out
-    assert "kept[0].update_parameters(model)" in out
-    assert out.count("tables are moved whole from the next capture on") == 1
-
-
 @pytest.mark.parametrize(
     "way", ["data", "numpy", "state_dict", "dlpack", "a frozen table"]
 )

@@ -1651,8 +1651,12 @@ def test_a_captured_step_that_differs_from_the_eager_one_is_refused(
     def wrong(graph: torch.fx.GraphModule, examples: Any) -> Any:
         def run(*tensors: Tensor) -> Any:
             result = graph(*tensors)
-            weight = next(tensor for tensor in tensors if tensor.shape == (4, 2 * D))
-            weight.mul_(1.01)
+            weight = next(
+                tensor
+                for tensor in tensors
+                if isinstance(tensor, nn.Parameter) and tensor.shape == (4, 2 * D)
+            )
+            weight.detach().mul_(1.01)
             return result
 
         return run
@@ -1699,11 +1703,13 @@ def test_a_step_that_rounding_changes_is_compared_within_what_rounding_changes(
             item = next(
                 tensor
                 for tensor in tensors
-                if tensor.shape == (ITEMS, D) and tensor.abs().max() > 1
+                if isinstance(tensor, nn.Parameter) and tensor.shape == (ITEMS, D)
             )
-            item.mul_(1 + 2.0**-23 * torch.randint(-1, 2, item.shape))
+            item.detach().mul_(1 + 2.0**-23 * torch.randint(-1, 2, item.shape))
             result = graph(*tensors)
-            next(tensor for tensor in tensors if tensor.shape == (1, D)).mul_(share)
+            for tensor in tensors:
+                if isinstance(tensor, nn.Parameter) and tensor.shape == (1, D):
+                    tensor.detach().mul_(share)
             return result
 
         return run
@@ -1722,42 +1728,6 @@ def test_a_step_that_rounding_changes_is_compared_within_what_rounding_changes(
     monkeypatch.setattr(policy, "WATCHED", 2)
     *_, step = with_adopt(make, 9, compile="auto")
     assert ("differs from the eager one" in step.describe()) == (share != 1)
-
-
-@pytest.mark.parametrize("share", [1.0, 1.01])
-def test_a_loss_that_is_more_exact_than_the_eager_one_is_no_difference(
-    share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch's norm of 8,000,000 weights is off by more than 1e-4, and a compiled one is not."""
-
-    def exactly_added(graph: torch.fx.GraphModule, examples: Any) -> Any:
-        def run(*tensors: Tensor) -> Any:
-            weight = next(
-                tensor for tensor in tensors if tensor.shape == (2_000_000, D)
-            )
-            excess = weight.double().norm() ** 2 - weight.norm().double() ** 2
-            loss, *outputs = graph(*tensors)
-            return [((loss + 1e-6 * excess) * share).float(), *outputs]
-
-        return run
-
-    def make() -> Case:
-        model = Pairs(items=2_000_000)
-        logit = logistic(model)
-        loss = lambda *batch: logit(*batch) + 1e-6 * model.item.weight.norm() ** 2  # noqa: E731
-        return case(
-            model,
-            loss,
-            batch=lambda g: pairs(g, FEW, FEW),
-            optimizers=sgd(model, lr=1e-3),
-        )
-
-    monkeypatch.setattr(executors, "compile_graph", exactly_added)
-    monkeypatch.setattr(policy, "WATCHED", 2)
-    *_, step = with_adopt(make, 4, compile="auto", verify=1)
-    assert (
-        "differs from the eager one on the same batch in the loss" in step.describe()
-    ) == (share != 1)
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -2162,9 +2132,9 @@ def test_a_layer_multiplies_rows_that_repeat_once_and_learns_the_same(
 
     def compile_graph(graph: Any, _: Any) -> Any:
         products = [
-            node.meta["val"].shape
+            node.meta["example_value"].shape
             for node in graph.graph.nodes
-            if "mm" in str(node.target)
+            if node.target is F.linear
         ]
         multiplied.extend(tuple(shape) for shape in products)
         return graph

@@ -1,12 +1,12 @@
-"""Tables hoisted out of a user's model: losses and weights of plain torch on 1 and 2 ranks, and what is refused."""
+"""Tables exchanged in a user's model: losses and weights of plain torch on 1 and 2 ranks, and what is refused."""
 
+import copy
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.contracts import gather_state, run_ranks
@@ -60,10 +60,33 @@ class Mixed(nn.Module):
         return self.top(self.drop(torch.cat([user_row, bag, rows], 1))).squeeze(1)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"four": Four, "mixed": Mixed}
-# One collection exchanges the sizes, lengths and ids, then rows, and in the backward
-# gradients.
-EXCHANGES = {"four": 5, "mixed": 15}
+class Branching(Four):
+    """A forward of which nothing can be traced: it counts, branches, writes in place and reads rows for ids."""
+
+    calls = 0
+
+    def forward(
+        self,
+        user: Tensor,
+        history: Tensor,
+        item: Tensor,
+        city: Tensor,
+        scale: float = 1.0,
+    ) -> Tensor:
+        self.calls += 1
+        nearest = (self.user(user) * self.city(city)).argmax(1)
+        rows = self.item(nearest) + self.item(item) * scale
+        user.clamp_(max=USERS - 2)
+        if self.calls % 2:
+            rows = rows + self.hashed(user % 11)
+        return self.top(torch.cat([rows] * 5, 1)).squeeze(1)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "four": Four,
+    "mixed": Mixed,
+    "branching": Branching,
+}
 
 
 def seeded(make: Callable[[], nn.Module]) -> Any:
@@ -104,6 +127,7 @@ def sharded(runtime: Runtime, name: str, sharding: str) -> dict[str, Any]:
     model = seeded(MODELS[name])
     torch.manual_seed(runtime.rank)  # what follows must not depend on it
     adopted = adopt_tables(model)
+    assert adopted is model
     sgd = OptimizerConfig(tables="sgd", tables_lr=LR, dense="sgd", dense_lr=LR)
     plan = plan_sharding(adopted, runtime, PlanConfig(sharding=sharding), optimizer=sgd)  # type: ignore[arg-type]
     kinds = {
@@ -113,21 +137,12 @@ def sharded(runtime: Runtime, name: str, sharding: str) -> dict[str, Any]:
         adopted, runtime, plan=plan, optimizer=sgd, seed=7
     )
     first = gather_state(parallel)
-    count, exchange = [0], dist.all_to_all_single
-
-    def counted(*args: Any, **options: Any) -> Any:
-        count[0] += 1
-        return exchange(*args, **options)
-
-    dist.all_to_all_single = counted
     losses = trained(parallel, optimizer, runtime.rank, runtime.world_size)
-    dist.all_to_all_single = exchange
     return {
         "losses": losses,
         "first": first,
         "state": gather_state(parallel),
         "kinds": kinds,
-        "exchanges": count[0] / STEPS,
     }
 
 
@@ -135,13 +150,8 @@ def users_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A gathered state by the user's own names, which the adopted tables' names tell."""
     names = {}
     for name, value in state.items():
-        table = re.fullmatch(r"tables\.\w+\.\w+\.(\w+)\.weight", name)
-        key = (
-            f"{table[1].removesuffix('_table').replace('_', '.')}.weight"
-            if table
-            else name
-        )
-        names[key] = value
+        table = re.fullmatch(r"(.+)\.collection\.\w+\.\w+\.weight", name)
+        names[f"{table[1]}.weight" if table else name] = value
     return names
 
 
@@ -152,9 +162,10 @@ def users_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
         ("four", 2, "row_wise"),
         ("mixed", 1, "table_wise"),
         ("mixed", 2, "table_wise"),
+        ("branching", 2, "row_wise"),
     ],
 )
-def test_hoisted_tables_learn_as_plain_ones_from_the_users_weights(
+def test_exchanged_tables_learn_as_plain_ones_from_the_users_weights(
     name: str, world_size: int, sharding: str
 ) -> None:
     model = seeded(MODELS[name])
@@ -174,20 +185,18 @@ def test_hoisted_tables_learn_as_plain_ones_from_the_users_weights(
     torch.testing.assert_close(users_names(ranks[0]["state"]), after, rtol=0, atol=1e-5)
     if world_size > 1:
         assert ranks[0]["kinds"] == {sharding}
-        assert ranks[0]["exchanges"] == EXCHANGES[name]
 
 
-def test_unsharded_it_is_the_users_model_and_shares_its_weights() -> None:
+def test_unsharded_it_is_the_users_model() -> None:
     model, (columns, label) = seeded(Mixed), next(batches(1))
-    adopted = adopt_tables(model)
+    adopted = adopt_tables(copy.deepcopy(model))
     torch.testing.assert_close(adopted(*columns), model(*columns), rtol=0, atol=0)
-    optimizer = torch.optim.SGD(adopted.parameters(), LR)
-    nn.functional.mse_loss(adopted(*columns), label).backward()
-    optimizer.step()
-    torch.testing.assert_close(adopted(*columns), model(*columns), rtol=0, atol=0)
-    assert {
-        name for name, _ in adopted.named_parameters() if not name.startswith("tables.")
-    } <= set(model.state_dict())
+    for each in (adopted, model):
+        optimizer = torch.optim.SGD(each.parameters(), LR)
+        nn.functional.mse_loss(each(*columns), label).backward()
+        optimizer.step()
+    torch.testing.assert_close(adopted(*columns), model(*columns), rtol=0, atol=1e-6)
+    assert adopted.again is adopted.item
     assert sum(value.numel() for value in adopted.parameters()) == sum(
         value.numel() for value in model.parameters()
     )
@@ -201,7 +210,7 @@ def on_meta(runtime: Runtime) -> tuple[float, float]:
     )
     state = gather_state(parallel)
     rows = torch.cat(
-        [value.flatten() for name, value in state.items() if name.startswith("tables.")]
+        [value.flatten() for name, value in state.items() if ".collection." in name]
     )  # type: ignore[union-attr]
     return float(rows.mean()), float(rows.std())
 
@@ -244,12 +253,6 @@ class OfItsOwn(nn.Embedding):
         return super().forward(ids) * 2
 
 
-def branching(
-    self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor
-) -> Tensor:
-    return self.user(user) if user.sum() > 3 else self.item(item)
-
-
 def as_matrix(
     self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor
 ) -> Tensor:
@@ -259,47 +262,6 @@ def as_matrix(
         + self.city(city).sum()
         + self.hashed(city).sum()
     )
-
-
-def chained(
-    self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor
-) -> Tensor:
-    nearest = (self.user(user) * self.city(city)).argmax(1)
-    return self.item(nearest) + self.hashed(city)
-
-
-def in_place(
-    self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor
-) -> Tensor:
-    rows = self.user(user)
-    user.clamp_(max=5)
-    return rows + self.item(user) + self.city(city) + self.hashed(city)
-
-
-def by_mode(
-    self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor
-) -> Tensor:
-    rows = self.user(user) + self.item(item) + self.city(city) + self.hashed(city)
-    return nn.functional.dropout(rows, 0.5, self.training)
-
-
-def counting(
-    self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor
-) -> Tensor:
-    self.calls = getattr(self, "calls", 0) + 1
-    return self.user(user) + self.item(item) + self.city(city) + self.hashed(city)
-
-
-def unread(
-    self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor
-) -> Tensor:
-    return self.user(user) + self.item(item) + self.city(city)
-
-
-def optional(
-    self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor | None = None
-) -> Tensor:
-    return self.user(user) + self.item(item)
 
 
 def offsets(
@@ -362,39 +324,13 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "tied": (
         tied_to_a_bag,
-        rf"{LINE}'item' shares its weight with a table that is pooled otherwise: look both up",
+        r"table 'item' shares its weight with one that is pooled otherwise: look both up",
     ),
-    "if": (
-        forward_of(branching),
-        rf"{LINE}torch.fx cannot follow forward here: .*control flow.*torch.where in place",
-    ),
+}
+AT_THE_CALL: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "matrix": (
         forward_of(as_matrix),
         rf"{LINE}the weight of table 'item' is read as a matrix, but a sharded table is",
-    ),
-    "chain": (
-        forward_of(chained),
-        rf"{LINE}the ids of table 'item' are decided by rows of another table",
-    ),
-    "in place": (
-        forward_of(in_place),
-        rf"{LINE}forward changes a tensor in place before its last look-up",
-    ),
-    "mode": (
-        forward_of(by_mode),
-        rf"{LINE}forward does something else in train and in eval mode .*take modules",
-    ),
-    "attribute": (
-        forward_of(counting),
-        "forward sets the attribute 'calls', which torch.fx would fix",
-    ),
-    "unread": (
-        forward_of(unread),
-        "table 'hashed' is not looked up by forward: remove it, or look it up",
-    ),
-    "default": (
-        forward_of(optional),
-        "forward's argument 'city' has the default None, and torch.fx would follow only",
     ),
     "offsets": (
         forward_of(offsets, Mixed),
@@ -409,21 +345,27 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 @pytest.mark.unit
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_hoisted_is_refused_by_name(name: str) -> None:
+def test_a_table_without_a_collection_of_its_kind_is_refused_by_name(name: str) -> None:
     make, pattern = REFUSED[name]
     with pytest.raises(CannotAdopt, match=re.compile(pattern, re.DOTALL)):
         adopt_tables(make())
 
 
 @pytest.mark.unit
-def test_ids_outside_of_a_table_and_ids_of_other_rows_are_refused_in_the_step() -> None:
+@pytest.mark.parametrize("name", AT_THE_CALL)
+def test_what_a_collection_does_not_do_is_refused_with_the_users_line(
+    name: str,
+) -> None:
+    make, pattern = AT_THE_CALL[name]
+    adopted, (columns, _) = adopt_tables(make()), next(batches(1))
+    with pytest.raises(CannotAdopt, match=re.compile(pattern, re.DOTALL)):
+        adopted(*columns)
+
+
+@pytest.mark.unit
+def test_ids_outside_of_a_table_are_refused_in_the_step() -> None:
     adopted, (columns, _) = adopt_tables(seeded(Four)), next(batches(1))
     with pytest.raises(
         IndexError, match="table 'user': ids from 40 to 40, must be 0 to 39"
     ):
         adopted(torch.full((ROWS,), USERS), *columns[1:])
-    with pytest.raises(
-        ValueError,
-        match=r"ids of table 'city' have the shape \(3,\), beside \(24, 3\) of 'item'",
-    ):
-        adopted(*columns[:3], columns[3][:3])

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,6 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import train
-from torchrec_ext.train.metrics import (
-    EvaluationStoppedError,
-    EvaluationWatch,
-    evaluation_watch,
-    watching,
-)
 from torchx_apps import train as train_app
 from torchx_apps.config import with_settings
 from torchx_apps.jobs.setup import build_model, load_task
@@ -337,50 +330,3 @@ def test_rows_without_negatives_need_a_loss_that_compares_rows() -> None:
         match=r"loader\.negatives=0 without loader\.label: every row would have label 1",
     ):
         task.loader(model.schema(), job.loader, rank=0, world_size=1)
-
-
-def watched_evaluation(runtime: Runtime, job: Job) -> tuple[list[str], bool]:
-    """Returns the lines that a validation says where every evaluation is long, and whether it ends when asked to."""
-    evaluation_watch.LONG_S = -1.0  # in this process alone
-    task = load_task(job, runtime)
-    model: Any = build_model(job, task)
-    parallel, _ = hybrid_parallel(model, runtime, optimizer=job.optimizer)
-    evaluator = task.evaluator(
-        model.schema(out_of_range=job.model.out_of_range), parallel, runtime
-    )
-    lines: list[str] = []
-    with watching(EvaluationWatch(runtime, say=lines.append)):
-        evaluator.validate()
-    with (
-        contextlib.suppress(EvaluationStoppedError),
-        watching(EvaluationWatch(runtime, stop=lambda: True)),
-    ):
-        evaluator.validate()
-        return lines, False
-    return lines, True
-
-
-PLAIN = r"this evaluation takes about 0 s; train\.eval_every evaluates less often"
-WHOLE = (
-    r"this evaluation takes about 0 s; {queries:,} queries x {items:,} items; cheaper: evaluate less often with "
-    r"train\.eval_every, or score by a product \(model\.interaction=dot or cosine\), .*"
-)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "overrides", "expected"),
-    [
-        ("two_tower", ("data.users=60", "data.items=50"), [WHOLE]),
-        ("contextual_ncf", (), [PLAIN]),
-        ("session", ("data.users=60", "data.items=50"), [WHOLE]),
-    ],
-)
-def test_an_evaluation_says_what_makes_it_cheaper_and_ends_when_asked_to(
-    recipe: str, overrides: tuple[str, ...], expected: list[str]
-) -> None:
-    job = job_of(recipe, "data.name=planted", *overrides)
-    ((lines, ended),) = run_ranks(watched_evaluation, 1, job)
-    assert ended
-    assert len(lines) == len(expected), lines
-    for line, pattern in zip(lines, expected, strict=True):
-        assert re.fullmatch(pattern.format(queries=60, items=51), line), line

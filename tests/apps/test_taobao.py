@@ -526,7 +526,7 @@ def test_a_shorter_window_is_the_latest_steps_and_the_catalogue_is_ranked_where_
     planted: Prepared,
 ) -> None:
     model: Any = build_model(job_of("bst", "planted", "model.window=4"), Task(planted))
-    assert model.towers["session"].network.max_length == 4
+    assert model.towers["session"].max_length == 4
     assert list(model.made_of) == ["session", "user", "target"]
     from torchx_apps.tasks.evaluator import ranking_towers
 

@@ -52,12 +52,12 @@ from torchrec_ext.train.step import choose as steps
 
 KINDS: list[tuple[str, str, dict[str, Any]]] = [
     ("adam", "auto", {}),
-    ("adam", "table_wise", {"clip_norm": 0.1}),
+    ("adam", "auto", {"clip_norm": 0.1}),
     ("adam", "data_parallel", {"tables_l2": 0.1, "eps": 1e-4}),
-    ("lazy_adam", "row_wise", {}),
+    ("lazy_adam", "auto", {}),
     ("adagrad", "data_parallel", {"clip_norm": 0.1}),
     ("row_wise_adagrad", "auto", {"dense": "adagrad"}),
-    ("sgd", "column_wise", {"tables_weight_decay": 0.1, "dense_weight_decay": 0.1}),
+    ("sgd", "data_parallel", {"tables_weight_decay": 0.1, "dense_weight_decay": 0.1}),
 ]
 
 
@@ -104,7 +104,7 @@ def differences(
         )
         step.settle()
         pairs = [
-            (optimizer.state[one], own.state[own.params[name]])
+            (optimizer.state.get(one, {}), own.state.get(own.params[name], {}))
             for name, one in optimizer.params.items()
         ]
         states = [
@@ -518,15 +518,18 @@ def over_a_batch() -> nn.Module:
             [table("user_id", USERS), table("history", ITEMS)],
             (8,),
             dense=["age"],
-            device=META,
         ),
-        "item": Tower([table("item_id", ITEMS)], (8,), dense=["price"], device=META),
+        "item": Tower([table("item_id", ITEMS)], (8,), dense=["price"]),
     }
     known = KnownItems(
         KnownPairs(ITEMS, np.arange(USERS), np.arange(USERS) % ITEMS + 1)
     )
     return RetrievalModel(
-        towers, DotProduct([8, 8]), counts=torch.arange(1, ITEMS + 1), known=known
+        towers,
+        DotProduct([8, 8]),
+        counts=torch.arange(1, ITEMS + 1),
+        known=known,
+        device=META,
     )
 
 

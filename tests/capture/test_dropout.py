@@ -1,12 +1,17 @@
 """Dropout by hashes: masks as random as torch's, drawn anew in each step from its generator, and one for both ways."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchrec_ext.capture.dropout import hashed_dropout, hashed_mask
-from torchrec_ext.capture.executors import traced
+from torchrec_ext.capture.dropout import (
+    hashed_dropout,
+    hashed_mask,
+    with_hashed_dropout,
+)
 
 CPU = torch.device("cpu")
 
@@ -55,25 +60,36 @@ def test_one_seed_gives_one_mask_and_each_step_another() -> None:
     assert not any(torch.equal(masks[0], masks[later]) for later in (1, 4, 5))
 
 
-def test_a_traced_step_has_one_mask_for_forward_and_backward() -> None:
-    def step(x: Tensor) -> list[Tensor]:
-        with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
-            # torch leaves its default of .5 out of a trace
-            dropped = F.dropout(F.dropout(leaf, 0.2))
-            (grad,) = torch.autograd.grad(dropped.sum(), leaf)
-        return [dropped.detach(), grad]
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_graphs_dropout_has_one_mask_for_forward_and_backward(inplace: bool) -> None:
+    layers = nn.Sequential(
+        nn.Linear(100, 100, bias=False), nn.Dropout(0.2), nn.Dropout(0.5, inplace)
+    )
+    nn.init.eye_(layers[0].weight)  # type: ignore[arg-type]
+    graphs = []
 
-    x = torch.rand(300, 100) + 1
-    graph = hashed_dropout(traced(step, [x]), [x])
-    assert not [node for node in graph.graph.nodes if "bernoulli" in str(node.target)]
-    dropped, grad = graph(x)
+    def backend(graph: Any, examples: Any) -> Any:
+        graphs.append(with_hashed_dropout(graph))
+        return graphs[0]
+
+    x = (torch.rand(300, 100) + 1).requires_grad_()
+    dropped = torch.compile(layers, backend=backend)(x)
+    (grad,) = torch.autograd.grad(dropped.sum(), x)
+    assert not [each for each in graphs[0].graph.nodes if each.target is F.dropout]
     assert torch.allclose(dropped, x * grad)
     assert sorted({round(float(value), 4) for value in grad.flatten()}) == [0, 2.5]
     assert (grad > 0).float().mean() == pytest.approx(0.4, abs=0.02)
 
 
-def test_a_step_that_draws_no_mask_is_left_as_it_is() -> None:
+def test_an_evaluation_and_the_ends_of_the_probability_draw_nothing() -> None:
     x = torch.rand(3)
-    graph = traced(lambda x: [x * torch.rand(3)], [x])
-    assert hashed_dropout(graph, [x]) is graph
+    state = torch.get_rng_state()
+    assert torch.equal(hashed_dropout(x, 0.5, training=False), x)
+    assert torch.equal(hashed_dropout(x, 0.0), x)
+    assert not hashed_dropout(x, 1.0).any()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_graph_without_dropout_is_left_as_it_is() -> None:
+    graph = torch.fx.symbolic_trace(nn.Linear(3, 1))
+    assert with_hashed_dropout(graph) is graph

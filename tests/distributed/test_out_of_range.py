@@ -84,5 +84,5 @@ def test_error_says_the_same_under_every_sharding_type() -> None:
     }
     assert len(texts) == 1
     (text,) = texts
-    assert "feature 'user_id': id " in text
-    assert "is outside table 'user_id' (valid ids: 0 to 100;" in text
+    assert "column 'user_id': id " in text
+    assert "is outside table 'user_id' (0 to 100;" in text

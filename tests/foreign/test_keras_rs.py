@@ -31,7 +31,8 @@ from torch.nn.functional import cross_entropy
 
 from torchrec_ext.modules.losses import softmax_losses
 from torchrec_ext.modules.softmax import in_batch_negatives
-from torchrec_ext.train.metrics.ranking import TargetRanks, query_figures
+from torchrec_ext.train.metrics import Hits, ranking_metrics
+from torchrec_ext.train.metrics.hits import best_grades, first_gains
 
 SOURCE = Path(os.environ.get("KERAS_RS_SOURCE") or "/nonexistent") / "keras_rs/src"
 pytestmark = pytest.mark.skipif(
@@ -131,17 +132,18 @@ def figure(
             else torch.tensor(kept[row], dtype=torch.bool)
         )
         own, given = own[there], given[there]
-        relevant = given[own > 0]
-        if not len(relevant):
+        is_relevant = own > 0
+        count = int(is_relevant.sum())
+        if not count:
             sums.append(0.0)
             continue
-        ranks = TargetRanks(
-            (given > relevant[:, None]).sum(dim=1),
-            (given == relevant[:, None]).sum(dim=1) - 1,
-            torch.zeros(len(relevant)),
-        )
         size = k or len(own)
-        sums.append(float(query_figures(ranks, size, [name])[f"{name}@{size}"]))  # type: ignore[list-item]
+        hits = Hits(
+            first_gains(given[None], is_relevant[None].float(), size),
+            best_grades(torch.zeros(count).long(), torch.ones(count), 1, size),
+            torch.tensor([count]),
+        )
+        sums.append(ranking_metrics(hits, [(name, size)])[f"{name}@{size}"])  # type: ignore[list-item]
     return sum(sums) / len(sums)
 
 

@@ -13,7 +13,7 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import TopMLP
-from torchrec_ext.modules.session_tower import SessionTower
+from torchrec_ext.modules.session_tower import SessionSteps
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, Jagged
 
@@ -42,10 +42,10 @@ def listed(name: str, *features: str) -> EmbeddingConfig:
     )
 
 
-def towers(kind: str, device: torch.device | None) -> dict[str, Any]:
+def towers(kind: str) -> dict[str, Any]:
     """``plain``: 4 tables each. ``shared``: an item table of both, the user's over other rows.
 
-    ``sequences``: an item table of three towers, pooled, under attention, and as steps of a session beside a target.
+    ``sequences``: an item table of three towers: pooled, of one id, and as the steps of a session.
     """
     if kind == "plain":
         user = [
@@ -61,41 +61,32 @@ def towers(kind: str, device: torch.device | None) -> dict[str, Any]:
             bags("price_band"),
         ]
         return {
-            "user": Tower(user, [16, 8], device=device),
-            "item": Tower(item, [16, 8], device=device),
+            "user": Tower(user, [16, 8]),
+            "item": Tower(item, [16, 8]),
         }
     if kind == "shared":
         user = [bags("user_id"), bags("item", "history", "likes")]
         item = [bags("item", "item_id"), bags("genres")]
         return {
-            "user": Tower(user, [16, 8], device=device),
-            "item": Tower(item, [16, 8], device=device),
+            "user": Tower(user, [16, 8]),
+            "item": Tower(item, [16, 8]),
         }
-    session = {
-        "session": ["history"],
-        "target": ["item_id"],
-        "mlp_widths": [8],
-        "heads": 2,
-        "max_length": 3,
-    }
     return {
-        "session": SessionTower(
-            [listed("item", "history", "item_id")], **session, device=device
-        ),  # type: ignore[arg-type]
-        "likes": Tower([bags("item", "likes"), bags("genres")], [8], device=device),
-        "words": Tower(
-            [listed("word", "words"), listed("item", "history"), bags("user_id")],
-            [8],
-            device=device,
+        "session": SessionSteps(
+            [listed("item", "history")], session=["history"], max_length=3
         ),
+        "likes": Tower([bags("item", "likes"), bags("genres")], [8]),
+        "item": Tower([bags("item", "item_id"), bags("user_id")], [8]),
     }
 
 
 def model(kind: str, device: torch.device | None = None) -> TowerModel:
+    parts = towers(kind)
     made = TowerModel(
-        towers(kind, device),
-        TopMLP([8] * (3 if kind == "sequences" else 2)),
+        parts,
+        TopMLP([tower.out_features for tower in parts.values()]),
         shared=["user"] if kind == "shared" else [],
+        device=device,
     )
     generator = torch.Generator().manual_seed(0)
     for name, value in made.named_parameters():

@@ -34,8 +34,6 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.session import bst
 from torchrec_ext.models.tower_model import TowerModel
-from torchrec_ext.modules.session_tower import SessionTower
-from torchrec_ext.modules.shared_tables import values_by_table
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import Jagged
 from torchrec_ext.train.loop import TrainConfig, train
@@ -78,7 +76,7 @@ def small(device: torch.device | None = None, **options: Any) -> TowerModel:
         tables,
         session=settings.pop("session_order", ["history", "gap"]),  # type: ignore[arg-type]
         target=["item_id"],
-        others={"user": Tower([user], [8], device=device)},
+        others={"user": Tower([user], [8])},
         device=device,
         **settings,
     )
@@ -134,8 +132,8 @@ def batches(
 def unsharded(steps: int) -> dict[str, Any]:
     model = small()
     initialise_tables(model, seed=7)
-    tables = [p for name, p in model.named_parameters() if "embeddings." in name]
-    dense = [p for name, p in model.named_parameters() if "embeddings." not in name]
+    tables = [p for name, p in model.named_parameters() if "look_ups." in name]
+    dense = [p for name, p in model.named_parameters() if "look_ups." not in name]
     optimizer = torch.optim.SGD(
         [
             {"params": tables, "lr": OPTIMIZER.tables_lr},
@@ -198,8 +196,8 @@ def test_sharded_equals_unsharded(sharding: str, world_size: int) -> None:
         for name, value in expected["state"].items()
         if "embed" in name
     )
-    assert all((rank["pipelined"], rank["unpipelined"]) == (3, []) for rank in ranks), (
-        "the items', the gaps' and the user's"
+    assert all((rank["pipelined"], rank["unpipelined"]) == (2, []) for rank in ranks), (
+        "the items' and the gaps' as one, and the user's"
     )
 
 
@@ -343,49 +341,6 @@ def test_a_second_tower_of_the_name_is_refused() -> None:
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("combine", ["sum", "concat"])
-@pytest.mark.parametrize("pooling", ["flatten", "last", "mean"])
-def test_the_model_cut_in_two_is_the_session_tower_with_the_target_among_its_steps(
-    pooling: str, combine: str
-) -> None:
-    """The same weights give the same logits, though no tower of bst() sees both session and target."""
-    model = small(pooling=pooling, combine=combine, top_widths=(12,)).eval()
-    initialise_tables(model, seed=7)
-    tables = [
-        EmbeddingConfig(
-            name=name, num_embeddings=rows, embedding_dim=WIDTH, feature_names=features
-        )
-        for name, rows, features in (
-            ("item_id", ITEMS, ["history", "item_id"]),
-            ("gap", GAPS, ["gap"]),
-        )
-    ]
-    whole = SessionTower(
-        tables,
-        session=["history", "gap"],
-        target=["item_id"],
-        max_length=S,
-        heads=2,
-        mlp_widths=(24, 8),
-        dense=["hour"],
-        pooling=pooling,  # type: ignore[arg-type]
-        combine=combine,  # type: ignore[arg-type]
-    ).eval()
-    top: Any = model.interaction
-    whole.network.load_state_dict(top.network.state_dict())
-    whole.mlp.load_state_dict(top.session_mlp.state_dict())
-    held = {name: weight for name, _, weight in values_by_table(model)}
-    for name, holder, _ in values_by_table(whole):
-        holder.weight = held[name]
-    batch = next(batches(1))
-    with torch.no_grad():
-        user = model.embed("user", batch)
-        session = whole(batch.sparse, batch.dense)
-        expected = top.mlp(top.activation(torch.cat([session, user], dim=1))).squeeze(1)
-        torch.testing.assert_close(model.logits(batch), expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.unit
 def test_with_concat_the_target_stands_in_the_slot_of_its_table() -> None:
     """The logits are those of torch's transformer over steps that are concatenated by hand, the target's gap zeros."""
     model = small(
@@ -395,7 +350,10 @@ def test_with_concat_the_target_stands_in_the_slot_of_its_table() -> None:
         mlp_widths=(),
     ).eval()
     initialise_tables(model, seed=7)
-    held = {name: weight.detach() for name, _, weight in values_by_table(model)}
+    held = {
+        name.split(".")[-2]: weight.detach()
+        for name, weight in model.look_ups.named_parameters()
+    }
     top: Any = model.interaction
     batch = next(batches(1))
     layer = torch.nn.TransformerEncoderLayer(

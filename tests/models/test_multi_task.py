@@ -33,8 +33,12 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.models.multi_task import MultiTaskModel
-from torchrec_ext.modules.interaction import MultiTaskTop, TopMLP, logit_of_product
+from torchrec_ext.models.multi_task import (
+    MultiTaskModel,
+    MultiTaskTop,
+    logit_of_product,
+)
+from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, DataError, Jagged
@@ -55,14 +59,13 @@ def model(device: torch.device | None = None, **options: Any) -> MultiTaskModel:
             [table("user_id", USERS), table("history", ITEMS)],
             [16, 8],
             dense=["age"],
-            device=device,
         ),
-        "item": Tower(
-            [table("item_id", ITEMS)], [16, 8], dense=["price"], device=device
-        ),
+        "item": Tower([table("item_id", ITEMS)], [16, 8], dense=["price"]),
     }
     made = MultiTaskModel(
-        towers, MultiTaskTop([8, 8], len(WEIGHTS), [6]), **{"tasks": WEIGHTS} | options
+        towers,
+        MultiTaskTop([8, 8], len(WEIGHTS), [6]),
+        **{"tasks": WEIGHTS, "device": device} | options,
     )
     return redrawn(made, 0, tables=3 if device is None else None)
 

@@ -11,6 +11,7 @@ from torchrec import EmbeddingBagConfig
 
 from tests.contracts import gather_state, run_ranks
 from tests.examples import META, assert_every_gradient, redrawn
+from tests.models.merged_models import by_table
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -98,21 +99,19 @@ def written_out(made: ContextualNCF, batch: TowerBatch) -> Tensor:
         for key, jagged in batch.sparse.to_dict().items()
     }
 
-    def look_up(tower: str, name: str, feature: str, ids: int = 1) -> Tensor:
-        rows = weights[f"towers.{tower}.embeddings.embedding_bags.{name}.weight"]
+    def look_up(name: str, feature: str, ids: int = 1) -> Tensor:
+        rows = weights[f"look_ups.collections.rows.embedding_bags.{name}.weight"]
         return rows[bags[feature][:, :ids]].sum(1)
 
-    gmf = look_up("user", "user_id_gmf", "user_id") * look_up(
-        "item", "item_id_gmf", "item_id"
-    )
+    gmf = look_up("user_id_gmf", "user_id") * look_up("item_id_gmf", "item_id")
     user = [
-        look_up("user", "user_id_mlp", "user_id"),
-        look_up("user", "hour", "hour"),
+        look_up("user_id_mlp", "user_id"),
+        look_up("hour", "hour"),
         batch.dense[:, :1],
     ]
     item = [
-        look_up("item", "item_id_mlp", "item_id"),
-        look_up("item", "genres", "genres", 2),
+        look_up("item_id_mlp", "item_id"),
+        look_up("genres", "genres", 2),
         batch.dense[:, 1:],
     ]
     first = torch.cat(
@@ -309,6 +308,7 @@ def test_sharded_equals_unsharded_with_user_and_context_computed_once(
     state, missed = run_ranks(trained, 2, shared, sharding)[0]
     assert missed == []
     expected = unsharded()
+    state, expected = by_table(state), by_table(expected)
     assert state.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(

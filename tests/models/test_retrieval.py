@@ -41,15 +41,17 @@ def retrieval(
 ) -> RetrievalModel:
     torch.manual_seed(0)
     towers = {
-        "user": Tower([table("user_id", USERS)], (8,), device=device),
-        "item": Tower([table("item_id", ITEMS)], (8,), device=device),
+        "user": Tower([table("user_id", USERS)], (8,)),
+        "item": Tower([table("item_id", ITEMS)], (8,)),
     }
     torch.manual_seed(1)
     for tower in towers.values():
         for layer in tower.modules():
             if isinstance(layer, nn.Linear):
                 layer.reset_parameters()
-    return RetrievalModel(towers, interaction or DotProduct([8, 8]), **options)  # type: ignore[arg-type]
+    return RetrievalModel(
+        towers, interaction or DotProduct([8, 8]), device=device, **options
+    )  # type: ignore[arg-type]
 
 
 def batch(rank: int = 0, world_size: int = 1, *, seed: int = 0) -> TowerBatch:
@@ -287,12 +289,12 @@ def of_clicks(
     loss: str, device: torch.device | None = None, **options: Any
 ) -> RetrievalModel:
     towers = {
-        "user": Tower([table("occupation", 22)], (8,), device=device),
-        "item": Tower([table("item_id", 51)], (8,), device=device),
+        "user": Tower([table("occupation", 22)], (8,)),
+        "item": Tower([table("item_id", 51)], (8,)),
     }
     counts = torch.from_numpy(CLICKS.popularity) if loss == "in_batch" else None
     return RetrievalModel(
-        towers, DotProduct([8, 8]), counts=counts, loss=loss, **options
+        towers, DotProduct([8, 8]), counts=counts, loss=loss, device=device, **options
     )
 
 

@@ -48,14 +48,13 @@ def model(
             [table("user_id", USERS), items("history", "wishes", name=names[0])],
             [16, 8],
             dense=["age"],
-            device=device,
         ),
-        "item": Tower(
-            [items("item_id", name=names[1])], [16, 8], dense=["price"], device=device
-        ),
+        "item": Tower([items("item_id", name=names[1])], [16, 8], dense=["price"]),
     }
     torch.manual_seed(0)
-    made = TowerModel(towers, TopMLP([8, 8]), shared=["user"] if shared else [])
+    made = TowerModel(
+        towers, TopMLP([8, 8]), shared=["user"] if shared else [], device=device
+    )
     return redrawn(made, 0, tables=3 if device is None else None)
 
 
@@ -178,7 +177,7 @@ def test_a_bad_id_of_a_joint_key_is_named_as_any() -> None:
     bad = {**sparse, "item_id": Jagged(torch.tensor([1, ITEMS]))}
     with pytest.raises(
         ValueError,
-        match=f"feature 'item_id': id {ITEMS} in row 1 of the batch is outside table 'item'",
+        match=f"row 1 of the batch, column 'item_id': id {ITEMS} is outside table 'item'",
     ):
         made.schema().assemble(bad, dense, labels=labels)
     mapped = made.schema(out_of_range="oov", oov_ids={"item_id": 7}).assemble(
@@ -217,7 +216,7 @@ def test_three_towers_of_which_two_are_shared_read_one_table() -> None:
     made = TowerModel(towers, TopMLP([4] * 3), shared=["user", "context"])
     assert [joint.key for joint in made.schema().joint] == ["history|item_id", "last|"]
     assert [name for name, _ in made.named_parameters() if "bags.item." in name] == [
-        "shared_tables.collections.joint.embedding_bags.item.weight"
+        "look_ups.collections.joint.embedding_bags.item.weight"
     ]
     batch = made.schema().assemble(
         {
@@ -226,7 +225,7 @@ def test_three_towers_of_which_two_are_shared_read_one_table() -> None:
         },
         labels=torch.zeros(2),
     )
-    weight = made.shared_tables.collections["joint"].embedding_bags["item"].weight  # type: ignore[union-attr]
+    weight = made.look_ups.collections["joint"].embedding_bags["item"].weight  # type: ignore[union-attr]
     expected = [
         towers[name].mlp(weight[[at, 5]])
         for at, name in enumerate(("user", "item", "context"))

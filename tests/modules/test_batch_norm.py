@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from tests.contracts import run_ranks
 from tests.data.loader import given
 from tests.examples import ITEMS, USERS, redrawn, table
+from tests.models.merged_models import by_table
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.batch import padded
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.models.multi_task import MultiTaskModel
+from torchrec_ext.models.multi_task import MultiTaskModel, MultiTaskTop
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import (
     INTERACTIONS,
-    MultiTaskTop,
     TopMLP,
     interaction_layer,
 )
@@ -243,7 +243,9 @@ def test_a_shared_row_counts_as_often_as_it_is_read() -> None:
             dataclasses.replace(batch_of(model, None), weights=weights)
         )
         loss.backward()
-        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+        grads = by_table(
+            {name: parameter.grad for name, parameter in model.named_parameters()}
+        )
         buffers = {
             name: value
             for name, value in model.named_buffers()

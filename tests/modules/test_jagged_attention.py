@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchrec_ext.modules.session_encoder import Attention, Packing, attend
+from torchrec_ext.modules.session_encoder import Packing, attend
 
 pytestmark = pytest.mark.unit
 HEADS, WIDTH = 2, 3
@@ -31,17 +31,17 @@ def plain(projected: Tensor, lengths: list[int], causal: bool) -> Tensor:
 
 
 def outcome(
-    lengths: list[int], how: Attention | None, causal: bool
+    lengths: list[int], causal: bool, *, by_formula: bool
 ) -> tuple[Tensor, Tensor]:
     """Output and gradient of one and the same projection."""
     generator = torch.Generator().manual_seed(0)
     projected = torch.randn(
         sum(lengths), 3, HEADS, WIDTH, dtype=torch.float64, generator=generator
     ).requires_grad_()
-    if how is None:
+    if by_formula:
         output = plain(projected, lengths, causal)
     else:
-        output = attend(projected, Packing(torch.tensor(lengths), how), causal=causal)
+        output = attend(projected, Packing(torch.tensor(lengths)), causal=causal)
     (
         output * torch.randn(output.shape, dtype=torch.float64, generator=generator)
     ).sum().backward()
@@ -56,29 +56,15 @@ def outcome(
 @example(lengths=[3, 0, 17, 1, 1, 8], causal=True)
 @example(lengths=[0, 0], causal=True)
 @example(lengths=[5], causal=False)
-@pytest.mark.parametrize("how", ["bucketed", "padded"])
 def test_each_step_attends_to_its_own_sequence_alone(
-    how: Attention, lengths: list[int], causal: bool
+    lengths: list[int], causal: bool
 ) -> None:
     for result, expected in zip(
-        outcome(lengths, how, causal), outcome(lengths, None, causal), strict=True
+        outcome(lengths, causal, by_formula=False),
+        outcome(lengths, causal, by_formula=True),
+        strict=True,
     ):
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("lengths", [[3, 0, 17, 1, 1, 8], [4, 4], [1]])
-def test_the_nested_layout_of_torch_agrees(lengths: list[int]) -> None:
-    for result, expected in zip(
-        outcome(lengths, "nested", False), outcome(lengths, None, False), strict=True
-    ):
-        torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
-
-
-def test_what_torch_cannot_do_is_refused() -> None:
-    message = r"attention='nested' with causal=True on a cpu: torch has no kernel.*attention='bucketed'"
-    with pytest.raises(ValueError, match=message):
-        outcome([3, 2], "nested", True)
 
 
 def test_a_packing_by_hand() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from tests.examples import batches
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.modules.losses import bce, bpr, hinge
+from torchrec_ext.modules.losses import bce, bpr
 
 pytestmark = pytest.mark.unit
 
@@ -99,35 +99,6 @@ def test_bpr_orders_a_pair_whatever_the_level_of_its_logits() -> None:
     assert float(tied) == pytest.approx(math.log(2), rel=1e-14)
 
 
-def test_hinge_equals_its_closed_form() -> None:
-    logits, made = doubled(GROUPS, [1.0, 3.0, 0.0], 3)
-    short = [[0.5 - 0.5 - 0.2, 0.5 - 0.5 + 1.0], [0.5 - 30 + 0.1, 0.5 - 30 - 300]]
-    expected = (max(0, short[0][0]) + max(0, short[0][1])) / 2 / 4 + 3 * 0 / 4
-    assert float(
-        hinge(logits.detach(), made, negatives=2, margin=0.5)
-    ) == pytest.approx(expected, rel=1e-14)
-    hardest = hinge(logits, made, negatives=2, margin=0.5, hardest=True)
-    assert float(hardest.detach()) == pytest.approx(max(0, *short[0]) / 4, rel=1e-14)
-    hardest.backward()
-    assert logits.grad is not None
-    assert logits.grad.tolist() == [-0.25, 0, 0.25, 0, 0, 0, 0, 0, 0], (
-        "the hardest negative and its positive, nothing else"
-    )
-
-
-def test_hinge_of_negative_distances_is_the_triplet_loss() -> None:
-    anchor = torch.randn(4, 1, 3, dtype=torch.float64)
-    items = torch.randn(4, 2, 3, dtype=torch.float64)
-    distances = (anchor - items).norm(dim=2)
-    expected = torch.nn.functional.triplet_margin_loss(
-        anchor[:, 0], items[:, 0], items[:, 1], margin=0.7, eps=0
-    )
-    _, made = doubled([0.0] * 8, [1.0] * 4, 2)
-    torch.testing.assert_close(
-        hinge(-distances.flatten(), made, negatives=1, margin=0.7), expected
-    )
-
-
 def test_wrong_arguments_are_named() -> None:
     logits, made = doubled(GROUPS, [1.0, 3.0, 0.0], 3)
     with pytest.raises(
@@ -142,6 +113,4 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"logits: shape \(6,\) for a batch of 9 rows"):
         bpr(logits[:6], made, negatives=2)
     with pytest.raises(ValueError, match=r"negatives=0 with 9 logits"):
-        hinge(logits, made, negatives=0)
-    with pytest.raises(ValueError, match=r"margin=0: must be greater than 0"):
-        hinge(logits, made, negatives=2, margin=0)
+        bpr(logits, made, negatives=0)

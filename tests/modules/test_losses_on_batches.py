@@ -17,7 +17,6 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.modules.losses import (
     bce,
     bpr,
-    hinge,
     in_batch_softmax,
     sampled_softmax,
 )
@@ -46,8 +45,6 @@ def of_groups(name: str, rank: int, world_size: int) -> list[float]:
             sampled_softmax, negatives=3, temperature=0.5
         ),
         "bpr": functools.partial(bpr, negatives=3),
-        "hinge": functools.partial(hinge, negatives=3, margin=0.3),
-        "hinge of the hardest": functools.partial(hinge, negatives=3, hardest=True),
         "bce": bce,
     }
     losses = []
@@ -68,8 +65,6 @@ def of_groups(name: str, rank: int, world_size: int) -> list[float]:
     [
         "sampled_softmax",
         "bpr",
-        "hinge",
-        "hinge of the hardest",
         "bce",
     ],
 )

@@ -83,9 +83,8 @@ def test_layers_equal_torchs_own(causal: bool, norm_first: bool) -> None:
 
 
 @pytest.mark.parametrize("position", ["start", "end", "none"])
-@pytest.mark.parametrize("attention", ["bucketed", "padded"])
-def test_a_later_step_changes_no_earlier_output(position: str, attention: str) -> None:
-    model = encoder(causal=True, position=position, attention=attention)
+def test_a_later_step_changes_no_earlier_output(position: str) -> None:
+    model = encoder(causal=True, position=position)
     packed, lengths = steps(), torch.tensor(LENGTHS)
     changed = packed.clone()
     changed[2] = changed[5]  # the third step of the first sequence
@@ -156,10 +155,6 @@ def test_a_sequence_longer_than_the_limit_is_refused() -> None:
         ({"heads": 3}, "heads=3: must divide the width of a step, D=8; choose 2"),
         ({"layers": 0}, "layers=0: must be 1 or more"),
         ({"position": "middle"}, "position='middle': must be one of start, end, none"),
-        (
-            {"attention": "flash"},
-            "attention='flash': must be one of bucketed, nested, padded",
-        ),
     ],
 )
 def test_a_wrong_setting_is_named(options: dict[str, Any], text: str) -> None:

@@ -5,12 +5,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, PoolingType
+from torchrec import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.layers import Residual, mlp
-from torchrec_ext.modules.tower import AttentionPooling, Tower
+from torchrec_ext.modules.tower import Tower
+from torchrec_ext.schema import Jagged
 
 pytestmark = pytest.mark.unit
 
@@ -30,18 +32,6 @@ def bags(
 def listed(name: str, rows: int = 10, dim: int = 4) -> EmbeddingConfig:
     return EmbeddingConfig(
         name=name, feature_names=[name], num_embeddings=rows, embedding_dim=dim
-    )
-
-
-def ids(**features: list[list[int]]) -> KeyedJaggedTensor:
-    """One bag per row for each feature."""
-    rows = [row for feature in features.values() for row in feature]
-    return KeyedJaggedTensor(
-        keys=list(features),
-        values=torch.tensor(
-            [value for row in rows for value in row], dtype=torch.int64
-        ),
-        lengths=torch.tensor([len(row) for row in rows], dtype=torch.int32),
     )
 
 
@@ -89,66 +79,56 @@ def test_layers_stand_in_the_order_linear_norm_activation_dropout() -> None:
     assert kinds == ["Linear", "LayerNorm", "GELU", "Dropout", "Linear"]
 
 
-def test_attention_with_equal_scores_is_the_mean_and_an_empty_bag_gives_zeros() -> None:
-    pool = AttentionPooling(4)
-    values, lengths = torch.randn(5, 4), torch.tensor([3, 0, 2])
-    nn.init.zeros_(pool.score[2].weight)  # type: ignore[arg-type]
-    expected = torch.stack([values[:3].mean(0), torch.zeros(4), values[3:].mean(0)])
-    torch.testing.assert_close(pool(JaggedTensor(values, lengths=lengths)), expected)
-
-
-def test_attention_is_a_softmax_over_each_bag_also_where_scores_are_large() -> None:
-    pool = AttentionPooling(4).double()
-    values, lengths = torch.randn(7, 4, dtype=torch.float64), torch.tensor([3, 4])
-    with torch.no_grad():
-        pool.score[2].weight *= 2000  # type: ignore[operator]
-    scores = pool.score(values).squeeze(1)
-    expected = [
-        torch.softmax(part, 0) @ bag
-        for part, bag in zip(scores.split([3, 4]), values.split([3, 4]), strict=True)
-    ]
-    torch.testing.assert_close(
-        pool(JaggedTensor(values, lengths=lengths)), torch.stack(expected)
-    )
-
-
-def test_a_tower_pools_each_table_as_it_is_declared() -> None:
-    tower = Tower(
-        [bags("a"), listed("b"), bags("c", pooling=PoolingType.MEAN)], [], dense=["x"]
-    )
-    assert tower.out_features == 13
-    nn.init.zeros_(tower.attention.pools[0].score[2].weight)  # type: ignore[union-attr, index]
-    sparse = ids(a=[[1, 2], []], b=[[3, 4, 5], []], c=[[6, 8], [7]])
-    dense = torch.tensor([[0.5], [0.25]])
-    table = {
-        name: value for name, value in tower.named_parameters() if "embeddings." in name
+def vectors(tower: Tower, batch: int = 2) -> dict[str, Tensor]:
+    """Embeddings of the tower's features, all of them different."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        f"{name}@{table.name}": torch.randn(
+            batch, table.embedding_dim, generator=generator
+        )
+        for table in tower.tables
+        for name in table.feature_names
     }
-    a, c = (table[f"embeddings.embedding_bags.{name}.weight"] for name in "ac")
-    b = table["sequences.embeddings.b.weight"]
-    first = torch.cat([a[1] + a[2], (c[6] + c[8]) / 2, b[3:6].mean(0), dense[0]])
-    second = torch.cat([torch.zeros(4), c[7], torch.zeros(4), dense[1]])
-    torch.testing.assert_close(tower(sparse, dense), torch.stack([first, second]))
 
 
-def test_a_tower_of_lists_alone_trains_every_parameter() -> None:
+def test_a_tower_puts_its_columns_side_by_side() -> None:
+    tower = Tower([bags("a"), bags("c", dim=3)], [], dense=["x"])
+    assert tower.out_features == 8
+    embedded = vectors(tower) | {"other@table": torch.zeros(2, 9)}
+    dense = torch.tensor([[0.5], [0.25]])
+    expected = torch.cat([embedded["a@a"], embedded["c@c"], dense], dim=1)
+    torch.testing.assert_close(tower(embedded, dense), expected)
+
+
+@pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
+def test_rows_looked_up_one_by_one_are_pooled_as_the_table_says(
+    pooling: PoolingType,
+) -> None:
+    tower = Tower([bags("a", pooling=pooling)], [])
+    rows = torch.randn(3, 4)
+    bag = JaggedTensor(rows, lengths=torch.tensor([3, 0]))
+    expected = torch.stack([rows.sum(0), torch.zeros(4)])
+    if pooling == PoolingType.MEAN:
+        expected = expected / 3
+    torch.testing.assert_close(tower({"a@a": bag}, torch.empty(2, 0)), expected)
+
+
+def test_a_tower_trains_every_parameter() -> None:
     torch.manual_seed(0)
-    tower = Tower(
-        [listed("a"), listed("b")], [8, 4], normalization="layer", residual=True
-    )
+    tower = Tower([bags("a"), bags("b")], [8, 4], normalization="layer", residual=True)
     every_parameter_moves(
-        tower,
-        tower(ids(a=[[1, 2], [3]], b=[[4], [5, 6, 7]]), torch.empty(2, 0))
-        .square()
-        .sum(),
+        tower, tower(vectors(tower), torch.empty(2, 0)).square().sum()
     )
 
 
 @pytest.mark.parametrize("data_type", [DataType.FP16, DataType.BF16])
 def test_a_tower_reads_half_precision_as_float32(data_type: DataType) -> None:
-    tower = Tower([bags("a", data_type=data_type)], [])
-    output = tower(ids(a=[[1, 2]]), torch.empty(1, 0))
+    model = TowerModel({"a": Tower([bags("a", data_type=data_type)], [])}, nn.Module())
+    ids = Jagged(torch.tensor([1, 2]), torch.tensor([2]))
+    batch = model.schema().assemble({"a": ids}, labels=torch.zeros(1))
+    output = model.embed("a", batch)
     assert output.dtype == torch.float32
-    table = tower.embeddings.embedding_bags["a"].weight  # type: ignore[union-attr]
+    (table,) = model.look_ups.parameters()
     assert table.dtype in (torch.float16, torch.bfloat16)
     torch.testing.assert_close(
         output[0], table[1:3].float().sum(0), rtol=1e-2, atol=1e-2
@@ -178,9 +158,8 @@ def test_a_tower_reads_half_precision_as_float32(data_type: DataType) -> None:
         ),
         (lambda: Tower([], [4]), "a Tower needs a table or a dense column"),
         (
-            lambda: Tower([listed("a"), listed("b", dim=8)], [4]),
-            "tables 'a' (D = 4) and 'b' (D = 8) are pooled by attention, and TorchRec's EmbeddingCollection holds "
-            "tables of one",
+            lambda: Tower([bags("a"), listed("b")], [4]),  # type: ignore[list-item]
+            "table 'b': a EmbeddingConfig, which does not pool; give an EmbeddingBagConfig",
         ),
     ],
 )
@@ -227,4 +206,6 @@ def test_a_table_that_cannot_be_made_is_named_with_its_size() -> None:
         ValueError,
         match=r"table 'ad', num_embeddings=4,611,686,018,427,387,904: 73,786,976,294\.8 GB of weights",
     ):
-        Tower([bags("user"), bags("ad", rows=2**62)], (4,))
+        TowerModel(
+            {"a": Tower([bags("user"), bags("ad", rows=2**62)], (4,))}, nn.Module()
+        )

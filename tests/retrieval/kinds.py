@@ -11,28 +11,23 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 from torchrec import (
-    EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingConfig,
-    KeyedJaggedTensor,
     PoolingType,
 )
 from torchrec.modules.embedding_configs import DataType
 
-from torchrec_ext.models.multi_task import MultiTaskModel
+from torchrec_ext.models.multi_task import MultiTaskModel, MultiTaskTop
 from torchrec_ext.models.ncf import ContextualNCF
 from torchrec_ext.models.retrieval import RetrievalModel
 from torchrec_ext.models.session import NextItemModel, bst
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import (
-    DotProduct,
-    MultiTaskTop,
     TopMLP,
     interaction_layer,
 )
 from torchrec_ext.modules.session_encoder import SessionEncoder
-from torchrec_ext.modules.session_tower import SessionTower
-from torchrec_ext.modules.tower import Tower
+from torchrec_ext.modules.tower import Tower, Vectors
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.catalogue import Catalogue
 from torchrec_ext.retrieval.export import export
@@ -101,16 +96,10 @@ def three_towers() -> nn.Module:
     return model
 
 
-def attention() -> nn.Module:
-    tables = [bag("user_id", USERS), lists("films", ITEMS, "history", "item_id")]
-    user = Tower([tables[0], lists("films", ITEMS, "history")], [8], activation="gelu")
+def one_table() -> nn.Module:
+    user = Tower([bag("user_id", USERS), bag("films", ITEMS, "history")], [8])
     item = Tower([bag("films", ITEMS, "item_id")], [8])
     return TowerModel({"user": user, "item": item}, TopMLP([8, 8]))
-
-
-def weighted() -> nn.Module:
-    user = Tower([bag("films", ITEMS, "history")], [8], weights={"history": "share"})
-    return TowerModel({"user": user, "item": item_tower(8)}, DotProduct([8, 8]))
 
 
 def half() -> nn.Module:
@@ -136,19 +125,6 @@ def transformer(**options: Any) -> Callable[[], nn.Module]:
         )
 
     return made
-
-
-def session_tower() -> nn.Module:
-    steps = [lists("films", ITEMS, "history"), lists("gap", 9, "gap")]
-    session = SessionTower(
-        steps,
-        session=["history", "gap"],
-        mlp_widths=(8,),
-        max_length=MOST,
-        heads=2,
-        dense=["age"],
-    )
-    return TowerModel({"user": session, "item": item_tower(8)}, DotProduct([8, 8]))
 
 
 def next_item() -> nn.Module:
@@ -180,20 +156,19 @@ def retrieval() -> nn.Module:
 
 
 class Bags(nn.Module):
-    """A tower class of the user's own, over an EmbeddingBagCollection."""
+    """A tower class of the user's own."""
 
     dense: tuple[str, ...] = ("age",)
 
     def __init__(self) -> None:
         super().__init__()
         self.tables = [bag("user_id", USERS), bag("films", ITEMS, "history")]
-        self.bags = EmbeddingBagCollection(tables=self.tables)
         self.layer = nn.Linear(2 * D + 1, 8)
         self.out_features = 8
 
-    def forward(self, sparse: KeyedJaggedTensor, dense: Tensor) -> Tensor:
-        pooled = self.bags(sparse)
-        both = torch.cat([pooled["history"], pooled["user_id"], dense], 1)
+    def forward(self, vectors: Vectors, dense: Tensor) -> Tensor:
+        keys = ("history@films", "user_id@user_id")
+        both = torch.cat([*(vectors[key] for key in keys), dense], 1)  # type: ignore[misc]
         return self.layer(both).tanh()  # type: ignore[no-any-return]
 
 
@@ -207,15 +182,13 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
         for name in ("top_nn", "dot", "cosine", "gmf", "dcn", "fm", "deepfm")
     },
     "three towers": three_towers,
-    "attention": attention,
-    "weighted": weighted,
+    "one table": one_table,
     "half": half,
     "bst": transformer(),
     "bst of concatenated steps": transformer(
         combine="concat", pooling="mean", norm_first=True, layers=2
     ),
     "bst without positions": transformer(position="none", pooling="last"),
-    "session tower": session_tower,
     "next item": next_item,
     "tasks": tasks,
     "contextual": contextual,
@@ -237,7 +210,7 @@ def made(kind: str, seed: int = 1) -> Any:
 
 def columns_of(model: Any, side: str) -> list[str]:
     schema = model.schema()
-    names = [*schema.keys, *schema.weight_columns]
+    names = list(schema.keys)
     names += [name.partition("[")[0] for name in schema.dense]
     items = ("item_id", "price", "genres")
     own = [name for name in dict.fromkeys(names) if (name in items) == (side == "item")]
@@ -295,21 +268,14 @@ def trained(
                 values = [each[-(most or 10**6) :] for each in values]
             feature = schema.feature(name)
             if feature is None:
-                if name not in schema.weight_columns:
-                    dense[name] = torch.tensor(values)
+                dense[name] = torch.tensor(values)
                 continue
             if not isinstance(values[0], list):
                 sparse[name] = Jagged(torch.tensor(values))
                 continue
-            weights = None
-            if feature.weights:
-                of_ids = cells(feature.weights, rows)
-                weights = torch.tensor([one for each in of_ids for one in each])
             flat = [one for each in values for one in each]
             lengths = torch.tensor([len(each) for each in values])
-            sparse[name] = Jagged(
-                torch.tensor(flat, dtype=torch.int64), lengths, weights
-            )
+            sparse[name] = Jagged(torch.tensor(flat, dtype=torch.int64), lengths)
     targets = torch.zeros(len(users), len(schema.tasks)) if schema.tasks else None
     batch = schema.assemble(
         sparse, dense, labels=torch.zeros(len(users)), targets=targets

@@ -36,12 +36,10 @@ PRODUCTS = (
     "dot",
     "cosine",
     "gmf",
-    "weighted",
-    "session tower",
     "next item",
     "retrieval",
 )
-SESSIONS = ("bst", "session tower", "next item")
+SESSIONS = ("bst", "next item")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,7 +69,7 @@ def test_served_equals_trained(kind: str, tmp_path: Path) -> None:
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("kind", ["top_nn", "gmf", "bst", "next item", "attention"])
+@pytest.mark.parametrize("kind", ["top_nn", "gmf", "bst", "next item", "one table"])
 def test_a_renewed_bundle_is_a_fresh_export(kind: str, tmp_path: Path) -> None:
     renewal = Renewal()
     first = exported(kind, tmp_path / "first", renewal=renewal)

@@ -62,8 +62,6 @@ def exported(runtime: Runtime, folder: Path) -> dict[str, str]:
     digests = {}
     for name in SHARDINGS:
         model = small_model(META)
-        if name == "row_wise":
-            model.merge_lookups()
         plan = plan_sharding(model, runtime, PlanConfig(sharding=name))  # type: ignore[arg-type]
         sharded, _ = hybrid_parallel(model, runtime, plan=plan, seed=7)
         sharded.train()

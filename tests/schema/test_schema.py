@@ -79,15 +79,15 @@ def test_small_integers_become_the_one_id_type() -> None:
     [
         (
             {"user_id": Jagged(torch.tensor([0, 5]))},
-            "feature 'user_id': id 5 in row 1 of the batch is outside table 'users' (valid ids: 0 to 4;",
+            "row 1 of the batch, column 'user_id': id 5 is outside table 'users' (0 to 4; 1 such ids)",
         ),
         (
             {"item_id": Jagged(torch.tensor([-1, 5]))},
-            "id -1 in row 0 of the batch is outside table 'items', 'items_small' (valid ids: 0 to 5",
+            "row 0 of the batch, column 'item_id': id -1 is outside table 'items', 'items_small' (0 to 5",
         ),
         (
             {"history": Jagged(torch.tensor([1, 8, 3]), torch.tensor([1, 2]))},
-            "feature 'history': id 8 in row 1",
+            "row 1 of the batch, column 'history': id 8",
         ),
         (
             {"user_id": Jagged(torch.tensor([0.0, 4.0]))},
@@ -134,7 +134,7 @@ def test_a_bad_column_is_named(changes: dict[str, Jagged], text: str) -> None:
 
 
 def test_a_row_is_named_by_its_number_where_it_has_one() -> None:
-    with pytest.raises(DataError, match="id 9 in row 4711 "):
+    with pytest.raises(DataError, match="row 4711, column 'user_id': id 9 "):
         schema().assemble(
             columns(user_id=Jagged(torch.tensor([0, 9]))),
             AGE,
@@ -193,7 +193,7 @@ def kjt(users: Tensor) -> KeyedJaggedTensor:
 def test_a_keyed_jagged_tensor_of_ones_own_is_checked() -> None:
     good = kjt(torch.tensor([0, 4]))
     assert schema().check(good) is good
-    with pytest.raises(DataError, match="id 6 in row 1"):
+    with pytest.raises(DataError, match="row 1 of the batch, column 'user_id': id 6"):
         schema().check(kjt(torch.tensor([0, 6])))
     mapped = schema(out_of_range="oov").check(kjt(torch.tensor([0, 6])))
     assert mapped.values().tolist() == [0, 0, 1, 5, 7, 2, 3, 42]
@@ -291,7 +291,7 @@ def test_features_checked_together_are_named_and_mapped_one_by_one() -> None:
         }
         with pytest.raises(
             DataError,
-            match=f"feature '{name}': id 3 in row 1 of the batch is outside table '{name}'",
+            match=f"row 1 of the batch, column '{name}': id 3 is outside table '{name}'",
         ):
             BatchSchema.from_tables(tables).assemble(bad, labels=LABELS)
         mapping = BatchSchema.from_tables(
@@ -330,7 +330,7 @@ def test_dense_columns_side_by_side_are_the_same_columns() -> None:
 
 
 def test_a_row_is_named_by_its_shared_row_where_it_has_no_number() -> None:
-    with pytest.raises(DataError, match="id 9 in row 4711 "):
+    with pytest.raises(DataError, match="row 4711, column 'user_id': id 9 "):
         schema().assemble(
             columns(user_id=Jagged(torch.tensor([0, 9]))),
             AGE,
@@ -356,7 +356,7 @@ def test_a_number_of_rows_for_each_shared_row_is_their_index() -> None:
     assert batch.shared is not None
     assert batch.shared.index.tolist() == [0, 0, 1, 1]
     bad = four | {"item_id": Jagged(torch.tensor([1, 5, 6, 2]))}
-    with pytest.raises(DataError, match="feature 'item_id': id 6 in row 71 is outside"):
+    with pytest.raises(DataError, match="row 71, column 'item_id': id 6 is outside"):
         made.assemble(bad, AGE, labels=torch.zeros(4), index=2, shared_rows=numbers)
     with pytest.raises(
         DataError,

@@ -1,7 +1,4 @@
-"""Captures: the captured steps of a user's model, one for each graph that Dynamo traced.
-
-ForwardTrace: makes a captured step of a batch, through the graph of the user's forward and loss.
-"""
+"""Captures: the captured steps of a user's model, one for each graph that Dynamo traced of the whole step."""
 
 from __future__ import annotations
 
@@ -22,8 +19,8 @@ from torchrec_ext.adopt.checks import (
     HOOK_ON_GRADIENT,
     STATES,
     Rules,
-    StateTensor,
     check_model,
+    loss_and_output,
     update_rules,
 )
 from torchrec_ext.adopt.errors import (
@@ -35,40 +32,39 @@ from torchrec_ext.adopt.errors import (
 )
 from torchrec_ext.adopt.graph import (
     GRAPHS,
-    ForwardGraph,
     OneGraphTooMany,
+    OtherMemory,
+    StepGraph,
     changed_between_calls,
-    traced_forward,
+    untraceable,
 )
-from torchrec_ext.adopt.lag import Lag, catch_up
+from torchrec_ext.adopt.lag import catch_up
+from torchrec_ext.adopt.reads import StepReads, the_loss
 from torchrec_ext.adopt.source import (
     AnyBatch,
-    CapturedUpdate,
     GivenBatch,
-    GraphCall,
-    GroupSettings,
+    RowsOnDevice,
     Shapes,
+    repeats_of,
+)
+from torchrec_ext.adopt.updates import (
+    CapturedUpdate,
+    StepCall,
+    lag_of,
+    updated_parameters,
+    why_dense,
 )
 from torchrec_ext.adopt.user_step import UserStep
 from torchrec_ext.adopt.verify import StepComparison, Verification
-from torchrec_ext.capture.captured import CapturedStep, RareShapeError, StepInputs
-from torchrec_ext.capture.memory import StepMemory, UpdatedParameter
+from torchrec_ext.capture import executors
+from torchrec_ext.capture.captured import MOST_GRAPHS, RareShapeError
+from torchrec_ext.capture.compiled import TRACERS, CompiledCall, without_gradients
+from torchrec_ext.capture.memory import RowTable, StepMemory
+from torchrec_ext.capture.step import StepPart, parts_of, trained
+from torchrec_ext.distributed.row_rule import row_by_row
 from torchrec_ext.observe.user_lines import first_line, module_line
 
-Trace = Callable[[AnyBatch], tuple[Tensor, Any]]  # makes the captured step of a batch
-_Check = Callable[[Sequence[Tensor]], None]
-MOST_SHAPES = 4  # of batches to capture; each is traced and compiled
-
-# How an L2 term of the loss is written so that a table is moved row by row, by the kind
-# of optimizer.
-_WITHOUT_CLOSED_FORM = (
-    "which has no closed form for rows that are not read; the decay of AdamW has one"
-)
-_PENALTIES = {
-    "sgd": "which weight_decay of SGD, twice the factor of the square, does row by row",
-    "adam": _WITHOUT_CLOSED_FORM,
-    "adagrad": _WITHOUT_CLOSED_FORM,
-}
+_TRIES = 6  # memories that a graph is traced with, before it stays eager
 
 
 class TooManyShapesError(RareShapeError):
@@ -76,15 +72,18 @@ class TooManyShapesError(RareShapeError):
 
 
 class Captures:
-    """Captures a step for each graph of the user's forward, and runs it.
+    """Captures a step for each state of the user's Python, and runs it.
 
     Args:
         user_step: the user's model, optimizers and eager step.
         verification: decides which steps are compared with the eager one.
-        patience: eager steps of a further shape of batch before it is captured too.
+        patience: eager steps of a further shape of batch, or of a further graph, before it is captured too.
 
     Attributes:
         current: the captured steps that ran last; None before.
+        look_ups: rows that an eager step read of each table, by the id of its weight.
+        matrices: the line that reads a table otherwise, by its name.
+        selects: whether the forward selects by masks.
         draws_random: whether the forward draws random numbers.
         too_many_shapes: why batches of some shapes stay eager; empty if none do.
         after_eager: whether the step before was eager, so that there are gradients to drop.
@@ -99,9 +98,12 @@ class Captures:
         self._patience = patience
         # By the parameters that are updated, and those row by row.
         self._updates: dict[Any, CapturedUpdate] = {}
-        self._checks: dict[int, _Check] = {}  # of each graph, by its number
         self._graph_count = 0
+        self._graphs: dict[int, tuple[CapturedUpdate, StepGraph]] = {}
         self.current: CapturedUpdate | None = None
+        self.look_ups: Mapping[int, int] = {}
+        self.matrices: dict[str, str] = {}
+        self.selects = False
         self.draws_random = False
         self.too_many_shapes = ""
         self._shapes: list[Shapes] = []  # of captured batches
@@ -109,6 +111,124 @@ class Captures:
         self._has_waited = False
         self.after_eager = True
         self.seconds = 0.0
+
+    # --- which step
+
+    def __call__(self, batch: AnyBatch) -> tuple[Tensor, Any]:
+        """Makes the captured step of a batch; returns loss and output.
+
+        Raises:
+            CannotCaptureError: there is none; nothing was trained.
+            StepComparison: the step was made, and is to be compared with the eager one.
+            HalfStepError: the step failed half way.
+        """
+        self._batch = batch
+        updates = [self.current] if self.current is not None else []
+        updates += [each for each in self._updates.values() if each is not self.current]
+        with self._tables_marked(is_marked=False), self._user_step.autocast():
+            for update in updates:
+                call = update.calls.get(batch.resident)
+                code = call.holds(batch.parts()) if call is not None else None
+                if code is not None:
+                    return code(*batch.parts())  # type: ignore[no-any-return]
+            return self._traced(batch)
+
+    def _traced(self, batch: AnyBatch) -> tuple[Tensor, Any]:
+        """Has Dynamo trace the step of a batch, with the memory that it needs."""
+        self.settle()
+        self._graph_count += 1
+        if self._graph_count > GRAPHS:
+            raise OneGraphTooMany(changed_between_calls())
+        check_model(self._user_step.model)
+        rules = update_rules(self._user_step.model, self._user_step.optimizers)
+        every = {name for name, (_, _, each, _) in rules.items() if each.requires_grad}
+        names = {name for name in every if self._is_moved(rules[name])}
+        is_probe = False
+        if self.current is not None:
+            names = every & self.current.weights.keys()
+        allowed: set[str] = set()
+        for _ in range(_TRIES):
+            try:
+                update = self._update_of(rules, names, is_probe=is_probe)
+                update.allowed = allowed
+                return self._try(update, batch, is_probe=is_probe)
+            except OtherMemory as other:
+                if other.matrices:
+                    self.matrices |= other.matrices
+                elif is_probe:
+                    allowed = other.unreached
+                    names = every - other.unreached
+                    is_probe = False
+                else:
+                    names = set(every)
+                    is_probe = True
+        raise CannotAdopt("the parameters that the loss depends on change in each step")
+
+    def _is_moved(self, rule: tuple[int, int, nn.Parameter, Any]) -> bool:
+        number, _, parameter, choice = rule
+        state = self._user_step.optimizers[number].state.get(parameter, {})
+        return set(STATES[choice.kind]) <= set(state)
+
+    def _try(
+        self, update: CapturedUpdate, batch: AnyBatch, *, is_probe: bool
+    ) -> tuple[Tensor, Any]:
+        resident = batch.resident
+        if resident not in update.calls:
+            step = _step_of(update, self._user_step, resident, selects=self.selects)
+            update.calls[resident] = CompiledCall(step, weakly(self._take_graph))
+        self._tracing = update, is_probe
+        try:
+            return update.calls[resident](*batch.parts())  # type: ignore[no-any-return]
+        except Exception as error:
+            if not type(error).__module__.startswith(TRACERS):
+                raise
+            inner = getattr(error, "inner_exception", None)
+            if inner is not None:
+                raise CannotAdopt(
+                    f"{type(inner).__name__}: {first_line(inner)}"
+                ) from error
+            raise untraceable(error) from None
+
+    def _update_of(
+        self, rules: Rules, names: Collection[str], *, is_probe: bool
+    ) -> CapturedUpdate:
+        """Returns the captured steps that update some parameters."""
+        if not names:
+            raise CannotAdopt(
+                "the loss does not depend on a parameter that an optimizer moves"
+            )
+        user_step = self._user_step
+        dense_tables = {
+            name: why_dense(line, rules[name][3].kind)
+            for name, line in self.matrices.items()
+            if name in names
+        }
+        tables = {
+            name
+            for name in names
+            if id(rules[name][2]) in self.look_ups and name not in dense_tables
+        }
+        key = frozenset(names), frozenset(tables), is_probe
+        if key not in self._updates or is_probe:
+            parameters, state, unmoved = updated_parameters(
+                rules, names, tables, user_step, is_probe=is_probe
+            )
+            memory = StepMemory(parameters, {})
+            weights = {each.name: rules[each.name][2] for each in parameters}
+            counts = {name: self.look_ups[id(rules[name][2])] for name in tables}
+            memory.choose(counts, row_by_row)
+            update = CapturedUpdate(
+                memory,
+                weights,
+                state,
+                dense_tables,
+                lag_of(memory, weights, state),
+                unmoved,
+            )
+            if is_probe:
+                return update
+            self._updates[key] = update
+        return self._updates[key]
 
     def check_shapes(self, batch: AnyBatch) -> None:
         """Lets a batch be captured if few shapes are so far, and its own came often; each trace of a shape costs.
@@ -125,108 +245,106 @@ class Captures:
             self._refused[shapes] += 1
             if self._refused[shapes] <= self._patience:
                 raise RareShapeError("a batch of a shape that came seldom so far")
-            if len(self._shapes) == MOST_SHAPES:
+            if len(self._shapes) == MOST_GRAPHS:
                 self.too_many_shapes = _more_shapes(self._shapes, shapes)
                 raise TooManyShapesError(self.too_many_shapes)
             self._has_waited = True
         self._shapes.append(shapes)
 
-    def graph(
-        self,
-        module: GraphModule,
-        examples: list[Tensor],
-        batch: AnyBatch,
-    ) -> ForwardGraph:
-        """Returns a graph of Dynamo's, for :meth:`call`.
+    # --- one graph
 
-        Args:
-            module: the graph.
-            examples: Dynamo's examples of the inputs.
-            batch: the batch of the call.
-
-        Raises:
-            OneGraphTooMany: there are :data:`GRAPHS` already.
-            CannotAdopt: it has no captured form.
-        """
-        self.settle()
-        self._graph_count += 1
-        if self._graph_count > GRAPHS:
-            raise OneGraphTooMany(changed_between_calls())
-        model = self._user_step.model
-        check_model(model)
-        rules = update_rules(model, self._user_step.optimizers)
+    def _take_graph(
+        self, module: GraphModule, examples: list[Tensor]
+    ) -> Callable[..., Sequence[Any]]:
+        """Receives a graph of Dynamo's, and returns the function to call in its place."""
+        update, is_probe = self._tracing
+        user_step = self._user_step
+        rules = update_rules(user_step.model, user_step.optimizers)
         parameters = {
             name: parameter
             for name, (_, _, parameter, _) in rules.items()
-            if parameter.requires_grad
+            if parameter.requires_grad and name not in update.allowed
         }
-        leaves = pytree.tree_leaves(batch.example())
-        graph = ForwardGraph(module, examples, model, leaves, parameters)
-        self._checks[graph.number] = _check_of(graph, parameters, self._user_step)
-        return graph
-
-    def update_of(self, graphs: Sequence[ForwardGraph]) -> CapturedUpdate:
-        """Returns the captured steps of all graphs that update the same parameters in the same way.
-
-        Raises:
-            CannotAdopt: a parameter has no captured form.
-        """
-        user_step = self._user_step
-        rules = update_rules(user_step.model, user_step.optimizers)
-        reached: set[str] = set()
-        tables: set[str] = set()
-        for graph in graphs:
-            reached |= graph.reached
-            tables.update(graph.look_ups)
-        if not reached:
+        memory = [*update.memory.tensors().values(), update.memory.zero]
+        resident = self._batch.resident
+        if resident is not None:
+            memory += resident.tensors
+        graph = StepGraph(
+            module,
+            examples,
+            model=user_step.model,
+            batch=pytree.tree_leaves(self._batch.parts()),
+            trained=parameters,
+            updated=set(update.weights),
+            late=update.memory.row_tables,
+            memory=memory,
+        )
+        if is_probe:
+            raise OtherMemory()
+        if update.unmoved:
             raise CannotAdopt(
-                "the loss does not depend on a parameter that an optimizer moves"
+                f"{module_line(user_step.model, min(update.unmoved))} has not been moved by an eager step yet"
             )
-        dense_tables = _dense_tables(graphs, rules) | user_step.dense_tables
-        row_tables = tables - dense_tables.keys()
-        parameters, state = _updated_parameters(rules, reached, row_tables, user_step)
-        # Two forwards that update the same parameters share their memory, and the rows
-        # that are behind.
-        key = tuple((each.name, each.table) for each in parameters)
-        if key not in self._updates:
-            memory = StepMemory(parameters, {})
-            source = user_step.source(memory)
-            engine = user_step.engine(source)
-            step = CapturedStep(
-                source, engine, autocast=user_step.autocast, patience=self._patience
-            )
-            self._updates[key] = CapturedUpdate(
-                source, step, engine, state, dense_tables
-            )
-        return self._updates[key]
+        without_gradients(module)
+        # By its number: Dynamo's cache would keep the memory for ever.
+        self._graphs[graph.number] = update, graph
+        return weakly(self._call_graph, graph.number)
 
-    def run(self, update: CapturedUpdate, call: Any) -> list[Any]:
-        """Makes the step of a graph, and returns the graph's outputs.
+    def _call_graph(self, number: int, *tensors: Tensor) -> Sequence[Any]:
+        update, graph = self._graphs[number]
+        self._check(update, graph, tensors)
+        # On a GPU this would wait for its work. Of a batch that is made inside the step
+        # these tensors are another one's.
+        is_given = isinstance(self._batch, GivenBatch)
+        if is_given and update.memory.device.type == "cpu":
+            bad = graph.bad_id(tensors)
+            if bad:
+                raise BadIdError(bad)
+        call = StepCall(graph, tensors)
+        return self._run(update, call)
 
-        Raises:
-            CannotCaptureError: it cannot be captured; nothing was trained.
-            StepComparison: the step was made, and is to be compared with the eager one.
-            HalfStepError: the step failed half way.
-        """
+    def _check(
+        self, update: CapturedUpdate, graph: StepGraph, tensors: Sequence[Tensor]
+    ) -> None:
+        """Compares the parameters: Dynamo does not compare which ones a graph is given."""
+        of_memory = {each.name: each.weight for each in update.memory.parameters}
+        for name, index in graph.parameters.items():
+            parameter = update.weights[name]
+            if (
+                tensors[index] is not parameter
+                or parameter.data_ptr() != of_memory[name].data_ptr()
+            ):
+                raise TensorChangedError(f"'{name}'")
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise CannotAdopt(
+                    f"{module_line(self._user_step.model, name)} {HOOK_ON_GRADIENT}"
+                )
+        for index, (line, value) in graph.masks.items():
+            if not torch.equal(tensors[index], value):
+                raise TensorChangedError(f"the mask of {line}")
+
+    def _run(self, update: CapturedUpdate, call: StepCall) -> list[Any]:
+        """Makes the step of a graph, and returns the graph's outputs."""
         if self.current is not update:
             # Both memories hold the same tensors, and each counts the steps of its own.
             self.settle()
-            update.source.memory.reload()
-        inputs = update.source.inputs(call)
-        self._prepare(update, inputs)
+            update.memory.reload()
+        run = self._prepared(update, call)
+        number = call.graph.number
         self.current = update
         snapshot = self._verification.snapshot(
-            update, inputs.key, call, after_eager=self.after_eager
+            update, number, call, after_eager=self.after_eager
         )
-        if snapshot is not None:
+        if snapshot is not None and self.draws_random:
             # Op by op, the step draws the same random numbers as the eager one.
-            update.engine.plain = self.draws_random
-        # .grad is None after a captured step: no gradient of an eager one stays.
-        if self.after_eager:
+            run = call.graph.module
+        # .grad is None after a captured step: no gradient of a backward of the user's own stays.
+        if any(each.grad is not None for each in update.weights.values()):
             for optimizer in self._user_step.optimizers:
                 optimizer.zero_grad()
         try:
-            loss, outputs = update.source.train(update.step, inputs)
+            update.memory.begin()
+            outputs = list(run(*call.tensors))
         except Exception as error:
             # Weights may be half written, and without copies they are lost.
             if snapshot is None:
@@ -235,30 +353,54 @@ class Captures:
             raise EndOfCaptureError(
                 f"{type(error).__name__}: {first_line(error)}"
             ) from error
-        finally:
-            update.engine.plain = False
         if snapshot is not None:
-            raise StepComparison(update, inputs.key, call, snapshot, loss, outputs)
-        return list(outputs)
+            loss = outputs[call.graph.loss]
+            raise StepComparison(update, number, call, snapshot, loss, outputs)
+        return outputs
 
-    def _prepare(self, update: CapturedUpdate, inputs: StepInputs) -> None:
-        if inputs.key in update.unverified:
-            return
-        start = time.perf_counter()
-        is_first = not update.step.shapes
+    def _prepared(
+        self, update: CapturedUpdate, call: StepCall
+    ) -> Callable[..., Sequence[Any]]:
+        """Returns the compiled graph of a call.
+
+        Raises:
+            RareShapeError: it was called too seldom so far.
+            CannotCaptureError: it cannot be compiled.
+        """
+        number = call.graph.number
+        if number in update.runs:
+            return update.runs[number]
+        if len(update.runs) == MOST_GRAPHS:
+            raise CannotAdopt(
+                f"steps differ in more than {MOST_GRAPHS} ways: {changed_between_calls()}"
+            )
+        is_first = not update.runs
         is_another = not self.is_empty
-        update.step.prepare(inputs, is_patient=not self._has_waited)
+        if is_another and not self._has_waited:
+            update.waiting[number] += 1
+            if update.waiting[number] <= self._patience:
+                raise RareShapeError("a batch of a kind that came seldom so far")
+        start = time.perf_counter()
+        device = update.memory.device
+        if device.type == "cuda":
+            update.runs[number] = _cuda_graphs(call)
+        else:
+            update.runs[number] = executors.compile_graph(
+                call.graph.module, list(call.tensors)
+            )
         seconds = time.perf_counter() - start
-        self._verification.begin(update, inputs.key, is_first=is_first)
+        self._verification.begin(update, number, is_first=is_first)
         text = f"... {seconds:.1f} s"
         # No line before it says that it compiles, as for the first one.
         if is_another:
-            text = f"compiled one more step in {seconds:.1f} s: {inputs.rows} rows of other shapes, or another forward"
+            text = f"compiled one more step in {seconds:.1f} s: rows of other shapes, or another forward"
         if is_first:
-            update.lag = _lag_of(update, self._user_step)
-            text = "; ".join(filter(None, (text, update.step.describe())))
+            text = "; ".join(filter(None, (text, update.memory.describe())))
         self.seconds += seconds
         self._user_step.say(text)
+        return update.runs[number]
+
+    # --- around steps
 
     def end_step(self) -> None:
         """Ends a captured step: marks rows that are behind."""
@@ -274,13 +416,8 @@ class Captures:
     def settling_seconds(self) -> float:
         """Returns the seconds of updating all rows for readers, since the capture."""
         return sum(
-            update.lag.seconds for update in self._updates.values() if update.unverified
+            update.lag.seconds for update in self._updates.values() if update.runs
         )
-
-    def call_traced(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function that Dynamo guards: meanwhile tables have the class that they had in its trace."""
-        with self._tables_marked(is_marked=False):
-            return call(*args)
 
     @contextmanager
     def _tables_marked(self, *, is_marked: bool) -> Iterator[None]:
@@ -294,18 +431,6 @@ class Captures:
             if current is not None:
                 current.lag.mark(is_marked=not is_marked)
 
-    def call(
-        self, graph: ForwardGraph, batch: AnyBatch, tensors: Sequence[Tensor]
-    ) -> GraphCall:
-        """Returns a call of a graph.
-
-        Raises:
-            TensorChangedError: a tensor is not the one of the capture.
-            CannotAdopt: a parameter has a hook by now.
-        """
-        self._checks[graph.number](tensors)
-        return GraphCall(graph, batch, tensors)
-
     def take_turn(self) -> None:
         """Lets other steps over the same tensors update their rows, and reads how many steps were made."""
         current = self.current
@@ -316,7 +441,7 @@ class Captures:
         if current is None:
             return
         catch_up([each.tensor for each in current.state])
-        current.source.memory.reload()
+        current.memory.reload()
 
     def load_state(self, optimizer: Optimizer) -> None:
         """Copies a loaded state into the memory of the steps, which stays at its addresses.
@@ -337,7 +462,90 @@ class Captures:
     @property
     def is_empty(self) -> bool:
         """Whether no step is captured."""
-        return not any(update.step.shapes for update in self._updates.values())
+        return not any(update.runs for update in self._updates.values())
+
+
+def _step_of(
+    update: CapturedUpdate,
+    user_step: UserStep,
+    resident: RowsOnDevice | None,
+    *,
+    selects: bool,
+) -> Callable[..., Any]:
+    """Returns the step as a function of a batch, or of the rows of one that is made inside."""
+    memory, loss, clip_norm = update.memory, user_step.loss, user_step.clip_norm
+    count, zero = memory.count, memory.zero
+    is_exact = user_step.autocast_dtype() is None
+    parts = []
+    # The parameter itself: Dynamo finds it in the user's module too, and it must be one input of the graph.
+    for parameter, part in zip(
+        memory.parameters, parts_of(memory, memory.tensors()), strict=True
+    ):
+        parts.append(part._replace(weight=update.weights[parameter.name]))
+
+    def make(part: StepPart) -> RowTable:
+        assert part.rows is not None
+        return RowTable(
+            part.weight.detach(), part.state, part.rows, part.choice, part.clock, zero
+        )
+
+    def run(
+        tables: Sequence[RowTable | None], batch: Any, repeats: Any
+    ) -> tuple[Tensor, Any]:
+        late = []
+        for part, table in zip(parts, tables, strict=False):
+            if table is not None:
+                late.append((part.weight, table))
+        with StepReads(late, selects=selects, repeats=repeats, is_exact=is_exact):
+            value, output = loss_and_output(loss(*batch))
+        return the_loss(value), output
+
+    if resident is None:
+
+        def forward(tables: Any, *batch: Any) -> tuple[Tensor, Any]:
+            return run(tables, batch, ())
+
+    else:
+
+        def forward(tables: Any, *rows: Any) -> tuple[Tensor, Any]:
+            batch = resident.assemble(resident.tensors, rows)
+            repeats = repeats_of(
+                resident.rows, pytree.tree_leaves(batch), rows[0].shape[0]
+            )
+            return run(tables, batch, repeats)
+
+    def step(*batch: Any) -> tuple[Tensor, Any]:
+        value, output = trained(
+            forward, batch, parts, count, clip_norm=clip_norm, make=make
+        )
+        return value, pytree.tree_map_only(Tensor, Tensor.detach, output)
+
+    return step
+
+
+def _cuda_graphs(call: StepCall) -> Callable[..., Sequence[Any]]:
+    """Returns a graph's ops as CUDA graphs, one for each place of what is neither the batch's nor the memory's."""
+    of_batch = list(call.graph.of_batch)
+    rest = [
+        index for index in range(len(call.tensors)) if index not in call.graph.of_batch
+    ]
+    graphs: dict[tuple[int, ...], executors.Run] = {}
+
+    def step(*tensors: Tensor) -> list[Any]:
+        inputs = dict(zip([*rest, *of_batch], tensors, strict=True))
+        with torch.enable_grad():
+            return list(call.graph.module(*(inputs[i] for i in range(len(inputs)))))
+
+    def run(*tensors: Tensor) -> Sequence[Any]:
+        addresses = tuple(tensors[index].data_ptr() for index in call.graph.outer)
+        given = [tensors[index] for index in of_batch]
+        if addresses not in graphs:
+            graphs[addresses] = executors.cuda_graph(
+                step, [tensors[index] for index in rest], given
+            )
+        return graphs[addresses](given)
+
+    return run
 
 
 def _more_shapes(captured: Sequence[Shapes], shapes: Shapes) -> str:
@@ -347,169 +555,16 @@ def _more_shapes(captured: Sequence[Shapes], shapes: Shapes) -> str:
     while place < min(len(last), len(shapes)) and last[place] == shapes[place]:
         place += 1
     if len(last) != len(shapes) or place == len(last):
-        return f"more than {MOST_SHAPES} kinds of batches: give all the same tensors"
+        return f"more than {MOST_GRAPHS} kinds of batches: give all the same tensors"
     if last[place].shape == shapes[place].shape:
         kinds = f"{shapes[place].dtype} here and {last[place].dtype} in another"
-        return f"more than {MOST_SHAPES} kinds of batches: tensor {place} is {kinds}; give one dtype"
+        return f"more than {MOST_GRAPHS} kinds of batches: tensor {place} is {kinds}; give one dtype"
     here = tuple(shapes[place].shape)
     others = ", ".join(str(tuple(each[place].shape)) for each in captured)
     return (
-        f"batches of more than {MOST_SHAPES} shapes, others stay eager: tensor {place} is {here} here, {others} in "
+        f"batches of more than {MOST_GRAPHS} shapes, others stay eager: tensor {place} is {here} here, {others} in "
         "captured ones; pad it to a few lengths"
     )
-
-
-def _check_of(
-    graph: ForwardGraph, parameters: Mapping[str, nn.Parameter], user_step: UserStep
-) -> _Check:
-    """Returns a check for the parameters of the capture: Dynamo does not compare which ones a graph is given."""
-    places = [
-        (index, name, parameters[name], parameters[name].data_ptr())
-        for name, index in graph.parameters.items()
-    ]
-
-    def check(tensors: Sequence[Tensor]) -> None:
-        for index, name, parameter, address in places:
-            if tensors[index] is not parameter or parameter.data_ptr() != address:
-                raise TensorChangedError(f"'{name}'")
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                raise CannotAdopt(
-                    f"{module_line(user_step.model, name)} {HOOK_ON_GRADIENT}"
-                )
-        for index, (line, value) in graph.masks.items():
-            if not torch.equal(tensors[index], value):
-                raise TensorChangedError(f"the mask of {line}")
-
-    return check
-
-
-def _dense_tables(graphs: Sequence[ForwardGraph], rules: Rules) -> dict[str, str]:
-    """Returns why graphs update tables as dense layers, by the tables' names."""
-    reasons = {}
-    for graph in graphs:
-        for name, line in graph.matrices.items():
-            reasons[name] = line
-            if name in graph.penalties:
-                penalty = _PENALTIES[rules[name][3].kind]
-                reasons[name] = f"{line} is an L2 term over all rows, {penalty}"
-    return reasons
-
-
-def _updated_parameters(
-    rules: Rules, names: Collection[str], tables: Collection[str], user_step: UserStep
-) -> tuple[list[UpdatedParameter], list[StateTensor]]:
-    """Returns the parameters that a step updates, and the optimizers' state of these.
-
-    Args:
-        rules: how optimizers move each parameter.
-        names: the parameters' names.
-        tables: those that are updated row by row.
-        user_step: the optimizers.
-
-    Raises:
-        CannotAdopt: no eager step has made the state of a parameter.
-    """
-    parameters = []
-    state = []
-    # One for all parameters of a group, which share a rate.
-    groups: dict[tuple[int, int], GroupSettings] = {}
-    for name, (number, index, parameter, choice) in rules.items():
-        if name not in names:
-            continue
-        optimizer = user_step.optimizers[number]
-        values = optimizer.state.get(parameter, {})
-        keys = STATES[choice.kind]
-        if not values.keys() >= set(keys):
-            raise CannotAdopt(
-                f"{module_line(user_step.model, name)} has not been moved by an eager step yet"
-            )
-        tensors = []
-        for key in keys:
-            state.append(StateTensor(number, parameter, key, values[key]))
-            tensors.append(values[key].detach())
-        steps = []
-        # SGD counts no steps.
-        if "step" in values:
-            state.append(StateTensor(number, parameter, "step", values["step"]))
-            steps.append(values["step"].detach())
-        group = groups.setdefault((number, index), GroupSettings(optimizer, index))
-        weight = parameter.detach()
-        parameters.append(
-            UpdatedParameter(
-                name, name in tables, False, weight, tensors, steps, group, choice
-            )
-        )
-    return parameters, state
-
-
-def _lag_of(update: CapturedUpdate, user_step: UserStep) -> Lag:
-    """Returns the tables that a step updates row by row, with all that is updated as late as they."""
-    names = set(update.step.row_tables)
-    tables = {
-        name: parameter
-        for name, parameter in user_step.model.named_parameters()
-        if name in names
-    }
-    table_ids = set(map(id, tables.values()))
-    late = []
-    for each in update.state:
-        # The memory counts the steps; the optimizers' own counts are written when
-        # rows are updated.
-        if each.name == "step" or id(each.parameter) in table_ids:
-            late.append(each.tensor)
-    return Lag(update.source.memory, tables, late)
-
-
-class ForwardTrace:
-    """Makes a captured step of a batch: Dynamo compares what the step depends on, and calls the graph's step.
-
-    Args:
-        captures: the captured steps.
-        user_step: the user's loss function and context of the forward.
-        selects: whether the forward selects by masks.
-    """
-
-    def __init__(
-        self, captures: Captures, user_step: UserStep, *, selects: bool
-    ) -> None:
-        self._captures = captures
-        self._autocast = user_step.autocast
-        self._graphs: dict[int, tuple[ForwardGraph, CapturedUpdate]] = {}
-        self._traced = traced_forward(
-            user_step.loss, weakly(self._take_graph), masks=selects
-        )
-
-    def __call__(self, batch: AnyBatch) -> tuple[Tensor, Any]:
-        """Trains on one batch; returns loss and output."""
-        self._batch = batch
-        with self._autocast():
-            return self._captures.call_traced(self._traced, *batch.example())  # type: ignore[no-any-return]
-
-    def _take_graph(
-        self, module: GraphModule, examples: list[Tensor]
-    ) -> Callable[..., Sequence[Any]]:
-        """Receives a graph of Dynamo's, and returns the function to call in its place."""
-        graph = self._captures.graph(module, examples, self._batch)
-        self._graphs[graph.number] = graph, self._captures.update_of([graph])
-        return weakly(self._call_graph, graph.number)
-
-    def _call_graph(self, number: int, *tensors: Tensor) -> Sequence[Any]:
-        graph, update = self._graphs[number]
-        # On a GPU this would wait for its work. Of a batch that is made inside the step
-        # these tensors are another one's.
-        if (
-            isinstance(self._batch, GivenBatch)
-            and update.source.memory.device.type == "cpu"
-        ):
-            bad = graph.bad_id(tensors)
-            if bad:
-                raise BadIdError(bad)
-        call = self._captures.call(graph, self._batch, tensors)
-        return self._captures.run(update, call)
-
-
-# takes the captured steps, and whether the forward selects by masks
-TraceFactory = Callable[[Captures, bool], Trace]
 
 
 def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:

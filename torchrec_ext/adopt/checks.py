@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.overrides import TorchFunctionMode
@@ -24,7 +26,7 @@ from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.capture.policy import Compile
 from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.observe.state_copy import random_state
-from torchrec_ext.observe.user_lines import module_line
+from torchrec_ext.observe.user_lines import module_line, user_line, with_text
 
 _WRAPPERS = {
     "DistributedDataParallel": "adopt its .module, and average ranks every few steps (local SGD) in place of DDP",
@@ -321,33 +323,37 @@ class ForwardWatch(TorchFunctionMode):
     Args:
         model: the user's model.
         args: the batch.
-        written: weights that the forward may write, such as tables with dynamic ids.
+        repeats: how often tensors of the batch repeat each value, by their ids.
 
     Attributes:
         args: the batch.
         calls: number of torch calls.
+        look_ups: rows that look-ups read of each parameter, by its id.
+        matrices: the line that reads a parameter otherwise, by its id; it ends with ``*`` if all such are L2 terms.
         random: whether the forward draws random numbers.
         selects: whether the forward calls masked_select.
         problem: what stands in the way of a captured step; empty if nothing was seen.
     """
 
     def __init__(
-        self, model: nn.Module, args: tuple[Any, ...], written: Collection[Tensor] = ()
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        repeats: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self.args = args
+        self.look_ups: dict[int, int] = {}
+        self.matrices: dict[int, str] = {}
+        self._repeats = repeats
         self.calls = 0
         self.random = False
         self.selects = False
         self.problem = ""
         self._parameters = list(model.parameters())
-        may_change = set(map(id, written))
         # Each tensor counts the writes in place, in _version.
-        self._watched = [
-            each
-            for each in (*self._parameters, *tensor_leaves(args))
-            if id(each) not in may_change
-        ]
+        self._watched = [*self._parameters, *tensor_leaves(args)]
+        self._ids = set(map(id, self._parameters))
         self._device = self._parameters[0].device
 
     def __enter__(self) -> ForwardWatch:
@@ -378,7 +384,42 @@ class ForwardWatch(TorchFunctionMode):
         self.selects |= name == "masked_select"
         if name == "backward" or func is torch.autograd.backward:
             self.problem = "the loss function calls backward(); return the loss, and leave it to the step"
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._note_reads(func, args, kwargs, result)
+        return result
+
+    def _note_reads(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        leaves = pytree.tree_leaves((args, kwargs))
+        read = {id(leaf) for leaf in leaves if id(leaf) in self._ids}
+        if not read:
+            return
+        if func in (F.embedding, F.embedding_bag):
+            ids = args[0] if args else kwargs["input"]
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
+            is_plain = kwargs.get("max_norm") is None
+            is_plain &= not kwargs.get("scale_grad_by_freq")
+            if is_plain and kwargs.get("mode") != "max" and read == {id(weight)}:
+                count = ids.numel() // self._repeats.get(id(ids), 1)
+                self.look_ups[id(weight)] = self.look_ups.get(id(weight), 0) + count
+                return
+        # Shapes and devices are no reads of values.
+        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+            return
+        for each in read:
+            mark = "*" if _is_penalty(func, leaves, each) else ""
+            if each not in self.matrices or not mark:
+                self.matrices[each] = f"{with_text(user_line())}{mark}"
+
+
+def _is_penalty(func: Any, leaves: Sequence[Any], parameter: int) -> bool:
+    """Whether a call squares a parameter or takes its norm, as an L2 term of a loss does."""
+    name = getattr(func, "__name__", "").removeprefix("linalg_")
+    rest = [leaf for leaf in leaves[1:] if leaf is not None and leaf is not False]
+    if name in ("mul", "__mul__"):
+        return [id(leaf) for leaf in rest] == [parameter]
+    squares = ("pow", "square", "norm", "vector_norm", "__pow__")
+    return name in squares and rest in ([], [2], ["fro"])
 
 
 def check_arguments(clip_norm: float, compile_: Compile, **counts: int) -> None:

@@ -47,7 +47,7 @@ class Lag:
         self.active = False
         self.seconds = 0.0
         self.count = 0
-        self._last_look = 0.0, 0
+        self._last_look = 0.0
         self._reader = ""
         self._memory = memory
         self._lock = threading.RLock()
@@ -104,11 +104,11 @@ class Lag:
             self._update()
             self.release()
 
-    def since_last_look(self) -> tuple[float, int]:
-        """Returns the seconds and the number of updates of all rows since it was last called."""
+    def since_last_look(self) -> float:
+        """Returns the seconds of updates of all rows since it was last called."""
         before = self._last_look
-        self._last_look = self.seconds, self.count
-        return self.seconds - before[0], self.count - before[1]
+        self._last_look = self.seconds
+        return self.seconds - before
 
     def cause(self) -> str:
         """Names who has had all rows updated: a second holder of a table's memory, or a line of the user's."""

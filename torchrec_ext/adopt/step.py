@@ -23,13 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchrec_ext.adopt.captures import (
-    Captures,
-    ForwardTrace,
-    TooManyShapesError,
-    Trace,
-    TraceFactory,
-)
+from torchrec_ext.adopt.captures import Captures, TooManyShapesError
 from torchrec_ext.adopt.checks import Changes, ForwardWatch, check_arguments
 from torchrec_ext.adopt.errors import (
     BadIdError,
@@ -132,19 +126,16 @@ def adopt(
             )
     user_step = UserStep(model, optimizers, loss, autocast, float(clip_norm))
 
-    def trace(captures: Captures, selects: bool) -> ForwardTrace:
-        return ForwardTrace(captures, user_step, selects=selects)
-
     return AdoptedStep(
-        user_step, trace, rows=rows, compile_=compile, verify=verify, patience=patience
+        user_step, rows=rows, compile_=compile, verify=verify, patience=patience
     )
 
 
 class AdoptedStep:
     """The training step of a user's model; made by :func:`adopt`.
 
-    ``loss, output = step(*batch)`` trains on one batch. Both are detached from the graph, and after a captured step
-    ``.grad`` is None.
+    ``loss, output = step(*batch)`` trains on one batch. Both are detached from the graph. After each step, eager or
+    captured, ``.grad`` is None.
 
     Attributes:
         optimizers: the user's optimizers.
@@ -154,7 +145,6 @@ class AdoptedStep:
     def __init__(
         self,
         user_step: UserStep,
-        make_trace: TraceFactory,
         *,
         rows: Rows | None,
         compile_: Compile,
@@ -162,7 +152,6 @@ class AdoptedStep:
         patience: int,
     ) -> None:
         self._user_step = user_step
-        self._make_trace = make_trace
         self.optimizers = tuple(user_step.optimizers)
         self.after_step: list[Callable[[], None]] = []
         self._policy = CapturePolicy(compile_, user_step.note, patience=patience)
@@ -204,7 +193,7 @@ class AdoptedStep:
             self._user_step, self._verification, self._policy.patience
         )
         self._watch = StepWatch(self._user_step, self._captures, self._policy)
-        self._trace: Trace | None = None
+        self._is_capturing = False
         self._too_many = 0
 
     def _check(self) -> None:
@@ -248,6 +237,7 @@ class AdoptedStep:
             raise RuntimeError(self._broken)
         self._user_step.begin_step()
         result = self._any_step(batch)
+        self._user_step.drop_gradients()
         self._verification.end_step()
         for call in self.after_step:
             call()
@@ -257,15 +247,15 @@ class AdoptedStep:
         # The second eager step is observed, so it comes before a capture.
         if (
             not self._policy.reason
-            and self._trace is None
+            and not self._is_capturing
             and len(self._policy.eager_seconds) >= 2
             and self.capture_is_due
         ):
             self._begin_capture()
         if self._policy.reason:
             return self._user_step.eager(batch)
-        if self._trace is not None:
-            return self._captured(self._trace, batch)
+        if self._is_capturing:
+            return self._captured(batch)
         result = self._watch.step(batch)
         if self._watch.problem:
             self._stay_eager(CannotAdopt(self._watch.problem))
@@ -313,7 +303,9 @@ class AdoptedStep:
     @property
     def capture_is_due(self) -> bool:
         """Whether eager steps have taken as long as a capture does."""
-        return not self._policy.reason and self._trace is None and self._watch.is_over
+        return (
+            not self._policy.reason and not self._is_capturing and self._watch.is_over
+        )
 
     def _begin_capture(self) -> None:
         """Begins to make captured steps, or leaves all steps eager if there are none."""
@@ -324,12 +316,15 @@ class AdoptedStep:
             if torch.is_anomaly_enabled():
                 self._policy.note(_ANOMALY)
             self._captures.draws_random = self._watch.draws_random
-            self._trace = self._make_trace(self._captures, self._watch.selects)
+            self._captures.selects = self._watch.selects
+            self._captures.look_ups = self._watch.look_ups
+            self._captures.matrices = dict(self._watch.matrices)
+            self._is_capturing = True
         except CannotCaptureError as error:
             self._stay_eager(error)
         self._policy.since = self._user_step.number
 
-    def _captured(self, trace: Trace, batch: AnyBatch) -> tuple[Tensor, Any]:
+    def _captured(self, batch: AnyBatch) -> tuple[Tensor, Any]:
         """Makes a captured step, or the eager one if there is none for this batch."""
         change = self._changes.ending()
         if change:
@@ -346,7 +341,7 @@ class AdoptedStep:
             self._captures.take_turn()
             self._captures.check_shapes(batch)
             start = self._watch.now()
-            loss, output = trace(batch)
+            loss, output = self._captures(batch)
         except StepComparison as captured:
             # With its frames it would keep this one, and copies of all weights.
             captured.__traceback__ = None
@@ -373,9 +368,6 @@ class AdoptedStep:
         self._watch.end_step(start)
         if self._watch.problem:
             self._stay_eager(CannotAdopt(self._watch.problem))
-        elif self._watch.is_read_often:
-            self.settle()
-            self._begin()
         return loss, output
 
     def _refuse_ids(self, problem: str, batch: AnyBatch) -> NoReturn:
@@ -426,6 +418,11 @@ class AdoptedStep:
         if isinstance(error, TooManyShapesError):
             self._policy.note(str(error))
             is_rare = self._policy.compile != "require"
+        if self._policy.compile == "require" and not is_rare:
+            # What the loss itself raises cannot be traced: it is the user's own error.
+            own = self._user_step.forward_error(batch)
+            if own is not None:
+                raise own
         # Before the first capture an error is of the step, and later of one kind of
         # batch.
         self._too_many += isinstance(error, OneGraphTooMany)
@@ -465,7 +462,7 @@ class AdoptedStep:
         """Leaves all further steps eager, and says why; raises if a capture is required."""
         self.settle()
         self._captures.current = None
-        self._trace = None
+        self._is_capturing = False
         if self._policy.compile == "require":
             raise CannotAdopt(f"compile='require': {error}") from None
         self._policy.reason = str(error)
@@ -482,9 +479,10 @@ class StepWatch:
 
     Attributes:
         selects: whether the forward selects by masks.
+        look_ups: rows that a step reads of each parameter by look-ups, by its id.
+        matrices: the line that reads a table otherwise, by its name, see :class:`ForwardWatch`.
         draws_random: whether the forward draws random numbers.
         problem: a reason against captured steps; empty if nothing was seen.
-        is_read_often: whether a new capture, in which tables are moved whole, is faster.
     """
 
     def __init__(
@@ -495,9 +493,11 @@ class StepWatch:
         self._policy = policy
         self._capture_s = _capture_seconds(user_step.device)
         self.selects = False
+        self.look_ups: dict[int, int] = {}
+        self.matrices: dict[str, str] = {}
         self.draws_random = False
         self.problem = ""
-        self.is_read_often = False
+        self._last_look = 0  # number of the step at which readers were looked at
 
     @property
     def is_over(self) -> bool:
@@ -535,16 +535,33 @@ class StepWatch:
 
     def _observed(self, batch: AnyBatch) -> tuple[Tensor, Any]:
         args = batch.args()
-        watch = ForwardWatch(self._user_step.model, args)
+        repeats = batch.repeats(args) if isinstance(batch, DrawnBatch) else {}
+        watch = ForwardWatch(self._user_step.model, args, repeats)
         result = self._user_step.eager(GivenBatch(args), watch)
         seconds = self._policy.eager_seconds
         # The watch takes time, so this step is not timed.
         seconds.append(seconds[-1])
         self._capture_s = _capture_seconds(self._user_step.device, watch.calls)
         self.selects = watch.selects
+        self._note_tables(watch)
         self.draws_random = watch.random
         self.problem = watch.problem
         return result
+
+    def _note_tables(self, watch: ForwardWatch) -> None:
+        model = self._user_step.model
+        tables = {
+            id(module.weight)
+            for module in model.modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        }
+        self.look_ups = watch.look_ups
+        self.matrices = {
+            name: watch.matrices[id(parameter)]
+            for name, parameter in model.named_parameters()
+            if id(parameter) in watch.matrices
+            and (id(parameter) in tables or id(parameter) in watch.look_ups)
+        }
 
     def now(self) -> float:
         """Returns the time in seconds; once the times are reported, no step waits for a GPU to be timed."""
@@ -560,8 +577,7 @@ class StepWatch:
             policy.captured_seconds.append(seconds)
             if policy.can_compare:
                 self._report()
-        elif not self._user_step.number % _PACE:
-            policy.note_pace(seconds)
+        elif self._user_step.number - self._last_look >= _PACE:
             self._check_readers()
 
     def _report(self) -> None:
@@ -575,32 +591,21 @@ class StepWatch:
             self._user_step.say(_gain(policy, self._captures.seconds) + hint)
 
     def _check_readers(self) -> None:
-        """Compares the cost of readers with tables moved whole, and with eager steps."""
+        """Compares the cost of readers of whole tables with eager steps."""
         current = self._captures.current
         assert current is not None
         policy = self._policy
-        tables = current.step.row_tables
-        seconds, reads = current.lag.since_last_look()
-        settling_s = seconds / _PACE
-        step_s = policy.captured_s + settling_s
-        # Updating all rows may be most of a step, and takes longer than to move the
-        # table as a dense layer.
-        is_often = tables and reads > _PACE // 2 and settling_s > policy.captured_s
-        if not settling_s or not (is_often or step_s >= policy.eager_s):
+        number = self._user_step.number
+        steps = number - max(self._last_look, policy.since)
+        self._last_look = number
+        step_s = policy.captured_s + current.lag.since_last_look() / steps
+        if step_s == policy.captured_s or step_s < policy.eager_s:
             return
-        cause = current.lag.cause()
         text = (
-            f"{cause}: all rows are updated after each step for it, {1e3 * step_s:.3g} ms a step with them, eager "
-            f"{1e3 * policy.eager_s:.3g} ms"
+            f"{current.lag.cause()}: all rows are updated after each step for it, {1e3 * step_s:.3g} ms a step with "
+            f"them, eager {1e3 * policy.eager_s:.3g} ms; read them every 100 steps"
         )
-        if is_often:
-            reason = f"all of it is read after each step, {cause}"
-            self._user_step.dense_tables |= dict.fromkeys(tables, reason)
-            self._user_step.say(
-                f"{text}; tables are moved whole from the next capture on"
-            )
-            self.is_read_often = True
-        elif policy.compile == "auto":
+        if policy.compile == "auto":
             self.problem = text
         else:
             policy.note(text)

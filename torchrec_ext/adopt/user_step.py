@@ -24,9 +24,8 @@ from torchrec_ext.adopt.checks import (
 )
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.graph import LossFunction
-from torchrec_ext.adopt.source import AdoptedSource, AnyBatch
-from torchrec_ext.capture.executors import StepEngine, engine_for
-from torchrec_ext.capture.memory import StepMemory
+from torchrec_ext.adopt.source import AnyBatch
+from torchrec_ext.capture.executors import engine_for
 from torchrec_ext.capture.policy import TrainingDivergedError
 from torchrec_ext.observe.host_copy import HostCopy
 
@@ -44,7 +43,6 @@ class UserStep:
     Attributes:
         device: device of the model.
         number: number of the current step, from 1.
-        dense_tables: tables to update as dense layers, each with the reason.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class UserStep:
         # check() refuses a model on several devices.
         self.device = device_of(model)
         self.number = 0
-        self.dense_tables: dict[str, str] = {}
+        self._has_gradients = False
         self._pending: HostCopy | None = None  # loss of the step before, of a GPU
 
     def begin_step(self) -> None:
@@ -84,6 +82,7 @@ class UserStep:
         self, batch: AnyBatch, watch: ForwardWatch | None = None
     ) -> tuple[Tensor, Any]:
         """Makes the user's own step; ``watch`` surrounds its forward."""
+        self._has_gradients = True
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         with watch or nullcontext(), self.autocast():
@@ -102,6 +101,13 @@ class UserStep:
         for optimizer in self.optimizers:
             optimizer.step()
         return loss.detach(), pytree.tree_map_only(Tensor, Tensor.detach, output)
+
+    def drop_gradients(self) -> None:
+        """Leaves .grad None after an eager step too: who reads it finds out in the first step, not at a capture."""
+        if self._has_gradients:
+            self._has_gradients = False
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
 
     def look(self, loss: Tensor, *, has_updated: bool) -> None:
         """Raises if the loss is not finite; on a GPU checks the previous step's loss to avoid a sync."""
@@ -129,14 +135,6 @@ class UserStep:
             "the learning rate, or set clip_norm",
             step,
         )
-
-    def source(self, memory: StepMemory) -> AdoptedSource:
-        """Returns the user's model for captured steps."""
-        return AdoptedSource(self.model, memory, self.clip_norm)
-
-    def engine(self, source: AdoptedSource) -> StepEngine:
-        """Returns the device's executor."""
-        return StepEngine(self.device)
 
     def say(self, text: str) -> None:
         """Prints a line on rank 0."""

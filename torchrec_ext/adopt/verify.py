@@ -5,7 +5,6 @@ step_difference(): names what differs by more than rounding.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.adopt.checks import STATES, tensor_leaves, update_rules
-from torchrec_ext.adopt.source import AnyBatch, CapturedUpdate
+from torchrec_ext.adopt.source import AnyBatch
+from torchrec_ext.adopt.updates import CapturedUpdate, StepCall
 from torchrec_ext.adopt.user_step import UserStep
 from torchrec_ext.capture.memory import StepMemory, UpdatedParameter
 from torchrec_ext.capture.policy import CapturePolicy
@@ -65,7 +65,7 @@ class Verification:
             after_eager: whether the step before was eager.
         """
         if update.unverified[key] or self._is_due(update, after_eager=after_eager):
-            return Snapshot(update.source.memory, call.outer())
+            return Snapshot(update.memory, call.outer())
         return None
 
     def _is_due(self, update: CapturedUpdate, *, after_eager: bool) -> bool:
@@ -89,7 +89,7 @@ class Verification:
         began = time.perf_counter()
         user_step = self._user_step
         update = captured.update
-        memory = update.source.memory
+        memory = update.memory
         outer = captured.snapshot.outer
         memory.settle()
         after = contents(memory, outer)
@@ -110,7 +110,7 @@ class Verification:
         factor = 1.0 if user_step.autocast_dtype() is None else 300.0
         far = step_difference(memory, outer, before, after, *results, factor)
         if far:
-            noise = self._response_to_rounding(captured, before, float(eager[0]))
+            noise = self._response_to_rounding(captured, before)
             far = step_difference(
                 memory, outer, before, after, *results, factor, noise=noise
             )
@@ -127,35 +127,22 @@ class Verification:
         return eager, far
 
     def _response_to_rounding(
-        self, captured: StepComparison, before: Mapping[str, Tensor], eager_loss: float
+        self, captured: StepComparison, before: Mapping[str, Tensor]
     ) -> dict[str, float]:
         """Returns how far rounding moves the gradients of the captured step, by running its ops one by one."""
         update = captured.update
-        memory = update.source.memory
+        memory = update.memory
         random = random_state(memory.device)
-        inputs = update.source.inputs(captured.call)
 
         def step() -> Tensor:
             captured.snapshot.restore_random()
-            return update.step(inputs)[0]
+            memory.begin()
+            outputs = captured.call.op_by_op()
+            return outputs[captured.call.graph.loss]  # type: ignore[no-any-return]
 
-        def exact_loss() -> float:
-            update.engine.double = True
-            try:
-                return float(step())
-            except Exception:
-                # some ops have no float64, or insist on the dtype of the trace
-                return math.nan
-            finally:
-                update.engine.double = False
-
-        update.engine.plain = True
         try:
-            return response_to_rounding(
-                memory, captured.snapshot.outer, before, eager_loss, step, exact_loss
-            )
+            return response_to_rounding(memory, captured.snapshot.outer, before, step)
         finally:
-            update.engine.plain = False
             set_random_state(memory.device, random)
 
 
@@ -174,7 +161,7 @@ class StepComparison(Exception):  # noqa: N818 - no error: it ends a call of Dyn
 
     update: CapturedUpdate
     key: Any
-    call: Any
+    call: StepCall
     snapshot: Snapshot
     loss: Tensor
     outputs: Sequence[Any]
@@ -329,22 +316,15 @@ def response_to_rounding(
     memory: StepMemory,
     outer: Sequence[Tensor],
     before: Mapping[str, Tensor],
-    eager_loss: float,
     step: Callable[[], Tensor],
-    exact_loss: Callable[[], float],
 ) -> dict[str, float]:
     """Returns how far a step's gradients move if weights change by rounding, by parameter, and of ``loss`` the loss.
-
-    That of the loss is at least what the eager loss is off from float64: torch adds the squares of a norm one after the
-    other, so the norm of 8,000,000 weights is off by 3e-4 of it, and that of a compiled step is not.
 
     Args:
         memory: the step's memory.
         outer: see :func:`contents`.
         before: what the memory held before the step.
-        eager_loss: loss of the eager step.
         step: makes the step op by op on the memory, and returns its loss.
-        exact_loss: returns the loss of the step in float64, or NaN.
     """
     now = contents(memory, outer)
     draw = torch.Generator(memory.device).manual_seed(0)
@@ -353,7 +333,6 @@ def response_to_rounding(
     noise: dict[str, float] = {}
     try:
         write_back(memory, outer, before)
-        exact = exact_loss()
         for run in range(1 + _SHIFTS):
             write_back(memory, outer, before)
             begun = dict(before)
@@ -384,12 +363,6 @@ def response_to_rounding(
         memory.settle()
         write_back(memory, outer, now)
     loss_noise = max(abs(loss - losses[0]) for loss in losses)
-    # The op-by-op loss is the eager one, so that a wrong trace is not taken for
-    # rounding.
-    if math.isfinite(exact) and abs(losses[0] - eager_loss) <= _ROUNDING * abs(
-        eager_loss
-    ):
-        loss_noise = max(loss_noise, abs(exact - eager_loss))
     return {"loss": loss_noise, **noise}
 
 

@@ -88,9 +88,6 @@ class StepSource(Protocol):
             self.forward(fixed, inputs.make(inputs.resident, tensors))
         return {name: table.count for name, table in counting.items()}
 
-    def no_gradient(self, names: Sequence[str]) -> None:
-        """Handles parameters without a gradient; a step does not update them."""
-
     def begin(self, item: Any) -> None:
         """Prepares the memory for a step on an item."""
         return
@@ -318,14 +315,9 @@ class CapturedStep:
                 memory.parameters, parts, tables, strict=True
             ):
                 if parameter.table:
-                    reading[parameter.name] = table or _Whole(part.weight)
+                    reading[parameter.name] = table or Whole(part.weight)
             self._source.reading = reading
             return self._source.forward(model_tensors, make())
-
-        def unreached(indices: Sequence[int]) -> None:
-            self._source.no_gradient(
-                [memory.parameters[index].name for index in indices]
-            )
 
         return trained(
             forward,
@@ -334,17 +326,17 @@ class CapturedStep:
             tensors["step"],
             clip_norm=self._clip_norm,
             autocast=self._autocast,
-            unreached=unreached,
         )
 
 
 @dataclass
-class _Whole:
+class Whole:
     """A table whose gradient is a matrix as large as itself."""
 
     weight: Tensor
 
     def read(self, ids: Tensor) -> Tensor:
+        """Returns the vectors (n, D) of the ids (n,)."""
         return embedding(ids, self.weight)
 
 

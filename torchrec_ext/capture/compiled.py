@@ -47,7 +47,7 @@ def compiled(step: Callable[..., Any], look: Look = lambda *_: None) -> Compiled
         graph: fx.GraphModule, examples: list[Tensor]
     ) -> Callable[..., Sequence[Any]]:
         look(graph, real_inputs(graph, examples))
-        return executors.compile_call(without_gradients(graph), examples)
+        return executors.compile_graph(without_gradients(graph), examples)
 
     return CompiledCall(step, backend)
 

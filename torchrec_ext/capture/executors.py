@@ -1,7 +1,5 @@
 """StepExecutor: runs a captured step by torch's inductor on a CPU, by a CUDA graph on a GPU, or op by op.
 
-StepEngine: an executor that can also run the step op by op, with the random numbers that eager steps draw.
-
 keep_freed_memory(): makes the process keep the memory that a step frees.
 """
 
@@ -17,11 +15,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchrec_ext.capture.dropout import hashed_dropout
+from torchrec_ext.capture.dropout import with_hashed_dropout
 from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.observe.ops import tensors_in, waits_for_device
 from torchrec_ext.observe.state_copy import random_state, set_random_state
@@ -78,19 +76,8 @@ def unaliased(tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def compile_graph(graph: GraphModule, examples: Sequence[Tensor]) -> _Step:
-    """Compiles a traced step for tensors with the shapes and strides of ``examples``.
-
-    Its dropout draws other numbers than that of eager steps, and much faster, see :func:`hashed_dropout`.
-
-    Raises:
-        CannotCaptureError: inductor, or the compiler below it, rejects the step.
-    """
-    return _compiled(hashed_dropout(graph, examples), examples)
-
-
 def _compiled(graph: GraphModule, examples: Sequence[Tensor]) -> _Step:
-    """Compiles a traced step as it is; see :func:`compile_graph`.
+    """Compiles a traced step for tensors with the shapes and strides of ``examples``.
 
     Raises:
         CannotCaptureError: inductor, or the compiler below it, rejects the step.
@@ -110,23 +97,29 @@ def _compiled(graph: GraphModule, examples: Sequence[Tensor]) -> _Step:
         ) from error
 
 
-def compile_call(
+def compile_graph(
     graph: GraphModule, examples: Sequence[Tensor]
 ) -> Callable[..., Sequence[Any]]:
     """Compiles a graph of Dynamo's for a CPU; see :func:`~torchrec_ext.capture.compiled.compiled`.
+
+    Its dropout draws other numbers than that of eager steps, and much faster, see :func:`with_hashed_dropout`.
 
     Raises:
         CannotCaptureError: inductor, or the compiler below it, rejects the step.
     """
     keep_freed_memory()
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)  # a traced mkldnn LSTM does not run
     try:
         return torch._inductor.compile(  # type: ignore[no-any-return]
-            graph, list(examples), options=dict(_INDUCTOR)
+            with_hashed_dropout(graph), list(examples), options=dict(_INDUCTOR)
         )
     except Exception as error:  # inductor and the compiler below it raise many types
         raise CannotCaptureError(
             f"inductor: {type(error).__name__}: {first_line(error)}"
         ) from error
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes; glibc accepts at most 32 MB
@@ -358,69 +351,3 @@ def compile_cache() -> str:
             f"the compile cache '{folder or tempfile.gettempdir()}' cannot be written ({error.strerror or error}); "
             "name another folder in TORCHINDUCTOR_CACHE_DIR"
         ) from None
-
-
-class StepEngine:
-    """Runs a captured step compiled, or op by op with the same random numbers as eager steps.
-
-    Attributes:
-        plain: whether the next steps run op by op.
-        double: whether the next steps run op by op in float64, on copies: they write nothing. CPUs only.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.plain = False
-        self.double = False
-
-    def __call__(self, step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
-        """Captures the step."""
-        if self._device.type == "cuda":
-            fast = cuda_graph(step, memory, inputs)
-            slow = as_it_is(step, memory, inputs)
-            return lambda later: slow(later) if self.plain else fast(later)
-        graph, examples = self.trace(step, [*memory, *inputs])
-        compiled = self.compile(graph, examples)
-
-        def run(later: Sequence[Tensor]) -> list[Tensor]:
-            if self.double:
-                # Copies, because a step writes into its memory.
-                copies = []
-                for tensor in (*memory, *later):
-                    dtype = (
-                        torch.float64 if tensor.is_floating_point() else tensor.dtype
-                    )
-                    copies.append(tensor.to(dtype, copy=True))
-                return as_it_is(_InDouble(graph).run, copies, [])([])
-            return as_it_is(graph if self.plain else compiled, memory, inputs)(later)
-
-        return run
-
-    def trace(
-        self, step: _Step, tensors: list[Tensor]
-    ) -> tuple[GraphModule, list[Tensor]]:
-        """Returns the ops of a step, and tensors without values of the shapes of those that it is called with."""
-        examples = unaliased(tensors)
-        enabled = torch._C._get_mkldnn_enabled()
-        torch._C._set_mkldnn_enabled(False)  # a traced mkldnn LSTM does not run
-        try:
-            return traced(step, examples), examples
-        finally:
-            torch._C._set_mkldnn_enabled(enabled)
-
-    def compile(self, graph: GraphModule, examples: list[Tensor]) -> _Step:
-        """Compiles ops for a CPU."""
-        return compile_graph(graph, examples)
-
-
-class _InDouble(Interpreter):
-    """Runs a graph of float32 ops in float64."""
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Calls an op with float64 wherever it names float32."""
-        args, kwargs = pytree.tree_map(_double, (args, kwargs))
-        return super().call_function(target, args, kwargs)
-
-
-def _double(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value

@@ -93,16 +93,27 @@ class RowTable:
 
     def read(self, ids: Tensor) -> Tensor:
         """Returns the vectors (n, D) of the ids (n,), up to date after the previous step."""
-        rows = self.weight.index_select(0, ids)
-        state = [tensor.index_select(0, ids) for tensor in self.state]
-        if lags(self.choice):
-            since = self.rows.since.index_select(0, ids)
-            before = (self.clock.step - 1).int()
-            rows, *state = caught_up(rows, state, since, before, self.rows, self.choice)
+        rows, *state = self.current(ids)
         leaf = rows.detach()
         leaf = leaf.requires_grad_() if self.zero is None else leaf + self.zero
         self._reads.append((ids, leaf, state))
         return leaf
+
+    def current(self, ids: Tensor) -> list[Tensor]:
+        """Returns rows and state of ids (n,), (n, D) each, up to date after the previous step."""
+        rows = self.weight.index_select(0, ids)
+        state = [tensor.index_select(0, ids) for tensor in self.state]
+        if not lags(self.choice):
+            return [rows, *state]
+        since = self.rows.since.index_select(0, ids)
+        before = (self.clock.step - 1).int()
+        return caught_up(rows, state, since, before, self.rows, self.choice)
+
+    def stepped(
+        self, ids: Tensor, rows: Tensor, grad: Tensor, state: list[Tensor]
+    ) -> list[Tensor]:
+        """Returns rows and state of ids (n,) after this step."""
+        return self.clock.stepped(rows, grad, state, self.choice, table=True)
 
     def leaves(self) -> list[Tensor]:
         """Returns the tensors to differentiate for :meth:`move`, one for each read."""
@@ -133,7 +144,7 @@ class RowTable:
         rows = torch.cat([leaf.detach() for leaf in leaves])
         state = [torch.cat(parts) for parts in zip(*states, strict=True)]
         grad, _ = self.gradients(grads)
-        new = self.clock.stepped(rows, grad, state, self.choice, table=True)
+        new = self.stepped(ids, rows, grad, state)
         # A row that was read twice is written twice, but with the same values.
         for target, value in zip([self.weight, *self.state], new, strict=True):
             target.index_put_((ids,), value)
@@ -231,6 +242,7 @@ class StepMemory:
         fixed: further tensors of the model by name, without an optimizer.
 
     Attributes:
+        zero: 0 with a gradient, (), see :class:`RowTable`.
         unsettled: steps since all rows were brought up to date.
 
     Raises:
@@ -252,6 +264,7 @@ class StepMemory:
         )
         self.device = self.parameters[0].weight.device
         self._step = torch.zeros((), device=self.device)
+        self.zero = torch.zeros((), device=self.device, requires_grad=True)
         self._rates = [torch.zeros((), device=self.device) for _ in self._groups]
         self._last_rates = [float("nan")] * len(self._rates)
         self._rows: dict[str, RowClock] = {}
@@ -366,9 +379,9 @@ class StepMemory:
         self.unsettled += 1
 
     @property
-    def steps_made(self) -> int:
-        """Number of steps so far."""
-        return int(self._step)
+    def count(self) -> Tensor:
+        """The number of steps so far, (), as steps read and raise it."""
+        return self._step
 
     def choose(self, lookups: Mapping[str, int], rule: RowRule) -> None:
         """Chooses the update of each table by the number of its look-ups in a step."""

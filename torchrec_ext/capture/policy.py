@@ -10,10 +10,6 @@ Compile = Literal["auto", "off", "require"]
 WATCHED = 12  # eager steps to time before "auto" decides
 # a capture pays off if the rest of a run takes at least these seconds
 PAYS_S = {"cpu": 60.0, "cuda": 10.0}
-_SLOW = (
-    5.0  # times the measured time of captured steps, from which later ones are noted
-)
-_SLOW_STEPS = 3  # in a row: one alone may have waited for another process
 PATIENCE = 20  # eager steps of a rare shape, such as the last batch of an epoch, before it is captured too
 
 
@@ -82,7 +78,6 @@ class CapturePolicy:
         self.is_reported = False
         self.eager_seconds: list[float] = []
         self.captured_seconds: list[float] = []
-        self._slow_steps = 0
 
     @property
     def eager_s(self) -> float:
@@ -125,22 +120,6 @@ class CapturePolicy:
     def describe_captured(self) -> str:
         """Describes captured steps: the first one's number and their time."""
         return f"since step {self.since:,}: {1e3 * self.captured_s:.3g} ms a step"
-
-    def note_pace(self, seconds: float) -> None:
-        """Notes captured steps far slower than the timed ones.
-
-        Args:
-            seconds: seconds of a later step; one of many is enough.
-        """
-        if seconds <= _SLOW * self.captured_s:
-            self._slow_steps = 0
-            return
-        self._slow_steps += 1
-        if self._slow_steps == _SLOW_STEPS:
-            self.note(
-                f"captured steps now take {1e3 * seconds:.3g} ms, {1e3 * self.captured_s:.3g} ms when measured: other "
-                "work may keep the cores busy; try torch.set_num_threads(1) before the first step"
-            )
 
     def note(self, text: str) -> None:
         """Says a line, unless it was said before."""

@@ -5,7 +5,7 @@ It alone of this folder needs TorchRec, with :mod:`lowering`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
@@ -98,9 +98,6 @@ class ShardedSource(StepSource):
             for note in item.fresh or ():
                 self.memory.mark_rows_current(note.table, note.rows)
 
-    def no_gradient(self, names: Sequence[str]) -> None:
-        """Accepts them, because a model may have towers that some batches do not read."""
-
 
 def moved_parameters(
     model: nn.Module, optimizer: HybridOptimizer
@@ -140,8 +137,6 @@ def moved_parameters(
         if group is None:
             raise CannotCaptureError(f"no optimizer moves '{fqn}'")
         values = [optimizer.state.get(parameter, {}) for parameter in parameters]
-        # A table may have two parameters, the kernel's and ShardedAdam's on top of it:
-        # the last one has the state.
         state, steps = state_tensors(values[-1])
         if len(state) != STATE_COUNTS[choice.kind]:
             raise CannotCaptureError(

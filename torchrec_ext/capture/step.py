@@ -4,8 +4,8 @@ Everybody's captured step is this function: a user's loop, the package's sharded
 rows of tables, calls a forward, takes ``autograd.grad`` inside, limits the norm and updates weights and state in place.
 What makes it fast is a door, which takes the function and returns the one to call in its place:
 
-- ``compiled``: torch.compile, whose guards compare all that a user's Python has read, before each step;
-- ``graphed``: the same in one CUDA graph;
+- :class:`CompiledCall`: torch.compile, whose guards compare all that a user's Python has read, before each step;
+  adopted steps put one CUDA graph behind it on a GPU;
 - the executors of :mod:`executors`, which trace a function of tensors without guards, for models whose tables share one
   storage: :class:`CapturedStep` calls them;
 - none: op by op.
@@ -74,9 +74,10 @@ def trained(
     clip_norm: float = 0.0,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     make: MakeTable = row_table,
-    unreached: Callable[[Sequence[int]], None] = lambda _: None,
 ) -> tuple[Tensor, Any]:
     """Makes one training step, and returns the loss, (), and the output of the forward.
+
+    Parts on which the loss does not depend are not updated.
 
     Args:
         forward: see :data:`Forward`; it reads rows of a table through :meth:`RowTable.read`.
@@ -86,7 +87,6 @@ def trained(
         clip_norm: limit of the gradients' norm; 0 for none.
         autocast: makes the context of the forward.
         make: makes the tables.
-        unreached: receives the indices of parts on which the loss does not depend; they are not updated.
     """
     with torch.no_grad():
         # Inside of the step, so that a replay counts too.
@@ -105,12 +105,8 @@ def trained(
         # would not let out otherwise.
         flat = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
     grads: list[list[Tensor | None]] = []
-    without = []
-    for index, (start, end) in enumerate(itertools.pairwise(ends)):
+    for start, end in itertools.pairwise(ends):
         grads.append(list(flat[start:end]))
-        if all(grad is None for grad in grads[-1]):
-            without.append(index)
-    unreached(without)
     with torch.no_grad():
         if clip_norm:
             grads = _limited(grads, parts, tables, clip_norm)

@@ -277,7 +277,7 @@ def _refuse_other_files(folder: Path) -> None:
         return
     if not (folder / "train.parquet").exists() and recbole:
         raise DataError(
-            f"{recbole[0]}: is RecBole's; write it as parquet, as in docs/from/recbole.md"
+            f"{recbole[0]}: is RecBole's; write it as parquet, see docs/data.md"
         )
     for name in ("valid.parquet", "train.txt", *_names(folder, "*.train.rating")):
         if (folder / name).exists():

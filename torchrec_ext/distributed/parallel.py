@@ -32,20 +32,16 @@ from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
 from torchrec_ext.distributed.optim.declared import (
     chosen_optimizer,
     declare_table_optimizer,
-    has_kernel,
     shardings,
     undeclared,
 )
-from torchrec_ext.distributed.optim.errors import first_few
 from torchrec_ext.distributed.optim.hybrid import (
     HybridOptimizer,
     keyed_optimizers,
 )
 from torchrec_ext.distributed.optim.sharded import (
     OneBackward,
-    decay_sharded_rows,
     read_past_caches,
-    sharded_adams,
 )
 from torchrec_ext.distributed.plan.planner import on_own_device, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime, calm_gloo, gather_objects
@@ -60,6 +56,7 @@ from torchrec_ext.distributed.tables import (
     without_init_fn,
 )
 from torchrec_ext.ids.ranks import host_group
+from torchrec_ext.schema.validation import first_few
 
 
 def settle_buckets(model: nn.Module) -> None:
@@ -127,10 +124,8 @@ def hybrid_parallel(
     if plan is None:
         plan = plan_sharding(model, runtime, optimizer=requested_optimizer)
     plan = on_own_device(plan, runtime)
-    emulated = _without_kernel(
-        model, plan, optimizer.for_tables(model), runtime.device.type
-    )
-    choices = declare_table_optimizer(model, optimizer, emulated)
+    choices = declare_table_optimizer(model, optimizer)
+    _refuse_without_kernel(model, plan, choices, runtime.device.type)
     layers = optimizer.for_layers(dense_layers(model))
     given = _given_rows(model, runtime)
     with _ddp_notice_ignored(), sharing_as_all_ranks_do(), without_init_fn(model):
@@ -157,15 +152,7 @@ def hybrid_parallel(
     settle_buckets(sharded)
     # Gloo's threads exist once all groups of a step do.
     calm_gloo()
-    # ShardedAdam decays the rows of its own tables.
-    kernel_choices = {
-        name: choice for name, choice in choices.items() if name not in emulated
-    }
-    decay_sharded_rows(sharded, kernel_choices)
-    hybrid_optimizer = _optimizer(
-        sharded, optimizer.clip_norm, choices, layers, emulated
-    )
-    return sharded, hybrid_optimizer
+    return sharded, _optimizer(sharded, optimizer.clip_norm, choices, layers)
 
 
 def _refuse_managed_collision(model: nn.Module) -> None:
@@ -235,21 +222,15 @@ def dense_layers(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters() if name not in tables]
 
 
-def _without_kernel(
+def _refuse_without_kernel(
     model: nn.Module, plan: ShardingPlan, choices: Mapping[str, Choice], device: str
-) -> dict[str, Choice]:
-    """Returns the optimizers of sharded tables without a kernel; refuses optimizers that nothing runs."""
+) -> None:
     tables = {table.name: table for table in tables_of(model)}
     planned = {}
     for name, sharding in table_shardings(plan).items():
         if name in tables:
             planned[name] = sharding.sharding_type
-    kinds = shardings([tables[name] for name in planned], choices, planned, device)
-    without_kernel = {}
-    for name, kind in kinds.items():
-        if kind != "data_parallel" and not has_kernel(choices[name].kind, device):
-            without_kernel[name] = choices[name]
-    return without_kernel
+    shardings([tables[name] for name in planned], choices, planned, device)
 
 
 def _optimizer(
@@ -257,7 +238,6 @@ def _optimizer(
     clip_norm: float,
     choices: Mapping[str, Choice],
     layers: Mapping[str, Choice],
-    emulated: Mapping[str, Choice],
 ) -> HybridOptimizer:
     """Combines the fused optimizers with those of the replicated tables and dense layers."""
     # A model may be a collection itself, at the empty path, with which all names begin.
@@ -276,7 +256,6 @@ def _optimizer(
         model.fused_optimizer,
         keyed_optimizers("replicated_tables", tables, table_choices),
         keyed_optimizers("dense", dense, layers),
-        sharded=sharded_adams(model, emulated),
         one_backward=OneBackward(model),
         clip_norm=clip_norm,
         table_choices=choices,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torchrec_ext.needs_torch import loaded_class
 
@@ -16,7 +16,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self, TypeIs
 
-from torchrec_ext.distributed.optim.errors import GradientNotFiniteError, first_few
 from torchrec_ext.distributed.runtime import gather_objects
 from torchrec_ext.distributed.sync_config import OptimizerState, check_local_steps
 from torchrec_ext.distributed.sync_config import SyncConfig as SyncConfig
@@ -149,7 +148,6 @@ class LocalOptimizers:
 
     Attributes:
         apart: whether ranks take local steps.
-        fault: None: a loss that is not finite ends the rank that has it.
         after_step: functions called after each step.
         replicated_tables: tables, of whose rows a step changes few.
         dense_parameters: all other parameters that the optimizers move.
@@ -168,7 +166,6 @@ class LocalOptimizers:
                 "there is no process group; start the script by torchrun, inside Runtime.start()"
             )
         self.apart = False
-        self.fault = None
         self._model = model
         self._step: AnyStep | None = None
         self.after_step: list[Callable[[], None]] = []
@@ -270,14 +267,6 @@ class EveryStep:
     def silent(self) -> bool:
         """Whether no rank waits for another in the next step."""
         return False
-
-    @property
-    def fault(self) -> bool:
-        """Whether this rank still has to report a gradient that is not finite to the others."""
-        return False
-
-    def meet(self) -> None:
-        """Reports a fault of any rank to all. Collective."""
 
     def settle(self) -> None:
         """Makes every rank equal now, before an evaluation or a checkpoint. Collective, after equally many steps."""
@@ -388,18 +377,13 @@ class LocalSGD(EveryStep):
         }
         self._outer: torch.optim.SGD | None = None
         self._anchors: list[Tensor] = []
-        self._steps = self._since = self._fault_step = 0
+        self._steps = self._since = 0
         self._leave = ExitStack()
 
     @property
     def silent(self) -> bool:
         """Whether no rank waits for another in the next step."""
         return self._optimizer.apart and not self._shards_tables
-
-    @property
-    def fault(self) -> bool:
-        """Whether this rank still has to report a gradient that is not finite to the others."""
-        return self._optimizer.fault is not None
 
     def __enter__(self) -> Self:
         self._optimizer.after_step.append(self._after_step)
@@ -422,7 +406,6 @@ class LocalSGD(EveryStep):
         """Makes every rank equal now.
 
         Raises:
-            GradientNotFiniteError: a gradient of some rank was NaN or infinite since the last call; on every rank.
             UnevenStepsError: ranks have taken unequal numbers of steps; on every rank.
         """
         if self._optimizer.apart:
@@ -436,8 +419,6 @@ class LocalSGD(EveryStep):
                 self.start_local_steps()
             return
         self._since += 1
-        if self.fault and not self._fault_step:
-            self._fault_step = self._steps
         if self._since == self._every:
             self._sync()
 
@@ -449,7 +430,6 @@ class LocalSGD(EveryStep):
                 self._leave.enter_context(ddp.no_sync())
         self._optimizer.apart = True
         self._leave.callback(setattr, self._optimizer, "apart", False)
-        self._leave.callback(setattr, self._optimizer, "fault", None)
         statistics = self._normalise_apart()
         # Made now, because its copies of large tables count as equal on all ranks, and
         # the next step is local.
@@ -488,7 +468,7 @@ class LocalSGD(EveryStep):
     def _sync(self) -> None:
         for check in self.checks:
             check()
-        self.meet()
+        self._check_steps()
         if self._since and self._averager is not None:
             self._averager.average(self._state() if self._average_state else ())
             if self._outer is not None:
@@ -514,32 +494,32 @@ class LocalSGD(EveryStep):
         tensors = []
         for parameter in _parameters(self._optimizer):
             for name, state in states.get(parameter, {}).items():
-                # Step counts need no mean: meet() has just checked that they are equal.
+                # Step counts need no mean: they were just found equal.
                 if name != "step" and isinstance(state, Tensor):
                     tensors.append(state)
         return tensors
 
-    def meet(self) -> None:
-        """Lets all ranks learn whether one has a fault or has taken another number of steps. Collective.
-
-        Raises:
-            GradientNotFiniteError: a gradient of some rank was NaN or infinite; on every rank.
-            UnevenStepsError: ranks have taken unequal numbers of steps; on every rank.
-        """
+    def _check_steps(self) -> None:
+        """Refuses to average over ranks that have taken unequal numbers of steps. Collective."""
         device = next(
             (parameter.device for parameter in self._model.parameters()),
             torch.device("cpu"),
         )
         # The maximum of the negated steps is minus the least number of steps, so one
         # all-reduce finds both ends.
-        worst = torch.tensor(
-            [int(self.fault), self._steps, -self._steps], device=device
-        )
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        fault, most, least = worst.tolist()
-        if fault or most != -least:
-            report = _Report(self._steps, self._optimizer.fault, self._fault_step)
-            raise _error(gather_objects(report, dist.get_world_size()))
+        ends = torch.tensor([self._steps, -self._steps], device=device)
+        dist.all_reduce(ends, dist.ReduceOp.MAX)
+        most, least = ends.tolist()
+        if most != -least:
+            steps = ", ".join(
+                f"rank {rank}: {count}"
+                for rank, count in enumerate(
+                    gather_objects(self._steps, dist.get_world_size())
+                )
+            )
+            raise UnevenStepsError(
+                f"ranks have taken unequal numbers of steps, {steps}: every rank's loader must give as many batches"
+            )
 
 
 def synchronised(
@@ -585,32 +565,6 @@ def data_parallel_modules(
         for lookup in getattr(collection, "_lookups", ()):
             if isinstance(lookup, DistributedDataParallel):
                 yield lookup
-
-
-class _Report(NamedTuple):
-    """A rank's report to the others at an average: its steps, its fault and the step of the fault."""
-
-    steps: int
-    fault: str | None
-    fault_step: int
-
-
-def _error(reports: list[_Report]) -> ValueError:
-    faults = []
-    fault_steps = []
-    for rank, report in enumerate(reports):
-        if report.fault is not None:
-            faults.append(f"{report.fault} on rank {rank}")
-            fault_steps.append(report.fault_step)
-    if faults:
-        # Ranks that are apart go bad at different steps, and the first one counts.
-        return GradientNotFiniteError(first_few(faults, "; "), min(fault_steps))
-    steps = ", ".join(
-        f"rank {rank}: {report.steps}" for rank, report in enumerate(reports)
-    )
-    return UnevenStepsError(
-        f"ranks have taken unequal numbers of steps, {steps}: every rank's loader must give as many batches"
-    )
 
 
 def _parameters(optimizer: HybridOptimizer | LocalOptimizers) -> list[nn.Parameter]:

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from torchrec_ext.batch import Fresh
 from torchrec_ext.ids.index import EMPTY, IdIndex, Items, Layout
-from torchrec_ext.ids.lookup import LookUps
 from torchrec_ext.ids.policy import MOST_SIGHTINGS, Dynamic
 from torchrec_ext.ids.ranks import IdRanks
 from torchrec_ext.ids.rows import RowPool, Sightings
@@ -89,7 +88,6 @@ class DynamicIds:
         # One memory for all tables, because each step writes into those of all.
         self._sightings = Sightings(sum(capacities), self._device)
         self._tables = _row_pools(tables, self._sightings)
-        self._look_ups = LookUps()
         self._index = _empty_index(self._tables, self._device)
 
     @property
@@ -110,13 +108,6 @@ class DynamicIds:
         figures["ids_unknown"] = self.counts["unknown"] / max(1, self.counts["lookups"])
         return figures
 
-    def compile_look_ups(self) -> None:
-        """Compiles look-ups from now on; otherwise they are once eager ones have taken as long as a compiler takes.
-
-        It is said, and kept in inductor's cache for later runs. Numbers of ids that come once stay eager.
-        """
-        self._look_ups.compile_now()
-
     def live_ids(self, table: str) -> tuple[Tensor, Tensor]:
         """Returns the ids of a table that have a row, and their rows, ascending; (n,) int64 each."""
         pool = self._table(table)
@@ -134,7 +125,7 @@ class DynamicIds:
     def rows(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the rows of ids, (n,) int64 by table; 0 for an id without a row. Changes nothing; not collective."""
         flat, layout = self._flat(ids)
-        rows = self._look_ups.find(self._index, flat, layout).clamp(min=0)
+        rows = self._index.find(flat, layout).clamp(min=0)
         return _by_table(rows, ids, self.names)
 
     def _flat(self, ids: Mapping[str, Tensor]) -> tuple[Tensor, Layout]:
@@ -160,7 +151,7 @@ class DynamicIds:
         """
         flat, layout = self._flat(ids)
         self.now += not again
-        rows = self._look_ups.find(self._index, flat, layout).clamp_(min=0)
+        rows = self._index.find(flat, layout).clamp_(min=0)
         self._sightings.add(self.now, rows + self._starts[layout.table])
         missing = (rows == 0).nonzero().squeeze(1)
         self.counts["lookups"] += len(flat)

@@ -1,8 +1,8 @@
 """IdIndex: a hash index from the 64-bit ids of several tables to 32-bit values, in plain tensor operations.
 
 An id may stand in either of two buckets. A bucket is one cache line of 64 bytes: five ids and then their five values.
-A look-up reads two lines and compares; no step of it depends on values, so that it can be traced and compiled. Removing
-an id leaves no mark. All tables share one arena: a look-up takes as many operations for 20 tables as for one.
+A look-up reads two lines and compares. Removing an id leaves no mark. All tables share one arena: a look-up takes as
+many operations for 20 tables as for one.
 
 Every loop below is over rounds, never over ids.
 """
@@ -240,21 +240,6 @@ def buckets_of(ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
 
 def _first_bucket(hashes: Tensor, layout: Layout) -> Tensor:
     return layout.first + (((hashes & 0xFFFFFFFF) * layout.size) >> 32)
-
-
-def value_in_either(lines: Tensor, ids: Tensor, one: Tensor, two: Tensor) -> Tensor:
-    """Returns the value of each id by its two buckets, for a compiler, which makes one loop of it.
-
-    Run op by op it takes twice as long as :meth:`IdIndex.find`.
-    """
-    words = lines.view(-1)
-    halves = lines.view(torch.int32).view(-1)
-    values = torch.zeros_like(ids)
-    for bucket in (one, two):
-        for way in range(_WAYS):
-            value = halves[bucket * (2 * _WORDS) + _FIRST_VALUE + way].long()
-            values = torch.where(words[bucket * _WORDS + way] == ids, value, values)
-    return values
 
 
 def _id_word(slots: Tensor) -> Tensor:

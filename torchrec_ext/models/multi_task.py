@@ -9,15 +9,119 @@ from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.models.tower_model import Loss, Prediction, TowerModel
 from torchrec_ext.modules.config import TaskRows
-from torchrec_ext.modules.interaction import MultiTaskTop, logit_of_product
+from torchrec_ext.modules.interaction import InteractionLayer, TopMLP
+from torchrec_ext.modules.layers import Activation, BatchNorm, Normalization
 from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, OutOfRange
 from torchrec_ext.schema.validation import check_choice
+
+
+class MultiTaskTop(TopMLP):
+    """A top NN with a head for each of T tasks over its last hidden layer (hard sharing, Caruana 1997).
+
+    The first head is TopMLP's. Whatever ranks by one logit, such as :meth:`score_all`, ranks by the product of the
+    probabilities of the tasks ``serve``, which is the first task's alone where not given.
+
+    Args:
+        widths: D of each tower, in order.
+        tasks: T, 2 or more.
+        serve: numbers of the tasks, from 0, by whose product is ranked; each once.
+        hidden: widths of the hidden layers; the heads read the last one.
+        activation: see :class:`TopMLP`.
+        normalization: see :class:`TopMLP`.
+        dropout: see :class:`TopMLP`.
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        tasks: int,
+        hidden: Sequence[int] = (64,),
+        *,
+        activation: Activation = "relu",
+        normalization: Normalization = "none",
+        dropout: float = 0.0,
+        serve: Sequence[int] = (0,),
+    ) -> None:
+        if tasks < 2:
+            raise ValueError(
+                f"tasks={tasks}: must be 2 or more; TopMLP is the network for one"
+            )
+        if (
+            not serve
+            or len(set(serve)) < len(serve)
+            or not set(serve) <= set(range(tasks))
+        ):
+            raise ValueError(
+                f"serve={list(serve)}: must be numbers of tasks, 0 to {tasks - 1}, each once"
+            )
+        super().__init__(
+            widths,
+            hidden,
+            activation=activation,
+            normalization=normalization,
+            dropout=dropout,
+        )
+        first: nn.Linear = self.mlp[-1]  # type: ignore[assignment]
+        # The first head is TopMLP's, whose weights keep their names.
+        self.further = nn.ModuleList(
+            nn.Linear(first.in_features, 1) for _ in range(tasks - 1)
+        )
+        self.serve = list(serve)
+
+    def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
+        """Returns (B,) logits of the tasks to serve, from the towers' outputs; see :meth:`of_tasks`."""
+        if self.serve == [0]:
+            return super().forward(outputs, weights)
+        return logit_of_product(self.of_tasks(outputs, weights)[:, self.serve])
+
+    def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
+        """Returns (B, N) logits of every query (B, D1) with every candidate (N, D2)."""
+        if self.serve == [0]:
+            return super().score_all(query, candidates)
+        # TopMLP's own shortcut has one head: pairs go through ``forward``, which
+        # multiplies the tasks.
+        return InteractionLayer.score_all(self, query, candidates)
+
+    @property
+    def last_biases(self) -> list[Tensor]:
+        """The bias of each task's logit, (1,), in order."""
+        return [*super().last_biases, *(head.bias for head in self.further)]  # type: ignore[list-item]
+
+    def of_tasks(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
+        """Returns (B, T) logits of the towers' outputs, (B, D) of any D each."""
+        *layers, first = self.mlp
+        hidden = self.activation(torch.cat(outputs, dim=1))
+        # Layer by layer, because TorchRec's pipelines trace modules of the model, and a
+        # slice of a Sequential is none.
+        for layer in layers:
+            hidden = (
+                layer(hidden, weights)
+                if isinstance(layer, BatchNorm)
+                else layer(hidden)
+            )
+        logits = [head(hidden) for head in (first, *self.further)]
+        return torch.cat(logits, dim=1)
+
+
+def logit_of_product(logits: Tensor) -> Tensor:
+    """Converts logits (B, T) to the logits (B,) of the product of their probabilities.
+
+    Example:
+        >>> bool(torch.isclose(logit_of_product(torch.tensor([[0.0, 0.0]])).sigmoid(), torch.tensor(0.25)))
+        True
+    """
+    logarithm = logsigmoid(logits).sum(dim=1)
+    # log(1 - p) would be -inf where p rounds to 1, so p is held just below it.
+    return logarithm - torch.log(
+        -torch.expm1(logarithm.clamp(max=-torch.finfo(logarithm.dtype).eps))
+    )
 
 
 class TaskPredictions(NamedTuple):
@@ -55,6 +159,7 @@ class MultiTaskModel(TowerModel):
             which the product of the first and the further head's probability is compared with the further label, which
             no row has without the first (ESMM, Ma et al. 2018).
         shared: see :class:`TowerModel`.
+        device: see :class:`TowerModel`.
 
     Raises:
         ValueError: not one head for each task, a weight that is not positive, or what a TowerModel refuses.
@@ -74,11 +179,12 @@ class MultiTaskModel(TowerModel):
         losses: Mapping[str, Loss] | None = None,
         rows: TaskRows = "all",
         shared: Sequence[str] = (),
+        device: torch.device | None = None,
     ) -> None:
         losses = losses or {}
         _check(top, tasks, losses)
         check_choice("rows", rows, get_args(TaskRows))
-        super().__init__(towers, top, shared=shared)
+        super().__init__(towers, top, shared=shared, device=device)
         self.tasks = dict(tasks)
         self.rows = rows
         self.of_tasks = _TaskLosses(

@@ -103,7 +103,6 @@ class ContextualNCF(TowerModel):
             gmf_dim,
             first,
             dense=context_dense,
-            device=device,
         )
         # The two halves are one layer, so one of them adds its bias.
         item = NCFTower(
@@ -112,7 +111,6 @@ class ContextualNCF(TowerModel):
             first,
             bias=False,
             dense=item_dense,
-            device=device,
         )
         # The two halves are one layer over both inputs, so both are drawn with the
         # bounds of that layer.
@@ -122,7 +120,9 @@ class ContextualNCF(TowerModel):
             )
             nn.init.uniform_(tower.mlp.linear.weight, -bound, bound)
         head = NCFHead(gmf_dim, mlp_widths, activation=activation, dropout=dropout)
-        super().__init__({"user": user, "item": item}, head, loss=loss, shared=shared)
+        super().__init__(
+            {"user": user, "item": item}, head, loss=loss, shared=shared, device=device
+        )
 
 
 class NCFTower(Tower):
@@ -134,7 +134,6 @@ class NCFTower(Tower):
         hidden: H, width of the MLP's first layer.
         bias: whether this tower adds the first layer's bias.
         dense: names of dense columns.
-        device: device of the tables.
     """
 
     mlp: _Half
@@ -147,9 +146,8 @@ class NCFTower(Tower):
         *,
         bias: bool = True,
         dense: Sequence[str] = (),
-        device: torch.device | None = None,
     ) -> None:
-        super().__init__(tables, (), dense=dense, device=device)
+        super().__init__(tables, (), dense=dense)
         self.mlp = _Half(
             gmf_dim, nn.Linear(self.out_features - gmf_dim, hidden, bias=bias)
         )

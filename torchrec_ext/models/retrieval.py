@@ -53,6 +53,7 @@ class RetrievalModel(TowerModel):
         hardest: number of negatives of a query that count under ``in_batch``: those with the greatest scores, corrected
             and divided by the temperature; 0 for all.
         shared: see :class:`TowerModel`.
+        device: see :class:`TowerModel`.
 
     Raises:
         ValueError: not two towers, another interaction, ``hardest`` under another loss, or what a TowerModel refuses.
@@ -71,6 +72,7 @@ class RetrievalModel(TowerModel):
         loss: str = "in_batch",
         hardest: int = 0,
         shared: Sequence[str] = (),
+        device: torch.device | None = None,
     ) -> None:
         if len(towers) != 2 or getattr(interaction, "metric", None) is None:
             raise ValueError(
@@ -79,7 +81,7 @@ class RetrievalModel(TowerModel):
                 "others"
             )
         check_hardest("hardest", hardest, loss)
-        super().__init__(towers, interaction, shared=shared)
+        super().__init__(towers, interaction, shared=shared, device=device)
         self.in_batch = _InBatchLoss(
             loss, interaction, counts, known, item_feature, temperature, hardest
         )

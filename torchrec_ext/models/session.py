@@ -155,7 +155,7 @@ class _NextItemNetwork(nn.Module):
             lengths = batch.host_lengths[SESSION]
         packing = Packing(lengths, device=items.device)
         # The last item has no next one, so the encoder does not run on it.
-        inputs, sessions = packing.without_last_steps(self.encoder.attention)
+        inputs, sessions = packing.without_last_steps()
         states = self.encoder.encode(items[inputs], sessions)
         ids = batch.sparse[SESSION].values()
         targets = inputs + 1
@@ -177,7 +177,7 @@ class _NextItemNetwork(nn.Module):
 
     def last(self, embedded: Mapping[str, JaggedTensor]) -> Tensor:
         items = embedded[SESSION].values()
-        packing = Packing(embedded[SESSION].lengths(), self.encoder.attention)
+        packing = Packing(embedded[SESSION].lengths())
         states = self.encoder.encode(items, packing)
         rows, last = packing.last_steps
         return states.new_zeros(len(packing.lengths), states.shape[1]).index_copy(
@@ -214,7 +214,7 @@ def bst(
         target_dense: dense columns of the target, concatenated too.
         dense: dense columns that are concatenated with the transformer's output before its own MLP.
         max_length: S, the most steps of a session; of a longer one the most recent are read.
-        combine: ``sum`` or, as published, ``concat`` of the features of a step; see :class:`SessionTower`.
+        combine: ``sum`` or, as published, ``concat`` of the features of a step; see :class:`SessionSteps`.
         device: device of the tables; ``meta`` declares them without memory.
         top: further arguments of :class:`SessionTop`, whose defaults are the paper's: one layer, 8 heads, MLP
             1024-512-256.
@@ -254,10 +254,9 @@ def bst(
             max_length=max_length,
             dense=dense,
             combine=combine,
-            device=device,
         ),
         **rest,
-        "target": Tower([*bags, *target_tables], [], dense=target_dense, device=device),
+        "target": Tower([*bags, *target_tables], [], dense=target_dense),
     }
     network = SessionTop(
         [tower.out_features for tower in towers.values()],
@@ -270,7 +269,7 @@ def bst(
     )
     # All features of a step are equally many, so one tells the lengths.
     network.session = session[0]
-    return TowerModel(towers, network)
+    return TowerModel(towers, network, device=device)
 
 
 def _pooled(table: EmbeddingConfig, feature: str) -> EmbeddingBagConfig:

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from typing_extensions import Self
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.modules.interaction import Interaction as Interaction
 from torchrec_ext.modules.interaction import InteractionLayer, interaction_layer
 from torchrec_ext.modules.layers import how_made, reads_lengths, weighs_rows
+from torchrec_ext.modules.look_ups import LookUps
 from torchrec_ext.modules.losses import PairwiseLoss, bce
-from torchrec_ext.modules.shared_tables import shared_tables, values_by_table
 from torchrec_ext.modules.tower import Activation, Normalization, Tower, Towers
 from torchrec_ext.schema import BatchSchema, OutOfRange
 
@@ -53,12 +52,10 @@ class Prediction(NamedTuple):
 class TowerModel(nn.Module):
     """Towers over one batch, an interaction from their outputs to a logit, and the loss.
 
-    ``forward`` returns ``(loss, output)``, which TorchRec's train pipelines expect. Every tower takes the batch's whole
-    KeyedJaggedTensor as an attribute of the batch, which lets ``TrainPipelineSparseDist`` overlap all input dists;
-    :class:`Towers` holds and runs the towers.
-
-    Towers that name the same table, such as the items' for a user's history and for the candidate, share it with one
-    set of weights; see :class:`SharedTables`, and :meth:`merge_lookups` for all other tables.
+    ``forward`` returns ``(loss, output)``, which TorchRec's train pipelines expect. The model holds the tables of all
+    towers and looks them up together, see :class:`LookUps`; its collections take attributes of the batch, which lets
+    ``TrainPipelineSparseDist`` overlap all input dists. Towers that name the same table, such as the items' for a
+    user's history and for the candidate, share it with one set of weights.
 
     Args:
         towers: modules by name, in the order of the interaction's inputs.
@@ -67,10 +64,11 @@ class TowerModel(nn.Module):
         loss: function from (logits, batch) to the loss, ().
         shared: names of towers whose input several rows share, such as the user's beside 1 + N candidates: they run
             once per shared row, and their outputs are repeated. Logits and gradients do not change.
+        device: device of the tables; ``meta`` declares them without memory, and ``hybrid_parallel`` allocates shards.
 
     Raises:
         ValueError: tables of one name that differ, a dense column that two towers read, or a feature that is read by a
-            shared tower and another, or with weights and without.
+            shared tower and another.
     """
 
     def __init__(
@@ -80,6 +78,7 @@ class TowerModel(nn.Module):
         *,
         loss: Loss = bce,
         shared: Sequence[str] = (),
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
         if not towers:
@@ -90,7 +89,6 @@ class TowerModel(nn.Module):
         self._names = list(towers)
         # In the order of the towers, whatever the order of the argument.
         self._shared = [name for name in towers if name in shared]
-        self._weights = _weights(self.towers)
         self.made_of = {name: how_made(tower) for name, tower in towers.items()}
         self._tables: list[Any] = []
         self._dense: list[str] = []
@@ -98,39 +96,11 @@ class TowerModel(nn.Module):
             self._tables += tower.tables
             self._dense += tower.dense
         self._shared_columns = self.towers.columns(shared=True)
-        self.shared_tables = shared_tables(towers, self._shared_columns, self._weights)
-        self._weighed = {
-            shared: self.towers.weigh_rows(shared=shared) for shared in (False, True)
-        }
-        self._weighed_top = weighs_rows(interaction)
-        self._reads_lengths = any(reads.lengths for reads in self.towers.reads.values())
-        self._top_reads_lengths = reads_lengths(interaction)
-
-    def merge_lookups(self) -> Self:
-        """Makes the model look up the tables of all towers together, by :class:`SharedTables`, and not tower by tower.
-
-        Batches, outputs, gradients and the names of tables stay the same; the paths of their parameters change, so call
-        it before a plan or an optimizer is made.
-
-        Returns:
-            The model itself.
-
-        Raises:
-            ValueError: a tower that cannot release its tables, or tables that are sharded already.
-        """
-        values = {name: weight for name, _, weight in values_by_table(self)}
-        sharded = [table.name for table in self._tables if table.name not in values]
-        if sharded:
-            raise ValueError(
-                f"table '{sharded[0]}' is sharded already; merge the look-ups before it is planned"
-            )
-        self.shared_tables = shared_tables(
-            dict(self.towers.items()), self._shared_columns, self._weights, every=True
+        self.look_ups = LookUps(
+            towers, self._shared_columns, device or torch.device("cpu")
         )
-        # The new collections have drawn weights of their own: the tables keep theirs.
-        for name, holder, _ in values_by_table(self):
-            holder.weight = values[name]
-        return self
+        self._weighs_rows = weighs_rows(interaction)
+        self._reads_lengths = reads_lengths(interaction)
 
     def begin_at(self, shares: Sequence[float]) -> list[float]:
         """Sets the last bias to the log-odds of a positive: an untrained model then predicts the positives' share.
@@ -218,7 +188,6 @@ class TowerModel(nn.Module):
             label_range=(0.0, 1.0) if self.loss.function is bce else None,
             out_of_range=out_of_range,
             oov_ids=oov_ids,
-            weights=self._weights,
         )
 
     def embed(self, tower: str, batch: TowerBatch) -> Tensor:
@@ -229,34 +198,11 @@ class TowerModel(nn.Module):
         """
         if tower not in self._names:
             raise ValueError(f"tower {tower!r} is not one of {list(self._names)}")
-        return self._run(batch, [tower])[tower]
-
-    def _run(
-        self, batch: TowerBatch, names: list[str] | None = None
-    ) -> dict[str, Tensor]:
-        """Returns the outputs of all towers, or of ``names``.
-
-        Arguments that a call does not need are left out, so that a pipeline can follow it.
-        """
-        rows = (batch.sparse, batch.dense)
-        if self._shared and batch.shared is not None:
-            rows += (batch.shared.sparse, batch.shared.dense)  # type: ignore[assignment]
-        options: dict[str, Any] = {} if names is None else {"names": names}
-        if self.shared_tables is not None and not self.shared_tables.readers.isdisjoint(
-            names or self._names
-        ):
-            options["looked_up"] = self.shared_tables(batch, names or self._names)
-        if self._weighed[False]:
-            options["weights"] = batch.weights
-        if self._weighed[True]:
-            options["shared_weights"] = batch.shared_weights
-        if self._reads_lengths:
-            options["host_lengths"] = batch.host_lengths
-        return self.towers(*rows, **options)  # type: ignore[no-any-return]
+        return self.towers(self.look_ups(batch, [tower]), batch, [tower])[tower]  # type: ignore[no-any-return]
 
     def outputs(self, batch: TowerBatch) -> list[Tensor]:
         """Returns the output of each tower, (B, D), in order."""
-        outputs = self._run(batch)
+        outputs = self.towers(self.look_ups(batch, self._names), batch)
         in_order = []
         for name in self._names:
             output = outputs[name]
@@ -268,9 +214,9 @@ class TowerModel(nn.Module):
     def logits(self, batch: TowerBatch) -> Tensor:
         """Returns the logits of the batch, (B,)."""
         options: dict[str, Any] = {}
-        if self._weighed_top:
+        if self._weighs_rows:
             options["weights"] = batch.weights
-        if self._top_reads_lengths:
+        if self._reads_lengths:
             options["host_lengths"] = batch.host_lengths
         return self.interaction(self.outputs(batch), **options)  # type: ignore[no-any-return]
 
@@ -282,33 +228,6 @@ class TowerModel(nn.Module):
         return loss, Prediction(
             loss.detach(), logits.detach(), batch.labels, batch.weights
         )
-
-
-def _weights(towers: Towers) -> dict[str, str]:
-    """Returns the column of the ids' weights of each weighted feature, by feature.
-
-    TorchRec's sharded collections use weights wherever a batch has them, so all towers must agree.
-    """
-    columns_by_feature: dict[str, dict[str | None, str]] = {}
-    for name, tower in towers.items():
-        weights = getattr(tower, "weights", {})
-        for table in tower.tables:  # type: ignore[union-attr]
-            for feature in table.feature_names:
-                columns_by_feature.setdefault(feature, {})[weights.get(feature)] = name
-    for feature, columns in columns_by_feature.items():
-        if len(columns) > 1:
-            differing = " and ".join(
-                f"{column or 'none'} in tower '{tower}'"
-                for column, tower in columns.items()
-            )
-            raise ValueError(
-                f"feature '{feature}' has weights {differing}; give it the same weights in every tower that reads it"
-            )
-    return {
-        feature: column
-        for feature, (column, *_) in columns_by_feature.items()
-        if column
-    }
 
 
 def two_tower(
@@ -375,9 +294,8 @@ def two_tower(
             tower_widths,
             dense=dense,
             residual=residual,
-            device=device,
             **layers,
         )
     widths = [tower.out_features for tower in towers.values()]
     top = interaction_layer(interaction, widths, top_widths, **layers)
-    return TowerModel(towers, top, loss=loss, shared=shared)
+    return TowerModel(towers, top, loss=loss, shared=shared, device=device)

@@ -7,14 +7,11 @@ from .interaction import GeneralizedMF as GeneralizedMF
 from .interaction import InteractionLayer as InteractionLayer
 from .interaction import TopMLP as TopMLP
 from .layers import mlp as mlp
+from .look_ups import LookUps as LookUps
 from .losses import bce as bce
 from .losses import bpr as bpr
-from .losses import hinge as hinge
 from .losses import in_batch_softmax as in_batch_softmax
 from .losses import sampled_softmax as sampled_softmax
 from .session_encoder import SessionEncoder as SessionEncoder
-from .session_tower import SessionTower as SessionTower
-from .shared_tables import SharedTables as SharedTables
 from .softmax import catalogue_softmax as catalogue_softmax
-from .tower import AttentionPooling as AttentionPooling
 from .tower import Tower as Tower

@@ -16,7 +16,6 @@ from torchrec_ext.schema.validation import check_choice, check_least
 
 Activation = Literal["relu", "gelu", "silu", "tanh", "leaky_relu"]
 Normalization = Literal["none", "layer", "batch"]
-Attention = Literal["bucketed", "nested", "padded"]
 Position = Literal["start", "end", "none"]
 Combine = Literal["sum", "concat"]
 TaskRows = Literal["all", "positive", "product"]
@@ -91,7 +90,6 @@ LOSSES: Mapping[str, LossKind] = {
         path="torchrec_ext.modules.losses:in_batch_softmax", in_batch=True
     ),
     "bpr": LossKind(path="torchrec_ext.modules.losses:bpr", pairwise=True),
-    "hinge": LossKind(path="torchrec_ext.modules.losses:hinge", pairwise=True),
     "sampled_softmax": LossKind(
         path="torchrec_ext.modules.losses:sampled_softmax", pairwise=True
     ),

@@ -60,40 +60,6 @@ def bpr(logits: Tensor, batch: TowerBatch, *, negatives: int) -> Tensor:
     return _mean(-logsigmoid(groups[:, :1] - groups[:, 1:]).mean(dim=1), batch)
 
 
-def hinge(
-    logits: Tensor,
-    batch: TowerBatch,
-    *,
-    negatives: int,
-    margin: float = 1.0,
-    hardest: bool = False,
-) -> Tensor:
-    """Returns the mean of max(0, margin - positive + negative), (): 0 for a negative ``margin`` below its positive.
-
-    The mean is taken over the negatives of a positive, or its ``hardest`` one alone, then over the positives of all
-    ranks. Where logits are negative distances it is the triplet loss (Schroff et al. 2015), with ``hardest`` as in
-    metric learning (Hsieh et al. 2017).
-
-    Args:
-        logits: (B x (1 + N),) logits of rows as the loader makes them, each positive followed by its N negatives.
-        batch: the rows; the weight of a positive is that of its negatives.
-        negatives: N.
-        margin: greater than 0, in the unit of the logits.
-        hardest: whether only the negative with the greatest logit counts.
-
-    Raises:
-        ValueError: rows that are not groups of 1 + N, a margin that is not positive.
-    """
-    if not margin > 0:
-        raise ValueError(
-            f"margin={margin}: must be greater than 0; with 0, equal logits for all would be a perfect answer"
-        )
-    groups = _groups(logits, batch, negatives)
-    short = (margin - groups[:, :1] + groups[:, 1:]).clamp(min=0)
-    losses = short.amax(dim=1) if hardest else short.mean(dim=1)
-    return _mean(losses, batch)
-
-
 def sampled_softmax(
     logits: Tensor,
     batch: TowerBatch,

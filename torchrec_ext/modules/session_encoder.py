@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from torchrec_ext.modules.config import Attention as Attention
 from torchrec_ext.modules.config import Position as Position
 from torchrec_ext.modules.layers import Recorded
 from torchrec_ext.modules.tower import Activation, activation_layer
@@ -46,8 +45,6 @@ class Packing:
 
     Args:
         lengths: (B,) steps of each sequence, 0 or more.
-        attention: ``bucketed`` pads each sequence to the next of a few lengths, by half its length at most; ``padded``
-            pads all to the longest, for comparison; ``nested`` is torch's jagged layout, without padding.
         device: device of the positions; that of the lengths by default.
 
     Attributes:
@@ -57,11 +54,9 @@ class Packing:
     def __init__(
         self,
         lengths: Tensor,
-        attention: Attention = "bucketed",
         *,
         device: torch.device | None = None,
     ) -> None:
-        self.attention = attention
         self._device = device or lengths.device
         self.host = _Positions.of(lengths.long().cpu())
         self.lengths, self.offsets, self.rows, self.index, self.to_end = map(
@@ -75,11 +70,11 @@ class Packing:
         # From page-locked memory, or the copy would wait.
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
-    def without_last_steps(self, attention: Attention) -> tuple[Tensor, Packing]:
+    def without_last_steps(self) -> tuple[Tensor, Packing]:
         """Returns (P',) the steps that others of their sequence follow, and the packing of the sequences of these."""
         lengths = (self.host.lengths - 1).clamp(min=0)
         return self.moved((self.host.to_end > 0).nonzero()[:, 0]), Packing(
-            lengths, attention, device=self._device
+            lengths, device=self._device
         )
 
     @cached_property
@@ -105,9 +100,8 @@ class Packing:
 
     @cached_property
     def _host_buckets(self) -> list[tuple[Tensor, Tensor]]:
-        widths: Sequence[int] = [self.longest]
-        if self.attention == "bucketed":
-            widths = _widths(self.longest)
+        # Each sequence is padded to the next of a few lengths, by half its length at most.
+        widths = _widths(self.longest)
         lengths = self.host.lengths
         # An empty sequence is in no bucket.
         bucket_of = torch.bucketize(lengths, torch.tensor(widths)).masked_fill(
@@ -179,9 +173,6 @@ def attend(projected: Tensor, packing: Packing | Tensor, *, causal: bool) -> Ten
         projected: (P, 3, H, d), query, key and value of each of H heads; (B, S, 3, H, d) of padded sequences.
         packing: positions of the P steps; for padded sequences (B, S) bool, False for padding, which is at the end.
         causal: whether a step attends only to itself and the steps before it.
-
-    Raises:
-        ValueError: ``nested`` and causal on a CPU, for which torch has no kernel.
     """
     if isinstance(packing, Tensor):
         return _attend_padded(projected, packing, causal)
@@ -189,30 +180,6 @@ def attend(projected: Tensor, packing: Packing | Tensor, *, causal: bool) -> Ten
         # The result is empty but in the graph, because DistributedDataParallel waits
         # for every gradient.
         return projected.sum(dim=1)
-    if packing.attention == "nested":
-        if causal and projected.device.type == "cpu":
-            raise ValueError(
-                "attention='nested' with causal=True on a cpu: torch has no kernel for it there; use "
-                "attention='bucketed'"
-            )
-        # No kernel takes an empty sequence.
-        lengths = packing.host.lengths[packing.host.lengths > 0]
-        offsets = packing.moved(pad(lengths.cumsum(0), (1, 0)))
-        shortest = int(lengths.min())
-        longest = packing.longest
-        jagged = []
-        for each in projected.unbind(1):
-            nested = torch.nested.nested_tensor_from_jagged(
-                each.contiguous(), offsets, None, 1, shortest, longest
-            )
-            jagged.append(nested.transpose(1, 2))
-        query, key, value = jagged
-        output: Tensor = (
-            scaled_dot_product_attention(query, key, value, is_causal=causal)
-            .transpose(1, 2)
-            .values()
-        )
-        return output
     outputs = [_padded(projected, bucket, causal) for bucket in packing.buckets]
     return torch.cat(outputs).index_select(0, packing.back)
 
@@ -321,7 +288,6 @@ class SessionEncoder(Recorded, nn.Module):
         norm_first: see :class:`TransformerLayer`; if so, the output is normalised once more.
         position: a learned vector for each number of steps since the ``start``, or until the ``end``; or ``none``,
             where the steps say it themselves, such as by time gaps.
-        attention: way of computing attention, see :class:`Packing`; the result is the same.
 
     Raises:
         ValueError: a setting out of its range; when run, a sequence longer than ``max_length``.
@@ -340,7 +306,6 @@ class SessionEncoder(Recorded, nn.Module):
         causal: bool = False,
         norm_first: bool = True,
         position: Position = "start",
-        attention: Attention = "bucketed",
     ) -> None:
         super().__init__()
         check_least("width", width)
@@ -352,11 +317,9 @@ class SessionEncoder(Recorded, nn.Module):
                 f"heads={heads}: must divide the width of a step, D={width}; choose {_nearest_divisor(width, heads)}"
             )
         check_choice("position", position, get_args(Position))
-        check_choice("attention", attention, get_args(Attention))
         self.width = width
         self.max_length = max_length
         self.causal = causal
-        self.attention = attention
         self._from_start = position == "start"
         self.positions = None if position == "none" else nn.Embedding(max_length, width)
         if self.positions is not None:
@@ -379,7 +342,7 @@ class SessionEncoder(Recorded, nn.Module):
 
     def forward(self, steps: Tensor, lengths: Tensor) -> Tensor:
         """Returns (P, D) from the packed steps (P, D) of B sequences with ``lengths`` (B,)."""
-        return self.encode(steps, Packing(lengths, self.attention))
+        return self.encode(steps, Packing(lengths))
 
     def encode(self, steps: Tensor, packing: Packing) -> Tensor:
         """Returns (P, D) from the packed steps (P, D) of an existing packing.

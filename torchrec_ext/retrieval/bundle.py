@@ -177,10 +177,7 @@ class Side:
                 lengths = np.minimum(lengths, rule.max_length)
             return lengths.astype(np.int64, copy=False)
         if kind == "pooled":
-            weights = columns[column.weights] if column.weights else None
-            return _pooled(
-                self._tables[leaf["table"]], values, weights, leaf["pooling"]
-            )
+            return _pooled(self._tables[leaf["table"]], values, leaf["pooling"])
         dense = _padded(name, values, rule, leaf["shape"])
         if kind == "rows":
             found = self._tables[leaf["table"]].take(dense, axis=0, mode="clip")
@@ -221,16 +218,12 @@ def _padded(
     return padded
 
 
-def _pooled(
-    table: NDArray[Any], bags: Values, weights: Values | None, pooling: str
-) -> Floats:
+def _pooled(table: NDArray[Any], bags: Values, pooling: str) -> Floats:
     """Returns (B, D) sums or means of bags of rows; an empty bag is zeros."""
     rows = table.take(bags.values, axis=0, mode="clip").astype(np.float32, copy=False)
     lengths = bags.lengths
     if lengths is None:
         lengths = np.ones(len(rows), np.int64)
-    if weights is not None:
-        rows = rows * weights.values.astype(np.float32)[:, None]
     if len(lengths) == 1:
         pooled = np.add.reduce(rows, axis=0, keepdims=True)
     else:

@@ -47,7 +47,6 @@ class ModelColumn:
         rows: rows of the smallest table that it looks up; None for a column of numbers.
         oov: row for ids outside of the table; None refuses them.
         unseen: rows that training never read; such ids read the row ``oov``.
-        weights: column with a weight for each id of a pooled list.
     """
 
     type: str
@@ -55,7 +54,6 @@ class ModelColumn:
     rows: int | None = None
     oov: int | None = None
     unseen: Sequence[int] | NDArray[np.int64] | None = None
-    weights: str | None = None
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> ModelColumn:

@@ -271,12 +271,16 @@ def _types(
 
 
 def _rounding(module: nn.Module) -> float:
-    """Returns the largest relative change of a logit by a collection's quantized communication."""
+    """Returns the largest relative change of a logit by half-precision sums or by quantized communication."""
     registry: Mapping[str, Any] = getattr(module, "qcomm_codecs_registry", None) or {}
     kinds = {codecs.forward.quantized_dtype for codecs in registry.values()} - {
         torch.float32
     }
     roundings = [0.0]
+    # A table in half precision rounds the sum of a bag, and a bundle does not.
+    for parameter in module.parameters(recurse=False):
+        if parameter.dtype in (torch.float16, torch.bfloat16):
+            kinds.add(parameter.dtype)
     for kind in kinds:
         # Four times the rounding of one number; integers have a scale for each few
         # numbers.
@@ -642,7 +646,7 @@ def _column_json(folder: Path, name: str, column: ModelColumn) -> dict[str, Any]
     entry: dict[str, Any] = {"type": column.type}
     if column.list is not None:
         entry["list"] = vars(column.list)
-    for key in ("rows", "oov", "weights"):
+    for key in ("rows", "oov"):
         if getattr(column, key) is not None:
             entry[key] = getattr(column, key)
     if column.unseen is not None and len(column.unseen):

@@ -41,9 +41,8 @@ from torchrec_ext.distributed.tables import (
 from torchrec_ext.models.session import CANDIDATES, SESSION, NextItemModel
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import InteractionLayer
-from torchrec_ext.modules.layers import Made
 from torchrec_ext.modules.losses import bce
-from torchrec_ext.modules.session_tower import SessionSteps, SessionTower
+from torchrec_ext.modules.session_tower import SessionSteps
 from torchrec_ext.modules.tower import Padded
 from torchrec_ext.retrieval.catalogue import even_rows
 from torchrec_ext.retrieval.columns import ListRule, ModelColumn, Values
@@ -109,11 +108,13 @@ class TowerNetwork:
     ) -> None:
         self.model = model
         self._given = given
-        if isinstance(model, NextItemModel):
-            names = [SESSION, "item"]
-        else:
+        names = [SESSION, "item"]
+        if not isinstance(model, NextItemModel):
             names = list(model.made_of)
-            _check_towers(model.made_of)
+        if len(names) < 2:
+            raise BundleError(
+                f"model: has the tower {names[0]} alone; serving needs one of the query and one of the candidates"
+            )
         candidate = candidate or names[-1]
         if candidate not in names:
             raise BundleError(
@@ -152,18 +153,15 @@ class TowerNetwork:
     # Leaves
 
     def _read(self, tower: Any, candidate: bool) -> None:
-        weights: Mapping[str, str] = getattr(tower, "weights", {})
         longest = None
         if isinstance(tower, SessionSteps):
-            longest = tower.network.max_length
-        elif isinstance(tower, SessionTower):
-            longest = tower.network.encoder.max_length
+            longest = tower.max_length
         for table in tower.tables:
             for feature in table.feature_names:
-                listed_ids = feature in weights or self._given.is_list(feature)
+                listed_ids = self._given.is_list(feature)
                 if isinstance(table, EmbeddingBagConfig):
                     if listed_ids:
-                        self._bag(table, feature, candidate, weights.get(feature))
+                        self._bag(table, feature, candidate)
                     else:
                         self._row(table, feature, candidate)
                 elif listed_ids:
@@ -216,17 +214,8 @@ class TowerNetwork:
         self._ids(table, name, candidate)
         self._add(_rows_leaf(table, name, candidate, (table.embedding_dim,)))
 
-    def _bag(
-        self,
-        table: EmbeddingBagConfig,
-        name: str,
-        candidate: bool,
-        weights: str | None,
-    ) -> None:
-        self._ids(table, name, candidate, weights=weights)
-        if weights is not None:
-            self._given.is_list(weights)
-            self._column(weights, candidate)
+    def _bag(self, table: EmbeddingBagConfig, name: str, candidate: bool) -> None:
+        self._ids(table, name, candidate)
         self._add(_bag_leaf(table, name, candidate))
 
     def _list(
@@ -258,15 +247,10 @@ class TowerNetwork:
             held = self._given.rows.get(feature.tables[0])
             if held is not None:
                 ids = held[ids]
-            weights = None
-            if feature.weights is not None:
-                weights = _floats(columns[feature.weights].values)
             counts = (
                 None if lengths is None else torch.from_numpy(lengths.astype(np.int32))
             )
-            sparse[feature.name] = self._truncated(
-                feature.name, Jagged(ids, counts, weights)
-            )
+            sparse[feature.name] = self._truncated(feature.name, Jagged(ids, counts))
         dense = {
             leaf.column: _matrix(columns[leaf.column])
             for leaf in self.leaves
@@ -333,12 +317,7 @@ class _TowersByLeaves(nn.Module):
                 looked_up[key] = _looked_up(table, feature, leaves)
         rows = next(iter(leaves.values()))
         dense = _beside(tower.dense, leaves, self._given.types, rows)
-        if hasattr(tower, "release_tables"):
-            return tower(None, dense, looked_up=looked_up)  # type: ignore[no-any-return]
-        for module in tower.modules():
-            if isinstance(module, _LeafCollection):
-                module.looked_up = looked_up
-        return tower(_NoKeys(), dense)  # type: ignore[no-any-return]
+        return tower(looked_up, dense)  # type: ignore[no-any-return]
 
 
 class _NextItemByLeaves(nn.Module):
@@ -453,7 +432,7 @@ def _beside(
 
 
 def _local_towers(model: TowerModel) -> dict[str, Any]:
-    """Returns towers of the same layers without tables, on the CPU; their weights are not the model's."""
+    """Returns towers of the same layers, on the CPU; their weights are not the model's."""
     towers: dict[str, Any] = {}
     live: Any = getattr(model, "towers", {})
     for name, (kind, arguments) in model.made_of.items():
@@ -463,20 +442,12 @@ def _local_towers(model: TowerModel) -> dict[str, Any]:
                     f"tower '{name}': a {kind.__name__} on ranks of its own cannot be exported; derive it from "
                     "Recorded, or load the checkpoint unsharded"
                 )
-            towers[name] = _without_tables(live[name]).cpu()
+            towers[name] = copy.deepcopy(live[name]).cpu()
             continue
-        arguments = copy.deepcopy(arguments)
-        if "device" in inspect.signature(kind.__init__).parameters:
-            arguments["device"] = torch.device("meta")
         # Draws of the layers' first weights must not change those of a training that
         # goes on.
         with torch.random.fork_rng(devices=[]):
-            tower: Any = kind(**arguments)
-        if hasattr(tower, "release_tables"):
-            tower.release_tables([table.name for table in tower.tables])
-        else:
-            tower = _without_tables(tower)
-        towers[name] = tower
+            towers[name] = kind(**copy.deepcopy(arguments))
     return towers
 
 
@@ -519,21 +490,6 @@ def _bag_leaf(table: EmbeddingBagConfig, column: str, candidate: bool) -> Leaf:
         table=table.name,
         pooling="mean" if table.pooling == PoolingType.MEAN else "sum",
     )
-
-
-def _check_towers(records: Mapping[str, Made]) -> None:
-    for name, tower in records.items():
-        if issubclass(tower.kind, SessionTower) and (tower.arguments or {}).get(
-            "target"
-        ):
-            raise BundleError(
-                f"tower '{name}': its target item is a step of its sequence, so the item has no vector of "
-                "its own; make the model by bst(), or rank with the model itself"
-            )
-    if len(records) < 2:
-        raise BundleError(
-            f"model: has the tower {', '.join(records)} alone; serving needs one of the query and one of the candidates"
-        )
 
 
 class OwnNetwork:

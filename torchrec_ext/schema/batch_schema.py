@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple, TypeVar, get_args
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
@@ -48,7 +49,6 @@ from torchrec_ext.schema.features import (
     features_of,
     joints,
     merged,
-    unique,
 )
 from torchrec_ext.schema.validation import DataError, OutOfRange, check_choice, listed
 
@@ -85,7 +85,6 @@ class BatchColumns:
             array column ``profile``, if the data have no column of that very name.
         shared: names of those of these columns that are in the batch's shared part, see :class:`SharedRows`.
         joint: the keys of ``batch.joint``, for tables that read shared and other features.
-        weighted: the keys of ``batch.weighted``, for tables that pool by weights.
         tasks: the columns with the labels of further tasks, which become ``batch.targets``.
         label_range: smallest and largest label, 0 to 1 as binary cross entropy asks; None for any finite label.
         out_of_range: the treatment of a negative or too large id. ``error`` raises :class:`DataError`; ``oov`` maps
@@ -102,7 +101,6 @@ class BatchColumns:
     dense: tuple[str, ...] = ()
     shared: frozenset[str] = frozenset()
     joint: tuple[Joint, ...] = ()
-    weighted: tuple[Joint, ...] = ()
     tasks: tuple[str, ...] = ()
     label_range: tuple[float, float] | None = (0.0, 1.0)
     out_of_range: OutOfRange = "error"
@@ -113,7 +111,7 @@ class BatchColumns:
 
     def __post_init__(self) -> None:
         check_choice("out_of_range", self.out_of_range, get_args(OutOfRange))
-        names = [*self.keys, *self.dense, *self.weight_columns]
+        names = [*self.keys, *self.dense]
         unknown = sorted(self.shared - set(names))
         if unknown:
             raise ValueError(
@@ -122,7 +120,7 @@ class BatchColumns:
         twice = sorted(name for name, count in Counter(names).items() if count > 1)
         if twice:
             raise ValueError(
-                f"columns {twice} appear twice in the schema; a column is a sparse feature, a dense column or weights"
+                f"columns {twice} appear twice in the schema; a column is a sparse feature or a dense column"
             )
 
     @classmethod
@@ -135,7 +133,6 @@ class BatchColumns:
         label_range: tuple[float, float] | None = (0.0, 1.0),
         out_of_range: OutOfRange = "error",
         oov_ids: Mapping[str, int] | None = None,
-        weights: Mapping[str, str] | None = None,
     ) -> Self:
         """Builds the schema for a set of TorchRec tables: features in order of first appearance.
 
@@ -147,19 +144,15 @@ class BatchColumns:
             label_range: see :class:`BatchSchema`.
             out_of_range: see :class:`BatchSchema`.
             oov_ids: out-of-vocabulary row by feature name; row 0 by default.
-            weights: maps a feature to the column with a weight for each of its ids.
         """
         tables = merged(tables)
         shared = frozenset(shared)
-        weights = weights or {}
-        joint = joints(tables, shared, weights)
+        joint = joints(tables, shared)
         return cls(
-            sparse=features_of(tables, shared, oov_ids or {}, weights),
+            sparse=features_of(tables, shared, oov_ids or {}),
             dense=tuple(dense),
-            # A feature's weights stand where its ids do.
-            shared=shared | {weights[name] for name in shared if name in weights},
-            joint=unique(joint.plain),
-            weighted=unique(joint.weighted),
+            shared=shared,
+            joint=tuple(dict.fromkeys(chain.from_iterable(joint.values()))),
             label_range=label_range,
             out_of_range=out_of_range,
         )
@@ -168,11 +161,6 @@ class BatchColumns:
     def keys(self) -> list[str]:
         """The names of the sparse features, in order; a KeyedJaggedTensor holds some of them."""
         return [feature.name for feature in self.sparse]
-
-    @property
-    def weight_columns(self) -> tuple[str, ...]:
-        """Names of the columns with a weight for each id of a feature."""
-        return tuple(feature.weights for feature in self.sparse if feature.weights)
 
     @cached_property
     def layout(self) -> KeyLayout:
@@ -183,20 +171,15 @@ class BatchColumns:
         return KeyLayout(
             rows=Keys(rows, rows),
             shared=Keys(shared, shared) if self.shared else None,
-            joint=self._halves(self.joint, weighted=False),
-            weighted=self._halves(self.weighted, weighted=True),
+            joint=self._halves(),
         )
 
-    def _halves(self, keys: Sequence[Joint], *, weighted: bool) -> Keys | None:
-        """Returns the stored keys, or None without any; without shared columns a key has no half for shared rows."""
-        if not keys:
+    def _halves(self) -> Keys | None:
+        """Returns the keys of ``batch.joint``; None without any."""
+        if not self.joint:
             return None
-        halves: list[str | None] = []
-        for key in keys:
-            if self.shared:
-                halves.append(key.shared)
-            halves.append(key.row)
-        return Keys(tuple(key.key for key in keys), tuple(halves), weighted)
+        keys = tuple(joint.key for joint in self.joint)
+        return Keys(keys, tuple(chain.from_iterable(self.joint)))
 
     @cached_property
     def row_dense(self) -> tuple[str, ...]:
@@ -263,7 +246,7 @@ class BatchColumns:
 
     def missing(self, name: str, columns: Iterable[str]) -> DataError:
         """Returns the error to raise if ``columns`` lack column ``name`` of the schema."""
-        schema_columns = [*self.keys, *source_columns(self.dense), *self.weight_columns]
+        schema_columns = [*self.keys, *source_columns(self.dense)]
         batch_columns = sorted(source_columns(columns))
         return DataError(
             f"column '{source_columns([name])[0]}' is missing; the batch has {batch_columns}, the schema "
@@ -302,8 +285,8 @@ class BatchSchema(BatchColumns):
         """Checks the columns and packs them into one batch.
 
         Args:
-            sparse: a :class:`Jagged` for each sparse feature, of B rows or, if it is shared, Q, with weights if the
-                feature has such; further entries are ignored.
+            sparse: a :class:`Jagged` for each sparse feature, of B rows or, if it is shared, Q; further entries are
+                ignored.
             dense: a (B,) or (Q,) column for each dense name, (B, W) or (Q, W) for an array column; further entries are
                 ignored; or :class:`Dense`.
             labels: (B,).
@@ -442,10 +425,7 @@ class BatchSchema(BatchColumns):
                 ids = ids.clone()
             values.append(ids)
             if feature:
-                weights = columns[name].weights_or_none() if feature.weights else None
-                bags = bags_of(
-                    feature, Jagged(ids, columns[name].lengths(), weights), rows
-                )
+                bags = bags_of(feature, Jagged(ids, columns[name].lengths()), rows)
                 check_ids(ids, [bags], replace=replace)
         if not replace:
             return features
@@ -453,7 +433,6 @@ class BatchSchema(BatchColumns):
             keys=features.keys(),
             values=torch.cat(values),
             lengths=features.lengths(),
-            weights=features.weights_or_none(),
         )
 
     def _column(self, columns: Mapping[str, _Column], name: str) -> _Column:

@@ -1,4 +1,4 @@
-"""Checks of a batch's columns: finite numbers; types, lengths and weights of bags; ids that name a row of their table.
+"""Checks of a batch's columns: finite numbers; types and lengths of bags; ids that name a row of their table.
 
 Ids of features with one id per row are checked in one pass; feature, row and value are looked for once one is invalid.
 """
@@ -200,45 +200,12 @@ def bags_of(feature: SparseFeature, column: Jagged, rows: ExpectedRows) -> Check
     """
     _check_types(feature.name, column)
     # Without lengths each row has one id.
-    values, lengths, _ = column
+    values, lengths = column
     if lengths is not None:
         _check_lengths(feature.name, values, lengths, rows)
     elif values.numel() != rows.size:
         raise _wrong_size(feature.name, values.numel(), rows)
-    return CheckedBags(
-        feature, Jagged(values.long(), lengths, _weights(feature, column, rows)), rows
-    )
-
-
-def _weights(
-    feature: SparseFeature, column: Jagged, rows: ExpectedRows
-) -> Tensor | None:
-    """Returns the weights of the ids as finite float32; None if the feature has none."""
-    if feature.weights is None and column.weights is None:
-        return None
-    if feature.weights is None or column.weights is None:
-        what = (
-            "no weights, but the model reads them from"
-            if feature.weights
-            else "weights, but no tower names"
-        )
-        raise DataError(
-            f"feature '{feature.name}' has {what} a column; give a weight for each id, and name it in Tower(weights=)"
-        )
-    if column.weights.shape != column.values.shape:
-        raise DataError(
-            f"column '{feature.weights}': {column.weights.numel()} weights, must be {column.values.numel()}, one for "
-            f"each id of '{feature.name}'"
-        )
-    weights = column.weights.float()
-    if weights.numel() and finite_range(weights) is None:
-        index = (~torch.isfinite(weights)).nonzero()[0]
-        lengths = torch.ones(rows.size) if column.lengths is None else column.lengths
-        row = int(torch.searchsorted(lengths.long().cumsum(0), index, right=True))
-        raise DataError(
-            f"column '{feature.weights}': value {float(weights[index])} in {rows.name(row)} is not finite"
-        )
-    return weights
+    return CheckedBags(feature, Jagged(values.long(), lengths), rows)
 
 
 def check_ids(values: Tensor, columns: Sequence[CheckedBags], *, replace: bool) -> None:
@@ -305,11 +272,7 @@ def _out_of_range(column: CheckedBags, ids: Tensor, bad: Tensor) -> DataError:
     row = first
     if lengths is not None:
         row = int(torch.searchsorted(lengths.long().cumsum(0), first, right=True))
-    return DataError(
-        f"feature '{feature.name}': id {int(ids[first])} in {column.rows.name(row)} is outside table {feature.readers} "
-        f"(valid ids: 0 to {feature.num_embeddings - 1}; {int(bad.sum())} such ids in this batch); "
-        f"{feature.remedy(int(ids.max()))}"
-    )
+    return DataError(feature.outside(column.rows.name(row), ids[bad]))
 
 
 def _check_types(name: str, column: Jagged) -> None:

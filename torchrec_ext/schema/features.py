@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrec_ext.needs_torch import loaded_class
 
 # For names of columns alone, TorchRec is not needed.
 if TYPE_CHECKING:
+    from torch import Tensor
     from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 
@@ -25,10 +26,7 @@ class SparseFeature:
         tables: every table that looks this feature up.
         num_embeddings: rows of the smallest of these tables; valid ids are ``0 <= id < num_embeddings``.
         oov_id: the row that ``out_of_range="oov"`` sends invalid ids to.
-        keyed: whether it is a key of ``batch.sparse`` or ``batch.shared.sparse``; else it is in ``batch.joint`` or
-            ``batch.weighted`` alone.
-        weights: the column with a weight for each id; None if bags are pooled without weights.
-        row_bytes: bytes of the weights of one row, summed over all its tables.
+        keyed: whether it is a key of ``batch.sparse`` or ``batch.shared.sparse``; else it is in ``batch.joint`` alone.
         dynamic: whether its ids are any 64-bit numbers, which :class:`torchrec_ext.ids.DynamicIds` maps to rows later.
     """
 
@@ -37,8 +35,6 @@ class SparseFeature:
     num_embeddings: int
     oov_id: int = 0
     keyed: bool = True
-    weights: str | None = None
-    row_bytes: int = 0
     dynamic: bool = False
 
     def __post_init__(self) -> None:
@@ -53,24 +49,31 @@ class SparseFeature:
         """Names the feature's tables, for a message."""
         return ", ".join(f"'{table}'" for table in self.tables)
 
-    def remedy(self, largest: int) -> str:
-        """Suggests remedies for ids outside the tables; ``largest`` is the greatest of them."""
-        rows = largest + 1
-        enlarge = "enlarge num_embeddings"
+    def outside(self, where: str, ids: Tensor) -> str:
+        """Returns the message about ids outside the tables, of which the first is at ``where``.
+
+        Args:
+            where: file, if it is known, and row of the first id.
+            ids: all such ids of a batch or a part of a file, (n,).
+        """
+        rows = int(ids.max()) + 1
+        remedy = "fix the data"
         # Ids with gaps, such as hashes, and not a few that came later.
         if rows > 2 * self.num_embeddings:
-            enlarge += f" to {rows:,} ({rows * self.row_bytes / 1e9:,.3g} GB of weights, for ids up to {largest:,})"
-            enlarge += ", map the ids to fewer rows by rec.data.preprocess (Categorify or HashBucket)"
-        return f"{enlarge}, fix the data, or set out_of_range='oov' to use row {self.oov_id} for them"
+            remedy += ", map ids to rows by rec.data.preprocess"
+        elif rows > self.num_embeddings:
+            remedy += f", set num_embeddings={rows}"
+        return (
+            f"{where}, column '{self.name}': id {int(ids[0])} is outside table {self.readers} (0 to "
+            f"{self.num_embeddings - 1}; {len(ids)} such ids); {remedy}, or set out_of_range='oov'"
+        )
 
 
 class Joint(NamedTuple):
-    """A key of ``batch.joint`` or ``batch.weighted``: the Q bags of a shared feature, then the B bags of another.
+    """A key of ``batch.joint``: the Q bags of a shared feature, then the B bags of another.
 
     A table that a shared tower and another both read is looked up once, with Q + B bags, so that its rows move once a
-    step. If one side has more features than the other, the missing half is empty bags. Bags with weights stand in
-    ``weighted``, all others apart from them: FBGEMM wrongly trains a table that pools by mean if its ids have weights,
-    even of 1.
+    step. If one side has more features than the other, the missing half is empty bags.
     """
 
     shared: str | None
@@ -134,64 +137,40 @@ def _facts(table: BaseEmbeddingConfig) -> dict[str, Any]:
     return {**facts, "init_fn": init}
 
 
-class Joints(NamedTuple):
-    """The keys of each table: ``plain`` holds those in ``batch.joint``, ``weighted`` those in ``batch.weighted``."""
-
-    plain: dict[str, list[Joint]]
-    weighted: dict[str, list[Joint]]
-
-
 def joints(
-    tables: Iterable[BaseEmbeddingConfig],
-    shared: Collection[str],
-    weights: Collection[str],
-) -> Joints:
-    """Finds the tables with features of both kinds, ``shared`` and others, or with ``weights``."""
-    result = Joints({}, {})
+    tables: Iterable[BaseEmbeddingConfig], shared: Collection[str]
+) -> dict[str, list[Joint]]:
+    """Returns the keys in ``batch.joint`` of each table with features of both kinds, ``shared`` and others."""
+    result = {}
     for table in tables:
         shared_names = [name for name in table.feature_names if name in shared]
         row_names = [name for name in table.feature_names if name not in shared]
-        pairs = [Joint(*pair) for pair in zip_longest(shared_names, row_names)]
-        # Bags with weights stand apart from all others, see Joint.
-        if not set(weights).isdisjoint(table.feature_names):
-            result.weighted[table.name] = pairs
-        elif shared_names and row_names:
-            result.plain[table.name] = pairs
+        if shared_names and row_names:
+            result[table.name] = [
+                Joint(*pair) for pair in zip_longest(shared_names, row_names)
+            ]
     return result
-
-
-def unique(keys: Mapping[str, list[Joint]]) -> tuple[Joint, ...]:
-    """Returns the keys of all tables, each once."""
-    return tuple(dict.fromkeys(chain.from_iterable(keys.values())))
 
 
 def features_of(
     tables: Sequence[BaseEmbeddingConfig],
     shared: Collection[str],
     oov_ids: Mapping[str, int],
-    weights: Mapping[str, str],
 ) -> tuple[SparseFeature, ...]:
     """Returns the features of the tables, in order of first appearance."""
-    from torchrec.modules.embedding_configs import data_type_to_dtype
-
-    joint = joints(tables, shared, weights)
+    joint = joints(tables, shared)
     readers: dict[str, list[BaseEmbeddingConfig]] = {}
     for table in tables:
         for feature_name in table.feature_names:
             readers.setdefault(feature_name, []).append(table)
-    for what, names in (("oov_ids", oov_ids), ("weights", weights)):
-        unknown = sorted(set(names) - set(readers))
-        if unknown:
-            raise ValueError(
-                f"{what} names {unknown}, which no table reads; the features are {sorted(readers)}"
-            )
+    unknown = sorted(set(oov_ids) - set(readers))
+    if unknown:
+        raise ValueError(
+            f"oov_ids names {unknown}, which no table reads; the features are {sorted(readers)}"
+        )
     features = []
     for name, feature_tables in readers.items():
         names_of_tables = [table.name for table in feature_tables]
-        row_sizes = [
-            table.embedding_dim * data_type_to_dtype(table.data_type).itemsize
-            for table in feature_tables
-        ]
         feature = SparseFeature(
             name=name,
             tables=tuple(names_of_tables),
@@ -199,9 +178,7 @@ def features_of(
             num_embeddings=min(table.num_embeddings for table in feature_tables),
             oov_id=oov_ids.get(name, 0),
             # A feature whose tables are all read jointly is in no other tensor.
-            keyed=not set(names_of_tables) <= {*joint.plain, *joint.weighted},
-            weights=weights.get(name),
-            row_bytes=sum(row_sizes),
+            keyed=not set(names_of_tables) <= joint.keys(),
         )
         features.append(feature)
     return tuple(features)

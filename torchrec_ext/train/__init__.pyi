@@ -13,9 +13,8 @@ from .config import EarlyStop as EarlyStop
 from .config import Schedule as Schedule
 from .config import TrainConfig as TrainConfig
 from .loop import train as train
-from .metrics.catalogue import catalogue_ranks as catalogue_ranks
+from .metrics.catalogue import catalogue_hits as catalogue_hits
 from .metrics.classification import ClassificationMetrics as ClassificationMetrics
-from .metrics.ranking import RankingMetrics as RankingMetrics
-from .metrics.ranking import ranking_metrics as ranking_metrics
+from .metrics.hits import ranking_metrics as ranking_metrics
 from .report.progress import RunFolder as RunFolder
 from .step.pipeline import make_pipeline as make_pipeline

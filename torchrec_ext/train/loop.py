@@ -21,7 +21,6 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import DrawnStep, Fresh, TowerBatch
 from torchrec_ext.capture.policy import TrainingDivergedError as TrainingDivergedError
-from torchrec_ext.distributed.optim.errors import GradientNotFiniteError
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime, gather_objects
 from torchrec_ext.distributed.sync import EveryStep, SyncConfig, synchronised
@@ -34,11 +33,6 @@ from torchrec_ext.train.early_stop import EarlyStopWatch
 from torchrec_ext.train.guards.amp import Forward, LossScaling, forward_context
 from torchrec_ext.train.guards.finite import FiniteLoss, RunStoppedError
 from torchrec_ext.train.guards.watchdog import Watchdog
-from torchrec_ext.train.metrics.evaluation_watch import (
-    EvaluationStoppedError,
-    EvaluationWatch,
-    watching,
-)
 from torchrec_ext.train.report.progress import Progress, Window
 from torchrec_ext.train.report.trace import StepTrace, check_fits
 from torchrec_ext.train.step.choose import Steps, StepsConfig
@@ -240,8 +234,7 @@ def train(
         trace_folder: folder for each rank's trace of ``config.trace_steps``.
         checkpoints: saves the run, and restores its position; the loader must then be able to resume.
         watchdog: watchdog, told of each step.
-        stop: called on every rank after each step and between blocks of an evaluation; if it returns True on one
-            rank, the run is saved and ends on all.
+        stop: called on every rank after each step; if it returns True on one rank, the run is saved and ends on all.
         fresh_rows: begins rows anew if the loader's ids are dynamic; by default as the tables' ``init_fn`` draws them.
         observer: sees the output of each step, and adds figures to the records of kind ``train``.
 
@@ -258,7 +251,7 @@ def train(
         the best evaluation.
 
     Raises:
-        TrainingDivergedError: the loss or a gradient is not finite, on every rank alike.
+        TrainingDivergedError: the loss is not finite, on every rank alike.
         RunStoppedError: ``stop`` returned True.
         UnevenStepsError: the ranks' loaders have different lengths, on every rank alike; or one gives another number.
         ValueError: a warm-up or a trace is longer than the run, or an early stop needs a figure not evaluated.
@@ -291,10 +284,9 @@ def train(
             log=log,
             stop=stop,
         )
-        looking = EvaluationWatch(runtime, stop=stop, say=run.records.progress.say)
         while run.at.epoch < config.epochs and not run.over:
             run.train_epoch()
-            run.end_epoch(evaluate, looking)
+            run.end_epoch(evaluate)
         run.steps.finish()
         run.restore_best()
         run.close()
@@ -440,8 +432,7 @@ class _Run:
             # A loader without a known length has ended only now.
             if int(self.window.sums[1]):
                 self._record_window()
-        except (GradientNotFiniteError, TrainingDivergedError) as error:
-            explained = self.forward.explained(error)
+        except TrainingDivergedError as explained:
             step = explained.step
             last_good = self.checkpoints and self.checkpoints.last_good()
             if last_good:
@@ -519,9 +510,7 @@ class _Run:
             record |= rates(self.optimizer)
         self.records.keep(record)
 
-    def end_epoch(
-        self, evaluate: Callable[[], Record] | None, looking: EvaluationWatch
-    ) -> None:
+    def end_epoch(self, evaluate: Callable[[], Record] | None) -> None:
         """Saves, evaluates if the epoch is due for it, and decides whether the run is over."""
         epoch = self.at.epoch + 1
         best = False
@@ -530,8 +519,8 @@ class _Run:
         if evaluate is not None and (epoch % self.config.eval_every == 0 or last):
             if self.checkpoints is not None:
                 self.checkpoints.before_evaluation(self, last=last)
-            figures = self._evaluate(evaluate, looking)
-            record = self.records.stamped("eval", **figures)
+            self.model.eval()
+            record = self.records.stamped("eval", **evaluate())
             best = self.watch.see(record)
             if best:
                 record["best"] = True
@@ -549,17 +538,6 @@ class _Run:
         if best and self.config.early_stop.restore and not saves:
             self.best.keep()
         self.at.begin(self.at.epoch + 1)
-
-    def _evaluate(
-        self, evaluate: Callable[[], Record], looking: EvaluationWatch
-    ) -> Record:
-        self.model.eval()
-        try:
-            with watching(looking):
-                return evaluate()
-        except EvaluationStoppedError:
-            self._stop(f"in the evaluation after epoch {self.at.epoch + 1}")
-            raise  # never reached: _stop raises
 
     def restore_best(self) -> None:
         """Restores the weights of the best evaluation if an early stop asks for it; all ranks call it."""
@@ -585,9 +563,9 @@ class _Run:
         finally:
             self.steps.pipeline.attach()
 
-    def _stop(self, where: str = "") -> None:
-        """Saves, unless this step is saved already, and ends the run on all ranks after the same step or block."""
-        where = where or f"after {self.forward.where(self.at.step)}"
+    def _stop(self) -> None:
+        """Saves, unless this step is saved already, and ends the run on all ranks after the same step."""
+        where = f"after {self.forward.where(self.at.step)}"
         if self.checkpoints is None:
             raise RunStoppedError.at(where, saved=False)
         self.checkpoints.save(self)

@@ -29,7 +29,6 @@ from torchx_apps.jobs.setup import (
     as_loaded,
     load_task,
     loader_of,
-    merge_lookups,
     quieten_libraries,
     untrained_model,
 )
@@ -193,7 +192,6 @@ def export_run(
         task = load_task(dataclasses.replace(job, fallback=None), runtime)
         torch.manual_seed(job.train.seed)
         model = untrained_model(job, task)
-        merge_lookups(job, model, runtime.world_size)
         schema = schema_of(job, task, model)
         check_ids_stay(path, task, together, run=run, schema=schema)
         sharded, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer)

@@ -75,7 +75,6 @@ def set_up(job: Job, task: Task, runtime: Runtime) -> JobParts:
     # alike.
     torch.manual_seed(job.train.seed)
     model = build_model(job, task)
-    merge_lookups(job, model, runtime.world_size)
     schema = schema_of(job, task, model)
     loader = loader_of(job, task, schema, runtime)
     plan, text = plan_job(job, model, runtime)
@@ -175,16 +174,6 @@ def data_for_build(job: Job, task: Task) -> Any:
             if not set(feature.tables).isdisjoint(other.tables):
                 rows[other.name] = policy.capacity
     return DataWithTables(task.data, rows)
-
-
-def merge_lookups(job: Job, model: nn.Module, world_size: int) -> None:
-    """Makes a model's towers look up their tables in one exchange, before planning, where there are several ranks.
-
-    Towers keep look-ups of their own where an optimizer is given to a table by the path of its tower.
-    """
-    by_path = any("." in pattern for pattern in job.optimizer.per_table)
-    if world_size > 1 and not by_path and isinstance(model, TowerModel):
-        model.merge_lookups()
 
 
 def seeded(job: Job) -> LoaderConfig:

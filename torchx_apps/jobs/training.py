@@ -23,7 +23,6 @@ from torchrec_ext.train.checkpoint.vectors import load_vectors
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.guards.watchdog import Watchdog
 from torchrec_ext.train.loop import train
-from torchrec_ext.train.metrics import EvaluationWatch, watching
 from torchrec_ext.train.report.progress import RunFolder
 from torchx_apps.jobs import report
 from torchx_apps.jobs.resuming import (
@@ -222,9 +221,8 @@ def _tested(
     folder: RunFolder | None, task: Task, evaluator: Evaluator, runtime: Runtime
 ) -> report.Tested:
     """Evaluates on the test rows, and writes the figures at once; every rank calls it, rank 0 with the folder."""
-    with watching(EvaluationWatch(runtime)):
-        figures = evaluator.test()
-        example = evaluator.example()
+    figures = evaluator.test()
+    example = evaluator.example()
     memory = peak_memory(runtime)
     if folder is None:
         return report.Tested(figures, {}, example, memory)

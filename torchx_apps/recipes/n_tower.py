@@ -184,7 +184,9 @@ def build_n_tower(config: NTowerConfig, data: Prepared) -> TowerModel:
     )
     kind = LOSSES[config.loss]
     if not kind.shared:
-        return TowerModel(towers, top, loss=row_loss(config.loss))
+        return TowerModel(
+            towers, top, loss=row_loss(config.loss), device=torch.device("meta")
+        )
     item = _item_of(config, data, towers)
     counts = None
     if config.correct and kind.in_batch:
@@ -196,6 +198,7 @@ def build_n_tower(config: NTowerConfig, data: Prepared) -> TowerModel:
         item_feature=item,
         temperature=config.temperature,
         loss=config.loss,
+        device=torch.device("meta"),
     )
 
 
@@ -227,8 +230,6 @@ def _item_of(config: NTowerConfig, data: Prepared, towers: Mapping[str, Tower]) 
 
 
 def _towers(config: NTowerConfig, data: Prepared) -> dict[str, Tower]:
-    import torch
-
     from torchrec_ext.modules.tower import Tower
 
     towers = {}
@@ -240,7 +241,6 @@ def _towers(config: NTowerConfig, data: Prepared) -> dict[str, Tower]:
             activation=config.activation,
             normalization=config.normalization,
             dropout=config.dropout,
-            device=torch.device("meta"),
         )
     return towers
 
@@ -307,8 +307,9 @@ def build_multi_task(config: MultiTaskConfig, data: Prepared) -> MultiTaskModel:
     Raises:
         ValueError: the rows have one label, or a task is named that they have no label of.
     """
-    from torchrec_ext.models.multi_task import MultiTaskModel
-    from torchrec_ext.modules.interaction import MultiTaskTop
+    import torch
+
+    from torchrec_ext.models.multi_task import MultiTaskModel, MultiTaskTop
 
     labels = [data.roles.label, *data.roles.tasks]
     weights = config.weights
@@ -339,6 +340,7 @@ def build_multi_task(config: MultiTaskConfig, data: Prepared) -> MultiTaskModel:
         top,
         tasks={name: weights.get(name, 1.0) for name in labels},
         rows=config.rows,
+        device=torch.device("meta"),
     )
 
 

@@ -32,7 +32,7 @@ class NCFConfig:
         embedding_std: standard deviation of the initial values of the tables of ids.
         activation: activation between layers.
         dropout: share of values dropped after each activation.
-        loss: ``bce``, over drawn negatives or over labels; or, over drawn negatives, ``bpr``, ``hinge`` or
+        loss: ``bce``, over drawn negatives or over labels; or, over drawn negatives, ``bpr`` or
             ``sampled_softmax``, which compare a positive with its own negatives.
         share_user: compute the user's vectors once for a positive and its negatives; the result is the same.
         out_of_range: what happens to an id outside its table: ``error``, or ``oov``, which reads row 0.

@@ -16,7 +16,6 @@ from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.modules.config import (
     Activation,
-    Attention,
     Combine,
     LossName,
     Position,
@@ -49,7 +48,6 @@ class SessionConfig:
         loss: ``sampled_softmax`` or ``catalogue``, the softmax over the items of the catalogue: its sum is estimated by
             the candidates that ``loader.negatives`` asks for, or exact with ``loader.negatives=0``, as ``catalogue``
             demands.
-        attention: ``bucketed`` (hardly any padding), ``nested`` (none; on a GPU) or ``padded``; the result is the same.
         out_of_range: what happens to an id outside the table: ``error``, or ``oov``, which reads row 0.
     """
 
@@ -62,7 +60,6 @@ class SessionConfig:
     dropout: float = 0.3
     position: Position = "start"
     loss: LossName = "sampled_softmax"
-    attention: Attention = "bucketed"
     out_of_range: OutOfRange = "error"
 
     def __post_init__(self) -> None:
@@ -137,7 +134,6 @@ def build_session(config: SessionConfig, data: Prepared) -> NextItemModel:
         dropout=config.dropout,
         causal=True,
         position=config.position,
-        attention=config.attention,
     )
     return NextItemModel(
         table, encoder, whole=config.loss == "catalogue", device=torch.device("meta")
@@ -163,7 +159,6 @@ class BstConfig:
         dropout: share of values dropped in both.
         position: learned position vectors, counted from the ``start`` of a session or from its ``end``; ``none`` where
             the time gaps of the History say when its steps were, as in the paper.
-        attention: ``bucketed`` (hardly any padding), ``nested`` (none; on a GPU) or ``padded``; the result is the same.
         out_of_range: what happens to an id outside its table: ``error``, or ``oov``, which reads row 0.
     """
 
@@ -178,7 +173,6 @@ class BstConfig:
     activation: Activation = "leaky_relu"
     dropout: float = 0.2
     position: Position = "none"
-    attention: Attention = "bucketed"
     out_of_range: OutOfRange = "error"
 
     def __post_init__(self) -> None:
@@ -269,7 +263,6 @@ def build_bst(config: BstConfig, data: Prepared) -> TowerModel:
     from torchrec_ext.modules.tower import Tower
 
     sessions = _sessions(config, data)
-    meta = torch.device("meta")
     in_steps = [*sessions.features, *sessions.targets]
     steps = tables_of_features(config, data, in_steps, bags=False)
     others = {}
@@ -277,7 +270,7 @@ def build_bst(config: BstConfig, data: Prepared) -> TowerModel:
         rest = [name for name in features if name not in in_steps]
         if tower != "item" and (rest or dense):
             others[tower] = Tower(
-                tables_of_features(config, data, rest), [], dense=dense, device=meta
+                tables_of_features(config, data, rest), [], dense=dense
             )
     features, dense = data.towers["item"]
     item_columns = [name for name in features if name not in in_steps]
@@ -294,7 +287,7 @@ def build_bst(config: BstConfig, data: Prepared) -> TowerModel:
         target_dense=dense,
         max_length=sessions.window,
         combine=config.combine,
-        device=meta,
+        device=torch.device("meta"),
         mlp_widths=(),
         top_widths=config.top_widths,
         layers=config.layers,
@@ -303,5 +296,4 @@ def build_bst(config: BstConfig, data: Prepared) -> TowerModel:
         activation=config.activation,
         dropout=config.dropout,
         position=config.position,
-        attention=config.attention,
     )

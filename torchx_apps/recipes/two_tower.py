@@ -46,7 +46,7 @@ class TwoTowerConfig:
         top_widths: hidden widths of the top NN.
         activation: activation between layers.
         dropout: share of values dropped after each activation.
-        loss: ``bce`` over the loader's negatives; ``bpr``, ``hinge`` or ``sampled_softmax``, which compare a positive
+        loss: ``bce`` over the loader's negatives; ``bpr`` or ``sampled_softmax``, which compare a positive
             with its own negatives; or, for ``loader.negatives=0`` and the interactions ``dot`` and ``cosine``,
             ``in_batch``, a softmax over the candidates of the batch, or ``catalogue``, over all items, whose tower
             then runs for every item in every step.
@@ -172,7 +172,9 @@ def build_two_tower(config: TwoTowerConfig, data: Prepared) -> TowerModel:
         # A cosine has divided by the temperature already.
         temperature = 1.0 if top.temperature else config.temperature
         loss = row_loss(config.loss, temperature=temperature, correct=config.correct)
-        return TowerModel(towers, top, loss=loss, shared=shared)
+        return TowerModel(
+            towers, top, loss=loss, shared=shared, device=torch.device("meta")
+        )
     counts = None
     if config.correct and kind.in_batch:
         counts = torch.from_numpy(data.popularity)
@@ -188,11 +190,11 @@ def build_two_tower(config: TwoTowerConfig, data: Prepared) -> TowerModel:
         loss=config.loss,
         hardest=config.hardest,
         shared=shared,
+        device=torch.device("meta"),
     )
 
 
 def _tower(config: TwoTowerConfig, data: Prepared, columns: Sequence[str]) -> Tower:
-    import torch
     from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
     from torchrec_ext.modules.tower import Tower
@@ -218,5 +220,4 @@ def _tower(config: TwoTowerConfig, data: Prepared, columns: Sequence[str]) -> To
         dense=dense,
         activation=config.activation,
         dropout=config.dropout,
-        device=torch.device("meta"),
     )

@@ -15,15 +15,13 @@ from torchrec_ext.data.columns import Column, Int64
 from torchrec_ext.distributed.runtime import available_memory
 from torchrec_ext.models import closed_form
 from torchrec_ext.train import metrics
-from torchrec_ext.train.config import ClosedFormConfig, Record
+from torchrec_ext.train.config import ClosedFormConfig, Figure, Record
 
 EASE = "ease"
 # Seconds that a baseline may take if none is named.
 _SECONDS = 10.0
 # Multiply-adds per second of one core.
 _RATE = 2e10
-# Scores of a block of queries in memory: 8 MiB.
-_SCORES = 2**21
 
 
 class Beside(NamedTuple):
@@ -97,26 +95,26 @@ class ClosedForms:
     def beside(
         self,
         known: Column,
-        rank: Callable[[Tensor, int], metrics.TargetRanks],
-        figures: Callable[[metrics.TargetRanks], Record],
+        question: metrics.Ranked,
+        figures: Sequence[tuple[Figure, int]],
     ) -> Beside:
         """Returns the figures of each baseline.
 
         Args:
             known: Q rows of the items that each query's user has taken, by which EASE knows a user.
-            rank: returns the ranks of the targets of B queries, from that of its second argument on, by their scores
-                (B, I), which it may change.
-            figures: returns the figures of the ranks of all queries.
+            question: the question that the model answers.
+            figures: names of the figures with their numbers of items shown.
         """
         left_out = self.left_out()
         if left_out or (self.names and EASE not in self.names):
             return Beside({}, left_out)
-        rows = max(1, _SCORES // self.num_items)
-        blocks = []
-        for start in range(0, len(known), rows):
-            block = known.slice(start, min(start + rows, len(known)))
-            blocks.append(rank(self.scores(block), start))
-        return Beside({EASE: figures(metrics.joined_ranks(blocks))}, left_out)
+        hits = metrics.hits_by(
+            lambda block: self.scores(known.slice(block.start, block.stop)),
+            question,
+            self.num_items,
+            k=max(k for _, k in figures),
+        )
+        return Beside({EASE: metrics.ranking_metrics(hits, figures)}, left_out)
 
     def scores(self, known: Column) -> Tensor:
         """Returns EASE's scores (Q, I) of all items for users with these items."""

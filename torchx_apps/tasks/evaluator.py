@@ -226,7 +226,7 @@ class Evaluator:
             in_order=False,
         )
         loader.hook.replace = self.rows
-        for batch in metrics.watched(loader, len(loader)):
+        for batch in loader:
             with torch.no_grad():
                 # The first of two results is the loss.
                 output = self.model.module(batch.to(self.runtime.device))[1]
@@ -244,7 +244,7 @@ class Evaluator:
             outputs = {f"{name}_": task for name, task in tasks.items()} or {"": output}
             for prefix, each in outputs.items():
                 classification = sums.setdefault(
-                    prefix, metrics.ClassificationMetrics(runtime.device)
+                    prefix, metrics.ClassificationMetrics()
                 )
                 classification.update(each.logits, each.labels, each.weights)
         record: Record = {}

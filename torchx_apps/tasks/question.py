@@ -17,7 +17,6 @@ from torchrec_ext.data.loader.sides import BatchBuilder
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Figure, Record
-from torchrec_ext.train.metrics.catalogue import BEHIND
 from torchx_apps.tasks.baselines import Beside, ClosedForms
 
 # Items of a recommendation that is printed, and of what the user took before.
@@ -32,13 +31,12 @@ class TaskQuestion:
     """Held-out items and their candidates, for Q queries; the same for a model and its baselines.
 
     Args:
-        question: the question about the whole catalogue; or each query's target and its own candidates, (Q, 1 + N),
-            below 0 if there are fewer.
+        question: the question about the whole catalogue, or about each query's own candidates.
         user_items: Q rows of the items that each query's user has taken, by which EASE knows a user.
         figures: names of the figures with their numbers of items shown.
     """
 
-    question: metrics.Question | Tensor
+    question: metrics.Question | metrics.Candidates
     user_items: Column
     figures: Figures
 
@@ -70,7 +68,9 @@ class TaskQuestion:
         if candidates is not None:
             ids = np.concatenate([targets[:, None], candidates], axis=1)
             return cls(
-                question=torch.from_numpy(ids), user_items=user_items, figures=figures
+                question=metrics.Candidates(torch.from_numpy(ids)),
+                user_items=user_items,
+                figures=figures,
             )
         # Some protocols rank what a user has taken, too.
         left_out = user_items.slice(0, 0) if keep_seen else user_items
@@ -94,78 +94,53 @@ class TaskQuestion:
         """Returns the figures of a model on Q query rows and all of the builder's items. Collective."""
         queries = row_batches(builder, rows, runtime)
         items = item_batches(builder, builder.items.num_rows, runtime)
-        if isinstance(self.question, Tensor):
-            ranks = metrics.candidate_ranks(
-                model, runtime, queries, items, self.question, towers=towers
+        if isinstance(self.question, metrics.Candidates):
+            hits = metrics.candidate_hits(
+                model, runtime, queries, items, self.question, k=self.k, towers=towers
             )
         else:
-            ranks = metrics.catalogue_ranks(
-                model, runtime, queries, items, self.question, towers=towers
+            hits = metrics.catalogue_hits(
+                model, runtime, queries, items, self.question, k=self.k, towers=towers
             )
-        return self._figures(ranks)
+        return metrics.ranking_metrics(hits, self.figures)
 
     def of_popularity(self, counts: Tensor) -> Record:
         """Returns the figures of the ranking by each item's count, (I,)."""
-        if isinstance(self.question, Tensor):
-            # A candidate below 0 stands for none, and gets no rank whatever it reads.
-            ranks = metrics.ranks_among(
-                counts[self.question.clamp(min=0)], self.question
-            )
-        else:
-            ranks = metrics.popularity_ranks(counts, self.question)
-        return self._figures(ranks)
+        hits = metrics.popularity_hits(counts, self.question, k=self.k)
+        return metrics.ranking_metrics(hits, self.figures)
 
     def of_closed_forms(self, forms: ClosedForms | None) -> Beside:
         """Returns the figures of EASE, none without ``forms``, and the number of repeats."""
         beside = Beside({}, {})
         if forms is not None:
-            beside = forms.beside(self.user_items, self._ranks, self._figures)
+            beside = forms.beside(self.user_items, self.question, self.figures)
         return beside._replace(repeats=self.repeats, rule=self.rule)
+
+    @property
+    def k(self) -> int:
+        """The greatest number of items shown."""
+        return max(k for _, k in self.figures)
 
     @property
     def repeats(self) -> int:
         """Number of held-out items among those that their user has taken, which count as missed."""
-        if isinstance(self.question, Tensor):
+        if isinstance(self.question, metrics.Candidates):
             return 0
         return int(self.question.repeats.sum())
 
     @property
-    def new(self) -> Tensor:
-        """Whether each target is an item without a training row, (T,) bool; none is among candidates."""
-        if isinstance(self.question, Tensor):
-            return torch.zeros(len(self.question), dtype=torch.bool)
-        nobody = torch.tensor(list(self.question.not_items))
-        return torch.isin(self.question.targets, nobody)
-
-    @property
     def rule(self) -> str:
         """The rule of the ranking as a line, with the numbers of held-out items that count as missed."""
-        if isinstance(self.question, Tensor):
+        if isinstance(self.question, metrics.Candidates):
             return "ranked: each held-out item among its own candidates"
         question = self.question
         taken = "with" if not len(question.seen_items) else "without"
-        new = int(self.new.sum())
+        new = int(question.new.sum())
         return (
             f"ranked: the items of the training rows, {taken} those that a user has taken; of "
             f"{len(question.targets):,} held-out items {self.repeats:,} were taken before and {new:,} have no training "
             "row: these count as missed"
         )
-
-    def _ranks(self, scores: Tensor, start: int) -> metrics.TargetRanks:
-        """Ranks the targets of queries ``start`` to ``start + B`` by the scores (B, I) of all items."""
-        if isinstance(self.question, Tensor):
-            ids = self.question[start : start + len(scores)]
-            return metrics.ranks_among(scores.gather(1, ids.clamp(min=0)), ids)
-        return metrics.ranks_of(scores, self.question, start)
-
-    def _figures(self, ranks: metrics.TargetRanks) -> Record:
-        # No ranking finds a target without a training row, whatever its vector scores.
-        missed = self.new
-        if missed.any():
-            better = ranks.better.masked_fill(missed, BEHIND)
-            ties = ranks.ties.masked_fill(missed, 0)
-            ranks = ranks._replace(better=better, ties=ties)
-        return metrics.named_figures(ranks, self.figures)
 
 
 def padded_lists(lists: Column) -> Int64:

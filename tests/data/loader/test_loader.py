@@ -415,7 +415,7 @@ def test_an_id_out_of_range_names_its_row_in_the_set() -> None:
     config = LoaderConfig(batch_size=8, negatives=0)
     with pytest.raises(
         DataError,
-        match=r"the rows in memory, column 'user_id', row 17: id 99 is outside table 'user_id'",
+        match=r"the rows in memory, row 17, column 'user_id': id 99 is outside table 'user_id'",
     ):
         list(
             ChunkLoader(

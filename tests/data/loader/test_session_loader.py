@@ -226,7 +226,7 @@ def test_a_sequence_without_a_target_and_an_item_outside_the_table_are_refused()
 ):
     for values, lengths, where in (
         ([1, 2, 3], [2, 1], "sequence 1 has 1 items"),
-        ([1, 2, 1, ITEMS + 1], [2, 2], f"column 'session', row 1: id {ITEMS + 1}"),
+        ([1, 2, 1, ITEMS + 1], [2, 2], f"row 1, column 'session': id {ITEMS + 1}"),
     ):
         column = Column.from_lengths(np.array(values), np.array(lengths))
         with pytest.raises(DataError, match=where):

@@ -3,12 +3,10 @@
 import io
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig
 
@@ -30,9 +28,8 @@ EXCEPTIONS = OptimizerConfig(
     tables="row_wise_adagrad",
     tables_lr=0.1,
     per_table={
-        "user_id": Override(kind="adam", lr=0.02),
-        "towers.item": Override(kind="sgd", lr=2),
-        "history": Override(weight_decay=0.3),
+        "user_id": Override(kind="adam", lr=0.02, weight_decay=0.3),
+        "item_*": Override(kind="sgd", lr=2),
     },
     per_layer={
         "towers.user": Override(kind="sgd", lr=0.05),
@@ -40,18 +37,6 @@ EXCEPTIONS = OptimizerConfig(
         "*.bias": Override(weight_decay=0),
     },
     dense_weight_decay=0.2,
-)
-
-# Equal rates, which would put the tables into one kernel if their optimizers did not.
-MIXED = OptimizerConfig(
-    tables="sgd",
-    tables_lr=0.05,
-    per_table={
-        "user_id": Override(kind="lazy_adam"),
-        "history": Override(kind="adam"),
-        "item_id": Override(weight_decay=0.3),
-    },
-    dense="sgd",
 )
 
 
@@ -62,27 +47,33 @@ def cases(world_size: int) -> Iterator[tuple[str, PlanConfig, OptimizerConfig]]:
         if world_size == 1
         else ("table_wise", "row_wise", "column_wise", "grid_shard")
     )
-    for kind in ("adam", "lazy_adam", "partial_row_wise_adam", "lamb"):
+    for kind in ("adam", "lazy_adam"):
         yield kind, PlanConfig(), OptimizerConfig(tables=kind, tables_lr=0.02)  # type: ignore[arg-type]
-    for sharding in (*shardings, "data_parallel"):
-        plan = PlanConfig(sharding=sharding)  # type: ignore[arg-type]
-        yield (
-            f"decay, {sharding}",
-            plan,
-            OptimizerConfig(
-                tables_lr=0.1, tables_weight_decay=0.5, dense_weight_decay=1.0
-            ),
-        )
+    decayed = OptimizerConfig(
+        tables_lr=0.1, tables_weight_decay=0.5, dense_weight_decay=1.0
+    )
+    yield "decay", PlanConfig(), decayed
+    whole = OptimizerConfig(
+        tables="adam", tables_lr=0.02, tables_weight_decay=0.5, tables_l2=0.1
+    )
+    yield "adam, decay and l2", PlanConfig(), whole
     for sharding in shardings:
-        plan = PlanConfig(sharding=sharding)  # type: ignore[arg-type]
-        yield (
-            f"adam, {sharding}",
-            plan,
-            OptimizerConfig(
-                tables="adam", tables_lr=0.02, tables_weight_decay=0.5, tables_l2=0.1
-            ),
+        plan = PlanConfig(
+            sharding=sharding,  # type: ignore[arg-type]
+            tables={"user_id": TablePlan(sharding="data_parallel")},
         )
-        yield f"mixed, {sharding}", plan, MIXED
+        # Equal rates, which would put the tables into one kernel if their optimizers
+        # did not.
+        mixed = OptimizerConfig(
+            tables="sgd",
+            tables_lr=0.05,
+            per_table={
+                "user_id": Override(kind="lazy_adam", weight_decay=0.3),
+                "history": Override(kind="adagrad"),
+            },
+            dense="sgd",
+        )
+        yield f"mixed, {sharding}", plan, mixed
     plan = PlanConfig(
         sharding="row_wise",
         tables={
@@ -175,7 +166,7 @@ def test_what_no_cpu_kernel_runs_is_kept_on_every_rank_and_the_rest_is_sharded_a
     learned: Any,
 ) -> None:
     _, by_case = learned
-    for kind in ("adam", "lazy_adam", "partial_row_wise_adam", "lamb"):
+    for kind in ("adam", "lazy_adam", "decay"):
         assert set(by_case[kind]["kinds"].values()) == {"data_parallel"}
     assert by_case["exceptions"]["kinds"] == {
         "user_id": "data_parallel",
@@ -184,12 +175,11 @@ def test_what_no_cpu_kernel_runs_is_kept_on_every_rank_and_the_rest_is_sharded_a
     }
 
 
-def shrunk(runtime: Runtime, sharding: str) -> dict[str, Tensor]:
+def shrunk(runtime: Runtime) -> dict[str, Tensor]:
     """The user table before and after one step that reads it for rows of which the first has weight 0, as padding."""
     model = small_model(META)
     optimizer = OptimizerConfig(tables="sgd", tables_lr=1e-9, tables_weight_decay=0.5e9)
-    plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
-    parallel, keyed = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer)
+    parallel, keyed = hybrid_parallel(model, runtime, optimizer=optimizer)
     (batch,) = batches(1)
     batch.weights[0] = 0
     users = batch.sparse["user_id"].values()
@@ -204,11 +194,8 @@ def shrunk(runtime: Runtime, sharding: str) -> dict[str, Tensor]:
     return {"users": users, "before": before, "after": after}
 
 
-@pytest.mark.parametrize("sharding", ["table_wise", "data_parallel"])
-def test_weight_decay_halves_the_rows_that_were_learned_from_and_no_other(
-    sharding: str,
-) -> None:
-    (ran,) = run_ranks(shrunk, 1, sharding)
+def test_weight_decay_halves_the_rows_that_were_learned_from_and_no_other() -> None:
+    (ran,) = run_ranks(shrunk, 1)
     factor = torch.ones(USERS, 1)
     factor[ran["users"][1:]] = 0.5
     assert factor[ran["users"][0]] == 1, "a row of padding"
@@ -236,9 +223,8 @@ class Sequences(nn.Module):
 
 
 READ_ONE_BY_ONE = [
-    OptimizerConfig(tables="adagrad", tables_lr=0.1, tables_weight_decay=0.5),
-    OptimizerConfig(tables="adam", tables_lr=0.02, tables_l2=0.1),
-    OptimizerConfig(tables="lazy_adam", tables_lr=0.02, tables_weight_decay=0.5),
+    OptimizerConfig(tables="adagrad", tables_lr=0.1),
+    OptimizerConfig(tables="sgd", tables_lr=0.1),
 ]
 
 
@@ -274,10 +260,6 @@ def test_tables_that_are_read_id_by_id_learn_the_same_as_unsharded(
         for batch in batches(STEPS):
             plain.zero_grad()
             model(batch).backward()
-            with torch.no_grad():
-                table[table.grad.ne(0).any(dim=1)] *= (
-                    1 - choice.lr * choice.weight_decay
-                )  # type: ignore[union-attr]
             plain.step()
         torch.testing.assert_close(
             learned,
@@ -288,85 +270,43 @@ def test_tables_that_are_read_id_by_id_learn_the_same_as_unsharded(
         )
 
 
-def resumed(runtime: Runtime, folder: str) -> list[Tensor]:
-    """The table after 8 steps without a break, and after 4, a checkpoint, and 4 of a new model and optimizer."""
-    local = list(batches(8, rank=runtime.rank, world_size=runtime.world_size))
-    tables = []
-    for stops in ([8], [4, 8]):
-        done = 0
-        for stop in stops:
-            model = Sequences(META)
-            plan = plan_sharding(model, runtime, PlanConfig(sharding="row_wise"))
-            parallel, keyed = hybrid_parallel(
-                model,
-                runtime,
-                plan=plan,
-                optimizer=OptimizerConfig(tables="adam"),
-                seed=7,
-            )
-            whole = {"model": parallel.state_dict(), "optimizer": keyed.state_dict()}
-            if done:
-                dcp.load(whole, checkpoint_id=folder)
-            for batch in local[done:stop]:
-                keyed.zero_grad()
-                parallel(batch).backward()
-                keyed.step()
-            done = stop
-            dcp.save(whole, checkpoint_id=folder)
-        tables.append(
-            (gather_state(parallel) or {}).get("embeddings.embeddings.item_rows.weight")
-        )
-    return tables
+REFUSED: list[tuple[Any, OptimizerConfig, str]] = [
+    (
+        small_model,
+        OptimizerConfig(per_table={"item_id": Override(kind="lazy_adam")}),
+        "table 'item_id': FBGEMM has no kernel of lazy_adam for the cpu; set plan.tables.item_id.sharding=",
+    ),
+    (
+        small_model,
+        OptimizerConfig(per_table={"item_id": Override(weight_decay=0.1)}),
+        "table 'item_id': FBGEMM has no kernel of weight decay for the cpu; set plan.tables.item_id.sharding=",
+    ),
+    (
+        Sequences,
+        OptimizerConfig(tables="adam"),
+        "table 'item_rows': FBGEMM has no kernel of adam for the cpu; set optimizer.per_table.item_rows.kind=adagrad",
+    ),
+]
 
 
-def test_a_checkpoint_holds_the_whole_state_of_sharded_adam(tmp_path: Path) -> None:
-    uninterrupted, interrupted = run_ranks(resumed, 2, str(tmp_path))[0]
-    assert torch.equal(uninterrupted, interrupted)
+def refused(runtime: Runtime) -> list[str]:
+    messages = []
+    for make, optimizer, _ in REFUSED:
+        model = make(META)
+        plan = plan_sharding(model, runtime, PlanConfig(sharding="table_wise"))
+        with pytest.raises(ValueError) as error:
+            hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer)
+        messages.append(str(error.value))
+    return messages
 
 
-def unstepped(runtime: Runtime) -> str:
-    parallel, _ = hybrid_parallel(
-        Sequences(META), runtime, optimizer=OptimizerConfig(tables="adam")
-    )
-    (batch,) = batches(1)
-    parallel(batch).backward()
-    try:
-        parallel(batch)
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_backward_without_a_step_is_told_before_rows_that_were_put_aside_are_read() -> (
+def test_a_sharded_table_without_a_kernel_is_refused_before_anything_is_sharded() -> (
     None
 ):
-    assert (
-        "a backward was not followed by optimizer.step()" in run_ranks(unstepped, 1)[0]
-    )
-
-
-def refused(runtime: Runtime) -> str:
-    model = small_model(META)
-    plan = plan_sharding(model, runtime, PlanConfig(sharding="table_wise"))
-    try:
-        hybrid_parallel(
-            model,
-            runtime,
-            plan=plan,
-            optimizer=OptimizerConfig(per_table={"item_id": Override(kind="lamb")}),
-        )
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_plan_made_for_another_optimizer_is_refused_before_anything_is_sharded() -> (
-    None
-):
-    (message,) = run_ranks(refused, 1)
-    assert message.startswith(
-        "table 'item_id': FBGEMM has no kernel of lamb for the cpu"
-    )
+    (messages,) = run_ranks(refused, 1)
+    for message, (_, _, beginning) in zip(messages, REFUSED, strict=True):
+        assert message.startswith(beginning)
+        assert len(message) <= 200
 
 
 def declared_or_given(runtime: Runtime) -> dict[str, Any]:
@@ -413,8 +353,8 @@ def test_a_declared_optimizer_moves_its_tables_and_defaults_are_told() -> None:
                 msg=lambda text, label=name: f"{label}: {text}",
             )
     assert not torch.equal(
-        states["default"]["towers.user.embeddings.embedding_bags.user_id.weight"],
-        states["given"]["towers.user.embeddings.embedding_bags.user_id.weight"],
+        states["default"]["look_ups.collections.rows.embedding_bags.user_id.weight"],
+        states["given"]["look_ups.collections.rows.embedding_bags.user_id.weight"],
     )
     message = "hybrid_parallel() was given no optimizer=, so it takes the defaults, "
     dense = "dense layers: adam at 0.001; give optimizer=OptimizerConfig(...)"

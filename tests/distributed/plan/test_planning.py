@@ -179,29 +179,6 @@ def test_a_table_read_id_by_id_is_not_sharded_by_host() -> None:
             plan_sharding(model, CPU, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [OptimizerConfig(tables="adam"), OptimizerConfig(tables_weight_decay=0.1)],
-)
-def test_rows_that_an_optimizer_reads_where_they_lie_are_not_cached(
-    optimizer: OptimizerConfig,
-) -> None:
-    gpu = topology(2, 2, hbm_gb=0.01)
-    config = PlanConfig(sharding="row_wise", kernel="fused_uvm_caching")
-    with pytest.raises(
-        PlanError, match="kernel=fused_uvm_caching: its optimizer, or its weight decay"
-    ):
-        draft_plan(small_model(META), gpu, config, optimizer=optimizer, batch_size=8)
-    free = draft_plan(
-        small_model(META),
-        gpu,
-        PlanConfig(sharding="row_wise"),
-        optimizer=optimizer,
-        batch_size=8,
-    )
-    assert {option.compute_kernel for option in free.options} <= {"fused", "fused_uvm"}
-
-
 def test_memory_without_state_is_that_of_torchrecs_own_estimator_to_the_byte() -> None:
     devices = topology(16, 8)
     tables = [

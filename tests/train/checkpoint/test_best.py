@@ -26,7 +26,6 @@ from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
 from torchrec_ext.train.config import EarlyStop
 from torchrec_ext.train.guards.finite import RunStoppedError
 from torchrec_ext.train.loop import TrainConfig, train
-from torchrec_ext.train.metrics import watched
 from torchrec_ext.train.step import choose as steps
 
 TIMES = ("rows_per_s", "data_wait", "ranks_wait", "waits")
@@ -62,11 +61,10 @@ def run(
     resume: bool = False,
     sharding: str = "auto",
     sync: SyncConfig | None = None,
-    stop_in: int = 0,
     saves: CheckpointConfig | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Trains up to five epochs; ``stop_in`` is the evaluation in whose second block the last rank is asked to stop."""
+    """Trains up to five epochs."""
     optimizers = OptimizerConfig(tables="adam", tables_lr=0.02)
     model = small_model(META)
     plan = plan_sharding(
@@ -79,19 +77,12 @@ def run(
     begin = checkpointer.last_good() if checkpointer is not None and resume else None
     states: list[Any] = []
     logged: list[Any] = []
-    asked, evaluations, done = False, 0, epochs_done(begin)
+    evaluations, done = 0, epochs_done(begin)
 
     def evaluate() -> dict[str, float]:
-        nonlocal asked, evaluations
+        nonlocal evaluations
         evaluations += 1
         states.append(gather_state(parallel))
-        for block in watched(range(5 - 2 * runtime.rank), 5):
-            # of unequal numbers of blocks
-            asked = asked or (
-                stop_in == evaluations
-                and block == 1
-                and runtime.rank == runtime.world_size - 1
-            )
         return {"auc": FIGURES[done + evaluations - 1]}
 
     config = TrainConfig(
@@ -114,7 +105,6 @@ def run(
                 )
                 if checkpointer
                 else None,
-                stop=lambda: asked,
             )
         except RunStoppedError as error:
             message = str(error)
@@ -208,28 +198,3 @@ def test_a_run_ends_with_the_weights_of_its_best_evaluation(
         torch.equal(ended["end"][key], value)
         for key, value in found["saved"]["end"].items()
     )
-
-
-def stopped(runtime: Runtime, folder: str) -> list[dict[str, Any]]:
-    whole = run(runtime, f"{folder}/whole")
-    cut = run(runtime, f"{folder}/cut", stop_in=2)
-    return [whole, cut, run(runtime, f"{folder}/cut", resume=True)]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_stopped_inside_an_evaluation_is_saved_on_every_rank_and_evaluates_first_when_it_goes_on(
-    world_size: int, tmp_path: Path
-) -> None:
-    ranks = run_ranks(stopped, world_size, str(tmp_path), timeout_s=300)
-    for whole, cut, again in ranks:
-        assert (
-            cut["message"]
-            == "stopped by a signal in the evaluation after epoch 2, which is saved; go on with the same --run_dir"
-        )
-        assert cut["evaluations"] + again["evaluations"] == whole["evaluations"] + 1
-        assert again["history"] == whole["history"]
-        if whole["end"] is not None:
-            assert all(
-                torch.equal(again["end"][key], value)
-                for key, value in whole["end"].items()
-            )

@@ -440,7 +440,8 @@ def test_what_is_not_finite_is_named_and_not_saved(tmp_path: Path) -> None:
     for step, value in ((2, math.nan), (3, math.inf)):
         model = filled(step)
         with torch.no_grad():
-            model.towers["item"].embeddings.embedding_bags["item_id"].weight[7] = value
+            tables = model.look_ups.collections["rows"].embedding_bags
+            tables["item_id"].weight[7] = value
         checkpointer.save(step, model_state(model))
         with pytest.raises(
             CheckpointError, match=r"^tables\.item_id\.weight is not finite, and is not"

@@ -196,11 +196,11 @@ def test_publishing_holds_one_block_at_a_time(tmp_path: Path) -> None:
     assert max(seen) <= 32 * 2**20
     assert sum(seen) >= rows * DIM * 4
     found: Tensor = load_file(tmp_path / "m.safetensors")[
-        "towers.towers.user.embeddings.embedding_bags.user_id.weight"
+        "towers.look_ups.collections.rows.embedding_bags.user_id.weight"
     ]
     assert torch.equal(
         found,
-        model.towers.towers["user"]
-        .embeddings.embedding_bags["user_id"]
+        model.towers.look_ups.collections["rows"]
+        .embedding_bags["user_id"]
         .weight.detach(),
     )  # type: ignore[union-attr, index, operator]

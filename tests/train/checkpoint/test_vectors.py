@@ -21,7 +21,7 @@ from torchrec_ext.train.checkpoint.vectors import load_vectors
 
 IDS = np.array([5, 0, USERS - 1, 40])
 VECTORS = np.arange(4 * DIM, dtype=np.float32).reshape(4, DIM)
-WEIGHT = "towers.user.embeddings.embedding_bags.user_id.weight"
+WEIGHT = "look_ups.collections.rows.embedding_bags.user_id.weight"
 
 
 def write(folder: Path, suffix: str, ids: Any = IDS, vectors: Any = VECTORS) -> Path:

@@ -141,42 +141,6 @@ def test_the_bad_step_writes_nothing(ranks: Any, fault: str) -> None:
     assert all(torch.equal(value, after[key]) for key, value in before.items())
 
 
-def bad_gradient(runtime: Runtime) -> Any:
-    """The loss is finite, but from step 3 a gradient is not on rank 1, as that of a square root at 0."""
-    parallel, optimizer = made(runtime, "data_parallel")
-    states = []
-
-    def between() -> dict[str, Any]:
-        states.append(gather_state(parallel))
-        if runtime.rank == 1:
-            dict(parallel.named_parameters())["towers.user.mlp.0.bias"].register_hook(
-                lambda gradient: gradient / 0
-            )
-        return {}
-
-    with pytest.raises(TrainingDivergedError) as error:
-        train(
-            parallel,
-            optimizer,
-            Batches(runtime, 2),
-            runtime,
-            TrainConfig(epochs=2),
-            evaluate=between,
-        )
-    return str(error.value), states[0], gather_state(parallel)
-
-
-def test_a_gradient_that_is_no_number_ends_the_run_on_every_rank_before_it_is_written() -> (
-    None
-):
-    (told, before, after), (also_told, *_) = run_ranks(bad_gradient, 2)
-    assert told == also_told
-    assert told.startswith(
-        "the gradient of towers.user.mlp.0.bias is not finite at step 3 of epoch 2; no dense layer and no data_parallel"
-    )
-    assert all(torch.equal(value, after[key]) for key, value in before.items())
-
-
 def late(runtime: Runtime) -> list[Any]:
     """FiniteLoss as on CUDA: three good losses and then a bad one, read one step late or when the epoch is settled."""
     told = []

@@ -76,8 +76,19 @@ def overflown(runtime: Runtime) -> tuple[float, float, float]:
 
 def refused(runtime: Runtime) -> list[str]:
     found = []
+    model = small_model(META)
+    plan = plan_sharding(model, runtime, PlanConfig(sharding="table_wise"))
+    parallel, optimizer = hybrid_parallel(model, runtime, plan=plan)
+    with pytest.raises(ValueError, match="is sharded") as sharded:
+        train(
+            parallel,
+            optimizer,
+            Twice(list(batches(2))),
+            runtime,
+            TrainConfig(amp="fp16"),
+        )
+    found.append(str(sharded.value))
     for sharding, options, sync in (
-        ("table_wise", {}, SyncConfig()),
         ("data_parallel", {}, SyncConfig(mode="local_sgd", every=4)),
         ("data_parallel", {"compile": "require"}, SyncConfig()),
     ):

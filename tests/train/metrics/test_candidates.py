@@ -13,58 +13,61 @@ from tests.contracts import run_ranks
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.metrics import (
+    Candidates,
     Question,
-    TargetRanks,
-    candidate_ranks,
-    catalogue_ranks,
-    gather_ranks,
+    candidate_hits,
+    catalogue_hits,
+    gains_among,
     own_share,
+    popularity_hits,
     ranking_metrics,
-    ranks_among,
 )
 
 QUERIES, ITEMS, NEGATIVES = 21, 30, 9
 
 
 @pytest.mark.unit
-def test_ranks_by_hand(device: torch.device) -> None:
+def test_gains_by_hand(device: torch.device) -> None:
     ids = torch.tensor(
         [[1, 2, 3, 4], [1, 2, 1, 2], [5, 6, -1, -1], [0, 7, 8, 7]], device=device
     )
     scores = torch.tensor(
         [
-            [1.0, 2.0, 1.0, 0.0],
+            [1.0, 2.0, 1.5, 0.0],
             [3.0, 9.0, 3.0, 9.0],
-            [2.0, 2.0, 2.0, 9.0],
+            [2.0, 1.0, 2.0, 9.0],
             [0.5, 0.6, 0.4, 0.7],
         ],
         device=device,
     )
-    better, ties, queries = ranks_among(scores, ids)
-    assert better.tolist() == [1, 1, 0, 1], (
-        "an id that repeats counts once, an absent one not at all"
+    # An id that repeats counts once, at its first place; an absent one not at all.
+    assert gains_among(scores, ids, 3).tolist() == [
+        [0, 0, 1],
+        [0, 1, 0],
+        [1, 0, 0],
+        [0, 1, 0],
+    ]
+    by_item = torch.zeros(4, 9, device=device).scatter(
+        1, ids[:, 1:].clamp(min=0), scores[:, 1:]
     )
-    assert ties.tolist() == [1, 0, 1, 0], "the target does not tie with itself"
-    assert queries is None
+    by_item.scatter_(1, ids[:, :1], scores[:, :1])
+    hits = Candidates(ids.cpu()).hits(Candidates(ids.cpu()).gains(by_item, 0, 3).cpu())
+    assert hits.gains[:3].tolist() == [[0, 0, 1], [0, 1, 0], [1, 0, 0]]
+    assert hits.ideal.tolist() == [[1, 0, 0]] * 4
+    assert hits.relevant.tolist() == [1] * 4
 
 
 @pytest.mark.unit
 def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(
-        ValueError, match=r"scores: shape \(4,\), ids: \(1, 4\).*\.view\(-1, 1 \+ N\)"
-    ):
-        ranks_among(torch.zeros(4), torch.zeros(1, 4, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"ids: torch.float32, must be int64"):
-        ranks_among(torch.zeros(1, 4), torch.zeros(1, 4))
-    with pytest.raises(
-        ValueError,
-        match=r"row 1: target -1 with score 0.0; the first id of a row must be an item",
-    ):
-        ranks_among(torch.zeros(2, 2), torch.tensor([[0, 1], [-1, 1]]))
-    with pytest.raises(ValueError, match=r"row 0: target 3 with score nan.*diverged"):
-        ranks_among(torch.tensor([[torch.nan, 0.0]]), torch.tensor([[3, 1]]))
-    with pytest.raises(ValueError, match=r"row 0: item 1 with score nan"):
-        ranks_among(torch.tensor([[0.0, torch.nan]]), torch.tensor([[3, 1]]))
+    with pytest.raises(ValueError, match=r"scores: shape \(4,\), ids: \(1, 4\)"):
+        gains_among(torch.zeros(4), torch.zeros(1, 4, dtype=torch.int64), 2)
+    with pytest.raises(ValueError, match=r"ids: torch.float32 of shape \(1, 4\)"):
+        Candidates(torch.zeros(1, 4))
+    with pytest.raises(ValueError, match=r"ids: row 1 begins with -1; must begin with"):
+        Candidates(torch.tensor([[0, 1], [-1, 1]]))
+    for scores in ([[torch.nan, 0.0]], [[0.0, torch.nan]], [[torch.inf, 0.0]]):
+        with pytest.raises(ValueError, match=r"scores: (nan|inf) of query 0.*diverged"):
+            gains_among(torch.tensor(scores), torch.tensor([[3, 1]]), 2)
 
 
 class Products(nn.Module):
@@ -105,8 +108,8 @@ def drawn() -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def ranked(runtime: Runtime, towers: tuple[str, ...]) -> list[list[list[int]]]:
-    """Among given candidates, and among all."""
+def ranked(runtime: Runtime, towers: tuple[str, ...]) -> list[list[int]]:
+    """The place of each target, from 0, among given candidates, and among all."""
     users, items, ids = drawn()
     parts = [
         [
@@ -115,13 +118,28 @@ def ranked(runtime: Runtime, towers: tuple[str, ...]) -> list[list[list[int]]]:
         ]
         for rows in (users, items)
     ]
-    among = candidate_ranks(Lookup(), runtime, *parts, ids, towers=towers)  # type: ignore[arg-type]
+    among = candidate_hits(
+        Lookup(),
+        runtime,
+        *parts,  # type: ignore[arg-type]
+        Candidates(ids),
+        k=1 + NEGATIVES,
+        towers=towers,
+    )
     nothing = torch.zeros(0, dtype=torch.int64)
     question = Question(
         targets=ids[:, 0], seen_rows=nothing, seen_items=nothing, not_items=()
     )
-    whole = catalogue_ranks(Lookup(), runtime, *parts, question, towers=towers)  # type: ignore[arg-type]
-    return [[part.tolist() for part in ranks[:2]] for ranks in (among, whole)]
+    whole = catalogue_hits(
+        Lookup(),
+        runtime,
+        *parts,  # type: ignore[arg-type]
+        question,
+        k=ITEMS,
+        towers=towers,
+    )
+    assert all(bool((hits.gains.sum(1) == 1).all()) for hits in (among, whole))
+    return [hits.gains.argmax(1).tolist() for hits in (among, whole)]
 
 
 @pytest.mark.parametrize("towers", [("user", "item"), ("user", "context", "item")])
@@ -141,7 +159,7 @@ def test_any_number_of_ranks_and_towers_ranks_like_a_plain_loop(
     assert len(set(among)) > 4
     for world_size in (1, 2, 3):
         for found in run_ranks(ranked, world_size, towers):
-            assert found == [[among, [0] * QUERIES], [whole, [0] * QUERIES]]
+            assert found == [among, whole]
 
 
 @pytest.mark.unit
@@ -150,23 +168,15 @@ def test_too_few_queries_are_told() -> None:
     nothing = torch.zeros(0, dtype=torch.int64)
     question = Question(targets=ids[:, 0], seen_rows=nothing, seen_items=nothing)
     few, all_items = [(Vectors(users[:20]), 20)], [(Vectors(items), ITEMS)]
-    for function, asked in ((candidate_ranks, ids), (catalogue_ranks, question)):
+    for function, asked in (
+        (candidate_hits, Candidates(ids)),
+        (catalogue_hits, question),
+    ):
         with pytest.raises(
             ValueError,
             match=r"queries: 20 rows on rank 0, must be 21 of 21; make a batch for each share",
         ):
             function(Lookup(), Runtime(), few, all_items, asked)  # type: ignore[operator]
-
-
-def gathered(runtime: Runtime) -> list[list[int]]:
-    own = [torch.arange(5), torch.arange(0)][runtime.rank]
-    return [
-        part.tolist() for part in gather_ranks(TargetRanks(own, own + 1), runtime)[:2]
-    ]
-
-
-def test_a_rank_without_queries_gets_those_of_the_others() -> None:
-    assert run_ranks(gathered, 2) == [[[0, 1, 2, 3, 4], [1, 2, 3, 4, 5]]] * 2
 
 
 def test_popularity_on_the_split_of_the_ncf_paper() -> None:
@@ -194,16 +204,13 @@ def test_popularity_on_the_split_of_the_ncf_paper() -> None:
     )
     popularity = torch.from_numpy(np.bincount(train["item"].to_numpy(), minlength=3706))
     ids = torch.from_numpy(np.concatenate([targets[:, None], drawn], axis=1)).long()
-    ranks = ranks_among(popularity[ids], ids)
-    none = torch.zeros_like(ranks.ties)
-    lost, shared, won = (
-        ranking_metrics(r)
-        for r in (
-            TargetRanks(ranks.better + ranks.ties, none),
-            ranks,
-            TargetRanks(ranks.better, none),
-        )
+    # Half a count more for all but the target: it loses every tie.
+    scores = popularity[ids] + torch.tensor([0.0] + [0.5] * 99)
+    lost = Candidates(ids).hits(gains_among(scores, ids, 10))
+    assert ranking_metrics(lost) == pytest.approx(
+        {"hr@10": 0.4531, "ndcg@10": 0.2541}, abs=1e-4
     )
-    assert lost == pytest.approx({"hr@10": 0.4531, "ndcg@10": 0.2541}, abs=1e-4)
-    assert shared == pytest.approx({"hr@10": 0.45348, "ndcg@10": 0.25427}, abs=1e-5)
-    assert all(lost[name] < shared[name] < won[name] for name in shared)
+    shared = popularity_hits(popularity, Candidates(ids), k=10)
+    assert ranking_metrics(shared) == pytest.approx(
+        {"hr@10": 0.4535, "ndcg@10": 0.2543}, abs=1e-3
+    )

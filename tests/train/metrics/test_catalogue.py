@@ -1,7 +1,6 @@
 """Ranking the catalogue: hand-computed cases, and on any number of ranks what a plain loop in one process finds."""
 
 import dataclasses
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -25,28 +24,26 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Figure
 from torchrec_ext.train.metrics import (
-    Coverage,
     Question,
-    TargetRanks,
+    hits_by,
     own_share,
-    popularity_ranks,
+    popularity_hits,
     ranking_metrics,
-    ranks_of,
 )
-from torchrec_ext.train.metrics.catalogue import BEHIND
 from torchx_apps.recipes import TwoTowerConfig, build_two_tower
 
 NOTHING = torch.zeros(0, dtype=torch.int64)
 
 
 @pytest.mark.unit
-def test_ranks_by_hand() -> None:
+def test_gains_by_hand(device: torch.device) -> None:
     scores = torch.tensor(
         [
             [9.0, 1.0, 2.0, 3.0, 3.0],
-            [9.0, 1.0, 1.0, 1.0, 8.0],
+            [9.0, 1.0, 2.0, 3.0, 8.0],
             [9.0, 5.0, 4.0, 3.0, 2.0],
-        ]
+        ],
+        device=device,
     )
     # The first leaves out item 4, which ties with its target. The last has its target
     # among what it has seen: no server that leaves out seen items returns it.
@@ -55,48 +52,38 @@ def test_ranks_by_hand() -> None:
         seen_rows=torch.tensor([0, 2, 2]),
         seen_items=torch.tensor([4, 2, 1]),
     )
-    better, ties, queries = ranks_of(scores, question)
-    assert queries is None
-    assert better.tolist() == [0, 1, BEHIND], "item 0 is unknown and never ranked"
-    assert ties.tolist() == [0, 2, 0]
+    gains = question.gains(scores, 0, 3)
+    # Item 0 is unknown and never ranked.
+    assert gains.tolist() == [[1, 0, 0], [0, 0, 1], [0, 0, 0]]
     assert question.repeats.tolist() == [False, False, True]
-
-
-def several() -> Question:
-    """Three targets of query 0, one of query 1; query 0 has seen its own item 2, query 1 item 4."""
-    return Question(
-        targets=torch.tensor([1, 2, 4, 1]),
-        target_rows=torch.tensor([0, 0, 0, 1]),
-        seen_rows=torch.tensor([1, 0]),
-        seen_items=torch.tensor([4, 2]),
-    )
+    hits = question.hits(gains.cpu())
+    assert hits.ideal.tolist() == [[1, 0, 0]] * 3
+    assert hits.relevant.tolist() == [1, 1, 1]
 
 
 @pytest.mark.unit
-def test_several_targets_are_candidates_of_each_other(device: torch.device) -> None:
-    scores = torch.tensor(
-        [[9.0, 3.0, 5.0, 4.0, 3.0], [9.0, 1.0, 1.0, 0.0, 8.0]], device=device
+def test_targets_that_no_list_shows_count_as_missed() -> None:
+    """An item without a row, one that is never ranked, one that was seen; and one that is found."""
+    question = Question(
+        targets=torch.tensor([-1, 0, 2, 3]),
+        target_rows=torch.tensor([0, 0, 0, 0]),
+        seen_rows=torch.tensor([0]),
+        seen_items=torch.tensor([2]),
     )
-    better, ties, queries = ranks_of(scores.clone(), several())
-    # The second target is one that its query has seen: missed, and no rival of others.
-    assert better.tolist() == [1, BEHIND, 1, 0]
-    assert ties.tolist() == [1, 0, 1, 1]
-    assert queries is not None
-    assert queries.tolist() == [0, 0, 0, 1]
-    assert several().queries == 2
-    better, ties, queries = ranks_of(scores[1:].clone(), several(), start=1)
-    assert (better.tolist(), ties.tolist(), queries.tolist()) == ([0], [1], [1])
+    gains = question.gains(torch.tensor([[9.0, 1.0, 5.0, 4.0]]), 0, 4)
+    assert gains.tolist() == [[1, 0, 0, 0]]
+    assert question.hits(gains).relevant.tolist() == [4]
+    assert question.hits(gains).ideal.tolist() == [[1, 1, 1, 1]]
+    assert question.new.tolist() == [True, True, False, False]
 
 
 @pytest.mark.unit
 @given(data=st.data())
 def test_any_targets_and_any_block_like_a_plain_loop(data: st.DataObject) -> None:
     rows, items = data.draw(st.integers(1, 5)), data.draw(st.integers(2, 7))
-    scores = torch.tensor(
-        data.draw(
-            st.lists(st.integers(0, 3), min_size=rows * items, max_size=rows * items)
-        )
-    ).view(rows, items)
+    scores = torch.stack(
+        [torch.tensor(data.draw(st.permutations(range(items)))) for _ in range(rows)]
+    ).float()
     own = [
         data.draw(st.sets(st.integers(0, items - 1), min_size=1)) for _ in range(rows)
     ]
@@ -112,121 +99,18 @@ def test_any_targets_and_any_block_like_a_plain_loop(data: st.DataObject) -> Non
         seen_items=torch.tensor(
             [item for hidden in seen for item in hidden], dtype=torch.int64
         ).flip(0),
-        not_items=(0,),
     )
     block = data.draw(st.integers(1, rows))
+    k = data.draw(st.integers(1, items + 1))
     found = []
     for start in range(0, rows, block):
-        better, ties, _ = ranks_of(
-            scores[start : start + block].float(), question, start
-        )
-        found += list(zip(better.tolist(), ties.tolist(), strict=True))
-    expected = []
+        part = scores[start : start + block].clone()
+        found += question.gains(part, start, k).tolist()
     for row, targets in enumerate(own):
-        left = [
-            item
-            for item in range(items)
-            if item not in seen[row] and (item in targets or item != 0)
-        ]
-        for target in sorted(targets):
-            if target in seen[row]:
-                expected.append((BEHIND, 0))
-                continue
-            others = [
-                int(scores[row, item] - scores[row, target])
-                for item in left
-                if item != target
-            ]
-            expected.append((sum(gap > 0 for gap in others), others.count(0)))
-    assert found == expected
-    # To a depth, all figures up to it are those of the exact ranks.
-    depth = data.draw(st.integers(1, items))
-    exact = TargetRanks(
-        *(torch.tensor(values) for values in zip(*expected, strict=True)),
-        question.target_rows,
-    )
-    names: list[Figure] = ["hr", "recall", "precision", "ndcg", "mrr", "map"]
-    near = ranks_of(scores.float(), question, depth=depth)
-    assert ranking_metrics(near, depth, names) == pytest.approx(
-        ranking_metrics(exact, depth, names)
-    )
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize("depth", [1, 3, 10])
-@pytest.mark.parametrize("digits", [0, 6], ids=["many ties", "hardly any"])
-def test_to_a_depth_a_large_catalogue_has_the_exact_ranks_and_beyond_it_none(
-    depth: int, digits: int
-) -> None:
-    torch.manual_seed(depth)
-    rows, items, each = 40, 503, 20
-    scores = torch.randn(rows, items).round(decimals=digits)
-    targets = torch.stack(
-        [torch.randperm(items)[:each].sort().values for _ in range(rows)]
-    )
-    question = Question(
-        targets=targets.flatten(),
-        target_rows=torch.arange(rows).repeat_interleave(each),
-        seen_rows=torch.arange(rows).repeat_interleave(items // 2),
-        seen_items=torch.rand(rows, items).argsort(1)[:, : items // 2].flatten(),
-    )
-    exact, near = (
-        ranks_of(scores.clone(), question, depth=given) for given in (None, depth)
-    )
-    among = exact.better < depth
-    assert 0 < among.sum() < len(among)
-    assert torch.equal(near.better, exact.better.clamp(max=depth))
-    assert torch.equal(near.ties[among], exact.ties[among])
-
-
-@pytest.mark.unit
-@given(data=st.data())
-def test_the_popularity_ranking_is_that_of_the_same_scores_for_all_queries(
-    data: st.DataObject,
-) -> None:
-    rows, items = data.draw(st.integers(1, 5)), data.draw(st.integers(2, 7))
-    popularity = torch.tensor(
-        data.draw(st.lists(st.integers(0, 3), min_size=items, max_size=items))
-    )
-    several_each = data.draw(st.booleans())
-    own = [
-        data.draw(st.sets(st.integers(0, items - 1), min_size=1)) for _ in range(rows)
-    ]
-    own = own if several_each else [{min(targets)} for targets in own]
-    seen = data.draw(
-        st.lists(
-            st.tuples(st.integers(0, rows - 1), st.integers(0, items - 1)), max_size=12
-        )
-    )
-    question = Question(
-        targets=torch.tensor([item for targets in own for item in sorted(targets)]),
-        target_rows=torch.tensor(
-            [row for row, targets in enumerate(own) for _ in targets]
-        )
-        if several_each
-        else None,
-        seen_rows=torch.tensor([row for row, _ in seen], dtype=torch.int64),
-        seen_items=torch.tensor([item for _, item in seen], dtype=torch.int64),
-        not_items=tuple(data.draw(st.sets(st.integers(0, items - 1)))),
-    )
-    ranks = popularity_ranks(popularity, question)
-    expected = ranks_of(popularity.float().repeat(rows, 1), question)
-    assert (ranks.better.tolist(), ranks.ties.tolist()) == (
-        expected.better.tolist(),
-        expected.ties.tolist(),
-    )
-    assert ranks.queries is question.target_rows
-
-
-@pytest.mark.unit
-def test_counts_beyond_what_a_float_can_count() -> None:
-    scores = torch.ones(1, 2**24 + 3)
-    scores[0, 1] = 0
-    better, ties, _ = ranks_of(
-        scores,
-        Question(targets=torch.tensor([1]), seen_rows=NOTHING, seen_items=NOTHING),
-    )
-    assert (int(better), int(ties)) == (2**24 + 1, 0)
+        shown = [item for item in range(1, items) if item not in seen[row]]
+        shown.sort(key=lambda item: -float(scores[row, item]))
+        expected = [float(item in targets) for item in shown[:k]]
+        assert found[row] == expected + [0.0] * (k - len(expected))
 
 
 @pytest.mark.unit
@@ -243,10 +127,10 @@ def test_wrong_questions_are_named() -> None:
 
     with pytest.raises(ValueError, match=r"seen_rows: 0, seen_items: 2; must be pairs"):
         ask(seen_items=torch.tensor([1, 2]))
-    with pytest.raises(
-        ValueError, match=r"targets: -1; must be 0 or more: leave padding out"
-    ):
-        ask(targets=torch.tensor([1, -1, 3]))
+    with pytest.raises(ValueError, match=r"targets: -2; must be -1 or more"):
+        ask(targets=torch.tensor([1, -2, 3]))
+    with pytest.raises(ValueError, match=r"grades: 0.0; must be above 0"):
+        ask(grades=torch.tensor([1.0, 0.0, 2.0]))
     with pytest.raises(ValueError, match=r"target_rows: 2, targets: 3"):
         ask(target_rows=torch.tensor([0, 1]))
     with pytest.raises(
@@ -266,7 +150,7 @@ def test_wrong_questions_are_named() -> None:
     with pytest.raises(
         ValueError, match=r"targets: item 3, but the catalogue has 3 items"
     ):
-        ranks_of(torch.zeros(3, 3), ask())
+        ask().gains(torch.zeros(3, 3), 0, 2)
 
 
 @pytest.mark.unit
@@ -277,35 +161,16 @@ def test_a_score_that_is_no_number_is_not_counted_as_worse() -> None:
     scores = torch.zeros(2, 4)
     scores[1, 3] = torch.nan
     with pytest.raises(
-        ValueError,
-        match=r"the score of query 8 for item 3 is NaN.*has training diverged",
+        ValueError, match=r"scores: nan of query 8 for item 3.*has training diverged"
     ):
-        ranks_of(
-            scores, dataclasses.replace(question, targets=torch.arange(9) % 3), start=7
-        )
-    with pytest.raises(ValueError, match=r"a target's is infinite"):
-        ranks_of(torch.full((2, 4), torch.inf), question)
+        dataclasses.replace(question, targets=torch.arange(9) % 3).gains(scores, 7, 2)
+    with pytest.raises(ValueError, match=r"scores: inf of query 0 for item 1"):
+        question.gains(torch.full((2, 4), torch.inf), 0, 2)
     scores = torch.tensor(
         [[0.0, 1.0, torch.inf, -torch.inf], [0.0, torch.inf, 1.0, -torch.inf]]
     )
-    assert ranks_of(scores, question).better.tolist() == [1, 1], (
-        "other items may have infinite scores"
-    )
-
-
-@pytest.mark.unit
-def test_the_popularity_ranking_by_hand() -> None:
-    popularity = torch.tensor([0, 5, 3, 3, 1])
-    # The most popular item first; then second and third in a tie once item 1 has been
-    # seen; then the last of all.
-    question = Question(
-        targets=torch.tensor([1, 2, 4]),
-        seen_rows=torch.tensor([1]),
-        seen_items=torch.tensor([1]),
-    )
-    found = ranking_metrics(popularity_ranks(popularity, question), 2)
-    assert found["hr@2"] == pytest.approx((1 + 1 + 0) / 3)
-    assert found["ndcg@2"] == pytest.approx((1 + (1 + 1 / math.log2(3)) / 2 + 0) / 3)
+    # Other items may have infinite scores.
+    assert question.gains(scores, 0, 2).tolist() == [[0, 1], [0, 1]]
 
 
 @pytest.mark.unit
@@ -379,15 +244,10 @@ def ranked(runtime: Runtime, interaction: str, sharding: str) -> dict[str, Any]:
     ]
     with torch.no_grad():
         scores = parallel.module.interaction(pairs).view(len(queries), -1)
-    coverage = Coverage(len(ids), k=3)
-    ranks = metrics.catalogue_ranks(
-        parallel.module, runtime, users, items, asked(data), coverage=coverage
+    hits = metrics.catalogue_hits(
+        parallel.module, runtime, users, items, asked(data), k=len(ids)
     )
-    return {
-        "ranks": (ranks.better, ranks.ties),
-        "scores": scores,
-        "coverage": coverage.compute(runtime),
-    }
+    return {"gains": hits.gains, "scores": scores}
 
 
 def places(scores: Tensor, question: Question, margin: float) -> list[int]:
@@ -404,19 +264,6 @@ def places(scores: Tensor, question: Question, margin: float) -> list[int]:
     return found
 
 
-def shown(scores: Tensor, question: Question, k: int) -> set[int]:
-    """The items in anyone's list of the k best."""
-    found = set()
-    for query, row in enumerate(scores):
-        out = {0, *question.seen_items[question.seen_rows == query].tolist()}
-        found.update(
-            [item for item in row.argsort(descending=True).tolist() if item not in out][
-                :k
-            ]
-        )
-    return found
-
-
 # Row-wise tables refuse a look-up of nothing, which rows that do not divide by ranks
 # and blocks would ask for.
 @pytest.mark.parametrize(
@@ -428,23 +275,21 @@ def test_any_number_of_ranks_ranks_like_a_plain_loop(
     question = asked(small())
     for world_size in (1, 2, 3):
         outcomes = run_ranks(ranked, world_size, interaction, sharding)
-        covered = {"coverage@3": len(shown(outcomes[0]["scores"], question, 3)) / 53}
-        better, ties = outcomes[0]["ranks"]
-        assert all(
-            torch.equal(other, mine)
-            for o in outcomes
-            for other, mine in zip(o["ranks"], (better, ties), strict=True)
-        )
+        gains = outcomes[0]["gains"]
+        assert all(torch.equal(other["gains"], gains) for other in outcomes)
+        # The place of each target from 0, and the last one for a missed target.
+        better = torch.where(gains.sum(1) > 0, gains.argmax(1), gains.shape[1])
+        found = gains.sum(1) > 0
         # Candidates closer than this may change places, since sums are taken in another
         # order.
         most, least = (
             torch.tensor(places(outcomes[0]["scores"], question, margin))
             for margin in (-1e-6, 1e-6)
         )
-        assert bool(((least <= better) & (better + ties <= most)).all())
+        assert bool(((least <= better) & (better <= most))[found].all())
+        assert float(found.double().mean()) > 0.9
         assert float((least == most).double().mean()) > 0.9
         assert len(better.unique()) > 10, "not all alike"
-        assert all(outcome["coverage"] == covered for outcome in outcomes)
 
 
 def test_the_figures_of_recbole_on_its_own_split() -> None:
@@ -478,13 +323,13 @@ def test_the_figures_of_recbole_on_its_own_split() -> None:
     )
     weights = -inverse / inverse.diagonal()
     weights.fill_diagonal_(0)
+    scores = (taken @ weights)[users]
+    figures: list[tuple[Figure, int]] = [("recall", 10), ("ndcg", 10)]
     ease = ranking_metrics(
-        ranks_of((taken @ weights)[users], question), 10, ("recall", "ndcg")
+        hits_by(lambda block: scores[block], question, scores.shape[1], k=10), figures
     )
     assert ease == pytest.approx({"recall@10": 0.2808, "ndcg@10": 0.3309}, abs=5e-5)
-    popular = ranking_metrics(
-        popularity_ranks(taken.sum(0), question), 10, ("recall", "ndcg")
-    )
+    popular = ranking_metrics(popularity_hits(taken.sum(0), question, k=10), figures)
     assert popular == pytest.approx(
         {"recall@10": 0.1274, "ndcg@10": 0.1416}, abs=5e-4
     ), "counts tie, and RecBole favours some"

@@ -1,4 +1,4 @@
-"""Classification figures: by definition, equal on 1 and 2 ranks and streamed, and torchrec's where it is right."""
+"""Classification figures: by definition, equal over ranks and updates, and torchrec's where it is right."""
 
 import math
 
@@ -15,7 +15,6 @@ from torchrec_ext.train.metrics import (
     auc,
     classification_metrics,
 )
-from torchrec_ext.train.metrics.classification import BITS
 
 HERE = Runtime()
 
@@ -79,18 +78,12 @@ def test_the_exact_auc_counts_pairs_of_all_ranks_and_no_padding() -> None:
 )
 def test_auc_by_definition(drawn: list[tuple[float, float, int]]) -> None:
     logits, labels, weights = torch.tensor(drawn).unbind(1)
-    made = ClassificationMetrics()
-    made.update(logits, labels, weights)
-    exact, streamed = auc(logits, labels, weights, HERE), made.compute(HERE)["auc"]
+    exact = auc(logits, labels, weights, HERE)
     expected = by_pairs(logits, labels, weights)
     if math.isnan(expected):
         assert math.isnan(exact)
-        assert math.isnan(streamed)
     else:
         assert exact == pytest.approx(expected, abs=1e-9)
-        assert streamed == pytest.approx(expected, abs=1e-9), (
-            "no two of these values share a bin"
-        )
 
 
 def noisy(count: int = 4001) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,39 +151,25 @@ def streamed(runtime: Runtime, *columns: Tensor) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_streamed_over_blocks_and_ranks_equals_exact_within_its_bins(
+def test_figures_over_updates_and_ranks_are_those_of_all_rows_at_once(
     world_size: int,
 ) -> None:
     expected = classification_metrics(*noisy(), HERE)
     for found in run_ranks(streamed, world_size, *noisy()):
-        error = found.pop("auc_error")
-        assert 0 < error < 1e-3
-        assert abs(found.pop("auc") - expected["auc"]) <= error
-        assert found == pytest.approx(
-            {name: value for name, value in expected.items() if name != "auc"},
-            rel=1e-12,
-        )
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.unit
-def test_bins_follow_the_order_of_the_logits(device: torch.device) -> None:
-    """Numbers in the order of their bins: one bin apart, every pair is right; a bin is at most a 512th of a logit."""
-    logits = torch.tensor(
-        [-3e38, -100.2, -100.0, -1.0, -1e-3, 0.0, 1e-3, 1.0, 1.002, 3e38], device=device
+def test_auc_and_log_loss_are_those_of_scikit_learn() -> None:
+    theirs = pytest.importorskip("sklearn.metrics")
+    logits, labels, weights = noisy()
+    logits = logits.round(decimals=1)
+    found = classification_metrics(logits, labels, weights, HERE)
+    assert found["auc"] == pytest.approx(
+        theirs.roc_auc_score(labels, logits, sample_weight=weights), abs=1e-12
     )
-    for cut in range(1, len(logits)):
-        made = ClassificationMetrics(device)
-        made.update(
-            logits,
-            (torch.arange(len(logits), device=device) >= cut).float(),
-            torch.ones_like(logits),
-        )
-        assert made.compute(HERE)["auc"] == 1.0
-    one = torch.tensor([1.0, 1.0 + 2.0 ** (9 - BITS) * 0.99])
-    made = ClassificationMetrics()
-    made.update(one, torch.tensor([0.0, 1.0]), torch.ones(2))
-    assert made.compute(HERE) | {"auc_error": 0.5, "auc": 0.5} == made.compute(HERE), (
-        "in one bin"
+    assert found["log_loss"] == pytest.approx(
+        theirs.log_loss(labels, logits.double().sigmoid(), sample_weight=weights)
     )
 
 
@@ -202,7 +181,7 @@ def test_what_is_undefined_is_nan() -> None:
     assert math.isnan(found["ne"])
     assert found["log_loss"] > 0
     nothing = ClassificationMetrics().compute(HERE)
-    assert len(nothing) == 5
+    assert len(nothing) == 4
     assert all(math.isnan(value) for value in nothing.values())
     assert math.isnan(classification_metrics(ones, ones * 0, ones, HERE)["calibration"])
 

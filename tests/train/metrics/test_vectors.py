@@ -86,7 +86,7 @@ def test_tensors_arrays_order_and_repeated_pairs_change_nothing(case: Case) -> N
 
 def test_blocks_change_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = vector_figures(*case)
-    monkeypatch.setattr("torchrec_ext.train.metrics.vectors.SCORES", 3 * ITEMS)
+    monkeypatch.setattr("torchrec_ext.train.metrics.hits.SCORES_PER_BLOCK", 3 * ITEMS)
     assert vector_figures(*case).figures == pytest.approx(whole.figures, abs=1e-12)
 
 
@@ -150,7 +150,7 @@ def test_an_item_seen_before_is_missed_and_popularity_counts_every_seen_pair() -
     ("changes", "message"),
     [
         ({"metrics": ["recal@20"]}, "'recal@20' must be a figure and a number of items"),
-        ({"items": np.ones((3, 2))}, r"vectors of shape \(1, 4\) and \(3, 2\)"),
+        ({"items": np.ones((3, 2))}, "users: width 4, items: width 2; must be equal"),
         ({"items": np.full((4, 4), np.nan)}, "items: the vector of row 0 is not finite"),
         ({"users": np.ones(4)}, r"users: shape \(4,\); must be \(rows, width\)"),
         ({"held_out": [(4, 0)]}, "held_out: user 4; must be a row of the 4 user vectors"),

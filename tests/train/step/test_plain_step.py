@@ -68,7 +68,7 @@ class Weighted(nn.Module):
 
     def forward(self, batch: TowerBatch) -> Any:
         pooled = (
-            self.weighted(batch.weighted).values() + self.plain(batch.sparse)["history"]
+            self.weighted(batch.joint).values() + self.plain(batch.sparse)["history"]
         )
         logits = self.head(pooled).squeeze(1)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
@@ -82,7 +82,7 @@ def weighted_batches(count: int) -> Iterator[TowerBatch]:
     for batch in batches(count):
         sparse = batch.sparse
         weights = torch.rand(sparse.values().shape, generator=generator)
-        batch.weighted = type(sparse)(
+        batch.joint = type(sparse)(
             keys=sparse.keys(),
             values=sparse.values(),
             lengths=sparse.lengths(),

@@ -21,7 +21,7 @@ from torchrec_ext.schema import BatchSchema, DataError, RowNumbers
 
 
 class RowColumns(NamedTuple):
-    """Checked columns of n rows by name: ``bags`` of ids, or of the weights of ids, and ``numbers``, (n,) float32.
+    """Checked columns of n rows by name: ``bags`` of ids and ``numbers``, (n,) float32.
 
     ``flat`` is the memory of ids on the host that lie side by side in it; columns that a batch wants in the same order
     are not copied again.
@@ -106,7 +106,7 @@ def assemble(
     users = _identities(schema.query, rows, users, size)
     items = _identities(schema.candidate, rows, items, size)
     bags: dict[str, Jagged] = {}
-    for name in (*schema.keys, *schema.weight_columns):
+    for name in schema.keys:
         part = shared if name in schema.shared else rows
         if name in part.bags:
             bags[name] = part.bags[name]
@@ -119,7 +119,7 @@ def assemble(
         index = torch.arange(size, device=device)
     return pack(
         schema.layout,
-        lambda keys, sizes: _keyed(schema, bags, keys, sizes, device, rows.flat),
+        lambda keys, sizes: _keyed(bags, keys, sizes, device, rows.flat),
         dense=_dense(
             rows.numbers, size, schema.row_dense, device, on_host=rows.flat is not None
         ),
@@ -156,7 +156,6 @@ def _empty(numbers: Tensor) -> Jagged:
 
 
 def _keyed(
-    schema: BatchSchema,
     bags: Mapping[str, Jagged],
     keys: Keys,
     sizes: Sequence[int],
@@ -164,7 +163,6 @@ def _keyed(
     flat: Tensor | None,
 ) -> KeyedIds:
     """Puts the bags of ``keys`` one after the other; a key may join the bags of two features."""
-    columns = dict(bags)
     values: list[Tensor] = []
     # Told its ids, a KeyedJaggedTensor on a GPU does not wait to count them.
     counts = [0] * len(keys.keys)
@@ -175,14 +173,9 @@ def _keyed(
             continue
         values.append(bags[name].values)
         counts[place // per_key] += values[-1].numel()
-        if keys.weighted:
-            feature = schema.feature(name)
-            of_ids = bags.get((feature and feature.weights) or "")
-            weights = None if of_ids is None else of_ids.values
-            columns[name] = bags[name]._replace(weights=weights)
     present = keys._replace(features=tuple(names))
     joined = None if flat is None else _side_by_side(flat, values)
-    return concatenated(present, sizes, columns, device, joined)._replace(
+    return concatenated(present, sizes, bags, device, joined)._replace(
         length_per_key=counts
     )
 

@@ -25,13 +25,10 @@ from torchrec_ext.data.files.arrow import Kind, RowGroup, Source, as_int64
 from torchrec_ext.data.loader.batch import RowColumns
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.schema import BatchSchema, DataError, SparseFeature
-from torchrec_ext.schema.validation import listed
 
 Vectors = Array | list[Array]
 SCALAR: tuple[Kind, ...] = ("int",)
 ID_KINDS: tuple[Kind, ...] = ("int", "ints")
-LISTS: tuple[Kind, ...] = ("ints",)
-WEIGHTS: tuple[Kind, ...] = ("floats",)
 # Buffers to reuse for the next blocks: a block has two, one of ids and one of floats.
 _SPARE_BUFFERS = 8
 NUMBER_KINDS: tuple[Kind, ...] = ("float", "int", "bool")
@@ -45,14 +42,12 @@ class BlockLayout:
         features: the sparse columns by name; None for an id that no table reads (a user's, for the negatives).
         floats: names of the dense columns, the labels and the weight.
         out_of_range: see :class:`BatchSchema`.
-        weights: maps a feature to the list column with a weight for each of its ids.
         bounds: least and greatest value of each column of labels and of the weight.
     """
 
     features: Mapping[str, SparseFeature | None]
     floats: tuple[str, ...]
     out_of_range: str
-    weights: Mapping[str, str] = field(default_factory=dict)
     bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
@@ -88,10 +83,6 @@ class BlockLayout:
         features |= {feature.name: feature for feature in schema.sparse}
         for name in without:
             features.pop(name, None)
-        weights = {}
-        for feature in schema.sparse:
-            if feature.weights and feature.name in features:
-                weights[feature.name] = feature.weights
         return cls(
             features=features,
             floats=tuple(
@@ -100,21 +91,18 @@ class BlockLayout:
                 )
             ),
             out_of_range=schema.out_of_range,
-            weights=weights,
             bounds=bounds,
         )
 
     @property
     def names(self) -> list[str]:
         """Names of the columns to read; a column may be both an id and a label."""
-        return list(
-            dict.fromkeys([*self.features, *self.floats, *self.weights.values()])
-        )
+        return list(dict.fromkeys([*self.features, *self.floats]))
 
     @property
     def ids(self) -> list[str]:
-        """Names of the columns of ids and of the ids' weights."""
-        return [*self.features, *self.weights.values()]
+        """Names of the columns of ids."""
+        return list(self.features)
 
     def require(self, source: Source, config: LoaderConfig) -> None:
         """Refuses a source with a missing column or a column of another kind."""
@@ -123,10 +111,6 @@ class BlockLayout:
                 source.require({name: NUMBER_KINDS})
             except DataError as error:
                 raise DataError(f"{config.setting_of(name)}{error}") from None
-        source.require(
-            dict.fromkeys(self.weights, LISTS)
-            | dict.fromkeys(self.weights.values(), WEIGHTS)
-        )
         source.require(
             {
                 name: ID_KINDS if feature else SCALAR
@@ -151,10 +135,6 @@ class BlockLayout:
         ids = {
             name: self._ids(group, name, chunk[name], feature)
             for name, feature in self.features.items()
-        }
-        ids |= {
-            column: _weights(group, name, column, chunk)
-            for name, column in self.weights.items()
         }
         return ids, {
             name: self._numbers(group, name, chunk[name]) for name in self.floats
@@ -223,12 +203,8 @@ def _out_of_range(
 ) -> DataError:
     first = int(bad.argmax())
     row = column.row_of(first)
-    tables = listed(f"'{table}'" for table in feature.tables)
-    return DataError(
-        f"{group.name}, column '{feature.name}', row {group.first + row}: id {values[first]} is outside table "
-        f"{tables} (valid ids: 0 to {feature.num_embeddings - 1}; {int(bad.sum())} such ids in the {group.rows} rows "
-        f"read); {feature.remedy(int(values.max()))}"
-    )
+    where = f"{group.name}, row {group.first + row}"
+    return DataError(feature.outside(where, torch.from_numpy(values[bad])))
 
 
 def _finite(group: RowGroup, name: str, column: Column) -> Float32:
@@ -241,19 +217,6 @@ def _finite(group: RowGroup, name: str, column: Column) -> Float32:
             "finite; fill or drop it where it is written"
         )
     return floats
-
-
-def _weights(group: RowGroup, name: str, column: str, chunk: Chunk) -> Column:
-    """Returns the weights of the ids of feature ``name``; raises a DataError if one is missing or not finite."""
-    lengths = chunk[column].lengths
-    ids = chunk[name].lengths
-    if not np.array_equal(lengths, ids):
-        row = int((lengths != ids).argmax())
-        raise DataError(
-            f"{group.name}, column '{column}', row {group.first + row}: {lengths[row]} weights for the {ids[row]} ids "
-            f"of '{name}'; give one for each id"
-        )
-    return Column.from_lengths(_finite(group, column, chunk[column]), lengths)
 
 
 class Memory:
@@ -343,26 +306,20 @@ def gathered(slices: Sequence[Slice], layout: BlockLayout) -> RowColumns:
     count = sum(piece.stop - piece.start for piece in slices)
     ragged = slices[0].rows.ragged if slices else {}
     scalars = [name for name in layout.ids if name not in ragged]
-    lists = [name for name in ragged if name not in layout.weights.values()]
     of_lists = {name: [piece.bags(name) for piece in slices] for name in ragged}
     sizes = [count] * len(scalars)
-    sizes += [sum(ids.size for ids, _ in of_lists[name]) for name in lists]
+    sizes += [sum(ids.size for ids, _ in parts) for parts in of_lists.values()]
     # One copy of each value, after which the columns lie side by side as in a batch.
     flat = np.empty(sum(sizes), np.int64)
     stop = len(scalars) * count
     matrix = flat[:stop].reshape(len(scalars), count)
     _copy([piece.rows.scalars for piece in slices], slices, matrix)
-    for name, size in zip(lists, sizes[len(scalars) :], strict=True):
-        np.concatenate([ids for ids, _ in of_lists[name]], out=flat[stop : stop + size])
-        stop += size
     ids_of = torch.from_numpy(flat)
     bags = dict(
-        zip([*scalars, *lists], map(Jagged, torch.split(ids_of, sizes)), strict=True)
+        zip([*scalars, *ragged], map(Jagged, torch.split(ids_of, sizes)), strict=True)
     )
     for name, parts in of_lists.items():
-        if name not in bags:
-            weights = np.concatenate([of_ids for of_ids, _ in parts])
-            bags[name] = Jagged(torch.from_numpy(weights))
+        np.concatenate([ids for ids, _ in parts], out=bags[name].values.numpy())
         lengths = np.concatenate([np.diff(offsets) for _, offsets in parts])
         bags[name] = Jagged(
             bags[name].values, torch.from_numpy(lengths.astype(np.int32))

@@ -109,18 +109,14 @@ def load_block(
         memory: provider of the matrices that shuffled columns are written to.
     """
     parts = [lane.read(segment) for segment in block.segments]
-    numbers = np.zeros(0, np.int64)
-    # Rows of other ranks, of which the weights alone are read, are in no batch of this
-    # one.
-    if lane.layout.features:
-        numbers = np.concatenate(
-            [
-                np.arange(start, stop) + firsts[group]
-                for group, start, stop in block.segments
-            ]
-        )
-        if order is not None:
-            numbers = numbers.take(order)
+    numbers = np.concatenate(
+        [
+            np.arange(start, stop) + firsts[group]
+            for group, start, stop in block.segments
+        ]
+    )
+    if order is not None:
+        numbers = numbers.take(order)
     scalars = []
     ragged = {}
     for name in lane.layout.ids:

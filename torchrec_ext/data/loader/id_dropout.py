@@ -93,7 +93,7 @@ class IdDropout:
         for name, rate in self._rates.items():
             feature = self._schema.feature(name)
             assert feature is not None, "checked above"
-            values, lengths, _ = bags[name]
+            values, lengths = bags[name]
             rows = numbers.shared if name in self._schema.shared else numbers.rows
             if lengths is not None:
                 rows = rows.repeat_interleave(lengths, output_size=len(values))

@@ -204,7 +204,7 @@ class _Layout:
         if width > 1:
             # With its size told, the repetition does not wait for the device.
             repeated = rows.repeat_interleave(width, output_size=len(rows) * width)
-        names = [*schema.keys, *schema.weight_columns]
+        names = schema.keys
         single = [name for name in schema.identities if name not in tables.rows.ragged]
         own = [name for name in names if name not in schema.shared]
         of_rows = tables.rows.columns(repeated, totals, dict.fromkeys([*own, *single]))

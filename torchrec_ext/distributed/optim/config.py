@@ -23,17 +23,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
-TableOptimizer = Literal[
-    "adagrad",
-    "row_wise_adagrad",
-    "sgd",
-    "adam",
-    "lazy_adam",
-    "partial_row_wise_adam",
-    "lamb",
-]
+TableOptimizer = Literal["adagrad", "row_wise_adagrad", "sgd", "adam", "lazy_adam"]
 DenseOptimizer = Literal["adam", "adagrad", "sgd"]
-_ADAM = ("adam", "lazy_adam", "partial_row_wise_adam", "lamb")
+_ADAM = ("adam", "lazy_adam")
 _NUMBERS = ("lr", "weight_decay", "l2", "eps")
 
 
@@ -121,8 +113,7 @@ class Choice:
         """Returns the class and arguments for TorchRec's choice of an FBGEMM kernel, without weight decay."""
         from torchrec_ext.distributed.optim.kinds import FUSED
 
-        # FBGEMM's own weight decay follows another rule for each optimizer, see
-        # decay_sharded_rows().
+        # FBGEMM's own weight decay follows another rule for each optimizer.
         arguments: dict[str, Any] = {"lr": self.lr}
         if self.kind != "sgd":
             arguments["eps"] = self.eps
@@ -130,17 +121,9 @@ class Choice:
             arguments |= {"beta1": self.betas[0], "beta2": self.betas[1]}
         return FUSED[self.kind], arguments
 
-    def emulated(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        """Returns class and arguments for a table of :class:`ShardedAdam`, kept out of the kernel of SGD tables."""
-        from torchrec import optim as placeholders
-
-        # A step of SGD leaves the gradient in the rows, from which ShardedAdam reads
-        # it.
-        return placeholders.SGD, self.fused()[1]
-
     def unfused(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         """Returns the class and arguments of the torch optimizer with the same rule, without weight decay."""
-        from torchrec_ext.distributed.optim.kinds import UNFUSED, RowAdam
+        from torchrec_ext.distributed.optim.kinds import UNFUSED
 
         arguments: dict[str, Any] = {"lr": self.lr}
         if self.kind != "sgd":
@@ -150,23 +133,13 @@ class Choice:
         if self.l2:
             # torch calls Adam's l2 term weight_decay, and only Adam has one.
             arguments["weight_decay"] = self.l2
-        if UNFUSED[self.kind] is RowAdam:
-            arguments |= {
-                "row_wise": self.kind == "partial_row_wise_adam",
-                "trust_ratio": self.kind == "lamb",
-            }
         return UNFUSED[self.kind], arguments
 
     @property
     def state_numbers(self) -> tuple[int, int]:
         """Numbers of optimizer state per weight, and per row of a table or of its shard; 32 bits each."""
         # The others have Adam's two moments for each weight.
-        numbers = {
-            "adagrad": (1, 0),
-            "row_wise_adagrad": (0, 1),
-            "sgd": (0, 0),
-            "partial_row_wise_adam": (1, 1),
-        }
+        numbers = {"adagrad": (1, 0), "row_wise_adagrad": (0, 1), "sgd": (0, 0)}
         return numbers.get(self.kind, (2, 0))
 
     def state_bytes(self, table: BaseEmbeddingConfig) -> int:
@@ -183,12 +156,11 @@ class OptimizerConfig:
 
     For tables, ``adagrad``, ``row_wise_adagrad`` (one number per row, or one per piece of a row where columns are
     split) and ``sgd`` run inside the backward of sharded tables, touch only the rows of the batch, and learn the same
-    under every plan. ``lazy_adam``, ``partial_row_wise_adam`` and ``lamb`` are FBGEMM's Adam family, which also touches
-    only the rows of the batch; its kernels exist for CUDA alone. ``adam`` is torch.optim.Adam, which updates every row
-    at every step, as most published recipes do, and takes time in proportion to its tables; FBGEMM has no kernel of it.
-    A table that no kernel runs is data_parallel where the plan is free, and updated by a torch optimizer; large or
-    sharded tables of ``adam`` and ``lazy_adam`` are updated by :class:`ShardedAdam`, and those of other optimizers are
-    refused.
+    under every plan. ``lazy_adam`` is FBGEMM's Adam, which also touches only the rows of the batch; its kernel exists
+    for CUDA alone. ``adam`` is torch.optim.Adam, which updates every row at every step, as most published recipes do,
+    and takes time in proportion to its tables; FBGEMM has no kernel of it, nor of weight decay by one rule. A table
+    that no kernel runs is data_parallel where the plan is free, and updated by a torch optimizer; if it is to be
+    sharded it is refused.
 
     Args:
         tables: optimizer of the tables.
@@ -199,7 +171,7 @@ class OptimizerConfig:
             the same however it is sharded.
         betas: decay rates of Adam's first and second moment.
         tables_weight_decay: decoupled weight decay of tables (Loshchilov & Hutter 2019): each step multiplies the rows
-            that get a gradient in it by 1 - learning rate x this.
+            that get a gradient in it by 1 - learning rate x this. Tables with it are data_parallel.
         dense_weight_decay: decoupled weight decay of every dense parameter.
         tables_l2: ``adam`` only: half of this times the sum of squares of the whole table is added to the loss. It
             draws rows that the data rarely mention towards 0, in the batch or not, and hardly holds back frequent ones.

@@ -6,7 +6,7 @@ chosen_optimizer(): what the caller has declared by TorchRec's own ``apply_optim
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
@@ -17,7 +17,7 @@ from torch.distributed.optim import (
     # torchrec has a name of its own for this function, but it is deprecated.
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig, Override
 from torchrec_ext.distributed.optim.kinds import KINDS
@@ -25,11 +25,6 @@ from torchrec_ext.distributed.sharders import refused_because
 from torchrec_ext.distributed.tables import collections
 
 FUSED_ON_CPU = ("adagrad", "row_wise_adagrad", "sgd")
-# Larger tables of adam and lazy_adam are left to the planner: a replica's step sweeps
-# all its rows.
-REPLICATED_WEIGHTS = 2**20
-# ShardedAdam runs these optimizers if FBGEMM has no kernel for them.
-EMULATED = ("adam", "lazy_adam")
 _TAGS = ("_in_backward_optimizers", "_optimizer_classes", "_optimizer_kwargs")
 # Attribute of a table that keeps the caller's declaration, because ours overwrites it.
 _CALLERS = "_declared_by_the_caller"
@@ -126,7 +121,7 @@ def _text(arguments: Mapping[str, Any]) -> str:
 
 
 def declare_table_optimizer(
-    model: nn.Module, optimizer: OptimizerConfig, emulated: Container[str] = frozenset()
+    model: nn.Module, optimizer: OptimizerConfig
 ) -> dict[str, Choice]:
     """Declares to TorchRec the optimizer in the backward of every table; a second call replaces the first.
 
@@ -135,7 +130,6 @@ def declare_table_optimizer(
     Args:
         model: unsharded model.
         optimizer: optimizers of its tables.
-        emulated: names of the tables that :class:`ShardedAdam` updates.
 
     Returns:
         Optimizer of each table, by name.
@@ -149,10 +143,7 @@ def declare_table_optimizer(
             for tag in _TAGS:
                 if hasattr(parameter, tag):
                     delattr(parameter, tag)
-            table = name.split(".")[1]
-            kind, arguments = choices[table].fused()
-            if table in emulated:
-                kind, arguments = choices[table].emulated()
+            kind, arguments = choices[name.split(".")[1]].fused()
             apply_optimizer_in_backward(kind, [parameter], arguments)
     return choices
 
@@ -163,7 +154,7 @@ def shardings(
     asked: Mapping[str, str],
     device: str,
 ) -> dict[str, str]:
-    """Returns the sharding type of each table: as asked, or mostly data_parallel for ``auto`` without a kernel.
+    """Returns the sharding type of each table: as asked, or data_parallel for ``auto`` without a kernel.
 
     Args:
         tables: configurations of the tables.
@@ -175,37 +166,31 @@ def shardings(
         ValueError: a table is to be sharded, and nothing runs its optimizer on the device.
     """
     return {
-        table.name: _sharding(
-            table, choices[table.name].kind, asked[table.name], device
-        )
+        table.name: _sharding(table, choices[table.name], asked[table.name], device)
         for table in tables
     }
 
 
 def _sharding(
-    table: BaseEmbeddingConfig, optimizer: str, sharding: str, device: str
+    table: BaseEmbeddingConfig, choice: Choice, sharding: str, device: str
 ) -> str:
-    if has_kernel(optimizer, device) or sharding == "data_parallel":
+    if has_kernel(choice, device) or sharding == "data_parallel":
         return sharding
-    # ShardedAdam's moments have the type of the table: in half precision an eps of 1e-8
-    # would be 0.
-    emulated = optimizer in EMULATED and table.data_type == DataType.FP32
-    small = table.num_embeddings * table.embedding_dim <= REPLICATED_WEIGHTS
-    if (
-        sharding == "auto"
-        and (small or not emulated)
-        and refused_because(table, "data_parallel", device) is None
-    ):
+    can_be_whole = refused_because(table, "data_parallel", device) is None
+    if sharding == "auto" and can_be_whole:
         return "data_parallel"
-    if emulated:
-        return sharding
+    rule, remedy = choice.kind, "kind=adagrad"
+    if choice.weight_decay:
+        rule, remedy = "weight decay", "weight_decay=0"
+    whole = f"plan.tables.{table.name}.sharding=data_parallel, or "
     raise ValueError(
-        f"table '{table.name}': FBGEMM has no kernel of {optimizer} for the {device}; set "
-        f"plan.tables.{table.name}.sharding=data_parallel (fp32), or "
-        f"optimizer.per_table.{table.name}.kind=adagrad"
+        f"table '{table.name}': FBGEMM has no kernel of {rule} for the {device}; set "
+        f"{whole if can_be_whole else ''}optimizer.per_table.{table.name}.{remedy}"
     )
 
 
-def has_kernel(optimizer: str, device: str) -> bool:
+def has_kernel(choice: Choice, device: str) -> bool:
     """Whether FBGEMM runs the table optimizer in its backward on the device, ``cpu`` or ``cuda``."""
-    return optimizer in FUSED_ON_CPU or (device == "cuda" and optimizer != "adam")
+    if choice.weight_decay:
+        return False
+    return choice.kind in FUSED_ON_CPU or (device == "cuda" and choice.kind != "adam")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
 from torchrec.optim.keyed import (
     CombinedOptimizer,
     KeyedOptimizer,
@@ -17,25 +17,21 @@ from torchrec.optim.keyed import (
 )
 
 from torchrec_ext.distributed.optim.config import Choice
-from torchrec_ext.distributed.optim.errors import GradientNotFiniteError, first_few
 from torchrec_ext.distributed.optim.kinds import rows_with_gradient
-from torchrec_ext.distributed.optim.sharded import OneBackward, ShardedAdam
+from torchrec_ext.distributed.optim.sharded import OneBackward
 
 
 class HybridOptimizer(CombinedOptimizer):
-    """TorchRec's CombinedOptimizer with a step that first checks the gradient, clips its norm and decays weights.
+    """TorchRec's CombinedOptimizer with a step that first clips the gradient's norm and decays weights.
 
     All gradients that it sees have been averaged over the ranks, so their norm is the norm over all ranks without
-    another exchange. While ranks are
-    apart (:class:`LocalSGD`) each sees its own gradient: it clips by its own norm, and a fault is reported when the
-    ranks meet again.
+    another exchange. While ranks are apart (:class:`LocalSGD`) each clips by the norm of its own gradient.
 
     Args:
         fused: optimizer of the sharded tables, which the backward has updated already; a step hands their learning
             rates to the kernels.
         tables: named optimizers of the tables that every rank holds whole.
         dense: named optimizers of the dense layers.
-        sharded: optimizers of the sharded tables that no kernel updates.
         one_backward: refuses a second backward before a step; None if no table is sharded.
         clip_norm: greatest norm of the gradient of ``tables`` and ``dense`` together; 0 for no limit.
         table_choices: optimizer of each table, by name, for a captured step, which follows the same rules.
@@ -46,9 +42,7 @@ class HybridOptimizer(CombinedOptimizer):
         table_groups: parameter groups of all tables.
         replicated_tables: tables that every rank holds whole.
         dense_parameters: parameters of the dense layers.
-        gradient_norm: norm of the last step's gradient before clipping; None before the first step.
-        apart: whether ranks take local steps; a fault is then kept instead of raised.
-        fault: description of a gradient that was not finite while apart; None if there is none.
+        apart: whether ranks take local steps.
         after_step: functions called after each step.
     """
 
@@ -58,23 +52,20 @@ class HybridOptimizer(CombinedOptimizer):
         tables: list[tuple[str, KeyedOptimizer]],
         dense: list[tuple[str, KeyedOptimizer]],
         *,
-        sharded: Sequence[ShardedAdam] = (),
         one_backward: OneBackward | None = None,
         clip_norm: float = 0.0,
         table_choices: Mapping[str, Choice] | None = None,
         layer_choices: Mapping[str, Choice] | None = None,
     ) -> None:
-        sharded_by_name = [("sharded_adam", adam) for adam in sharded]
-        super().__init__([fused, *tables, *dense, *sharded_by_name])
-        self._sharded = sharded
+        super().__init__([fused, *tables, *dense])
         self._one_backward = one_backward
         self.clip_norm = clip_norm
         self.table_choices = table_choices or {}
         self.layer_choices = layer_choices or {}
-        self._names: dict[Any, str] = {}
+        self._unfused: list[Any] = []
         self._unfused_groups: list[dict[str, Any]] = []
         for _, keyed in (*tables, *dense):
-            self._names |= {parameter: name for name, parameter in keyed.params.items()}
+            self._unfused += keyed.params.values()
             self._unfused_groups += keyed.param_groups
         self.dense_groups: list[dict[str, Any]] = []
         for _, keyed in dense:
@@ -89,38 +80,24 @@ class HybridOptimizer(CombinedOptimizer):
             self._tables.update(keyed.params.values())
         self.replicated_tables: list[nn.Parameter] = []
         self.dense_parameters: list[nn.Parameter] = []
-        for weight in self._names:
+        for weight in self._unfused:
             if weight in self._tables:
                 self.replicated_tables.append(weight)
             else:
                 self.dense_parameters.append(weight)
-        self.gradient_norm: Tensor | None = None
         self.apart = False
-        self.fault: str | None = None
         # Not torch's step hooks: with super().step() they would be called twice.
         self.after_step: list[Callable[[], None]] = []
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Updates replicated tables and dense layers, and hands the kernels the learning rates of the sharded tables.
-
-        While :attr:`apart` a
-        gradient that is not finite is kept as :attr:`fault` and changes nothing: the other ranks do not know of it yet,
-        and would wait for a rank that left.
-
-        Raises:
-            GradientNotFiniteError: the gradient is not finite, on the CPU, where the check costs no wait; elsewhere
-                :attr:`gradient_norm` shows it.
-        """
+        """Updates replicated tables and dense layers; the kernels of sharded tables get their learning rates."""
         if self._one_backward is not None:
             self._one_backward.begin()
-        # Before the check, which may raise: the kernels have left gradients in place of
-        # rows.
-        for adam in self._sharded:
-            adam.take()
-        if self._gradient_is_good():
-            self._decay()
-            super().step(closure)
+        if self.clip_norm:
+            clip_grad_norm_(self._unfused, self.clip_norm)
+        self._decay()
+        super().step(closure)
         for call in self.after_step:
             call()
 
@@ -129,29 +106,6 @@ class HybridOptimizer(CombinedOptimizer):
         if self._one_backward is not None:
             self._one_backward.begin()
         super().zero_grad(set_to_none)
-
-    def _gradient_is_good(self) -> bool:
-        """Checks the gradient for numbers that are not finite, and clips its norm."""
-        parameters: list[Any] = [
-            parameter for parameter in self._names if parameter.grad is not None
-        ]
-        if not parameters:
-            return True
-        self.gradient_norm = self._norm(parameters)
-        if self.gradient_norm.device.type == "cpu" and not torch.isfinite(
-            self.gradient_norm
-        ):
-            if not self.apart:
-                raise GradientNotFiniteError(self.explain_gradient())
-            self.fault = self.fault or self.explain_gradient()
-            return False
-        if self.clip_norm:
-            clip_grads_with_norm_(parameters, self.clip_norm, self.gradient_norm)
-        return True
-
-    def _norm(self, parameters: list[Any]) -> Tensor:
-        """Returns the norm of the gradient of the whole model, the same on every rank."""
-        return get_total_norm([parameter.grad for parameter in parameters])
 
     def _decay(self) -> None:
         for group in self._unfused_groups:
@@ -168,29 +122,6 @@ class HybridOptimizer(CombinedOptimizer):
                     parameter.index_copy_(0, rows, parameter[rows] * factor)
                 else:
                     parameter.mul_(factor)
-
-    def explain_gradient(self) -> str:
-        """Names the gradients that are not finite, in one line."""
-        gradients = self._gradients()
-        bad = _not_finite(gradients)
-        # Each gradient may be finite while the sum of their squares is not.
-        bad = bad or list(gradients)
-        return f"the gradient of {first_few(bad)} is not finite"
-
-    def _gradients(self) -> dict[str, Tensor]:
-        return {
-            name: parameter.grad
-            for parameter, name in self._names.items()
-            if parameter.grad is not None
-        }
-
-
-def _not_finite(gradients: Mapping[str, Tensor]) -> list[str]:
-    return [
-        name
-        for name, gradient in gradients.items()
-        if not torch.isfinite(gradient).all()
-    ]
 
 
 @torch.no_grad()

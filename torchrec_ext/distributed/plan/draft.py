@@ -34,10 +34,9 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
 from torchrec_ext.distributed.optim.declared import (
     declare_table_optimizer,
-    has_kernel,
     shardings,
 )
-from torchrec_ext.distributed.plan.config import CACHING, PlanConfig, TableChoice
+from torchrec_ext.distributed.plan.config import PlanConfig, TableChoice
 from torchrec_ext.distributed.plan.explain import size_text, table_bytes
 from torchrec_ext.distributed.plan.storage import TableStorage
 from torchrec_ext.distributed.runtime import Runtime
@@ -194,17 +193,8 @@ class Request(NamedTuple):
         by_host = any(choice.sharding in BY_HOST for choice in self.asked.values())
         constraints: dict[str, ParameterConstraints] = {}
         for table in self.tables:
-            choice = self.choices[table.name]
-            # An optimizer of ours, or our weight decay, writes rows where they lie,
-            # past the cache of a kernel.
-            by_row = (
-                not has_kernel(choice.kind, runtime.device.type)
-                or choice.weight_decay > 0
-            )
             request = self.asked[table.name]
-            constraint = _constraint(
-                table, request, runtime, by_host=by_host, cached=not by_row
-            )
+            constraint = _constraint(table, request, runtime, by_host=by_host)
             if constraint is not None:
                 constraints[table.name] = constraint
         return constraints
@@ -317,7 +307,6 @@ def _constraint(
     runtime: Runtime,
     *,
     by_host: bool,
-    cached: bool,
 ) -> ParameterConstraints | None:
     """Returns the planner's constraints for a table; None if nothing is requested and every type is possible.
 
@@ -328,18 +317,12 @@ def _constraint(
         request: sharding type and kernel, ``auto`` included.
         runtime: description of the ranks.
         by_host: whether some table is sharded by host, so that the sharder offers these types on a CPU.
-        cached: whether its optimizer may find the table's rows in a cache.
     """
     sharding = request.sharding
     device = runtime.device.type
     reason = refused_because(table, sharding, device) or kernel_refused_because(
         request, device
     )
-    if reason is None and not cached and request.kernel in CACHING:
-        reason = (
-            f"kernel={request.kernel}: its optimizer, or its weight decay, reads and writes rows where they lie, of "
-            "which the cache may hold newer ones; choose kernel=fused_uvm, or row_wise_adagrad without weight decay"
-        )
     if reason:
         raise PlanError(f"table '{table.name}': {reason}")
     # The kernel fields of the planner's constraints; none if the planner is free to
@@ -347,8 +330,6 @@ def _constraint(
     kernel: dict[str, Any] = {}
     if request.kernel != "auto":
         kernel["compute_kernels"] = [request.kernel]
-    elif runtime.device.type == "cuda" and not cached:
-        kernel["compute_kernels"] = ["dense", "fused", "fused_uvm"]
     if request.cache_load_factor:
         kernel["cache_params"] = CacheParams(load_factor=request.cache_load_factor)
     if sharding == "auto":

@@ -121,8 +121,7 @@ def small_tables_whole(
     """Returns constraints that replicate every table if all together have few weights.
 
     TorchRec's cost model counts bytes, and so shards tables whatever their size. On a CPU a step without exchanges is
-    faster as long as all gradients together travel in about the time of the messages that it saves, which
-    ``benchmarks/hybrid.py --only small-tables`` measures.
+    faster as long as all gradients together travel in about the time of the messages that it saves.
 
     Args:
         model: unsharded model.

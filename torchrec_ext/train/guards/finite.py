@@ -16,11 +16,11 @@ from typing_extensions import Self
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.capture.policy import TrainingDivergedError
-from torchrec_ext.distributed.optim.errors import GradientNotFiniteError, first_few
 from torchrec_ext.distributed.runtime import Runtime, gather_objects
 from torchrec_ext.distributed.sync import EveryStep
 from torchrec_ext.distributed.tables import local_shards
 from torchrec_ext.observe.host_copy import HostCopy
+from torchrec_ext.schema.validation import first_few
 from torchrec_ext.train.guards.amp import Context
 
 # Rows of a table to check at once, so that a large one needs no mask of its size.
@@ -30,7 +30,6 @@ _RATES_REMEDY = (
     "lower optimizer.tables_lr or optimizer.dense_lr, set optimizer.clip_norm, or look for extreme values in the steps "
     "before"
 )
-_TABLES_CHANGED = "no dense layer and no data_parallel table was changed by this step, sharded tables were"
 _NOTHING_WRITTEN = "nothing was written by this step"
 _OVERFLOW = "labels and dense columns are finite, so the forward overflowed"
 
@@ -64,7 +63,7 @@ class _CheckedStep:
 
 
 class _Answers:
-    """Two numbers of each rank on a step: 1 if its loss or last gradient is not finite; 1 if a stop was requested."""
+    """Two numbers of each rank on a step: 1 if its loss is not finite; 1 if a stop was requested."""
 
     def __init__(
         self, runtime: Runtime, ranks: EveryStep, stop: Callable[[], bool]
@@ -75,7 +74,7 @@ class _Answers:
 
     def own(self, bad: bool) -> list[float]:
         """Returns this rank's answers."""
-        return [float(self._ranks.fault or bad), float(self._stop())]
+        return [float(bad), float(self._stop())]
 
     def of_loss(self, loss: Tensor) -> list[float]:
         """Returns this rank's answers about a loss; waits for the loss."""
@@ -108,8 +107,7 @@ class _Answers:
             return answers
         # By tensors, because a Python number would wait for the device.
         bad = (~torch.isfinite(loss)).any().float()
-        fault, stop = self.own(False)
-        worst = torch.stack([bad.clamp(min=fault), torch.full_like(bad, stop)])
+        worst = torch.stack([bad, torch.full_like(bad, float(self._stop()))])
         if self.are_compared:
             dist.all_reduce(worst, dist.ReduceOp.MAX)
         return HostCopy(worst)
@@ -124,8 +122,7 @@ class FiniteLoss:
     loss.
 
     If ranks exchange nothing in a step (:class:`LocalSGD` without sharded tables), they do not compare losses either. A
-    rank with a bad loss goes on without writing, because the optimizer refuses its gradient, until the ranks next meet
-    in :meth:`settle`.
+    rank with a bad loss goes on until the ranks next meet in :meth:`settle`, before their weights are averaged.
 
     Args:
         model: module whose forward returns (loss, output).
@@ -237,17 +234,6 @@ class FiniteLoss:
                 raise self._explain(checked)
             self._own_bad_step = self._own_bad_step or checked
 
-    def explained(
-        self, error: GradientNotFiniteError | TrainingDivergedError
-    ) -> TrainingDivergedError:
-        """Turns an error into a TrainingDivergedError with the number of its step."""
-        if isinstance(error, TrainingDivergedError):
-            return error
-        step = error.step or self.step
-        return TrainingDivergedError(
-            f"{error} at {self.where(step)}; {_TABLES_CHANGED}; {_RATES_REMEDY}", step
-        )
-
     def where(self, step: int) -> str:
         """Returns the name of a step for messages."""
         return f"step {step} of epoch {self.epoch(step)}"
@@ -275,9 +261,6 @@ class FiniteLoss:
             (bad_loss, columns, weights, step), self._runtime.world_size
         )
         bad_ranks = [rank for rank, (loss, *_) in enumerate(ranks) if loss is not None]
-        # Every loss is finite, so it was a gradient: meet() raises its error.
-        if not bad_ranks:
-            self._ranks.meet()
         # Bad data explains bad weights, but not the other way round, so data is named
         # first.
         data_causes: list[str] = []

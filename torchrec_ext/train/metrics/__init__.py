@@ -1,34 +1,24 @@
-"""Figures of a model over the rows of all ranks: ranking of catalogue or candidates, coverage, classification."""
+"""Figures of a model over the rows of all ranks: ranking of catalogue or candidates, and classification."""
 
-from torchrec_ext.train.metrics.catalogue import (
-    Coverage,
-    Question,
-    catalogue_ranks,
-    popularity_ranks,
-    ranks_of,
+from torchrec_ext.train.metrics.candidates import (
+    Candidates,
+    candidate_hits,
+    gains_among,
 )
+from torchrec_ext.train.metrics.catalogue import Question, catalogue_hits
 from torchrec_ext.train.metrics.classification import (
     ClassificationMetrics,
     auc,
     classification_metrics,
     classification_names,
 )
-from torchrec_ext.train.metrics.evaluation_watch import (
-    EvaluationStoppedError,
-    EvaluationWatch,
-    watched,
-    watching,
-)
-from torchrec_ext.train.metrics.ranking import (
-    RankingMetrics,
-    TargetRanks,
-    candidate_ranks,
-    gather_ranks,
-    joined_ranks,
-    named_figures,
+from torchrec_ext.train.metrics.hits import (
+    Hits,
+    Ranked,
+    hits_by,
+    popularity_hits,
     query_figures,
     ranking_metrics,
-    ranks_among,
 )
 from torchrec_ext.train.metrics.shares import (
     Kept,
@@ -42,40 +32,31 @@ from torchrec_ext.train.metrics.vectors import (
     Similarity,
     VectorFigures,
     vector_figures,
-    vector_ranks,
 )
 
 __all__ = [
+    "Candidates",
     "ClassificationMetrics",
-    "Coverage",
-    "EvaluationStoppedError",
-    "EvaluationWatch",
+    "Hits",
     "Kept",
     "PaddedRows",
     "Question",
-    "RankingMetrics",
+    "Ranked",
     "Recommender",
     "Similarity",
-    "TargetRanks",
     "VectorFigures",
     "auc",
-    "candidate_ranks",
-    "catalogue_ranks",
+    "candidate_hits",
+    "catalogue_hits",
     "classification_metrics",
     "classification_names",
     "embed_all",
-    "gather_ranks",
+    "gains_among",
     "gather_uneven_rows",
-    "joined_ranks",
-    "named_figures",
+    "hits_by",
     "own_share",
-    "popularity_ranks",
+    "popularity_hits",
     "query_figures",
     "ranking_metrics",
-    "ranks_among",
-    "ranks_of",
     "vector_figures",
-    "vector_ranks",
-    "watched",
-    "watching",
 ]

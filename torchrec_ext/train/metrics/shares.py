@@ -84,7 +84,7 @@ def own_start(rows: int, total: int, runtime: Runtime) -> int:
 def embed_all(
     model: Recommender, tower: str, batches: Iterable[Kept], runtime: Runtime
 ) -> Tensor:
-    """Returns one tower's outputs of all ranks' rows, (rows, D); ``batches`` as in :func:`catalogue_ranks`."""
+    """Returns one tower's outputs of all ranks' rows, (rows, D); ``batches`` as in :func:`catalogue_hits`."""
     return gather_uneven_rows(embed_own(model, [tower], batches, runtime)[0], runtime)
 
 

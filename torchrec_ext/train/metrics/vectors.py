@@ -1,11 +1,8 @@
-"""vector_figures(): figures of the vectors of any model over a whole catalogue, with popularity beside them.
-
-vector_ranks(): exact ranks by such vectors, in blocks of queries.
-"""
+"""vector_figures(): figures of the vectors of any model over a whole catalogue, with popularity beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,24 +13,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from torchrec_ext.train.config import EvaluationConfig
-from torchrec_ext.train.metrics.catalogue import (
-    BEHIND,
-    Question,
-    popularity_ranks,
-    ranks_of,
-)
-from torchrec_ext.train.metrics.ranking import (
-    TargetRanks,
-    joined_ranks,
-    named_figures,
-)
+from torchrec_ext.train.metrics.catalogue import Question
+from torchrec_ext.train.metrics.hits import hits_by, popularity_hits, ranking_metrics
 
 Similarity = Literal["dot", "cosine"]
-# Scores of 1 MiB stay in the cache between the passes over them.
-SCORES = 2**18
-# With fewer queries a block, a large catalogue would be read from memory for each of
-# them.
-QUERIES = 8
 Array = Tensor | NDArray[Any]
 Pairs = Tensor | NDArray[Any] | Sequence[tuple[int, int]]
 
@@ -96,55 +79,49 @@ def vector_figures(
     requested = EvaluationConfig(metrics=tuple(metrics)).figures
     user_vectors = _vectors("users", users)
     item_vectors = _vectors("items", items)
+    if user_vectors.shape[1] != item_vectors.shape[1]:
+        raise ValueError(
+            f"users: width {user_vectors.shape[1]}, items: width {item_vectors.shape[1]}; must be equal"
+        )
     count = len(item_vectors)
     pairs = _pairs("held_out", held_out, (0, len(user_vectors)), count)
-    missed = pairs[pairs[:, 1] < 0, 0]
-    pairs = pairs[pairs[:, 1] >= 0]
-    # One number for a pair sorts in a fraction of the time of two.
-    keys = torch.unique(pairs[:, 0] * count + pairs[:, 1])
-    owners = keys // count
-    targets = keys % count
-    asked, target_rows = torch.unique(owners, return_inverse=True)
-    if not len(asked):
+    with_vector = torch.unique(pairs[pairs[:, 1] >= 0], dim=0)
+    if not len(with_vector):
         raise ValueError(
             "held_out: none of its items has a vector; give pairs of rows of users and items"
         )
+    pairs = torch.cat([with_vector, pairs[pairs[:, 1] < 0]])
+    pairs = pairs[pairs[:, 0].argsort(stable=True)]
+    asked, target_rows = torch.unique(pairs[:, 0], return_inverse=True)
     taken = _pairs("seen", [] if seen is None else seen, (-1, len(user_vectors)), count)
     # The last entry belongs to users without a vector, -1.
     query = torch.full((len(user_vectors) + 1,), -1)
     query[asked] = torch.arange(len(asked))
     is_left_out = (query[taken[:, 0]] >= 0) & (taken[:, 1] >= 0)
     question = Question(
-        targets=targets,
+        targets=pairs[:, 1],
         target_rows=target_rows,
         seen_rows=query[taken[is_left_out, 0]],
         seen_items=taken[is_left_out, 1],
         not_items=(),
     )
-
-    def figures(ranks: TargetRanks) -> dict[str, float]:
-        return named_figures(_with_missed(ranks, asked, missed), requested)
-
-    blocks = vector_ranks(
-        user_vectors[asked],
-        item_vectors,
-        question,
-        similarity=similarity,
-        depth=max(k for _, k in requested),
-    )
+    k = max(k for _, k in requested)
+    queries = user_vectors[asked]
+    if similarity == "cosine":
+        queries = normalize(queries, dim=1)
+        item_vectors = normalize(item_vectors, dim=1)
+    hits = hits_by(lambda block: queries[block] @ item_vectors.T, question, count, k=k)
     popularity = {}
     if seen is not None:
-        known = taken[taken[:, 1] >= 0, 1]
-        popularity = figures(
-            popularity_ranks(known.bincount(minlength=count), question)
-        )
+        counts = taken[taken[:, 1] >= 0, 1].bincount(minlength=count)
+        popularity = ranking_metrics(popularity_hits(counts, question, k=k), requested)
     return VectorFigures(
-        figures=figures(joined_ranks([ranks for _, ranks in blocks])),
+        figures=ranking_metrics(hits, requested),
         popularity=popularity,
-        users=len(torch.unique(torch.cat([asked, missed]))),
-        pairs=len(keys) + len(missed),
+        users=question.queries,
+        pairs=len(pairs),
         seen_before=int(question.repeats.sum()),
-        without_vector=len(missed),
+        without_vector=len(pairs) - len(with_vector),
     )
 
 
@@ -187,59 +164,3 @@ def _pairs(name: str, pairs: Pairs, users: tuple[int, int], items: int) -> Tenso
                 f"{name}: {side} {row}; must be a row of the {count:,} {side} vectors, {least} at least"
             )
     return tensor
-
-
-def _with_missed(ranks: TargetRanks, asked: Tensor, missed: Tensor) -> TargetRanks:
-    """Adds the users of items without a vector, which no list shows; the queries become rows of users."""
-    assert ranks.queries is not None, "the question has rows of targets"
-    users, order = torch.cat([asked[ranks.queries.cpu()], missed]).sort(stable=True)
-    zeros = torch.zeros_like(missed)
-    better = torch.cat([ranks.better.cpu(), zeros + BEHIND])
-    ties = torch.cat([ranks.ties.cpu(), zeros])
-    return TargetRanks(better[order], ties[order], users)
-
-
-def vector_ranks(
-    queries: Tensor,
-    items: Tensor,
-    question: Question,
-    *,
-    similarity: Similarity = "dot",
-    depth: int | None = None,
-) -> Iterator[tuple[int, TargetRanks]]:
-    """Ranks each query's targets among all items by the product of their vectors, a block of queries at a time.
-
-    Next to the vectors it holds 2**18 scores, or the scores of 8 queries if these are more: three copies during the
-    comparison.
-
-    Args:
-        queries: vectors, (U, D) float32, one for each query of the question.
-        items: vectors, (I, D) float32; row i is item i.
-        question: targets, and items to leave out.
-        similarity: ``dot`` or ``cosine``.
-        depth: see :func:`ranks_of`.
-
-    Yields:
-        The number of queries ranked so far, and the ranks of a block's targets.
-
-    Raises:
-        ValueError: the shapes do not fit each other or the question, or a score is NaN.
-    """
-    if queries.dim() != 2 or items.dim() != 2 or queries.shape[1] != items.shape[1]:
-        raise ValueError(
-            f"vectors of shape {tuple(queries.shape)} and {tuple(items.shape)}: must be (U, D) and (I, D)"
-        )
-    if len(queries) != question.queries:
-        raise ValueError(
-            f"{len(queries)} vectors for {question.queries} queries; give one for each, in their order"
-        )
-    if similarity == "cosine":
-        queries = normalize(queries, dim=1)
-        items = normalize(items, dim=1)
-    rows = max(QUERIES, SCORES // max(1, len(items)))
-    for start in range(0, len(queries), rows):
-        block = queries[start : start + rows]
-        yield (
-            start + len(block),
-            ranks_of(block @ items.T, question, start, depth=depth),
-        )

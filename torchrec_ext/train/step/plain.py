@@ -102,7 +102,6 @@ class FusedAdam:
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(present_grads)))
         if len(present_grads) < len(grads) or not torch.isfinite(norm):
             return False
-        self._optimizer.gradient_norm = norm
         for settings, places, weights, first, second, steps in self._groups:
             beta1, beta2 = settings["betas"]
             torch._foreach_add_(steps, 1)

@@ -1,0 +1,216 @@
+"""Figures from hits: by hand, against a plain list and scikit-learn's graded NDCG; ties fall in every order."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torchrec_ext.train.config import Figure
+from torchrec_ext.train.metrics import (
+    Hits,
+    Question,
+    hits_by,
+    popularity_hits,
+    query_figures,
+    ranking_metrics,
+)
+from torchrec_ext.train.metrics.hits import best_grades, first_gains
+
+pytestmark = pytest.mark.unit
+ALL: tuple[Figure, ...] = ("hr", "recall", "precision", "ndcg", "mrr", "map")
+NOTHING = torch.zeros(0, dtype=torch.int64)
+
+
+def at(k: int) -> list[tuple[Figure, int]]:
+    return [(name, k) for name in ALL]
+
+
+def test_several_relevant_items_by_hand() -> None:
+    """Relevant at places 1, 3 and 12 of one query, at place 2 of another."""
+    gains = torch.zeros(2, 12)
+    gains[0, [0, 2, 11]] = 1.0
+    gains[1, 1] = 1.0
+    ideal = torch.zeros(2, 12)
+    ideal[0, :3] = 1.0
+    ideal[1, 0] = 1.0
+    found = ranking_metrics(Hits(gains, ideal, torch.tensor([3, 1])), at(10))
+    best = 1 + 1 / math.log2(3) + 1 / 2
+    assert found == pytest.approx(
+        {
+            "hr@10": 1.0,
+            "recall@10": (2 / 3 + 1) / 2,
+            "precision@10": (0.2 + 0.1) / 2,
+            "ndcg@10": ((1 + 1 / 2) / best + 1 / math.log2(3)) / 2,
+            "mrr@10": (1 + 1 / 2) / 2,
+            "map@10": ((1 + 2 / 3) / 3 + 1 / 2) / 2,
+        }
+    )
+
+
+def plain(order: list[float], k: int) -> list[float]:
+    """RecBole's figures, and graded NDCG, of one list of grades, best place first."""
+    relevant, top = sum(grade > 0 for grade in order), order[:k]
+    hits = [grade > 0 for grade in top]
+    gain = sum(grade / math.log2(place + 2) for place, grade in enumerate(top))
+    best = sorted(order, reverse=True)[:k]
+    ideal = sum(grade / math.log2(place + 2) for place, grade in enumerate(best))
+    first = next((1 / (place + 1) for place, hit in enumerate(hits) if hit), 0.0)
+    precisions = sum(
+        sum(hits[: place + 1]) / (place + 1) for place, hit in enumerate(hits) if hit
+    )
+    return [
+        float(any(hits)),
+        sum(hits) / relevant,
+        sum(hits) / k,
+        gain / ideal,
+        first,
+        precisions / min(relevant, k),
+    ]
+
+
+@given(
+    lists=st.lists(
+        st.lists(st.sampled_from([0.0, 0.0, 1.0, 2.0, 3.5]), min_size=7, max_size=7),
+        min_size=1,
+        max_size=4,
+    ).filter(lambda rows: all(any(row) for row in rows)),
+    k=st.integers(1, 9),
+)
+def test_figures_of_any_grades_are_those_of_a_plain_list(
+    lists: list[list[float]], k: int
+) -> None:
+    grades = torch.tensor(lists)
+    scores = torch.arange(7.0).flip(0).repeat(len(lists), 1)
+    rows, columns = grades.nonzero().unbind(1)
+    hits = Hits(
+        first_gains(scores, grades, k),
+        best_grades(rows, grades[rows, columns], len(lists), k),
+        (grades > 0).sum(1),
+    )
+    expected = np.mean([plain(row, k) for row in lists], axis=0)
+    assert list(ranking_metrics(hits, at(k)).values()) == pytest.approx(list(expected))
+
+
+def test_graded_ndcg_is_that_of_scikit_learn() -> None:
+    theirs = pytest.importorskip("sklearn.metrics")
+    draw = torch.Generator().manual_seed(0)
+    grades = torch.randint(4, (30, 40), generator=draw).float()
+    scores = torch.rand(30, 40, generator=draw)
+    rows, items = grades.nonzero().unbind(1)
+    question = Question(
+        targets=items,
+        target_rows=rows,
+        grades=grades[rows, items],
+        seen_rows=NOTHING,
+        seen_items=NOTHING,
+        not_items=(),
+    )
+    hits = hits_by(lambda block: scores[block].clone(), question, 40, k=10)
+    expected = theirs.ndcg_score(grades.numpy(), scores.numpy(), k=10)
+    assert ranking_metrics(hits, [("ndcg", 10)])["ndcg@10"] == pytest.approx(expected)
+
+
+def test_each_of_equal_scores_is_equally_often_at_each_place() -> None:
+    """Of 6 candidates 4 tie behind one: over many queries each has each of the places 2 to 5 in a quarter of them."""
+    queries = 8_000
+    scores = torch.tensor([0.5, 1.0, 0.5, -1.0, 0.5, 0.5]).repeat(queries, 1)
+    for target in (0, 2, 4, 5):
+        grades = torch.zeros_like(scores)
+        grades[:, target] = 1.0
+        counts = first_gains(scores, grades, 6).sum(0)
+        assert counts[[0, 5]].tolist() == [0, 0]
+        # Four standard deviations of a share of a quarter.
+        margin = 4 * math.sqrt(queries * 0.25 * 0.75)
+        assert float((counts[1:5] - queries / 4).abs().max()) < margin
+
+
+def test_ties_fall_alike_in_every_block_and_run(device: torch.device) -> None:
+    scores = torch.zeros(50, 30, device=device)
+    grades = torch.zeros_like(scores)
+    grades[:, 3] = 1.0
+    whole = first_gains(scores, grades, 7)
+    assert 0 < int(whole.sum()) < 50
+    for start in (0, 13, 49):
+        part = first_gains(scores[start:], grades[start:], 7, start)
+        assert torch.equal(part, whole[start:])
+
+
+@given(
+    values=st.lists(
+        st.floats(width=32, allow_nan=False, allow_infinity=False),
+        min_size=2,
+        max_size=8,
+        unique=True,
+    )
+)
+def test_unequal_scores_are_in_order(values: list[float]) -> None:
+    scores = torch.tensor([values])
+    gains = first_gains(scores, scores, len(values))
+    assert gains[0].tolist() == sorted(values, reverse=True)
+
+
+def test_candidates_that_are_left_out_are_at_no_place() -> None:
+    scores = torch.tensor([[-torch.inf, 2.0, -torch.inf]])
+    assert first_gains(scores, torch.ones(1, 3), 5).tolist() == [[1, 0, 0, 0, 0]]
+
+
+def some_hits() -> Hits:
+    generator = torch.Generator().manual_seed(0)
+    gains = (torch.rand(40, 20, generator=generator) < 0.2).float()
+    relevant = gains.sum(1).long() + 1
+    ideal = (torch.arange(20) < relevant[:, None]).float()
+    return Hits(gains, ideal, relevant)
+
+
+def test_several_k_are_those_of_each() -> None:
+    figures = [*at(1), *at(5), *at(20)]
+    found = ranking_metrics(some_hits(), figures)
+    assert len(found) == 18
+    for k in (1, 5, 20):
+        part = {name: found[name] for name in found if name.endswith(f"@{k}")}
+        assert part == ranking_metrics(some_hits(), at(k))
+    assert found["recall@1"] < found["recall@5"] < found["recall@20"]
+
+
+def test_every_query_has_its_own_figures() -> None:
+    found = query_figures(some_hits(), [("recall", 5)])["recall@5"]
+    assert found.shape == (40,)
+    assert (
+        float(found.mean()) == ranking_metrics(some_hits(), [("recall", 5)])["recall@5"]
+    )
+
+
+def test_popularity_ranks_by_counts_of_any_size() -> None:
+    """Counts above 2**24 that a float32 would take for equal."""
+    question = Question(
+        targets=torch.tensor([1, 3]),
+        seen_rows=torch.tensor([1]),
+        seen_items=torch.tensor([2]),
+    )
+    counts = torch.tensor([9, 2**24, 2**24 + 1, 5])
+    hits = popularity_hits(counts, question, k=2)
+    assert hits.gains.tolist() == [[0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("figures", "message"),
+    [
+        ([("hr", 0)], r"hr@0: must be 1 to 20 places"),
+        ([("hr", 21)], r"hr@21: must be 1 to 20 places"),
+        ([("auc", 5)], r"figure 'auc': must be one of hr, recall, precision"),
+    ],
+)
+def test_wrong_figures_are_named(figures: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ranking_metrics(some_hits(), figures)
+
+
+def test_no_query_has_no_figure() -> None:
+    none: Tensor = torch.zeros(0, 3)
+    hits = Hits(none, none, torch.zeros(0, dtype=torch.int64))
+    assert math.isnan(ranking_metrics(hits, [("hr", 3)])["hr@3"])

@@ -1,0 +1,327 @@
+"""StepReads: how a step reads the tables of a user's model while Dynamo traces it: by look-ups of rows, each once.
+
+look_up(): F.embedding and F.embedding_bag on rows that a step's table reads.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from torchrec_ext.capture.captured import Reader, Whole
+from torchrec_ext.capture.memory import RowTable
+
+_ONE = (
+    "input",
+    "weight",
+    "padding_idx",
+    "max_norm",
+    "norm_type",
+    "scale_grad_by_freq",
+    "sparse",
+)
+_BAG = (
+    "input",
+    "weight",
+    "offsets",
+    "max_norm",
+    "norm_type",
+    "scale_grad_by_freq",
+    "mode",
+    "sparse",
+    "per_sample_weights",
+    "include_last_offset",
+    "padding_idx",
+)
+WRITES = (operator.setitem, operator.iadd, operator.isub, operator.imul)
+_SAVED = 8.0  # columns: below it a second product costs more than it saves
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def the_loss(loss: Tensor) -> Tensor:
+    """Marks the loss in a graph, whose outputs have no fixed order: what forward sets in Python is among them."""
+    return loss.clone()
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def the_mask(mask: Tensor) -> Tensor:
+    """Marks a mask in a graph as constant, because its number of entries is one."""
+    return mask.clone()
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def the_ids(ids: Tensor, weight: Tensor) -> Tensor:
+    """Marks ids in a graph that rows of a weight are read by."""
+    return ids.clone()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _entries(mask: Tensor) -> int:
+    """Counts the entries of a mask: Dynamo calls it with the values of its example."""
+    return int(mask.sum())
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _writes(func: Any) -> bool:
+    """Whether a call of torch's writes in place, by its name."""
+    name = getattr(func, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return is_in_place or name in ("__setitem__", "__set__") or name[:3] == "__i"
+
+
+def is_masked_select(func: Any) -> bool:
+    """Whether a call of torch's selects by a mask."""
+    return func is torch.masked_select or func is Tensor.masked_select
+
+
+def _selected(input: Tensor, mask: Tensor) -> Tensor:  # noqa: A002
+    """Returns masked_select by an index_select, whose size does not depend on values if the mask is a constant."""
+    shape = torch.broadcast_shapes(input.shape, mask.shape)  # type: ignore[no-untyped-call]
+    # Of the dimensions that the mask has: along the others each slice of the input has
+    # the same places.
+    once = the_mask(mask).expand(shape[len(shape) - mask.dim() :]).flatten()
+    places = torch.nonzero_static(once, size=_entries(once)).squeeze(1)
+    return input.expand(shape).reshape(-1, len(once)).index_select(1, places).flatten()
+
+
+class _Columns(NamedTuple):
+    """Columns of a matrix (B, n) in which every row of ``rows`` stands ``repeats`` times, one after the other."""
+
+    rows: Tensor
+    repeats: int
+
+
+class StepReads(TorchFunctionMode):
+    """Reads rows of late tables, each once where the batch repeats it, and selects by constant masks.
+
+    Rows that stand several times in a batch are multiplied by a layer's weights once, and the products are repeated. A
+    matrix of such rows, be it a column of the batch, what is looked up by one, or a concatenation with others, is
+    followed as far as the layer that reads it, unless something is written in place before.
+
+    Args:
+        tables: the weights of late tables with their tables.
+        selects: whether the forward selects by masks.
+        repeats: tensors of the batch that repeat each value along their first dimension, with how often.
+        is_exact: whether a sum of two products is that of one, as it is without autocast.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[tuple[Tensor, RowTable]],
+        *,
+        selects: bool,
+        repeats: Sequence[tuple[Tensor, int]] = (),
+        is_exact: bool = True,
+    ) -> None:
+        super().__init__()
+        self._tables = tables
+        self._selects = selects
+        self._repeats = list(repeats)
+        self._is_exact = is_exact
+        self._matrices: list[tuple[Tensor, list[_Columns]]] = []
+        for leaf, count in repeats:
+            if leaf.dim() == 2 and leaf.is_floating_point():
+                rows = leaf.view(-1, count, leaf.shape[1])[:, 0]
+                self._matrices.append((leaf, [_Columns(rows, count)]))
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Calls ``func``, but for a look-up, a selection, and a layer on repeated rows."""
+        kwargs = kwargs or {}
+        if func is F.embedding or func is F.embedding_bag:
+            return self._look_up(func, args, kwargs)
+        if self._selects and is_masked_select(func):
+            return _selected(*args, **kwargs)
+        if not self._repeats:
+            return func(*args, **kwargs)
+        if func is F.linear and len(args) > 1 and args[1].dim() == 2:
+            columns = self._columns(args[0])
+            saved = 0.0
+            for column in columns:
+                saved += column.rows.shape[1] * (1 - 1 / column.repeats)
+            if self._is_exact and saved >= _SAVED:
+                return _linear(columns, *args[1:], **kwargs)
+        result = func(*args, **kwargs)
+        if func is torch.cat and args:
+            self._note_concatenation(result, *args, **kwargs)
+        # A write in place may be into anything that is followed. F.dropout takes its inplace=True by place, too.
+        is_in_place = False
+        for each in args:
+            is_in_place = is_in_place or each is True
+        if is_in_place or "out" in kwargs or kwargs.get("inplace") or _writes(func):
+            self._forget()
+        return result
+
+    def _forget(self) -> None:
+        self._matrices = []
+        self._repeats = []
+
+    def _look_up(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        is_bag = func is F.embedding_bag
+        named = look_up_arguments(func, args, kwargs)
+        ids = named["input"]
+        repeats = self._repeats_of(named)
+        if repeats > 1:
+            named["input"] = ids.view(-1, repeats, *ids.shape[1:])[:, 0]
+        rows = self._rows(func, named, is_bag)
+        if repeats == 1:
+            return rows
+        result = rows.repeat_interleave(repeats, 0)
+        if rows.dim() == 2:
+            self._matrices.append((result, [_Columns(rows, repeats)]))
+        return result
+
+    def _repeats_of(self, named: Mapping[str, Any]) -> int:
+        """Returns how often ids of a look-up repeat each value along their first dimension."""
+        # Lists and weights of bags are not known to repeat with their ids.
+        if named.get("offsets") is None and named.get("per_sample_weights") is None:
+            for leaf, count in self._repeats:
+                if leaf is named["input"]:
+                    return count
+        return 1
+
+    def _rows(self, func: Any, named: dict[str, Any], is_bag: bool) -> Tensor:
+        weight = named["weight"]
+        ids = the_ids(named["input"], weight)
+        for late, table in self._tables:
+            if weight is late:
+                return look_up(table, named, ids, is_bag)
+        # The backward of embedding_bag is no kernel of inductor's.
+        is_plain = is_bag and named.get("mode", "mean") != "max"
+        is_plain &= named.get("max_norm") is None
+        if is_plain and not named.get("scale_grad_by_freq"):
+            return look_up(Whole(weight), named, ids, is_bag)
+        # A sparse gradient has no kernel of inductor's; a dense one moves the same rows.
+        return func(**{**named, "input": ids, "sparse": False})  # type: ignore[no-any-return]
+
+    def _columns(self, matrix: Any) -> list[_Columns]:
+        """Returns the columns of a matrix with repeated rows; empty without any."""
+        for known, columns in self._matrices:
+            if known is matrix:
+                return columns
+        return []
+
+    def _note_concatenation(
+        self, result: Any, tensors: Sequence[Any], dim: int = 0, **_: Any
+    ) -> None:
+        """Follows repeated columns into a matrix of several matrices beside each other."""
+        if dim not in (1, -1):
+            return
+        columns: list[_Columns] = []
+        repeats = False
+        for each in tensors:
+            if not isinstance(each, Tensor) or each.dim() != 2:
+                return
+            known = self._columns(each)
+            repeats = repeats or bool(known)
+            columns += known or [_Columns(each, 1)]
+        if repeats:
+            self._matrices.append((result, columns))
+
+
+def _linear(
+    columns: list[_Columns], weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Returns a layer's output (B, m), each repeated row multiplied once; the bias is added once."""
+    blocks = torch.split(weight, [column.rows.shape[1] for column in columns], 1)
+    total = bias
+    # Columns that repeat alike are one product.
+    for repeats in sorted({column.repeats for column in columns}, reverse=True):
+        rows = []
+        weights = []
+        for column, block in zip(columns, blocks, strict=False):
+            if column.repeats == repeats:
+                rows.append(column.rows)
+                weights.append(block)
+        product = F.linear(torch.cat(rows, 1), torch.cat(weights, 1))
+        if repeats > 1:
+            product = product.repeat_interleave(repeats, 0)
+        total = product if total is None else product + total
+    assert total is not None
+    return total
+
+
+def look_up_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Returns the arguments of a call of F.embedding or F.embedding_bag by name."""
+    names = _BAG if func is F.embedding_bag else _ONE
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def look_up(
+    table: Reader, arguments: Mapping[str, Any], ids: Tensor, is_bag: bool
+) -> Tensor:
+    """Computes F.embedding or F.embedding_bag on rows read from a step's table.
+
+    Args:
+        table: the table inside the step.
+        arguments: arguments of the call by name.
+        ids: its ids, or one of each that repeats.
+        is_bag: whether it is F.embedding_bag.
+    """
+    weight = arguments["weight"]
+    padding = arguments.get("padding_idx")
+    offsets = arguments.get("offsets")
+    weights = arguments.get("per_sample_weights")
+    rows, dim = weight.shape
+    # A negative id would be read from the end; this one is out of range.
+    flat = torch.where(ids < 0, rows, ids).reshape(-1).long()
+    vectors = table.read(flat)
+    # The row of the padding is read but never trained, as by torch.
+    if padding is not None:
+        vectors = torch.where((flat == padding)[:, None], vectors.detach(), vectors)
+    vectors = vectors.reshape([*ids.shape, dim])
+    if not is_bag:
+        return vectors
+    mode = arguments.get("mode", "mean")
+    if offsets is None:
+        return _pooled(vectors, ids, mode, padding, weights)
+    last = bool(arguments.get("include_last_offset", False))
+    return _pooled_lists(vectors, ids, offsets, mode, padding, weights, last)
+
+
+def _pooled(
+    vectors: Tensor, ids: Tensor, mode: str, padding: int | None, weights: Tensor | None
+) -> Tensor:
+    """Returns the bags (B, D) of the vectors (B, L, D) of the ids (B, L)."""
+    if weights is not None:
+        vectors = vectors * weights[..., None]
+    if padding is None:
+        return vectors.mean(1) if mode == "mean" else vectors.sum(1)
+    # Padding takes no part in a bag, also not in the number by which a mean divides.
+    counts = ids != padding
+    pooled = (vectors * counts[..., None]).sum(1)
+    if mode == "mean":
+        pooled = pooled / counts.sum(1).clamp(min=1)[:, None]
+    return pooled
+
+
+def _pooled_lists(
+    vectors: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    mode: str,
+    padding: int | None,
+    weights: Tensor | None,
+    last: bool,
+) -> Tensor:
+    """Returns the bags (B, D) of the vectors (N, D) of the ids (N,), where each bag begins at one of the offsets."""
+    places = torch.arange(len(vectors), device=vectors.device)
+    bags = torch.searchsorted(offsets.long(), places, right=True) - 1
+    # What stands behind a last offset is of no bag.
+    size = len(offsets)
+    counts = torch.ones_like(bags) if padding is None else (ids != padding).long()
+    vectors = vectors * counts.to(vectors.dtype)[:, None]
+    if weights is not None:
+        vectors = vectors * weights[:, None]
+    pooled = vectors.new_zeros(size, vectors.shape[1]).index_add(0, bags, vectors)
+    if mode == "mean":
+        numbers = counts.new_zeros(size).index_add(0, bags, counts)
+        pooled = pooled / numbers.clamp(min=1).to(pooled.dtype)[:, None]
+    return pooled[:-1] if last else pooled
