@@ -389,20 +389,15 @@ def concatenate(
 def _joined_lengths(
     columns: Sequence[Jagged | None], sizes: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Returns the lengths of all columns; of neighbours with one id in each bag they are made at once."""
-    parts: list[Tensor] = []
-    ones = 0
+    """Returns the lengths of all columns; most have one id in each bag, and the others are written into these ones."""
+    lengths = torch.ones(sum(sizes), dtype=torch.int32, device=device)
+    start = 0
     for column, size in zip(columns, sizes, strict=True):
-        if column and column.lengths is None and len(column.values) == size:
-            ones += size
-            continue
-        if ones:
-            parts.append(torch.ones(ones, dtype=torch.int32, device=device))
-            ones = 0
-        parts.append(_lengths(column, size, device))
-    if ones or not parts:
-        parts.append(torch.ones(ones, dtype=torch.int32, device=device))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        stop = start + size
+        if not column or column.lengths is not None or column.values.numel() != size:
+            lengths[start:stop] = _lengths(column, size, device)
+        start = stop
+    return lengths
 
 
 def _lengths(column: Jagged | None, size: int, device: torch.device) -> Tensor:

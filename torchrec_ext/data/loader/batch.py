@@ -163,22 +163,19 @@ def _keyed(
     flat: Tensor | None,
 ) -> KeyedIds:
     """Puts the bags of ``keys`` one after the other; a key may join the bags of two features."""
-    columns: dict[str, Jagged] = {}
     values: list[Tensor] = []
     # Told its ids, a KeyedJaggedTensor on a GPU does not wait to count them.
     counts = [0] * len(keys.keys)
-    names: list[str | None] = []
-    for place, name in enumerate(keys.features):
-        if not name or name not in bags:
-            names.append(None)
+    names = [name if name in bags else None for name in keys.features]
+    per_key = keys.per_key
+    for place, name in enumerate(names):
+        if name is None:
             continue
-        names.append(name)
-        columns[name] = bags[name]
         values.append(bags[name].values)
-        counts[place // keys.per_key] += len(values[-1])
+        counts[place // per_key] += values[-1].numel()
     present = keys._replace(features=tuple(names))
     joined = None if flat is None else _side_by_side(flat, values)
-    return concatenate(present, sizes, columns, device, joined)._replace(
+    return concatenate(present, sizes, bags, device, joined)._replace(
         length_per_key=counts
     )
 
@@ -187,15 +184,14 @@ def _side_by_side(flat: Tensor, values: Sequence[Tensor]) -> Tensor | None:
     """Returns ``values`` as one view of ``flat`` if they follow one another in it; else None."""
     if not values:
         return None
-    first = (values[0].data_ptr() - flat.data_ptr()) // flat.element_size()
-    end = values[0].data_ptr()
+    size = flat.element_size()
+    begin = end = values[0].data_ptr()
     for each in values:
         if each.data_ptr() != end or each.dtype != flat.dtype:
             return None
-        end += each.numel() * flat.element_size()
-    last = (end - flat.data_ptr()) // flat.element_size()
-    inside = 0 <= first <= last <= len(flat)
-    return flat[first:last] if inside else None
+        end += each.numel() * size
+    first, last = ((place - flat.data_ptr()) // size for place in (begin, end))
+    return flat[first:last] if 0 <= first <= last <= flat.numel() else None
 
 
 def _dense(

@@ -306,36 +306,50 @@ def gathered(slices: Sequence[Slice], layout: BlockLayout) -> RowColumns:
     count = sum(piece.stop - piece.start for piece in slices)
     ragged = slices[0].rows.ragged if slices else {}
     scalars = [name for name in layout.ids if name not in ragged]
-    parts = [
-        piece.rows.scalars[place][piece.start : piece.stop]
-        for place in range(len(scalars))
-        for piece in slices
-    ]
+    of_lists = {name: [piece.bags(name) for piece in slices] for name in ragged}
     sizes = [count] * len(scalars)
-    for name in ragged:
-        of_name = [piece.bags(name)[0] for piece in slices]
-        sizes.append(sum(map(len, of_name)))
-        parts += of_name
+    sizes += [sum(ids.size for ids, _ in parts) for parts in of_lists.values()]
     # One copy of each value, after which the columns lie side by side as in a batch.
-    flat = torch.from_numpy(_joined(parts, np.int64))
-    values = torch.split(flat, sizes)
-    bags = {}
-    for name, ids in zip([*scalars, *ragged], values, strict=True):
-        lengths = None
-        if name in ragged:
-            offsets = [np.diff(piece.bags(name)[1]) for piece in slices]
-            lengths = torch.from_numpy(np.concatenate(offsets).astype(np.int32))
-        bags[name] = Jagged(ids, lengths)
-    floats = [
-        piece.rows.floats[place][piece.start : piece.stop]
-        for place in range(len(layout.floats))
-        for piece in slices
-    ]
-    matrix = torch.from_numpy(_joined(floats, np.float32)).view(
-        len(layout.floats), count
+    flat = np.empty(sum(sizes), np.int64)
+    stop = len(scalars) * count
+    matrix = flat[:stop].reshape(len(scalars), count)
+    _copy([piece.rows.scalars for piece in slices], slices, matrix)
+    ids_of = torch.from_numpy(flat)
+    bags = dict(
+        zip([*scalars, *ragged], map(Jagged, torch.split(ids_of, sizes)), strict=True)
     )
-    numbers = dict(zip(layout.floats, matrix.unbind(), strict=True))
-    return RowColumns(bags, numbers, flat)
+    for name, parts in of_lists.items():
+        np.concatenate([ids for ids, _ in parts], out=bags[name].values.numpy())
+        lengths = np.concatenate([np.diff(offsets) for _, offsets in parts])
+        bags[name] = Jagged(
+            bags[name].values, torch.from_numpy(lengths.astype(np.int32))
+        )
+    floats = np.empty((len(layout.floats), count), np.float32)
+    _copy([piece.rows.floats for piece in slices], slices, floats)
+    numbers = dict(zip(layout.floats, torch.from_numpy(floats).unbind(), strict=True))
+    return RowColumns(bags, numbers, ids_of)
+
+
+def _copy(vectors: Sequence[Vectors], slices: Sequence[Slice], out: Array) -> None:
+    """Copies the rows of ``slices``, whose blocks have these ``vectors``, to ``out`` (vectors, rows)."""
+    if not slices:
+        return
+    pairs = list(zip(vectors, slices, strict=True))
+    parts = [
+        each[:, piece.start : piece.stop]
+        for each, piece in pairs
+        if isinstance(each, np.ndarray)
+    ]
+    # Shuffled blocks are matrices.
+    if parts:
+        np.concatenate(parts, axis=1, out=out)
+        return
+    start = 0
+    for each, piece in pairs:
+        stop = start + piece.stop - piece.start
+        for row, vector in zip(out, each, strict=False):
+            row[start:stop] = vector[piece.start : piece.stop]
+        start = stop
 
 
 def places_in_source(slices: Sequence[Slice]) -> Tensor:
