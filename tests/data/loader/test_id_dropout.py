@@ -18,7 +18,7 @@ from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.files.sources import ParquetSource
-from torchrec_ext.data.loader.id_dropout import IdDropout, unseen_as_oov
+from torchrec_ext.data.loader.id_dropout import IdDropout
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, training_loader
 from torchrec_ext.data.loader.sides import BatchBuilder
 from torchrec_ext.data.negatives.known_items import KnownItems
@@ -36,10 +36,18 @@ from torchrec_ext.models.retrieval import RetrievalModel
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.modules.interaction import DotProduct
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.schema import BatchSchema
+from torchrec_ext.schema import BatchSchema, SparseFeature
 from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 RATES = {"item_id": 0.3, "user_id": 0.2, "history": 0.1}
+
+
+def unseen_as_oov(rows: Chunk, train: Chunk, feature: SparseFeature) -> Chunk:
+    """Replaces the ids of ``feature`` that are absent in ``train`` by its out-of-vocabulary row."""
+    trained = train[feature.name].values
+    return rows.with_columns(
+        {feature.name: rows[feature.name].restricted(trained, feature.oov_id)}
+    )
 
 
 def small() -> Prepared:

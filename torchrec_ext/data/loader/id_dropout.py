@@ -10,11 +10,9 @@ from typing import Any
 import torch
 
 from torchrec_ext.batch import Jagged, ResumableLoader, TowerBatch
-from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.loader.loader import ChunkLoader
 from torchrec_ext.data.negatives.random import device_uniform, stream
 from torchrec_ext.schema import BatchSchema, RowNumbers
-from torchrec_ext.schema.features import SparseFeature
 from torchrec_ext.schema.validation import listed
 
 
@@ -118,21 +116,6 @@ class IdDropout:
         """Continues at the saved position, on any number of ranks."""
         self._epoch = int(state["epoch"])
         self._loader.load_state_dict(state)
-
-
-def unseen_as_oov(rows: Chunk, train: Chunk, feature: SparseFeature) -> Chunk:
-    """Replaces the ids of ``feature`` that are absent in ``train`` by its out-of-vocabulary row.
-
-    For evaluation and serving: the row of an id that was never trained holds its first random values, or was only ever
-    pushed down, as a negative. The out-of-vocabulary row is trained if ids of the feature are dropped; else it holds
-    its first values too, but the same for all such ids, which are then ranked by their other features.
-    """
-    trained = train[feature.name].values
-    # An id outside of the table has no row, trained or not.
-    trained = trained[(trained >= 0) & (trained < feature.num_embeddings)]
-    return rows.with_columns(
-        {feature.name: rows[feature.name].restricted(trained, feature.oov_id)}
-    )
 
 
 @lru_cache
