@@ -239,9 +239,7 @@ def exported(runtime: Runtime, root: Path) -> dict[str, Any]:
         schema = model.schema(out_of_range=job.model.out_of_range)
         # Not what the planner likes: TorchRec divides means twice where one collection
         # has row-wise and other tables.
-        plan = plan_sharding(
-            model, runtime, PlanConfig(sharding="table_wise"), optimizer=job.optimizer
-        )
+        plan = plan_sharding(model, runtime, PlanConfig(), optimizer=job.optimizer)
         sharded, optimizer = hybrid_parallel(
             model, runtime, plan=plan, optimizer=job.optimizer
         )

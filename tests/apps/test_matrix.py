@@ -192,7 +192,6 @@ REFUSED = [
     ("two_tower", f"{_MIXED} loader.device=cpu", "loader.device='cpu'"),
     ("ncf", "model.loss=in_batch", "model.loss=in_batch"),
     ("session", "id_dropout.session=0.1", "id_dropout=session=0.1"),
-    ("session", "model.attention=nested", "attention='nested'"),
     ("session", f"{_IDS}", "ids.features.item_id"),
     ("n_tower", f"{_TOWERS} export=require", "export=require"),
     ("stream", f"{_TOWERS} model.interaction=dot model.loss=catalogue", "model.loss"),

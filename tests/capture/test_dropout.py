@@ -72,6 +72,8 @@ def test_a_graphs_dropout_has_one_mask_for_forward_and_backward(inplace: bool) -
         graphs.append(with_hashed_dropout(graph))
         return graphs[0]
 
+    # Many compiled forms of one forward, of other tests, would leave it eager.
+    torch.compiler.reset()
     x = (torch.rand(300, 100) + 1).requires_grad_()
     dropped = torch.compile(layers, backend=backend)(x)
     (grad,) = torch.autograd.grad(dropped.sum(), x)

@@ -74,7 +74,7 @@ def vector_figures(
         >>> seen = [(0, 1), (1, 1), (2, 2)]
         >>> result = vector_figures(vectors, vectors, [(0, 0), (1, 2), (2, 2)], seen, metrics=["hr@1"])
         >>> result.figures, result.popularity, result.seen_before
-        ({'hr@1': 0.5}, {'hr@1': 0.3333333333333333}, 1)
+        ({'hr@1': 0.3333333333333333}, {'hr@1': 0.3333333333333333}, 1)
     """
     requested = EvaluationConfig(metrics=tuple(metrics)).figures
     user_vectors = _vectors("users", users)
