@@ -38,7 +38,9 @@ def compiler() -> str:
 def library() -> Path:
     """Returns the compiled device, from the user's cache if source and torch are the same."""
     source = SITE / "device.cpp"
-    key = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    # It finds torch's libraries by their path, which goes with an environment.
+    place = os.fsencode(torch.__file__)
+    key = hashlib.sha256(source.read_bytes() + place).hexdigest()[:12]
     cache = (
         Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
         / "torchrec_ext/simulated_gpu"

@@ -532,7 +532,12 @@ def _cuda_graphs(call: StepCall) -> Callable[..., Sequence[Any]]:
     graphs: dict[tuple[int, ...], executors.Run] = {}
 
     def step(*tensors: Tensor) -> list[Any]:
-        inputs = dict(zip([*rest, *of_batch], tensors, strict=True))
+        # A parameter that an eager backward has passed keeps a node of autograd on that
+        # backward's stream, which a capture refuses: another leaf of its memory has none.
+        inputs = {
+            index: tensor.detach().requires_grad_() if tensor.requires_grad else tensor
+            for index, tensor in zip([*rest, *of_batch], tensors, strict=True)
+        }
         with torch.enable_grad():
             return list(call.graph.module(*(inputs[i] for i in range(len(inputs)))))
 

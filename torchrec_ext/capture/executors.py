@@ -236,8 +236,10 @@ def cuda_graph(step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
                 f"{with_text(raising_line(of_step))}{cause}: {first_line(of_step)}"
             ) from None
         finally:
-            for tensor, value in zip(memory, memory_before, strict=True):
-                tensor.copy_(value)
+            # The memory may have a user's own parameters.
+            with torch.no_grad():
+                for tensor, value in zip(memory, memory_before, strict=True):
+                    tensor.copy_(value)
             set_random_state(device, random)
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
