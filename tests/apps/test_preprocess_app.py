@@ -313,6 +313,7 @@ def test_a_model_trains_on_the_folder_and_scores_a_request_as_it_scores_the_file
         )
         for name, rows in fitted.vocab.items()
     ]
+    torch.manual_seed(0)
     model = two_tower(tables[:1], tables[1:], user_dense=fitted.dense)
     schema = model.schema()
     config = LoaderConfig(batch_size=64, negatives=0, label="label", shuffle=False)
@@ -333,7 +334,8 @@ def test_a_model_trains_on_the_folder_and_scores_a_request_as_it_scores_the_file
     raw = pq.read_table(log / "part-1.parquet").slice(0, 64).to_pydict()
     request = ChunkLoader(fitted.online(raw), schema, config=config)
     stored = ChunkLoader(ParquetSource(tmp_path / "ready/test"), schema, config=config)
-    assert torch.equal(
+    # Batches in other places of memory may be added in another order.
+    torch.testing.assert_close(
         model.logits(next(iter(request))), model.logits(next(iter(stored)))
     )
 
