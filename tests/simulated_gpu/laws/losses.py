@@ -23,7 +23,9 @@ def test_losses_on_the_device_are_those_on_the_cpu(recipe: str, tmp_path: Path) 
         # another number later.
         losses = [values[:3] for values in losses]
     assert len(losses[0]) > 1
-    assert losses[1] == pytest.approx(losses[0], rel=0, abs=5e-5)
+    # On some CPUs the third of these is 2.5e-5 apart already.
+    nearest = 5e-5 if recipe == "bst" else 1e-5
+    assert losses[1] == pytest.approx(losses[0], rel=0, abs=nearest)
 
 
 @pytest.mark.parametrize("dropout", ["0.0", "0.3"])
