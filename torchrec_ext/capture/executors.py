@@ -6,9 +6,12 @@ keep_freed_memory(): makes the process keep the memory that a step frees.
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import inspect
 import os
 import platform
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -111,8 +114,13 @@ def compile_graph(
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)  # a traced mkldnn LSTM does not run
     try:
-        return torch._inductor.compile(  # type: ignore[no-any-return]
-            with_hashed_dropout(graph), list(examples), options=dict(_INDUCTOR)
+        graph = with_hashed_dropout(graph)
+        own = {"unsafe_marked_cacheable_functions": _own_functions(graph)}
+        return torch._inductor.standalone_compile(
+            graph,
+            list[Any](examples),
+            dynamic_shapes="from_example_inputs",
+            options={"config_patches": _INDUCTOR | own},
         )
     except Exception as error:  # inductor and the compiler below it raise many types
         raise CannotCaptureError(
@@ -120,6 +128,21 @@ def compile_graph(
         ) from error
     finally:
         torch._C._set_mkldnn_enabled(enabled)
+
+
+def _own_functions(graph: GraphModule) -> dict[str, str]:
+    """Returns this package's functions that a graph calls, each with a digest of its module's source.
+
+    Inductor keeps no graph for later processes that calls a function of which it has no such key.
+    """
+    keys = {}
+    for node in graph.graph.nodes:
+        module = getattr(node.target, "__module__", None) or ""
+        if node.op == "call_function" and module.startswith("torchrec_ext."):
+            source = inspect.getsource(sys.modules[module]).encode()
+            name = f"{module}.{node.target.__name__}"
+            keys[name] = hashlib.sha256(source).hexdigest()
+    return keys
 
 
 # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes; glibc accepts at most 32 MB
