@@ -194,8 +194,8 @@ class FittedPreprocessor:
     def origins(self) -> dict[str, str]:
         """SHA-256 of the steps behind each written column, with their fields and states, by column.
 
-        If the digest differs, values have another meaning, for example because of another salt, mean or boundary. The
-        values of a vocabulary are not part of it, see ``id_values``.
+        If the digest differs, values have another meaning, for example because of another number of buckets, or mean.
+        The values of a vocabulary are not part of it, see ``id_values``.
         """
         digests: dict[str, str] = {}
         for step, state in self.pairs:
