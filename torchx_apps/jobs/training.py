@@ -116,7 +116,6 @@ def run_training(
                 run.checkpoint,
                 task,
                 checkpointer.together,
-                run=run.path,
                 schema=parts.schema,
             )
         about = {}
