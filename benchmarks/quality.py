@@ -114,7 +114,7 @@ def trained(name, run, how, seed, results):
             return one
     start, folder = time.perf_counter(), FOLDERS / f"{name}-{run}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
-    words = command(key, folder)
+    words = command(key, folder, how.get("data"))
     print(f"{name} {run}, seed {seed}: {' '.join(words)}", file=sys.stderr, flush=True)
     output(words, limit_s=LIMIT_S, OMP_NUM_THREADS="1")
     summary = json.loads((folder / "summary.json").read_text())
@@ -127,24 +127,20 @@ def trained(name, run, how, seed, results):
     return done
 
 
-def command(key, folder):
-    """What a user would type."""
-    flags = as_words(load_recipe(key["recipe"]), map(prepared, key["set"]))
+def command(key, folder, data=None):
+    """What a user would type; ``data`` is a set of sets.py, which is written first."""
+    settings = key["set"]
+    if data:
+        import sets
+
+        prepared = sets.prepare(data, FOLDERS / "sets" / data)
+        settings = [f"data.name={prepared}", *settings]
+    flags = as_words(load_recipe(key["recipe"]), settings)
     where = ["--recipe", key["recipe"]], ["--run_dir", str(folder), *flags]
     if key["ranks"] == 1:
         return [sys.executable, "-m", "torchx_apps.train", *where[0], *where[1]]
     job = ["rec.train.hybrid", *where[0], "-j", f"1x{key['ranks']}", "--", *where[1]]
     return [str(BIN / "torchx"), "run", "-s", "local_cwd", *job]
-
-
-def prepared(text):
-    """A setting with the folder of a published split in the place of ``{sets}/NAME``; it is written first."""
-    start, mark, name = text.partition("{sets}/")
-    if not mark:
-        return text
-    import sets
-
-    return start + str(sets.prepare(name, FOLDERS / "sets" / name))
 
 
 if __name__ == "__main__":

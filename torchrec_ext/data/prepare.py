@@ -135,7 +135,6 @@ class RawSet:
         left_out: why a column of the files is not read, by its name.
         notes: what a reader should know of the rows, one line each.
         evaluation: rule of the ranking.
-        licence: terms of the publisher for users, or None.
         best: figures of the best possible prediction, if known (generated data).
     """
 
@@ -151,7 +150,6 @@ class RawSet:
     left_out: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
     evaluation: Evaluation = field(default_factory=Evaluation)
-    licence: str | None = None
     best: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -389,7 +387,6 @@ def write_set(folder: Path, raw: RawSet) -> None:
             "evaluation": dataclasses.asdict(raw.evaluation),
             "left_out": dict(raw.left_out),
             "notes": [*raw.notes, *_doubts(raw, fitted)],
-            "licence": raw.licence,
             "best": dict(raw.best),
         },
     )
