@@ -478,7 +478,8 @@ def test_movielens_is_read_as_its_publisher_writes_it(tmp_path: Path) -> None:
     for name, text in texts.items():
         (tmp_path / name).write_text(text, encoding="latin-1")
     out = tmp_path / "ready"
-    assert main([f"--config.folder={tmp_path}", f"--out={out}"]) == 0
+    flag = "--config.test_share=0.3"
+    assert main([f"--config.folder={tmp_path}", flag, f"--out={out}"]) == 0
     items = pq.read_table(out / "raw/items.parquet").to_pylist()
     assert [(row["item_id"], row["title"], row["genres"]) for row in items] == [
         (number, title, " ".join(flags[place] for place in sorted(genres)))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Column, Int64, Windows
 from torchrec_ext.data.config import PARTS, PLANTED
-from torchrec_ext.data.features import RawColumns, vocabulary_of
+from torchrec_ext.data.features import RawColumns
 from torchrec_ext.data.files.arrow import as_arrow
 from torchrec_ext.data.pairs import PairRows, set_of_pairs
 from torchrec_ext.data.prepare import (
@@ -25,6 +25,7 @@ from torchrec_ext.data.prepare import (
     RAW_USERS,
     RawSet,
     Roles,
+    vocabulary_with_counts,
     write_rows,
 )
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, History
@@ -460,7 +461,8 @@ def planted_log_folder(
         Categorify(column="user_id"),
     )
     vocabularies = [
-        vocabulary_of(np.unique(splits["train"][step.writes[0]])) for step in steps[1:]
+        vocabulary_with_counts(pa.array(splits["train"][step.writes[0]]))
+        for step in steps[1:]
     ]
     labels = ("click", "conversion")
     numbers = (*labels, "weight")

@@ -30,7 +30,6 @@ from torchx_apps.recipes.saved_job import CONFIG
 from torchx_apps.tasks.task import Task
 
 CHECKPOINTS = "checkpoints"
-IDS_FILE = "ids.json"
 # Entry of a checkpoint's manifest.
 MEANING = "ids"
 
@@ -77,7 +76,7 @@ def _raw_kind(task: Task, name: str, dynamic: Collection[str]) -> str | None:
 
 
 def meaning_of_ids(task: Task, dynamic: Collection[str] = ()) -> dict[str, Any]:
-    """Describes the values behind a task's ids and numbers, for a checkpoint's manifest and the run's ``ids.json``.
+    """Describes the values behind a task's ids and numbers, for a checkpoint's manifest.
 
     That is the preprocessor's digest, the digest of the steps that each of its columns comes from, and each column's
     number of values and their digest. A column in which a value is its id has None, one of ``dynamic`` the kind of its
