@@ -198,8 +198,8 @@ def fit_steps(raw: RawSet) -> FittedPreprocessor:
             filled = any(columns[name].null_count for columns in raw.splits.values())
             mean = float(floats.mean())
             if filled:
-                step = FillMissing(column=name, statistic="mean")
-                numbers.append((step, {"value": mean}))
+                fill = FillMissing(column=name, statistic="mean")
+                numbers.append((fill, {"value": mean}))
             numbers.append((Normalize(column=name), {"mean": mean, "std": deviation}))
         elif pa.types.is_timestamp(values.type):
             # Where every time is midnight, its hour says nothing.

@@ -161,7 +161,7 @@ def _source_files(out: Path, prepared: Prepare) -> list[DataFile]:
     for source in (*prepared.splits.values(), prepared.events):
         # A relation has no files.
         if source is not None and not hasattr(source, "create_view"):
-            files += find_files(source, (".parquet", ".pq"))
+            files += find_files(source)
     keep_sources(out, files)
     return files
 

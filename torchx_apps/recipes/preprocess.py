@@ -322,7 +322,7 @@ def build_clicks(config: ClicksConfig, con: Connection) -> Prepare:
         raise DataError(
             "recipe clicks needs a log: --config.folder DIR with parquet files of c0.., d0.., history, label"
         )
-    files = [file.name for file in find_files(config.folder, (".parquet",))]
+    files = [file.name for file in find_files(config.folder)]
     steps: list[Step] = []
     for number in range(config.categorical):
         steps.append(

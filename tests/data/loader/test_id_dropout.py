@@ -15,7 +15,7 @@ from torchrec import EmbeddingBagConfig, PoolingType
 from tests.examples import META, table
 from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.columns import Chunk
+from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.id_dropout import IdDropout
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, training_loader
@@ -38,9 +38,9 @@ RATES = {"item_id": 0.3, "user_id": 0.2, "history": 0.1}
 def unseen_as_oov(rows: Chunk, train: Chunk, feature: SparseFeature) -> Chunk:
     """Replaces the ids of ``feature`` that are absent in ``train`` by its out-of-vocabulary row."""
     trained = train[feature.name].values
-    return rows.with_columns(
-        {feature.name: rows[feature.name].restricted(trained, feature.oov_id)}
-    )
+    column = rows[feature.name]
+    values = np.where(np.isin(column.values, trained), column.values, feature.oov_id)
+    return rows.with_columns({feature.name: Column(values, column.offsets)})
 
 
 def small() -> Prepared:
