@@ -105,7 +105,7 @@ def beside_of(runs, names):
 
 def trained(name, run, how, seed, results):
     """The figures of one training, from the results file or made now."""
-    key = {"id": name, "run": run, "recipe": how["recipe"]}
+    key = {"id": name, "run": run, "recipe": how["recipe"], "data": how.get("data")}
     key |= {"set": [*how["set"], f"train.seed={seed}"], "ranks": how.get("ranks", 1)}
     current = {**key, "commit": commit("torchrec_ext", "torchx_apps")}
     kept = runs_of(results)
@@ -114,7 +114,7 @@ def trained(name, run, how, seed, results):
             return one
     start, folder = time.perf_counter(), FOLDERS / f"{name}-{run}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
-    words = command(key, folder, how.get("data"))
+    words = command(key, folder)
     print(f"{name} {run}, seed {seed}: {' '.join(words)}", file=sys.stderr, flush=True)
     output(words, limit_s=LIMIT_S, OMP_NUM_THREADS="1")
     summary = json.loads((folder / "summary.json").read_text())
@@ -127,9 +127,9 @@ def trained(name, run, how, seed, results):
     return done
 
 
-def command(key, folder, data=None):
-    """What a user would type; ``data`` is a set of sets.py, which is written first."""
-    settings = key["set"]
+def command(key, folder):
+    """What a user would type; a set of sets.py is written first."""
+    settings, data = key["set"], key["data"]
     if data:
         import sets
 
