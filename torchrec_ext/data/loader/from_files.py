@@ -352,7 +352,8 @@ class StreamedRows:
             )
         # A rank decodes its lanes as a whole: with a lane of its own it decodes no rows
         # of others. Of one block every rank decodes all rows anyway.
-        own_lane = share.world_size > lanes and buffer_rows < sum(group_rows)
+        whole = config.buffer_rows != buffer_rows == sum(group_rows)
+        own_lane = share.world_size > lanes and not whole
         if not config.shuffle:
             own_lane = not in_order
         plan = StreamPlan(
