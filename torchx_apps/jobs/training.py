@@ -27,7 +27,6 @@ from torchrec_ext.train.report.progress import RunFolder
 from torchx_apps.jobs import report
 from torchx_apps.jobs.resuming import (
     CHECKPOINTS,
-    IDS_FILE,
     MEANING,
     asked_to_stop,
     check_ids_stay,
@@ -116,14 +115,12 @@ def run_training(
                 run.checkpoint,
                 task,
                 checkpointer.together,
-                run=run.path,
                 schema=parts.schema,
             )
         about = {}
         # Rank 0 also writes the checkpoints' manifests.
         if folder is not None:
             about = {MEANING: meaning_of_ids(task, parts.schema.dynamic)}
-            folder.write(IDS_FILE, json.dumps(about[MEANING], indent=2))
             print(f"\n{parts.plan_text}\n", flush=True)
             folder.write("plan.txt", parts.plan_text)
             folder.title = f"{job.name} on {task.name}"
