@@ -31,6 +31,18 @@ class PrivateNames(NamedTuple):
 
 PRIVATE_NAMES = (
     PrivateNames(
+        "torch/nn/parallel/distributed.py",
+        ("_module_parameters",),
+        "parallel.settle_buckets: the parameters in DDP's order, by which it fills its buckets",
+    ),
+    PrivateNames(
+        "torch/_C/_distributed_c10d.pyi",
+        ("_push_all_rebuilt_params", "_DEFAULT_FIRST_BUCKET_BYTES"),
+        "parallel.settle_buckets: a bucket that is laid out anew after the first step adds in another order, so that a "
+        "resumed run differs in the last bit",
+        "https://github.com/pytorch/pytorch/issues/62790",
+    ),
+    PrivateNames(
         "torch/_C/__init__.pyi",
         ("_cuda_clearCublasWorkspaces",),
         "capture: a CUDA graph must not read a workspace of cuBLAS that others free",

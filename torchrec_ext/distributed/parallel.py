@@ -1,4 +1,12 @@
-"""hybrid_parallel(): shards tables, with optimizers in their backward, and replicates dense layers."""
+"""hybrid_parallel(): shards tables, with optimizers in their backward, and replicates dense layers.
+
+settle_buckets(): sums gradients in one order from the first step on, so that a resumed run rounds as one that went on.
+
+DistributedDataParallel rebuilds its buckets after its first backward, in the order in which the gradients arrived. How
+a sum over three ranks or more is rounded depends on a number's position in its bucket: gloo and NCCL reduce in rings,
+and each piece of a bucket begins at another rank. Without this, the first step after a resume differs by a rounding
+from the same step of a run that went on.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +19,7 @@ from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.mc_embedding_modules import (
@@ -48,6 +57,26 @@ from torchrec_ext.distributed.tables import (
 )
 from torchrec_ext.ids.ranks import host_group
 from torchrec_ext.schema.validation import first_few
+
+
+def settle_buckets(model: nn.Module) -> None:
+    """Makes every DistributedDataParallel in ``model`` keep its first bucket layout. Collective, before the first step.
+
+    Two ranks do not need it: a sum of two numbers is rounded in one way. It is not done where gradients fill several
+    buckets (over 1 MiB) either: there the layout by arrival lets the sums overlap with the backward.
+    """
+    for module in model.modules():
+        if (
+            isinstance(module, DistributedDataParallel)
+            and module.process_group.size() > 2
+        ):
+            size = sum(
+                parameter.nbytes
+                for parameter in module._module_parameters
+                if parameter.requires_grad
+            )
+            if size <= dist._DEFAULT_FIRST_BUCKET_BYTES:
+                module.reducer._push_all_rebuilt_params()
 
 
 def hybrid_parallel(
@@ -120,6 +149,7 @@ def hybrid_parallel(
     )
     initialise_tables(sharded, seed, given)
     read_past_caches(sharded)
+    settle_buckets(sharded)
     # Gloo's threads exist once all groups of a step do.
     calm_gloo()
     return sharded, _optimizer(sharded, optimizer.clip_norm, choices, layers)

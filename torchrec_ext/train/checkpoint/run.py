@@ -135,8 +135,8 @@ class RunCheckpoints:
       steps eager.
     - Under local SGD and DiLoCo all ranks take the first step after a resume together, with rank 0's optimizer state on
       every rank and no outer momentum.
-    - On three ranks or more the first step is rounded differently, because DistributedDataParallel adds gradients in
-      another order after its first backward.
+    - On three ranks or more, with over 1 MiB of dense gradients, that step is rounded differently, see
+      :func:`settle_buckets`.
 
     Args:
         checkpointer: writes and reads the checkpoints.
