@@ -613,7 +613,7 @@ def test_a_run_is_not_resumed_or_exported_with_the_ids_of_another_preprocessor(
     for number, copied in enumerate(
         (step, tmp_path / "moved", tmp_path / "moved" / step.name)
     ):
-        start = ("train.epochs=1", f"start.path={copied}", "start.allow=more_rows")
+        start = ("train.epochs=1", f"start.path={copied}", "start.partial=true")
         with pytest.raises(
             RankFailedError,
             match=r"step-\d+: column 'item_id' had 40 values .* stand for others",

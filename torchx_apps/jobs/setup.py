@@ -23,7 +23,6 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.explain import explain
 from torchrec_ext.distributed.plan.planner import free_tables, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime, available_memory
-from torchrec_ext.distributed.sharders import codecs_of
 from torchrec_ext.models.retrieval import RetrievalModel
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.config import LOSSES
@@ -276,15 +275,6 @@ def plan_job(job: Job, model: nn.Module, runtime: Runtime) -> tuple[ShardingPlan
     captured = rows if runtime.world_size == 1 and job.train.compile == "require" else 0
     text = explain(plan, model, runtime.world_size, captured_rows=captured)
     lines = [text]
-    if job.plan.quantised and runtime.world_size == 1:
-        lines.append(
-            "plan.forward_precision, plan.backward_precision: one rank sends nothing, and nothing is rounded"
-        )
-    elif job.plan.quantised:
-        lines.append(
-            f"ranks send each other embeddings in {job.plan.forward_precision}, their gradients in "
-            f"{job.plan.backward_precision}"
-        )
     lines += filter(
         None,
         (
@@ -323,8 +313,6 @@ def shard_job(
         plan=parts.plan,
         optimizer=job.optimizer,
         seed=job.train.seed,
-        # One rank sends nothing, and nothing is rounded.
-        codecs=codecs_of(job.plan) if runtime.world_size > 1 else None,
     )
 
 

@@ -21,7 +21,7 @@ from torchrec_ext.train.checkpoint.folder import CheckpointRanks
 from torchrec_ext.train.checkpoint.run import RunCheckpoints, begin_with
 from torchrec_ext.train.checkpoint.vectors import load_vectors
 from torchrec_ext.train.config import Record
-from torchrec_ext.train.guards.watchdog import Watchdog
+from torchrec_ext.train.guards import Watchdog
 from torchrec_ext.train.loop import train
 from torchrec_ext.train.report.progress import RunFolder
 from torchx_apps.jobs import report
@@ -336,7 +336,7 @@ def _begin_with(
         return
     together = CheckpointRanks(runtime)
     path = find_checkpoint("start.path=", job.start.path, together)
-    # Later ids may follow, as start.allow=more_rows takes them.
+    # Later ids may follow, as start.partial takes them.
     check_ids_stay(path, task, together, later=True, schema=schema)
     start_with(path, parts, model, optimizer, together)
 

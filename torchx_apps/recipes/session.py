@@ -287,7 +287,6 @@ def build_bst(config: BstConfig, data: Prepared) -> TowerModel:
         max_length=sessions.window,
         combine=config.combine,
         device=torch.device("meta"),
-        mlp_widths=(),
         top_widths=config.top_widths,
         layers=config.layers,
         heads=config.heads,

@@ -255,8 +255,8 @@ class Epochs(ABC):
                 changes.append(f"{name} was {value!r} and is {stream.get(name)!r}")
         if changes:
             raise ValueError(
-                f"cannot resume in the middle of an epoch: {', '.join(changes)}; restore these settings, or start a "
-                "new epoch"
+                f"cannot resume in the middle of an epoch: {', '.join(changes)}; restore these settings, or begin a "
+                "new run with its weights (start.path)"
             )
         self._epoch = int(state["epoch"])
         self._step = int(state["step"])
