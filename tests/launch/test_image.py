@@ -1,4 +1,4 @@
-"""The image: hadolint lints its Dockerfile, and its last stage is small and not root. A container cannot start here."""
+"""The image: its last stage is small and not root, and holds all that pip builds. A container cannot start here."""
 
 import re
 from pathlib import Path
