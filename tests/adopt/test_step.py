@@ -1314,21 +1314,6 @@ def test_after_an_id_out_of_range_the_next_batch_goes_on_as_in_the_users_loop(
     torch.testing.assert_close(states(made), states(own), rtol=1e-3, atol=1e-4)
 
 
-def test_a_loss_that_is_not_finite_in_the_first_captured_steps_has_no_other_error_in_its_traceback() -> (
-    None
-):
-    made = made_anew(of_pairs)
-    step = adopt(made.model, made.optimizers, made.loss, compile="require")
-    given = batches(made, 20)
-    for batch in itertools.islice(given, 3):
-        step(*batch)
-    user, item, label = next(given)
-    with pytest.raises(TrainingDivergedError) as error:
-        step(user, item, label / 0)
-    assert error.value.__cause__ is None
-    assert error.value.__context__ is None
-
-
 def test_a_dropped_step_dies_and_leaves_weights_and_state_as_in_the_users_loop() -> (
     None
 ):
@@ -1593,42 +1578,13 @@ def doubled(*columns: Tensor) -> Tensor:
     return rows
 
 
-def written_later(user: Tensor, item: Tensor, context: Tensor) -> Tensor:
-    item = item * 1.0
-    rows = torch.cat([user, item, context], dim=-1)
-    item.mul_(3.0)
-    return rows
-
-
 JOINED: dict[str, tuple[Callable[..., Tensor], bool]] = {
     "concatenated": (lambda *columns: torch.cat(columns, 1), True),
-    "twice": (
-        lambda user, item, context: torch.cat(
-            [torch.cat([user, item], 1), context], dim=-1
-        ),
-        True,
-    ),
     "written": (doubled, False),
-    "written later": (written_later, False),
-    "by rows": (
-        lambda *columns: torch.cat([torch.cat([each, each]) for each in columns], 1)[
-            : len(columns[0])
-        ],
-        False,
-    ),
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=[] if name in ("concatenated", "written") else [pytest.mark.slow],
-        )
-        for name in JOINED
-    ],
-)
+@pytest.mark.parametrize("name", JOINED)
 def test_a_layer_multiplies_rows_that_repeat_once_and_learns_the_same(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

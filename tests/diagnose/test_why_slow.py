@@ -3,7 +3,6 @@
 import gc
 import itertools
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -25,7 +24,6 @@ from torchrec_ext.diagnose import (
     why,
     why_slow,
 )
-from torchrec_ext.observe import user_lines
 from torchrec_ext.observe.clock import busy_elsewhere
 
 
@@ -206,33 +204,6 @@ def test_variants_run_in_every_round_and_in_reversed_order_every_other(
     assert orders[1][0] == "loop"
 
 
-def test_short_steps_are_timed_many_at_once(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop, "TURN_S", 0.05)
-    assert [loop.steps_of_turn(seconds) for seconds in (1.0, 0.01, 1e-5)] == [2, 5, 64]
-    timed: list[tuple[int, int]] = []
-    timing = loop.TrainingLoop.timed
-
-    def noted(self: Any, batches: Any, *more: Any) -> float:
-        timed.append((len(batches[0][0]), len(batches)))
-        return timing(self, batches, *more)
-
-    monkeypatch.setattr(loop.TrainingLoop, "timed", noted)
-    diagnosed(Costly(clock, cost=lambda rows: 2))
-    steps = round(50 / 2.052)
-    assert set(timed) >= {(16, steps), (64, steps // 4)}
-
-
-def test_more_rounds_are_made_where_they_are_spread_far() -> None:
-    steady = [{"data": 0.0, "step": 1.0}] * 4
-    spread = [{"data": 0.0, "step": 1.0 + index} for index in range(4)]
-    assert not loop.enough(steady[:3])
-    assert loop.enough(steady)
-    assert not loop.enough(spread)
-    assert loop.enough(spread * 3)
-
-
 @pytest.mark.parametrize(
     ("busy", "why_not"),
     [(1.3, "others keep 1.3 of"), (None, "others keep nobody knows how many of")],
@@ -394,13 +365,6 @@ def test_ops_of_function_transforms_and_of_sparse_tensors_are_counted() -> None:
     facts = why_slow(model, optimizer, transformed, given).facts
     assert "ops" not in facts.not_measured
     assert facts.ops > why_slow(model, optimizer, loss, given).facts.ops + 5
-
-
-def test_a_generator_and_the_call_on_its_line_are_one_line_of_the_step() -> None:
-    def publish() -> list[user_lines.Stack]:
-        return [*(user_lines.stack_of(sys._getframe()) for _ in range(2))]
-
-    assert {stack[0][0].co_name for stack in publish()} == {"publish"}
 
 
 def test_a_device_is_watched_and_a_cpu_has_none(device: torch.device) -> None:
@@ -944,20 +908,6 @@ def test_experiments_do_not_disturb_each_other() -> None:
     assert not {"loop", "step"} & set(facts.not_measured)
     assert (place, schedule.last_epoch) == (0, 0)
     assert not queue.any()
-
-
-def test_garbage_collections_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    with loop.garbage_seconds(clock) as spent:
-        gc.callbacks.insert(
-            -1, lambda phase, _: clock.compute(3) if phase == "stop" else None
-        )
-        try:
-            gc.collect()
-        finally:
-            del gc.callbacks[-2]
-        clock.compute(50)
-    assert spent == [pytest.approx(0.003)]
 
 
 def healthy_lstm() -> Any:
