@@ -33,38 +33,6 @@ def test_a_benchmark_runs_at_small_sizes(program: str) -> None:
     assert len({row["name"] for row in rows}) == len(rows)
 
 
-@pytest.mark.slow(minutes=1)
-def test_a_program_that_runs_replaces_its_rows_alone(tmp_path: Path) -> None:
-    results = tmp_path / "all.json"
-    shutil.copy(ROOT / "benchmarks" / "results" / "all.json", results)
-    before = json.loads(results.read_text())
-    command = [sys.executable, "benchmarks/all.py", "--quick", "--only", "session"]
-    command += ["--results", str(results)]
-    subprocess.run(command, cwd=ROOT, timeout=900, check=True)
-    after = json.loads(results.read_text())
-    others, same = (
-        [row for row in result["rows"] if row["program"] != "session"]
-        for result in (before, after)
-    )
-    assert same == others
-    (run,) = {row["run"] for row in after["rows"] if row["program"] == "session"}
-    assert after["runs"][run]["machine"]
-    assert set(after["runs"]) == {row["run"] for row in after["rows"]}
-
-
-@pytest.mark.slow(minutes=1)
-def test_a_row_of_the_quality_table_is_trained_once(tmp_path: Path) -> None:
-    results = tmp_path / "quality.json"
-    command = [sys.executable, "benchmarks/quality.py", "--quick"]
-    command += ["--only", "labelled", "--results", str(results)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1])["reached"]["auc"] >= 0.83
-    assert len(json.loads(results.read_text())) == 1
-
-
 @pytest.mark.launch
 def test_make_gpu_without_a_gpu_installs_nothing(tmp_path: Path) -> None:
     if gpu_nodes():

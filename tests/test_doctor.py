@@ -121,13 +121,6 @@ def test_an_environment_keeps_its_triple_and_what_fits(
 
 
 @pytest.mark.unit
-def test_cuda_takes_the_registrys_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = installs(monkeypatch, NOTHING)
-    doctor.install("cuda")
-    assert fake.seen[0] == f"torch==2.14.1 fbgemm-gpu==1.9.0 {REST}"
-
-
-@pytest.mark.unit
 @pytest.mark.parametrize(
     ("flags", "found", "says"),
     [
@@ -161,58 +154,6 @@ def test_a_platform_without_wheels_is_refused(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(doctor.InstallError, match="this is Darwin on x86_64"):
         doctor.install("cpu")
     assert fake.seen == []
-
-
-@pytest.mark.unit
-def test_a_failed_command_is_told_by_its_line_with_the_error() -> None:
-    code = "import sys; sys.exit('WARNING: a\\nERROR: No space left on device\\nhint')"
-    with pytest.raises(
-        doctor.InstallError, match=r"^a step: ERROR: No space left on device$"
-    ):
-        doctor.run("a step", [sys.executable, "-c", code])
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    ("stderr", "status", "says"),
-    [
-        (
-            "Traceback\nImportError: libtorch_cuda.so: cannot open\n",
-            1,
-            "WRONG import: ImportError: libtorch_cuda.so: cannot open (status 1)",
-        ),
-        ("", -6, "WRONG import: nothing on stderr (status -6)"),
-    ],
-)
-def test_an_import_that_fails_is_one_line_with_its_repair(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    stderr: str,
-    status: int,
-    says: str,
-) -> None:
-    monkeypatch.setattr(stack, "installed", environment)
-    done = subprocess.CompletedProcess([], status, "", stderr)
-    monkeypatch.setattr(subprocess, "run", lambda *_args, **_options: done)
-    assert doctor.main([]) == 1
-    wrong, repair = capsys.readouterr().out.splitlines()[-2:]
-    assert wrong == says
-    assert repair.startswith("repair: py -m pip uninstall -y torch fbgemm-gpu-cpu ")
-
-
-@pytest.mark.unit
-def test_a_mismatch_is_one_and_a_gpu_that_is_left_idle_is_noted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(stack, "installed", lambda: environment(torchrec="1.6.0"))
-    monkeypatch.setattr(stack, "gpu_nodes", lambda: ["/dev/nvidia0"])
-    assert doctor.main(["--no-import"]) == 1
-    out = capsys.readouterr().out
-    assert out.endswith(
-        "WRONG torchrec: found 1.6.0, expected 1.8.0\n"
-        "repair: py -m pip install --no-deps torchrec==1.8.0\n"
-    )
-    assert "TORCHREC_EXT_VARIANT=cuda py -m torchrec_ext.doctor --install" in out
 
 
 @pytest.mark.launch

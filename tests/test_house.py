@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import private_names
-from tests.private_names import PRIVATE_NAMES, PrivateNames
+from tests.private_names import PRIVATE_NAMES
 
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).parents[1]
@@ -108,17 +108,6 @@ def test_the_private_names_of_others_are_those_of_the_table() -> None:
     unknown = reads - known
     assert [name for name in unknown if name[0] == "_" and name[:2] != "__"] == []
     assert list(private_names.missing()) == []
-
-
-def test_a_name_that_a_release_has_dropped_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gone = PrivateNames(
-        "torch/nn/modules/module.py", ("_parameters", "_gone"), "a test"
-    )
-    absent = PrivateNames("no_such_package/file.py", ("_name",), "nothing is lacking")
-    monkeypatch.setattr(private_names, "PRIVATE_NAMES", (gone, absent))
-    assert list(private_names.missing()) == [("torch/nn/modules/module.py", "_gone")]
 
 
 def length(node: ast.AST) -> int:

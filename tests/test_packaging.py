@@ -1,9 +1,7 @@
 """What pip builds from this tree holds all of it: the library, its components and its apps."""
 
-import ast
 import configparser
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -265,52 +263,3 @@ def test_every_component_is_compared() -> None:
     assert {
         name.removeprefix("components.").removeprefix("__init__.") for name in FLAGS
     } == listed
-
-
-# What a distribution of an extra is imported as, if not by its own name. TorchX's
-# `kubernetes` brings docker.
-IMPORTED_AS = {
-    "faiss-cpu": ["faiss"],
-    "torchx": ["docker"],
-}
-
-
-def unusual_modules() -> list[str]:
-    """Returns the modules of all extras that `make test` does not install by default."""
-    usual = re.search(r"^EXTRAS \?= (.*)$", (ROOT / "Makefile").read_text(), re.M)
-    assert usual is not None
-    text = (ROOT / "pyproject.toml").read_text()
-    section = text.partition("[project.optional-dependencies]")[2].partition("\n\n")[0]
-    names: list[str] = []
-    for line in section.splitlines():
-        extra, _, listed = line.partition(" = ")
-        if line.startswith("#") or extra in ("", "dev", "docs", *usual[1].split(",")):
-            continue
-        if extra.startswith("sharded"):
-            continue
-        for requirement in ast.literal_eval(listed):
-            distribution = re.split(r"[\[<>=]", requirement)[0]
-            names += IMPORTED_AS.get(distribution, [distribution])
-    return sorted(set(names))
-
-
-@pytest.mark.slow
-@pytest.mark.launch
-def test_the_suite_collects_without_any_unusual_package() -> None:
-    """`make test` on a fresh machine has the default extras alone; a top-level import of another one would end it."""
-    modules = unusual_modules()
-    assert {"kubernetes", "pyspark", "faiss"} <= set(modules)
-    # None in sys.modules makes `import` raise ModuleNotFoundError, and find_spec return
-    # None.
-    program = f"import sys, pytest; sys.modules.update(dict.fromkeys({modules})); sys.exit(pytest.main())"
-    environment = {**os.environ, "PYTEST_ADDOPTS": "--collect-only -q -m ''"}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
-    assert re.search(r"\d{4} tests collected in", done.stdout)

@@ -249,16 +249,6 @@ def test_a_mixed_triple_is_no_matter_to_what_needs_torch_alone(mixed: str) -> No
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.launch
-def test_a_stack_built_by_hand_passes_when_asked(mixed: str) -> None:
-    done = in_fresh_interpreter(
-        "from torchrec_ext.needs_torch import and_torchrec",
-        PYTHONPATH=mixed,
-        TORCHREC_EXT_UNCHECKED="1",
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 @pytest.mark.unit
 @pytest.mark.parametrize(
     ("version", "fits"),
@@ -273,33 +263,3 @@ def test_a_stack_built_by_hand_passes_when_asked(mixed: str) -> None:
 )
 def test_torch_alone_has_a_range_of_versions(version: str | None, fits: bool) -> None:
     assert (stack.torch_problem(version) is None) == fits
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    ("found", "line"),
-    [
-        (
-            environment(torchrec=None, fbgemm_gpu_cpu=None),
-            'pip install "torchrec-ext[sharded-cpu]"',
-        ),
-        (
-            environment(torchrec=None),
-            "py -m pip install --no-deps torchrec==1.8.0",
-        ),
-        (
-            environment(torchrec="1.9.2", fbgemm_gpu_cpu="1.9.0"),
-            "py -m torchrec_ext.doctor --install",
-        ),
-        (environment(fbgemm_gpu="1.8.0"), "py -m torchrec_ext.doctor --install"),
-    ],
-)
-def test_what_needs_torchrec_says_in_one_line_what_to_run(
-    found: Installed, line: str
-) -> None:
-    told = stack.torchrec_problem(found, "cpu")
-    assert told is not None
-    assert told.endswith(f": {line}")
-    assert len(told) <= 200
-    assert "\n" not in told
-    assert stack.torchrec_problem(environment(), "cpu") is None

@@ -153,30 +153,3 @@ def test_a_module_of_a_file_that_cannot_be_imported_is_captured_or_refused_with_
         why = str(refused.value)
     assert "'own_model' is not in sys.modules" in why
     assert "import it" in why
-
-
-def test_a_norm_of_all_rows_after_each_step_ends_the_capture_within_a_hundred_steps(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Steps take no time here, so that what the reader costs is always more than a capture gains."""
-    for name in ("CAPTURE_S", "CAPTURE_S_PER_CALL"):
-        monkeypatch.setattr(adopted, name, {"cpu": 0.0})
-    monkeypatch.setattr(policy, "WATCHED", 4)
-    monkeypatch.setattr(policy, "median_step", lambda seconds: 1e-9)
-    monkeypatch.setattr(
-        adopted.StepWatch,
-        "_report",
-        lambda watch: setattr(watch._policy, "is_reported", True),
-    )
-    model, _, step = made("auto")
-    given = batches(300)
-    for _ in range(80):
-        step(*next(given))
-    assert step.describe().startswith("captured")
-    for _ in range(100):
-        step(*next(given))
-        model.item.weight.detach().norm().item()
-    assert step.describe().startswith("eager")
-    assert "test_edges.py" in step.describe()
-    assert "all rows are updated after each step for it" in step.describe()
-    assert "read them every 100 steps" in capsys.readouterr().out

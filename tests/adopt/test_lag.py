@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -176,18 +174,6 @@ def test_memory_that_somebody_holds_is_as_after_eager_steps_at_any_time(
                 values.append(rows.clone())
         found.append(torch.stack(values))
     assert torch.allclose(*found, atol=NEAR)
-
-
-def test_models_that_are_dropped_are_gone() -> None:
-    def once() -> tuple[weakref.ref[Any], weakref.ref[Any]]:
-        model, step, _ = made()
-        for batch in batches(6):
-            step(*batch)
-        return weakref.ref(model), weakref.ref(step)
-
-    references = [once() for _ in range(2)]
-    gc.collect()
-    assert [each() for pair in references for each in pair] == [None] * 4
 
 
 def test_two_steps_over_one_model_by_turns_learn_what_eager_ones_learn() -> None:

@@ -6,7 +6,6 @@ import collections
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -224,20 +223,10 @@ class Labelled(Dataset):
 
 
 SMALL = {
-    "ten rows of 400,000 are other items": (
-        400_000,
-        lambda row, item, label: (item + (123_457 <= row <= 123_466), label),
-        "item of row 123457: the loader gives",
-    ),
     "a label of five rows in 200,000": (
         200_000,
         lambda row, item, label: (item, float(row % 40_000 == 7)),
         "label of row 7: the loader gives 1.0, Rows 0.0",
-    ),
-    "a rule for one item": (
-        200_000,
-        lambda row, item, label: (item, 0.5 if item == 77 else label),
-        "label of row ",
     ),
 }
 
@@ -250,14 +239,6 @@ def test_a_difference_in_a_few_rows_of_many_is_refused(name: str) -> None:
     with pytest.raises(CannotAdopt, match=re.escape(text)) as refused:
         data.rows().check(data.loader())
     assert len(str(refused.value)) <= 200
-
-
-def test_a_rare_label_survives_in_its_rows() -> None:
-    data = Labelled(200_000, lambda row, item, label: (item, label))
-    data.label[7::40_000] = 1.0
-    rows = data.rows()
-    rows.check(data.loader())
-    assert sum(float(label.sum()) for _, label in rows) == 5.0
 
 
 def items_changed(by: Callable[[Tensor], None]) -> Callable[[int, list[Tensor]], None]:
@@ -713,61 +694,3 @@ def test_an_argument_out_of_range_is_refused(
         Rows(**{"columns": {"x": torch.arange(20)}, "batch_size": 4, **settings_})
     with pytest.raises(ValueError, match="draws=0: must be the number of negatives"):
         Uniform(3, draws=0)
-
-
-PAGE = Path(__file__).parents[2] / "docs" / "adopt.md"
-
-
-def on_the_page(start: str, **more: Any) -> dict[str, Any]:
-    """Runs the first definition of the page's example that begins with ``start``."""
-    example = PAGE.read_text().partition(f"```py\n{start}")[2].partition("\n\n\n")[0]
-    names = {
-        "torch": torch,
-        "Interactions": Interactions,
-        "NEGATIVES": NEGATIVES,
-        **more,
-    }
-    exec(start + example, names)
-    return names
-
-
-def test_the_pages_dataset_of_whole_batches_has_the_distribution_of_the_users() -> None:
-    data = on_the_page("class Batched(Interactions)")["Batched"]()
-    batched = DataLoader(data, batch_size=64, collate_fn=lambda batch: batch)
-    counts = np.zeros(ITEMS, np.int64)
-    first = list(DataLoader(Interactions(), 64, collate_fn=concatenated))
-    for _ in range(10):
-        for ours, theirs in zip(batched, first, strict=True):
-            assert same([ours[0], ours[2], ours[3]], [theirs[0], theirs[2], theirs[3]])
-            assert ours[1].dtype == theirs[1].dtype
-            items = ours[1].view(-1, 1 + NEGATIVES)
-            assert torch.equal(items[:, 0], theirs[1].view(-1, 1 + NEGATIVES)[:, 0])
-            counts += np.bincount(items[:, 1:].reshape(-1).numpy(), minlength=ITEMS)
-    assert follows(counts, expected_counts(data, 10))
-    declared(data).check(loader_of(data, collate_fn=lambda batch: batch))
-
-
-def test_a_batch_is_made_by_torch_ops_that_a_captured_step_can_hold() -> None:
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    data = Interactions()
-    rows = declared(data)
-    names, tensors = list(rows.tensors), list(rows.tensors.values())
-
-    def assembled(*values: Tensor) -> tuple[Tensor, ...]:
-        return rows.assemble(
-            values[0], values[1], dict(zip(names, values[2:], strict=True))
-        )
-
-    first, second, *_ = rows.steps()
-    graph = make_fx(assembled, tracing_mode="fake")(
-        first.indices, first.draws, *tensors
-    )
-    assert same(
-        graph(second.indices, second.draws, *tensors),
-        rows.assemble(second.indices, second.draws),
-    )
-    users = rows.assemble(second.indices, second.draws)[rows.names.index("user")]
-    assert torch.equal(
-        users.view(-1, rows.repeats["user"])[:, 0], data.user[second.indices]
-    )

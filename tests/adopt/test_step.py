@@ -39,7 +39,6 @@ from torchrec_ext.retrieval import Bundle, Catalogue, Scorer, ScoreRequest, expo
 # of the few rows, tables are moved whole
 USERS, ITEMS, FEW, D, B, L = (700, 300, 20, 4, 16, 3)
 WHOLE, BY_ROW = 1e-6, 2e-3
-RATE = 1.0  # of which learning rates are multiples
 Batch = tuple[Any, ...]
 
 
@@ -87,7 +86,7 @@ def lists(generator: torch.Generator) -> Batch:
 
 
 def adam(model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
-    return [torch.optim.Adam(model.parameters(), **{"lr": 1e-2 * RATE, **options})]
+    return [torch.optim.Adam(model.parameters(), **{"lr": 1e-2, **options})]
 
 
 def case(
@@ -239,36 +238,10 @@ def softmax() -> Case:
     return case(model, lambda user, item, _: F.cross_entropy(model(user), item))
 
 
-def in_batch() -> Case:
-    made = of_pairs()
-    model: Any = made.model
-    return case(
-        model,
-        lambda user, item, _: F.cross_entropy(
-            model.user(user) @ model.item(item).T * 5.0, torch.arange(B)
-        ),
-        optimizers=[torch.optim.Adam([model.user.weight, model.item.weight], 1e-2)],
-    )
-
-
-def tied_to_output() -> Case:
-    model: Any = nn.ModuleDict({"item": nn.Embedding(FEW, D), "out": nn.Linear(D, FEW)})
-    model.out.weight = model.item.weight
-    return case(
-        model, lambda user, item, _: F.cross_entropy(model.out(model.item(user)), item)
-    )
-
-
 def tied() -> Case:
     made = of_pairs()
     made.model.item.weight = made.model.user.weight  # type: ignore[union-attr]
     return case(made.model, made.loss, batch=made.batch)
-
-
-def frozen(name: str) -> Case:
-    made = of_pairs()
-    made.model.get_submodule(name).requires_grad_(False)
-    return made
 
 
 def two_optimizers() -> Case:
@@ -281,22 +254,6 @@ def two_optimizers() -> Case:
     return case(model, made.loss, batch=made.batch, optimizers=by)
 
 
-def groups() -> Case:
-    made = of_pairs()
-    model: Any = made.model
-    sets = [
-        {"params": model.user.parameters(), "lr": 0.05},
-        {"params": model.item.parameters(), "betas": (0.5, 0.9)},
-    ]
-    return case(
-        model,
-        made.loss,
-        optimizers=[
-            torch.optim.Adam([*sets, {"params": model.top.parameters()}], 1e-3)
-        ],
-    )
-
-
 def scheduled(kind: Callable[[Any], Any]) -> Case:
     made = of_pairs()
     return case(
@@ -307,87 +264,25 @@ def scheduled(kind: Callable[[Any], Any]) -> Case:
     )
 
 
-class Fields(nn.Module):
-    """A factorization machine over a list of tables, and a first order beside it."""
+class Machine(nn.Module):
+    """A factorization machine over a list of tables, with offsets, and a first order beside it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tables = nn.ModuleList([nn.Embedding(FEW, D) for _ in range(2)])
-        self.first = nn.ModuleList([nn.Embedding(FEW, 1) for _ in range(2)])
+        self.tables = nn.ModuleList([nn.Embedding(FEW, D + 1) for _ in range(2)])
         self.register_buffer("offset", torch.tensor([0, 1]))
 
     def forward(self, *ids: Tensor) -> Tensor:
-        ids = tuple(
-            (one + offset) % FEW
-            for one, offset in zip(ids, self.offset.tolist(), strict=True)
-        )
-        rows = torch.stack(
-            [table(one) for table, one in zip(self.tables, ids, strict=True)], 1
-        )
+        looked_up = zip(self.tables, ids, self.offset, strict=True)  # type: ignore[arg-type]
+        rows = torch.stack([table((one + by) % FEW) for table, one, by in looked_up], 1)
+        first, rows = rows[..., 0], rows[..., 1:]
         pairs = 0.5 * (rows.sum(1).square() - rows.square().sum(1)).sum(1)
-        return pairs + sum(
-            table(one).squeeze(1) for table, one in zip(self.first, ids, strict=True)
-        )  # type: ignore[no-any-return]
-
-
-class Machine(Fields):
-    """As above, with offsets that need no value of a tensor."""
-
-    def forward(self, *ids: Tensor) -> Tensor:
-        moved = [(one + self.offset[index]) % FEW for index, one in enumerate(ids)]  # type: ignore[index]
-        rows = torch.stack(
-            [table(one) for table, one in zip(self.tables, moved, strict=True)], 1
-        )
-        pairs = 0.5 * (rows.sum(1).square() - rows.square().sum(1)).sum(1)
-        return pairs + sum(
-            table(one).squeeze(1) for table, one in zip(self.first, moved, strict=True)
-        )  # type: ignore[no-any-return]
+        return pairs + first.sum(1)
 
 
 def machine() -> Case:
     model = Machine()
     return case(model, logistic(model))
-
-
-class Trainer:
-    """A user's trainer, whose loss is one of its methods and whose loop counts."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.factor, self.step = model, 0.5, 0
-
-    def loss(self, user: Tensor, item: Tensor, label: Tensor) -> Tensor:
-        scores = self.model(user, item) + torch.tensor([0.1] * B)
-        return self.scaled(F.binary_cross_entropy_with_logits(scores, label))
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        return loss * self.factor
-
-    def fit(self) -> int:
-        return self.step + 1
-
-
-def trained_by_a_class() -> Case:
-    trainer = Trainer(Pairs())
-    made = case(trainer.model, trainer.loss)
-
-    def draw(generator: torch.Generator) -> Batch:
-        trainer.step = trainer.fit()
-        return made.batch(generator)
-
-    return made._replace(batch=draw)
-
-
-def loss_module() -> Case:
-    made, criterion = of_pairs(), nn.BCEWithLogitsLoss(pos_weight=torch.tensor(2.0))
-    return case(
-        made.model, lambda user, item, label: criterion(made.model(user, item), label)
-    )
-
-
-def regularised() -> Case:
-    made = of_pairs()
-    penalty = lambda: sum(each.square().sum() for each in made.model.parameters())  # noqa: E731
-    return case(made.model, lambda *batch: made.loss(*batch) + 1e-3 * penalty())
 
 
 def pairwise() -> Case:
@@ -416,38 +311,6 @@ def pairwise() -> Case:
     )
 
 
-def dictionary() -> Case:
-    made = of_pairs()
-    loss = lambda batch: made.loss(batch["user"], batch["item"], batch["label"])  # noqa: E731
-    draw = lambda generator: (  # noqa: E731
-        dict(zip(("user", "item", "label"), pairs(generator), strict=True)),
-    )
-    return case(made.model, loss, batch=draw)
-
-
-def experts() -> Case:
-    model: Any = nn.ModuleDict(
-        {
-            "user": nn.Embedding(FEW, D),
-            "experts": nn.ModuleList([nn.Linear(D, D) for _ in range(3)]),
-            "gate": nn.Linear(D, 3),
-            "tasks": nn.ModuleList([nn.Linear(D, 1) for _ in range(2)]),
-        }
-    )
-
-    def loss(user: Tensor, _: Tensor, label: Tensor) -> Tensor:
-        rows = model["user"](user)
-        shared = torch.stack([expert(rows).relu() for expert in model["experts"]], 1)
-        mixed = (shared * model["gate"](rows).softmax(1)[..., None]).sum(1)
-        losses = [
-            F.binary_cross_entropy_with_logits(task(mixed).squeeze(1), label)
-            for task in model["tasks"]
-        ]
-        return torch.stack(losses).sum()
-
-    return case(model, loss)
-
-
 def normalised(layer: nn.Module) -> Case:
     made = of_pairs()
     made.model.top = nn.Sequential(
@@ -456,48 +319,19 @@ def normalised(layer: nn.Module) -> Case:
     return case(made.model, made.loss, batch=made.batch)
 
 
-class NormOfLists(nn.Module):
-    """Normalises the last dimension of lists (B, L, D), which torch's layer expects in the middle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(D)
-
-    def forward(self, lists: Tensor) -> Tensor:
-        return self.norm(lists.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
-
-
-class Rest(nn.Module):
-    """A network with a layer that no batch reaches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = Pairs(), nn.Linear(3, 3)
-
-    def forward(self, *ids: Tensor) -> Tensor:
-        return self.used(*ids)  # type: ignore[no-any-return]
-
-
 class Products(nn.Module):
-    """Products of all pairs of fields (B, F, D), cut out of a matrix (B, F, F) by a mask that is always the same."""
+    """Products of two fields, cut out of a matrix (B, 2, 2) by a mask that is always the same."""
 
-    def __init__(self, kept: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.user = nn.Embedding(FEW, D)
-        self.item = nn.Embedding(FEW, D)
-        self.top = nn.Linear(3 + D, 1)
-        self.kept = torch.ones(3, 3).triu(1).bool() if kept else None
+        self.user, self.item = nn.Embedding(FEW, D), nn.Embedding(FEW, D)
+        self.kept = torch.ones(2, 2).triu(1).bool()
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        fields = torch.stack([self.user(user), self.item(item), self.item(user)], 1)
-        mask = torch.ones(3, 3).triu(1).bool() if self.kept is None else self.kept
-        products = torch.masked_select(fields @ fields.transpose(1, 2), mask).view(
-            -1, 3
-        )
-        first = fields.masked_select((torch.arange(3) == 0)[:, None]).view(
-            len(user), -1
-        )
-        return self.top(F.dropout(torch.cat([products, first], 1), 0.0)).squeeze(1)  # type: ignore[no-any-return]
+        fields = torch.stack([self.user(user), self.item(item)], 1)
+        first = fields.masked_select((torch.arange(2) == 0)[:, None])
+        products = torch.masked_select(fields @ fields.transpose(1, 2), self.kept)
+        return products + first.view(len(user), -1).sum(1)
 
 
 def of_a_package() -> Case:
@@ -511,37 +345,21 @@ def of_a_package() -> Case:
     )
 
 
-def products(kept: bool) -> Case:
-    model = Products(kept)
-    return case(model, logistic(model))
-
-
-def unused() -> Case:
-    model = Rest()
-    return case(model, logistic(model))
-
-
-def int32() -> Case:
-    made = of_pairs(USERS)
-    draw = (  # noqa: E731
-        lambda generator: (
-            *[ids.int() for ids in made.batch(generator)[:2]],
-            made.batch(generator)[2],
-        )
-    )
-    return case(made.model, made.loss, batch=draw)
-
-
 def sgd(model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
-    return [torch.optim.SGD(model.parameters(), **{"lr": 0.1 * RATE, **options})]
+    return [torch.optim.SGD(model.parameters(), **{"lr": 0.1, **options})]
 
 
 def adagrad(model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
-    return [torch.optim.Adagrad(model.parameters(), **{"lr": 0.05 * RATE, **options})]
+    return [torch.optim.Adagrad(model.parameters(), **{"lr": 0.05, **options})]
+
+
+def with_a_spare_layer(model: nn.Module) -> list[torch.optim.Optimizer]:
+    model.add_module("spare", nn.Linear(3, 3))
+    return adam(model)
 
 
 def adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
-    return [torch.optim.AdamW(model.parameters(), 1e-2 * RATE, weight_decay=0.1)]
+    return [torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1)]
 
 
 BIG: dict[str, Any] = {"users": USERS, "items": ITEMS}
@@ -556,7 +374,6 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "AdamW": lambda: of_pairs(by=adamw, **BIG),
     "Adagrad": lambda: of_pairs(by=adagrad),
-    "Adagrad, row by row": lambda: of_pairs(by=adagrad, **BIG),
     "Adam with a large eps": lambda: of_pairs(
         by=lambda model: adam(model, eps=1e-2), **BIG
     ),
@@ -565,52 +382,28 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "Adagrad, sparse": lambda: of_pairs(by=adagrad, sparse=True, **BIG),
     "SGD": lambda: of_pairs(by=sgd, **BIG),
-    "SGD with l2": lambda: of_pairs(
-        by=lambda model: sgd(model, weight_decay=0.1), **BIG
-    ),
     "SGD, sparse": lambda: of_pairs(by=sgd, sparse=True, **BIG),
     "Adagrad and Adam": two_optimizers,
-    "groups": groups,
     "clipped": lambda: of_pairs(options={"clip_norm": 0.05}, **BIG),
     "cosine": lambda: scheduled(
         lambda by: torch.optim.lr_scheduler.CosineAnnealingLR(by, 10)
     ),
-    "one cycle": lambda: scheduled(
-        lambda by: torch.optim.lr_scheduler.OneCycleLR(
-            by, 0.02 * RATE, total_steps=200, cycle_momentum=False
-        )
-    ),
     "padding": lambda: of_pairs(padding_idx=3),
     "padding, row by row": lambda: of_pairs(padding_idx=3, **BIG),
     "bags, mean": lambda: bags(mode="mean"),
-    "bags, sum": lambda: bags(mode="sum"),
-    "bags, mean, padding": lambda: bags(mode="mean", padding_idx=0),
-    "bags, sum, padding": lambda: bags(mode="sum", padding_idx=0),
     "bags, weighted": lambda: bags(mode="sum", weighted=True),
-    "ragged, mean": lambda: bags(ragged, mode="mean"),
     "ragged, mean, padding": lambda: bags(ragged, mode="mean", padding_idx=0),
-    "ragged, sum, padding": lambda: bags(ragged, mode="sum", padding_idx=0),
-    "ragged, weighted": lambda: bags(ragged, mode="sum", weighted=True, padding_idx=0),
     "ragged, ends": lambda: bags(
         functools.partial(ragged, ends=True), mode="sum", include_last_offset=True
     ),
     "tied tables": tied,
-    "tied to the output": tied_to_output,
-    "frozen table": lambda: frozen("user"),
-    "frozen layer": lambda: frozen("top"),
     "raw parameters": raw,
     "subclass": lambda: replaced("item", lambda _: Plus(FEW, D)),
     "all items": softmax,
-    "in-batch softmax": in_batch,
-    "GRU": lambda: listed(nn.GRU(D, D, batch_first=True)),
     "LSTM": lambda: listed(nn.LSTM(D, D, batch_first=True)),
     # Not by Adam: the gradient of a key's bias is nothing but rounding, which makes
     # steps of full size.
     "attention": lambda: listed(Attention(), by=sgd, padding_idx=0),
-    "transformer": lambda: listed(
-        nn.TransformerEncoderLayer(D, 2, 8, 0.0, batch_first=True), by=sgd
-    ),
-    "convolution": lambda: listed(nn.Conv1d(L, L, 3, padding=1)),
     "weight norm": lambda: replaced(
         "top",
         lambda _: nn.Sequential(
@@ -619,20 +412,14 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "dropout": lambda: normalised(nn.Dropout(0.3)),
     "batch norm": lambda: normalised(nn.BatchNorm1d(4)),
-    "batch norm of lists": lambda: listed(NormOfLists(), by=sgd),
-    "layer norm": lambda: normalised(nn.LayerNorm(4)),
     "machine": machine,
-    "loss module": loss_module,
-    "trainer": trained_by_a_class,
-    "penalty on all": regularised,
     "pairwise": pairwise,
-    "dict": dictionary,
-    "experts": experts,
-    "unused layer": unused,
     "a helper of a package": of_a_package,
-    "a mask that is kept": lambda: products(True),
-    "a mask that forward makes": lambda: products(False),
-    "int32 ids": int32,
+    "a mask that is kept": lambda: case((model := Products()), logistic(model)),
+    "unused layer": lambda: of_pairs(by=with_a_spare_layer),
+    "int32 ids": lambda: drawn(
+        lambda batch: (*[ids.int() for ids in batch[:2]], batch[2])
+    ),
     "a hook on a module": lambda: changed(
         lambda model, _: model.user.register_forward_hook(lambda *_: None)
     ),
@@ -731,74 +518,9 @@ def check(name: str, count: int) -> None:
     assert farthest(states(plain), states(made)) < within
 
 
-SELDOM = {  # variants of others, left to the slow run
-    *(
-        "Adam, betas without a closed form",
-        "Adagrad, row by row",
-        "SGD with l2",
-        "SGD, sparse",
-        "groups",
-        "one cycle",
-    ),
-    *(
-        "bags, sum",
-        "bags, mean, padding",
-        "frozen layer",
-        "LSTM",
-        "transformer",
-        "convolution",
-        "layer norm",
-        "experts",
-    ),
-    *("in-batch softmax", "tied to the output", "loss module", "dict"),
-    *(
-        "Adam with l2",
-        "Adagrad with l2",
-        "Adagrad, sparse",
-        "padding",
-        "bags, weighted",
-        "frozen table",
-    ),
-    *("ragged, mean", "ragged, sum, padding", "ragged, ends"),
-    *(
-        "raw parameters",
-        "subclass",
-        "weight norm",
-        "penalty on all",
-        "int32 ids",
-        "a mask that forward makes",
-    ),
-    *(
-        "Adam with a large eps",
-        "Adagrad and Adam",
-        "ragged, mean, padding",
-        "padding, row by row",
-        "Adam, row by row",
-    ),
-    *("GRU", "ragged, weighted"),
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name in SELDOM else [])
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_an_adopted_model_learns_what_the_users_own_loop_learns(name: str) -> None:
     check(name, 7)
-
-
-@pytest.mark.slow
-# which draws other numbers compiled
-@pytest.mark.parametrize("name", [name for name in CASES if name != "dropout"])
-def test_after_100_compiled_steps_too(
-    name: str, compiled: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # At ten times the rate, rounding has grown to 1e-5 by then.
-    monkeypatch.setattr(sys.modules[__name__], "RATE", 0.1)
-    check(name, 100)
 
 
 def test_a_step_is_captured_while_autograd_looks_for_anomalies(
@@ -808,39 +530,6 @@ def test_a_step_is_captured_while_autograd_looks_for_anomalies(
         check("Adam, row by row", 7)
         assert torch.is_anomaly_enabled()
     assert "set_detect_anomaly is on" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_compiled_dropout_learns_as_well_by_other_numbers(compiled: None) -> None:
-    plain, losses = plainly(CASES["dropout"], 300)
-    made, others, step = with_adopt(CASES["dropout"], 300)
-    assert step.describe().startswith("captured since step 3")
-    assert list(made.model.state_dict()) == list(plain.model.state_dict())
-    assert losses != others
-    assert np.mean(others[200:]) == pytest.approx(np.mean(losses[200:]), rel=0.03)
-
-
-def random_case(
-    make: Callable[[], Case],
-    loss_of: Callable[[Any, Callable[..., Any]], Callable[..., Any]],
-) -> Case:
-    made = make()
-    return case(
-        made.model,
-        loss_of(made.model, made.loss),
-        batch=made.batch,
-        optimizers=made.optimizers,
-    )
-
-
-class Counting(Pairs):
-    """Its forward counts its calls."""
-
-    calls = 0
-
-    def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(user, item) * (2.0 if self.calls > 5 else 1.0)
 
 
 class Remembering(Pairs):
@@ -859,18 +548,6 @@ class Branching(Pairs):
         return scores
 
 
-class Reading(Pairs):
-    def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        scores = super().forward(user, item)
-        return scores * scores.abs().max().item()
-
-
-class Masking(Pairs):
-    def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        scores = super().forward(user, item)
-        return scores + scores[scores > 0].sum()
-
-
 class Selecting(Pairs):
     """Selects by a mask of the batch, or of random numbers."""
 
@@ -885,13 +562,6 @@ class SelectingAtRandom(Selecting):
     drawn = True
 
 
-class Lists(Pairs):
-    def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        nodes = [row.unique() for row in torch.stack([user, item], 1)]
-        lists = torch.tensor([row.tolist() + (2 - len(row)) * [0] for row in nodes])
-        return super().forward(lists[:, 0], lists[:, 1])
-
-
 class Unique(Pairs):
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
         return super().forward(user, item) + len(torch.unique(user))
@@ -900,11 +570,6 @@ class Unique(Pairs):
 class Noisy(Pairs):
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
         return super().forward(user, item) * (1.0 if random.random() < 0.5 else 2.0)
-
-
-class NumpyNoise(Pairs):
-    def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        return super().forward(user, item) + float(np.random.normal())
 
 
 class OverAGraph(Pairs):
@@ -954,15 +619,6 @@ def outside() -> Case:
     return case(made.model, lambda *batch: made.loss(*batch) * scale)
 
 
-def outside_of_the_optimizer() -> Case:
-    made, scale = of_pairs(), nn.Parameter(torch.ones(()))
-    return case(
-        made.model,
-        made.loss,
-        optimizers=[torch.optim.Adam([*made.model.parameters(), scale])],
-    )
-
-
 def twice() -> Case:
     made = of_pairs()
     return case(
@@ -999,10 +655,6 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
         lambda: of_pairs(scale_grad_by_freq=True),
         r"'item' \(.*\) has scale_grad_by_freq=True.*leave it out",
     ),
-    "max bags": (
-        lambda: bags(mode="max"),
-        r"'bag' \(.*\) has mode='max'; take 'sum' or 'mean'",
-    ),
     "amsgrad": (
         lambda: by(lambda p: torch.optim.Adam(p, amsgrad=True)),
         "Adam with amsgrad=True .*set amsgrad=False",
@@ -1010,10 +662,6 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
     "momentum": (
         lambda: by(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)),
         "SGD with momentum=0.9 .*momentum=0",
-    ),
-    "lr_decay": (
-        lambda: by(lambda p: torch.optim.Adagrad(p, lr_decay=0.1)),
-        "Adagrad with lr_decay=0.1 .*LambdaLR",
     ),
     "maximize": (
         lambda: by(lambda p: torch.optim.Adam(p, maximize=True)),
@@ -1043,12 +691,6 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
         ),
         r"'user.weight' \(.*\) has a hook on its gradient",
     ),
-    "hook on an optimizer": (
-        lambda: changed(
-            lambda _, optimizers: optimizers[0].register_step_post_hook(lambda *_: None)
-        ),
-        "Adam has a step hook",
-    ),
     "step replaced": (
         lambda: changed(
             lambda _, optimizers: setattr(
@@ -1060,10 +702,6 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
     "outside the model": (
         outside,
         r"test_step.py:\d+ .* requires a gradient and is not the model's",
-    ),
-    "outside the model, moved": (
-        outside_of_the_optimizer,
-        r"group 0 of Adam has a parameter of shape \(\) that is not",
     ),
     "two optimizers": (twice, r"'user.weight' \(.*\) is moved by two optimizers"),
     "double": (
@@ -1078,18 +716,6 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
         lambda: of(Branching),
         r"test_step.py:\d+ \(if scores.sum\(\) > 0:\) depends on values",
     ),
-    "item": (
-        lambda: of(Reading),
-        r"test_step.py:\d+ \(return scores .*item\(\)\) depends on values",
-    ),
-    "mask": (
-        lambda: of(Masking),
-        r"test_step.py:\d+ \(return scores .*\) depends on values",
-    ),
-    "a mask of the batch": (
-        lambda: of(Selecting),
-        r"test_step.py:\d+ \(.*masked_select.*\) depends on values",
-    ),
     "a random mask": (
         lambda: of(SelectingAtRandom),
         r"test_step.py:\d+ \(.*masked_select.*\) depends on values",
@@ -1097,10 +723,6 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
     "unique": (
         lambda: of(Unique),
         r"test_step.py:\d+ \(return super.*\) depends on values",
-    ),
-    "lists of values": (
-        lambda: of(Lists),
-        r"test_step.py:\d+ \(.*tolist\(\).*\) depends on values",
     ),
     "random": (
         lambda: of(Noisy),
@@ -1113,10 +735,6 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
     "packed": (
         lambda: of(Packed),
         r"test_step.py:\d+ \(packed = .*\) cannot be traced by torch.compile \(it leaves out pack_padded_seq",
-    ),
-    "numpy": (
-        lambda: of(NumpyNoise),
-        r"test_step.py:\d+ \(.*np.random.normal.*\) depends on values",
     ),
     "weights written": (
         lambda: of(Rewriting),
@@ -1150,7 +768,7 @@ def test_what_has_no_captured_form_is_refused_by_name_with_line_and_remedy(
         with_adopt(make, 9)
 
 
-@pytest.mark.parametrize("name", ["max_norm", "momentum", "branch", "item"])
+@pytest.mark.parametrize("name", ["max_norm", "momentum", "branch"])
 def test_it_stays_eager_unless_required_equal_to_the_bit_and_says_so(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1229,9 +847,9 @@ def test_a_loss_that_is_none_is_refused_at_the_first_step(loss: Any, text: str) 
 def test_eager_steps_are_the_users_own_to_the_bit() -> None:
     for name in (
         "dropout",
-        "two optimizers" if "two optimizers" in CASES else "Adagrad and Adam",
+        "Adagrad and Adam",
         "clipped",
-        "GRU",
+        "LSTM",
     ):
         plain, losses = plainly(CASES[name], 6)
         made, others, _ = with_adopt(CASES[name], 6, compile="auto")
@@ -1239,8 +857,9 @@ def test_eager_steps_are_the_users_own_to_the_bit() -> None:
         assert farthest(states(plain), states(made)) == 0
 
 
-def test_a_capture_that_pays_is_made_and_said(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("gain", [3.0, 1 / 3])
+def test_a_capture_stays_if_it_pays(
+    gain: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
@@ -1248,31 +867,11 @@ def test_a_capture_that_pays_is_made_and_said(
         monkeypatch.setattr(adopted, name, {"cpu": 0.0, "cuda": 0.0})
     monkeypatch.setattr(policy, "WATCHED", 4)
     monkeypatch.setattr(
-        policy, "median_step", lambda seconds: 3e-3 if len(seconds) == 4 else 1e-3
+        policy, "median_step", lambda seconds: 1e-3 * (gain if len(seconds) == 4 else 1)
     )
     *_, step = with_adopt(of_pairs, 20, compile="auto")
-    said = capsys.readouterr().out
-    assert (
-        "adopt: captured since step 5: 1 ms a step, eager 3 ms (3.0x); capturing took "
-        in said
-    )
-    assert (
-        step.describe()
-        == "captured since step 5; moved whole: user.weight, item.weight"
-    )
-    for threads in (1, 2):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        with_adopt(of_pairs, 20, compile="auto")
-        on_fewer = "; 2 threads meet after every kernel, try torch.set_num_threads(1) before the first step\n"
-        assert capsys.readouterr().out.endswith(on_fewer) == (threads == 2)
-    monkeypatch.setattr(
-        policy, "median_step", lambda seconds: 1e-3 if len(seconds) == 4 else 3e-3
-    )
-    *_, step = with_adopt(of_pairs, 20, compile="auto")
-    assert (
-        step.describe()
-        == f"eager: a captured step takes 3 ms, and an eager one 1 ms{on_fewer.rstrip()}"
-    )
+    expected = "captured since step 5; " if gain > 1 else "eager: "
+    assert step.describe().startswith(expected)
 
 
 def adopted_case(**options: Any) -> tuple[Case, AdoptedStep, Iterator[Batch]]:
@@ -1432,78 +1031,10 @@ def test_a_loaded_learning_rate_and_a_scheduler_take_effect() -> None:
 class Tempered(Pairs):
     """Its forward reads a number that somebody may change."""
 
-    temperature, shift = 1.0, 0.0
-
-    def __init__(self, **made: Any) -> None:
-        super().__init__(**made)
-        self.settings = types.SimpleNamespace(scale=1.0)
+    temperature = 1.0
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        return (
-            super().forward(user, item) * self.temperature * self.settings.scale
-            + self.shift
-        )
-
-
-def temper(model: Any) -> None:
-    model.temperature = 2.0
-
-
-def shift(model: Any) -> None:
-    model.shift = 0.5  # which was its class's
-
-
-def scale(model: Any) -> None:
-    model.settings.scale = 3.0
-
-
-def evaluate(model: Any) -> None:
-    model.eval()
-
-
-def unfreeze(model: Any) -> None:
-    model.top.requires_grad_(not model.top[0].weight.requires_grad)
-
-
-def renew(model: Any) -> None:
-    model.user.weight.data = model.user.weight.data.clone() + 1
-
-
-CHANGES: list[Callable[[Any], None]] = [temper, shift, scale, evaluate, unfreeze, renew]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(
-            each, marks=() if each in (temper, evaluate, renew) else pytest.mark.slow
-        )
-        for each in CHANGES
-    ],
-)
-def test_what_somebody_changes_between_steps_takes_effect(
-    change: Callable[[Any], None],
-) -> None:
-    found = []
-    for adopting in (False, True):
-        torch.manual_seed(0)
-        model: Any = Tempered(users=USERS, items=ITEMS)
-        model.top.insert(1, nn.Dropout(0.0))
-        model.temperature = 1.0
-        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-        loss = logistic(model)
-        losses = []
-        step = adopt(
-            model, optimizer, loss, compile="require" if adopting else "off", patience=0
-        )
-        generator = torch.Generator().manual_seed(2)
-        for number in range(14):
-            if number == 7:
-                change(model)
-            losses.append(float(step(*pairs(generator, USERS, ITEMS))[0]))
-        found.append((losses, model.state_dict()))
-    assert found[1][0] == pytest.approx(found[0][0], abs=1e-4)
-    assert farthest(*[state for _, state in found]) < BY_ROW
+        return super().forward(user, item) * self.temperature
 
 
 def test_a_number_that_changes_in_every_step_ends_the_capture_and_is_named(
@@ -1783,21 +1314,6 @@ def test_after_an_id_out_of_range_the_next_batch_goes_on_as_in_the_users_loop(
     torch.testing.assert_close(states(made), states(own), rtol=1e-3, atol=1e-4)
 
 
-def test_a_loss_that_is_not_finite_in_the_first_captured_steps_has_no_other_error_in_its_traceback() -> (
-    None
-):
-    made = made_anew(of_pairs)
-    step = adopt(made.model, made.optimizers, made.loss, compile="require")
-    given = batches(made, 20)
-    for batch in itertools.islice(given, 3):
-        step(*batch)
-    user, item, label = next(given)
-    with pytest.raises(TrainingDivergedError) as error:
-        step(user, item, label / 0)
-    assert error.value.__cause__ is None
-    assert error.value.__context__ is None
-
-
 def test_a_dropped_step_dies_and_leaves_weights_and_state_as_in_the_users_loop() -> (
     None
 ):
@@ -1852,40 +1368,28 @@ def test_a_table_that_is_moved_as_a_dense_layer_is_said_with_its_reason() -> Non
     assert re.search(text, step.describe())
 
 
-@pytest.mark.parametrize(
-    "term",
-    [
-        "item.norm(2) ** 2",
-        "(item**2).sum()",
-        "item.square().sum()",
-        "(item * item).sum()",
-    ],
-)
-@pytest.mark.parametrize(
-    ("by", "remedy"),
-    [
-        (adam, "the decay of AdamW has one"),
-        (sgd, "weight_decay of SGD, twice the factor"),
-    ],
-)
-def test_an_l2_term_of_the_loss_is_said_with_line_and_remedy(
+TERMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "item.norm(2) ** 2": lambda item: item.norm(2) ** 2,
+    "(item**2).sum()": lambda item: (item**2).sum(),
+    "item.square().sum()": lambda item: item.square().sum(),
+    "(item * item).sum()": lambda item: (item * item).sum(),
+}
+
+
+@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize(("by", "remedy"), [(adam, "AdamW"), (sgd, "weight_decay")])
+def test_an_l2_term_of_the_loss_is_named_with_its_remedy(
     term: str, by: Callable[..., Any], remedy: str
 ) -> None:
     made = of_pairs(USERS, by=by)
     model: Any = made.model
-    terms: dict[str, Callable[[Tensor], Tensor]] = {
-        "item.norm(2) ** 2": lambda item: item.norm(2) ** 2,
-        "(item**2).sum()": lambda item: (item**2).sum(),
-        "item.square().sum()": lambda item: item.square().sum(),
-        "(item * item).sum()": lambda item: (item * item).sum(),
-    }
-    penalised = lambda *batch: made.loss(*batch) + 1e-3 * terms[term](model.item.weight)  # noqa: E731
+    penalised = lambda *batch: made.loss(*batch) + 1e-3 * TERMS[term](model.item.weight)  # noqa: E731
     *_, step = with_adopt(lambda: made._replace(loss=penalised), 4)
-    line = rf"item.weight \(\S*test_step.py:\d+ \(.*{re.escape(term)},?\) is an L2 term over all rows, which .*{remedy}"
+    line = rf"item.weight \(\S*test_step.py:\d+ .* L2 term .*{remedy}"
     assert re.search(line, step.describe()), step.describe()
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD with l2", "clipped"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "clipped"])
 def test_decay_of_all_rows_and_a_limited_norm_leave_tables_row_by_row(
     name: str,
 ) -> None:
@@ -2074,42 +1578,13 @@ def doubled(*columns: Tensor) -> Tensor:
     return rows
 
 
-def written_later(user: Tensor, item: Tensor, context: Tensor) -> Tensor:
-    item = item * 1.0
-    rows = torch.cat([user, item, context], dim=-1)
-    item.mul_(3.0)
-    return rows
-
-
 JOINED: dict[str, tuple[Callable[..., Tensor], bool]] = {
     "concatenated": (lambda *columns: torch.cat(columns, 1), True),
-    "twice": (
-        lambda user, item, context: torch.cat(
-            [torch.cat([user, item], 1), context], dim=-1
-        ),
-        True,
-    ),
     "written": (doubled, False),
-    "written later": (written_later, False),
-    "by rows": (
-        lambda *columns: torch.cat([torch.cat([each, each]) for each in columns], 1)[
-            : len(columns[0])
-        ],
-        False,
-    ),
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=[] if name in ("concatenated", "written") else [pytest.mark.slow],
-        )
-        for name in JOINED
-    ],
-)
+@pytest.mark.parametrize("name", JOINED)
 def test_a_layer_multiplies_rows_that_repeat_once_and_learns_the_same(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -63,18 +62,12 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "session": ("data.name=planted", "data.users=60", "data.items=60"),
     "folder": ("data.name=mine",),
     "described": ("data.name=described",),
-    "labelled": ("data.name=labelled",),
-    "shown": ("data.name=shown",),
-    "shown_ncf": ("data.name=shown",),
     "shown_raw": ("data.name=shown_raw",),
     "shown_raw_ncf": ("data.name=shown_raw",),
 }
 OWN = {
     "folder": "two_tower",
     "described": "two_tower",
-    "labelled": "contextual_ncf",
-    "shown": "n_tower",
-    "shown_ncf": "contextual_ncf",
     "shown_raw": "n_tower",
     "shown_raw_ncf": "contextual_ncf",
 }
@@ -102,8 +95,6 @@ def write_folder(root: Path) -> None:
     )
     pq.write_table(table, folder / "inter.parquet")
     write_described(root, table)
-    write_labelled(root)
-    write_shown(root)
     write_shown_raw(root)
 
 
@@ -131,50 +122,6 @@ def write_described(root: Path, pairs: pa.Table) -> None:
         "price": (items**1.5).astype(np.float32),
     }
     pq.write_table(pa.table({"item_id": items, **about}), folder / "items.parquet")
-
-
-def write_labelled(root: Path) -> None:
-    """Rows with a label, an id and a fraction of context."""
-    folder = root / "labelled"
-    folder.mkdir()
-    rng = np.random.default_rng(0)
-    for part, rows in (("train", 400), ("validation", 40), ("test", 40)):
-        ids = {
-            name: rng.integers(size, size=rows)
-            for name, size in (("user", 20), ("item", 30), ("hour", 24))
-        }
-        label = (rng.random(rows) < 0.5).astype(np.float32)
-        pq.write_table(
-            pa.table({**ids, "price": 100 + 50 * rng.random(rows), "label": label}),
-            folder / f"{part}.parquet",
-        )
-
-
-def write_shown(root: Path) -> None:
-    """Clicks in whose rows the shown item's price and the user's age stand, with items.parquet beside them."""
-    folder = root / "shown"
-    folder.mkdir()
-    rng = np.random.default_rng(0)
-    for part, rows in (("train", 400), ("validation", 40), ("test", 40)):
-        ids = {
-            name: rng.integers(size, size=rows)
-            for name, size in (("user", 20), ("item", 30), ("hour", 24))
-        }
-        label = (rng.random(rows) < 0.5).astype(np.float32)
-        about = {
-            "item.price": 3.5 + ids["item"] ** 1.5,
-            "item_discount": ids["item"] % 3,
-            "user_age": 20.5 + ids["user"],
-        }
-        pq.write_table(
-            pa.table({**ids, **about, "label": label}), folder / f"{part}.parquet"
-        )
-    items = np.arange(50)
-    tags = ["red|blue" if item % 2 else "blue" for item in items]
-    pq.write_table(
-        pa.table({"item": items, "tags": tags, "weight": np.sqrt(items)}),
-        folder / "items.parquet",
-    )
 
 
 def write_shown_raw(root: Path) -> None:
@@ -416,47 +363,6 @@ def test_what_is_known_of_users_and_items_is_said_as_their_files_say_it(
     assert nobody["income"][0] == pytest.approx(np.mean(users["income"]))
 
 
-def test_fractions_of_labelled_rows_are_said_as_the_file_says_them(
-    recommended: dict[str, Any], root: Path
-) -> None:
-    del recommended
-    bundle = Bundle.load(root / "bundle-labelled")
-    assert bundle.query.columns.raw == {
-        "user_id": "int64",
-        "hour": "int64",
-        "price": "float64",
-    }
-    price = pq.read_table(root / "labelled" / "test.parquet")["price"].to_numpy()
-    vectors = bundle.query.embed(
-        {"user_id": [1, 1], "hour": [3, 3], "price": [price[0], price[0] + 1e-3]}
-    )
-    assert float(np.abs(vectors[0] - vectors[1]).max()) < 1e-3
-
-
-@pytest.mark.parametrize("name", ["shown", "shown_ncf"])
-def test_what_describes_the_shown_item_is_in_the_catalogue_and_not_in_requests(
-    name: str, recommended: dict[str, Any], root: Path
-) -> None:
-    bundle = Bundle.load(root / f"bundle-{name}")
-    assert set(bundle.query.columns.raw) == {"user_id", "user_age", "hour"}
-    assert set(bundle.candidate.columns.raw) == {
-        "item_id",
-        "item_price",
-        "item_discount",
-        "tags",
-        "weight",
-    }
-    assert bundle.users is not None
-    assert bundle.users.features(3)["user_age"] == pytest.approx([23.5])
-    scorer, served = Scorer(bundle), []
-    for row in pq.read_table(root / "shown" / "test.parquet").to_pylist():
-        # the age of a user who is known is known, too
-        user = {"user_id": row["user"], "hour": row["hour"]}
-        (score,) = scorer.score(ScoreRequest(user=user, items=[row["item"]])).scores
-        served.append(score)
-    assert served == pytest.approx(recommended[name], abs=1e-5), "served equals trained"
-
-
 @pytest.mark.parametrize("name", ["shown_raw", "shown_raw_ncf"])
 def test_text_dates_and_missing_values_of_the_shown_item_are_served_as_they_were_trained(
     name: str, recommended: dict[str, Any], root: Path
@@ -558,23 +464,6 @@ def refused(runtime: Runtime, root: Path) -> tuple[str, str]:
         except ValueError as error:
             messages.append(str(error))
     return messages[0], messages[1]
-
-
-def refused_task(runtime: Runtime) -> str:
-    job = dataclasses.replace(
-        load_recipe("two_tower"), task=lambda data: SimpleNamespace(data=data)
-    )
-    with pytest.raises(ValueError) as error:
-        load_task(job, runtime)
-    return str(error.value)
-
-
-def test_what_is_no_task_is_refused_by_name() -> None:
-    (message,) = run_ranks(refused_task, 1)
-    assert message == (
-        "recipe 'two_tower': its task returned a SimpleNamespace; derive it from torchx_apps.tasks.task.Task, which "
-        "has defaults for what it does not say"
-    )
 
 
 def test_a_task_that_cannot_be_served_is_refused_with_its_reason(
@@ -832,9 +721,3 @@ def test_a_bundle_is_not_replaced_unasked(
 class TestValid(ComponentTestCase):
     def test_export(self) -> None:
         self.validate(serve, "export")
-
-
-def test_the_component_names_run_and_bundle() -> None:
-    words = ["--overwrite", "--out", "b", "--index", "HNSW32"]
-    (role,) = serve.export(*words, run="runs/a").roles
-    assert role.args == ["-m", "torchx_apps.export", "runs/a", *words]

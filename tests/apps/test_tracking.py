@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from torchx.cli.cmd_tracker import CmdTracker
+from torchx.tracker.backend.fsspec import create
 
 from tests.small_sets import write_ml_100k
 from torchx_apps.jobs.tracking import Tracking, tracked
@@ -156,8 +157,6 @@ def test_torchx_tracker_lists_runs_settings_figures_and_artifacts(
 def test_a_tracker_that_fails_later_is_one_warning(
     folder: Path, fsspec_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchx.tracker.backend.fsspec import create
-
     configure(
         monkeypatch,
         {f"{__name__}:Failing": tmp_path / "calls", "fsspec": fsspec_config},
@@ -234,148 +233,90 @@ PLANTED = {
 }
 
 
+def ran(*words: str, cwd: Path | None = None, **variables: str) -> None:
+    """Runs a command; TorchX starts torchrun by name."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **variables}
+    done = subprocess.run(
+        words, cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.launch
 @pytest.mark.slow
 def test_every_member_of_a_job_is_a_run(tmp_path: Path, fsspec_config: Path) -> None:
-    from torchx.tracker.backend.fsspec import create
-
     (tmp_path / ".torchxconfig").write_text(
         f"[torchx:tracker]\nfsspec =\n[tracker:fsspec]\nconfig = {fsspec_config}\n"
     )
-    torchx_run = [
-        str(Path(sys.executable).parent / "torchx"),
-        "run",
-        "-s",
-        "local_cwd",
-        "rec.train.networks",
-    ]
-    words = [*torchx_run, "--vary", "train.seed", "0", "1", "--", "--run_dir", "out"]
-    for key, value in {**PLANTED, "train.compile": "off"}.items():
-        words += [f"--{key}", str(value)]
-    # TorchX starts torchrun by name.
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path}
-    done = subprocess.run(
-        words,
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = "torchx run -s local_cwd rec.train.networks --vary train.seed 0 1 --"
+    flags = {**PLANTED, "train.compile": "off", "run_dir": "out"}
+    given = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+    ran(*words.split(), *given, cwd=tmp_path)
     tracker = create(str(fsspec_config))
     runs = sorted(tracker.run_ids())
-    (job,) = {run.rpartition("/")[0] for run in runs}
-    assert job.startswith("local_cwd://torchx/")
     assert [run.rpartition("/")[2] for run in runs] == ["seed=0", "seed=1"]
+    assert len({run.rpartition("/")[0] for run in runs}) == 1
     for seed, run in enumerate(runs):
-        summary = json.loads(
-            (tmp_path / "out" / f"seed={seed}" / "summary.json").read_text()
-        )
+        folder = tmp_path / "out" / f"seed={seed}"
+        summary = json.loads((folder / "summary.json").read_text())
         known = tracker.metadata(run)
         assert known["train.seed"] == seed
         assert known["test.hr@10"] == summary["test"]["hr@10"]
-        assert tracker.artifacts(run)["run_folder"].path == str(
-            tmp_path / "out" / f"seed={seed}"
-        )
+        assert tracker.artifacts(run)["run_folder"].path == str(folder)
 
 
 @pytest.mark.slow
 @pytest.mark.launch
-def test_preprocessing_and_export_are_runs(
+def test_preprocessing_training_and_export_are_runs(
     tmp_path: Path, fsspec_config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchx.tracker.backend.fsspec import create
-
     write_ml_100k(tmp_path)
-    configure(monkeypatch, {"fsspec": fsspec_config}, OMP_NUM_THREADS="1")
+    configure(monkeypatch, {"fsspec": fsspec_config})
     out = tmp_path / "out"
+    data, run, bundle = (str(out / name) for name in ("data", "run", "bundle"))
     commands: dict[str, list[str]] = {
-        "preprocess": [
-            f"--config.folder={tmp_path / 'ml-100k'}",
-            f"--out={out / 'data'}",
-        ],
+        "preprocess": [f"--config.folder={tmp_path / 'ml-100k'}", f"--out={data}"],
         "train": [
-            "--recipe=stream",
-            f"--run_dir={out / 'run'}",
-            f"--data.name={out / 'data'}",
-            "--train.epochs=1",
-            "--train.compile=off",
+            *("--recipe=stream", f"--run_dir={run}", f"--data.name={data}"),
+            *("--train.epochs=1", "--train.compile=off"),
         ],
-        "export": [str(out / "run"), f"--out={out / 'bundle'}"],
+        "export": [run, f"--out={bundle}"],
+        "embed": [
+            *(bundle, f"--out={out / 'vectors'}", "--tower=candidate"),
+            *(f"--catalogue={data}/raw/items.parquet", "--id=item_id"),
+        ],
     }
     for app, flags in commands.items():
-        done = subprocess.run(
-            [sys.executable, "-m", f"torchx_apps.{app}", *flags],
-            env=os.environ
-            | {"TORCHX_JOB_ID": RUN if app == "train" else f"{RUN}/{app}"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        words = [sys.executable, "-m", f"torchx_apps.{app}", *flags]
+        ran(*words, TORCHX_JOB_ID=f"{RUN}/{app}")
     tracker = create(str(fsspec_config))
-    assert set(tracker.run_ids()) == {RUN, f"{RUN}/preprocess", f"{RUN}/export"}
-    summary = json.loads((out / "data" / "summary.json").read_text())
-    known = tracker.metadata(f"{RUN}/preprocess")
-    paths = tracker.artifacts(f"{RUN}/preprocess")
-    assert known["config.folder"] == str(tmp_path / "ml-100k")
+    assert set(tracker.run_ids()) == {f"{RUN}/{app}" for app in commands}
+
+    def written(name: str) -> Any:
+        return json.loads((out / name).read_text())
+
+    known = {app: tracker.metadata(f"{RUN}/{app}") for app in commands}
+    summary = written("data/summary.json")
     for name in ("rows", "vocab", "missing"):
         assert summary[name]
-        assert {key: known[f"{name}.{key}"] for key in summary[name]} == summary[name]
-    assert paths["data"].path == str(out / "data")
-    assert {"preprocessor", "summary.json"} <= set(paths)
-    manifest = json.loads((out / "bundle" / "manifest.json").read_text())
-    known, paths = tracker.metadata(f"{RUN}/export"), tracker.artifacts(f"{RUN}/export")
-    assert (known["run"], known["store"]) == (str(out / "run"), "fp32")
-    assert known["bundle.items"] == manifest["content"]["coverage"]["items"]
-    assert (
-        known["bundle.greatest_difference"]
-        == manifest["certificate"]["parity"]["greatest_difference"]
-    )
-    assert paths["bundle"].path == str(out / "bundle")
-    assert (
-        tracker.metadata(RUN)["test.auc"]
-        == json.loads((out / "run" / "summary.json").read_text())["test"]["auc"]
-    )
-    words = [
-        sys.executable,
-        "-m",
-        "torchx_apps.embed",
-        str(out / "bundle"),
-        f"--out={out / 'vectors'}",
-    ]
-    done = subprocess.run(
-        [*words, "--tower=query"], capture_output=True, text=True, check=False
-    )
-    assert (
-        "the bundle knows its users, and not 'timestamp', which each request gives"
-        in done.stderr
-    )
-    words += [
-        "--tower=candidate",
-        f"--catalogue={out / 'data/raw/items.parquet'}",
-        "--id=item_id",
-    ]
-    done = subprocess.run(
-        words,
-        env=os.environ | {"TORCHX_JOB_ID": "embed-1"},
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert tracker.metadata("embed-1")["store"].startswith(
-        f"store: {out / 'vectors'} ("
-    )
-    assert tracker.artifacts("embed-1")["store"].path == str(out / "vectors")
+        figures = {key: known["preprocess"][f"{name}.{key}"] for key in summary[name]}
+        assert figures == summary[name]
+    assert known["train"]["test.auc"] == written("run/summary.json")["test"]["auc"]
+    records = (out / "run/metrics.jsonl").read_text().splitlines()
+    for record in (each for each in map(json.loads, records) if each["kind"] == "eval"):
+        assert known["train"][f"eval.auc at step {record['step']}"] == record["auc"]
+    manifest = written("bundle/manifest.json")
+    assert known["export"]["bundle.items"] == manifest["content"]["items"]["rows"]
+    expected = {"preprocess": ("data", data), "train": ("run_folder", run)}
+    expected |= {"export": ("bundle", bundle), "embed": ("store", str(out / "vectors"))}
+    for app, (name, path) in expected.items():
+        assert tracker.artifacts(f"{RUN}/{app}")[name].path == path
 
 
 def test_a_job_that_fails_is_a_run_with_its_error(
     tmp_path: Path, fsspec_config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchx.tracker.backend.fsspec import create
-
     configure(monkeypatch, {"fsspec": fsspec_config})
     with (
         pytest.raises(ValueError, match="no such column"),
@@ -385,40 +326,4 @@ def test_a_job_that_fails_is_a_run_with_its_error(
     assert create(str(fsspec_config)).metadata(RUN) == {
         "a.b": 1,
         "error": "no such column: user",
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.launch
-def test_a_trained_run_is_in_its_tracker(
-    tmp_path: Path, fsspec_config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torchx.tracker.backend.fsspec import create
-
-    configure(monkeypatch, {"fsspec": fsspec_config}, OMP_NUM_THREADS="1")
-    words = [
-        sys.executable,
-        "-m",
-        "torchx_apps.train",
-        "--run_dir",
-        str(tmp_path / "out"),
-        "--train.compile=off",
-    ]
-    words += [f"--{key}={value}" for key, value in PLANTED.items()]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    known = create(str(fsspec_config)).metadata(RUN)
-    assert known["test.hr@10"] == summary["test"]["hr@10"]
-    assert known["data.users"] == 60
-    records = [
-        json.loads(line)
-        for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    ]
-    for record in (record for record in records if record["kind"] == "eval"):
-        assert known[f"eval.auc at step {record['step']}"] == record["auc"]
-    assert set(create(str(fsspec_config)).artifacts(RUN)) >= {
-        "run_folder",
-        "checkpoints",
-        "training.png",
     }

@@ -19,7 +19,7 @@ from torchx.specs.builders import materialize_appdef
 from torchx_apps import compare as compare_app
 from torchx_apps import train, train_networks
 from torchx_apps.networks.members import fair_threads, members_of
-from torchx_apps.networks.report import Result, best_of, compare, differing, draw, table
+from torchx_apps.networks.report import Result, best_of, differing, table
 
 TINY = [
     "--data.name=planted",
@@ -163,16 +163,6 @@ def test_slurm_gets_a_part_of_one_job_for_each_member() -> None:
     assert script.count("/runs/grid/seed=") == 2
 
 
-@pytest.mark.unit
-def test_a_member_needs_its_name_and_those_of_the_others(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert train_networks.main(["--train.seed", "1"]) == 1
-    error = capsys.readouterr().err
-    assert "start a grid by torchx run rec.train.networks" in error
-    assert "Traceback" not in error
-
-
 def result(
     name: str,
     auc: float,
@@ -244,33 +234,6 @@ def test_a_figure_that_should_fall_is_best_where_it_is_least() -> None:
     assert best.name == "b"
 
 
-@pytest.mark.unit
-def test_the_picture_has_a_line_or_a_bar_for_each_member_and_names_the_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[Any] = []
-
-    def save(figure: Any, path: Path) -> None:
-        drawn.append(figure)
-        path.write_text("")
-
-    monkeypatch.setattr("torchx_apps.networks.report.save_figure", save)
-    draw(tmp_path / "networks.png", [result("a", 0.7), result("b", 0.8)])
-    loss, auc = drawn[0].axes
-    assert (len(loss.lines), len(auc.lines)) == (2, 2)
-    assert drawn[0].get_suptitle() == "best of 2: b, validation auc 0.8000"
-    losses = [{"epoch": 1, "step": step, "loss": 1 / step} for step in (1, 2)]
-    once = []
-    for name, auc in (("a", 0.7), ("b", 0.8)):
-        validation = [{"epoch": 1, "auc": auc}]
-        once.append(Result(name=name, epochs=1, validation=validation, loss=losses))
-    draw(tmp_path / "networks.png", once)
-    lines, bars = drawn[1].axes
-    assert [len(line.get_xdata()) for line in lines.lines] == [2, 2]
-    assert [bar.get_height() for bar in bars.patches] == [0.7, 0.8]
-    assert not bars.lines
-
-
 def write_run(path: Path, seed: int, auc: float, *, ended: bool = True) -> None:
     """A run folder as a training writes it."""
     path.mkdir(parents=True)
@@ -328,16 +291,6 @@ def test_what_is_no_run_is_refused_and_runs_of_two_folders_need_a_third(
     assert "say where the table goes: --out FOLDER" in capsys.readouterr().err
     assert compare_app.main([*runs, "--out", str(tmp_path / "c")]) == 0
     assert (tmp_path / "c" / "results.txt").exists()
-
-
-@pytest.mark.unit
-def test_one_that_has_not_begun_is_noted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_run(tmp_path / "one", 0, 0.6)
-    best = compare([tmp_path / "one", tmp_path / "two"], tmp_path)
-    assert best is not None
-    assert f"note: {tmp_path / 'two'}: has not begun" in capsys.readouterr().out
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -25,7 +25,6 @@ from torchrec_ext.capture.executors import (
     StepExecutor,
     as_it_is,
     cuda_graph,
-    engine_for,
     inductor,
     traced,
 )
@@ -457,33 +456,6 @@ def test_batches_of_another_size_are_captured_too_and_learn_the_same() -> None:
     assert counts["auto"] == 4
     assert farthest(before, after) < 1e-4
     assert farthest(before, patient) < 1e-4
-
-
-@pytest.mark.unit
-def test_a_missing_compiler_is_told() -> None:
-    # monkeypatch would delete the setting at the end, and nothing could be compiled in
-    # this process any more
-    none = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
-    with (
-        none,
-        pytest.raises(
-            CannotCaptureError, match=r"no C\+\+ compiler; install g\+\+ or clang"
-        ),
-    ):
-        engine_for(torch.device("cpu"))
-
-
-@pytest.mark.unit
-def test_a_compile_cache_that_cannot_be_written_is_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    with pytest.raises(
-        CannotCaptureError,
-        match=r"the compile cache '.*file/cache' cannot be written .*TORCHINDUCTOR_CACHE_DIR",
-    ):
-        engine_for(torch.device("cpu"))
 
 
 def as_traced(step: Any, memory: list[Tensor], inputs: list[Tensor]) -> Any:

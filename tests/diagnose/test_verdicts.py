@@ -55,13 +55,6 @@ def test_a_cause_is_the_first_finding_of_its_facts_and_the_only_fault(
     assert any(letter.isdigit() for letter in evidence[0])
 
 
-@pytest.mark.parametrize("title", LINES)
-def test_what_a_line_does_is_said_in_the_title_of_your_line(title: str) -> None:
-    diagnosis = Diagnosis(LINES[title])
-    assert diagnosis.verdict == "your_line"
-    assert title in str(diagnosis).splitlines()[0]
-
-
 def test_every_verdict_stands_in_the_table_for_users() -> None:
     page = (Path(__file__).parents[2] / "docs" / "why_slow.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
@@ -84,19 +77,6 @@ def test_lines_to_paste_are_statements_over_the_names_of_a_training(name: str) -
         read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         builtins = {"next", "iter", "step"}
         assert read <= known | imported | builtins
-
-
-def test_nothing_is_wrong_with_a_step_that_is_its_products() -> None:
-    diagnosis = Diagnosis(HEALTHY)
-    assert diagnosis.verdict == "products"
-    assert not diagnosis.findings
-    assert (
-        str(diagnosis)
-        .splitlines()[0]
-        .endswith(
-            "nothing is wrong, the step is its own work: 96% of an iteration are matrix products"
-        )
-    )
 
 
 def test_a_step_that_a_trial_makes_faster_is_not_called_right() -> None:
@@ -137,13 +117,6 @@ def test_facts_that_lack_experiments_give_fewer_findings_and_no_error(
         json.loads(diagnosis.to_json())
 
 
-def test_an_optimizer_that_takes_sparse_gradients_is_kept() -> None:
-    recorded = dataclasses.replace(RECORDED["untouched_rows"], optimizers=("SGD",))
-    text = " ".join(str(Diagnosis(recorded)).split())
-    assert "SparseAdam" not in text
-    assert "12,400,000 rows, of which a step reads at most 1,024" in text
-
-
 def trial(recorded: Facts, name: str) -> Trial:
     (made,) = (each for each in trials(recorded) if each.name.startswith(name))
     return made
@@ -172,17 +145,6 @@ def test_a_trial_is_the_ratio_of_paired_rounds(
     gain = trial(recorded, name).gain
     assert gain.middle == pytest.approx(middle, rel=0.01)
     assert gain.helps == helps
-
-
-def test_what_was_not_run_has_no_row() -> None:
-    recorded = facts({"step": 10.0})
-    assert trials(recorded) == ()
-    assert "what was tried" not in str(Diagnosis(recorded))
-
-
-def test_a_worker_for_rows_in_memory_says_why_it_does_not_help() -> None:
-    worker = trial(RECORDED["loader_rows"], "a loader worker")
-    assert "the rows are in memory" in worker.why
 
 
 def test_drift_of_the_machine_cancels_and_noise_of_a_variant_widens() -> None:
@@ -355,17 +317,6 @@ def test_a_loader_that_collates_for_long_is_not_read_row_by_row() -> None:
     assert ROWS.dataset in by_row.evidence[1]
 
 
-def test_a_loop_that_raises_later_is_a_verdict_of_its_own() -> None:
-    diagnosis = Diagnosis(
-        dataclasses.replace(
-            HEALTHY, not_measured={"loop": "ValueError: 3001 steps (train.py:9)"}
-        )
-    )
-    assert diagnosis.verdict == "loop failed"
-    page = " ".join(str(diagnosis).split())
-    assert "it raised ValueError: 3001 steps (train.py:9)" in page
-
-
 def test_launches_on_a_device_are_the_gaps_between_its_kernels() -> None:
     """868 ops of 5 us are all of a step of 4.4 ms; the device runs kernels for 80 % of it."""
     recorded = RECORDED["launches"]
@@ -455,17 +406,6 @@ def test_ranks_that_only_exchange_wait_for_none_of_them() -> None:
     calm = [dataclasses.replace(each, blocked_s=1e-4) for each in waits]
     assert Diagnosis(Facts(ranks=calm)).verdict == "products"
     assert str(Diagnosis(Facts(ranks=calm), rank=1)) == ""
-
-
-def test_one_reason_for_several_missing_experiments_is_one_line() -> None:
-    missing = {
-        "bf16": "a round takes 9 s already",
-        "quadruple": "a round takes 9 s already",
-        "worker": "no DataLoader",
-    }
-    page = str(Diagnosis(facts(steps(5.0), not_measured=missing)))
-    lines = "   bf16, quadruple: a round takes 9 s already\n   worker: no DataLoader"
-    assert lines in page
 
 
 def test_the_json_holds_what_the_page_says() -> None:

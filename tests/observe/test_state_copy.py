@@ -202,51 +202,6 @@ def test_what_a_step_reaches_is_reached() -> None:
     assert state.bytes > 0
 
 
-def test_an_iterator_that_the_step_holds_is_named() -> None:
-    batches = iter([1, 2])
-
-    def step() -> int:
-        return next(batches)
-
-    (note,) = StateCopy(step).notes
-    assert "list_iterator" in note
-    assert "not rewound" in note
-
-
-@pytest.mark.slow
-def test_a_step_that_was_adopted_for_a_proof_leaves_model_optimizer_and_hooks_as_they_were() -> (
-    None
-):
-    torch.set_num_threads(1)
-    model = nn.Sequential(nn.Embedding(200_000, 8), nn.Linear(8, 1))
-    loss_fn = nn.BCEWithLogitsLoss()
-    optimizer = torch.optim.Adam(model.parameters())
-    batches = [(torch.randint(200_000, (256,)), torch.ones(256, 1)) for _ in range(8)]
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    diagnosis = why_slow(
-        model,
-        optimizer,
-        lambda x, y: loss_fn(model(x), y),
-        batches,
-        budget_s=5,
-        apply=True,
-    )
-    assert diagnosis.proof[-1].remedy.startswith("adopt: the step captured")
-    assert (
-        diagnosis.kept[-1][0]
-        .splitlines()[1]
-        .startswith("step = adopt(model, optimizer, loss)")
-    )
-    assert all(
-        parameter.equal(kept)
-        for parameter, kept in zip(model.parameters(), before, strict=True)
-    )
-    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
-    assert not optimizer.state
-    assert not optimizer._optimizer_state_dict_pre_hooks
-    assert not optimizer._optimizer_load_state_dict_post_hooks
-
-
 def test_tables_that_no_tensor_holds_are_named() -> None:
     class SSDTableBatchedEmbeddingBags(nn.Module):
         """As FBGEMM's class is called, whose rows lie in RocksDB."""

@@ -150,43 +150,6 @@ class Attentive(nn.Module):
         return (logit + self.bias(item)).squeeze(-1)
 
 
-class Bags(nn.Module):
-    """An EmbeddingBagCollection over a KeyedJaggedTensor that forward makes of the columns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        tables = [
-            EmbeddingBagConfig(
-                name="users",
-                feature_names=["user"],
-                num_embeddings=USERS,
-                embedding_dim=D,
-            ),
-            EmbeddingBagConfig(
-                name="films",
-                feature_names=["item", "history"],
-                num_embeddings=ITEMS,
-                embedding_dim=D,
-            ),
-        ]
-        self.bags = EmbeddingBagCollection(tables=tables)
-        self.user = nn.Linear(2 * D, D)
-        self.item = nn.Linear(D + 1, D)
-
-    def forward(
-        self, user: Tensor, history: Tensor, item: Tensor, price: Tensor
-    ) -> Tensor:
-        keys = ["user", "history", "item"]
-        values = torch.cat([user, history.flatten(), item])
-        ones = torch.ones_like(user)
-        lengths = torch.cat([ones, ones * history.shape[1], ones])
-        pooled = self.bags(KeyedJaggedTensor(keys, values, lengths=lengths)).to_dict()
-        query = self.user(torch.cat([pooled["user"], pooled["history"]], 1))
-        return (query * self.item(torch.cat([pooled["item"], price[:, None]], 1))).sum(
-            1
-        )
-
-
 class Case(NamedTuple):
     model: Callable[[], nn.Module]
     query: list[str]
@@ -201,7 +164,6 @@ CASES = {
     "sessions": Case(Sessions, ["history"], ["item", "price"], product=True),
     "offsets": Case(Biased, ["user"], ["item"]),
     "attention": Case(Attentive, ["history"], ["item"]),
-    "bags": Case(Bags, ["user", "history"], ["item", "price"], product=True),
 }
 DRAW = np.random.default_rng(0)
 COLUMNS: dict[str, Any] = {

@@ -141,18 +141,3 @@ def test_someone_new_has_a_form_of_the_columns(tmp_path: Path) -> None:
         dom = shown(running, "/", tmp_path / "profile")
     assert re.findall(r'<label for="feature-(\w+)">', dom) == ["user", "history", "age"]
     assert "10 recommendations for someone new" in status_of(dom)
-
-
-def test_a_token_is_asked_for(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("a token of this test")
-    with serving(folder, f"--token-file={tmp_path / 'token'}") as running:
-        dom = shown(running, "/", tmp_path)
-    assert "This server asks for a token" in dom
-
-
-def test_the_interface_is_described(running: Server, tmp_path: Path) -> None:
-    dom = shown(running, "/docs", tmp_path)
-    for said in ("POST /v1/recommend", "user.history", "filter.year", "GET /readyz"):
-        assert said in dom
-    answer = re.findall(r'<pre class="answer">(.*?)</pre>', dom, re.DOTALL)
-    assert any('"items"' in each for each in answer)

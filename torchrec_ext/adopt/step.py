@@ -229,8 +229,8 @@ class AdoptedStep:
             )
         if self._resident is None or self._resident.rows is not rows:
             self._resident = RowsOnDevice(rows, self._user_step.device)
-        for step in rows.steps():
-            yield self._train(DrawnBatch(self._resident, step.indices, step.draws))[0]
+        for batch in self._resident.batches():
+            yield self._train(batch)[0]
 
     def _train(self, batch: AnyBatch) -> tuple[Tensor, Any]:
         if self._broken:
