@@ -4,33 +4,38 @@
 
 `adopted ...`: the network of plain_ncf.py (75 k and 12.45 M parameters) under dense Adam, on batches of the GPU, 1,280
 and 16,384 rows. `as written` is Adam by default, `fused Adam` takes fused=True, `torch.compile` also compiles forward
-and loss with mode="reduce-overhead". Recipes train `two_tower` on generated data, in turn without the part and with it;
-`quality` has the figures of both models. Without a GPU all of it runs on the CPU, which says nothing of a GPU.
+and loss with mode="reduce-overhead", `by hand` is one CUDA graph of eager kernels with fused Adam. `combined` adopts
+with inductor's combo_kernels. `drawn ...`: the adopted step draws its negatives and takes its rows itself, against
+torch.compile on batches that are ready; `epoch_s`, of 18.24 M instances. `wide ...`: 26 tables of 100,000 x 64 under an
+MLP, in fp32, tf32 and bf16. Rows of NCF and `wide` need torch alone. Recipes train `two_tower`, in turn without the
+part and with it; `quality` has the figures of both. Without a GPU all runs on the CPU, which says nothing of a GPU.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
+import itertools
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from harness import command_line, output, row
-from plain_ncf import CONTEXT, SHAPES, PlainNCF
-from torch import Tensor, nn
+from plain_ncf import CONTEXT, NEGATIVES, SHAPES, PlainNCF, positives
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
-from torchrec_ext.adopt import adopt
+from torchrec_ext.adopt import Rows, Uniform, adopt
+from torchrec_ext.capture import executors
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 DEVICE = "cuda" if GPUS else "cpu"
-FORMS = ("as written", "fused Adam", *(["torch.compile"] if GPUS else []))
+FORMS = ("as written", "fused Adam", *(["torch.compile", "by hand"] if GPUS else []))
 SECONDS = 1.0  # of a turn
-Batch = tuple[Tensor, ...]
-Step = Callable[..., object]
 
 
 def batches(shape, rows):
@@ -46,30 +51,62 @@ def batches(shape, rows):
     return made
 
 
-def step_of(form, shape):
-    """Returns a step of the network in one form."""
-    torch.manual_seed(0)
-    model = PlainNCF(shape.users, shape.items).to(DEVICE)
+def step_of(form, model, *, autocast=nullcontext):
+    """Returns a step of a network, whose last argument is the label, in one form."""
     criterion = nn.BCEWithLogitsLoss()
+    fused = form in ("fused Adam", "torch.compile", "by hand")
     optimizer = torch.optim.Adam(
-        model.parameters(), 1e-3, fused=form in ("fused Adam", "torch.compile")
+        model.parameters(), 1e-3, fused=fused, capturable=form == "by hand"
     )
 
-    def loss(user, item, context, label):
-        return criterion(model(user, item, context), label)  # type: ignore[no-any-return]
+    def loss(*batch):
+        return criterion(model(*batch[:-1]), batch[-1])
 
-    if form == "adopted":
-        return adopt(model, optimizer, loss, compile="require")
+    if form in ("adopted", "combined"):
+        executors._INDUCTOR["cuda"]["combo_kernels"] = form == "combined"
+        return adopt(model, optimizer, loss, autocast=autocast, compile="require")
     forward = (
         torch.compile(loss, mode="reduce-overhead") if form == "torch.compile" else loss
     )
 
     def step(*batch):
-        optimizer.zero_grad()
-        forward(*batch).backward()
+        optimizer.zero_grad(set_to_none=form != "by hand")
+        with autocast():
+            value = forward(*batch)
+        value.backward()
         optimizer.step()
 
-    return step
+    return by_hand(step) if form == "by hand" else step
+
+
+def by_hand(step):
+    """Returns a step as one CUDA graph, captured with its first batch."""
+    held = []
+
+    def replay(*batch):
+        if not held:
+            held.extend(each.clone() for each in batch)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    step(*held)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step(*held)
+            held.append(graph)
+        for buffer, each in zip(held, batch, strict=False):
+            buffer.copy_(each)
+        held[-1].replay()
+
+    return replay
+
+
+def ncf(shape):
+    """Returns the network of plain_ncf.py."""
+    torch.manual_seed(0)
+    return PlainNCF(shape.users, shape.items).to(DEVICE)
 
 
 def microseconds(step, given, seconds):
@@ -90,11 +127,18 @@ def _wait():
         torch.cuda.synchronize()
 
 
-def adopted(name, rows, options):
-    """Times the adopted step and each other form, in turn."""
-    shape = SHAPES[name]
-    given = batches(shape, 64 if options.quick else rows)
-    steps = {form: step_of(form, shape) for form in ("adopted", *FORMS)}
+def kernels(step, batch):
+    """Returns the number of kernels of a step on a GPU, by torch.profiler; None on a CPU."""
+    if not GPUS:
+        return None
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step(*batch)
+        _wait()
+    return len(profiler.events())
+
+
+def compared(what, steps, given, options, **more):
+    """Times steps on the same batches in turn, and yields the first against each other."""
     times = {form: [] for form in steps}
     for step in steps.values():
         for batch in given:
@@ -103,16 +147,86 @@ def adopted(name, rows, options):
     for _ in range(options.turns):
         for form, step in steps.items():
             times[form].append(microseconds(step, given, seconds))
-    for form in FORMS:
-        what = f"adopted {name}, {rows:,} rows, against {form} ({DEVICE})"
-        yield row(what, times["adopted"], "us/step", baseline=times[form])
+    ours, *others = steps
+    more["kernels"] = kernels(steps[ours], given[0])
+    for form in others:
+        name = f"{what}, against {form} ({DEVICE})"
+        yield row(name, times[ours], "us/step", baseline=times[form], **more)
+
+
+def adopted(name, rows, options):
+    """Times the adopted step and each other form, in turn."""
+    shape = SHAPES[name]
+    given = batches(shape, 64 if options.quick else rows)
+    forms = ("adopted", *FORMS, *(["combined"] if GPUS else []))
+    steps = {form: step_of(form, ncf(shape)) for form in forms}
+    yield from compared(f"adopted {name}, {rows:,} rows", steps, given, options)
+
+
+def drawn(name, rows, options):
+    """Times adopted steps that draw their negatives, against those of torch.compile that are given batches."""
+    shape = SHAPES[name]
+    user, item, context = positives(shape)
+    negatives = Uniform(
+        range(1, shape.items + 1), draws=NEGATIVES, exclude=("user", "item")
+    )
+    columns = {"user": user, "item": item, "context": context}
+    size = 64 if options.quick else rows // (1 + NEGATIVES)
+    held = Rows(columns, size, negatives=negatives, drop_last=True)
+    step = step_of("adopted", ncf(shape))
+    epochs = itertools.chain.from_iterable(step.epoch(held) for _ in itertools.count())
+    steps = {
+        "drawn": lambda *_: next(epochs),
+        FORMS[-2]: step_of(FORMS[-2], ncf(shape)),
+    }
+    what = f"drawn {name}, {rows:,} rows"
+    for made in compared(what, steps, batches(shape, size * (1 + NEGATIVES)), options):
+        yield made | {"epoch_s": made["ours"] * 18.24 / rows}
+
+
+class Wide(nn.Module):
+    """26 tables and an MLP."""
+
+    def __init__(self, ids):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(ids, 64) for _ in range(26))
+        layers = []
+        for before, after in itertools.pairwise((26 * 64, 1024, 512, 256)):
+            layers += [nn.Linear(before, after), nn.ReLU()]
+        self.mlp = nn.Sequential(*layers, nn.Linear(256, 1))
+
+    def forward(self, ids):
+        """Returns (B,) logits of (B, 26) ids."""
+        columns = ids.split(1, 1)
+        vectors = [
+            table(each) for table, each in zip(self.tables, columns, strict=True)
+        ]
+        return self.mlp(torch.cat(vectors, 1)).squeeze(1)
+
+
+def wide(precision, options):
+    """Times the wide network in one precision, adopted and by torch.compile."""
+    ids, rows = (100, 64) if options.quick else (100_000, 16_384)
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    autocast = nullcontext
+    if precision == "bf16":
+        autocast = functools.partial(torch.autocast, DEVICE, torch.bfloat16)
+    given = [
+        (torch.randint(ids, (rows, 26), device=DEVICE), torch.rand(rows, device=DEVICE))
+        for _ in range(4)
+    ]
+    steps = {}
+    for form in ("adopted", FORMS[-2]):
+        torch.manual_seed(0)
+        steps[form] = step_of(form, Wide(ids).to(DEVICE), autocast=autocast)
+    for made in compared(f"wide, {precision}", steps, given, options):
+        yield made | {"rows_per_s": 1e6 * rows / made["ours"]}
 
 
 HERE = {"loader.device": DEVICE}
 EAGER, CAPTURED = {"train.compile": "off"}, {"train.compile": "require"}
 # settings without the part and with it, and the ranks of the run with it
 PARTS = {
-    "resident data": (EAGER, EAGER | HERE, 1),
     "captured steps": (EAGER | HERE, CAPTURED | HERE, 1),
 }
 if GPUS > 1:
@@ -158,7 +272,16 @@ ROWS = {
     for name in SHAPES
     for rows in (1_280, 16_384)
 }
-ROWS |= {name: functools.partial(recipe, name) for name in PARTS}
+ROWS |= {
+    f"drawn {name}, {rows:,} rows": functools.partial(drawn, name, rows)
+    for name in SHAPES
+    for rows in (1_280, 16_384)
+}
+ROWS |= {
+    f"wide, {each}": functools.partial(wide, each) for each in ("fp32", "tf32", "bf16")
+}
+if importlib.util.find_spec("torchrec"):
+    ROWS |= {name: functools.partial(recipe, name) for name in PARTS}
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
+import importlib.util
 import itertools
 import json
 import logging
@@ -86,6 +87,7 @@ def command_line(
     versions = {
         name: importlib.metadata.version(name)
         for name in ("torch", "torchrec", *packages.split())
+        if importlib.util.find_spec(name.partition("-")[0])
     }
     print(json.dumps({"versions": versions, "rows": made}))
 

@@ -61,7 +61,7 @@ def test_the_device_and_captured_steps_keep_cudas_rules() -> None:
 
 
 @pytest.mark.slow(minutes=2)
-@pytest.mark.parametrize("law", ["waits", "losses", "adopted", "order"])
+@pytest.mark.parametrize("law", ["waits", "losses", "adopted", "order", "kernels"])
 def test_the_law_holds(law: str) -> None:
     check(str(LAWS / f"{law}.py"))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import importlib.util
 import inspect
 import os
 import platform
@@ -26,6 +25,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchrec_ext.capture import update_rules
 from torchrec_ext.capture.dropout import with_hashed_dropout
 from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.observe.ops import tensors_in, waits_for_device
@@ -36,8 +36,15 @@ from torchrec_ext.observe.user_lines import first_line, raising_line, with_text
 # graph has none. Size checks are off because callers check shapes themselves.
 _INDUCTOR = {
     "cpu": {"cpp_wrapper": True, "size_asserts": False},
-    "cuda": {"triton.cudagraphs": False, "size_asserts": False},
+    "cuda": {
+        "triton.cudagraphs": False,
+        # On the step's own tensors in its first run: not on copies of all tables.
+        "triton.autotune_at_compile_time": False,
+        "size_asserts": False,
+    },
 }
+
+_RUNS = 2  # of a step before its capture
 
 _Step = Callable[..., list[Tensor]]
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -91,11 +98,6 @@ def fused_cuda_graph(step: _Step, memory: list[Tensor], inputs: list[Tensor]) ->
         return _compiled(traced(step, examples), examples)
 
     return cuda_graph(step, memory, inputs, fuse)
-
-
-def is_fused() -> bool:
-    """Whether inductor can fuse kernels of a GPU here: it writes them in Triton."""
-    return importlib.util.find_spec("triton") is not None
 
 
 def unaliased(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -334,9 +336,9 @@ def _captured_graph(
             # so waits are found before it.
             with _RefusesWaits():  # type: ignore[no-untyped-call]
                 step(*tensors)
-            if fuse is not None and is_fused():
+            if fuse is not None and update_rules.HAS_TRITON:
                 step = _fused(step, tensors, fuse)
-            for _ in range(2):
+            for _ in range(_RUNS):
                 step(*tensors)
         torch.cuda.current_stream().wait_stream(stream)
         # cuBLAS keeps a workspace for each stream, whose address goes into the graph.
@@ -361,10 +363,14 @@ def _fused(
 ) -> _Step:
     """Returns the step of fewer kernels, or the step itself with a warning."""
     try:
-        return fuse(tensors)
-    except CannotCaptureError as error:
+        fused = fuse(tensors)
+        fused(*tensors)  # the first run compiles and times its kernels
+        return fused
+    except (
+        Exception
+    ) as error:  # inductor, Triton and the driver below it raise many types
         warnings.warn(
-            f"the kernels of the captured step are torch's own, not fused: {str(error)[:120]}",
+            f"the kernels of the captured step are torch's own, not fused: {first_line(error)[:120]}",
             stacklevel=2,
         )
         return step
@@ -405,7 +411,7 @@ def engine_for(device: torch.device) -> tuple[StepExecutor, str]:
     """
     if device.type == "cuda":
         progress = "capturing the training step as a CUDA graph"
-        if not is_fused():
+        if not update_rules.HAS_TRITON:
             progress += " of torch's own kernels; pip install triton fuses them"
         return fused_cuda_graph, progress
     from torch._inductor.cpp_builder import get_cpp_compiler

@@ -26,6 +26,7 @@ stays as of step s + W; the rest of its product is applied when a row is updated
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -34,6 +35,10 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.distributed.optim.config import Choice
+
+HAS_TRITON = (
+    importlib.util.find_spec("triton") is not None
+)  # in which inductor writes kernels of a GPU
 
 # (values, gradient, state, steps made with this one, learning rate, choice) -> (values,
 # state), all (n, ...) of the same rows.
@@ -172,8 +177,16 @@ def stepped(
 
 
 def has_fused_form(choice: Choice, weight: Tensor, *, table: bool) -> bool:
-    """Whether :func:`fused_adam` makes the step of a parameter; see :func:`stepped`."""
-    if not weight.is_cuda or weight.dtype != torch.float32 or choice.kind != "adam":
+    """Whether :func:`fused_adam` makes the step of a parameter; see :func:`stepped`.
+
+    Where Triton is, inductor fuses the rule itself with what surrounds it.
+    """
+    if (
+        HAS_TRITON
+        or not weight.is_cuda
+        or weight.dtype != torch.float32
+        or choice.kind != "adam"
+    ):
         return False
     # torch's kernels take one decay: that of AdamW or that of Adam.
     if choice.weight_decay and choice.l2:

@@ -1,10 +1,19 @@
 """adopt() on the device, captured, trains as eager steps do on the CPU."""
 
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule
 
-from tests.adopt.test_gpu import CASES, trained
+from tests.adopt.test_gpu import CASES, ITEMS, USERS, Pairs, trained
+from torchrec_ext.adopt import Rows, Uniform, adopt
+from torchrec_ext.adopt.source import RowsOnDevice
+from torchrec_ext.capture import executors, update_rules
 
 # Its autocast is of CUDA.
 ON_CUDA_ONLY = ("bfloat16",)
@@ -30,3 +39,77 @@ def test_a_captured_step_on_the_device_trains_as_an_eager_one_on_the_cpu(
             atol=1e-4,
             msg=what.__add__,
         )
+
+
+@pytest.mark.parametrize("draws_inside", [False, True])
+def test_rows_on_the_device_train_as_those_on_the_cpu(
+    draws_inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = []
+    for device in ("cpu", "cuda"):
+        generator = torch.Generator().manual_seed(1)
+        columns = {
+            "user": torch.randint(USERS, (1000,), generator=generator),
+            "item": torch.randint(ITEMS, (1000,), generator=generator),
+        }
+        negatives = Uniform(ITEMS, draws=4, exclude=("user", "item"))
+        rows = Rows(columns, 64, negatives=negatives, drop_last=True)
+        torch.manual_seed(0)
+        model = Pairs().to(device)
+        on_device = RowsOnDevice(rows, torch.device(device), draws_inside=draws_inside)
+        monkeypatch.setattr(
+            "torchrec_ext.adopt.step.RowsOnDevice", lambda *_, held=on_device: held
+        )
+
+        def loss(
+            user: Tensor, item: Tensor, label: Tensor, model: Pairs = model
+        ) -> Tensor:
+            return F.binary_cross_entropy_with_logits(model(user, item), label)
+
+        step = adopt(
+            model,
+            torch.optim.Adam(model.parameters(), 0.01),
+            loss,
+            rows=rows,
+            compile="require",
+        )
+        losses.append([float(each) for _ in range(3) for each in step.epoch()])
+        assert step.describe().startswith("captured"), step.describe()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:the kernels of the captured step")
+def test_a_step_that_inductor_cannot_fuse_keeps_torchs_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected, _, _ = trained("require", CASES["the loss alone"])
+    monkeypatch.setattr(update_rules, "HAS_TRITON", True)
+    with pytest.warns(UserWarning, match="torch's own, not fused"):
+        losses, _, step = trained("require", CASES["the loss alone"])
+    assert step.describe().startswith("captured since step 3")
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_fused_step_trains_as_an_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled is the graph itself, as no kernel of Triton runs here."""
+
+    def compiled(graph: GraphModule, examples: Sequence[Tensor]) -> Any:
+        trains = [each.requires_grad for each in examples]
+
+        def call(*tensors: Tensor) -> Any:
+            leaves = [
+                each.detach().requires_grad_() if is_leaf else each
+                for each, is_leaf in zip(tensors, trains, strict=True)
+            ]
+            return graph(*leaves)
+
+        return call
+
+    expected, _, _ = trained("off", CASES["the loss alone"])
+    monkeypatch.setattr(update_rules, "HAS_TRITON", True)
+    monkeypatch.setattr(executors, "compile_graph", compiled)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses, _, step = trained("require", CASES["the loss alone"])
+    assert step.describe().startswith("captured since step 3")
+    assert losses == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,168 @@
+"""How many kernels of a GPU a captured step has, op by op and fused by inductor, held at the numbers of kernels.json.
+
+Inductor writes the fused ones in Triton, which has to be installed, but nothing compiles or runs them here.
+SIMULATED_GPU_RENEW=1 with tests/simulated_gpu/test_laws.py writes the file anew.
+"""
+
+import importlib
+import json
+import os
+import re
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor import async_compile, graph
+from torch._inductor import config as inductor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from tests.simulated_gpu import build
+from tests.simulated_gpu.laws.training import train
+from tests.simulated_gpu.laws.waits import (
+    CAPTURED,
+    HOST_ROWS,
+    NEVER_CAPTURED,
+    ON_DEVICE,
+)
+from torchrec_ext.adopt import Rows, Uniform, adopt
+from torchrec_ext.adopt.source import RowsOnDevice
+from torchrec_ext.capture import executors, update_rules
+from torchx_apps.recipes import RECIPES
+
+FILE = Path(__file__).parents[1] / "kernels.json"
+ROWS = 1_280
+Kernels = dict[str, list[int]]
+
+
+class _WrittenError(Exception):
+    """The code of the kernels is known."""
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
+    """Collects the numbers of kernels of each graph that is captured."""
+    triton = pytest.importorskip("triton")
+    counts: Kernels = {"op by op": [], "fused": []}
+
+    class Counting(executors._RefusesWaits):
+        def __enter__(self) -> Any:
+            counts["op by op"].append(0)
+            return super().__enter__()
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            returns = func._schema.returns
+            is_view = bool(returns) and all(
+                each.alias_info is not None and not each.alias_info.is_write
+                for each in returns
+            )
+            counts["op by op"][-1] += not is_view
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def written(lowering: Any) -> None:
+        code = lowering.codegen()[0]
+        calls = getattr(code, "value", code).split("def call(")[-1]
+        launched = re.findall(
+            r"\.run\(|extern_kernels\.\w+\(|torch\.ops\.[\w.]+\(", calls
+        )
+        counts["fused"].append(len(launched))
+        raise _WrittenError
+
+    monkeypatch.setattr(executors, "_RefusesWaits", Counting)
+    monkeypatch.setattr(graph.GraphLowering, "compile_to_module", written)
+    monkeypatch.setattr(async_compile.AsyncCompile, "triton", lambda *_, **__: None)
+    monkeypatch.setattr("torch.utils._triton.triton_hash_with_backend", lambda: "")
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)  # an H100
+    driver = types.SimpleNamespace(get_current_target=lambda: target)
+    triton.runtime.driver.set_active(driver)
+    # Its patterns run pieces of a graph on the device, with events that are no CUDA's.
+    with inductor.patch(pattern_matcher=False, force_disable_caches=True):
+        yield counts
+
+
+def held(name: str, counts: Kernels, *, fuses: bool) -> None:
+    """Compares the number of the greatest graph of one form with the stored one."""
+    kind = "fused" if fuses else "op by op"
+    name = f"{name}, {kind}"
+    found = max(counts[kind])
+    stored = json.loads(FILE.read_text()) if FILE.exists() else {}
+    if "SIMULATED_GPU_RENEW" in os.environ:
+        text = json.dumps({**stored, name: found}, indent=1, sort_keys=True)
+        FILE.write_text(text + "\n")
+        return
+    assert found == stored[name]
+
+
+def adopted(shape: str, *, draws: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes four steps of the benchmarks' Contextual NCF, adopted."""
+    sys.path.insert(0, str(build.ROOT / "benchmarks"))
+    plain = importlib.import_module("plain_ncf")
+    sizes = plain.SHAPES[shape]
+    torch.manual_seed(0)
+    model = plain.PlainNCF(sizes.users, sizes.items).cuda()
+
+    def loss(user: Tensor, item: Tensor, context: Tensor, label: Tensor) -> Tensor:
+        return binary_cross_entropy_with_logits(model(user, item, context), label)
+
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    step = adopt(model, optimizer, loss, compile="require")
+    positives = 4 * ROWS // 5
+    columns = {
+        "user": torch.randint(sizes.users, (positives,)),
+        "item": torch.randint(sizes.items, (positives,)),
+        "context": torch.rand(positives, plain.CONTEXT),
+    }
+    negatives = Uniform(sizes.items, draws=4, exclude=("user", "item"))
+    rows = Rows(columns, ROWS // 5, negatives=negatives)
+    if draws:
+        on_device = RowsOnDevice(rows, torch.device("cuda"), draws_inside=True)
+        monkeypatch.setattr(
+            "torchrec_ext.adopt.step.RowsOnDevice", lambda *_: on_device
+        )
+        list(step.epoch(rows))
+    else:
+        for batch in rows:
+            step(*(each.cuda() for each in batch))
+    assert step.describe().startswith("captured"), step.describe()
+
+
+@pytest.mark.parametrize("fuses", [False, True], ids=["op by op", "fused"])
+@pytest.mark.parametrize("draws", [False, True], ids=["given", "drawn inside"])
+@pytest.mark.parametrize("shape", ["small", "full"])
+@pytest.mark.filterwarnings("ignore:the kernels of the captured step")
+def test_an_adopted_step_has_no_more_kernels(
+    shape: str,
+    draws: bool,
+    fuses: bool,
+    kernels: Kernels,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(update_rules, "HAS_TRITON", fuses)
+    adopted(shape, draws=draws, monkeypatch=monkeypatch)
+    name = f"adopted {shape}, {'drawn inside' if draws else 'given'}"
+    held(name, kernels, fuses=fuses)
+
+
+@pytest.mark.parametrize("fuses", [False, True], ids=["op by op", "fused"])
+@pytest.mark.parametrize(
+    "recipe", [name for name in RECIPES if name not in NEVER_CAPTURED]
+)
+@pytest.mark.filterwarnings("ignore:the kernels of the captured step")
+def test_a_recipes_step_has_no_more_kernels(
+    recipe: str,
+    fuses: bool,
+    kernels: Kernels,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(update_rules, "HAS_TRITON", fuses)
+    on_device = () if recipe in HOST_ROWS else (ON_DEVICE,)
+    train(recipe, tmp_path / "run", "device=cuda", CAPTURED, *on_device)
+    held(recipe, kernels, fuses=fuses)
