@@ -14,22 +14,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
-from torchrec import EmbeddingBagConfig
 from torchrec_ext.components import data  # type: ignore[import-not-found]
 from torchx.components.component_test_base import ComponentTestCase
 from torchx.specs.builders import materialize_appdef
 from torchx.specs.finder import get_components
 
-from torchrec_ext.data.files.sources import ParquetSource, read_parquet
-from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.files.sources import read_parquet
 from torchrec_ext.data.preprocess import (
     Categorify,
     FittedPreprocessor,
     History,
     Preprocessor,
 )
-from torchrec_ext.models.tower_model import two_tower
 from torchrec_ext.schema import DataError
 from torchx_apps.jobs import preprocessing
 from torchx_apps.preprocess import main
@@ -286,54 +282,6 @@ def test_splits_are_folders(name: str) -> None:
             preprocessor=Preprocessor([Categorify(column="x")]),
             splits={name: "a.parquet"},
         )
-
-
-def test_a_model_trains_on_the_folder_and_scores_a_request_as_it_scores_the_file(
-    log: Path, tmp_path: Path
-) -> None:
-    need_duckdb()
-    assert (
-        main(
-            [
-                *SMALL,
-                f"--config.folder={log}",
-                "--out",
-                str(tmp_path / "ready"),
-            ]
-        )
-        == 0
-    )
-    fitted = FittedPreprocessor.load(tmp_path / "ready/preprocessor")
-    tables = [
-        EmbeddingBagConfig(
-            name=name, feature_names=[name], num_embeddings=rows, embedding_dim=8
-        )
-        for name, rows in fitted.vocab.items()
-    ]
-    torch.manual_seed(0)
-    model = two_tower(tables[:1], tables[1:], user_dense=fitted.dense)
-    schema = model.schema()
-    config = LoaderConfig(batch_size=64, negatives=0, label="label", shuffle=False)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    losses = []
-    for epoch in range(3):
-        loader = ChunkLoader(
-            ParquetSource(tmp_path / "ready/train"), schema, config=config
-        )
-        loader.set_epoch(epoch)
-        for batch in loader:
-            optimizer.zero_grad()
-            loss, _ = model(batch)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    assert np.mean(losses[-8:]) < np.mean(losses[:8])
-    raw = pq.read_table(log / "part-1.parquet").slice(0, 64).to_pydict()
-    request = ChunkLoader(fitted.online(raw), schema, config=config)
-    stored = ChunkLoader(ParquetSource(tmp_path / "ready/test"), schema, config=config)
-    assert torch.equal(
-        model.logits(next(iter(request))), model.logits(next(iter(stored)))
-    )
 
 
 def test_a_failed_run_leaves_no_folder(

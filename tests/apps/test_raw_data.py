@@ -449,92 +449,6 @@ def test_what_the_preprocessing_writes_is_read_and_served_by_raw_rows(
     assert all(np.isfinite(answer.scores))
 
 
-RECIPE = """
-from torchrec_ext.data.preprocess import Categorify, FillMissing, Normalize, Preprocessor, TimeFeatures
-from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
-
-def build(config, con):
-    steps = [
-        Categorify(column="user", output="{user}"),
-        Categorify(column="item", output="item_id"),
-        Categorify(column="city"),
-        TimeFeatures(column="at"),
-        FillMissing(column="price", statistic="mean"),
-        Normalize(column="price"),
-    ]
-    splits = {{name: "{folder}/" + name + ".parquet" for name in ("train", "validation", "test")}}
-    preprocessor = Preprocessor(steps, keep=("label",))
-    return Prepare(preprocessor=preprocessor, splits=splits, label="label", user="{user}", item="item_id")
-
-def job():
-    return PreprocessJob(name="mine", build=build)
-"""
-
-
-def preprocessed(tmp_path: Path, user: str) -> Path:
-    """What rec.data.preprocess makes of labelled rows with ids of text, dates and missing values."""
-    pytest.importorskip("duckdb", reason="needs the extra `data`")
-    folder = of_clicks(tmp_path / "clicks", in_other_order)
-    (tmp_path / "recipe.py").write_text(RECIPE.format(user=user, folder=folder))
-    assert (
-        preprocess.main(
-            [f"--recipe={tmp_path / 'recipe.py'}:job", f"--out={tmp_path / 'ready'}"]
-        )
-        == 0
-    )
-    return tmp_path / "ready"
-
-
-@pytest.mark.parametrize(
-    "recipe", ["retrieval", pytest.param("n_tower", marks=pytest.mark.slow)]
-)
-@pytest.mark.filterwarnings("ignore:.*have an unknown user or item")
-def test_text_dates_and_missing_values_are_preprocessed_trained_and_served(
-    recipe: str, tmp_path: Path
-) -> None:
-    run(recipe, preprocessed(tmp_path, "user_id"), tmp_path / "run", "export=require")
-    parity = json.loads((tmp_path / "run/bundle/manifest.json").read_text())[
-        "certificate"
-    ]["parity"]
-    assert parity["greatest_difference"] < 1e-5
-    bundle = Bundle.load(tmp_path / "run/bundle")
-    assert set(bundle.items.ids.arrow().to_pylist()) == set(
-        in_other_order(np.arange(ITEMS) * 3 + 5)
-    )
-    asked = {
-        "user": in_other_order([8])[0],
-        "city": None,
-        "price": None,
-        "at": "2024-01-04T03:00:00Z",
-    }
-    asked = {
-        name: value for name, value in asked.items() if name in bundle.query.columns.raw
-    }
-    assert {"city", "price", "at"} <= asked.keys()
-    items = in_other_order([5, 8])
-    scorer = Scorer(bundle)
-    scores = scorer.score(ScoreRequest(user=asked, items=items)).scores
-    nowhere = scorer.score(
-        ScoreRequest(user={**asked, "city": "Lima"}, items=items)
-    ).scores
-    assert scores == nowhere, "a missing city is the unknown one"
-    assert (
-        scores
-        != scorer.score(
-            ScoreRequest(user={**asked, "city": "Oslo"}, items=items)
-        ).scores
-    )
-
-
-def test_a_user_of_another_name_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    folder = preprocessed(tmp_path, "who")
-    with pytest.raises(
-        DataError,
-        match=r"the user's column is 'who', and this recipe reads 'user_id'; write output='u",
-    ):
-        run("two_tower", folder, tmp_path / "run")
-
-
 @pytest.mark.filterwarnings("ignore:.*have an unknown user or item")
 def test_the_label_decides_what_is_a_positive(ready: Path) -> None:
     from torchx_apps.tasks.loading import ranking_task
@@ -579,6 +493,11 @@ def test_the_label_decides_what_is_a_positive(ready: Path) -> None:
         ),
         (
             "two_tower",
+            "user",
+            r"the user's column is 'gender', and this recipe reads 'user_id'; write output='u",
+        ),
+        (
+            "two_tower",
             "preprocessor",
             r"has no preprocessor/, so rec\.data\.preprocess did not write it",
         ),
@@ -594,8 +513,11 @@ def test_a_folder_that_a_recipe_cannot_use_is_refused(
 ) -> None:
     folder = shutil.copytree(ready, tmp_path / "copy")
     summary = json.loads((folder / "summary.json").read_text())
-    if broken == "roles":
-        summary.pop("roles")
+    if broken in ("roles", "user"):
+        if broken == "roles":
+            summary.pop("roles")
+        else:
+            summary["roles"]["user"] = "gender"
         (folder / "summary.json").write_text(json.dumps(summary))
     elif broken == "summary":
         (folder / "summary.json").unlink()

@@ -31,7 +31,7 @@ from torchx_apps.jobs.setup import build_model
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.recipes.preprocess import PreprocessJob, build_taobao, taobao
 from torchx_apps.recipes.session import BstConfig, build_bst
-from torchx_apps.tasks.job import Job, schema_of
+from torchx_apps.tasks.job import Job
 from torchx_apps.tasks.task import Task
 
 pytest.importorskip("duckdb", reason="needs the extra `data`")
@@ -531,7 +531,7 @@ def test_a_task_without_column_is_refused(
         build_model(job_of("multi_task", "planted", *overrides), Task(planted))
 
 
-def test_a_task_of_the_summary_without_column_and_ids_beyond_the_table_are_named(
+def test_a_task_of_the_summary_without_column_is_named(
     planted: Prepared, tmp_path: Path
 ) -> None:
     shutil.copytree(planted.folder, tmp_path, dirs_exist_ok=True)
@@ -543,22 +543,3 @@ def test_a_task_of_the_summary_without_column_and_ids_beyond_the_table_are_named
         match=r"task 'purchase' is no column of its rows, which keep click, conversion",
     ):
         load_prepared(DataConfig(name=str(tmp_path)))
-    summary["roles"]["tasks"] = ["conversion"]
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
-    part = next((tmp_path / "train").glob("*.parquet"))
-    table = pq.read_table(part)
-    lists = table["history_gap"].combine_chunks()
-    beyond = pa.ListArray.from_arrays(
-        lists.offsets, pa.array(np.full(len(lists.flatten()), 99))
-    )
-    pq.write_table(
-        table.set_column(
-            table.column_names.index("history_gap"), "history_gap", [beyond]
-        ),
-        part,
-    )
-    job, data = job_of("bst", tmp_path), load_prepared(DataConfig(name=str(tmp_path)))
-    task = Task(data)
-    schema = schema_of(job, task, build_model(job, task))
-    with pytest.raises(ValueError, match=r"history_gap.*99"):
-        task.loader(schema, job.loader, rank=0, world_size=1)
