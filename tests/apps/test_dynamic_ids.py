@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.data import planted
-from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.planted import PlantedLog
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.ids.index import EMPTY
@@ -391,9 +390,6 @@ def test_a_text_has_one_id_in_every_vocabulary(monkeypatch: pytest.MonkeyPatch) 
     assert numbered(pa.array(["x", "a"]).slice(1)).tolist() == first[:1].tolist()
     assert numbered(pa.array([3, None, -1])).tolist() == [3, EMPTY, -1]
 
-    def one_hash(offsets: Int64, *_: Any) -> Any:
-        return np.zeros(len(offsets) - 1, np.uint64)
-
-    monkeypatch.setattr("torchrec_ext.ids.strings.hashed", one_hash)
+    monkeypatch.setattr("torchrec_ext.ids.strings._hashed", lambda *_: 0)
     with pytest.raises(DataError, match="the texts 'a' and 'b' have one 64-bit hash"):
         numbered(pa.array(["a", "b"]))

@@ -72,7 +72,8 @@ def test_every_interaction_is_trained_exported_and_served(tmp_path: Path) -> Non
 def test_every_interaction_is_described_where_users_look() -> None:
     page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
     table = page.partition("## Interactions")[2].partition("## Losses")[0]
-    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(INTERACTIONS)
+    first = " ".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE))
+    assert re.findall(r"`(\w+)`", first) == list(INTERACTIONS)
 
 
 @pytest.mark.unit

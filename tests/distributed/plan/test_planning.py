@@ -17,11 +17,11 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.types import CacheParams
 
 from tests.contracts import run_ranks
-from tests.distributed.plan.topologies import topology
+from tests.distributed.plan.topologies import drafted, topology
 from tests.examples import META, small_model, table
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import PlanConfig, TablePlan
-from torchrec_ext.distributed.plan.draft import PlanError, draft_plan
+from torchrec_ext.distributed.plan.draft import PlanError
 from torchrec_ext.distributed.plan.explain import explain
 from torchrec_ext.distributed.plan.planner import (
     SMALL_WEIGHTS,
@@ -186,8 +186,8 @@ def test_memory_without_state_is_that_of_torchrecs_own_estimator_to_the_byte() -
         },
     )
     optimizer = OptimizerConfig(tables="sgd")
-    drafted = draft_plan(model, devices, config, optimizer=optimizer, batch_size=1024)
-    kernels = {option.name: option.compute_kernel for option in drafted.options}
+    found = drafted(model, devices, config, optimizer, 1024)
+    kernels = {option.name: option.compute_kernel for option in found.options}
     assert kernels == {
         "ad": "fused_uvm_caching",
         "item": "fused_uvm",
@@ -201,7 +201,7 @@ def test_memory_without_state_is_that_of_torchrecs_own_estimator_to_the_byte() -
             min_partition=option.shards[0].size[1],
             cache_params=CacheParams(load_factor=0.1) if option.name == "ad" else None,
         )
-        for option in drafted.options
+        for option in found.options
     }
     counted = EmbeddingEnumerator(devices, 1024, constraints).enumerate(
         model, [EmbeddingBagCollectionSharder()]
@@ -211,9 +211,9 @@ def test_memory_without_state_is_that_of_torchrecs_own_estimator_to_the_byte() -
     }
     assert {
         option.name: [shard.storage for shard in option.shards]
-        for option in drafted.options
+        for option in found.options
     } == theirs
-    text = explain(drafted.plan, model, 16)
+    text = explain(found.plan, model, 16)
     assert re.search(r"row_wise +fused_uvm_caching +rank 0 rows 0-", text)
     assert "of these in host memory on ranks" in text
 

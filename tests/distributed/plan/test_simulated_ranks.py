@@ -22,13 +22,13 @@ from torchrec.distributed import comm
 from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import DataType
 
-from tests.distributed.plan.topologies import GB, topology
+from tests.distributed.plan.topologies import GB, drafted, topology
 from tests.examples import META
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.optim.sharded import kernels_of
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.draft import Draft, PlanError, draft_plan
+from torchrec_ext.distributed.plan.draft import Draft, PlanError
 from torchrec_ext.distributed.plan.explain import bytes_per_weight
 from torchrec_ext.distributed.plan.storage import state_storage
 from torchrec_ext.distributed.runtime import Runtime
@@ -121,13 +121,13 @@ class Planned(NamedTuple):
 
 
 def planned(
-    drafted: Draft, model: torch.nn.Module, optimizer: OptimizerConfig, world_size: int
+    draft: Draft, model: torch.nn.Module, optimizer: OptimizerConfig, world_size: int
 ) -> list[Planned]:
     """The first, the fullest and the last rank."""
     ranks = [Planned(rank, 0, 0, 0, 0) for rank in range(world_size)]
     tables = {table.name: table for table in tables_of(model)}
     choices = optimizer.for_tables(model)
-    for option in drafted.options:
+    for option in draft.options:
         table, choice = tables[option.name], choices[option.name]
         for shard in option.shards:
             state = state_storage(choice, shard.size, option.compute_kernel, "cuda")
@@ -273,13 +273,7 @@ def test_a_cache_has_rows_as_wide_as_its_widest_table() -> None:
         PlanError,
         match=r"no sharding plan fits 8 rank\(s\) of 870\.40 MiB",
     ):
-        draft_plan(
-            model,
-            small,
-            PlanConfig(**cached),
-            optimizer=OptimizerConfig(tables="sgd"),
-            batch_size=ROWS,
-        )
+        drafted(model, small, PlanConfig(**cached), OptimizerConfig(tables="sgd"), ROWS)
 
 
 def check_memory(
@@ -292,18 +286,14 @@ def check_memory(
     sizes = parse_tables(tables)
     model = tables_model(sizes, data_type)
     optimizer = OptimizerConfig(tables=kind)  # type: ignore[arg-type]
-    drafted = draft_plan(
-        model,
-        topology(world_size, HOST),
-        PlanConfig(**config),
-        optimizer=optimizer,
-        batch_size=ROWS,
+    draft = drafted(
+        model, topology(world_size, HOST), PlanConfig(**config), optimizer, ROWS
     )
-    for rank in planned(drafted, model, optimizer, world_size):
+    for rank in planned(draft, model, optimizer, world_size):
         memory = allocated(
             tables_model(sizes, data_type),
             optimizer,
-            drafted.plan,
+            draft.plan,
             rank.rank,
             world_size,
         )
@@ -312,7 +302,7 @@ def check_memory(
         # Buffers are ids and embeddings on their way, and what is cached. A cache has
         # sets of 32 rows.
         passing = 0
-        for option in drafted.options:
+        for option in draft.options:
             for shard in option.shards:
                 if shard.rank == rank.rank:
                     passing += passing_bytes(

@@ -1,5 +1,7 @@
-"""topology(): devices that do not exist, for TorchRec's planner."""
+"""topology(): devices that do not exist, for TorchRec's planner; drafted(): a plan for them."""
 
+import torch
+from torch import nn
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import (
     HardwareConfig,
@@ -7,6 +9,11 @@ from torchrec.distributed.planner.types import (
     TopologyFactory,
     TrainerConfig,
 )
+
+from torchrec_ext.distributed.optim.config import OptimizerConfig
+from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.draft import Draft, Request, draft
+from torchrec_ext.distributed.runtime import Runtime
 
 GB = 1024**3
 _FREE = 0.85  # share of each memory that tables may take
@@ -28,3 +35,20 @@ def topology(
         ),
         KernelConfig(compute_device="cuda", use_hardware_based_bandwidth=True),
     )
+
+
+def drafted(
+    model: nn.Module,
+    devices: Topology,
+    config: PlanConfig,
+    optimizer: OptimizerConfig,
+    batch_size: int,
+) -> Draft:
+    """A plan for devices that need not exist."""
+    runtime = Runtime(
+        world_size=devices.world_size,
+        local_world_size=devices.local_world_size,
+        device=torch.device(devices.compute_device),
+    )
+    request = Request.of(model, runtime, config, optimizer, {})
+    return draft(model, request, devices, batch_size)

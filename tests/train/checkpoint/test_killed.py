@@ -241,7 +241,7 @@ def digest(steps: dict[Step, list[tuple[int, ...]]]) -> str:
     return hashlib.sha256(repr(sorted(steps.items())).encode()).hexdigest()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=8)
 def test_killed_at_a_random_moment_and_resumed_on_other_ranks_nothing_differs(
     tmp_path: Path,
 ) -> None:

@@ -1,4 +1,4 @@
-"""draft_plan(): runs TorchRec's planner with the constraints of a PlanConfig; keeps the plan and its estimates."""
+"""draft(): runs TorchRec's planner with the constraints of a PlanConfig; keeps the plan and its estimates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 
-import torch
 from torch import nn
 from torchrec.distributed.planner import (
     EmbeddingShardingPlanner,
@@ -60,37 +59,6 @@ class Draft(NamedTuple):
 
     plan: ShardingPlan
     options: list[ShardingOption]
-
-
-def draft_plan(
-    model: nn.Module,
-    topology: Topology,
-    config: PlanConfig,
-    *,
-    optimizer: OptimizerConfig,
-    batch_size: int,
-    constraints: Mapping[str, ParameterConstraints] | None = None,
-) -> Draft:
-    """Plans on this process alone, for devices that need not exist.
-
-    Args:
-        model: unsharded model, as for :func:`plan_sharding`.
-        topology: devices, and the memory of each that tables and their state may take.
-        config: sharding types; its memory is not read.
-        optimizer: optimizers of the tables.
-        batch_size: rows per rank and step.
-        constraints: TorchRec's own constraints by table name, which win over ``config``.
-
-    Raises:
-        PlanError: the tables do not fit, or cannot be sharded as asked.
-    """
-    runtime = Runtime(
-        world_size=topology.world_size,
-        local_world_size=topology.local_world_size,
-        device=torch.device(topology.compute_device),
-    )
-    request = Request.of(model, runtime, config, optimizer, constraints or {})
-    return draft(model, request, topology, batch_size)
 
 
 class Request(NamedTuple):
