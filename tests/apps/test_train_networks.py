@@ -374,3 +374,13 @@ def test_members_run_side_by_side_under_torchx_and_end_in_one_table(
     for seed in (0, 1):
         assert f"seed-{seed}/0" in done.stderr
         assert (tmp_path / "out" / f"seed={seed}" / "training.png").exists()
+
+
+@pytest.mark.unit
+def test_a_member_needs_its_name_and_those_of_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train_networks.main(["--train.seed", "1"]) == 1
+    error = capsys.readouterr().err
+    assert "start a grid by torchx run rec.train.networks" in error
+    assert "Traceback" not in error
