@@ -177,7 +177,7 @@ def test_a_mismatch_and_an_import_that_fails_end_with_1_and_a_repair(
 @pytest.mark.unit
 def test_a_failed_command_is_named_by_its_line_with_the_error() -> None:
     code = "import sys; sys.exit('WARNING: a\\nERROR: No space left on device\\nhint')"
-    with pytest.raises(doctor.InstallError, match="ERROR: No space left on device$"):
+    with pytest.raises(doctor.InstallError, match=r"ERROR: No space left on device$"):
         doctor.run("a step", [sys.executable, "-c", code])
 
 
