@@ -264,7 +264,7 @@ class _Training:
         threading.Thread(target=self._thread, args=(side,), daemon=True).start()
 
     def _thread(self, side):
-        from torchrec_ext.train.guards.finite import RunStoppedError
+        from torchrec_ext.train.guards import RunStoppedError
 
         self._go.acquire()
         try:

@@ -105,7 +105,7 @@ def beside_of(runs, names):
 
 def trained(name, run, how, seed, results):
     """The figures of one training, from the results file or made now."""
-    key = {"id": name, "run": run, "recipe": how["recipe"]}
+    key = {"id": name, "run": run, "recipe": how["recipe"], "data": how.get("data")}
     key |= {"set": [*how["set"], f"train.seed={seed}"], "ranks": how.get("ranks", 1)}
     current = {**key, "commit": commit("torchrec_ext", "torchx_apps")}
     kept = runs_of(results)
@@ -128,23 +128,19 @@ def trained(name, run, how, seed, results):
 
 
 def command(key, folder):
-    """What a user would type."""
-    flags = as_words(load_recipe(key["recipe"]), map(prepared, key["set"]))
+    """What a user would type; a set of sets.py is written first."""
+    settings, data = key["set"], key["data"]
+    if data:
+        import sets
+
+        prepared = sets.prepare(data, FOLDERS / "sets" / data)
+        settings = [f"data.name={prepared}", *settings]
+    flags = as_words(load_recipe(key["recipe"]), settings)
     where = ["--recipe", key["recipe"]], ["--run_dir", str(folder), *flags]
     if key["ranks"] == 1:
         return [sys.executable, "-m", "torchx_apps.train", *where[0], *where[1]]
     job = ["rec.train.hybrid", *where[0], "-j", f"1x{key['ranks']}", "--", *where[1]]
     return [str(BIN / "torchx"), "run", "-s", "local_cwd", *job]
-
-
-def prepared(text):
-    """A setting with the folder of a published split in the place of ``{sets}/NAME``; it is written first."""
-    start, mark, name = text.partition("{sets}/")
-    if not mark:
-        return text
-    import sets
-
-    return start + str(sets.prepare(name, FOLDERS / "sets" / name))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""The splits on which published figures were made, as prepared folders.
+"""Published sets, and the splits on which published figures were made, as prepared folders.
 
     TORCHREC_EXT_DATA=... python benchmarks/sets.py recbole OUT
 
+- `ml-100k`: each user's last film tests, the one before it validates; histories of 20 films.
 - `recbole`: ml-100k by RecBole 1.2.1's defaults, seed 2020: a random tenth of each user's ratings validates and another
   tests, and all held-out items of a user are found in one ranking. Needs RecBole's own rows in recbole_split.parquet.
 - `tfrs`: TensorFlow Recommenders' retrieval tutorial on ml-100k: 80,000 random ratings train and 20,000 test. Movies of
   one title are one. Each test rating is ranked among all titles, seen ones too. The shuffle is numpy's.
-- `ncf`: ml-1m in the NCF paper's split, trained on all rows but the test items: no row validates.
-- `frappe-without`: frappe without its context.
+- `ncf`: ml-1m in the NCF paper's split: no row validates, and a test item is ranked among its own candidates.
+- `frappe`, and `frappe-without` its context; `beauty`: Amazon Beauty's sequences.
 """
 
 from __future__ import annotations
@@ -15,111 +16,148 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import tempfile
 from pathlib import Path
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from torchrec_ext.data.catalog import ml_100k_tables
 from torchrec_ext.data.config import DataConfig
-from torchrec_ext.data.movielens import films_and_people
-from torchrec_ext.data.prepare import Evaluation, write_set
-from torchrec_ext.data.sets import ml_100k, raw_set
-from torchrec_ext.data.splits import TEST, TRAIN, VALIDATION, with_profiles
+from torchrec_ext.data.files.arrow import as_arrow
+from torchrec_ext.data.pairs import PairRows, numbered, set_of_pairs
+from torchrec_ext.data.prepare import Evaluation, RawSet, Roles, write_set
+from torchrec_ext.data.sets import raw_set
+from torchrec_ext.data.splits import (
+    TEST,
+    TRAIN,
+    VALIDATION,
+    leave_one_out,
+    with_profiles,
+)
 
-# The longest profile of a user in RecBole's split.
-LENGTH = 300
 PARTS = {"train": TRAIN, "valid": VALIDATION, "test": TEST}
+USERS = """SELECT user_id, gender, occupation, CASE WHEN regexp_matches(zip_code, '^[A-Za-z]') THEN 'Canada'
+    ELSE zip_code[1] END AS zip_prefix, CAST(age AS DOUBLE) AS age FROM '{}/users.parquet'"""
+# A year of the title where the column holds none; one film has neither.
+FILMS = r"""SELECT item_id, CASE WHEN regexp_matches(release_year, '^\d+$') THEN trim(movie_title)
+    ELSE replace(trim(regexp_replace(movie_title, '\s*\(\d{{4}}\)\s*(\(\w+\))?\s*$', '')), 'unkonwn', 'unknown')
+    END AS title, nullif(coalesce(try_cast(release_year AS BIGINT),
+    try_cast(regexp_extract(movie_title, '\((\d{{4}})\)', 1) AS BIGINT)), 0) AS release_year,
+    "class" AS genres FROM '{}/items.parquet'"""
+
+
+def query(sql, name):
+    """A query over the files of a set."""
+    return duckdb.sql(sql.format(*[root() / name] * sql.count("{}")))
+
+
+def rows_of(sql, name):
+    """The columns of a query."""
+    table = query(sql, name).to_arrow_table()
+    return {each: table[each].combine_chunks() for each in table.column_names}
+
+
+def ml_100k(length=20):
+    """ml-100k, each user's last item held out."""
+    ratings = rows_of("SELECT * FROM '{}/inter.parquet'", "ml-100k")
+    users, items = ratings["user_id"], ratings["item_id"]
+    times = ratings["timestamp"].to_numpy()
+    return set_of_pairs(
+        "ml-100k",
+        PairRows(users, items, None),
+        leave_one_out(*numbered(users, items), times, length),
+        {"user": rows_of(USERS, "ml-100k"), "item": rows_of(FILMS, "ml-100k")},
+        separators={"genres": " "},
+        numbers=("age",),
+    )
 
 
 def recbole():
     """ml-100k by RecBole's defaults."""
-    folder = root() / "ml-100k"
-    split = pq.read_table(folder / "recbole_split.parquet").to_pydict()
-    rows = zip(split["user_id"], split["item_id"], split["split"], strict=True)
-    part = {(int(user), int(item)): PARTS[name] for user, item, name in rows}
-    rule = Evaluation(figures=("recall", "ndcg"), by="user")
-    return resplit(ml_100k(folder, 0), part, LENGTH, rule)
+    rows = query("FROM '{}/recbole_split.parquet'", "ml-100k").fetchall()
+    part = {(user, item): PARTS[name] for user, item, name in rows}
+    return resplit(
+        ml_100k(0), part, 300, Evaluation(figures=("recall", "ndcg"), by="user")
+    )
 
 
 def tfrs():
     """ml-100k as in the tutorial."""
-    folder = root() / "ml-100k"
-    ratings, _, films = films_and_people(*ml_100k_tables(folder))
-    raw = merged(ml_100k(folder, 0), films)
-    order = np.random.default_rng(42).permutation(len(ratings["user_id"]))
+    pairs = query("SELECT user_id, item_id FROM '{}/inter.parquet'", "ml-100k")
+    pairs = pairs.fetchall()
+    of_title = "min(item_id) OVER (PARTITION BY title, release_year)"
+    first = query(f"SELECT item_id, {of_title} FROM ({FILMS})", "ml-100k").fetchall()
+    ids, firsts = map(pa.array, zip(*first, strict=True))
+    first = dict(first)
+    raw = ml_100k(0)
+    splits = {}
+    for name, columns in raw.splits.items():
+        merged = firsts.take(pc.index_in(columns["item_id"], ids))
+        splits[name] = {**columns, "item_id": merged}
+    order = np.random.default_rng(42).permutation(len(pairs))
     test = set(order[: len(order) // 5].tolist())
     part = {}
-    first = dict(zip(*first_of_title(films), strict=True))
-    pairs = zip(
-        ratings["user_id"].to_pylist(), ratings["item_id"].to_pylist(), strict=True
-    )
     for row, (user, item) in enumerate(pairs):
         part[user, first[item]] = TEST if row in test else TRAIN
     rule = Evaluation(at=(1, 5, 10, 50, 100), figures=("hr",), keep_seen=True)
-    return resplit(raw, part, 0, rule)
+    return resplit(dataclasses.replace(raw, splits=splits), part, 0, rule)
 
 
 def ncf():
-    """ml-1m without rows that validate."""
-    config = DataConfig(name="ml-1m-ncf", folder=str(root()), history_length=0)
-    raw = raw_set(config, "pairs")
-    train, validation = raw.splits["train"], raw.splits["validation"]
-    splits = {
-        "train": {
-            name: pa.concat_arrays([values, validation[name]])
-            for name, values in train.items()
+    """ml-1m, each test item beside its own 99 candidates."""
+    pairs = "SELECT \"user\" AS user_id, item AS item_id FROM '{}/%s.parquet'"
+    lists = "SELECT \"user\" AS user_id, list(negative) AS candidates FROM '{}/test_negatives.parquet' GROUP BY ALL"
+    none = f"SELECT *, CAST([] AS INTEGER[]) AS candidates FROM ({pairs % 'train'})"
+    test = f"FROM ({pairs % 'test'}) JOIN ({lists}) USING (user_id) ORDER BY user_id"
+    return RawSet(
+        name="ml-1m-ncf",
+        splits={
+            "train": rows_of(none, "ml-1m-ncf"),
+            "test": rows_of(test, "ml-1m-ncf"),
         },
-        "validation": {name: values.slice(0, 0) for name, values in train.items()},
-        "test": raw.splits["test"],
-    }
-    return dataclasses.replace(raw, splits=splits)
+        roles=Roles(label="", user="user_id", item="item_id"),
+        shared={"item_id": ("candidates",)},
+        evaluation=Evaluation(candidates="candidates"),
+    )
 
 
-def frappe_without():
-    """Frappe's users, items and labels alone."""
-    raw = raw_set(DataConfig(name="frappe", folder=str(root())), "labels")
-    kept = ("user_id", "item_id", "label")
+def as_it_stands(name, form, files, names):
+    """Files of a published set under the names of a folder as it stands."""
+    with tempfile.TemporaryDirectory() as folder:
+        for file, own in zip(files.split(), names.split(), strict=True):
+            Path(folder, own + ".parquet").symlink_to(root() / name / f"{file}.parquet")
+        return raw_set(DataConfig(name=folder), form)
+
+
+def frappe(kept=None):
+    """Frappe's labelled rows, of all columns or of some."""
+    raw = as_it_stands(
+        "frappe", "labels", "train_resampled validation test", "train validation test"
+    )
     splits = {
-        part: {name: columns[name] for name in kept}
+        part: {name: columns[name] for name in kept or columns}
         for part, columns in raw.splits.items()
     }
     return dataclasses.replace(raw, splits=splits)
 
 
 SETS = {
+    "ml-100k": ml_100k,
     "recbole": recbole,
     "tfrs": tfrs,
     "ncf": ncf,
-    "frappe-without": frappe_without,
+    "frappe": frappe,
+    "frappe-without": lambda: frappe(["user_id", "item_id", "label"]),
+    "beauty": lambda: as_it_stands(
+        "amazon-beauty-sequences", "sessions", "beauty_sequences", "inter"
+    ),
 }
 
 
 def root():
     return Path(os.environ["TORCHREC_EXT_DATA"])
-
-
-def first_of_title(films):
-    """Each film, and the film of the smallest id with the same title and year."""
-    ids = films["item_id"].to_pylist()
-    titles = zip(films["title"].to_pylist(), films["release_year"].to_pylist())  # noqa: B905
-    first = {}
-    of_title = []
-    for item, title in sorted(zip(ids, titles, strict=True)):
-        of_title.append(first.setdefault(title, item))
-    return sorted(ids), of_title
-
-
-def merged(raw, films):
-    """Films of one title as one."""
-    ids, firsts = (pa.array(values) for values in first_of_title(films))
-    splits = {}
-    for part, columns in raw.splits.items():
-        items = firsts.take(pc.index_in(columns["item_id"], ids))
-        splits[part] = {**columns, "item_id": items}
-    return dataclasses.replace(raw, splits=splits)
 
 
 def resplit(raw, part, length, rule):
@@ -129,21 +167,16 @@ def resplit(raw, part, length, rule):
         for name in raw.splits["train"]
     }
     user, item = (rows[name].to_numpy() for name in ("user_id", "item_id"))
-    parts = np.array(
-        [part[pair] for pair in zip(user.tolist(), item.tolist(), strict=True)],
-        dtype=np.int8,
-    )
-    split = with_profiles(user, item, parts, length)
+    parts = [part[pair] for pair in zip(user.tolist(), item.tolist(), strict=True)]
+    split = with_profiles(user, item, np.array(parts, dtype=np.int8), length)
+    rows = {name: values.take(pa.array(split.rows)) for name, values in rows.items()}
+    roles = raw.roles
+    shared = {}
     if length:
-        profiles = as_lists(split.history)
-        rows = {
-            name: values.take(pa.array(split.rows)) for name, values in rows.items()
-        }
-        rows["history"] = profiles
-    else:
-        rows = {
-            name: values.take(pa.array(split.rows)) for name, values in rows.items()
-        }
+        rows["history"] = as_arrow(split.history)
+        features = [*roles.user_features, "history"]
+        roles = dataclasses.replace(roles, user_features=features)
+        shared = {"item_id": ("history",)}
     splits = {
         name: {
             column: values.filter(pa.array(split.part == number))
@@ -151,21 +184,8 @@ def resplit(raw, part, length, rule):
         }
         for number, name in enumerate(("train", "validation", "test"))
     }
-    roles = raw.roles
-    shared = {}
-    if length:
-        roles = dataclasses.replace(
-            roles, user_features=[*roles.user_features, "history"]
-        )
-        shared = {"item_id": ("history",)}
     return dataclasses.replace(
         raw, splits=splits, roles=roles, shared=shared, evaluation=rule
-    )
-
-
-def as_lists(column):
-    return pa.ListArray.from_arrays(
-        pa.array(column.offsets, pa.int32()), pa.array(column.values)
     )
 
 

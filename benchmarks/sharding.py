@@ -64,7 +64,7 @@ from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.models.tower_model import two_tower
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
-from torchrec_ext.train.guards.finite import RunStoppedError
+from torchrec_ext.train.guards import RunStoppedError
 from torchrec_ext.train.loop import TrainConfig, train
 from torchx_apps.config import with_settings
 from torchx_apps.jobs.setup import load_task, quieten_libraries

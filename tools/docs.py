@@ -176,10 +176,13 @@ def quality_table() -> Iterator[str]:
     for name, row in json.loads(quality.SPEC.read_text()).items():
         # A run that was made before the row's settings changed is another row's.
         asked = {run: set(how["set"]) for run, how in row.get("runs", {}).items()}
+        data = {run: how.get("data") for run, how in row.get("runs", {}).items()}
         kept = [
             run
             for run in runs
-            if run["id"] == name and asked.get(run["run"], set()) <= set(run["set"])
+            if run["id"] == name
+            and asked.get(run["run"], set()) <= set(run["set"])
+            and data.get(run["run"]) == run.get("data")
         ]
         if not kept or asked.keys() - {run["run"] for run in kept}:
             continue

@@ -38,7 +38,7 @@ def _train(argv: Sequence[str] | None) -> int:
         return say_once(list_recipes())
     if options.dry_run:
         return say_once(as_toml(job))
-    from torchrec_ext.train.guards.finite import RunStoppedError
+    from torchrec_ext.train.guards import RunStoppedError
     from torchx_apps.jobs.training import run_training
 
     try:

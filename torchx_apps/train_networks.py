@@ -74,7 +74,7 @@ def _train(argv: Sequence[str] | None) -> int:
         checkpoint = dataclasses.replace(job.checkpoint, folder=own)
         job = dataclasses.replace(job, checkpoint=checkpoint)
     from torchrec_ext.capture.policy import TrainingDivergedError
-    from torchrec_ext.train.guards.finite import RunStoppedError
+    from torchrec_ext.train.guards import RunStoppedError
     from torchx_apps.jobs.resuming import ended
     from torchx_apps.jobs.training import run_training
 

@@ -61,7 +61,7 @@ def _train(argv: Sequence[str] | None) -> int:
         return say_once(list_recipes(EVENT_RECIPES))
     if options.dry_run:
         return say_once(as_toml(job))
-    from torchrec_ext.train.guards.finite import RunStoppedError
+    from torchrec_ext.train.guards import RunStoppedError
     from torchx_apps.jobs.streaming import Publication, run_stream
 
     publication = Publication(

@@ -91,7 +91,6 @@ MODES: dict[
     str, tuple[Callable[[nn.Module], torch.optim.Optimizer], dict[str, Any]]
 ] = {
     "local sgd": (adam, {"every": EVERY}),
-    "state averaged too": (adam, {"every": EVERY, "optimizer_state": "average"}),
     "diloco": (adam, {"every": EVERY, **DILOCO}),
     "every step": (sgd, {"every": 1}),
 }
@@ -144,19 +143,6 @@ def by_hand(name: str) -> Weights:
                 start -= start.grad * ("outer_lr" not in options)  # type: ignore[operator]
                 for weight in weights:
                     weight.copy_(start)
-            for weights in (
-                zip(*both, strict=True)
-                if options.get("optimizer_state") == "average"
-                else ()
-            ):
-                for key in ("exp_avg", "exp_avg_sq"):
-                    states = [
-                        each.state[weight][key]
-                        for each, weight in zip(optimizers, weights, strict=True)
-                    ]
-                    mean = torch.stack(states).mean(0)
-                    for state in states:
-                        state.copy_(mean)
     return kept(replicas[0])
 
 

@@ -20,7 +20,7 @@ from torchrec_ext.components import serve  # type: ignore[import-not-found]
 from torchx.components.component_test_base import ComponentTestCase
 
 from tests.contracts import run_ranks
-from tests.small_sets import generate_less, write_ml_100k
+from tests.small_sets import generate_less
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
@@ -60,14 +60,12 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "bst": ("data.name=planted",),
     "multi_task": ("data.name=planted",),
     "session": ("data.name=planted", "data.users=60", "data.items=60"),
-    "films": ("data.name=ml-100k",),
     "folder": ("data.name=mine",),
     "described": ("data.name=described",),
     "shown_raw": ("data.name=shown_raw",),
     "shown_raw_ncf": ("data.name=shown_raw",),
 }
 OWN = {
-    "films": "two_tower",
     "folder": "two_tower",
     "described": "two_tower",
     "shown_raw": "n_tower",
@@ -231,7 +229,6 @@ def exported(runtime: Runtime, root: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("sets")
-    write_ml_100k(root)
     write_folder(root)
     return root
 
@@ -300,7 +297,7 @@ def test_every_recipe_is_trained_exported_and_asked(
 
 
 @pytest.mark.parametrize(
-    "name", ["two_tower", "retrieval", "ncf", "films", "folder", "described"]
+    "name", ["two_tower", "retrieval", "ncf", "folder", "described"]
 )
 def test_a_user_who_is_named_by_id_gets_what_the_evaluator_recommends(
     name: str, recommended: dict[str, Any], root: Path
@@ -366,26 +363,6 @@ def test_what_is_known_of_users_and_items_is_said_as_their_files_say_it(
     assert nobody["income"][0] == pytest.approx(np.mean(users["income"]))
 
 
-def test_films_are_asked_for_by_age_gender_and_genres(
-    recommended: dict[str, Any], root: Path
-) -> None:
-    del recommended
-    bundle = Bundle.load(root / "bundle-films")
-    assert bundle.users is not None
-    known = bundle.users.features(0)
-    assert known["gender"][0] in ("M", "F")
-    assert known["age"][0] == pytest.approx(round(known["age"][0]))
-    assert known["age"][0] > 10
-    vectors = bundle.candidate.embed(
-        {
-            "item_id": [1, 1],
-            "release_year": [1995, 1995],
-            "genres": ["Comedy Drama", "War unknown"],
-        }
-    )
-    assert not np.array_equal(vectors[0], vectors[1])
-
-
 @pytest.mark.parametrize("name", ["shown_raw", "shown_raw_ncf"])
 def test_text_dates_and_missing_values_of_the_shown_item_are_served_as_they_were_trained(
     name: str, recommended: dict[str, Any], root: Path
@@ -439,20 +416,14 @@ def test_a_session_may_be_longer_than_the_model_reads(
     assert len(ranked(bundle, int(users.ids.ids([0])[0]), 5)) == 5
 
 
-def test_titles_and_genres_come_with_the_films(
+def test_titles_and_genres_come_with_the_items(
     recommended: dict[str, Any], root: Path
 ) -> None:
-    bundle = Bundle.load(root / "bundle-films")
-    assert bundle.items.titles_of([0, 2]) == ["Film 1", "Film 3"]
-    attributes = {
-        name: each.values.arrow().to_pylist()
-        for name, each in bundle.items.attributes.items()
-    }
-    genres = ["Comedy", "Drama", "War"]
-    assert attributes == {
-        "release_year": [1994, 1995],
-        "genres": genres,
-    }
+    bundle = Bundle.load(root / "bundle-two_tower")
+    first = bundle.items.ids.arrow()[0].as_py()
+    (title,) = bundle.items.titles_of([0])
+    assert title.startswith(f"item {first}, kind ")
+    assert {"release_year", "genres"} <= bundle.items.attributes.keys()
 
 
 def test_ids_of_files_that_begin_at_0_stay_what_they_are(
@@ -508,7 +479,7 @@ def test_towers_that_no_bundle_can_have_are_refused_before_the_first_step(
     recipe: str,
 ) -> None:
     job = with_settings(load_recipe(recipe), ["data.name=planted", "export=require"])
-    task = job.task(job.data, progress=False)
+    task = job.task(job.data)
     assert build_model(job, task) is not None, "the towers of the recipe can be served"
     features, dense = task.data.towers["context"]
     context = ",".join((*features, *dense))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -22,8 +21,6 @@ from torchx.components.component_test_base import ComponentTestCase
 from torchx.specs.builders import materialize_appdef
 from torchx.specs.finder import get_components
 
-from tests.data.test_catalog import publish
-from torchrec_ext.data import catalog as datasets
 from torchrec_ext.data.files.sources import ParquetSource, read_parquet
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.preprocess import (
@@ -458,38 +455,37 @@ def test_movielens(
     )
 
 
-def test_movielens_is_found_where_training_finds_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_movielens_is_read_as_its_publisher_writes_it(tmp_path: Path) -> None:
     need_duckdb()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("TORCHREC_EXT_DATA", raising=False)
-    flags = [
-        "--config.test_share=0.3",
-        "--out",
-        str(tmp_path / "ready"),
+    flags = {0: "unknown", 3: "Animation", 8: "Drama"}
+    films = {
+        1: ("Toy Story (1995)", [3]),
+        3: ("Mis\u00e9rables, Les (1998)", [8, 3]),
+        267: ("unknown", [0]),
+    }
+    lines = []
+    for number, (title, genres) in films.items():
+        marks = "|".join("1" if place in genres else "0" for place in range(19))
+        lines.append(f"{number}|{title}|01-Jan-1995||http://example.org/|{marks}\n")
+    rows = [
+        f"{user}\t{item}\t4\t{user * 9 + item}\n" for user in (1, 2) for item in films
     ]
-    monkeypatch.setattr(
-        datasets,
-        "ML_100K",
-        dataclasses.replace(datasets.ML_100K, url=(tmp_path / "gone.zip").as_uri()),
-    )
-    assert main(flags) == 1
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("recipe ml_100k: set 'ml-100k' was not downloaded (")
-    assert line.endswith("or name that folder: --config.folder DIR")
-    # a download, without a network
-    monkeypatch.setattr(datasets, "ML_100K", publish(tmp_path / "published.zip"))
-    assert main(flags) == 0
-    tables = {
-        split: pq.read_table(tmp_path / "ready" / split) for split in ("train", "test")
+    texts = {
+        "u.data": "".join(rows),
+        "u.user": "1|25|M|writer|40206\n2|49|F|other|V0R2M\n",
+        "u.item": "".join(lines),
     }
-    years = {
-        split: table["release_year"].to_pylist() for split, table in tables.items()
-    }
-    assert years == {"train": [1, 1, 1], "test": [0]}, (
-        "1995, and a year that training never saw"
-    )
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="latin-1")
+    out = tmp_path / "ready"
+    flag = "--config.test_share=0.3"
+    assert main([f"--config.folder={tmp_path}", flag, f"--out={out}"]) == 0
+    items = pq.read_table(out / "raw/items.parquet").to_pylist()
+    assert [(row["item_id"], row["title"], row["genres"]) for row in items] == [
+        (number, title, " ".join(flags[place] for place in sorted(genres)))
+        for number, (title, genres) in films.items()
+    ]
+    assert [row["release_year"] for row in items] == ["1995", "1998", ""]
 
 
 @pytest.fixture

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
-import json
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.apps.test_matrix import RECIPES
-from tests.contracts import leave_group, run_ranks
+from tests.contracts import run_ranks
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import train
-from torchx_apps import train as train_app
 from torchx_apps.config import with_settings
 from torchx_apps.jobs.setup import build_model, load_task
 from torchx_apps.recipes import Job
@@ -96,7 +87,7 @@ class OwnModel:
 @pytest.mark.unit
 def test_a_model_of_ones_own_needs_no_field_that_it_does_not_read() -> None:
     job = job_of("two_tower", "data.users=60", "data.items=50", "data.name=planted")
-    task = job.task(job.data, progress=False)
+    task = job.task(job.data)
 
     def build(own: OwnModel, data: Any) -> Any:
         return build_two_tower(TwoTowerConfig(embedding_dim=own.dim), data)
@@ -107,27 +98,6 @@ def test_a_model_of_ones_own_needs_no_field_that_it_does_not_read() -> None:
     strict = dataclasses.replace(job, model=TwoTowerConfig(out_of_range="oov"))
     schema = schema_of(strict, task, build_model(strict, task))
     assert schema.out_of_range == "oov"
-
-
-@pytest.mark.slow
-def test_three_towers_learn_the_same_rows_on_two_ranks() -> None:
-    overrides = (
-        "train.epochs=6",
-        "model.top_widths=64",
-        "model.dropout=0",
-        "optimizer.tables_lr=0.03",
-        "optimizer.tables_l2=0",
-    )
-    plain = ("model.embedding_std=0.1", "model.normalization=none")
-    constant = (
-        "train.tables_schedule.kind=constant",
-        "train.dense_schedule.kind=constant",
-    )
-    outcomes = run_ranks(
-        trained, 2, job_of("n_tower", *CONTEXT, *overrides, *plain, *constant)
-    )
-    assert outcomes[0]["test"] == outcomes[1]["test"]
-    assert outcomes[0]["test"]["auc"] > outcomes[0]["best"]["auc"] - 0.1
 
 
 SMALL = ("data.name=planted", "data.users=1000", "data.items=200")
@@ -180,84 +150,6 @@ def test_tastes_are_found(recipe: str, overrides: tuple[str, ...]) -> None:
     assert outcome["test"]["ndcg@10"] > 1.4 * outcome["baseline"]["ndcg@10"]
 
 
-@pytest.fixture(scope="module")
-def colours(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Users take items of their own colour; the candidates of a test item have the other."""
-    root = tmp_path_factory.mktemp("data")
-    (root / "colours").mkdir()
-    rng = np.random.default_rng(0)
-    rows = {"train": ([], []), "test": ([], []), "test_negatives": ([], [])}
-    for user in range(60):
-        same_colour = np.arange(user % 2, 60, 2)
-        other_colour = np.arange(1 - user % 2, 60, 2)
-        taken = rng.permutation(same_colour)[:20]
-        for name, items in (
-            ("train", taken[1:]),
-            ("test", taken[:1]),
-            ("test_negatives", other_colour[:20]),
-        ):
-            rows[name][0].extend([user] * len(items))
-            rows[name][1].extend(items.tolist())
-    for name, (users, items) in rows.items():
-        item = "negative" if name == "test_negatives" else "item"
-        pq.write_table(
-            pa.table({"user": users, item: items}), root / "colours" / f"{name}.parquet"
-        )
-    return str(root)
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_among_given_candidates_the_only_one_of_the_right_colour_is_found(
-    colours: str, world_size: int
-) -> None:
-    overrides = (
-        "data.name=colours",
-        f"data.folder={colours}",
-        "loader.batch_size=128",
-        "train.epochs=10",
-        "train.eval_every=5",
-    )
-    outcomes = run_ranks(trained, world_size, job_of("retrieval", *overrides))
-    assert outcomes[0]["test"].keys() == {"hr@10", "ndcg@10"}, (
-        "no AUC where the candidates are given"
-    )
-    assert outcomes[0]["test"]["ndcg@10"] == outcomes[-1]["test"]["ndcg@10"] > 0.98
-    assert outcomes[0]["baseline"]["ndcg@10"] < 0.8
-
-
-def commanded(runtime: Runtime, flags: list[str]) -> tuple[int, str]:
-    """Runs the app's command in this process; its exit code, and what it says."""
-    leave_group(runtime)
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        code = train_app.main(flags)
-    return code, said.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("recipe", "overrides"),
-    [
-        ("contextual_ncf", []),
-        pytest.param("n_tower", [], marks=pytest.mark.slow),
-        pytest.param("ncf", ["id_dropout.item_id=0.1"], marks=pytest.mark.slow),
-    ],
-)
-def test_a_recipe_is_one_command(
-    recipe: str, overrides: list[str], tmp_path: Path
-) -> None:
-    planted = RECIPES[recipe]
-    changed = [
-        word for text in (*planted.overrides, *overrides) for word in ("--set", text)
-    ]
-    flags = ["--recipe", recipe, "--run_dir", str(tmp_path / "run"), *changed]
-    ((code, said),) = run_ranks(commanded, 1, flags)
-    assert code == 0
-    summary: dict[str, Any] = json.loads(
-        (tmp_path / "run" / "summary.json").read_text()
-    )
-    assert planted.above < summary["test"][planted.figure] < 1
-    assert "this model" in said
-
-
 @pytest.mark.unit
 @pytest.mark.parametrize(
     ("overrides", "message"),
@@ -283,7 +175,7 @@ def test_a_wrong_tower_is_named(overrides: tuple[str, ...], message: str) -> Non
             "data.items=50",
             *overrides,
         )
-        return job.build(job.model, job.task(job.data, progress=False).data)
+        return job.build(job.model, job.task(job.data).data)
 
     with pytest.raises(ValueError, match=message):
         built()
@@ -311,7 +203,7 @@ def test_a_table_without_columns_is_named(recipe: str, key: str) -> None:
             ValueError,
             match=rf"^(table '\w+': embedding_dim|{key})={columns}[,:] must be 1 or more",
         ):
-            job.build(job.model, job.task(job.data, progress=False).data)
+            job.build(job.model, job.task(job.data).data)
 
 
 @pytest.mark.unit
@@ -323,7 +215,7 @@ def test_rows_without_negatives_need_a_loss_that_compares_rows() -> None:
         "data.items=50",
         "loader.negatives=0",
     )
-    task = job.task(job.data, progress=False)
+    task = job.task(job.data)
     model = job.build(job.model, task.data)
     with pytest.raises(
         ValueError,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,12 @@ import pytest
 import torch
 
 from tests.contracts import run_ranks
+from tests.small_sets import with_candidates
 from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.loader.sides import BatchBuilder
-from torchrec_ext.data.sets import TakenItems, set_of_sessions
+from torchrec_ext.data.prepare import write_set
+from torchrec_ext.data.sets import TakenItems, raw_set, set_of_sessions
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.loop import train
@@ -94,18 +97,6 @@ def test_the_planted_successors_are_found_and_no_more_than_there_is_to_find(
         )
 
 
-@pytest.mark.slow
-def test_in_bfloat16_they_are_found_too(
-    by_ranks: dict[int, list[dict[str, Any]]],
-) -> None:
-    (half,) = run_ranks(trained, 1, with_settings(PLANTED, ["train.amp=bf16"]))
-    for name in ("hr@10", "ndcg@10"):
-        assert half["test"][name] == pytest.approx(
-            by_ranks[1][0]["test"][name], abs=0.03
-        )
-        assert half["test"][name] > 0.95 * half["best"][name]
-
-
 def test_two_ranks_reach_the_figures_of_one(
     by_ranks: dict[int, list[dict[str, Any]]],
 ) -> None:
@@ -140,35 +131,8 @@ def test_a_set_without_anything_to_test_on_is_refused() -> None:
         set_of_sessions("pairs", pairs, 50)
 
 
-@pytest.mark.unit
-def test_every_key_of_the_recipe_can_be_set() -> None:
-    changed = with_settings(
-        session(),
-        [
-            "model.layers=3",
-            "model.position=end",
-            "data.history_length=10",
-            "loader.negatives=0",
-        ],
-    )
-    assert (
-        changed.model.layers,
-        changed.model.position,
-        changed.data.history_length,
-        changed.loader.negatives,
-    ) == (
-        3,
-        "end",
-        10,
-        0,
-    )
-    assert dataclasses.replace(changed, name="mine").name == "mine"
-
-
-def write_sequences(
-    root: Path, *, users: int = 40, items: int = 50, negatives: int = 9
-) -> Path:
-    """Sequences of files' ids of their own, and the candidates of each user's test item beside them."""
+def write_sequences(root: Path, *, users: int = 40, items: int = 50) -> Path:
+    """Sequences of files' ids of their own."""
     rng, folder = np.random.default_rng(0), root / "mine"
     folder.mkdir()
     taken = np.stack([rng.permutation(items)[:12] for _ in range(users)])
@@ -183,18 +147,6 @@ def write_sequences(
         ),
         folder / "inter.parquet",
     )
-    free = np.stack(
-        [
-            rng.permutation(np.setdiff1d(np.arange(items), row))[:negatives]
-            for row in taken
-        ]
-    )
-    shuffled = rng.permutation(users * negatives)
-    columns = {
-        "user": owners.repeat(negatives)[shuffled],
-        "negative": 7 * free.reshape(-1)[shuffled],
-    }
-    pq.write_table(pa.table(columns), folder / "test_negatives.parquet")
     return folder
 
 
@@ -215,7 +167,6 @@ def counted_by_hand(runtime: Runtime, root: Path, *overrides: str) -> dict[str, 
     figures = evaluator.test()
     rows = task.data.rows("test")
     item_ids = task.data.id_values["item_id"].to_pylist()
-    user_ids = task.data.id_values["user_id"].to_pylist()
     ids = np.arange(len(item_ids) + 1)
     builder = BatchBuilder(schema, Chunk({"item_id": Column(ids)}))
     with torch.no_grad():
@@ -224,13 +175,9 @@ def counted_by_hand(runtime: Runtime, root: Path, *overrides: str) -> dict[str, 
         ).double()
         items = parallel.module.embed("item", builder.item_batch(ids)).double()
     places: list[list[int]] = []
-    file = root / "mine" / "test_negatives.parquet"
     for row, target in enumerate(rows["item_id"].values.tolist()):
-        if file.exists():
-            table = pq.read_table(file).to_pylist()
-            user = user_ids[rows["user_id"].values[row] - 1]
-            named = [each["negative"] for each in table if each["user"] == user]
-            rivals = [item_ids.index(name) + 1 for name in named]
+        if "candidates" in rows:
+            rivals = sorted({*rows["candidates"].row(row).tolist()} - {int(target)})
         else:
             taken = {*rows["session"].row(row).tolist(), int(target)}
             rivals = sorted({*range(1, len(ids))} - taken)
@@ -264,13 +211,13 @@ def test_figures_are_those_of_a_count_by_hand_on_any_number_of_ranks(
     given: str, tmp_path: Path
 ) -> None:
     folder = write_sequences(tmp_path)
-    if given != "candidates":
-        (folder / "test_negatives.parquet").unlink()
+    if given == "candidates":
+        raw = raw_set(DataConfig(name="mine", folder=str(tmp_path)), "sessions")
+        shutil.rmtree(folder)
+        write_set(folder, with_candidates(raw, 9))
     (single,), two = (run_ranks(counted_by_hand, ranks, tmp_path) for ranks in (1, 2))
-    assert single["asked"] == (
-        "test items, among 9 others"
-        if given == "candidates"
-        else "test items, whole catalogue"
+    assert single["asked"].startswith(
+        "test items, among " if given == "candidates" else "test items, whole catalog"
     )
     assert single["figures"] == pytest.approx(single["by hand"], abs=1e-9)
     assert (

@@ -20,7 +20,7 @@ import torch
 from tests.contracts import RankFailedError, leave_group, run_ranks
 from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.config import DataConfig
-from torchrec_ext.data.files.sources import ParquetSource, read_parquet
+from torchrec_ext.data.files.sources import read_parquet
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.prepared import Prepared, load_prepared
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -34,7 +34,6 @@ from torchrec_ext.retrieval.scorer import (
 )
 from torchrec_ext.schema import DataError
 from torchrec_ext.train import metrics
-from torchrec_ext.train.loop import train
 from torchx_apps.config import with_settings
 from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.jobs.setup import build_model, load_task
@@ -317,84 +316,6 @@ def test_a_user_who_is_named_by_id_is_the_whole_raw_row_without_what_was_taken(
         )
 
 
-class InMemory(Task):
-    """The same rows, held in memory."""
-
-    def loader(
-        self, schema: Any, config: LoaderConfig, *, rank: int, world_size: int
-    ) -> ChunkLoader:
-        chunk = rows_of(self.data.folder, "train")
-        return ChunkLoader(
-            chunk,
-            schema,
-            config=self.with_roles(config),
-            rank=rank,
-            world_size=world_size,
-        )
-
-
-def weights_of(
-    runtime: Runtime, folder: Path, kind: type[Task]
-) -> dict[str, torch.Tensor]:
-    job = job_of(folder, "loader.shuffle=false", "train.epochs=1")
-    task = kind(load_task(job, runtime).data)
-    torch.manual_seed(0)
-    model = build_model(job, task)
-    schema = schema_of(job, task, model)
-    parallel, optimizer = hybrid_parallel(
-        model, runtime, optimizer=job.optimizer, seed=0
-    )
-    loader = task.loader(
-        schema, job.loader, rank=runtime.rank, world_size=runtime.world_size
-    )
-    train(parallel, optimizer, loader, runtime, job.train)
-    return {
-        name: (value.local_tensor() if hasattr(value, "local_tensor") else value)
-        .detach()
-        .clone()
-        for name, value in parallel.state_dict().items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
-def test_streamed_and_in_memory_training_of_the_same_rows_give_the_same_weights(
-    folder: Path,
-) -> None:
-    streamed, held = (
-        run_ranks(weights_of, 1, folder, kind)[0] for kind in (Task, InMemory)
-    )
-    assert streamed.keys() == held.keys()
-    assert len(streamed) > 5
-    for name, value in streamed.items():
-        assert torch.equal(value, held[name]), name
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_row_is_trained_once_on_any_number_of_ranks(
-    folder: Path, world_size: int
-) -> None:
-    data = load_prepared(DataConfig(name=str(folder)))
-    task = Task(data)
-    job = job_of(folder)
-    schema = schema_of(job, task, build_model(job, task))
-    hours = np.zeros(25)
-    weights, labels = 0.0, 0.0
-    for rank in range(world_size):
-        for batch in task.loader(schema, job.loader, rank=rank, world_size=world_size):
-            hours += np.bincount(
-                batch.sparse["seen_at_hour"].values().numpy(), minlength=25
-            )
-            weights += float(batch.weights.sum())
-            labels += float((batch.labels * batch.weights).sum())
-    rows = rows_of(folder, "train")
-    assert (
-        hours.tolist()
-        == np.bincount(rows["seen_at_hour"].values, minlength=25).tolist()
-    )
-    assert weights == rows["importance"].values.sum()
-    assert labels == (rows["importance"].values * rows["clicked"].values).sum()
-
-
 def test_columns_become_towers_by_their_owners(folder: Path) -> None:
     data = load_prepared(DataConfig(name=str(folder)))
     assert data.towers == {
@@ -636,17 +557,6 @@ def test_a_log_without_a_label_or_without_items_is_told_so(
         Task(data).export_data(schema)
 
 
-def test_an_older_folder_has_the_label_column_as_its_label(
-    tmp_path: Path, folder: Path
-) -> None:
-    older = broken(folder, tmp_path / "older")
-    summary = json.loads((older / "summary.json").read_text())
-    del summary["roles"]
-    (older / "summary.json").write_text(json.dumps(summary))
-    with pytest.raises(DataError, match=r"older: its rows have no label"):
-        load_prepared(DataConfig(name=str(older)))
-
-
 def test_a_run_that_was_stopped_in_mid_epoch_goes_on_as_if_it_had_not(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -703,7 +613,7 @@ def test_a_run_is_not_resumed_or_exported_with_the_ids_of_another_preprocessor(
     for number, copied in enumerate(
         (step, tmp_path / "moved", tmp_path / "moved" / step.name)
     ):
-        start = ("train.epochs=1", f"start.path={copied}", "start.allow=more_rows")
+        start = ("train.epochs=1", f"start.path={copied}", "start.partial=true")
         with pytest.raises(
             RankFailedError,
             match=r"step-\d+: column 'item_id' had 40 values .* stand for others",
@@ -723,8 +633,3 @@ def resumed_run(runtime: Runtime, job: Job, out: Path, checkpoint: str) -> None:
     leave_group(runtime)
     with contextlib.redirect_stdout(io.StringIO()):
         run_training(job, out, resume=checkpoint)
-
-
-def test_files_of_the_splits_are_read_a_row_group_at_a_time(folder: Path) -> None:
-    data = load_prepared(DataConfig(name=str(folder)))
-    assert all(isinstance(source, ParquetSource) for source in data.splits.values())

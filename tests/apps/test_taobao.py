@@ -16,15 +16,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from tests.apps.test_stream import Run, model_scores, ran, resumed_run, rows_of
+from tests.apps.test_stream import Run, ran, rows_of
 from tests.contracts import run_ranks
 from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.planted import planted_log, planted_log_folder
 from torchrec_ext.data.prepared import Prepared, load_prepared
 from torchrec_ext.data.preprocess.history import GAPS
 from torchrec_ext.data.preprocess.rows import connected
-from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.scorer import Scorer, ScoreRequest
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.features import merge_tables
 from torchx_apps.config import with_settings
@@ -395,60 +393,6 @@ def test_the_best_possible_prediction_is_nearly_reached(
         assert 0.85 < np.mean([figure[name] for figure in figures]) < 1.15, figures
 
 
-@pytest.mark.parametrize("recipe", list(SMALL))
-def test_the_score_of_a_raw_row_is_the_models_on_the_preprocessed_row(
-    recipe: str, trained: dict[str, tuple[Path, Run]], log: pa.Table, folder: Path
-) -> None:
-    """A request holds all that the user clicked, before and after, and the bundle reads the window of the training."""
-    run, _ = trained[recipe]
-    job = job_of(
-        recipe,
-        folder,
-        *(["model.serve=click,conversion"] if recipe == "multi_task" else []),
-    )
-    expected = run_ranks(model_scores, 1, job, run)[0]
-    raw, past = raw_rows(log, folder, "test"), clicks_of(log)
-    scorer = Scorer(Bundle.load(run / "bundle"))
-    clicked = np.flatnonzero(rows_of(folder, "test")["click"].values[:60] > 0)
-    longest = 0
-    for number, row in zip(clicked.tolist(), raw, strict=False):
-        clicks = past[row["user_id"]][::-1]
-        longest = max(
-            longest, sum(moment < row["timestamp"] for moment, _, _ in clicks)
-        )
-        user = {name: row[name] for name in ("user_id", "timestamp")}
-        user |= {
-            f"history_{name}": [click[i] for click in clicks]
-            for i, name in enumerate(("times", "items"))
-        }
-        user["history_category_id"] = [click[2] for click in clicks]
-        (score,) = scorer.score(ScoreRequest(user=user, items=[row["item_id"]])).scores
-        assert score == pytest.approx(expected[number], abs=1e-5)
-    assert longest > S
-
-
-@pytest.mark.parametrize("recipe", list(SMALL))
-def test_a_user_who_is_named_by_id_has_the_session_of_the_log(
-    recipe: str, trained: dict[str, tuple[Path, Run]], log: pa.Table
-) -> None:
-    bundle, past = Bundle.load(trained[recipe][0] / "bundle"), clicks_of(log)
-    assert bundle.users is not None
-    scorer, items = Scorer(bundle), bundle.items.ids.arrow().to_pylist()
-    now = 60 + max(clicks[-1][0] for clicks in past.values())
-    for user in bundle.users.ids.arrow().to_pylist()[:20]:
-        named = {"user_id": user, "timestamp": now}
-        whole = named | {
-            f"history_{name}": [click[i] for click in past[user]]
-            for i, name in enumerate(("times", "items"))
-        }
-        whole["history_category_id"] = [click[2] for click in past[user]]
-        scores = [
-            scorer.score(ScoreRequest(user=asked, items=items)).scores
-            for asked in (named, whole)
-        ]
-        assert scores[0] == pytest.approx(scores[1], abs=1e-6)
-
-
 def test_any_column_of_the_items_vocabulary_reads_their_table(
     planted: Prepared,
 ) -> None:
@@ -481,40 +425,6 @@ def merged_tables(model: Any) -> list[Any]:
     return merge_tables(
         table for tower in model.towers.values() for table in tower.tables
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["bst", "multi_task"])
-def test_two_ranks_see_each_row_once_and_a_stopped_run_goes_on_as_if_it_had_not(
-    recipe: str, folder: Path, tmp_path: Path
-) -> None:
-    job = job_of(recipe, folder, "checkpoint.steps=7")
-    data = load_prepared(DataConfig(name=str(folder)))
-    task = Task(data)
-    schema = schema_of(job, task, build_model(job, task))
-    seen = np.zeros(data.vocab["item_id"], np.int64)
-    for rank in range(2):
-        for batch in task.loader(
-            schema, task.with_roles(job.loader), rank=rank, world_size=2
-        ):
-            seen += np.bincount(
-                batch.bags("item_id").values().numpy(), minlength=len(seen)
-            )
-    assert (
-        seen.tolist()
-        == np.bincount(
-            rows_of(folder, "train")["item_id"].values, minlength=len(seen)
-        ).tolist()
-    )
-    run_ranks(ran, 2, job, tmp_path / "whole")
-    steps = sorted((tmp_path / "whole" / "checkpoints").glob("step-*"))
-    assert len(steps) > 2
-    run_ranks(resumed_run, 2, job, tmp_path / "resumed", str(steps[0]))
-    whole, again = (
-        json.loads((tmp_path / name / "summary.json").read_text())["test"]
-        for name in ("whole", "resumed")
-    )
-    assert whole == again
 
 
 @pytest.fixture(scope="module")

@@ -340,7 +340,7 @@ def test_another_log_goes_on_with_the_ids_and_weights_of_a_run(tmp_path: Path) -
         for number, count in enumerate((450, 100))
     ]
     more = ["--ids.features.item_id.capacity=90"]
-    more += ["--start.allow=more_rows"]
+    more += ["--start.partial=true"]
     more += [
         f"--start.path={tmp_path / 'run0'}",
         "--optimizer.tables_lr=1e-9",

@@ -1,10 +1,7 @@
-"""The recipe on data whose right answer is known, on any number of ranks, and the data it falls back to."""
+"""The recipe on data whose right answer is known, on any number of ranks."""
 
-import contextlib
 import dataclasses
-import io
 import math
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,10 +10,9 @@ import pytest
 import torch
 
 from tests.contracts import run_ranks
-from tests.small_sets import planted_data
-from torchrec_ext.data import catalog
-from torchrec_ext.data.catalog import DatasetUnavailable
+from tests.small_sets import checkerboard, planted_data
 from torchrec_ext.data.loader.loader import training_loader
+from torchrec_ext.data.prepare import write_set
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
@@ -73,15 +69,6 @@ def two_tower_with(*overrides: str) -> Job:
 
 
 # Without a history the colour of a square is nowhere but in the two ids.
-CHECKERBOARD = two_tower_with(
-    *(
-        "data.name=checkerboard",
-        "data.users=32",
-        "data.items=64",
-        "data.history_length=0",
-    ),
-    *("train.epochs=40", "loader.batch_size=256"),
-)
 # The dot product and a modest rate: the top NN at its own rate magnifies the last bit
 # of a sum a hundredfold every fifty steps, so that its figures on 1 and on 2 ranks
 # differ as those of two seeds do.
@@ -96,9 +83,15 @@ PLANTED = two_tower_with(
 )
 
 
-def test_the_colours_of_a_checkerboard_are_learned_exactly() -> None:
-    outcome = run_ranks(trained, 1, CHECKERBOARD)[0]
-    assert outcome.best["hr@1"] == 1.0
+def test_the_colours_of_a_checkerboard_are_learned_exactly(tmp_path: Path) -> None:
+    # Without a history the colour of a square is nowhere but in the two ids.
+    write_set(tmp_path / "board", checkerboard(32, 64, history_length=0))
+    job = two_tower_with(
+        f"data.name={tmp_path / 'board'}",
+        "train.epochs=40",
+        "loader.batch_size=256",
+    )
+    outcome = run_ranks(trained, 1, job)[0]
     assert outcome.figures["ndcg@10"] == 1.0, "every held-out item stands first"
     assert [
         recommended.items[0] for recommended in outcome.recommended
@@ -171,66 +164,6 @@ def test_recommendations_are_told_by_title() -> None:
     )
     assert f"  1. {data.titles[held_out]}  (1.50)   <- the held-out item\n" in text
     assert text.endswith(f"  2. {data.titles[3]}  (-0.25)")
-
-
-@pytest.fixture
-def nowhere(tmp_path: Path) -> Path:
-    """A home with nothing in it, where the real set would be looked for."""
-    return tmp_path / "nothing"
-
-
-def fallen_back(runtime: Runtime, job: Job, home: Path) -> tuple[str, str, int]:
-    os.environ.update(HOME=str(home), XDG_CACHE_HOME=str(home / "cache"))
-    os.environ.pop("TORCHREC_EXT_DATA", None)
-    catalog.ML_100K = dataclasses.replace(
-        catalog.ML_100K, url="file:///nowhere/ml-100k.zip"
-    )
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        try:
-            data = load_task(job, runtime).data
-        except DatasetUnavailable as error:
-            return str(error), output.getvalue(), 0
-        job = dataclasses.replace(
-            job, data=dataclasses.replace(job.data, name=data.name)
-        )
-        figures = trained(runtime, job).figures
-    return data.name, output.getvalue(), int(figures["hr@10"] > 0)
-
-
-def test_without_the_real_set_generated_data_is_trained_on_with_a_note(
-    nowhere: Path,
-) -> None:
-    job = two_tower_with(
-        "fallback=planted",
-        "train.epochs=1",
-        "loader.batch_size=8192",
-    )
-    (name, output, hits), (other_name, other_said, _) = run_ranks(
-        fallen_back, 2, job, nowhere
-    )
-    assert (name, other_name, hits) == ("planted", "planted", 1)
-    assert output.count("note: training on the generated set 'planted' instead\n") == 1
-    cache = nowhere / "cache" / "torchrec_ext" / "ml-100k"
-    assert (
-        "note: set 'ml-100k' was not downloaded (No such file or directory): put file:///nowhere/ml-100k.zip"
-        f" into {cache}, or set "
-    ) in output
-    assert "note:" not in other_said
-
-
-def test_without_real_set_and_fallback_every_rank_says_which_file_to_put_where(
-    nowhere: Path,
-) -> None:
-    first, second = run_ranks(fallen_back, 2, two_tower_with(), nowhere)
-    assert first[0] == second[0]
-    assert first[0].startswith(
-        "set 'ml-100k' was not downloaded (No such file or directory): put file:///nowhere/ml-100k.zip"
-    )
-    assert (
-        f" into {nowhere / 'cache' / 'torchrec_ext' / 'ml-100k'}, or set " in first[0]
-    )
-    assert first[1] == ""
 
 
 def last_bias(job: Job, runtime: Runtime) -> float:
@@ -329,9 +262,7 @@ def test_the_figures_that_are_named_are_those_of_the_evaluation_and_of_its_basel
         "data.items=50",
         "evaluation.metrics=recall@20,map@5",
     )
-    task: Any = job.task(job.data, progress=False).with_evaluation(
-        job.evaluation, job.closed_form
-    )
+    task: Any = job.task(job.data).with_evaluation(job.evaluation, job.closed_form)
     model: Any = build_model(job, task)
     evaluator = task.evaluator(
         model.schema(), type("Wrapped", (), {"module": model})(), Runtime()
@@ -350,7 +281,7 @@ def test_a_softmax_over_a_batch_that_no_memory_holds_is_refused(
     )
     runtime = Runtime()
     job: Job = with_settings(load_recipe("retrieval"), list(planted_set))
-    task = job.task(job.data, progress=False)
+    task = job.task(job.data)
     schema = build_model(job, task).schema()
     for free, fits in ((2**22, True), (2**22 - 1, False)):
         monkeypatch.setattr(
@@ -367,7 +298,7 @@ def test_a_softmax_over_a_batch_that_no_memory_holds_is_refused(
     drawn = two_tower_with(*planted_set)
     loader_of(
         drawn,
-        drawn.task(drawn.data, progress=False),
+        drawn.task(drawn.data),
         build_model(drawn, task).schema(),
         runtime,
     )
@@ -378,7 +309,7 @@ def test_a_batch_that_is_larger_than_an_epoch_is_clipped_with_a_line(
 ) -> None:
     planted_set = ("data.name=planted", "data.users=60", "data.items=50")
     runtime = Runtime()
-    task = two_tower_job().task(two_tower_with(*planted_set).data, progress=False)
+    task = two_tower_job().task(two_tower_with(*planted_set).data)
     rows = task.data.rows("train").num_rows
     for size in (rows, rows + 1, 1_000_000):
         job = two_tower_with(*planted_set, f"loader.batch_size={size}")

@@ -43,7 +43,7 @@ TYPES: Mapping[str, pa.DataType] = {
     "prime": pa.bool_(),
     "label": pa.float32(),
 }
-ALL_TIMES = ("hour", "weekday", "hour_of_week", "day", "month")
+ALL_TIMES = ("hour", "weekday", "month")
 
 EVERY_STEP = Preprocessor(
     [
@@ -59,7 +59,7 @@ EVERY_STEP = Preprocessor(
             also=("city", "age"),
             gaps=(3600,),
         ),
-        Cross(columns=("user", "city"), buckets=97, salt="a'b\\"),
+        Cross(columns=("user", "city"), buckets=97),
         Categorify(column="item", also=("history", "past"), max_size=5),
         HashBucket(column="past_city", buckets=9),
         HashBucket(column="past_age", buckets=7),
@@ -67,7 +67,7 @@ EVERY_STEP = Preprocessor(
         Categorify(column="user", min_count=2),
         FillMissing(column="city", value="it's \\ \u00fc", output="city_filled"),
         Categorify(column="city_filled"),
-        HashBucket(column="city", buckets=50, salt="s"),
+        HashBucket(column="city", buckets=50),
         Lists(column="tags", max_length=2),
         Categorify(column="tags"),
         Lists(column="shops"),
@@ -75,13 +75,13 @@ EVERY_STEP = Preprocessor(
         Lists(column="genre", separator="|"),
         Categorify(column="genre"),
         Bucketize(column="age", quantiles=4, output="age_bucket"),
-        FillMissing(column="age", statistic="most_common"),
+        FillMissing(column="age", statistic="mean"),
         Normalize(column="age"),
         Bucketize(column="price", boundaries=(-1.5, 0.1, 1e6), output="price_bucket"),
         FillMissing(column="price", statistic="median"),
         LogClip(column="price", low=-2.0, high=1e9),
         Normalize(column="price"),
-        LogClip(column="score", low=-100, high=100, log=False),
+        LogClip(column="score", low=-100, high=100),
         FillMissing(column="score", value=0.1),
         Categorify(column="prime"),
         TimeFeatures(column="ts", zone="Europe/Berlin", features=ALL_TIMES),

@@ -10,16 +10,19 @@ import pytest
 
 from tests.contracts import leave_group, run_ranks
 from torchrec_ext.data import prepared, prepared_rows
-from torchrec_ext.data.catalog import FOLDER_VARIABLE, DatasetUnavailable
 from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.config import DataConfig
-from torchrec_ext.data.planted import planted_folder
+from torchrec_ext.data.planted import planted_context
+from torchrec_ext.data.prepare import write_set
 from torchrec_ext.data.prepared import (
+    FOLDER_VARIABLE,
     Prepared,
     load_prepared,
     prepared_folder,
 )
+from torchrec_ext.data.sets import load_set
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.schema import DataError
 
 
 @pytest.mark.unit
@@ -28,7 +31,7 @@ def test_a_folder_that_is_named_is_read_whatever_lies_in_the_working_directory(
 ) -> None:
     for place in ("films", "data/films", "default/films"):
         (tmp_path / place).mkdir(parents=True)
-        planted_folder(tmp_path / place, seed=0)
+        write_set(tmp_path / place, planted_context(rows=600))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(FOLDER_VARIABLE, "default")
     for root, expected in (("data", "data/films"), (None, "films")):
@@ -41,7 +44,7 @@ def test_a_folder_that_is_named_is_read_whatever_lies_in_the_working_directory(
     assert data.folder == tmp_path / "default" / "films"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DatasetUnavailable, match=r"no such folder, empty/films; write"):
+    with pytest.raises(DataError, match=r"no such folder, empty/films; write"):
         load_prepared(DataConfig(name="films", folder="empty"))
     assert prepared_folder("films", "empty") is None
 
@@ -52,7 +55,7 @@ KEPT: list[Prepared] = []
 def generated(runtime: Runtime) -> str:
     """Rows that the process still has when it ends, as in a cycle."""
     leave_group(runtime)
-    KEPT.append(load_prepared(DataConfig()))
+    KEPT.append(load_set(DataConfig(), "labels"))
     assert KEPT[0].folder.is_dir()
     return str(KEPT[0].folder)
 
@@ -60,7 +63,7 @@ def generated(runtime: Runtime) -> str:
 def test_generated_rows_go_with_their_data_and_with_their_process() -> None:
     (folder,) = run_ranks(generated, 1)
     assert not Path(folder).exists()
-    data = load_prepared(DataConfig())
+    data = load_set(DataConfig(), "labels")
     folder = data.folder
     assert folder.is_dir()
     del data
@@ -72,7 +75,7 @@ def test_generated_rows_go_with_their_data_and_with_their_process() -> None:
 def test_few_rows_are_read_once_and_shuffled_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planted_folder(tmp_path, rows=2_000)
+    write_set(tmp_path, planted_context(rows=2_000))
     read: list[int] = []
     source = prepared.ParquetSource.read
 

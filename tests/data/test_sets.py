@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_ext.data.catalog import DatasetUnavailable
 from torchrec_ext.data.columns import Chunk, concatenate_rows
 from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.prepare import Evaluation
@@ -125,28 +124,6 @@ def test_split_files_are_ranked_by_user_with_profiles(tmp_path: Path) -> None:
         assert train["item_id"].values[row] not in train["history"].row(row)
 
 
-def test_candidates_are_a_column_and_the_answer_is_none_of_them(
-    tmp_path: Path,
-) -> None:
-    folder = write(
-        tmp_path / "ncf",
-        train={"user": [1, 1, 2, 2, 2, 3], "item": [1, 2, 1, 2, 3, 4]},
-        validation={"user": [1, 3], "item": [4, 2]},
-        test={"user": [1, 2], "item": [3, 1]},
-        test_negatives={"user": [1, 1, 2, 2], "item": [2, 3, 3, 9]},
-    )
-    data = load(folder, "pairs", history_length=0)
-    assert data.evaluation.candidates == "candidates"
-    assert "candidates" not in data.features
-    values = concatenate_rows(
-        list(data.chunks("test", ["candidates"])), ["candidates"]
-    )["candidates"]
-    # User 1's own answer 3, and item 9, which is in no pair, are left out.
-    assert [values.row(row).tolist() for row in range(2)] == [[2], [3]]
-    interactions = load_dataset("ncf", folder=str(tmp_path), history_length=0)
-    assert interactions.rows("validation")["candidates"].lengths.tolist() == [2, 2]
-
-
 ADS: dict[str, dict[str, Any]] = {
     part: {
         "user": [1, 2, None, 1],
@@ -238,7 +215,7 @@ def test_a_log_is_a_set_of_sessions_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("form", "tables", "error", "message"),
     [
-        ("pairs", {}, DatasetUnavailable, "has neither inter.parquet nor train"),
+        ("pairs", {}, DataError, "has neither inter.parquet nor train"),
         (
             "pairs",
             {"inter": LOG, "users": {"user": [1, 2]}},
@@ -259,7 +236,7 @@ def test_a_log_is_a_set_of_sessions_too(tmp_path: Path) -> None:
         ),
         ("pairs", ADS, DataError, "train.parquet has a column 'label'"),
         ("pairs", {"inter": {"user": [1], "item": [1]}}, DataError, "no column times"),
-        ("labels", {"train": ADS["train"]}, DatasetUnavailable, "no rows for valid"),
+        ("labels", {"train": ADS["train"]}, DataError, "no rows for valid"),
         (
             "labels",
             {**ADS, "test": {**ADS["test"], "label": [0, 1, 2, 0]}},
@@ -278,7 +255,7 @@ def test_a_log_is_a_set_of_sessions_too(tmp_path: Path) -> None:
             DataError,
             "column 'spot' is string, in train.parquet int64",
         ),
-        ("sessions", {}, DatasetUnavailable, "has no such file; it needs one file"),
+        ("sessions", {}, DataError, "has no inter.parquet"),
     ],
 )
 def test_what_is_wrong_in_a_folder_is_told(

@@ -2,26 +2,23 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import permutations
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
-from tests.contracts import RankFailedError, gather_state, run_ranks
-from tests.examples import META, batches, redrawn, small_model
+from tests.contracts import gather_state, run_ranks
+from tests.examples import META, batches, small_model
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig, TablePlan
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.sharders import codecs_of
 from torchrec_ext.distributed.tables import fill_tables, initialise_tables, local_shards
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import TopMLP
@@ -232,111 +229,6 @@ def test_filling_shards_writes_each_row_where_it_belongs(sharding: str) -> None:
             torch.testing.assert_close(
                 value, _numbered(0, *value.shape), rtol=0, atol=0
             )
-
-
-@contextmanager
-def counting(sent: list[int]) -> Iterator[None]:
-    """Adds to ``sent`` the bytes of embeddings and gradients that the collectives of TorchRec are given."""
-    names = (
-        "all_to_all_single",
-        "reduce_scatter",
-        "reduce_scatter_tensor",
-        "all_gather",
-        "all_gather_into_tensor",
-    )
-    originals = {
-        name: getattr(dist, name)
-        for name in (*names, "_reduce_scatter_base", "_all_gather_base")
-    }
-
-    def counted(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = kwargs.get(
-                "input", kwargs.get("input_list", args[1] if len(args) > 1 else [])
-            )
-            for tensor in [given] if isinstance(given, Tensor) else given:
-                if tensor.dtype.is_floating_point or tensor.dtype == torch.uint8:
-                    sent.append(tensor.numel() * tensor.element_size())
-            return originals[name](*args, **kwargs)
-
-        return call
-
-    for name in originals:
-        setattr(dist, name, counted(name))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-
-
-def wide_model(device: torch.device | None = None) -> TowerModel:
-    tables = [
-        EmbeddingBagConfig(
-            name=name, feature_names=[name], num_embeddings=40, embedding_dim=32
-        )
-        for name in ("a", "b")
-    ]
-    return redrawn(TowerModel({"user": Tower(tables, ())}, TopMLP([64]), device=device))
-
-
-def exchanged(runtime: Runtime, config: PlanConfig) -> dict[str, Any]:
-    """Outputs, tables and bytes of three steps of which every rank takes 16 rows, and the greatest numbers that met."""
-    model = wide_model(META)
-    plan = plan_sharding(model, runtime, config)
-    optimizer = OptimizerConfig(tables="sgd", tables_lr=0.1, dense="sgd", dense_lr=0.1)
-    parallel, keyed = hybrid_parallel(
-        model, runtime, plan=plan, optimizer=optimizer, seed=3, codecs=codecs_of(config)
-    )
-    generator = torch.Generator().manual_seed(runtime.rank)
-    sent: list[int] = []
-    logits = []
-    for _ in range(3):
-        ids = {
-            name: Jagged(torch.randint(40, (16,), generator=generator), None)
-            for name in ("a", "b")
-        }
-        labels = torch.randint(2, (16,), generator=generator).float()
-        keyed.zero_grad()
-        with counting(sent):
-            loss, output = parallel(model.schema().assemble(ids, {}, labels=labels))
-            loss.backward()
-        keyed.step()
-        logits.append(output.logits.detach())
-    return {"logits": logits, "state": gather_state(parallel), "sent": sum(sent)}
-
-
-@pytest.mark.parametrize(
-    ("precision", "share", "tolerance"),
-    [("fp16", 1 / 2, 2e-4), ("bf16", 1 / 2, 2e-3), ("int8", 10 / 32, 2e-3)],
-)
-@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "table_row_wise"])
-def test_a_quantised_exchange_sends_fewer_bytes_and_rounds_no_more_than_its_numbers(
-    precision: str, share: float, tolerance: float, sharding: str
-) -> None:
-    config = PlanConfig(sharding=sharding)  # type: ignore[arg-type]
-    quantised = dataclasses.replace(
-        config, forward_precision=precision, backward_precision=precision
-    )  # type: ignore[arg-type]
-    if precision == "int8" and sharding != "table_wise":
-        with pytest.raises(
-            RankFailedError,
-            match=f"{sharding} adds up what ranks send, which int8 .* cannot",
-        ):
-            run_ranks(exchanged, 2, quantised)
-        return
-    exact, rounded = run_ranks(exchanged, 2, config), run_ranks(exchanged, 2, quantised)
-    assert rounded[0]["sent"] == share * exact[0]["sent"] > 0
-    for rank in range(2):
-        for actual, expected in zip(
-            rounded[rank]["logits"], exact[rank]["logits"], strict=True
-        ):
-            torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
-    assert_equal(rounded[0]["state"], exact[0]["state"], tolerance)
-    assert any(
-        not torch.equal(rounded[0]["state"][name], value)
-        for name, value in exact[0]["state"].items()
-    ), "nothing was rounded"
 
 
 @pytest.mark.gpu

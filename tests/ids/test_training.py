@@ -19,7 +19,6 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from tests.contracts import run_ranks
 from tests.examples import META
-from tests.train.checkpoint.test_plans import whole as whole_state
 from torchrec_ext.batch import Fresh, Jagged, TowerBatch
 from torchrec_ext.capture.executors import as_it_is
 from torchrec_ext.capture.policy import Compile
@@ -29,22 +28,18 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.ids import Dynamic, resized
+from torchrec_ext.ids import Dynamic
 from torchrec_ext.ids.index import mixed
-from torchrec_ext.ids.resize import moved_rows
 from torchrec_ext.models.tower_model import two_tower
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.run import (
     CheckpointConfig,
     RunCheckpoints,
-    StartConfig,
-    begin_with,
 )
 from torchrec_ext.train.checkpoint.state import Parts, model_state
-from torchrec_ext.train.checkpoint.storage import CheckpointError
 from torchrec_ext.train.config import EarlyStop
-from torchrec_ext.train.guards.finite import RunStoppedError
+from torchrec_ext.train.guards import RunStoppedError
 from torchrec_ext.train.loop import TrainConfig, train
 from torchrec_ext.train.step import choose as steps
 from torchrec_ext.train.step.fresh_rows import FreshRows
@@ -436,67 +431,6 @@ def interrupted(
     return _parts(sharded, optimizer), loader.ids.state_dict()["tables"]
 
 
-def check_smaller(
-    runtime: Runtime, folder: str, plan: tuple[str, str], tables: Any
-) -> None:
-    """Checks that a run of fewer rows begins with those that ids.resized() keeps, under another plan."""
-    before, kind = plan
-    after = "column_wise" if before == "row_wise" else "row_wise"
-    policies = {name: Dynamic(capacity=50) for name in FEATURES}
-    optimizers = OptimizerConfig(tables=kind, tables_lr=0.1)  # type: ignore[arg-type]
-
-    def sharded(rows: int, sharding: str) -> Any:
-        model = model_of(rows)
-        placed = plan_sharding(
-            model, runtime, PlanConfig(sharding=sharding), optimizer=optimizers
-        )  # type: ignore[arg-type]
-        return model, hybrid_parallel(
-            model, runtime, plan=placed, optimizer=optimizers, seed=3
-        )
-
-    checkpointer = Checkpointer(folder, runtime)
-    path = checkpointer.last_good(lambda _: None)
-    assert path is not None
-    _, (old, old_optimizer) = sharded(FEW, before)
-    checkpointer.load(path, model_state(old, old_optimizer))
-    saved = whole_state(model_state(old, old_optimizer))
-    model, (new, new_optimizer) = sharded(50, after)
-    schema = model.schema().with_dynamic(FEATURES)
-    loader = DynamicIdLoader(Raw(runtime, schema, 8), schema, policies)
-    together = checkpointer.together
-    with pytest.raises(CheckpointError, match=r"start\.allow=fewer_rows"):
-        begin_with(
-            path, new, new_optimizer, together, StartConfig(path=path), {}, loader
-        )
-    start = StartConfig(path=path, allow=("fewer_rows",))
-    assert "table 'user' has 50 rows now" in begin_with(
-        path, new, new_optimizer, together, start, {}, loader
-    )
-    checkpointer.close()
-    state = whole_state(model_state(new, new_optimizer))
-    fitted, sources = resized(
-        {"now": STEPS, "counts": {"evicted": 0}, "tables": tables}, policies
-    )
-    for name, source in sources.items():
-        assert torch.equal(
-            loader.ids.state_dict()["tables"][name]["ids"],
-            fitted["tables"][name]["ids"],
-        )
-        for slot in ("weight", "sum", "exp_avg", "exp_avg_sq"):
-            was = saved.get(f"tables.{name}.{slot}")
-            if was is not None:
-                now = state[f"tables.{name}.{slot}"]
-                # Another plan splits the columns of a number per row otherwise.
-                if slot == "sum":
-                    was, now = was.mean(1), now.mean(1)
-                torch.testing.assert_close(
-                    now,
-                    moved_rows(was, source),
-                    rtol=1e-6 if slot == "sum" else 0,
-                    atol=0,
-                )
-
-
 def by_both_ways(
     runtime: Runtime, folder: str, plans: list[tuple[str, str]]
 ) -> dict[str, Any]:
@@ -505,7 +439,6 @@ def by_both_ways(
         results[plan[0]] = [
             interrupted(runtime, where, plan) for where in ("", f"{folder}/{plan[0]}")
         ]
-        check_smaller(runtime, f"{folder}/{plan[0]}", plan, results[plan[0]][1][1])
     return results
 
 

@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 TORCHRUN = ("-m", "torch.distributed.run")
 # entries of a record that are measured
-TIMES = ("rows_per_s", "data_wait", "ranks_wait", "waits")
+TIMES = ("rows_per_s", "data_wait", "ranks_wait")
 SETTINGS = (
     "data.name=planted",
     "data.users=100",

@@ -18,7 +18,7 @@ TESTS = (
     "tests/test_doctor.py",
     "tests/distributed",
     "tests/train/checkpoint/test_plans.py",
-    "tests/train/guards/test_finite.py",
+    "tests/train/test_guards.py",
     "tests/launch/test_docs.py",
 )
 GIB = 2**30

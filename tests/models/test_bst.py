@@ -69,14 +69,13 @@ def small(device: torch.device | None = None, **options: Any) -> TowerModel:
     settings = {
         "max_length": S,
         "heads": 2,
-        "mlp_widths": (24, 8),
-        "dense": ["hour"],
+        "top_widths": (24, 8),
     } | options
     model = bst(
         tables,
         session=settings.pop("session_order", ["history", "gap"]),  # type: ignore[arg-type]
         target=["item_id"],
-        others={"user": Tower([user], [8])},
+        others={"user": Tower([user], [8], dense=["hour"])},
         device=device,
         **settings,
     )
@@ -214,7 +213,7 @@ def test_every_parameter_gets_a_gradient() -> None:
 
 
 def test_whether_the_target_is_in_the_session_is_learned() -> None:
-    model = small(mlp_widths=(32,))
+    model = small(top_widths=(32,))
     initialise_tables(model, seed=0)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     for batch in batches(150, size=128):
@@ -247,7 +246,7 @@ def clicked(runtime: Runtime) -> tuple[float, float]:
         target=["item_id"],
         max_length=8,
         heads=2,
-        mlp_widths=(32,),
+        top_widths=(32,),
         device=META,
     )
     schema = model.schema()
@@ -347,7 +346,7 @@ def test_with_concat_the_target_stands_in_the_slot_of_its_table() -> None:
         combine="concat",
         session_order=("gap", "history"),
         position="none",
-        mlp_widths=(),
+        top_widths=(),
     ).eval()
     initialise_tables(model, seed=7)
     held = {
@@ -359,7 +358,7 @@ def test_with_concat_the_target_stands_in_the_slot_of_its_table() -> None:
     layer = torch.nn.TransformerEncoderLayer(
         2 * WIDTH, 2, 8 * WIDTH, dropout=0.0, batch_first=True
     ).eval()
-    same_weights(top.network.encoder.layers[0], layer)
+    same_weights(top.encoder.layers[0], layer)
     history, gaps, items = (
         batch.bags(name).to_dense() for name in ("history", "gap", "item_id")
     )
@@ -374,7 +373,7 @@ def test_with_concat_the_target_stands_in_the_slot_of_its_table() -> None:
         )
         made = layer(torch.stack(steps)[None])[0].flip(0)
         flat = torch.nn.functional.pad(made, (0, 0, 0, S + 1 - len(made))).flatten()
-        rest = torch.cat([batch.dense[row], model.embed("user", batch)[row]])
+        rest = model.embed("user", batch)[row]
         expected.append(top.mlp(torch.cat([flat, rest])))
     with torch.no_grad():
         torch.testing.assert_close(

@@ -34,7 +34,7 @@ from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer
 from torchrec_ext.schema import DataError, Jagged
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
-from torchrec_ext.train.guards.finite import RunStoppedError
+from torchrec_ext.train.guards import RunStoppedError
 from torchrec_ext.train.loop import TrainConfig, train
 
 PROFILE, CONTENT, STEPS, ROWS = 60, 40, 6, 24

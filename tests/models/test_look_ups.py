@@ -1,7 +1,5 @@
 """A model's tables are looked up once for all towers: by hand, by collection, and one weight read in several ways."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -158,18 +156,6 @@ def test_a_sequence_of_a_shared_tower_and_a_bag_of_another_stand_in_one_key() ->
     assert steps[:, :, -1].tolist() == [[1, 0], [1, 1]]
     torch.testing.assert_close(steps[0, 0, :-1], weight[7])
     torch.testing.assert_close(steps[1, :, :-1], weight[8:10])
-
-
-def test_tables_of_one_name_that_differ_are_refused() -> None:
-    narrow = dataclasses.replace(bags("item", "item_id"), embedding_dim=8)
-    with pytest.raises(
-        ValueError,
-        match="two tables are called 'item', with embedding_dim=16 and embedding_dim=8",
-    ):
-        TowerModel(
-            {"user": Tower([bags("item", "likes")], [4]), "item": Tower([narrow], [4])},
-            TopMLP([4, 4]),
-        )
 
 
 class _Own(nn.Module):

@@ -18,8 +18,9 @@ from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import TopMLP
+from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.schema import Jagged
+from torchrec_ext.schema import DataError, Jagged
 from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 QUERIES, WIDTH, STEPS = 6, 4, 8
@@ -311,3 +312,63 @@ def test_tables_of_one_name_that_differ_are_refused_with_both_shown(
     with pytest.raises(ValueError, match="two tables are called 'item'") as error:
         TowerModel(towers, TopMLP([8, 8]))
     assert text in str(error.value)
+
+
+@pytest.mark.unit
+def test_without_an_index_every_row_is_its_own_and_a_wrong_one_is_refused() -> None:
+    schema = model(True).schema()
+    sparse = {name: Jagged(torch.tensor([1, 2])) for name in schema.keys}
+    dense, labels = {"age": torch.zeros(2), "price": torch.zeros(2)}, torch.zeros(2)
+    batch = schema.assemble(sparse, dense, labels=labels)
+    assert batch.shared is not None
+    assert batch.shared.index.tolist() == [0, 1]
+    with pytest.raises(DataError, match=r"\(B,\) = \(2,\), places from 0 to 1"):
+        schema.assemble(
+            sparse,
+            dense,
+            labels=labels,
+            index=torch.tensor([0, 2]),
+            shared_rows=torch.arange(2),
+        )
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("shared", "text"),
+    [
+        (("users",), r"\['users'\], which are not towers; the towers are \['user', 'i"),
+        (("user",), r"features \['city'\] are read by a shared tower and by another"),
+    ],
+)
+def test_towers_that_cannot_be_shared_are_named(
+    shared: tuple[str, ...], text: str
+) -> None:
+    towers = {name: Tower([items("city", name=name)], [4]) for name in ("user", "item")}
+    with pytest.raises(ValueError, match=text):
+        TowerModel(towers, TopMLP([4, 4]), shared=shared)
+
+
+def branching_loss(logits: Tensor, batch: TowerBatch) -> Tensor:
+    if bool((batch.labels > 0).any()):
+        return bce(logits, batch)
+    return logits.square().mean()
+
+
+def with_a_branch(runtime: Runtime) -> tuple[float, list[str]]:
+    made = TowerModel(
+        dict(model(True, META).towers.items()),
+        TopMLP([8, 8]),
+        shared=["user"],
+        loss=branching_loss,
+        device=META,
+    )
+    parallel, optimizer = hybrid_parallel(made, runtime)
+    pipeline = make_pipeline(parallel, optimizer, runtime.device)
+    output = pipeline.progress(batches(3, shared=True))
+    return float(output.loss), unpipelined(pipeline, parallel)
+
+
+def test_a_loss_that_branches_on_values_keeps_the_towers_pipelined() -> None:
+    loss, missed = run_ranks(with_a_branch, 1)[0]
+    assert 0 < loss < 2
+    assert missed == []

@@ -57,7 +57,6 @@ def outputs(*widths: int, rows: int = 6) -> list[Tensor]:
         (lambda widths: TopMLP(widths, activate_input=False), (8, 12)),
         (lambda widths: TopMLP(widths, [16, 8], normalization="batch").eval(), (8, 12)),
         (lambda widths: DeepCross(widths, [], layers=3), (8, 12)),
-        (lambda widths: DeepCross(widths, low_rank=2), (8, 12)),
         # several blocks of candidates
         (lambda widths: TopMLP(widths, [HIDDEN_FLOATS // 10]), (3, 4)),
         # several blocks of queries
@@ -145,21 +144,12 @@ def test_deepfm_adds_its_two_halves() -> None:
     torch.testing.assert_close(model(parts), model.machine(parts) + model.deep(parts))
 
 
-@pytest.mark.parametrize("low_rank", [None, 3])
-def test_crossing_layers_are_those_of_the_paper(low_rank: int | None) -> None:
-    model = DeepCross([5, 3], hidden=[], layers=2, low_rank=low_rank).double()
+def test_crossing_layers_are_those_of_the_paper() -> None:
+    model = DeepCross([5, 3], hidden=[], layers=2).double()
     first = x = torch.cat(outputs(5, 3), dim=1)
     for layer in range(2):
-        if low_rank is None:
-            weight, bias = (
-                model.cross.kernels[layer],
-                model.cross.bias[layer].squeeze(1),
-            )  # type: ignore[index]
-        else:
-            weight, bias = (
-                model.cross.W_kernels[layer] @ model.cross.V_kernels[layer],
-                model.cross.bias[layer],
-            )  # type: ignore[index]
+        weight = model.cross.kernels[layer]  # type: ignore[index]
+        bias = model.cross.bias[layer].squeeze(1)  # type: ignore[index]
         x = first * (x @ weight.T + bias) + x
     torch.testing.assert_close(model(outputs(5, 3)), model.mlp(x).squeeze(1))
 
@@ -196,10 +186,6 @@ def test_crossing_layers_are_those_of_the_paper(low_rank: int | None) -> None:
             "DeepCross needs towers, each of width 1 or more, got none",
         ),
         (lambda: DeepCross([4, 4], layers=0), "layers=0: must be 1 or more"),
-        (
-            lambda: DeepCross([4, 4], low_rank=9),
-            "low_rank=9: must be 1 to 8, the width of 2 outputs side by side",
-        ),
         (
             lambda: Cosine([4, 4], temperature=0),
             "temperature=0: must be greater than 0",

@@ -118,10 +118,9 @@ def transformer(**options: Any) -> Callable[[], nn.Module]:
             others={"user": Tower([bag("user_id", USERS)], [4])},
             target_tables=[bag("genres", 6)],
             target_dense=["price"],
-            dense=["age"],
             max_length=MOST,
             heads=2,
-            **{"mlp_widths": (12,), **options},
+            **{"top_widths": (12,), **options},
         )
 
     return made
@@ -185,10 +184,8 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "one table": one_table,
     "half": half,
     "bst": transformer(),
-    "bst of concatenated steps": transformer(
-        combine="concat", pooling="mean", norm_first=True, layers=2
-    ),
-    "bst without positions": transformer(position="none", pooling="last"),
+    "bst of concatenated steps": transformer(combine="concat", layers=2),
+    "bst without positions": transformer(position="none"),
     "next item": next_item,
     "tasks": tasks,
     "contextual": contextual,

@@ -21,6 +21,7 @@ from torchrec_ext.data.preprocess import (
     Preprocessor,
     TimeFeatures,
 )
+from torchrec_ext.data.preprocess.rows import connected
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.catalogue import Catalogue
@@ -131,7 +132,9 @@ def bundle(
 def test_a_request_scores_as_the_row_of_the_file(
     bundle: Bundle, fitted: FittedPreprocessor, log: Path, tmp_path: Path
 ) -> None:
-    fitted.transform(str(log), tmp_path / "ready", order_by=["time"])
+    with connected() as con:
+        rows = con.sql(f"SELECT * FROM '{log}' ORDER BY time")
+        fitted.transform(rows, tmp_path / "ready", con=con)
     made = pq.read_table(tmp_path / "ready").to_pydict()
     model = model_of(fitted).eval()
     lengths = torch.tensor([len(history) for history in made["history"]])

@@ -107,7 +107,7 @@ def stopped(runtime: Runtime) -> Any:
         config,
         evaluate=lambda: {"auc": next(figures)},
     )
-    unequal = {"rows_per_s": 0, "data_wait": 0, "ranks_wait": 0, "waits": 0, "auc": 0}
+    unequal = {"rows_per_s": 0, "data_wait": 0, "ranks_wait": 0, "auc": 0}
     return [{**record, **unequal} for record in history], loader.epochs
 
 

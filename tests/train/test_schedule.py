@@ -38,16 +38,6 @@ def factors(schedule: Schedule, steps: int) -> list[float]:
             [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0],
         ),
         (Schedule(kind="cosine", warmup=2, floor=0.5), [0.5, 1, 1, 0.75, 0.5]),
-        (
-            Schedule(kind="inverse_sqrt", warmup=2),
-            [0.5, 1, math.sqrt(2 / 3), math.sqrt(2 / 4), math.sqrt(2 / 5)],
-        ),
-        (
-            Schedule(kind="inverse_sqrt"),
-            [1, math.sqrt(1 / 2), math.sqrt(1 / 3), 0.5, math.sqrt(1 / 5)],
-        ),
-        (Schedule(kind="step", every=2, gamma=0.5), [1, 1, 0.5, 0.5, 0.25]),
-        (Schedule(kind="step", every=1, gamma=0.5, warmup=1), [1, 1, 0.5, 0.25, 0.125]),
     ],
 )
 def test_each_kind_has_the_factors_of_its_closed_form(
@@ -62,12 +52,10 @@ def test_each_kind_has_the_factors_of_its_closed_form(
     [
         (
             {"kind": "cosin"},
-            "^kind='cosin': must be one of constant, linear, cosine, inverse_sqrt, step",
+            "^kind='cosin': must be one of constant, linear, cosine",
         ),
         ({"warmup": -1}, "^warmup=-1: must be 0 steps or more"),
         ({"floor": 1.5}, "^floor=1.5: must be between 0 and 1"),
-        ({"gamma": math.nan}, "^gamma=nan: must be between 0 and 1"),
-        ({"kind": "step"}, "^every=0: the kind step needs the number of steps"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(
@@ -82,8 +70,8 @@ def test_schedules_and_early_stops_can_be_given_on_the_command_line() -> None:
     changed = with_settings(
         TrainConfig(),
         [
-            "tables_schedule.kind=step",
-            "tables_schedule.every=1e2",
+            "tables_schedule.kind=linear",
+            "tables_schedule.floor=0.5",
             "dense_schedule.warmup=50",
             "early_stop.metric=auc",
             "early_stop.patience=2",
@@ -92,11 +80,11 @@ def test_schedules_and_early_stops_can_be_given_on_the_command_line() -> None:
     )
     assert (
         changed.tables_schedule.kind,
-        changed.tables_schedule.every,
+        changed.tables_schedule.floor,
         changed.dense_schedule.warmup,
     ) == (
-        "step",
-        100,
+        "linear",
+        0.5,
         50,
     )
     assert (
@@ -116,7 +104,7 @@ def test_schedules_and_early_stops_can_be_given_on_the_command_line() -> None:
 
 
 TABLES = Schedule(kind="linear", warmup=3)
-DENSE = Schedule(kind="step", every=4, gamma=0.5)
+DENSE = Schedule(kind="cosine", floor=0.25)
 OPTIMIZER = OptimizerConfig(tables="sgd", tables_lr=2.0, dense="sgd", dense_lr=0.5)
 STEPS = 12
 
@@ -157,7 +145,7 @@ def by_hand(epochs: int) -> dict[str, Tensor]:
                 factor = (
                     min((step + 1) / 3, 1 - max(step - 3, 0) / 8)
                     if is_table
-                    else 0.5 ** (step // 4)
+                    else 0.25 + 0.375 * (1 + math.cos(math.pi * step / 11))
                 )
                 parameter -= (2.0 if is_table else 0.5) * factor * parameter.grad
     return {name: parameter.detach() for name, parameter in model.named_parameters()}

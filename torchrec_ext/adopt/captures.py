@@ -541,12 +541,21 @@ def _cuda_graphs(call: StepCall) -> Callable[..., Sequence[Any]]:
         with torch.enable_grad():
             return list(call.graph.module(*(inputs[i] for i in range(len(inputs)))))
 
+    def fuse(_: list[Tensor]) -> Callable[..., list[Any]]:
+        compiled = executors.compile_graph(call.graph.module, call.tensors)
+
+        def fused(*tensors: Tensor) -> list[Any]:
+            inputs = dict(zip([*rest, *of_batch], tensors, strict=True))
+            return list(compiled(*(inputs[i] for i in range(len(inputs)))))
+
+        return fused
+
     def run(*tensors: Tensor) -> Sequence[Any]:
         addresses = tuple(tensors[index].data_ptr() for index in call.graph.outer)
         given = [tensors[index] for index in of_batch]
         if addresses not in graphs:
             graphs[addresses] = executors.cuda_graph(
-                step, [tensors[index] for index in rest], given
+                step, [tensors[index] for index in rest], given, fuse
             )
         return graphs[addresses](given)
 

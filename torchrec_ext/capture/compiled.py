@@ -86,7 +86,9 @@ def real_inputs(graph: fx.GraphModule, examples: Sequence[Tensor]) -> list[Any]:
 class CompiledCall:
     """A function that Dynamo traces on its first call and guards on all others.
 
-    Where a graph's guards hold, its code is called at once: torch.compile's own way there takes 40 us longer.
+    Where a graph's guards hold, its code is called at once: torch.compile's own way there takes 40 us longer. Of the
+    :class:`StepPart` list ``parts`` in its closure weights alone are guarded, because a user may have them too: the
+    rest is the capture's own, 600 of the 1,300 guards of a step of four tables.
 
     Args:
         function: function of positional arguments.
@@ -109,7 +111,11 @@ class CompiledCall:
             code, function.__globals__, code.co_name, None, function.__closure__
         )
         self._compiled = torch.compile(
-            self._function, backend=backend, fullgraph=True, dynamic=False
+            self._function,
+            backend=backend,
+            fullgraph=True,
+            dynamic=False,
+            options={"guard_filter_fn": _can_change},
         )
         cells = zip(code.co_freevars, self._function.__closure__ or (), strict=True)
         self._closure = {name: cell.cell_contents for name, cell in cells}
@@ -183,6 +189,16 @@ class CompiledCall:
                 code, function.__globals__, code.co_name, None, function.__closure__
             )
         return self._calls[code]
+
+
+def _can_change(guards: Sequence[Any]) -> list[bool]:
+    """Says of each of Dynamo's guards whether what it compares can change between steps."""
+    return [
+        guard.is_global
+        or not re.match(r"parts\b", guard.name)
+        or guard.name.endswith(".weight")
+        for guard in guards
+    ]
 
 
 def _is_of_a_package(file: str) -> bool:

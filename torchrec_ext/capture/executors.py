@@ -1,4 +1,6 @@
-"""StepExecutor: runs a captured step by torch's inductor on a CPU, by a CUDA graph on a GPU, or op by op.
+"""StepExecutor: runs a captured step by torch's inductor on a CPU, as one CUDA graph on a GPU, or op by op.
+
+On a GPU inductor fuses the kernels of the graph where Triton is installed. No real GPU has run that yet.
 
 keep_freed_memory(): makes the process keep the memory that a step frees.
 """
@@ -6,10 +8,15 @@ keep_freed_memory(): makes the process keep the memory that a step frees.
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import importlib.util
+import inspect
 import os
 import platform
 import shutil
+import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -25,9 +32,12 @@ from torchrec_ext.observe.ops import tensors_in, waits_for_device
 from torchrec_ext.observe.state_copy import random_state, set_random_state
 from torchrec_ext.observe.user_lines import first_line, raising_line, with_text
 
-# The C++ wrapper saves the Python between kernels, half of a step at 1,280 rows. Size
-# checks are off because callers check shapes themselves.
-_INDUCTOR = {"cpp_wrapper": True, "size_asserts": False}
+# The C++ wrapper saves the Python between kernels, half of a step at 1,280 rows; a CUDA
+# graph has none. Size checks are off because callers check shapes themselves.
+_INDUCTOR = {
+    "cpu": {"cpp_wrapper": True, "size_asserts": False},
+    "cuda": {"triton.cudagraphs": False, "size_asserts": False},
+}
 
 _Step = Callable[..., list[Tensor]]
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -65,6 +75,29 @@ def inductor(step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
     return as_it_is(_compiled(traced(step, separate), separate), memory, inputs)
 
 
+def fused_cuda_graph(step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
+    """Captures the step as one CUDA graph of kernels that inductor has fused; see :func:`cuda_graph`."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def fuse(tensors: list[Tensor]) -> _Step:
+        # Without memory of their own: tables may fill most of the device.
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            examples = [
+                torch.empty_strided(
+                    each.shape, each.stride(), dtype=each.dtype, device=each.device
+                )
+                for each in tensors
+            ]
+        return _compiled(traced(step, examples), examples)
+
+    return cuda_graph(step, memory, inputs, fuse)
+
+
+def is_fused() -> bool:
+    """Whether inductor can fuse kernels of a GPU here: it writes them in Triton."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def unaliased(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns tensors of the same shapes and strides, each with its own storage.
 
@@ -89,7 +122,7 @@ def _compiled(graph: GraphModule, examples: Sequence[Tensor]) -> _Step:
                 graph,
                 list[Any](examples),
                 dynamic_shapes="from_example_inputs",
-                options={"config_patches": _INDUCTOR},
+                options={"config_patches": _INDUCTOR[examples[0].device.type]},
             )
     except Exception as error:  # inductor and the compiler below it raise many types
         raise CannotCaptureError(
@@ -100,9 +133,9 @@ def _compiled(graph: GraphModule, examples: Sequence[Tensor]) -> _Step:
 def compile_graph(
     graph: GraphModule, examples: Sequence[Tensor]
 ) -> Callable[..., Sequence[Any]]:
-    """Compiles a graph of Dynamo's for a CPU; see :func:`~torchrec_ext.capture.compiled.compiled`.
+    """Compiles a graph of Dynamo's; see :func:`~torchrec_ext.capture.compiled.compiled`.
 
-    Its dropout draws other numbers than that of eager steps, and much faster, see :func:`with_hashed_dropout`.
+    Its dropout draws other numbers than that of eager steps; on a CPU much faster, see :func:`with_hashed_dropout`.
 
     Raises:
         CannotCaptureError: inductor, or the compiler below it, rejects the step.
@@ -111,8 +144,15 @@ def compile_graph(
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)  # a traced mkldnn LSTM does not run
     try:
-        return torch._inductor.compile(  # type: ignore[no-any-return]
-            with_hashed_dropout(graph), list(examples), options=dict(_INDUCTOR)
+        kind = examples[0].device.type
+        if kind == "cpu":
+            graph = with_hashed_dropout(graph)
+        own = {"unsafe_marked_cacheable_functions": _own_functions(graph)}
+        return torch._inductor.standalone_compile(
+            graph,
+            list[Any](examples),
+            dynamic_shapes="from_example_inputs",
+            options={"config_patches": _INDUCTOR[kind] | own},
         )
     except Exception as error:  # inductor and the compiler below it raise many types
         raise CannotCaptureError(
@@ -120,6 +160,21 @@ def compile_graph(
         ) from error
     finally:
         torch._C._set_mkldnn_enabled(enabled)
+
+
+def _own_functions(graph: GraphModule) -> dict[str, str]:
+    """Returns this package's functions that a graph calls, each with a digest of its module's source.
+
+    Inductor keeps no graph for later processes that calls a function of which it has no such key.
+    """
+    keys = {}
+    for node in graph.graph.nodes:
+        module = getattr(node.target, "__module__", None) or ""
+        if node.op == "call_function" and module.startswith("torchrec_ext."):
+            source = inspect.getsource(sys.modules[module]).encode()
+            name = f"{module}.{node.target.__name__}"
+            keys[name] = hashlib.sha256(source).hexdigest()
+    return keys
 
 
 # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes; glibc accepts at most 32 MB
@@ -198,8 +253,20 @@ def depends_on_values(result: Any) -> bool:
     )
 
 
-def cuda_graph(step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
+def cuda_graph(
+    step: _Step,
+    memory: list[Tensor],
+    inputs: list[Tensor],
+    fuse: Callable[[list[Tensor]], _Step] | None = None,
+) -> Run:
     """Captures the step as one CUDA graph; copies inputs into the graph's own buffers.
+
+    Args:
+        step: see :class:`StepExecutor`.
+        memory: see :class:`StepExecutor`.
+        inputs: see :class:`StepExecutor`.
+        fuse: makes the same step of fewer kernels, for tensors as those given; where it cannot, one warning says why,
+            and the graph has torch's own kernels. Without Triton nobody asks it.
 
     Raises:
         CannotCaptureError: the step waits for the device, or the device has too little memory.
@@ -213,7 +280,8 @@ def cuda_graph(step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
         memory_before = _copied(memory, device)
         try:
             static_inputs = [tensor.clone() for tensor in inputs]
-            graph, outputs = _captured_graph(step, [*memory, *static_inputs])
+            tensors = [*memory, *static_inputs]
+            graph, outputs = _captured_graph(step, tensors, fuse)
         except torch.OutOfMemoryError as error:
             raise CannotCaptureError(
                 f"{device} has too little memory for a CUDA graph: {first_line(error)}"
@@ -253,7 +321,7 @@ def cuda_graph(step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
 
 
 def _captured_graph(
-    step: _Step, tensors: list[Tensor]
+    step: _Step, tensors: list[Tensor], fuse: Callable[[list[Tensor]], _Step] | None
 ) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
     """Runs the step as often as a capture requires, and captures it; returns the graph and its outputs."""
     graph = torch.cuda.CUDAGraph()
@@ -266,6 +334,8 @@ def _captured_graph(
             # so waits are found before it.
             with _RefusesWaits():  # type: ignore[no-untyped-call]
                 step(*tensors)
+            if fuse is not None and is_fused():
+                step = _fused(step, tensors, fuse)
             for _ in range(2):
                 step(*tensors)
         torch.cuda.current_stream().wait_stream(stream)
@@ -284,6 +354,20 @@ def _captured_graph(
                 return graph, step(*tensors)
         finally:
             torch._C._cuda_clearCublasWorkspaces()
+
+
+def _fused(
+    step: _Step, tensors: list[Tensor], fuse: Callable[[list[Tensor]], _Step]
+) -> _Step:
+    """Returns the step of fewer kernels, or the step itself with a warning."""
+    try:
+        return fuse(tensors)
+    except CannotCaptureError as error:
+        warnings.warn(
+            f"the kernels of the captured step are torch's own, not fused: {str(error)[:120]}",
+            stacklevel=2,
+        )
+        return step
 
 
 class _WaitError(Exception):
@@ -320,7 +404,10 @@ def engine_for(device: torch.device) -> tuple[StepExecutor, str]:
         CannotCaptureError: there is no C++ compiler, or no writable folder for the compile cache.
     """
     if device.type == "cuda":
-        return cuda_graph, "capturing the training step as a CUDA graph"
+        progress = "capturing the training step as a CUDA graph"
+        if not is_fused():
+            progress += " of torch's own kernels; pip install triton fuses them"
+        return fused_cuda_graph, progress
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     folder = compile_cache()

@@ -14,7 +14,7 @@ PATIENCE = 20  # eager steps of a rare shape, such as the last batch of an epoch
 
 
 class TrainingDivergedError(ValueError):
-    """A loss or gradient is not finite; the message names step, epoch, ranks and cause. Raised on every rank.
+    """A loss is not finite; the message names step, epoch and ranks. Raised on every rank.
 
     Args:
         message: text of the error.

@@ -178,12 +178,6 @@ class Column:
             return self._pool[[index]]
         return self._pool[self._windows.starts[index] : self._windows.stops[index]]
 
-    def restricted(self, allowed: Array, other: int) -> Column:
-        """Returns the column with ``other`` in the place of each value that is not among ``allowed``."""
-        return Column(
-            np.where(np.isin(self.values, allowed), self.values, other), self.offsets
-        )
-
     def slice(self, start: int, stop: int) -> Column:
         """Returns rows ``start`` to ``stop``, as views."""
         return self._rows(lambda rows: rows[start:stop])

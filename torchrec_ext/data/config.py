@@ -11,8 +11,6 @@ from typing import Literal
 from torchrec_ext.schema.validation import check_least
 
 PLANTED = "planted"
-# Generated pairs that a model can learn exactly.
-CHECKERBOARD = "checkerboard"
 # The parts of a data set, in the order of time where there is one.
 PARTS = ("train", "validation", "test")
 # What a recipe reads of a set: the rows with label 1, to draw negatives for; rows with
@@ -26,8 +24,8 @@ class DataConfig:
 
     Args:
         name: folder that ``rec.data.preprocess --out`` wrote, its path or its name in ``data.folder``; a folder of your
-            own as it stands, with inter.parquet, or train.parquet and test.parquet (docs/recipes.md); ``ml-100k``,
-            which is downloaded; or ``planted`` or ``checkerboard``, generated rows.
+            own as it stands, with inter.parquet, or train.parquet and test.parquet (docs/recipes.md); or ``planted``,
+            generated rows.
         folder: folder of sets, each in a folder of its own name; ``$TORCHREC_EXT_DATA`` where not given.
         ranked: greatest number of held-out rows with label 1 for whose user the whole catalogue is ranked, evenly
             spread over all of them, where the recipe learns labels and the set has users and items; 0 ranks nothing.
@@ -50,7 +48,7 @@ class DataConfig:
         check_least("data.ranked", self.ranked, 0)
         check_least("data.history_length", self.history_length, 0)
         for key, value in self.generated_sizes().items():
-            if self.name not in (PLANTED, CHECKERBOARD):
+            if self.name != PLANTED:
                 raise ValueError(
                     f"data.{key}={value}: {self.name} has its own; leave it out, or choose data.name={PLANTED}"
                 )

@@ -1,4 +1,4 @@
-"""The readers of a user's files: their columns in types that steps take, and the steps that follow these types.
+"""The readers of a user's files: their columns in types that steps take.
 
 raw_column(), raw_ids(): dates are times, missing values stay.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,16 +17,7 @@ import pyarrow.parquet as pq
 from torchrec_ext.data.columns import Array, Column
 from torchrec_ext.data.files.arrow import as_int64, is_list_type, one_piece
 from torchrec_ext.data.files.sources import read_columns
-from torchrec_ext.data.preprocess import (
-    Categorify,
-    FillMissing,
-    Normalize,
-    Step,
-    TimeFeatures,
-    Vocabulary,
-)
 from torchrec_ext.data.preprocess.columns import as_times, is_iso
-from torchrec_ext.data.preprocess.times import Feature
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import listed
 
@@ -37,18 +27,12 @@ SEPARATOR = "|"
 MOST_DISTINCT = 0.5
 # The first text among these rows decides whether a column holds dates.
 _PROBE_ROWS = 1000
-_DAY = 86_400_000_000
-OF_TIMES: tuple[Feature, ...] = ("hour", "weekday")
-# Features of a column in which every time is midnight: its hour says nothing.
-OF_DATES: tuple[Feature, ...] = ("weekday", "month")
 _OTHER_DATE = re.compile(
     r"(\d{4}[./]\d{1,2}[./]\d{1,2}|\d{1,2}[./-]\d{1,2}[./-]\d{4})(\D.*)?"
 )
 RawColumns = Mapping[str, pa.Array]
 # By tower: the names of its columns of ids, and of those of numbers.
 TowerColumns = dict[str, tuple[Sequence[str], Sequence[str]]]
-# Steps, each with its state.
-Pairs = list[tuple[Step, Any]]
 
 
 def owned_columns(
@@ -83,39 +67,6 @@ def columns_by_tower(
         if own_features or own_dense:
             towers[tower] = (own_features, own_dense)
     return towers
-
-
-def id_steps(name: str, words: Vocabulary) -> Pairs:
-    """Returns the step from text or whole numbers to rows of ``words``."""
-    return [(Categorify(column=name), words)]
-
-
-def number_steps(
-    name: str, mean: float, deviation: float, *, filled: bool = False
-) -> Pairs:
-    """Returns the steps from fractions to numbers of mean 0 and deviation 1; ``filled`` puts the mean for null."""
-    pairs: Pairs = [(Normalize(column=name), {"mean": mean, "std": deviation})]
-    if filled:
-        pairs.insert(0, (FillMissing(column=name, statistic="mean"), {"value": mean}))
-    return pairs
-
-
-def time_steps(name: str, values: pa.Array) -> Pairs:
-    """Returns the step from times to the ids of their hour, weekday or month."""
-    # Dates are times at midnight by now.
-    is_midnight = values.cast(pa.int64()).to_numpy() % _DAY == 0
-    features = OF_DATES if is_midnight.all() else OF_TIMES
-    return [(TimeFeatures(column=name, features=features), {})]
-
-
-def vocabulary_with_counts(values: pa.Array) -> Vocabulary:
-    """Returns the distinct values, in sorted order, with the number of rows of each."""
-    value_counts = pc.value_counts(values)
-    order = pc.sort_indices(value_counts.field("values"))
-    return Vocabulary(
-        value_counts.field("values").take(order),
-        value_counts.field("counts").take(order),
-    )
 
 
 def raw_column(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array:
@@ -385,14 +336,6 @@ def check_described(path: Path, key: str, ids: Array) -> None:
             f"{path}: column '{key}', rows {first} and {second}: both describe id {ids[first]} ({len(twice):,} rows "
             "more than there are ids); keep one row for each id"
         )
-
-
-def vocabulary_of(values: Array | Sequence[str]) -> Vocabulary:
-    """Returns the distinct values of a column of text or whole numbers, in sorted order."""
-    array = np.asarray(values)
-    words = pa.array(array.astype(np.int64) if array.dtype.kind in "iub" else array)
-    # Rows are not counted here: the counts are only written beside the values.
-    return Vocabulary(words, pa.array(np.zeros(len(words), np.int64)))
 
 
 def why_left_out(column: pa.Array) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -13,15 +12,15 @@ from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Column, Int64
 from torchrec_ext.data.config import PARTS
-from torchrec_ext.data.features import SEPARATOR, RawColumns, why_left_out
+from torchrec_ext.data.features import SEPARATOR, RawColumns
 from torchrec_ext.data.prepare import Evaluation, RawSet, Roles
 from torchrec_ext.data.splits import Split
 from torchrec_ext.schema import DataError
 
 KEYS = {"user": "user_id", "item": "item_id"}
-# Column of a held-out row's own candidates.
-CANDIDATES = "candidates"
 HISTORY = "history"
+# Column of the items' texts for display.
+TITLE = "title"
 
 
 class PairRows(NamedTuple):
@@ -30,16 +29,6 @@ class PairRows(NamedTuple):
     users: pa.Array
     items: pa.Array
     part: NDArray[np.int8] | None
-
-
-class Described(NamedTuple):
-    """What a file says of users or items: its path and its raw columns, the key among them under our name."""
-
-    path: Path
-    columns: RawColumns
-    left_out: Mapping[str, str] = {}
-    # Whether every column is known to describe a user or an item.
-    published: bool = False
 
 
 def distinct(values: pa.Array) -> pa.Array:
@@ -61,13 +50,11 @@ def set_of_pairs(
     name: str,
     rows: PairRows,
     split: Split,
-    sides: Mapping[str, Described],
+    sides: Mapping[str, RawColumns],
     *,
-    candidates: Column | None = None,
     evaluation: Evaluation | None = None,
     left_out: Mapping[str, str] | None = None,
     separators: Mapping[str, str] | None = None,
-    licence: str | None = None,
     numbers: Sequence[str] = (),
 ) -> RawSet:
     """Joins pairs with what is known of users and items, and cuts them into splits.
@@ -76,20 +63,16 @@ def set_of_pairs(
         name: name of the set.
         rows: all pairs.
         split: part and history of some of them; a history holds indices among the sorted items.
-        sides: columns of users and items.
-        candidates: items that each held-out row is ranked among, indices among the sorted items, by row of ``split``.
+        sides: raw columns of users and of items, the key among them, and ``title`` of items for display.
         evaluation: rule of the ranking.
         left_out: see :class:`RawSet`.
         separators: see :class:`RawSet`.
-        licence: see :class:`RawSet`.
         numbers: see :class:`RawSet`.
     """
     order = pa.array(split.rows)
     columns: dict[str, pa.Array] = {"user_id": rows.users.take(order)}
     described: dict[str, list[str]] = {"user": [], "item": []}
-    all_left_out = dict(left_out or {})
     all_separators = dict(separators or {})
-    titles: dict[object, str] = {}
     item_column = rows.items.take(order)
     for owner, key in KEYS.items():
         if owner == "item":
@@ -99,34 +82,16 @@ def set_of_pairs(
             columns["item_id"] = item_column
         if owner not in sides:
             continue
-        table = sides[owner].columns
-        all_left_out |= sides[owner].left_out
-        keys = columns[key]
-        places = pc.index_in(keys, table[key])
-        for word, values in table.items():
-            if word == key:
-                continue
-            if word == "title" and owner == "item":
-                pairs = zip(table[key].to_pylist(), values.to_pylist(), strict=True)
-                titles = {each: str(text) for each, text in pairs if text is not None}
-                continue
-            reason = None if sides[owner].published else why_left_out(values)
-            if reason is not None:
-                all_left_out[word] = reason
-                continue
+        side = sides[owner]
+        for word, values in of_side(columns, key, side).items():
             # A batch has one column of a name, so the item's is renamed.
             feature = f"{owner}_{word}" if word in columns else word
-            if pa.types.is_string(values.type) and feature not in all_separators:
-                with_lists = pc.any(pc.match_substring(values, SEPARATOR)).as_py()
-                if with_lists:
-                    all_separators[feature] = SEPARATOR
-            columns[feature] = values.take(places)
+            columns[feature] = values
             described[owner].append(feature)
+            if word in listed_texts(side):
+                all_separators.setdefault(feature, SEPARATOR)
     evaluation = evaluation or Evaluation()
     shared = [HISTORY] if HISTORY in columns else []
-    if candidates is not None:
-        columns[CANDIDATES] = lists_of(candidates, distinct(rows.items))
-        shared.append(CANDIDATES)
     splits = {}
     for number, part in enumerate(PARTS):
         indices = pa.array(np.flatnonzero(split.part == number))
@@ -155,13 +120,42 @@ def set_of_pairs(
         separators={
             word: text for word, text in all_separators.items() if word in columns
         },
-        titles=titles,
-        left_out=all_left_out,
+        titles=titles_of(sides.get("item", {})),
+        left_out=left_out or {},
         notes=notes,
         evaluation=evaluation,
-        licence=licence,
         numbers=numbers,
     )
+
+
+def of_side(rows: RawColumns, key: str, side: RawColumns) -> dict[str, pa.Array]:
+    """Returns what is known of each row's user or item, by column."""
+    places = pc.index_in(rows[key], side[key])
+    return {word: side[word].take(places) for word in features_of(key, side)}
+
+
+def features_of(key: str, side: RawColumns) -> list[str]:
+    """Returns the columns that describe users or items."""
+    names = (key, TITLE) if key == KEYS["item"] else (key,)
+    return [word for word in side if word not in names]
+
+
+def listed_texts(side: RawColumns) -> list[str]:
+    """Returns the columns of texts with several values, one ``|`` between two."""
+    return [
+        word
+        for word, values in side.items()
+        if pa.types.is_string(values.type)
+        and pc.any(pc.match_substring(values, SEPARATOR)).as_py()
+    ]
+
+
+def titles_of(side: RawColumns) -> dict[object, str]:
+    """Returns the titles by item, if there are any."""
+    if TITLE not in side:
+        return {}
+    pairs = zip(side["item_id"].to_pylist(), side[TITLE].to_pylist(), strict=True)
+    return {key: str(text) for key, text in pairs if text is not None}
 
 
 def lists_of(column: Column, values: pa.Array) -> pa.ListArray:

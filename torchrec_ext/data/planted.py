@@ -1,7 +1,6 @@
 """Generated data whose right answer is known, in memory and as prepared folders.
 
-checkerboard() can be learned exactly, planted() up to a known bound; planted_folder() and planted_log_folder() write
-rows with labels.
+planted() can be learned up to a known bound; planted_context() and planted_log_folder() make rows with labels.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from torchrec_ext.data.columns import Chunk, Column, Int64, Windows
-from torchrec_ext.data.config import CHECKERBOARD, PARTS, PLANTED
-from torchrec_ext.data.features import RawColumns, vocabulary_of
+from torchrec_ext.data.columns import Column, Int64, Windows
+from torchrec_ext.data.config import PARTS, PLANTED
+from torchrec_ext.data.features import RawColumns
 from torchrec_ext.data.files.arrow import as_arrow
-from torchrec_ext.data.pairs import Described, PairRows, set_of_pairs
+from torchrec_ext.data.pairs import PairRows, set_of_pairs
 from torchrec_ext.data.prepare import (
     RAW_ITEMS,
     RAW_REQUESTS,
     RAW_USERS,
     RawSet,
     Roles,
+    vocabulary_with_counts,
     write_rows,
-    write_set,
 )
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, History
 from torchrec_ext.data.preprocess.history import GAPS
@@ -39,44 +38,6 @@ GENDERS, OCCUPATIONS, ZIP_PREFIXES, YEARS, GENRES = 2, 21, 11, 20, 18
 MOST_CELLS = 100_000_000
 # Length of the longest planted sequence.
 LONGEST_SEQUENCE = 20
-
-
-def checkerboard(
-    *, users: int = 64, items: int = 64, history_length: int = 50, seed: int = 0
-) -> RawSet:
-    """Generates users u who take item i if and only if u + i is even, in a random order; other features are noise.
-
-    The answer: once a user's training and validation items are masked, only the test item of the right colour is left.
-    So the best HR@k and NDCG@k are exactly 1 for every k, and popularity knows nothing. The idea is that of implicit's
-    test data.
-
-    Args:
-        users: number of users, ids from 1.
-        items: number of items, ids from 1; at least 6, so that everyone has something to train on.
-        history_length: greatest length of a history.
-        seed: seed of the order and the noise.
-    """
-    if users < 2 or items < 6:
-        raise ValueError(
-            f"checkerboard of users={users}, items={items}: needs at least 2 users and 6 items"
-        )
-    rng = np.random.default_rng([seed, users, items])
-    user, item = (np.indices((users, items)).reshape(2, -1) + 1).astype(np.int64)
-    shuffled = rng.permutation(np.flatnonzero((user + item) % 2 == 0))
-    titles = []
-    for number in range(1, items + 1):
-        colour = "black" if number % 2 else "white"
-        titles.append(f"{colour} square {number}")
-    user = user[shuffled]
-    item = item[shuffled]
-    split = leave_one_out(user, item, np.arange(len(shuffled)), history_length)
-    occupation = rng.integers(1, OCCUPATIONS + 1, users)
-    sides = {
-        "user": _users(rng, occupation=occupation, age=rng.normal(size=users)),
-        "item": _items(rng, titles, genre=rng.integers(1, GENRES + 1, items)),
-    }
-    best = dict.fromkeys(("HR@1", "HR@5", "HR@10", "NDCG@1", "NDCG@5", "NDCG@10"), 1.0)
-    return _set_of(CHECKERBOARD, user, item, split, sides, best)
 
 
 def planted(
@@ -141,10 +102,7 @@ def _set_of(
         name,
         PairRows(pa.array(user), pa.array(item), None),
         split._replace(history=Column(places, history.offsets)),
-        {
-            owner: Described(Path(name), side, published=True)
-            for owner, side in sides.items()
-        },
+        sides,
         numbers=("age",),
     )
     return dataclasses.replace(raw, best=best)
@@ -396,14 +354,7 @@ def planted_log(
     return PlantedLog(columns, rng.random(len(rows)) < buys(item_ids), odds, buys)
 
 
-class PlantedRows(NamedTuple):
-    """Generated rows by split, and the figures of the best possible prediction of the test rows."""
-
-    splits: Mapping[str, Chunk]
-    best: Mapping[str, float]
-
-
-def planted_context(*, rows: int = 60_000, seed: int = 0) -> PlantedRows:
+def planted_context(*, rows: int = 60_000, seed: int = 0) -> RawSet:
     """Generates clicks with log-odds from a user's taste and an item's kind, moved by the hour, not by the weekday.
 
     The column ``weight``, 1 or 2 by the weekday, is read if ``loader.weight`` names it.
@@ -429,44 +380,22 @@ def planted_context(*, rows: int = 60_000, seed: int = 0) -> PlantedRows:
     chance = 1 / (1 + np.exp(-logits))
     label = (rng.random(rows) < chance).astype(np.float32)
     numbers = {"label": label, "weight": (1 + ids["weekday"] % 2).astype(np.float32)}
-    everything = Chunk(
-        {name: Column(values) for name, values in (ids | numbers).items()}
-    )
     tenth = rows // 10
-    test = slice(rows - tenth, rows)
     cuts = [0, rows - 2 * tenth, rows - tenth, rows]
-    splits = {
-        part: everything.slice(start, stop)
-        for part, start, stop in zip(PARTS, cuts[:-1], cuts[1:], strict=True)
-    }
-    return PlantedRows(splits, best_prediction(logits[test], chance[test], label[test]))
-
-
-def planted_folder(
-    folder: Path, *, seed: int = 0, rows: int = 60_000
-) -> dict[str, float]:
-    """Writes the rows of :func:`planted_context` as rec.data.preprocess would, and returns the best possible figures.
-
-    Args:
-        folder: an empty folder.
-        seed: seed of the generator.
-        rows: number of rows of all splits together.
-    """
-    splits, best = planted_context(rows=rows, seed=seed)
-    raw = {
-        split: {name: pa.array(column.values) for name, column in chunk.items()}
-        for split, chunk in splits.items()
-    }
-    write_set(
-        folder,
-        RawSet(
-            name=PLANTED,
-            splits=raw,
-            roles=Roles(label="label", user="user_id", item="item_id"),
-            kept=("label", "weight"),
-        ),
+    splits = {}
+    for part, start, stop in zip(PARTS, cuts[:-1], cuts[1:], strict=True):
+        splits[part] = {
+            name: pa.array(values[start:stop])
+            for name, values in (ids | numbers).items()
+        }
+    test = slice(rows - tenth, rows)
+    return RawSet(
+        name=PLANTED,
+        splits=splits,
+        roles=Roles(label="label", user="user_id", item="item_id"),
+        kept=("label", "weight"),
+        best=best_prediction(logits[test], chance[test], label[test]),
     )
-    return dict(best)
 
 
 def planted_log_folder(
@@ -532,7 +461,8 @@ def planted_log_folder(
         Categorify(column="user_id"),
     )
     vocabularies = [
-        vocabulary_of(np.unique(splits["train"][step.writes[0]])) for step in steps[1:]
+        vocabulary_with_counts(pa.array(splits["train"][step.writes[0]]))
+        for step in steps[1:]
     ]
     labels = ("click", "conversion")
     numbers = (*labels, "weight")

@@ -23,16 +23,22 @@ from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.config import PARTS
 from torchrec_ext.data.features import (
     RawColumns,
-    id_steps,
-    number_steps,
     owned_columns,
-    time_steps,
-    vocabulary_with_counts,
 )
 from torchrec_ext.data.files.arrow import as_arrow, is_list_type
 from torchrec_ext.data.known import KnownWriter, known_path
-from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Lists, Step
+from torchrec_ext.data.preprocess import (
+    Categorify,
+    FillMissing,
+    FittedPreprocessor,
+    Lists,
+    Normalize,
+    Step,
+    TimeFeatures,
+    Vocabulary,
+)
 from torchrec_ext.data.preprocess.columns import raw_type
+from torchrec_ext.data.preprocess.times import Feature
 from torchrec_ext.schema import DataError
 
 # The folder that `rec.data.preprocess` writes next to the rows.
@@ -54,6 +60,9 @@ _GROUP_ROWS = 8_192
 _ROWS_AT_ONCE = 8 * _GROUP_ROWS
 # Requests that are kept for an export, which compares its answers with the live model.
 _REQUESTS = 1_000
+_DAY = 86_400_000_000
+OF_TIMES: tuple[Feature, ...] = ("hour", "weekday")
+OF_DATES: tuple[Feature, ...] = ("weekday", "month")
 # Numbers above this are no seconds since 1970 of a date before the year 5000.
 _MILLISECONDS = (10**11, 10**14)
 
@@ -135,7 +144,6 @@ class RawSet:
         left_out: why a column of the files is not read, by its name.
         notes: what a reader should know of the rows, one line each.
         evaluation: rule of the ranking.
-        licence: terms of the publisher for users, or None.
         best: figures of the best possible prediction, if known (generated data).
     """
 
@@ -151,7 +159,6 @@ class RawSet:
     left_out: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
     evaluation: Evaluation = field(default_factory=Evaluation)
-    licence: str | None = None
     best: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -189,17 +196,22 @@ def fit_steps(raw: RawSet) -> FittedPreprocessor:
             # A constant column has deviation 0, by which nothing can be divided.
             deviation = float(floats.std()) or 1.0
             filled = any(columns[name].null_count for columns in raw.splits.values())
-            numbers += number_steps(
-                name, float(floats.mean()), deviation, filled=filled
-            )
+            mean = float(floats.mean())
+            if filled:
+                fill = FillMissing(column=name, statistic="mean")
+                numbers.append((fill, {"value": mean}))
+            numbers.append((Normalize(column=name), {"mean": mean, "std": deviation}))
         elif pa.types.is_timestamp(values.type):
-            times += time_steps(name, values)
+            # Where every time is midnight, its hour says nothing.
+            at_midnight = (values.cast(pa.int64()).to_numpy() % _DAY == 0).all()
+            features = OF_DATES if at_midnight else OF_TIMES
+            times.append((TimeFeatures(column=name, features=features), {}))
         elif separator := raw.separators.get(name):
             words = pc.list_flatten(pc.split_pattern(values, separator))
             # Two separators in a row, and an empty text, hold no value.
             words = words.filter(pc.not_equal(words, ""))
             ids.append((Lists(column=name, separator=separator), {}))
-            ids += id_steps(name, vocabulary_with_counts(words))
+            ids.append((Categorify(column=name), vocabulary_with_counts(words)))
         else:
             if pa.types.is_boolean(values.type):
                 values = values.cast(pa.int64())
@@ -218,6 +230,16 @@ def fit_steps(raw: RawSet) -> FittedPreprocessor:
             )
         writes.update(step.writes)
     return fitted
+
+
+def vocabulary_with_counts(values: pa.Array) -> Vocabulary:
+    """Returns the distinct values, in sorted order, with the number of rows of each."""
+    value_counts = pc.value_counts(values)
+    order = pc.sort_indices(value_counts.field("values"))
+    return Vocabulary(
+        value_counts.field("values").take(order),
+        value_counts.field("counts").take(order),
+    )
 
 
 def _trained_lists(raw: RawSet, name: str) -> list[pa.Array]:
@@ -389,7 +411,6 @@ def write_set(folder: Path, raw: RawSet) -> None:
             "evaluation": dataclasses.asdict(raw.evaluation),
             "left_out": dict(raw.left_out),
             "notes": [*raw.notes, *_doubts(raw, fitted)],
-            "licence": raw.licence,
             "best": dict(raw.best),
         },
     )

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import json
 import multiprocessing.util
+import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from torchrec_ext.data.catalog import FOLDER_VARIABLE, DatasetUnavailable, data_folder
 from torchrec_ext.data.columns import Chunk, Column, Int64
-from torchrec_ext.data.config import CHECKERBOARD, PARTS, PLANTED, DataConfig, Form
+from torchrec_ext.data.config import PARTS, PLANTED, DataConfig, Form
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.known import keys_of, known_keys, known_path
 from torchrec_ext.data.prepare import (
@@ -191,6 +191,16 @@ def with_next(before: Column, items: Int64) -> Column:
     return Column.grouped(np.concatenate([before.values, items]), owners, len(items))
 
 
+# The folder of sets where no other is named.
+FOLDER_VARIABLE = "TORCHREC_EXT_DATA"
+
+
+def data_folder(name: str, folder: str | None) -> Path | None:
+    """Returns the path of the set in ``folder``, else in ``$TORCHREC_EXT_DATA``; None if neither is given."""
+    root = folder or os.environ.get(FOLDER_VARIABLE)
+    return Path(root) / name if root else None
+
+
 def _places(name: str, root: str | None) -> list[Path]:
     """Returns the folders that a name may mean: in ``root`` if given, else its own path, or in the default root."""
     inside = data_folder(name, root)
@@ -205,7 +215,7 @@ def prepared_folder(name: str, root: str | None) -> Path | None:
     Files train.parquet or inter.parquet beside the rows are a set of their own, which is read instead.
     """
     # Rows are generated, whatever folder of this name lies where the command runs.
-    if name in (PLANTED, CHECKERBOARD):
+    if name == PLANTED:
         return None
     for folder in _places(name, root):
         if not (folder / "train").is_dir():
@@ -218,40 +228,23 @@ def prepared_folder(name: str, root: str | None) -> Path | None:
     return None
 
 
-def load_prepared(
-    config: DataConfig,
-    form: Form = "labels",
-    *,
-    generate: Callable[..., dict[str, float]] | None = None,
-) -> Prepared:
+def load_prepared(config: DataConfig, form: Form = "labels") -> Prepared:
     """Opens the preprocessed rows named by ``config``; only metadata are read.
 
     Args:
         config: settings that name the folder.
         form: what is read of the rows; see :class:`Prepared`.
-        generate: function that writes generated rows into an empty folder and returns the best possible figures;
-            :func:`planted_folder` by default.
 
     Raises:
-        DatasetUnavailable: the folder is not on this machine.
-        DataError: the folder is not one that rec.data.preprocess wrote, or its files contradict it.
+        DataError: the folder is not on this machine, rec.data.preprocess did not write it, or its files contradict it.
     """
-    if config.name == PLANTED:
-        # Imported here: it makes folders for this module to read.
-        from torchrec_ext.data import planted
-
-        temporary = temporary_folder()
-        folder = Path(temporary.name)
-        write = generate or planted.planted_folder
-        best = write(folder, seed=config.seed)
-        return open_prepared(folder, config, form, best=best, temporary=temporary)
     places = _places(config.name, config.folder)
     found = next(filter(Path.is_dir, places), None)
     if found is None:
         place = f"and neither data.folder nor {FOLDER_VARIABLE} has it"
         if config.folder:
             place = str(places[0])
-        raise DatasetUnavailable(
+        raise DataError(
             f"data.name={config.name}: there is no such folder, {place}; write one from your log by `torchx run "
             f"rec.data.preprocess --recipe ... -- --out {places[-1]}`, or use generated rows: data.name={PLANTED}"
         )
@@ -331,7 +324,7 @@ def open_prepared(
 
 def _details(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what a set tells of itself beside its columns; rec.data.preprocess writes nothing of it."""
-    names = ("left_out", "notes", "licence", "best")
+    names = ("left_out", "notes", "best")
     details = {name: summary[name] for name in names if name in summary}
     if rule := summary.get("evaluation"):
         lists = {name: tuple(rule[name]) for name in ("at", "figures")}

@@ -52,7 +52,6 @@ class PreparedColumns:
         evaluation: rule of a ranking of held-out positives.
         left_out: why a column of the files is not read, by its name.
         notes: what a reader should know of the rows, one line each.
-        licence: terms of the publisher for users, or None.
         best: figures of the best possible prediction, if known (generated data).
         temporary: a temporary folder that lives as long as the data, or None.
     """
@@ -68,7 +67,6 @@ class PreparedColumns:
     evaluation: Evaluation = field(default_factory=Evaluation)
     left_out: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    licence: str | None = None
     best: Mapping[str, float] = field(default_factory=dict)
     temporary: Any = None
 

@@ -1,4 +1,4 @@
-"""load_set(): a set by name -> Prepared: MovieLens 100K, generated rows, or a folder as it stands.
+"""load_set(): a set by name -> Prepared: generated rows, or a folder as it stands.
 
 Whatever a set is made of, it is written as a prepared folder and read from there. Pairs, labelled rows and sessions
 differ in their columns alone.
@@ -18,14 +18,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from torchrec_ext.data.catalog import (
-    DatasetUnavailable,
-    data_folder,
-    find_ml_100k,
-    ml_100k_tables,
-)
+from torchrec_ext.data import planted
 from torchrec_ext.data.columns import Array, Column, Int64, Windows
-from torchrec_ext.data.config import CHECKERBOARD, PARTS, PLANTED, DataConfig, Form
+from torchrec_ext.data.config import PARTS, PLANTED, DataConfig, Form
 from torchrec_ext.data.features import (
     SEPARATOR,
     RawColumns,
@@ -42,21 +37,22 @@ from torchrec_ext.data.features import (
 )
 from torchrec_ext.data.files.arrow import is_list_type
 from torchrec_ext.data.files.sources import read_columns
-from torchrec_ext.data.movielens import LICENCE, LICENCE_1M, films_and_people
 from torchrec_ext.data.pairs import (
-    CANDIDATES,
     HISTORY,
     KEYS,
-    Described,
+    TITLE,
     PairRows,
-    distinct,
+    features_of,
+    listed_texts,
     numbered,
+    of_side,
     set_of_pairs,
+    titles_of,
 )
-from torchrec_ext.data.planted import checkerboard, planted, planted_sequences
 from torchrec_ext.data.prepare import SESSION, Evaluation, RawSet, Roles, write_set
 from torchrec_ext.data.prepared import (
     Prepared,
+    data_folder,
     load_prepared,
     open_prepared,
     prepared_folder,
@@ -65,52 +61,34 @@ from torchrec_ext.data.prepared import (
 from torchrec_ext.data.splits import (
     TRAIN,
     VALIDATION,
-    Pairs,
     Split,
     leave_one_out,
-    untaken_items,
     with_profiles,
 )
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import listed
 
-FRAPPE_LICENCE = (
-    "Frappe: research use only, no redistribution without permission, no commercial use. Cite: L. Baltrunas, K. "
-    "Church, A. Karatzoglou and N. Oliver (2015), Frappe: Understanding the Usage and Perception of Mobile App "
-    "Recommendations In-The-Wild."
-)
-_LICENCES = {"frappe": FRAPPE_LICENCE, "ml-1m-ncf": LICENCE_1M}
-# Columns of a published set that describe nothing, or tell of held-out rows.
-_HELD_BACK = {"ml-1m-ncf": ("n_interactions", "mapping_unique", "movielens_id")}
 _SPELLINGS = {
     "user_id": ("user_id", "user"),
     "item_id": ("item_id", "item"),
-    "negative": ("negative", "item_id", "item"),
     "order": ("timestamp", "time", "position"),
 }
 _RESERVED = ("label", *KEYS, *KEYS.values())
-_NEGATIVES = "test_negatives"
 
 
-def load_set(
-    config: DataConfig, form: Form = "pairs", *, progress: bool = True
-) -> Prepared:
+def load_set(config: DataConfig, form: Form = "pairs") -> Prepared:
     """Loads the set named by ``config``, from the folder of rec.data.preprocess or from a temporary one.
 
     Args:
         config: settings that name the set.
         form: how a folder as it stands is read, and which rows are generated.
-        progress: show a download on stderr.
 
     Raises:
-        DatasetUnavailable: the set is not on this machine and cannot be downloaded.
-        DataError: a file is damaged, or a column is not what it must be.
+        DataError: the set is not on this machine, a file is damaged, or a column is not what it must be.
     """
     if prepared_folder(config.name, config.folder) is not None:
         return load_prepared(config, form)
-    if form == "labels" and config.name == PLANTED:
-        return load_prepared(config, form)
-    raw = raw_set(config, form, progress=progress)
+    raw = raw_set(config, form)
     return open_set(raw, config, form)
 
 
@@ -132,33 +110,24 @@ def open_set(
     )
 
 
-def load_dataset(
-    name: str = "ml-100k", *, progress: bool = True, **settings: Any
-) -> Prepared:
+def load_dataset(name: str = PLANTED, **settings: Any) -> Prepared:
     """Loads the positives of a set by name; ``settings`` are those of :class:`DataConfig`; see :func:`load_set`."""
-    return load_set(DataConfig(name=name, **settings), "pairs", progress=progress)
+    return load_set(DataConfig(name=name, **settings), "pairs")
 
 
-def raw_set(config: DataConfig, form: Form, *, progress: bool = True) -> RawSet:
+def raw_set(config: DataConfig, form: Form) -> RawSet:
     """Returns the rows of the set named by ``config`` as its files have them; see :func:`load_set`."""
     if config.name == PLANTED and form == "sessions":
         return planted_sessions(config)
-    generate = {PLANTED: planted, CHECKERBOARD: checkerboard}
-    if config.name in generate:
-        return generate[config.name](
+    if config.name == PLANTED and form == "labels":
+        return planted.planted_context(seed=config.seed)
+    if config.name == PLANTED:
+        return planted.planted(
             history_length=config.history_length,
             seed=config.seed,
             **config.generated_sizes(),
         )
     folder = data_folder(config.name, config.folder)
-    if config.name == "ml-100k" and form != "labels":
-        try:
-            path = find_ml_100k(folder, progress=progress)
-        except DatasetUnavailable as error:
-            # Added here, because preprocessing looks for the same file and has no
-            # data.name.
-            raise DatasetUnavailable(f"{error}, or set data.name={PLANTED}") from None
-        return ml_100k(path, config.history_length)
     read: Callable[[Path, DataConfig], RawSet] = {
         "pairs": pairs_in,
         "labels": labels_in,
@@ -166,41 +135,18 @@ def raw_set(config: DataConfig, form: Form, *, progress: bool = True) -> RawSet:
     }[form]
     if folder is None or not folder.is_dir():
         place = folder or "data.folder, which is not set"
-        raise DatasetUnavailable(
+        raise DataError(
             f"set '{config.name}' is not on this machine (looked in {place}); put its files there, as in "
             f"docs/recipes.md, or set data.name={PLANTED}"
         )
     return read(folder, config)
 
 
-def ml_100k(path: Path, history_length: int) -> RawSet:
-    """Returns MovieLens 100K, every rating a positive; each user's last item is for test, the one before to validate.
-
-    Users have ``gender``, ``occupation``, ``zip_prefix`` (first digit; Canada's begin with a letter), ``age`` and
-    ``history``, films ``release_year`` and ``genres``.
-    """
-    ratings, people, films = films_and_people(*ml_100k_tables(path))
-    user, item = numbered(ratings["user_id"], ratings["item_id"])
-    return set_of_pairs(
-        "ml-100k",
-        PairRows(ratings["user_id"], ratings["item_id"], None),
-        leave_one_out(user, item, ratings["timestamp"].to_numpy(), history_length),
-        {
-            "user": Described(path, people, published=True),
-            "item": Described(path, films, published=True),
-        },
-        separators={"genres": " "},
-        licence=LICENCE,
-        numbers=("age",),
-    )
-
-
 def pairs_in(folder: Path, config: DataConfig) -> RawSet:
     """Reads a folder of pairs: inter.parquet with times, or train and test.parquet with what belongs to them.
 
-    If neither times nor a file says which rows are for validation, one random training item of each user is. If test
-    items have candidates of their own, the validation item gets as many, drawn uniformly from the items that the user
-    has not taken. Without candidates all held-out items of a user are found in one ranking of the whole catalogue.
+    If neither times nor a file says which rows are for validation, one random training item of each user is. Of files
+    without times all held-out items of a user are found in one ranking of the whole catalogue.
 
     Raises:
         DataError: a file or a column is missing or damaged, or ids are text in one file and numbers in another.
@@ -218,14 +164,7 @@ def pairs_in(folder: Path, config: DataConfig) -> RawSet:
             if part != "validation" or (folder / "validation.parquet").exists()
         }
         tables = {file: _read(file, "user_id", "item_id") for file in files.values()}
-    sides = {
-        owner: side
-        for owner in KEYS
-        if (side := _side(folder, owner, config.name)) is not None
-    }
-    negatives = folder / f"{_NEGATIVES}.parquet"
-    if negatives.exists():
-        tables[negatives] = _read(negatives, "user_id", "negative")
+    sides, of_sides = _sides(folder)
     _check_one_type(folder, tables, sides)
     rows = [tables[file] for file in files.values()]
     users, items = (
@@ -238,6 +177,8 @@ def pairs_in(folder: Path, config: DataConfig) -> RawSet:
         for name in names
         if name not in {*itertools.chain(*_SPELLINGS.values())}
     }
+    for reasons in of_sides.values():
+        left_out |= reasons
     length = config.history_length
     if log.exists():
         part = None
@@ -252,43 +193,22 @@ def pairs_in(folder: Path, config: DataConfig) -> RawSet:
             part[_one_of_each(user, part, config.seed)] = VALIDATION
         split = with_profiles(user, item, part, length, config.seed)
         evaluation = Evaluation(figures=("hr", "recall", "ndcg"), by="user")
-    candidates = None
-    if negatives.exists():
-        evaluation = Evaluation(candidates=CANDIDATES)
-        candidates = _candidates(
-            split, users, items, tables[negatives], negatives, config.seed
-        )
     return set_of_pairs(
         config.name,
         PairRows(users, items, part),
         split,
         sides,
-        candidates=candidates,
         evaluation=evaluation,
         left_out=left_out,
-        licence=_LICENCES.get(config.name),
     )
 
 
 def _refuse_other_files(folder: Path) -> None:
     """Refuses a folder in a layout that no recipe reads, by the file that tells it."""
-    recbole = sorted(folder.glob("*.inter"))
     if (folder / "inter.parquet").exists():
         return
-    if not (folder / "train.parquet").exists() and recbole:
-        raise DataError(
-            f"{recbole[0]}: is RecBole's; write it as parquet, see docs/data.md"
-        )
-    for name in ("valid.parquet", "train.txt", *_names(folder, "*.train.rating")):
-        if (folder / name).exists():
-            target = (
-                "validation.parquet" if name == "valid.parquet" else "train.parquet"
-            )
-            raise DataError(
-                f"{folder / name}: is not read under this name; write it as {target} with the columns user and item"
-            )
     if not (folder / "train.parquet").exists():
-        raise DatasetUnavailable(
+        raise DataError(
             f"{folder}: has neither inter.parquet nor train.parquet, as in docs/recipes.md; write one of them, or set "
             f"data.name={PLANTED}"
         )
@@ -299,10 +219,6 @@ def _refuse_other_files(folder: Path) -> None:
         )
 
 
-def _names(folder: Path, pattern: str) -> list[str]:
-    return sorted(path.name for path in folder.glob(pattern))
-
-
 def _one_of_each(user: Int64, part: NDArray[np.int8], seed: int) -> Int64:
     """Draws a training row of each user with two or more."""
     # Not ``seed`` alone, because with_profiles draws its order from that.
@@ -311,81 +227,35 @@ def _one_of_each(user: Int64, part: NDArray[np.int8], seed: int) -> Int64:
     return rows[first[count > 1]]
 
 
-def _candidates(
-    split: Split,
-    users: pa.Array,
-    items: pa.Array,
-    negatives: RawColumns,
-    file: Path,
-    seed: int,
-) -> Column:
-    """Returns each held-out row's candidates, indices among the sorted items of the pairs; the item is not among them.
-
-    An item of no pair is no item that a model could know, and is left out of them.
-
-    Raises:
-        DataError: a test row's user has no candidate.
-    """
-    distinct_users = distinct(users)
-    distinct_items = distinct(items)
-    user, item = numbered(users, items)
-    user = user[split.rows]
-    item = item[split.rows]
-    owners = pc.index_in(negatives["user_id"], distinct_users).fill_null(-1)
-    owner = owners.to_numpy().astype(np.int64)
-    numbers = pc.index_in(negatives["negative"], distinct_items).fill_null(-1)
-    number = numbers.to_numpy().astype(np.int64)
-    inside = (owner >= 0) & (number >= 0)
-    given = Column.grouped(number[inside], owner[inside], len(distinct_users))
-    test = np.flatnonzero(split.part == PARTS.index("test"))
-    lists = given.take(user[test])
-    if (lists.lengths == 0).any():
-        row = int((lists.lengths == 0).argmax())
-        raise DataError(
-            f"{file}: user {distinct_users[int(user[test[row]])].as_py()}, who has a test item, has no row; write the "
-            "candidates"
-        )
-    width = int(lists.lengths.max())
-    validation = np.flatnonzero(split.part == VALIDATION)
-    held = split.part != PARTS.index("test")
-    taken = Pairs(user[held], item[held] + 1)
-    drawn = untaken_items(len(distinct_items), taken, user[validation], width, seed) - 1
-    rows = np.concatenate([test, validation])
-    values = np.concatenate([lists.values, drawn.reshape(-1)])
-    drawn_for = np.arange(len(validation)).repeat(width) + len(test)
-    own = np.concatenate([lists.owners, drawn_for])
-    column = Column.grouped(values, rows[own], len(split.rows))
-    # A published file may have the answer among its own candidates.
-    keep = column.values != item[column.owners]
-    return Column.grouped(column.values[keep], column.owners[keep], len(split.rows))
-
-
-def _side(folder: Path, owner: str, name: str) -> Described | None:
-    """Reads users.parquet or items.parquet, if there is one: the key under our name, and all other columns."""
-    path = folder / f"{owner}s.parquet"
-    if not path.exists():
-        return None
-    key = KEYS[owner]
-    word = spelled(path, {key: _SPELLINGS[key]})[key]
-    ids = read_ids(path, {key: word}, "describes nothing")[key]
-    check_described(path, word, ids.to_numpy(zero_copy_only=False))
-    table = read_columns(path)
-    columns: dict[str, pa.Array] = {key: ids}
-    left_out = {}
-    for column in table.column_names:
-        if column == word:
+def _sides(folder: Path) -> tuple[dict[str, RawColumns], dict[str, dict[str, str]]]:
+    """Reads users.parquet and items.parquet, if they are there; and why columns of each are left out, by name."""
+    sides: dict[str, RawColumns] = {}
+    left_out: dict[str, dict[str, str]] = {owner: {} for owner in KEYS}
+    for owner, key in KEYS.items():
+        path = folder / f"{owner}s.parquet"
+        if not path.exists():
             continue
-        short = column.replace(".", "_")
-        if column in _HELD_BACK.get(name, ()):
-            left_out[column] = "it tells of held-out rows, or describes nothing"
-        elif short in columns or short in _RESERVED:
-            raise DataError(
-                f"{path}: column '{column}' has the name of another, or a meaning of its own; rename it here"
-            )
-        else:
-            values = raw_column(path, column, table.column(column))
-            columns[short] = _as_float64(values)
-    return Described(path, columns, left_out)
+        word = spelled(path, {key: _SPELLINGS[key]})[key]
+        columns = read_ids(path, {key: word}, "describes nothing")
+        check_described(path, word, columns[key].to_numpy(zero_copy_only=False))
+        table = read_columns(path)
+        for column in table.column_names:
+            if column == word:
+                continue
+            short = column.replace(".", "_")
+            if short in columns or short in _RESERVED:
+                raise DataError(
+                    f"{path}: column '{column}' has the name of another, or a meaning of its own; rename it here"
+                )
+            values = _as_float64(raw_column(path, column, table.column(column)))
+            is_title = owner == "item" and short == TITLE
+            reason = None if is_title else why_left_out(values)
+            if reason is None:
+                columns[short] = values
+            else:
+                left_out[owner][short] = reason
+        sides[owner] = columns
+    return sides, left_out
 
 
 def _plain(column: pa.Array) -> pa.Array:
@@ -405,16 +275,17 @@ def _as_float64(column: pa.Array) -> pa.Array:
 
 
 def _check_one_type(
-    folder: Path, tables: Mapping[Path, RawColumns], sides: Mapping[str, Described]
+    folder: Path, tables: Mapping[Path, RawColumns], sides: Mapping[str, RawColumns]
 ) -> None:
     """Refuses ids that are text in one file and numbers in another."""
-    files = dict(tables) | {side.path: side.columns for side in sides.values()}
-    for key, names in (("user_id", ["user_id"]), ("item_id", ["item_id", "negative"])):
-        kinds = {}
-        for path, columns in files.items():
-            for name in names:
-                if name in columns:
-                    kinds[path.name] = str(columns[name].type)
+    files = dict(tables)
+    files |= {folder / f"{owner}s.parquet": side for owner, side in sides.items()}
+    for key in KEYS.values():
+        kinds = {
+            path.name: str(columns[key].type)
+            for path, columns in files.items()
+            if key in columns
+        }
         if len(set(kinds.values())) > 1:
             text = ", ".join(f"{kind} in {name}" for name, kind in kinds.items())
             raise DataError(
@@ -446,13 +317,6 @@ def _order_of(values: pa.Array) -> Array:
     return order
 
 
-_LABELLED = {
-    "train": ("train.parquet", "train_resampled.parquet"),
-    "validation": ("validation.parquet",),
-    "test": ("test.parquet",),
-}
-
-
 def labels_in(folder: Path, config: DataConfig) -> RawSet:
     """Reads train, validation and test.parquet with labels, and joins users.parquet and items.parquet.
 
@@ -460,14 +324,10 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
         DataError: a file or a column is missing or damaged, a label is neither 0 nor 1, or a column is of one type in
             one file and of another one in another.
     """
-    files: dict[str, Path] = {}
-    for part, names in _LABELLED.items():
-        for name in names:
-            if part not in files and (folder / name).exists():
-                files[part] = folder / name
-    missing = [part for part in PARTS if part not in files]
+    files = {part: folder / f"{part}.parquet" for part in PARTS}
+    missing = [part for part, file in files.items() if not file.exists()]
     if missing:
-        raise DatasetUnavailable(
+        raise DataError(
             f"{folder}: has no rows for {', '.join(missing)}; put files as in docs/recipes.md there, or set "
             f"data.name={PLANTED}"
         )
@@ -475,41 +335,33 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
     splits = dict(zip(files, same_types(read), strict=True))
     described: dict[str, list[str]] = {}
     left_out: dict[str, str] = {}
+    sides, of_sides = _sides(folder)
     separators: dict[str, str] = {}
     for owner, key in KEYS.items():
         described[owner] = [
             name for name in splits["train"] if name.startswith(f"{owner}_")
         ]
-        side = _side(folder, owner, config.name)
+        side = sides.get(owner)
         if side is None:
             continue
+        path = folder / f"{owner}s.parquet"
         if key not in splits["train"]:
             raise DataError(
-                f"{side.path}: describes {owner}s, and {files['train'].name} has no column '{owner}' (it has "
+                f"{path}: describes {owner}s, and {files['train'].name} has no column '{owner}' (it has "
                 f"{listed(splits['train'])}); write the ids there, or leave this file out"
             )
         _check_one_type(folder, {files["train"]: splits["train"]}, {owner: side})
-        left_out |= side.left_out
-        for name, values in side.columns.items():
-            if name == key:
-                continue
-            if name in splits["train"]:
+        left_out |= of_sides[owner]
+        for name in (*side, *of_sides[owner]):
+            if name in splits["train"] and name != key:
                 raise DataError(
-                    f"{side.path}: column '{name}' is in {files['train'].name}, too; leave it out of one of the files, "
+                    f"{path}: column '{name}' is in {files['train'].name}, too; leave it out of one of the files, "
                     "or rename it where it describes the event"
                 )
-            if reason := why_left_out(values):
-                left_out[name] = reason
-                continue
-            if (
-                pa.types.is_string(values.type)
-                and pc.any(pc.match_substring(values, SEPARATOR)).as_py()
-            ):
-                separators[name] = SEPARATOR
-            described[owner].append(name)
-            for part, columns in splits.items():
-                places = pc.index_in(columns[key], side.columns[key])
-                splits[part] = {**columns, name: values.take(places)}
+        described[owner] += features_of(key, side)
+        separators |= dict.fromkeys(listed_texts(side), SEPARATOR)
+        for part, columns in splits.items():
+            splits[part] = {**columns, **of_side(columns, key, side)}
     keys = {
         owner: key if key in splits["train"] else None for owner, key in KEYS.items()
     }
@@ -524,10 +376,10 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
             item_features=described["item"],
         ),
         separators=separators,
+        titles=titles_of(sides.get("item", {})),
         kept=("label",),
         left_out=left_out,
         notes=_label_notes(splits),
-        licence=_LICENCES.get(config.name),
     )
 
 
@@ -592,44 +444,32 @@ class TakenItems:
 
 
 def sessions_in(folder: Path, config: DataConfig) -> RawSet:
-    """Reads a log, one file ``*sequences.parquet`` or ``inter.parquet`` with a user, an item and an order in each row.
-
-    Where test_negatives.parquet is beside it, each test item is ranked among its own candidates.
+    """Reads a log, inter.parquet, with a user, an item and an order in each row.
 
     Raises:
-        DatasetUnavailable: there is no such file, or there are several.
-        DataError: a file is damaged, lacks a column, or holds a null.
+        DataError: there is no such file, it is damaged, lacks a column, or holds a null.
     """
-    files = sorted(folder.glob("*sequences.parquet")) or sorted(
-        folder.glob("inter.parquet")
-    )
-    if len(files) != 1:
-        what = f"has {', '.join(file.name for file in files) or 'no such file'}"
-        raise DatasetUnavailable(
-            f"set '{config.name}': {folder} {what}; it needs one file *sequences.parquet or inter.parquet, as in "
-            f"docs/recipes.md; or set data.name={PLANTED}"
+    log = folder / "inter.parquet"
+    if not log.exists():
+        raise DataError(
+            f"set '{config.name}': {folder} has no inter.parquet, as in docs/recipes.md; write it, or set "
+            f"data.name={PLANTED}"
         )
-    columns = _read(files[0], "user_id", "item_id", "order")
+    columns = _read(log, "user_id", "item_id", "order")
     (user,) = numbered(columns["user_id"])
     # Equal times keep the order of the rows.
     order = pa.array(np.lexsort((_order_of(columns["order"]), user)))
     events = TakenItems(
         users=columns["user_id"].take(order), items=columns["item_id"].take(order)
     )
-    negatives = folder / f"{_NEGATIVES}.parquet"
-    return set_of_sessions(
-        config.name,
-        events,
-        config.history_length,
-        negatives=negatives if negatives.exists() else None,
-        seed=config.seed,
-        licence=_LICENCES.get(config.name),
-    )
+    return set_of_sessions(config.name, events, config.history_length)
 
 
 def planted_sessions(config: DataConfig) -> RawSet:
     """Returns the generated sequences as a set of sessions."""
-    sequences, best = planted_sequences(seed=config.seed, **config.generated_sizes())
+    sequences, best = planted.planted_sequences(
+        seed=config.seed, **config.generated_sizes()
+    )
     return set_of_sessions(
         PLANTED,
         TakenItems(users=pa.array(sequences.owners), items=pa.array(sequences.values)),
@@ -643,9 +483,6 @@ def set_of_sessions(
     events: TakenItems,
     length: int,
     *,
-    negatives: Path | None = None,
-    seed: int = 0,
-    licence: str | None = None,
     best: Mapping[str, float] | None = None,
 ) -> RawSet:
     """Cuts users' items into rows of a session and its next item: the last item tests, the one before it validates.
@@ -658,9 +495,6 @@ def set_of_sessions(
         name: name of the set.
         events: all events.
         length: greatest number of items before a target.
-        negatives: file of the test items' candidates, if there is one.
-        seed: seed of the validation items' candidates.
-        licence: see :class:`RawSet`.
         best: see :class:`RawSet`.
     """
     user, item = numbered(events.users, events.items)
@@ -706,18 +540,7 @@ def set_of_sessions(
         PairRows(events.users, events.items, parts),
         split,
         {},
-        candidates=None
-        if negatives is None
-        else _candidates(
-            split,
-            events.users,
-            events.items,
-            _read(negatives, "user_id", "negative"),
-            negatives,
-            seed,
-        ),
-        evaluation=Evaluation(candidates=None if negatives is None else CANDIDATES),
-        licence=licence,
+        evaluation=Evaluation(),
     )
     return _as_sessions(raw, length, best or {})
 

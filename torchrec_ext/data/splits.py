@@ -1,7 +1,4 @@
-"""leave_one_out(), with_profiles(): which rows train, validate and test, each with a history that holds no answer.
-
-untaken_items(): candidates that a user has not taken.
-"""
+"""leave_one_out(), with_profiles(): which rows train, validate and test, each with a history that holds no answer."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Array, Column, Int64, Windows
-from torchrec_ext.data.negatives.samplers import UniformNegatives
 
 TRAIN, VALIDATION, TEST = 0, 1, 2
 
@@ -133,14 +129,3 @@ def _runs(*keys: Array) -> tuple[Int64, Int64]:
     starts = np.flatnonzero(changes)
     lengths = np.diff(starts, append=size)
     return starts.repeat(lengths), (starts + lengths).repeat(lengths)
-
-
-def untaken_items(
-    num_items: int, pairs: Pairs, users: Int64, count: int, seed: int
-) -> Int64:
-    """Draws items for each of ``users`` (Q,) uniformly from 1 to ``num_items``, outside of ``pairs``; (Q, ``count``).
-
-    The draws are functions of the seed and of the row.
-    """
-    sampler = UniformNegatives(num_items, pairs.users, pairs.items, seed)
-    return sampler.draw(users, np.arange(len(users)), 0, count).ids

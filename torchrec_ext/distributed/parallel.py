@@ -101,8 +101,8 @@ def hybrid_parallel(
             defaults, which a line of the log names.
         seed: seed of the drawn tables' initial values, which depend on it and the table's name alone, not on the plan
             and not on the ranks.
-        codecs: TorchRec's codecs of quantised communication by exchange, as :func:`codecs_of` makes them of a
-            ``PlanConfig``; None for float32.
+        codecs: TorchRec's codecs of quantised communication by exchange, as its ``get_qcomm_codecs_registry`` makes
+            them; None for float32.
 
     Returns:
         TorchRec's DistributedModelParallel, and one optimizer for all of it, for a loop of your own or any of

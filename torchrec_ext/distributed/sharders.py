@@ -3,8 +3,6 @@
 refused_because(), kernel_refused_because(): what FBGEMM's kernels and TorchRec cannot do with a table, known before a
 plan is made.
 
-codecs_of(): TorchRec's quantised communication as ``PlanConfig`` asks for it, on any backend.
-
 ShardedBags, ShardedSequences: TorchRec's sharded collections with the order of features of the unsharded ones.
 ShardedBags also has MEAN pooling for every sharding type, and unequal batches on gloo.
 """
@@ -41,17 +39,11 @@ from torchrec.distributed.embeddingbag import (
     ShardedEmbeddingBagCollection,
     _apply_mean_pooling,
 )
-from torchrec.distributed.fbgemm_qcomm_codec import (
-    CommType,
-    QCommsConfig,
-    get_qcomm_codecs,
-)
 from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingDist
 from torchrec.distributed.types import (
     Awaitable,
-    CommOp,
     LazyAwaitable,
     ModuleSharder,
     ParameterSharding,
@@ -78,7 +70,7 @@ from torchrec.sparse.jagged_tensor import (
 )
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_ext.distributed.plan.config import PlanConfig, TableChoice
+from torchrec_ext.distributed.plan.config import TableChoice
 
 TRAINED_ON_CPU = (DataType.FP32, DataType.FP16)
 SHARDED = [
@@ -89,14 +81,6 @@ BY_HOST = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 SUMMED = (ShardingType.ROW_WISE.value, *BY_HOST)
 # Kernels with their rows in the host's memory.
 OFF_THE_GPU = ("fused_uvm", "fused_uvm_caching")
-# Embeddings and their gradients may travel in fewer bits; ids are integers and travel
-# as they are.
-CODED_OPS = (
-    CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL,
-    CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER,
-    CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,
-)
-_INT8_GROUP = 32  # numbers that share a scale
 Codecs = dict[str, QuantizedCommCodecs]
 
 
@@ -185,48 +169,6 @@ def free_to_shard(device: str) -> list[str]:
     On a CPU these are without the types by host, whose one gain is the bandwidth within a host of GPUs.
     """
     return [kind for kind in SHARDED if device != "cpu" or kind not in BY_HOST]
-
-
-def codecs_of(config: PlanConfig) -> Codecs | None:
-    """Returns TorchRec's codecs of quantised communication by exchange; None if all numbers travel in float32.
-
-    TorchRec's own registry turns bf16 into fp16 on a CPU, as gloo could not add up bf16 once; it can.
-    """
-    if not config.quantised:
-        return None
-    scale: float | None = config.backward_loss_scale
-    # Without a scale TorchRec's codec leaves two passes over the gradients out.
-    if scale == 1:
-        scale = None
-    precisions = QCommsConfig(
-        forward_precision=CommType(config.forward_precision),
-        backward_precision=CommType(config.backward_precision),
-        backward_loss_scale=scale,
-    )
-    return {op.name: get_qcomm_codecs(precisions) for op in CODED_OPS}
-
-
-def precision_refused_because(
-    table: BaseEmbeddingConfig, sharding: str, width: int
-) -> str | None:
-    """Explains why a sharded table cannot be exchanged in int8; None if it can.
-
-    Args:
-        table: configuration of the table.
-        sharding: sharding type of the plan.
-        width: columns of a shard.
-    """
-    if sharding in SUMMED:
-        return (
-            f"{sharding} adds up what ranks send, which int8 with scales of its own cannot; choose fp16 or bf16, or "
-            f"plan.tables.{table.name}.sharding=table_wise"
-        )
-    if width % _INT8_GROUP and sharding != ShardingType.DATA_PARALLEL.value:
-        return (
-            f"its shards have {width} columns, and int8 has a scale for each {_INT8_GROUP} numbers of a row; choose "
-            f"fp16 or bf16, or an embedding_dim of which each shard has a multiple of {_INT8_GROUP}"
-        )
-    return None
 
 
 class ShardedBags(ShardedEmbeddingBagCollection):
@@ -596,7 +538,7 @@ def sharders(
     """Returns a sharder for every kind of collection in a tower.
 
     Args:
-        codecs: codecs of quantised communication, see :func:`codecs_of`.
+        codecs: TorchRec's codecs of quantised communication.
         by_host: whether a planner may choose the types by host on a CPU, where the tables' constraints name them.
     """
     return [

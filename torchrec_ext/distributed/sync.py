@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self, TypeIs
 
 from torchrec_ext.distributed.runtime import gather_objects
-from torchrec_ext.distributed.sync_config import OptimizerState, check_local_steps
 from torchrec_ext.distributed.sync_config import SyncConfig as SyncConfig
+from torchrec_ext.distributed.sync_config import check_local_steps
 
 # A module that is not sharded needs no TorchRec.
 if TYPE_CHECKING:
@@ -76,23 +76,19 @@ class Averager:
             marked.copy_(table)
 
     @torch.no_grad()
-    def average(self, more: Sequence[Tensor] = ()) -> None:
-        """Writes the mean over the ranks into every tensor and every one of ``more``, and marks the result. Collective.
-
-        Args:
-            more: further tensors, as many on every rank.
-        """
+    def average(self) -> None:
+        """Writes the mean over the ranks into every tensor, and marks the result. Collective."""
         # Most rows of a large table are unchanged, and equal on all ranks already.
         rows = self._changed_rows()
         slices = [table[index] for table, index in zip(self._large, rows, strict=True)]
-        means = _means([*slices, *self._whole, *more])
+        means = _means([*slices, *self._whole])
         for table, marked, index in zip(self._large, self._marked, rows, strict=True):
             mean = next(means).to(table.dtype)
             table.index_copy_(0, index, mean)
             marked.index_copy_(0, index, mean)
-        for tensor, mean in zip([*self._whole, *more], means, strict=True):
+        for tensor, mean in zip(self._whole, means, strict=True):
             tensor.copy_(mean)
-        self.sent = sum(tensor.numel() for tensor in (*slices, *self._whole, *more))
+        self.sent = sum(tensor.numel() for tensor in (*slices, *self._whole))
 
     def _changed_rows(self) -> list[Tensor]:
         """Returns for each large table the rows changed by any rank, the same on every rank."""
@@ -199,14 +195,6 @@ class LocalOptimizers:
             else:
                 self.dense_parameters.append(weight)
 
-    @property
-    def state(self) -> dict[Any, Any]:
-        """State of all optimizers by parameter."""
-        states: dict[Any, Any] = {}
-        for optimizer in self._optimizers:
-            states |= optimizer.state
-        return states
-
     def __enter__(self) -> Self:
         self._agree()
         # Optimizers step in the order in which they are listed, so the last one ends a
@@ -299,8 +287,8 @@ class LocalSGD(EveryStep):
     the mean of Adam's steps is not Adam's step by the mean gradient. The first step is always taken together, because
     DDP records its graph in it.
 
-    Optimizer state (moments, sums of squares) belongs to a rank's own path. ``keep`` leaves it there, as torch's
-    PostLocalSGDOptimizer and DiLoCo do; ``average`` averages it as well, for as many more bytes as there is state.
+    Optimizer state (moments, sums of squares) belongs to a rank's own path and stays there, as in torch's
+    PostLocalSGDOptimizer and DiLoCo.
 
     With an outer rate other than 1 or an outer momentum it is DiLoCo (Douillard et al. 2023): at each average an outer
     Nesterov SGD steps by the mean change of the ranks, which is the weights before the local steps minus the mean of
@@ -316,7 +304,6 @@ class LocalSGD(EveryStep):
             in which they step, or the step that ``torchrec_ext.adopt.adopt`` returned.
         every: k, steps between two averages.
         warmup: steps taken together before the first local one; 1 for a module that is not sharded, which has none.
-        optimizer_state: ``keep`` or ``average``.
         outer_lr: learning rate of the outer SGD; DiLoCo takes .7.
         outer_momentum: its momentum; DiLoCo takes .9.
 
@@ -342,7 +329,6 @@ class LocalSGD(EveryStep):
         *,
         every: int,
         warmup: int = 1,
-        optimizer_state: OptimizerState = "keep",
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
     ) -> None:
@@ -360,7 +346,6 @@ class LocalSGD(EveryStep):
             self._optimizer = LocalOptimizers(model, optimizer)
         self._every = every
         self._warmup = warmup
-        self._average_state = optimizer_state == "average"
         self._shards_tables = False
         if _is_sharded(model):
             from torchrec_ext.distributed.tables import table_shardings
@@ -470,7 +455,7 @@ class LocalSGD(EveryStep):
             check()
         self._check_steps()
         if self._since and self._averager is not None:
-            self._averager.average(self._state() if self._average_state else ())
+            self._averager.average()
             if self._outer is not None:
                 self._step_outside(self._outer, self._averager)
         self._since = 0
@@ -488,16 +473,6 @@ class LocalSGD(EveryStep):
         # The outer step moved the weights away from the average, which the averager has
         # marked.
         averager.mark()
-
-    def _state(self) -> list[Tensor]:
-        states = self._optimizer.state
-        tensors = []
-        for parameter in _parameters(self._optimizer):
-            for name, state in states.get(parameter, {}).items():
-                # Step counts need no mean: they were just found equal.
-                if name != "step" and isinstance(state, Tensor):
-                    tensors.append(state)
-        return tensors
 
     def _check_steps(self) -> None:
         """Refuses to average over ranks that have taken unequal numbers of steps. Collective."""
@@ -547,7 +522,6 @@ def synchronised(
         optimizer,
         every=config.every,
         warmup=config.warmup,
-        optimizer_state=config.optimizer_state,
         outer_lr=config.outer_lr,
         outer_momentum=config.outer_momentum,
     )

@@ -12,9 +12,8 @@ from typing import Literal, get_args
 from torchrec_ext.schema.validation import check_choice
 
 Mode = Literal["every_step", "local_sgd"]
-OptimizerState = Literal["keep", "average"]
 Collectives = Literal["auto", "gloo", "shared_memory"]
-_LOCAL = ("every", "warmup", "optimizer_state", "outer_lr", "outer_momentum")
+_LOCAL = ("every", "warmup", "outer_lr", "outer_momentum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,6 @@ class SyncConfig:
         mode: what is exchanged: gradients in each backward, or weights every k steps.
         every: k, steps between two averages of ``local_sgd``.
         warmup: steps taken together before the first local one; 1 is the least, because DDP records its graph in it.
-        optimizer_state: whether ``local_sgd`` keeps each rank's moments or averages them too.
         outer_lr: learning rate of the outer optimizer of ``local_sgd``; DiLoCo takes 0.7.
         outer_momentum: momentum of the outer optimizer, Nesterov's; DiLoCo takes 0.9.
     """
@@ -41,13 +39,11 @@ class SyncConfig:
     mode: Mode = "every_step"
     every: int = 32
     warmup: int = 1
-    optimizer_state: OptimizerState = "keep"
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, get_args(Mode))
-        check_choice("optimizer_state", self.optimizer_state, get_args(OptimizerState))
         check_local_steps(self.every, self.warmup, self.outer_lr, self.outer_momentum)
         for name in _LOCAL:
             value = getattr(self, name)

@@ -13,7 +13,6 @@ from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.tensor import DTensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import get_unwrapped_module
@@ -103,15 +102,6 @@ def local_shards(module: nn.Module) -> Iterator[Shard]:
                 for shard in value.local_shards():
                     row, column = shard.metadata.shard_offsets
                     yield Shard(fqn, config, shard.tensor, row, column)
-            elif isinstance(value, DTensor):
-                # TorchRec keeps each of several copies of the tables as DTensors.
-                # This is TorchRec's LocalShardsWrapper.
-                local: Any = value.to_local()
-                # A rank without a shard has one offset all the same.
-                for tensor, (row, column) in zip(
-                    local.local_shards(), local.local_offsets(), strict=False
-                ):
-                    yield Shard(fqn, config, tensor, row, column)
             else:
                 yield Shard(fqn, config, value, 0, 0)
 

@@ -412,7 +412,7 @@ def _check_saved_tables(
         if capacity > table.policy.capacity:
             raise ValueError(
                 f"table '{table.name}': capacity={table.policy.capacity:,}, but {capacity:,} rows were saved; a "
-                f"table may only grow: set capacity={capacity} or more, or see ids.resized()"
+                f"table may only grow: set capacity={capacity} or more"
             )
         _check_saved(table.name, saved[table.name], now)
 

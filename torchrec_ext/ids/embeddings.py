@@ -14,7 +14,6 @@ from torchrec_ext.batch import Fresh
 from torchrec_ext.ids.dynamic import DynamicIds
 from torchrec_ext.ids.index import EMPTY, mixed
 from torchrec_ext.ids.policy import Dynamic
-from torchrec_ext.ids.resize import moved_rows, resized
 
 
 class DynamicEmbeddings:
@@ -48,7 +47,8 @@ class DynamicEmbeddings:
         for batch in loader:  # with raw ids
             ...
         torch.save([model.state_dict(), optimizer.state_dict(), ids.state_dict()], "checkpoint.pt")
-        ids.load(*torch.load("checkpoint.pt"))  # in a new process; its tables may have other capacities
+        for each, state in zip((model, optimizer, ids), torch.load("checkpoint.pt")):  # in a new process
+            each.load_state_dict(state)
     """
 
     def __init__(
@@ -61,9 +61,7 @@ class DynamicEmbeddings:
         group: dist.ProcessGroup | None = None,
         begin: Callable[[str, Tensor], Tensor] | None = None,
     ) -> None:
-        self._model = model
         self._optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-        self._policies = dict(tables)
         self._modules: dict[str, nn.Embedding | nn.EmbeddingBag] = {}
         for path, policy in tables.items():
             self._modules[path] = _embedding(model, path, policy, self._optimizers)
@@ -172,60 +170,11 @@ class DynamicEmbeddings:
         return {**self.ids.state_dict(), "moments": self._moments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues with saved ids; load the model's and the optimizer's state with them, or all by :meth:`load`."""
+        """Continues with saved ids; load the model's and the optimizer's state with them."""
         self.ids.load_state_dict(state)
-        # Fresh rows go on as those before the save, which an older state does not say.
-        self._moments = dict(state.get("moments", self._moments))
+        # Fresh rows go on as those before the save.
+        self._moments = dict(state["moments"])
         self._is_new_step = True
-
-    def load(
-        self,
-        model: Mapping[str, Any],
-        optimizer: Mapping[str, Any] | list[Mapping[str, Any]],
-        ids: Mapping[str, Any],
-    ) -> None:
-        """Continues from the saved states of the model, the optimizer and the ids, see :func:`resized`.
-
-        Args:
-            model: state of the model; its tables may have other capacities.
-            optimizer: state of the optimizer, or of each.
-            ids: state of the ids.
-        """
-        state, sources = resized(ids, self._policies)
-        weights = {
-            f"{path}.weight": moved_rows(model[f"{path}.weight"], source)
-            for path, source in sources.items()
-        }
-        self._model.load_state_dict({**model, **weights})
-        saved_optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-        source_of = {
-            id(self._modules[path].weight): source for path, source in sources.items()
-        }
-        rows_of = {
-            id(self._modules[path].weight): len(model[f"{path}.weight"])
-            for path in sources
-        }
-        for target, saved in zip(self._optimizers, saved_optimizers, strict=True):
-            states = dict(saved["state"])
-            parameters = [
-                parameter
-                for group in target.param_groups
-                for parameter in group["params"]
-            ]
-            for number, parameter in enumerate(parameters):
-                if id(parameter) not in source_of or number not in states:
-                    continue
-                moved = dict(states[number])
-                for key, value in moved.items():
-                    if (
-                        isinstance(value, Tensor)
-                        and value.dim()
-                        and len(value) == rows_of[id(parameter)]
-                    ):
-                        moved[key] = moved_rows(value, source_of[id(parameter)])
-                states[number] = moved
-            target.load_state_dict({**saved, "state": states})
-        self.load_state_dict(state)
 
 
 def _embedding(

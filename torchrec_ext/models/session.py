@@ -193,7 +193,6 @@ def bst(
     others: Mapping[str, Tower] | None = None,
     target_tables: Sequence[EmbeddingBagConfig] = (),
     target_dense: Sequence[str] = (),
-    dense: Sequence[str] = (),
     max_length: int = 20,
     combine: Combine = "sum",
     device: torch.device | None = None,
@@ -212,7 +211,6 @@ def bst(
             with the session's.
         target_tables: tables of further features of the target, which are concatenated in the same way.
         target_dense: dense columns of the target, concatenated too.
-        dense: dense columns that are concatenated with the transformer's output before its own MLP.
         max_length: S, the most steps of a session; of a longer one the most recent are read.
         combine: ``sum`` or, as published, ``concat`` of the features of a step; see :class:`SessionSteps`.
         device: device of the tables; ``meta`` declares them without memory.
@@ -252,7 +250,6 @@ def bst(
             steps,
             session=session,
             max_length=max_length,
-            dense=dense,
             combine=combine,
         ),
         **rest,

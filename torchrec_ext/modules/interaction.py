@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, normalize
 from torchrec.modules import deepfm
-from torchrec.modules.crossnet import CrossNet, LowRankCrossNet
+from torchrec.modules.crossnet import CrossNet
 
 from torchrec_ext.modules.config import INTERACTIONS as INTERACTIONS
 from torchrec_ext.modules.config import Interaction as Interaction
@@ -328,7 +328,6 @@ class DeepCross(InteractionLayer):
         widths: D of each tower, in order.
         hidden: widths of the MLP's hidden layers; without any, the crossing layers feed one linear layer.
         layers: number of crossing layers; each raises the degree of the products that can be formed by one.
-        low_rank: rank of each W; by default full. A quarter of the concatenation's width is usual for wide ones.
         activation: activation between the layers of the MLP.
         normalization: normalisation before each activation.
         dropout: share of values set to 0 after each activation.
@@ -340,7 +339,6 @@ class DeepCross(InteractionLayer):
         hidden: Sequence[int] = (64,),
         *,
         layers: int = 2,
-        low_rank: int | None = None,
         activation: Activation = "relu",
         normalization: Normalization = "none",
         dropout: float = 0.0,
@@ -351,16 +349,8 @@ class DeepCross(InteractionLayer):
             raise ValueError(
                 f"layers={layers}: must be 1 or more; without crossing layers it is TopMLP"
             )
-        if low_rank is not None and not 1 <= low_rank <= width:
-            raise ValueError(
-                f"low_rank={low_rank}: must be 1 to {width}, the width of {len(widths)} outputs side by side"
-            )
         self.widths = list(widths)
-        self.cross = (
-            CrossNet(width, layers)
-            if low_rank is None
-            else LowRankCrossNet(width, layers, low_rank)
-        )
+        self.cross = CrossNet(width, layers)
         self.mlp = mlp(
             width,
             [*hidden, 1],

@@ -22,7 +22,7 @@ Amp = Literal["off", "bf16", "fp16"]
 Threads = Literal["given", "auto"]
 Figure = Literal["hr", "recall", "precision", "ndcg", "mrr", "map"]
 Baseline = Literal["popularity", "ease"]
-ScheduleKind = Literal["constant", "linear", "cosine", "inverse_sqrt", "step"]
+ScheduleKind = Literal["constant", "linear", "cosine"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,36 +30,24 @@ class Schedule:
     """A factor on the learning rate, by step.
 
     The rate rises linearly over ``warmup`` steps to the optimizer's learning rate, then follows ``kind``:
-    ``constant``; ``linear`` or ``cosine`` down to ``floor`` at the last step; ``inverse_sqrt``, sqrt(warmup /
-    step) (Vaswani et al. 2017); ``step``, times ``gamma`` every ``every`` steps.
+    ``constant``; ``linear`` or ``cosine`` down to ``floor`` at the last step.
 
     Args:
         kind: form of the part after the warm-up.
         warmup: steps of the warm-up; the first has 1 / warmup of the rate.
         floor: factor at the last step of ``linear`` and ``cosine``, 0 to 1.
-        every: steps between two drops of ``step``.
-        gamma: factor of each drop of ``step``, 0 to 1.
     """
 
     kind: ScheduleKind = "constant"
     warmup: int = 0
     floor: float = 0.0
-    every: int = 0
-    gamma: float = 0.1
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, get_args(ScheduleKind))
         if self.warmup < 0:
             raise ValueError(f"warmup={self.warmup}: must be 0 steps or more")
-        for name in ("floor", "gamma"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(
-                    f"{name}={getattr(self, name)}: must be between 0 and 1"
-                )
-        if self.kind == "step" and self.every < 1:
-            raise ValueError(
-                f"every={self.every}: the kind step needs the number of steps between two drops, 1 or more"
-            )
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"floor={self.floor}: must be between 0 and 1")
 
     @property
     def changes(self) -> bool:
@@ -83,10 +71,6 @@ class Schedule:
         # The last step has the floor. At least 1, for a run of one step after its
         # warm-up.
         decay_steps = max(steps - 1 - self.warmup, 1)
-        if self.kind == "inverse_sqrt":
-            return math.sqrt(max(self.warmup, 1) / max(step + 1, 1))
-        if self.kind == "step":
-            return self.gamma ** (steps_after_warmup // self.every)
         progress = min(steps_after_warmup / decay_steps, 1.0)
         decay = 1.0
         if self.kind == "linear":

@@ -2,8 +2,6 @@
 
 Settings that exclude each other are refused before the first step. So are loaders of unequal lengths, on all ranks:
 otherwise the job would hang in the last step.
-
-BestWeights: the weights of the best evaluation so far, in memory, for a run without checkpoints.
 """
 
 from __future__ import annotations
@@ -13,10 +11,9 @@ from collections.abc import Callable, Iterator, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import DrawnStep, Fresh, TowerBatch
@@ -26,25 +23,28 @@ from torchrec_ext.distributed.runtime import Runtime, gather_objects
 from torchrec_ext.distributed.sync import EveryStep, SyncConfig, synchronised
 from torchrec_ext.distributed.sync import UnevenStepsError as UnevenStepsError
 from torchrec_ext.train.checkpoint.run import Position, RunCheckpoints
-from torchrec_ext.train.checkpoint.state import Parts, State, model_state
+from torchrec_ext.train.checkpoint.state import State, copy_of_weights, put_weights_back
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.config import TrainConfig as TrainConfig
 from torchrec_ext.train.early_stop import EarlyStopWatch
-from torchrec_ext.train.guards.amp import Forward, LossScaling, forward_context
-from torchrec_ext.train.guards.finite import FiniteLoss, RunStoppedError
-from torchrec_ext.train.guards.watchdog import Watchdog
+from torchrec_ext.train.guards import Guard, RunStoppedError, Watchdog
 from torchrec_ext.train.report.progress import Progress, Window
 from torchrec_ext.train.report.trace import StepTrace, check_fits
 from torchrec_ext.train.step.choose import Steps, StepsConfig
 from torchrec_ext.train.step.fresh_rows import FreshRows
 from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
+from torchrec_ext.train.step.precision import (
+    LossScaling,
+    forward_context,
+    training_forward,
+)
 from torchrec_ext.train.step.schedule import rates, scheduler
 
 
 def scaling(
     config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer, runtime: Runtime
 ) -> LossScaling | None:
-    """Returns the loss scaling for float16, else None."""
+    """Returns the scaling of the loss for float16, else None."""
     if config.amp != "fp16":
         return None
     if sync.takes_local_steps or not isinstance(optimizer, HybridOptimizer):
@@ -107,67 +107,6 @@ def exactly(loader: SizedBatches, *, after: int = 0) -> Iterator[TowerBatch]:
         raise UnevenStepsError(
             f"loader: len(loader) is {len(loader)}, but it gave {actual} batches: other ranks count on its length"
         )
-
-
-class BestWeights:
-    """A copy in host memory of this rank's tables, layers and running statistics of a model.
-
-    Args:
-        model: model from :func:`hybrid_parallel`, or unsharded.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._copies: State = {}
-
-    def keep(self) -> None:
-        """Replaces the copy by the current weights."""
-        self._copies = {}
-        for name, value in model_state(self._model).tensors.items():
-            if isinstance(value, Parts):
-                self._copies[name] = value.map(lambda tensor, _: _copy(tensor))
-            else:
-                self._copies[name] = _copy(value)
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Writes the copy into the model."""
-        for name, value in model_state(self._model).tensors.items():
-            copy = self._copies[name]
-            if isinstance(value, Parts) and isinstance(copy, Parts):
-                for shard, shard_copy in zip(value.parts, copy.parts, strict=True):
-                    shard.tensor.copy_(shard_copy.tensor)
-            elif isinstance(value, Tensor) and isinstance(copy, Tensor):
-                value.copy_(copy)
-
-    def restore(
-        self, watch: EarlyStopWatch, step: int, checkpoints: RunCheckpoints | None
-    ) -> Record | None:
-        """Puts the weights of the best evaluation back, if a run that ends at ``step`` should; returns its record."""
-        best = watch.better_than(step)
-        if best is None:
-            return None
-        restored = bool(self._copies)
-        if restored:
-            self.put_back()
-        elif checkpoints is not None:
-            restored = checkpoints.load_weights(self._model, best["best_step"])
-        name_of_best = watch.told(best)
-        text = f"restored {name_of_best}"
-        if not restored:
-            text = f"{name_of_best} was the best, but its checkpoint is gone: the weights are those of the last step"
-        return {
-            "kind": "restore",
-            "epoch": best["best_epoch"],
-            "step": best["best_step"],
-            "message": text,
-        }
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    # Without copy=True a tensor on the CPU would be returned itself, and change with
-    # the training.
-    return tensor.detach().to("cpu", copy=True)
 
 
 class StepObserver(Protocol):
@@ -242,7 +181,7 @@ def train(
         The records, the same on every rank but for throughput. Each has ``kind``, ``epoch``, counted from 1, and
         ``step``. ``train``: ``loss``, ``rows`` and ``rows_per_s`` over all ranks since the record before;
         ``data_wait``, the share of that time spent waiting for batches, on the rank that waited longest;
-        ``ranks_wait`` and ``waits``, the shares in collectives, see :meth:`Window.take`; the learning rates if a
+        ``ranks_wait``, the share in collectives, see :meth:`Window.take`; the learning rates if a
         schedule changes them; and the figures of dynamic ids, see :meth:`DynamicIdLoader.figures`. ``eval``: the
         figures, and ``best`` if it is the best so far by the early stop's metric. ``stop``, the last one after an early
         stop: its ``metric``, ``best``, ``best_epoch``, ``best_step`` and a ``message``. Before a diverged run ends,
@@ -279,7 +218,9 @@ def train(
             sync=sync,
             ranks=ranks,
             checkpoints=checkpoints,
-            watchers=_Watchers(trace, observer, watchdog),
+            trace=trace,
+            observer=observer,
+            watchdog=watchdog,
             fresh_rows=fresh_rows,
             log=log,
             stop=stop,
@@ -291,24 +232,6 @@ def train(
         run.restore_best()
         run.close()
     return run.at.history
-
-
-class _Watchers(NamedTuple):
-    """What watches each step of a run: a trace, the caller's observer, and the watchdog."""
-
-    trace: StepTrace | None
-    observer: StepObserver | None
-    watchdog: Watchdog | None
-
-    def beat(self) -> None:
-        """Restarts the time limit of a step."""
-        if self.watchdog is not None:
-            self.watchdog.beat()
-
-    def pause(self) -> None:
-        """Lifts the time limit for an evaluation, a save or a refresh of negatives."""
-        if self.watchdog is not None:
-            self.watchdog.pause()
 
 
 @dataclass
@@ -350,7 +273,9 @@ class _Run:
         sync: SyncConfig,
         ranks: EveryStep,
         checkpoints: RunCheckpoints | None,
-        watchers: _Watchers,
+        trace: StepTrace | None,
+        observer: StepObserver | None,
+        watchdog: Watchdog | None,
         fresh_rows: FreshRows | None,
         log: Callable[[Record], None] | None,
         stop: Callable[[], bool] | None,
@@ -362,7 +287,9 @@ class _Run:
         self.config = config
         self.ranks = ranks
         self.checkpoints = checkpoints
-        self.watchers = watchers
+        self.trace = trace
+        self.observer = observer
+        self.watchdog = watchdog
         self.fresh_rows = fresh_rows
         total = config.epochs * len(loader)
         self.schedule = None
@@ -372,7 +299,7 @@ class _Run:
             )
         self.watch = EarlyStopWatch(config.early_stop, runtime)
         self.window = Window(runtime)
-        self.best = BestWeights(model)
+        self.best: State = {}
         self.over = False
         self.at = Position()
         # Before the forward, the pipeline and Steps are made: they begin at the
@@ -384,22 +311,11 @@ class _Run:
             log = lambda _: None  # noqa: E731
         progress = Progress(total=total, visible=runtime.is_main, done=self.at.step)
         self.records = _Records(self.at, progress, log)
-        self.forward = FiniteLoss(
-            model,
-            runtime,
-            len(loader),
-            ranks=ranks,
-            stop=stop,
-            context=forward_context(config.amp, runtime.device),
-        )
-        # Ranks that exchange nothing in a step learn of a bad loss here, before their
-        # weights are averaged.
-        ranks.checks.append(self.forward.settle)
+        self.guard = Guard(runtime, len(loader), self.at.step, stop)
         self.steps = _steps_of(self, sync, total - self.at.step)
         self._resume()
 
     def _resume(self) -> None:
-        self.forward.step = self.at.step
         if self.schedule is not None and self.at.step:
             # The rate depends only on the number of steps, so the steps so far need not
             # be repeated.
@@ -424,7 +340,8 @@ class _Run:
         self.model.train()
         # An evaluation, a save or a refresh of negatives is over, so the time limit
         # runs again.
-        self.watchers.beat()
+        if self.watchdog is not None:
+            self.watchdog.beat()
         try:
             for output in self.steps.outputs(self.loader, self._batches):
                 self._after_step(output)
@@ -439,7 +356,7 @@ class _Run:
                 explained = TrainingDivergedError(
                     f"{explained}; the last good checkpoint is {last_good}", step
                 )
-            epoch = self.forward.epoch(step)
+            epoch = self.guard.epoch(step)
             record = self.records.stamped("error", message=str(explained))
             self.records.keep(record | {"epoch": epoch, "step": step})
             raise explained from None
@@ -478,11 +395,11 @@ class _Run:
         records = self.records
         records.progress.advance()
         self.window.add(output.loss, output.weights)
-        if self.watchers.observer is not None:
-            self.watchers.observer.see(output)
-        trace = self.watchers.trace
-        if trace is not None and trace.step():
-            records.progress.say(f"the trace of a step is in {trace.folder}")
+        if self.observer is not None:
+            self.observer.see(output)
+        self.guard.see(output.loss)
+        if self.trace is not None and self.trace.step():
+            records.progress.say(f"the trace of a step is in {self.trace.folder}")
         if records.progress.first and self.runtime.is_main and self.steps.piped:
             warn_unpipelined(unpipelined(self.steps.pipeline, self.model))
         if step % self.config.log_every == 0 or self.at.done == len(self.loader):
@@ -494,16 +411,16 @@ class _Run:
         # evaluation.
         if self.checkpoints is not None and self.at.done < len(self.loader):
             self.checkpoints.after_step(self)
-        if self.forward.stop_asked:
+        if self.guard.stop_asked:
             self._stop()
-        self.watchers.beat()
+        if self.watchdog is not None:
+            self.watchdog.beat()
 
     def _record_window(self) -> None:
-        # A record waits for the device anyway, so losses that were not read yet are
-        # checked first.
-        self.forward.settle()
+        # A record waits for the device and meets the other ranks anyway.
+        self.guard.meet()
         record = self.records.stamped("train", **self.window.take())
-        for source in (self.loader, self.watchers.observer):
+        for source in (self.loader, self.observer):
             if isinstance(source, Reporting):
                 record |= source.figures()
         if self.schedule:
@@ -514,7 +431,7 @@ class _Run:
         """Saves, evaluates if the epoch is due for it, and decides whether the run is over."""
         epoch = self.at.epoch + 1
         best = False
-        self.watchers.pause()
+        self.pause()
         last = epoch == self.config.epochs
         if evaluate is not None and (epoch % self.config.eval_every == 0 or last):
             if self.checkpoints is not None:
@@ -536,20 +453,42 @@ class _Run:
         # in memory only without one.
         saves = self.checkpoints is not None and self.checkpoints.saves
         if best and self.config.early_stop.restore and not saves:
-            self.best.keep()
+            self.best = copy_of_weights(self.model)
         self.at.begin(self.at.epoch + 1)
 
     def restore_best(self) -> None:
         """Restores the weights of the best evaluation if an early stop asks for it; all ranks call it."""
-        self.watchers.pause()
-        record = self.best.restore(self.watch, self.at.step, self.checkpoints)
-        if record is not None:
-            self.records.tell(record)
+        self.pause()
+        best = self.watch.better_than(self.at.step)
+        if best is None:
+            return
+        restored = bool(self.best)
+        if restored:
+            put_weights_back(self.model, self.best)
+        elif self.checkpoints is not None:
+            restored = self.checkpoints.load_weights(self.model, best["best_step"])
+        name = self.watch.told(best)
+        message = f"restored {name}"
+        if not restored:
+            message = f"{name} was the best, but its checkpoint is gone: the weights are those of the last step"
+        self.records.tell(
+            {
+                "kind": "restore",
+                "epoch": best["best_epoch"],
+                "step": best["best_step"],
+                "message": message,
+            }
+        )
+
+    def pause(self) -> None:
+        """Lifts the time limit of a step for an evaluation, a save or a refresh of negatives."""
+        if self.watchdog is not None:
+            self.watchdog.pause()
 
     def settle(self) -> None:
         """Checks all steps so far, updates stale rows and makes ranks equal, ready for a checkpoint."""
-        self.watchers.pause()
-        self.forward.settle()
+        self.pause()
+        self.guard.meet()
         self.ranks.settle()
         self.steps.settle()
 
@@ -565,7 +504,7 @@ class _Run:
 
     def _stop(self) -> None:
         """Saves, unless this step is saved already, and ends the run on all ranks after the same step."""
-        where = f"after {self.forward.where(self.at.step)}"
+        where = f"after {self.guard.where(self.at.step)}"
         if self.checkpoints is None:
             raise RunStoppedError.at(where, saved=False)
         self.checkpoints.save(self)
@@ -583,31 +522,24 @@ def _steps_of(run: _Run, sync: SyncConfig, total: int) -> Steps:
     """Returns the steps of a run, ``total`` of them, with the pipeline and the scaling of its settings."""
     config = run.config
     scaler = scaling(config, sync, run.optimizer, run.runtime)
-    forward: Forward = run.forward
-    if scaler is not None:
-        forward = scaler.around(forward)
+    context = forward_context(config.amp, run.runtime.device)
     pipeline = make_pipeline(
         run.model,
         scaler or run.optimizer,
         run.runtime.device,
-        forward=forward,
+        forward=training_forward(run.model, context, scaler),
     )
     steps_config = StepsConfig(
         compile=config.compile,
         total=total,
+        made=run.at.step,
         threads=config.threads,
-        context=forward_context(config.amp, run.runtime.device),
+        context=context,
         scaling=scaler,
-        take_time=run.watchers.pause,
+        take_time=run.pause,
         # Whether this process captures its steps is no part of the run's history.
         tell=lambda figures: run.records.tell(run.records.stamped("steps", **figures)),
     )
     return Steps(
-        run.model,
-        run.optimizer,
-        run.runtime,
-        pipeline,
-        run.forward,
-        run.ranks,
-        steps_config,
+        run.model, run.optimizer, run.runtime, pipeline, run.ranks, steps_config
     )

@@ -50,7 +50,7 @@ class TowerRows:
         self._encoder: Side = bundle.query if side == "query" else bundle.candidate
         self.width = self._encoder.width
         self.unknown: Counter[str] = Counter()
-        self._files = find_files(catalogue, (".parquet",)) if catalogue else []
+        self._files = find_files(catalogue) if catalogue else []
         self._names = list(dict.fromkeys([key, *self._encoder.columns.raw]))
         self._key = key
         for file in self._files:
@@ -172,7 +172,7 @@ def refresh_files(
 def ids_in(paths: Sequence[str], key: str) -> list[Id]:
     """Returns the ids in a column of parquet files."""
     ids: list[Id] = []
-    for file in find_files(paths, (".parquet",)):
+    for file in find_files(paths):
         names = _opened(file).schema_arrow.names
         if key not in names:
             raise missing_column(file.name, key, names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -188,12 +187,11 @@ def export_run(
         path, which = checkpoint_to_export(
             location, checkpoint, together, restores=restores
         )
-        # A generated set would have other ids than the checkpoint's.
-        task = load_task(dataclasses.replace(job, fallback=None), runtime)
+        task = load_task(job, runtime)
         torch.manual_seed(job.train.seed)
         model = untrained_model(job, task)
         schema = schema_of(job, task, model)
-        check_ids_stay(path, task, together, run=run, schema=schema)
+        check_ids_stay(path, task, together, schema=schema)
         sharded, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer)
         saved, loader_state = load_with_loader(path, sharded, optimizer, together)
         loader = None

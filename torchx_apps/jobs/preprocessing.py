@@ -161,7 +161,7 @@ def _source_files(out: Path, prepared: Prepare) -> list[DataFile]:
     for source in (*prepared.splits.values(), prepared.events):
         # A relation has no files.
         if source is not None and not hasattr(source, "create_view"):
-            files += find_files(source, (".parquet", ".pq"))
+            files += find_files(source)
     keep_sources(out, files)
     return files
 
@@ -226,7 +226,7 @@ def write_raw_rows(
 
     A request has the columns of a training row, and the user's latest events where the result has histories. The rows
     are spread evenly over the training rows, whose first ones in a log have hardly any event before them. An item has
-    the columns of its last training row.
+    the columns of its last training row, and the column ``title`` if there is one.
     """
     histories = [step for step in fitted.steps if isinstance(step, History)]
     keys: list[str] = []
@@ -251,6 +251,9 @@ def write_raw_rows(
     item_columns = owned_columns("item", fitted.outputs, prepared.item_features)
     raw = [name for name in fitted.only(item_columns).request_columns if name != key]
     opened = open_source(prepared.first_source, [key, *raw], con)
+    # Shown with recommendations.
+    if "title" in con.sql(f"SELECT * FROM {opened.view} LIMIT 0").columns:
+        raw = list(dict.fromkeys([*raw, "title"]))
     sql = f"{_last_of_each(opened, key, raw)} ORDER BY {quoted(key)}"
     pq.write_table(table(con, sql), folder / RAW_ITEMS)
 

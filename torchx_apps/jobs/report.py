@@ -128,9 +128,8 @@ def collectives_of(runtime: Runtime) -> str:
 
 
 def describe_data(task: Task) -> str:
-    """Describes a task's data and, in a second line, its licence."""
-    text = f"data: {task.describe()}"
-    return f"{text}\nlicence: {task.licence}" if task.licence else text
+    """Describes a task's data."""
+    return f"data: {task.describe()}"
 
 
 class Tested(NamedTuple):

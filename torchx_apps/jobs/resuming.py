@@ -30,7 +30,6 @@ from torchx_apps.recipes.saved_job import CONFIG
 from torchx_apps.tasks.task import Task
 
 CHECKPOINTS = "checkpoints"
-IDS_FILE = "ids.json"
 # Entry of a checkpoint's manifest.
 MEANING = "ids"
 
@@ -77,7 +76,7 @@ def _raw_kind(task: Task, name: str, dynamic: Collection[str]) -> str | None:
 
 
 def meaning_of_ids(task: Task, dynamic: Collection[str] = ()) -> dict[str, Any]:
-    """Describes the values behind a task's ids and numbers, for a checkpoint's manifest and ``ids.json``.
+    """Describes the values behind a task's ids and numbers, for a checkpoint's manifest.
 
     That is the preprocessor's digest, the digest of the steps that each of its columns comes from, and each column's
     number of values and their digest. A column in which a value is its id has None, one of ``dynamic`` the kind of its
@@ -103,7 +102,6 @@ def check_ids_stay(
     task: Task,
     together: CheckpointRanks,
     *,
-    run: Path | None = None,
     later: bool = False,
     schema: BatchSchema | None = None,
 ) -> None:
@@ -113,8 +111,6 @@ def check_ids_stay(
         checkpoint: path of a checkpoint without damage.
         task: the task that has the rows.
         together: the ranks that call it.
-        run: the run folder. Its ``ids.json`` counts if the checkpoint is of a release that did not say it itself, and
-            the folder in which the checkpoint lies has none.
         later: whether further ids may follow those of the checkpoint, as in a new run that begins with its weights.
         schema: schema of the batches. If it has dynamic ids, which mean themselves on any day, its other columns alone
             are compared; else all columns are.
@@ -122,12 +118,11 @@ def check_ids_stay(
     Raises:
         DataError: an id or a number stands for another value than in training, or what is recorded cannot be read.
     """
-    where, then = _recorded_meaning(checkpoint, run)
+    where = checkpoint
+    then = read_checkpoint_manifest(checkpoint)["content"].get(MEANING)
     if then is None:
         if together.rank == 0:
-            print(
-                f"note: {checkpoint}: is of an older release, and does not say what its ids stand for: not compared"
-            )
+            print(f"note: {where}: does not say what its ids stand for: not compared")
         return
     dynamic = [] if schema is None else schema.dynamic
     now = _preprocessor_of(task)
@@ -176,54 +171,6 @@ def check_ids_stay(
                 f"{where}: column '{name}' had {had} in training, whose ids now stand for others; give "
                 "rows by FittedPreprocessor.transform of the first run, or train anew"
             )
-
-
-def _recorded_meaning(
-    checkpoint: str, run: Path | None
-) -> tuple[str, dict[str, Any] | None]:
-    """Returns the record of a checkpoint's id values, after its place; None if there is no record.
-
-    Raises:
-        DataError: the place holds something else.
-    """
-    where = checkpoint
-    then = read_checkpoint_manifest(checkpoint)["content"].get(MEANING)
-    if then is None:
-        files = []
-        if not is_url(checkpoint):
-            files.append(Path(checkpoint).parent.parent / IDS_FILE)
-        if run is not None:
-            files.append(run / IDS_FILE)
-        file = next(filter(Path.is_file, files), None)
-        if file is None:
-            return where, None
-        where = str(file)
-        # A file that cannot be read has no meaning, and is refused below. Deeply nested
-        # JSON raises RecursionError.
-        with suppress(OSError, ValueError, RecursionError):
-            then = json.loads(file.read_text())
-    if not _is_meaning(then):
-        raise DataError(
-            f"{where}: does not say what ids stand for, as this package writes it; copy it again, or train anew"
-        )
-    return where, {"columns": {}, **then}
-
-
-def _is_meaning(then: Any) -> bool:
-    """Whether a JSON value has the form of :func:`meaning_of_ids`, perhaps of a release without ``columns``."""
-    if not isinstance(then, dict) or not isinstance(then.get("preprocessor"), str):
-        return False
-    values = then.get("values")
-    columns = then.get("columns", {})
-    if not isinstance(values, dict) or not isinstance(columns, dict):
-        return False
-    for entry in values.values():
-        # A count and a digest, or nothing.
-        if entry is not None and not (
-            isinstance(entry, list) and [*map(type, entry)] == [int, str]
-        ):
-            return False
-    return True
 
 
 def _origins_of(task: Task) -> dict[str, str]:

@@ -14,7 +14,6 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 
-from torchrec_ext.data.catalog import DatasetUnavailable
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
 from torchrec_ext.data.loader.epochs import Epochs
@@ -23,8 +22,7 @@ from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.explain import explain
 from torchrec_ext.distributed.plan.planner import free_tables, plan_sharding
-from torchrec_ext.distributed.runtime import Runtime, available_memory, gather_objects
-from torchrec_ext.distributed.sharders import codecs_of
+from torchrec_ext.distributed.runtime import Runtime, available_memory
 from torchrec_ext.models.retrieval import RetrievalModel
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.config import LOSSES
@@ -82,33 +80,12 @@ def set_up(job: Job, task: Task, runtime: Runtime) -> JobParts:
 
 
 def load_task(job: Job, runtime: Runtime) -> Task:
-    """Loads the job's data on every rank, after one rank of each host has looked for it or downloaded it. Collective.
+    """Loads the job's data on every rank.
 
     Raises:
-        DatasetUnavailable: the set is not to be had, and ``job.fallback`` names no other.
-        ValueError: what the recipe's ``task`` returns is no :class:`Task`.
+        ValueError: the set is not to be had, or what the recipe's ``task`` returns is no :class:`Task`.
     """
-    reason = None
-    # One rank of a host downloads; the others find the set there.
-    if runtime.local_rank == 0:
-        try:
-            task = job.task(job.data, progress=runtime.is_main)
-        except DatasetUnavailable as error:
-            reason = str(error)
-    # One host without the set makes all fall back, so that all train on the same rows.
-    reasons = gather_objects(reason, runtime.world_size)
-    reason = next(filter(None, reasons), None)
-    data = job.data
-    if reason is not None:
-        if job.fallback is None:
-            raise DatasetUnavailable(reason)
-        if runtime.is_main:
-            print(
-                f"note: {reason}\nnote: training on the generated set '{job.fallback}' instead"
-            )
-        data = dataclasses.replace(data, name=job.fallback)
-    if reason is not None or runtime.local_rank:
-        task = job.task(data, progress=False)
+    task = job.task(job.data)
     if not isinstance(task, Task):
         raise ValueError(
             f"recipe '{job.name}': its task returned a {type(task).__name__}; derive it from "
@@ -118,9 +95,8 @@ def load_task(job: Job, runtime: Runtime) -> Task:
 
 
 def as_loaded(job: Job, task: Task) -> Job:
-    """Returns the job with the name of the loaded set, perhaps a fallback's, and the columns of its labels."""
-    data = dataclasses.replace(job.data, name=task.name)
-    return dataclasses.replace(job, data=data, loader=task.with_roles(job.loader))
+    """Returns the job with the columns of its set's labels."""
+    return dataclasses.replace(job, loader=task.with_roles(job.loader))
 
 
 def build_model(job: Job, task: Task) -> nn.Module:
@@ -299,15 +275,6 @@ def plan_job(job: Job, model: nn.Module, runtime: Runtime) -> tuple[ShardingPlan
     captured = rows if runtime.world_size == 1 and job.train.compile == "require" else 0
     text = explain(plan, model, runtime.world_size, captured_rows=captured)
     lines = [text]
-    if job.plan.quantised and runtime.world_size == 1:
-        lines.append(
-            "plan.forward_precision, plan.backward_precision: one rank sends nothing, and nothing is rounded"
-        )
-    elif job.plan.quantised:
-        lines.append(
-            f"ranks send each other embeddings in {job.plan.forward_precision}, their gradients in "
-            f"{job.plan.backward_precision}"
-        )
     lines += filter(
         None,
         (
@@ -346,8 +313,6 @@ def shard_job(
         plan=parts.plan,
         optimizer=job.optimizer,
         seed=job.train.seed,
-        # One rank sends nothing, and nothing is rounded.
-        codecs=codecs_of(job.plan) if runtime.world_size > 1 else None,
     )
 
 

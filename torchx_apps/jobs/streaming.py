@@ -33,7 +33,7 @@ from torchrec_ext.schema import BatchSchema
 from torchrec_ext.sealed import remove_leftovers, write_whole
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks
 from torchrec_ext.train.checkpoint.run import CheckpointedRun, RunCheckpoints
-from torchrec_ext.train.guards.finite import RunStoppedError
+from torchrec_ext.train.guards import RunStoppedError
 from torchrec_ext.train.loop import train
 from torchx_apps.jobs.report import program
 from torchx_apps.jobs.resuming import asked_to_stop, find_checkpoint, hinting_at_resume

@@ -21,13 +21,12 @@ from torchrec_ext.train.checkpoint.folder import CheckpointRanks
 from torchrec_ext.train.checkpoint.run import RunCheckpoints, begin_with
 from torchrec_ext.train.checkpoint.vectors import load_vectors
 from torchrec_ext.train.config import Record
-from torchrec_ext.train.guards.watchdog import Watchdog
+from torchrec_ext.train.guards import Watchdog
 from torchrec_ext.train.loop import train
 from torchrec_ext.train.report.progress import RunFolder
 from torchx_apps.jobs import report
 from torchx_apps.jobs.resuming import (
     CHECKPOINTS,
-    IDS_FILE,
     MEANING,
     asked_to_stop,
     check_ids_stay,
@@ -116,14 +115,12 @@ def run_training(
                 run.checkpoint,
                 task,
                 checkpointer.together,
-                run=run.path,
                 schema=parts.schema,
             )
         about = {}
         # Rank 0 also writes the checkpoints' manifests.
         if folder is not None:
             about = {MEANING: meaning_of_ids(task, parts.schema.dynamic)}
-            folder.write(IDS_FILE, json.dumps(about[MEANING], indent=2))
             print(f"\n{parts.plan_text}\n", flush=True)
             folder.write("plan.txt", parts.plan_text)
             folder.title = f"{job.name} on {task.name}"
@@ -339,7 +336,7 @@ def _begin_with(
         return
     together = CheckpointRanks(runtime)
     path = find_checkpoint("start.path=", job.start.path, together)
-    # Later ids may follow, as start.allow=more_rows takes them.
+    # Later ids may follow, as start.partial takes them.
     check_ids_stay(path, task, together, later=True, schema=schema)
     start_with(path, parts, model, optimizer, together)
 

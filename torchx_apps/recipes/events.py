@@ -37,7 +37,7 @@ def two_tower_of_events() -> Job:
     )
 
 
-def no_task(data: EventsConfig, *, progress: bool = False) -> NoReturn:
+def no_task(data: EventsConfig) -> NoReturn:
     """Refuses a log where rows are held out: its events are predicted as they come.
 
     Raises:

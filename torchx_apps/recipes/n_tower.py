@@ -123,12 +123,12 @@ class NTowerConfig:
 
 
 def n_tower() -> Job:
-    """Three towers, user, item and context, and a deep cross network over them; Frappe, rows with labels."""
+    """Three towers, user, item and context, and a deep cross network over them; rows with labels."""
     return Job(
         name="n_tower",
         build=build_n_tower,
         model=NTowerConfig(),
-        data=DataConfig(name="frappe", ranked=0),
+        data=DataConfig(ranked=0),
         task=labelled_task,
         loader=LoaderConfig(negatives=0, label="label"),
         # tables_l2 keeps the tables from memorising rare ids; its exact value matters

@@ -61,12 +61,12 @@ class NCFConfig:
 
 
 def ncf() -> Job:
-    """NeuMF with 8 factors on MovieLens 1M in the NCF paper's own split; 4 negatives, one item among 99 others."""
+    """NeuMF with 8 factors over users and items; 4 drawn negatives for each pair."""
     return Job(
         name="ncf",
         build=build_ncf,
         model=NCFConfig(),
-        data=DataConfig(name="ml-1m-ncf", history_length=0),
+        data=DataConfig(history_length=0),
         # Of batches of 1,024 to 256 positives the smallest rank held-out items best:
         # validation NDCG .549 against .543.
         loader=LoaderConfig(batch_size=256),
@@ -76,12 +76,12 @@ def ncf() -> Job:
 
 
 def contextual_ncf() -> Job:
-    """NeuMF that also reads the context of a row (hour, weather, place ...); Frappe, rows with labels."""
+    """NeuMF that also reads the context of a row (hour, weather, place ...); rows with labels."""
     return Job(
         name="contextual_ncf",
         build=build_contextual_ncf,
         model=NCFConfig(share_user=False),
-        data=DataConfig(name="frappe", ranked=0),
+        data=DataConfig(ranked=0),
         task=labelled_task,
         loader=LoaderConfig(batch_size=512, negatives=0, label="label"),
         optimizer=OptimizerConfig(tables="adam", tables_lr=2e-3, dense_lr=2e-3),

@@ -116,8 +116,8 @@ class MovieLensConfig:
     """Settings of the recipe ``ml_100k``.
 
     Args:
-        folder: folder with inter.parquet, users.parquet and items.parquet, or with ml-100k.zip; where not given the set
-            is looked for, and downloaded, as in training.
+        folder: the publisher's unpacked folder, with u.data, u.user and u.item, or a folder with inter.parquet,
+            users.parquet and items.parquet; ``$TORCHREC_EXT_DATA/ml-100k`` where not given.
         history_length: greatest number of earlier items in a row.
         test_share: share of the ratings, the latest ones, that is kept for testing.
         min_count: least count of an item or user in training; rarer ones are unknown.
@@ -144,6 +144,7 @@ def ml_100k() -> PreprocessJob:
 
 def build_ml_100k(config: MovieLensConfig, con: Connection) -> Prepare:
     """Joins the three files, splits them by time and names the steps; a rating of 4 or 5 has label 1."""
+    from torchrec_ext.data.prepared import data_folder
     from torchrec_ext.data.preprocess import (
         Categorify,
         FillMissing,
@@ -157,11 +158,11 @@ def build_ml_100k(config: MovieLensConfig, con: Connection) -> Prepare:
     from torchrec_ext.data.preprocess.numeric import quantiles_of
     from torchrec_ext.data.preprocess.rows import query_of
 
-    path = _movielens(config)
-    ratings, users, items = _movielens_tables(path, con)
+    path = Path(config.folder) if config.folder else data_folder("ml-100k", None)
+    ratings, users, items = _movielens(path or Path("ml-100k"))
     con.execute(
         "CREATE TABLE ratings_of_users AS SELECT r.* EXCLUDE (place), u.* EXCLUDE (user_id), i.* EXCLUDE (item_id), "
-        'i."class" AS genres, CAST(r.rating >= 4 AS FLOAT) AS label '
+        'i.movie_title AS title, i."class" AS genres, CAST(r.rating >= 4 AS FLOAT) AS label '
         f"FROM (SELECT *, row_number() OVER () AS place FROM {ratings}) r "
         f"JOIN {users} u USING (user_id) JOIN {items} i USING (item_id) ORDER BY r.place"
     )
@@ -210,46 +211,59 @@ def build_ml_100k(config: MovieLensConfig, con: Connection) -> Prepare:
     )
 
 
-def _movielens(config: MovieLensConfig) -> Path:
-    """Returns the folder with parquet files, or the publisher's zip."""
-    from torchrec_ext.data.catalog import (
-        DatasetUnavailable,
-        data_folder,
-        find_ml_100k,
-    )
-
-    if config.folder:
-        folder = Path(config.folder)
-        zipped = folder / "ml-100k.zip"
-        if zipped.exists() and not (folder / "inter.parquet").exists():
-            return zipped
-        return folder
-    try:
-        return find_ml_100k(data_folder("ml-100k", None))
-    except DatasetUnavailable as error:
-        raise DataError(
-            f"recipe ml_100k: {error}, or name that folder: --config.folder DIR"
-        ) from None
+# In the order of u.item's flags.
+_GENRES = (
+    "unknown Action Adventure Animation Children's Comedy Crime Documentary Drama Fantasy Film-Noir Horror Musical "
+    "Mystery Romance Sci-Fi Thriller War Western"
+)
 
 
-def _movielens_tables(path: Path, con: Connection) -> list[str]:
-    """Returns the names of ratings, users and items in SQL."""
-    import pyarrow as pa
+def _movielens(folder: Path) -> tuple[str, str, str]:
+    """Returns ratings, users and items in SQL: the publisher's unpacked files, or the same as parquet.
 
-    from torchrec_ext.data.catalog import ml_100k_tables
-    from torchrec_ext.data.preprocess.rows import named, view_of
+    Raises:
+        DataError: the folder has neither.
+    """
 
-    if path.suffix != ".zip":
-        return [
-            view_of(path / f"{name}.parquet", con)
+    def name_of(file: str) -> str:
+        return "'" + str(folder / file).replace("'", "''") + "'"
+
+    if (folder / "inter.parquet").exists():
+        ratings, users, items = (
+            f"read_parquet({name_of(f'{name}.parquet')})"
             for name in ("inter", "users", "items")
-        ]
-    return [
-        named(
-            con, pa.table({name: pa.array(each.values) for name, each in chunk.items()})
         )
-        for chunk in ml_100k_tables(path)
-    ]
+        return ratings, users, items
+    if not (folder / "u.data").exists():
+        raise DataError(
+            f"{folder}: has neither u.data nor inter.parquet; unpack MovieLens 100K of grouplens.org, and name the "
+            "folder: --config.folder ml-100k"
+        )
+
+    def csv(file: str, separator: str, numbers: str, texts: str, more: str = "") -> str:
+        types = dict.fromkeys(numbers.split(), "BIGINT")
+        types |= dict.fromkeys(texts.split(), "VARCHAR")
+        types |= dict.fromkeys(more.split(), "BIGINT")
+        return (
+            f"read_csv({name_of(file)}, delim='{separator}', header=false, quote='', encoding='latin-1', "
+            f"columns={types})"
+        )
+
+    genres = _GENRES.split()
+    flags = [f"flag{number}" for number in range(len(genres))]
+    films = csv(
+        "u.item", "|", "item_id", "movie_title released video url", " ".join(flags)
+    )
+    named = []
+    for flag, genre in zip(flags, genres, strict=True):
+        text = genre.replace("'", "''")
+        named.append(f"CASE WHEN {flag} = 1 THEN '{text}' END")
+    return (
+        csv("u.data", "\t", "user_id item_id rating timestamp", ""),
+        csv("u.user", "|", "user_id age", "gender occupation zip_code"),
+        "(SELECT item_id, movie_title, regexp_extract(movie_title, '\\((\\d{4})\\)', 1) AS release_year, "
+        f"concat_ws(' ', {', '.join(named)}) AS \"class\" FROM {films})",
+    )
 
 
 def _count(con: Connection, view: str) -> int:
@@ -308,7 +322,7 @@ def build_clicks(config: ClicksConfig, con: Connection) -> Prepare:
         raise DataError(
             "recipe clicks needs a log: --config.folder DIR with parquet files of c0.., d0.., history, label"
         )
-    files = [file.name for file in find_files(config.folder, (".parquet",))]
+    files = [file.name for file in find_files(config.folder)]
     steps: list[Step] = []
     for number in range(config.categorical):
         steps.append(

@@ -1,6 +1,6 @@
 """The recipes session and bst: transformers over what a user took before.
 
-``session`` tells the next item (Amazon Beauty); ``bst`` whether the shown one is clicked, on rows that are read while
+``session`` tells the next item; ``bst`` whether the shown one is clicked, on rows that are read while
 it trains.
 """
 
@@ -71,12 +71,11 @@ class SessionConfig:
 
 
 def session() -> Job:
-    """Items taken so far -> causal transformer -> softmax over the catalogue, one table for both; Amazon Beauty."""
+    """Items taken so far -> causal transformer -> softmax over the catalogue, one table for both."""
     return Job(
         name="session",
         build=build_session,
         model=SessionConfig(),
-        data=DataConfig(name="amazon-beauty-sequences"),
         task=session_task,
         # 256 x 8 = 2,048 candidates that all targets of a step share; with negatives=0
         # all items.
@@ -288,7 +287,6 @@ def build_bst(config: BstConfig, data: Prepared) -> TowerModel:
         max_length=sessions.window,
         combine=config.combine,
         device=torch.device("meta"),
-        mlp_widths=(),
         top_widths=config.top_widths,
         layers=config.layers,
         heads=config.heads,

@@ -91,19 +91,19 @@ class TwoTowerConfig:
 
 
 def two_tower_job() -> Job:
-    """User features -> NN_user, item features -> NN_item, both -> top NN; MovieLens 100K."""
+    """User features -> NN_user, item features -> NN_item, both -> top NN."""
     return Job(
         name="two_tower",
         build=build_two_tower,
         model=TwoTowerConfig(),
-        data=DataConfig(name="ml-100k", history_length=20),
+        data=DataConfig(history_length=20),
         optimizer=OptimizerConfig(tables_lr=0.25, dense_lr=2e-3),
         train=TrainConfig(epochs=10, eval_every=2),
     )
 
 
 def retrieval() -> Job:
-    """User and item towers under a softmax over the batch, ranked by dot product; MovieLens 1M as in the NCF paper.
+    """User and item towers under a softmax over the batch, ranked by dot product.
 
     A user is represented by the items that he or she has taken: without a vector for each user the towers fit the
     training rows less and rank held-out items better, and new users need no training.
@@ -119,7 +119,7 @@ def retrieval() -> Job:
             dropout=0.2,
             loss="in_batch",
         ),
-        data=DataConfig(name="ml-1m-ncf", history_length=64),
+        data=DataConfig(history_length=64),
         loader=LoaderConfig(batch_size=1024, negatives=0),
         optimizer=OptimizerConfig(tables_lr=0.05, dense_lr=2e-3),
         train=TrainConfig(epochs=16, eval_every=4),

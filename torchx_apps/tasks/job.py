@@ -58,8 +58,7 @@ class Job:
             ``weights``), such as a TowerModel.
         model: frozen dataclass that ``build`` reads; if it has ``out_of_range``, ``schema()`` is called with it.
         data: frozen dataclass that says which rows ``task`` loads; it has ``name``.
-        task: function that loads ``data``; called as ``task(data, progress=...)``, it raises DatasetUnavailable where
-            the set is not to be had.
+        task: function that loads ``data``.
         loader: how rows become batches.
         id_dropout: share of ids, by feature, that read the out-of-vocabulary row in training, as in
             ``--id_dropout.item_id 0.1``: ids that training never saw are ranked by that row; see :class:`IdDropout`.
@@ -77,7 +76,6 @@ class Job:
             ``--pretrained.item_id vectors.parquet``; see :func:`read_vectors`.
         export: ``require`` ends a run with a bundle for serving in its folder; ``auto`` does so where the model can be
             served, and otherwise says why it cannot.
-        fallback: generated set to use where the real one is not to be had; None stops and says how to get the real one.
         device: ``cpu``, ``cuda`` or ``cuda:0``, see ``Runtime.start``; CUDA where not given, if the host has a GPU
             for each rank.
         collectives: ``shared_memory`` passes the collectives of CPU tensors through memory that the ranks of one host
@@ -104,7 +102,6 @@ class Job:
     start: StartConfig = field(default_factory=StartConfig)
     pretrained: Mapping[str, Path] = field(default_factory=dict)
     export: Export = "never"
-    fallback: Literal["planted"] | None = None
     device: str | None = None
     collectives: Collectives = "auto"
     threads: int | None = None

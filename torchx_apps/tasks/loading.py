@@ -2,50 +2,55 @@
 
 from __future__ import annotations
 
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchrec_ext.data.config import DataConfig, Form
+from torchrec_ext.data.config import PLANTED, DataConfig, Form
 
 if TYPE_CHECKING:
     from torchx_apps.tasks.task import Task
 
 
-def _task(config: DataConfig, form: Form, progress: bool) -> Task:
+def _task(config: DataConfig, form: Form) -> Task:
     from torchrec_ext.data.sets import load_set
     from torchx_apps.tasks.task import Task
 
-    return Task(load_set(config, form, progress=progress))
+    return Task(load_set(config, form))
 
 
-def ranking_task(config: DataConfig, *, progress: bool = True) -> Task:
+def ranking_task(config: DataConfig) -> Task:
     """Loads the positives of the set of ``config``, to be ranked."""
-    return _task(config, "pairs", progress)
+    return _task(config, "pairs")
 
 
-def labelled_task(config: DataConfig, *, progress: bool = True) -> Task:
+def labelled_task(config: DataConfig) -> Task:
     """Opens the labelled rows of ``config``, of any number."""
-    return _task(config, "labels", progress)
+    return _task(config, "labels")
 
 
-def session_task(config: DataConfig, *, progress: bool = True) -> Task:
+def session_task(config: DataConfig) -> Task:
     """Opens the sessions of ``config``."""
-    return _task(config, "sessions", progress)
+    return _task(config, "sessions")
 
 
-def logged_task(
-    config: DataConfig, *, progress: bool = True, sessions: bool = True
-) -> Task:
+def logged_task(config: DataConfig, *, sessions: bool = True) -> Task:
     """Opens the preprocessed rows of ``config``; generated ones have sessions, which predict the next click."""
     from torchrec_ext.data.planted import planted_log_folder
-    from torchrec_ext.data.prepared import load_prepared
+    from torchrec_ext.data.prepared import (
+        load_prepared,
+        open_prepared,
+        temporary_folder,
+    )
     from torchx_apps.tasks.task import Task
 
-    del progress
-    generate = partial(planted_log_folder, sessions=sessions)
-    return Task(load_prepared(config, generate=generate))
+    if config.name != PLANTED:
+        return Task(load_prepared(config))
+    temporary = temporary_folder()
+    folder = Path(temporary.name)
+    best = planted_log_folder(folder, seed=config.seed, sessions=sessions)
+    return Task(open_prepared(folder, config, best=best, temporary=temporary))
 
 
-def multi_label_task(config: DataConfig, *, progress: bool = True) -> Task:
+def multi_label_task(config: DataConfig) -> Task:
     """Opens the preprocessed rows of ``config``; generated ones have two labels, which depend on user and item."""
-    return logged_task(config, progress=progress, sessions=False)
+    return logged_task(config, sessions=False)

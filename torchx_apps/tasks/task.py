@@ -60,11 +60,6 @@ class Task:
         return self.data.name
 
     @property
-    def licence(self) -> str | None:
-        """Terms of the data set's publisher, if known."""
-        return self.data.licence
-
-    @property
     def best(self) -> Mapping[str, float]:
         """Best possible figures of generated data, by name."""
         return self.data.best

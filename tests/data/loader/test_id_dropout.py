@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torchrec import EmbeddingBagConfig, PoolingType
 
-from tests.contracts import run_ranks
 from tests.examples import META, table
 from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
@@ -26,18 +25,12 @@ from torchrec_ext.data.negatives.known_pairs import KnownPairs
 from torchrec_ext.data.negatives.mixed import MixedNegatives
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.data.prepared import Prepared
-from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.planner import plan_sharding
-from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.retrieval import RetrievalModel
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.modules.interaction import DotProduct
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, SparseFeature
-from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 RATES = {"item_id": 0.3, "user_id": 0.2, "history": 0.1}
 
@@ -45,9 +38,9 @@ RATES = {"item_id": 0.3, "user_id": 0.2, "history": 0.1}
 def unseen_as_oov(rows: Chunk, train: Chunk, feature: SparseFeature) -> Chunk:
     """Replaces the ids of ``feature`` that are absent in ``train`` by its out-of-vocabulary row."""
     trained = train[feature.name].values
-    return rows.with_columns(
-        {feature.name: rows[feature.name].restricted(trained, feature.oov_id)}
-    )
+    column = rows[feature.name]
+    values = np.where(np.isin(column.values, trained), column.values, feature.oov_id)
+    return rows.with_columns({feature.name: Column(values, column.offsets)})
 
 
 def small() -> Prepared:
@@ -252,27 +245,6 @@ def test_a_table_of_two_towers_loses_the_ids_of_the_named_feature_alone() -> Non
 
 
 @pytest.mark.unit
-def test_ids_that_training_does_not_hold_become_the_oov_row() -> None:
-    schema = model(small()).schema(oov_ids={"item_id": 1})
-    feature = schema.feature("item_id")
-    assert feature is not None
-    train = Chunk({"item_id": Column(torch.tensor([3, 5, 3]).numpy())})
-    rows = Chunk(
-        {
-            "item_id": Column(torch.tensor([5, 4, 3, -2, 10_000]).numpy()),
-            "other": Column(torch.zeros(5).numpy()),
-        }
-    )
-    assert unseen_as_oov(rows, train, feature)["item_id"].values.tolist() == [
-        5,
-        1,
-        3,
-        1,
-        1,
-    ]
-
-
-@pytest.mark.unit
 @pytest.mark.parametrize(
     ("rates", "text"),
     [
@@ -411,119 +383,3 @@ def test_rows_in_files_and_on_a_device_lose_the_ids_of_rows_in_memory(
         made.append(epoch(IdDropout(chunks, schema, RATES), names, 1))
     assert made[0] == made[1] == made[2]
     assert [0] in joined(made[0], "user_id")
-
-
-SIDE, USERS = 16, 40
-
-
-def coloured_items(seed: int) -> tuple[Chunk, np.ndarray, np.ndarray]:
-    """Returns an item per square of a board, known by row ``a`` and column ``b``; its colour; whether it is held out.
-
-    Neither feature says anything alone, and few items share a row's or a column's value: an id is learned sooner than
-    they are.
-    """
-    rng = np.random.default_rng(seed)
-    squares = rng.permutation(SIDE * SIDE)
-    row, column = squares // SIDE, squares % SIDE
-    new = np.zeros(SIDE * SIDE + 1, dtype=bool)
-    new[rng.permutation(SIDE * SIDE)[: SIDE * SIDE // 4] + 1] = True
-    features = {
-        "item_id": np.arange(SIDE * SIDE + 1),
-        "a": np.r_[0, row + 1],
-        "b": np.r_[0, column + 1],
-    }
-    return (
-        Chunk({name: Column(ids) for name, ids in features.items()}),
-        np.r_[-1, (row + column) % 2],
-        new,
-    )
-
-
-def recall_of_unseen_items(
-    runtime: Runtime, rate: float
-) -> tuple[float, float, list[str]]:
-    """Users take the items of one colour, and a quarter of the items is held out entirely.
-
-    Returns the share of the user's colour among as many unseen items as have it, best first; the same of the trained
-    items; and what was not pipelined.
-    """
-    items, colour, new = coloured_items(0)
-    ids, users = np.arange(1, len(colour)), np.arange(1, USERS + 1)
-    user, item = users.repeat(len(ids)), np.tile(ids, USERS)
-    liked = colour[item] == user % 2
-    train = Chunk(
-        {
-            "user_id": Column(user[liked & ~new[item]]),
-            "item_id": Column(item[liked & ~new[item]]),
-        }
-    )
-    torch.manual_seed(0)
-    made = two_tower(
-        [table("user_id", USERS + 1)],
-        [table("item_id", len(colour)), table("a", SIDE + 1), table("b", SIDE + 1)],
-        tower_widths=(32, 16),
-        interaction="dot",
-        shared=("user",),
-        device=META,
-    )
-    schema = made.schema()
-    feature = schema.feature("item_id")
-    assert feature is not None
-    items = unseen_as_oov(items, train, feature)
-    never = liked | new[item]  # an item that is held out is no negative either
-    batches = IdDropout(
-        ChunkLoader(
-            train,
-            schema,
-            config=LoaderConfig(batch_size=256, negatives=2),
-            items=items,
-            negatives=UniformNegatives(len(ids), user[never], item[never], 0),
-            rank=runtime.rank,
-            world_size=runtime.world_size,
-        ),
-        schema,
-        {"item_id": rate},
-    )
-    config = OptimizerConfig(tables_lr=0.1, dense_lr=1e-2)
-    plan = plan_sharding(
-        made, runtime, PlanConfig(sharding="row_wise"), optimizer=config
-    )
-    parallel, optimizer = hybrid_parallel(made, runtime, plan=plan, optimizer=config)
-    pipeline = make_pipeline(parallel, optimizer, runtime.device)
-    for epoch in range(12):
-        batches.set_epoch(epoch)
-        stream = iter(batches)
-        for _ in range(len(batches)):
-            pipeline.progress(stream)
-    missed = unpipelined(pipeline, parallel)
-    pipeline.detach()
-    builder, trained = BatchBuilder(schema, items), parallel.module.eval()
-    with torch.no_grad():
-        queries = trained.embed(
-            "user", builder.user_batch(Chunk({"user_id": Column(users)}))
-        )
-        scores = trained.interaction.score_all(
-            queries, trained.embed("item", builder.item_batch(np.arange(len(colour))))
-        ).numpy()
-
-    def recall(kept: np.ndarray) -> float:
-        found = []
-        for user, row in zip(users, scores, strict=True):
-            own = kept[colour[kept] == user % 2]
-            found.append(np.isin(kept[np.argsort(-row[kept])[: len(own)]], own).mean())
-        return float(np.mean(found))
-
-    return recall(ids[new[1:]]), recall(ids[~new[1:]]), missed
-
-
-@pytest.mark.slow
-def test_an_item_never_seen_is_ranked_by_its_features() -> None:
-    """Half of the items have the right colour, so chance is a recall of .5, which ids alone reach; the best is 1."""
-    (without, trained, _), *_ = run_ranks(recall_of_unseen_items, 2, 0.0, timeout_s=300)
-    (dropped, still_trained, missed), *_ = run_ranks(
-        recall_of_unseen_items, 2, 0.3, timeout_s=300
-    )
-    assert missed == []
-    assert trained == still_trained == 1
-    assert without < 0.8
-    assert dropped > 0.99

@@ -18,9 +18,8 @@ from torchrec_ext.data.loader import on_device
 from torchrec_ext.data.loader.loader import (
     ChunkLoader,
     LoaderConfig,
-    training_loader,
 )
-from torchrec_ext.data.negatives.samplers import PopularityNegatives, UniformNegatives
+from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import BatchSchema, DataError
 
 pytestmark = pytest.mark.unit
@@ -334,13 +333,6 @@ def test_a_state_of_another_stream_is_refused() -> None:
         loader_of(91, batch_size=4, seed=1).load_state_dict(state)
 
 
-def test_prefetched_batches_are_those_built_in_place() -> None:
-    assert all(
-        equal(left, right)
-        for left, right in zip(loader_of(91, prefetch=3), loader_of(91), strict=True)
-    )
-
-
 def test_weights_and_labels_come_from_the_columns_that_are_named() -> None:
     loader = loader_of(23, negatives=0, weight="weight", label="weight", shuffle=False)
     for step, batch in enumerate(loader):
@@ -352,38 +344,6 @@ def test_weights_and_labels_come_from_the_columns_that_are_named() -> None:
         )
         assert batch.total_weight == (rows % 5).sum()
         assert batch.log_q is None
-
-
-@pytest.mark.parametrize("sampling", ["uniform", "popularity"])
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_user_who_has_taken_every_item_is_named(prefetch: int, sampling: Any) -> None:
-    every = np.arange(1, ITEMS + 1)
-    chunk = Chunk(
-        {
-            "user_id": Column(np.repeat([4, 7], ITEMS)),
-            "item_id": Column(np.concatenate([every, every])),
-        }
-    )
-    kind = {"uniform": UniformNegatives, "popularity": PopularityNegatives}[sampling]
-    # user 4 has taken nothing that is known
-    sampler = kind(ITEMS, np.full(ITEMS, 7), every)
-    config = LoaderConfig(
-        batch_size=8, negatives=2, prefetch=prefetch, sampling=sampling
-    )
-    schema = schema_of({"user_id": 9, "item_id": ITEMS + 1})
-    with pytest.raises(
-        DataError,
-        match=r"user 7 has taken all 30 items.*drop their rows, or set loader\.negatives=0",
-    ):
-        list(
-            ChunkLoader(
-                chunk,
-                schema,
-                config=config,
-                items=ITEM_TABLE.select(["item_id"]),
-                negatives=sampler,
-            )
-        )
 
 
 def test_drop_last_leaves_out_the_step_that_is_not_full() -> None:
@@ -437,15 +397,6 @@ def test_an_id_out_of_range_names_its_row_in_the_set() -> None:
                 negatives=negatives,
             )
         )
-
-
-@pytest.mark.parametrize("sampling", ["uniform", "popularity"])
-def test_generated_data_runs_through_the_training_loader(sampling: Any) -> None:
-    schema = schema_of(dict(DATA.vocab), DATA.dense)
-    config = LoaderConfig(batch_size=128, sampling=sampling)
-    for rank in range(2):
-        loader = training_loader(DATA, schema, config, rank=rank, world_size=2)
-        assert {len(batch) for batch in loader} == {64 * 5}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.data.loader.test_loader import ITEMS, rows_of, schema_of
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.loader import on_device
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives.samplers import PopularityNegatives, UniformNegatives
 from torchrec_ext.schema import BatchSchema, DataError
@@ -266,25 +265,3 @@ def test_steps_that_are_drawn_ahead_make_the_same_batches(
             torch.equal(one, other)
             for one, other in zip(parts(left), parts(right), strict=True)
         )
-
-
-def test_an_epoch_of_drawn_steps_is_put_in_order_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of millions of rows an order takes as long as a hundred steps."""
-    orders = []
-    order_of = on_device.order_of
-    monkeypatch.setattr(
-        on_device, "order_of", lambda *given: orders.append(given) or order_of(*given)
-    )
-    numbers = np.arange(20)
-    chunk = Chunk({"user_id": Column(numbers), "item_id": Column(numbers + 1)})
-    made = schema_of({"user_id": SIZE, "item_id": ITEMS + 1})
-    config = LoaderConfig(batch_size=8, negatives=2)
-    items = Chunk({"item_id": Column(NUMBERS)})
-    sampler = sampler_of(UniformNegatives, chunk)
-    loader = ChunkLoader(
-        chunk, made, config=config, items=items, negatives=sampler, device="cpu"
-    )
-    assert len(list(loader.steps())) == 3
-    assert len(orders) == 1

@@ -12,20 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.contracts import run_ranks
-from tests.data.loader.test_loader import DATA, ITEM_TABLE, ITEMS, rows_of, schema_of
+from tests.data.loader.test_loader import ITEM_TABLE, ITEMS, rows_of, schema_of
 from tests.data.stream_sets import parquet
 from tests.data.stream_sets import schema_of as stream_schema
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column, concatenate
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.config import Sampling
-from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, training_loader
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives.mixed import MixedNegatives
 from torchrec_ext.data.negatives.samplers import PopularityNegatives, UniformNegatives
-from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.modules.losses import in_batch_softmax
-from torchrec_ext.modules.softmax import in_batch_negatives
 from torchrec_ext.schema import BatchSchema
 
 pytestmark = pytest.mark.unit
@@ -86,7 +82,7 @@ def epochs(loader: ChunkLoader, first: int, last: int) -> Iterator[list[TowerBat
 
 
 @pytest.mark.parametrize("stop", [0, 3, 7])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("sampling", get_args(Sampling))
 def test_a_resumed_stream_equals_the_uninterrupted_one_in_this_epoch_and_the_next(
     sampling: str, stop: int
 ) -> None:
@@ -112,12 +108,6 @@ def test_a_resumed_stream_equals_the_uninterrupted_one_in_this_epoch_and_the_nex
         )
     (following,) = epochs(second, 3, 4)
     assert all(equal(*pair) for pair in zip(following, expected[3], strict=True))
-
-
-def test_every_sampler_is_resumed_here() -> None:
-    assert {
-        options.get("sampling", "uniform") for options in SAMPLINGS.values()
-    } == set(get_args(Sampling))
 
 
 @pytest.mark.parametrize(
@@ -195,53 +185,6 @@ def test_log_q_of_counted_candidates_is_the_mixture_of_both_sides() -> None:
             assert log_q == pytest.approx(np.log(q), abs=1e-3)
 
 
-def mixed_losses(runtime: Runtime) -> list[float]:
-    """Returns the in-batch softmax of each step, over positives and extra candidates, as SharedCandidates describes."""
-    users, items = (
-        torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
-        for rows in (SIZE, ITEMS + 1)
-    )
-    queries, losses = -(-8 // runtime.world_size), []
-    for batch in loader_of(MIXED, rank=runtime.rank, world_size=runtime.world_size):
-        who, what = (
-            batch.sparse[name].to_padded_dense(1)[:, 0].long()
-            for name in ("user_id", "item_id")
-        )
-        negatives = in_batch_negatives(
-            items[what].double(),
-            what,
-            log_q=batch.log_q,
-            queries=queries,
-            rows=len(batch),
-        )
-        weights, total = batch.weights[:queries], batch.total_weight
-        losses.append(
-            float(
-                in_batch_softmax(
-                    users[who[:queries]].double(),
-                    negatives,
-                    weights=weights,
-                    total_weight=total,
-                )
-            )
-        )
-    return losses
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_mean_of_the_ranks_losses_over_mixed_candidates_is_that_of_one_rank(
-    world_size: int,
-) -> None:
-    expected = mixed_losses(
-        Runtime(rank=0, local_rank=0, world_size=1, local_world_size=1)
-    )
-    ranks = run_ranks(mixed_losses, world_size)
-    assert [
-        sum(step) / world_size for step in zip(*ranks, strict=True)
-    ] == pytest.approx(expected, rel=1e-6)
-
-
 def test_mixed_candidates_of_files_are_those_of_rows_in_memory(tmp_path: Path) -> None:
     source = parquet(tmp_path, [20, 21])
     numbers = np.arange(41)
@@ -267,21 +210,6 @@ def source_rows(source: ParquetSource) -> Chunk:
     return Chunk(
         {name: concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
     )
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_generated_data_runs_through_the_training_loader(sampling: str) -> None:
-    config = LoaderConfig(**{"batch_size": 128} | SAMPLINGS[sampling])
-    loader = training_loader(
-        DATA,
-        schema_of(dict(DATA.vocab), DATA.dense),
-        config,
-        rank=1,
-        world_size=2,
-    )
-    for batches in epochs(loader, 0, 2):
-        assert len(batches) == len(loader)
-        assert all(batch.log_q is not None for batch in batches)
 
 
 def test_samplers_that_do_not_fit_are_refused() -> None:

@@ -32,7 +32,6 @@ from torchrec_ext.data.loader import epoch_order
 from torchrec_ext.data.loader.blocks import BlockLayout
 from torchrec_ext.data.loader.epoch_order import StreamPlan
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import DataError
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any)
@@ -424,16 +423,26 @@ def test_a_few_large_row_groups_are_shuffled_whole(folder: Path, groups: int) ->
     assert [rows_in(batch) for batch in halfway] == epochs[0][9:]
 
 
-def test_a_row_group_that_is_too_large_is_read_from_several_places_and_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("batch_size", "places"), [(4096, 32), (4000, 32), (4098, 6)])
+def test_a_row_group_that_is_too_large_is_shuffled_in_small_parts_and_named(
+    batch_size: int, places: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(epoch_order, "WHOLE_VALUES", 2**20)
-    source = sorted_by_label(folder / "sorted", 300_000)
-    with pytest.warns(UserWarning, match=r"row groups of up to 300,000 rows are read"):
-        loader = loader_of(source, **LARGE)
-    # Two of the four places are among the positives.
-    for batch in list(loader)[:-1]:
+    rows = 300_000
+    source = sorted_by_label(folder / "sorted", rows)
+    options = {**LARGE, "batch_size": batch_size}
+    said = f"300,000 rows are shuffled in parts of 8,192 rows, from {places} places"
+    with pytest.warns(UserWarning, match=said):
+        loader = loader_of(source, **options)
+    steps = list(loader)
+    # Half of the places are among the positives.
+    for batch in steps[:-1]:
         assert float(batch.labels.mean()) == pytest.approx(0.5, abs=0.01)
+    first = rows_in(steps[0])
+    assert len({row * places // rows for row in first}) == places
+    assert sorted(row for batch in steps for row in rows_in(batch)) == list(range(rows))
+    ranks = [iter(loader_of(source, rank, 3, **options)) for rank in range(3)]
+    assert [row for rank in ranks for row in rows_in(next(rank))] == first
 
 
 def test_the_batch_equals_that_of_rows_in_memory(folder: Path) -> None:
@@ -476,33 +485,6 @@ def test_a_column_that_a_setting_names_and_nobody_has_is_told_with_the_setting(
             DataError, match=rf"^loader\.{setting}: .*column 'clicked' is missing"
         ):
             ChunkLoader(rows, schema_of(), config=config, device=device)
-
-
-def test_negatives_and_item_features_are_those_of_rows_in_memory(folder: Path) -> None:
-    source = parquet(folder, [20, 21])
-    chunk = read_parquet([file.path for file in source.files])
-    items = Chunk({"item_id": Column(np.arange(ITEMS + 1))})
-    sampler = UniformNegatives(
-        ITEMS, chunk["user_id"].values, chunk["item_id"].values.astype(np.int64)
-    )
-    config = LoaderConfig(batch_size=8, negatives=2, shuffle=False, weight="weight")
-    for rank in range(2):
-        memory, stream = (
-            ChunkLoader(
-                rows,
-                schema_of(),
-                config=config,
-                items=items,
-                negatives=sampler,
-                rank=rank,
-                world_size=2,
-            )
-            for rows in (chunk, source)
-        )
-        # The tail is spread over the ranks differently: it is not compared.
-        pairs = list(zip(memory, stream, strict=True))[:-1]
-        assert all(equal(left, right) for left, right in pairs)
-        assert all(torch.equal(left.log_q, right.log_q) for left, right in pairs)  # type: ignore[arg-type]
 
 
 def test_threads_change_nothing_and_end(folder: Path) -> None:

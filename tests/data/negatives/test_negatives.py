@@ -221,15 +221,3 @@ def test_a_filter_of_known_pairs_takes_a_bit_a_bit_while_it_is_made(
             users[:1_000] * (items + 1) + others, users * (items + 1) + taken
         )
         assert np.array_equal(known.contains(users[:1_000], others), wanted)
-
-
-@pytest.mark.parametrize("pairs", [0, 1, 100_000])
-def test_the_filter_of_known_pairs_misses_none_and_lets_few_others_through(
-    pairs: int,
-) -> None:
-    rng = np.random.default_rng(0)
-    keys = np.unique(rng.integers(0, 1 << 34, pairs))
-    known = known_pairs._Filter(keys)
-    assert known.may_hold(keys).all()
-    others = np.setdiff1d(rng.integers(0, 1 << 34, 100_000), keys)
-    assert known.may_hold(others.reshape(1, -1)).mean() < 0.01

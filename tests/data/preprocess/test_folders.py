@@ -71,7 +71,7 @@ def test_killed_in_the_middle_only_a_hidden_folder_is_left_and_the_next_run_remo
     with pytest.raises(
         DataError, match=r"the folder has no file that ends in \.parquet"
     ):
-        find_files(tmp_path, (".parquet",))
+        find_files(tmp_path)
     write(tmp_path / "out", "new", overwrite=True)
     assert os.listdir(tmp_path) == ["out"]
     assert (tmp_path / "out/part-0").read_text() == "new"
@@ -160,8 +160,8 @@ def test_what_is_never_replaced(tmp_path: Path) -> None:
         DataError,
         match=r"out: holds .*out/part-0, which is being read; choose another folder",
     ):
-        keep_sources(tmp_path / "out", find_files(tmp_path / "out/part-0", ("",)))
-    keep_sources(tmp_path / "other", find_files(tmp_path / "out/part-0", ("",)))
+        keep_sources(tmp_path / "out", find_files(tmp_path / "out/part-0"))
+    keep_sources(tmp_path / "other", find_files(tmp_path / "out/part-0"))
 
 
 @pytest.mark.parametrize("out", ["s3://bucket/ready", ".", "/"])

@@ -192,7 +192,7 @@ def test_quantiles_are_the_smallest_values_that_so_many_rows_do_not_exceed(
 
 def fitted_by_hand(
     *,
-    salt: str = "",
+    buckets: int = 100,
     edges: tuple[float, ...] = (1.0, 2.0),
     mean: float = 0.5,
     length: int = 5,
@@ -203,7 +203,7 @@ def fitted_by_hand(
     )
     return FittedPreprocessor(
         steps=(
-            HashBucket(column="shop", buckets=100, salt=salt),
+            HashBucket(column="shop", buckets=buckets),
             Bucketize(column="price", boundaries=edges, output="price_bucket"),
             Normalize(column="price"),
             History(user="user", item="item", time="time", length=length),
@@ -224,7 +224,7 @@ def fitted_by_hand(
 @pytest.mark.parametrize(
     ("change", "moved"),
     [
-        ({"salt": "b"}, {"shop"}),
+        ({"buckets": 99}, {"shop"}),
         ({"edges": (1.0, 3.0)}, {"price_bucket"}),
         ({"mean": 0.6}, {"price"}),
         ({"length": 9}, set()),

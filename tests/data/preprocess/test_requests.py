@@ -23,7 +23,6 @@ from torchrec_ext.data.preprocess import (
     FittedPreprocessor,
     HashBucket,
     History,
-    Lists,
     LogClip,
     Normalize,
     Preprocessor,
@@ -215,7 +214,7 @@ def test_a_history_needs_a_time_for_each_item() -> None:
         ),
         (
             lambda: FillMissing(column="x"),
-            "give either value, .* or statistic: mean, median, most_common",
+            "give either value, .* or statistic: mean, median",
         ),
         (
             lambda: FillMissing(column="x", value=float("nan")),
@@ -223,13 +222,9 @@ def test_a_history_needs_a_time_for_each_item() -> None:
         ),
         (
             lambda: FillMissing(column="x", statistic="mode"),
-            "statistic='mode': must be one of mean, median, most_common",
+            "statistic='mode': must be one of mean, median",
         ),  # type: ignore[arg-type]
         (lambda: LogClip(column="x", low=2, high=1), "low=2, high=1"),
-        (
-            lambda: Lists(column="x", too_long="cut"),
-            "too_long='cut': must be one of recent, error",
-        ),  # type: ignore[arg-type]
         (
             lambda: TimeFeatures(column="x", zone="Europe/Berlim"),
             "there is no such time zone; did you mean 'Europe/Berlin'",

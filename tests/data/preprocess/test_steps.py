@@ -48,7 +48,7 @@ STEPS: dict[str, list[Step]] = {
     ],
     "HashBucket": [
         HashBucket(column="user", buckets=7),
-        HashBucket(column="city", buckets=5, salt="'"),
+        HashBucket(column="city", buckets=5),
         HashBucket(column="tags", buckets=3),
     ],
     "Cross": [Cross(columns=("user", "city", "prime"), buckets=11)],
@@ -153,11 +153,9 @@ KNOWN_ANSWERS: list[tuple[list[Step], list[Any], list[Any]]] = [
     ([Bucketize(column="x", quantiles=2)], [1.0, 2.0, 3.0, NAN], [1, 2, 2, 0]),
     ([FillMissing(column="x", value="?"), Categorify(column="x")], [None, "a"], [1, 2]),
     ([FillMissing(column="x", statistic="median")], [1.0, 2.0, 4.0, INF], [1, 2, 4, 2]),
-    ([FillMissing(column="x", statistic="most_common")], [5, 5, None], [5, 5, 5]),
     ([FillMissing(column="x", statistic="mean")], [1.0, 3.0, None], [1, 3, 2]),
     ([Normalize(column="x")], [1.0, 3.0], [-1, 1]),
     ([Normalize(column="x")], [4.0, 4.0], [0, 0]),
-    ([LogClip(column="x", low=1, high=2, log=False)], [0.0, 1.5, 9.0], [1, 1.5, 2]),
     ([LogClip(column="x")], [-1.0, 0.0], [0, 0]),
     (
         [Lists(column="x", max_length=2), HashBucket(column="x", buckets=1)],
@@ -203,12 +201,11 @@ def test_times_are_those_of_the_zone(zone: str) -> None:
     for row, second in enumerate(times):
         local = datetime.datetime.fromtimestamp(second, zoneinfo.ZoneInfo(zone))
         hour, weekday = local.hour + 1, local.isoweekday()
-        of_week = (weekday - 1) * 24 + hour
-        expected = [hour, weekday, of_week, local.day, local.month]
+        expected = [hour, weekday, local.month]
         assert [made[f"t_{name}"].values[row] for name in ALL_TIMES] == expected
     assert [made[f"t_{name}"].values[-2:].tolist() for name in ALL_TIMES] == [
         [0, 0]
-    ] * 5
+    ] * 3
 
 
 def test_a_cross_tells_combinations_apart(con: Any) -> None:

@@ -71,18 +71,6 @@ def test_a_sharding_type_per_table() -> None:
             {"kernel": "fused", "cache_load_factor": 0.5},
             "cache_load_factor=0.5: only for kernel=fused_uvm_caching, not kernel=fused",
         ),
-        (
-            {"forward_precision": "fp8"},
-            "forward_precision='fp8': must be one of fp32, fp16, bf16, int8",
-        ),
-        (
-            {"backward_loss_scale": 8.0},
-            "backward_loss_scale=8.0: only for backward_precision=fp16 or bf16",
-        ),
-        (
-            {"backward_precision": "fp16", "backward_loss_scale": 0.0},
-            "backward_loss_scale=0.0: must be a positive",
-        ),
         ({"memory_gb": -1.0}, "memory_gb=-1.0: must be positive"),
         ({"reserve": 1.0}, "reserve=1.0: must be at least 0 and below 1"),
     ],
@@ -141,14 +129,6 @@ def test_what_a_table_leaves_out_is_that_of_every_table() -> None:
         (
             {"kernel": "fused", "sharding": "data_parallel"},
             "table 'user_id': kernel=fused with data_parallel: each",
-        ),
-        (
-            {"forward_precision": "fp16", "sharding": "data_parallel"},
-            "plan.forward_precision=fp16, plan.backward_precision=fp32: every table is data_parallel, so ranks",
-        ),
-        (
-            {"forward_precision": "int8", "sharding": "table_wise"},
-            "its shards have 16 columns, and int8 has a scale for each 32 numbers of a row",
         ),
     ],
 )

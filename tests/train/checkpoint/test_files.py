@@ -407,9 +407,7 @@ def test_another_model_is_refused_by_its_first_differences(tmp_path: Path) -> No
         Checkpointer(str(tmp_path / "other"), HERE).load(path, model_state(model))
     said = str(caught.value)
     assert "dense.towers.user.mlp.0.weight is (20, 33), saved as (16, 33)" in said
-    assert re.search(
-        r"; and \d+ more; if meant: start\.allow=fewer_layers, or load", said
-    )
+    assert re.search(r"; and \d+ more$", said)
     assert len(said) <= 200
     assert values(model) - {1.0}, "nothing was written"
 

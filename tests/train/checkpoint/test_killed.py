@@ -30,7 +30,7 @@ from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
 from torchrec_ext.train.loop import TrainConfig, train
 from torchx_apps.recipes import TwoTowerConfig, build_two_tower
 
-TRIALS, EPOCHS, LOGGED = 20, 6, 5
+TRIALS, EPOCHS, LOGGED = 40, 6, 5
 CONFIG = CheckpointConfig(steps=3)
 PLANS = ("row_wise", "column_wise", "table_wise", "data_parallel")
 Step = tuple[int, int]  # of which epoch, and of which step of it

@@ -20,11 +20,12 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train import guards
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import CheckpointFolder
 from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
 from torchrec_ext.train.config import EarlyStop, Schedule
-from torchrec_ext.train.guards.finite import RunStoppedError
+from torchrec_ext.train.guards import RunStoppedError
 from torchrec_ext.train.loop import TrainConfig, train
 from torchx_apps.recipes import TwoTowerConfig, build_two_tower
 
@@ -117,12 +118,13 @@ def run(
         if resume
         else None
     )
-    steps = 0
+    # Ranks meet after every step, not every two seconds.
+    guards._MEETING_S = 0.0
+    counted = Counted()
 
     def stop() -> bool:
-        nonlocal steps
-        steps += 1
-        return steps == stop_after and runtime.rank == runtime.world_size - 1
+        is_last = runtime.rank == runtime.world_size - 1
+        return is_last and counted.steps >= stop_after > 0
 
     schedule = Schedule(kind="cosine", warmup=2)
     settings = TrainConfig(
@@ -143,19 +145,32 @@ def run(
             evaluate=lambda: {"hr": float(gather_all(parallel))},
             checkpoints=RunCheckpoints(checkpointer, saving, resume=path),
             stop=stop,
+            observer=counted,
         )
     except RunStoppedError as stopped:
         message = str(stopped)
     for record in history:
-        for name in ("rows_per_s", "data_wait", "ranks_wait", "waits"):
+        for name in ("rows_per_s", "data_wait", "ranks_wait"):
             record.pop(name, None)
     return {
         "history": history,
         "state": gather_state(parallel),
         "rows": loader.rows,
         "message": message,
-        "steps": steps,
+        "steps": counted.steps,
     }
+
+
+class Counted:
+    """Counts the steps of a run."""
+
+    steps = 0
+
+    def see(self, output: Any) -> None:
+        self.steps += 1
+
+    def figures(self) -> dict[str, float]:
+        return {}
 
 
 def gather_all(model: Any) -> float:
@@ -302,4 +317,3 @@ def test_another_batch_size_is_refused_on_every_rank_with_both_values(
 ) -> None:
     for said in run_ranks(other_batches, 2, str(tmp_path)):
         assert "batch_size was 16 and is 20; restore these settings" in said
-        assert said.endswith("checkpoint.changed=next_epoch")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -18,14 +18,12 @@ from tests.contracts import gather_state, pipeline_alone, run_ranks
 from tests.examples import ITEMS, META, batches, small_model
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.capture.errors import CannotCaptureError
-from torchrec_ext.capture.policy import TrainingDivergedError
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import Prediction
-from torchrec_ext.train.guards.finite import FiniteLoss
 from torchrec_ext.train.loop import TrainConfig, train
 from torchrec_ext.train.step.plain import PlainStep, _one_each
 
@@ -106,7 +104,7 @@ def compared(
             unsharded, runtime, plan=plan, optimizer=config
         )
         if plain:
-            step = PlainStep(model, optimizer, FiniteLoss(model, runtime, len(given)))
+            step = PlainStep(model, optimizer)
             step.begin()
             losses = [step(batch).loss for batch in given[:-1]]
             # and the sharded model goes on from there
@@ -150,26 +148,6 @@ class Twice:
         pass
 
 
-def bad_batch(
-    runtime: Runtime,
-) -> tuple[str, dict[str, Tensor] | None, dict[str, Tensor] | None]:
-    """A label that is no number: the error, and the state before and after its step."""
-    model, optimizer = hybrid_parallel(
-        small_model(META), runtime, optimizer=OPTIMIZERS["adam"]
-    )
-    step = PlainStep(model, optimizer, FiniteLoss(model, runtime, 2))
-    (batch, bad) = batches(2)
-    step.begin()
-    step(batch)
-    before = {
-        name: value.clone() for name, value in (gather_state(model) or {}).items()
-    }
-    bad.labels[3] = float("nan")
-    with pytest.raises(TrainingDivergedError) as told:
-        step(bad)
-    return str(told.value), before, gather_state(model)
-
-
 def of_a_run(runtime: Runtime) -> tuple[Any, Any, str]:
     """The same run with plain steps and with the pipeline's."""
     found, said = [], io.StringIO()
@@ -204,7 +182,6 @@ def laws(runtime: Runtime) -> dict[str, Any]:
         "weighted": compared(
             runtime, Weighted, list(weighted_batches(20)), OPTIMIZERS["adagrad"]
         ),
-        "bad": bad_batch(runtime),
         "run": of_a_run(runtime),
         "refused": refused(runtime),
     }
@@ -219,7 +196,7 @@ def refused(runtime: Runtime) -> list[str]:
         plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
         parallel, optimizer = hybrid_parallel(model, runtime, plan=plan)
         with pytest.raises(CannotCaptureError) as told:
-            PlainStep(parallel, optimizer, FiniteLoss(parallel, runtime, 1))
+            PlainStep(parallel, optimizer)
         found.append(str(told.value))
     return found
 
@@ -238,15 +215,6 @@ def test_plain_steps_equal_those_of_the_sharded_model_200_with_adam(
 
 def test_weighted_bags_are_what_torchrec_makes_of_them(found: dict[str, Any]) -> None:
     assert max(found["weighted"].values()) < 1e-5
-
-
-def test_a_loss_that_is_no_number_writes_nothing(found: dict[str, Any]) -> None:
-    told, before, after = found["bad"]
-    assert (
-        "the label is nan in row 3 of the batch on rank 0; nothing was written by this step"
-        in told
-    )
-    assert farthest(before, after) == 0
 
 
 def test_a_run_of_plain_steps_is_the_pipelines(found: dict[str, Any]) -> None:

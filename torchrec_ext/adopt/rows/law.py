@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_ext.adopt.errors import CannotAdopt
+from torchrec_ext.data.negatives.in_step import TensorDraws
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
 from torchrec_ext.data.negatives.random import stream, uniform
 from torchrec_ext.data.negatives.samplers import (
@@ -335,6 +336,13 @@ class NegativeDraws:
                 rank += rank >= before
             ranks[:, index] = rank
         return self.ids[self.known.nth_free(keys[:, None], ranks) - 1]
+
+    def in_step(self) -> TensorDraws | None:
+        """Returns the same draws as torch ops; None where numpy alone makes them."""
+        if not self.law.replace or not TensorDraws.fits(self._sampler):
+            return None
+        assert isinstance(self._sampler, UniformNegatives)
+        return TensorDraws(self._sampler, self.keys, self.ids, self.count)
 
     def wrong(self, rows: Ids, drawn: Ids) -> tuple[int, int, str] | None:
         """Returns the first of the ids (B, n), drawn for ``rows`` (B,), that this distribution never draws.

@@ -23,10 +23,14 @@ LABEL = "label"
 
 
 class RowStep(NamedTuple):
-    """A step whose batch is not made yet: (B,) int64 ``indices`` of its rows, and (B, n) drawn integers or None."""
+    """A step whose batch is not made yet: (B,) int64 ``indices`` of its rows, and (B, n) drawn integers or None.
+
+    ``on_device`` holds the indices on the device that steps were asked for.
+    """
 
     indices: Tensor
     draws: Tensor | None
+    on_device: Tensor
 
 
 class Rows:
@@ -261,16 +265,33 @@ class Rows:
         drawn = self.negatives.draw(indices.numpy(force=True), epoch)
         return torch.from_numpy(drawn).to(indices.device)
 
-    def steps(self) -> Iterator[RowStep]:
-        """Returns the steps of an epoch: the next, or the rest of the one whose state was loaded."""
+    @property
+    def epoch(self) -> int:
+        """The epoch whose steps were asked for last; -1 before the first."""
+        return self._epoch
+
+    def steps(
+        self, device: torch.device | None = None, *, draws: bool = True
+    ) -> Iterator[RowStep]:
+        """Returns the steps of an epoch: the next, or the rest of the one whose state was loaded.
+
+        Args:
+            device: where draws, and a second copy of the indices, are; the CPU by default.
+            draws: whether negatives are drawn; a captured step on a GPU draws them itself.
+        """
         if not self._continued or self._step >= len(self):
             self._epoch += 1
             self._step = 0
         self._continued = False
-        return self._rest(self._epoch)
+        return self._rest(self._epoch, device or torch.device("cpu"), draws)
 
-    def _rest(self, epoch: int) -> Iterator[RowStep]:
+    def _rest(self, epoch: int, device: torch.device, draws: bool) -> Iterator[RowStep]:
         batches = self.order.batches(epoch)[self._step :]
+        on_device: Sequence[Tensor] = batches
+        if batches and device.type != "cpu":
+            # One copy an epoch: one in each step would wait for the device.
+            order = torch.cat(batches).to(device)
+            on_device = torch.split(order, list(map(len, batches)))
         ahead = 1
         # One call of numpy draws for several steps.
         if self.negatives is not None:
@@ -278,13 +299,14 @@ class Rows:
             ahead = min(max(1, _DRAWN_AHEAD // integers_of_step), _STEPS_AHEAD)
         for start in range(0, len(batches), ahead):
             some = batches[start : start + ahead]
-            draws_ahead = self.draw(torch.cat(some), epoch)
+            drawn = self.draw(torch.cat(some), epoch) if draws else None
             parts: Sequence[Tensor | None] = [None] * len(some)
-            if draws_ahead is not None:
-                parts = torch.split(draws_ahead, list(map(len, some)))
-            for indices, draws in zip(some, parts, strict=True):
+            if drawn is not None:
+                parts = torch.split(drawn.to(device), list(map(len, some)))
+            there = on_device[start : start + ahead]
+            for step in zip(some, parts, there, strict=True):
                 self._step += 1
-                yield RowStep(indices, draws)
+                yield RowStep(*step)
 
     def __iter__(self) -> Iterator[Any]:
         for step in self.steps():

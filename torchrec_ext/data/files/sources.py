@@ -80,17 +80,15 @@ class DataFile:
         return cast(BinaryIO, system.open_input_file(self.path))
 
 
-def find_files(
-    paths: PathLike | Sequence[PathLike], endings: Sequence[str] = ENDINGS
-) -> list[DataFile]:
+def find_files(paths: PathLike | Sequence[PathLike]) -> list[DataFile]:
     """Finds the data files named by paths, sorted within each folder and pattern.
 
     Args:
         paths: local files, folders (read with all that lies below them), patterns, or addresses such as
             ``s3://bucket/clicks``. Only folders below a named folder, or from the first wildcard of a pattern on, are
             partitions.
-        endings: endings of data files in a folder; names with a leading ``_`` or ``.`` are no data files. A warning
-            counts the files with other endings, and names one.
+            Names in a folder with a leading ``_`` or ``.`` are no data files. A warning counts the files that do not
+            end in one of :data:`ENDINGS`, and names one.
 
     Raises:
         DataError: a path names nothing, or cannot be read.
@@ -100,7 +98,7 @@ def find_files(
     for path in path_list:
         address = os.fspath(path)
         try:
-            files += _find(address, tuple(endings))
+            files += _find(address)
         except (OSError, pa.ArrowException) as error:
             raise DataError(
                 f"{address}: cannot be read ({error}), and the rows there would be missing; check path, rights and "
@@ -111,7 +109,7 @@ def find_files(
     return files
 
 
-def _find(address: str, endings: tuple[str, ...]) -> list[DataFile]:
+def _find(address: str) -> list[DataFile]:
     scheme, separator, path = address.rpartition("://")
     system, remote = fs.LocalFileSystem(), None
     base, matches = path, [path]
@@ -135,18 +133,18 @@ def _find(address: str, endings: tuple[str, ...]) -> list[DataFile]:
         for each in below:
             inside = Path(each.path).relative_to(info.path).parts
             if each.is_file and not any(part.startswith(_HIDDEN) for part in inside):
-                if each.path.endswith(endings):
+                if each.path.endswith(ENDINGS):
                     found[each.path] = each
                 else:
                     left_out.append(each.base_name)
     if left_out and os.environ.get("RANK", "0") == "0":
         warnings.warn(
             f"{base}: files left out: {len(left_out):,}, such as {min(left_out)}; data files end in "
-            f"{' or '.join(endings)}; write them so, or move them away",
+            f"{' or '.join(ENDINGS)}; write them so, or move them away",
             stacklevel=4,
         )
     if not found:
-        rule = f"the folder has no file that ends in {' or '.join(endings)}"
+        rule = f"the folder has no file that ends in {' or '.join(ENDINGS)}"
         raise DataError(f"{address}: {rule}; check the path")
     files = []
     for where, info in sorted(found.items()):
@@ -186,7 +184,6 @@ class ParquetSource:
             integers if all their values are.
         fill: maps a column to the value that stands for null; other columns must have no nulls. In a list column it
             stands for null elements, and a null list is empty.
-        endings: endings of data files in a folder.
 
     Raises:
         DataError: a path names nothing, a file is not parquet or cut short, or there are no rows.
@@ -202,9 +199,8 @@ class ParquetSource:
         paths: PathLike | Sequence[PathLike],
         *,
         fill: Mapping[str, Any] | None = None,
-        endings: Sequence[str] = ENDINGS,
     ) -> None:
-        self.files = find_files(paths, endings)
+        self.files = find_files(paths)
         self._fill = fill or {}
         self._footers: dict[str, pq.FileMetaData] = {}
         with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:

@@ -51,7 +51,8 @@ class LoaderConfig:
         buffer_rows: rows of files held for shuffling, over all lanes. A row group that is larger than a
             lane's share is read in parts, in its order, and a warning says so. By default fewer than ``4 * lanes`` row
             groups, some of them so large, are held and shuffled whole by every rank, if all their columns have at most
-            2**26 values, a list counting as one. The order of the rows depends on it.
+            2**26 values, a list counting as one; else they are read in parts of 8,192 rows from as many places as the
+            buffer holds. The order of the rows depends on it.
         device: ``cpu`` or ``cuda``: hold all rows and items as tensors there, gather and draw there; see
             :class:`ChunkLoader`. A captured step then makes its batches itself.
         read_ahead: parts of the buffer (``buffer_rows / lanes`` rows of files) read and shuffled ahead by a thread; 0

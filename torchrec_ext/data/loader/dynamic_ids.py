@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrec_ext.batch import Fresh, Jagged, ResumableLoader, TowerBatch
 from torchrec_ext.data.loader.epochs import Epochs
-from torchrec_ext.ids import Dynamic, DynamicIds, resized
+from torchrec_ext.ids import Dynamic, DynamicIds
 from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.ids.policy import IdsChangedError
 from torchrec_ext.schema import BatchSchema, DataError, IdHook, RowNumbers
@@ -233,23 +233,6 @@ class DynamicIdLoader:
         self._reported = torch.tensor(
             [self.ids.counts["lookups"], self.ids.counts["unknown"]]
         )
-
-    def fit_state(
-        self, state: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
-        """Fits a saved state to tables of fewer rows, see :func:`resized`.
-
-        Returns:
-            The state, and the saved row of each row of the tables that have fewer now, (rows,) int64.
-        """
-        if "ids" not in state or set(state["ids"]["tables"]) != set(self._policies):
-            return state, {}
-        ids, by_space = resized(state["ids"], self._policies)
-        sources = {}
-        for space, source in by_space.items():
-            if len(source) < len(state["ids"]["tables"][space]["ids"]):
-                sources.update(dict.fromkeys(self._tables[space], source))
-        return {**state, "ids": ids}, sources
 
     def load_vocabularies(self) -> None:
         """Gives each id of the vocabularies its row there, as it has been trained without dynamic ids.

@@ -16,8 +16,8 @@ its lane with others decodes their rows too. The order of such an epoch depends 
 
 A row group that is larger than a block is read in parts, in their order, so that a block stays small. Lanes begin at
 different places of it. A lane that begins inside one decodes what lies before it for nothing: half a row group for a
-lane on average, little beside many row groups. Where all rows are few enough to be one block, they are: see
-:func:`whole_block`.
+lane on average, little beside many row groups. Of a few large row groups all rows are one block if they are few enough,
+else there are many lanes of small parts: see :func:`places_of`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from torchrec_ext.data.columns import Int64
 
 # Values of all rows that a rank shuffles as one block: half a GiB of int64.
 WHOLE_VALUES = 2**26
+# Rows of a part of a few larger row groups: so many parts from all over them mix rows that are sorted.
+PART_ROWS = 8_192
 
 
 class Segment(NamedTuple):
@@ -240,23 +242,34 @@ class StreamPlan:
         return np.random.Generator(np.random.PCG64([self.seed, *key]))
 
 
-def whole_block(
-    group_rows: Sequence[int], lanes: int, buffer_rows: int, columns: int
-) -> bool | None:
-    """Says whether all rows are few enough to be shuffled as one block; None if no row group is larger than a block.
+def places_of(
+    group_rows: Sequence[int],
+    lanes: int,
+    buffer_rows: int,
+    *,
+    batch_size: int,
+    columns: int,
+) -> tuple[int, int]:
+    """Returns the lanes and the buffer for some row groups: a few large ones are one block, or many small parts.
 
-    Such a block is for a few large row groups, by their sizes alone: the order must not depend on free memory.
+    By the groups' sizes alone: the order must not depend on free memory.
 
     Args:
         group_rows: number of rows of each row group.
         lanes: number of lanes that is asked for.
         buffer_rows: rows held for shuffling, over all lanes.
+        batch_size: B, over all ranks.
         columns: number of columns that are read.
     """
-    if max(group_rows) <= -(-buffer_rows // lanes):
-        return None
-    few = len(group_rows) < 4 * lanes
-    return few and sum(group_rows) * columns <= WHOLE_VALUES
+    large = max(group_rows) > -(-buffer_rows // lanes)
+    if not large or len(group_rows) >= 4 * lanes:
+        return lanes, buffer_rows
+    if sum(group_rows) * columns <= WHOLE_VALUES:
+        return 1, sum(group_rows)
+    # Each lane has equally many slots in a batch.
+    places = buffer_rows // PART_ROWS
+    places = max(lane for lane in range(1, places + 1) if batch_size % lane == 0)
+    return places, places * PART_ROWS
 
 
 def _lane(

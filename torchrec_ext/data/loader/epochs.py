@@ -52,6 +52,24 @@ class Share:
             (self.rank + 1) * count // self.world_size,
         )
 
+    def dealt(self, lengths: Int64) -> Int64:
+        """Returns the rank's rows in a global batch, as many as :meth:`part` has, so that all ranks' lengths are alike.
+
+        The longest rows go to the ranks in turn, and the next ones back again.
+
+        Example:
+            >>> [Share(rank=rank, world_size=2).dealt(np.array([9, 1, 5, 2])).tolist() for rank in (0, 1)]
+            [[0, 1], [2, 3]]
+        """
+        ranks = self.world_size
+        sizes = np.diff(np.arange(ranks + 1) * len(lengths) // ranks)
+        # By rounds: the ranks in order, then backwards; in the last one those with a row more.
+        rounds = np.arange(sizes.max(initial=0))[:, None]
+        order = np.where(rounds % 2, np.arange(ranks)[::-1], np.arange(ranks))
+        owners = order[rounds < sizes[order]]
+        longest = np.argsort(-lengths, kind="stable")
+        return np.sort(longest[owners == self.rank])
+
     def rows(self, batch_size: int) -> int:
         """Returns the number of rows of the rank's batch, padding included: the same on every rank."""
         return -(-batch_size // self.world_size)
@@ -237,8 +255,8 @@ class Epochs(ABC):
                 changes.append(f"{name} was {value!r} and is {stream.get(name)!r}")
         if changes:
             raise ValueError(
-                f"cannot resume in the middle of an epoch: {', '.join(changes)}; restore these settings, or start a "
-                "new epoch"
+                f"cannot resume in the middle of an epoch: {', '.join(changes)}; restore these settings, or begin a "
+                "new run with its weights (start.path)"
             )
         self._epoch = int(state["epoch"])
         self._step = int(state["step"])

@@ -39,7 +39,7 @@ from torchrec_ext.data.loader.epoch_order import (
     Piece,
     Segment,
     StreamPlan,
-    whole_block,
+    places_of,
 )
 from torchrec_ext.data.loader.epochs import Share, prefetched
 from torchrec_ext.data.loader.shared import SharedCandidates, StepRows
@@ -304,15 +304,6 @@ class Stream:
                 )
 
 
-def _warn_of_order(group_rows: Sequence[int], lanes: int, buffer_rows: int) -> None:
-    """Warns of row groups whose parts are read in the order of the file."""
-    warnings.warn(
-        f"row groups of up to {max(group_rows):,} rows are read in their order, from {lanes} places: if rows are "
-        f"sorted, write them with row_group_size={max(1, buffer_rows // lanes)}",
-        stacklevel=2,
-    )
-
-
 class StreamedRows:
     """Builds batches from a source of any size, read while the epoch runs; see :class:`Batches`.
 
@@ -340,25 +331,31 @@ class StreamedRows:
     ) -> None:
         ids = shared.ids if shared else ()
         layout = BlockLayout.of(schema, config, ids, without)
-        # A rank decodes its lanes as a whole: with a lane of its own it decodes no rows
-        # of others.
-        own_lane = share.world_size > config.lanes
         group_rows = tuple(group.rows for group in source.groups)
         lanes = config.lanes
         buffer_rows = config.buffer_rows
+        # A buffer that the user has chosen is kept.
+        if config.shuffle and buffer_rows == LoaderConfig.buffer_rows:
+            lanes, buffer_rows = places_of(
+                group_rows,
+                lanes,
+                buffer_rows,
+                batch_size=config.batch_size,
+                columns=len(layout.names),
+            )
+        part = -(-buffer_rows // lanes)
+        if config.shuffle and max(group_rows) > part and share.rank == 0:
+            warnings.warn(
+                f"row groups of up to {max(group_rows):,} rows are shuffled in parts of {part:,} rows, from {lanes} "
+                f"places at a time: if rows are sorted, write them with row_group_size={part}",
+                stacklevel=2,
+            )
+        # A rank decodes its lanes as a whole: with a lane of its own it decodes no rows
+        # of others. Of one block every rank decodes all rows anyway.
+        whole = config.buffer_rows != buffer_rows == sum(group_rows)
+        own_lane = share.world_size > lanes and not whole
         if not config.shuffle:
             own_lane = not in_order
-        else:
-            whole = whole_block(group_rows, lanes, buffer_rows, len(layout.names))
-            # A buffer that the user has chosen is kept.
-            whole = whole and buffer_rows == LoaderConfig.buffer_rows
-            if whole:
-                # Every rank decodes all rows, so a lane of its own would save nothing.
-                own_lane = False
-                lanes = 1
-                buffer_rows = sum(group_rows)
-            elif whole is False and share.rank == 0:
-                _warn_of_order(group_rows, lanes, buffer_rows)
         plan = StreamPlan(
             group_rows=group_rows,
             batch_size=config.batch_size,

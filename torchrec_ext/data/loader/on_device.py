@@ -287,6 +287,8 @@ class ResidentRows:
         self._share = share
         self._device = device
         self._total = total or config.weight
+        # Sessions are dealt to the ranks by their lengths.
+        self._lengths = rows[total].values if total else None
         self._candidates: DeviceCandidates | None = None
         self._of_step: StepCandidates | None = None
         if isinstance(candidates, DeviceCandidates):
@@ -327,10 +329,13 @@ class ResidentRows:
         parts = []
         for step in range(start, self._config.num_steps(self.num_rows)):
             whole = slice(step * size, min((step + 1) * size, self.num_rows))
-            mine = self._share.part(whole.stop - whole.start)
-            parts.append(
-                (whole, slice(whole.start + mine.start, whole.start + mine.stop))
+            part = self._share.part(whole.stop - whole.start)
+            mine: slice | Int64 = slice(
+                whole.start + part.start, whole.start + part.stop
             )
+            if self._lengths is not None:
+                mine = whole.start + self._share.dealt(self._lengths[order[whole]])
+            parts.append((whole, mine))
         counts_of_steps = [_Counts({}, {})] * len(parts)
         if not self.ahead:
             counts_of_steps = self._counts(

@@ -87,9 +87,14 @@ def _mixed(x: UInt64) -> UInt64:
     return x
 
 
-def device_uniform(key: int, positions: Tensor, draws: Tensor) -> Tensor:
-    """Returns :func:`uniform` on the device of ``positions``: int64 in, float64 out, without a synchronisation."""
-    rows = mixed(positions * signed(_GOLDEN) + signed(key))
+def device_uniform(key: int | Tensor, positions: Tensor, draws: Tensor) -> Tensor:
+    """Returns :func:`uniform` on the device of ``positions``: int64 in, float64 out, without a synchronisation.
+
+    A key that changes from call to call inside a captured step is a tensor (), :func:`signed`.
+    """
+    if isinstance(key, int):
+        key = signed(key)
+    rows = mixed(positions * signed(_GOLDEN) + key)
     hashed = mixed(rows + (draws + 1) * signed(_GOLDEN))
     return shifted(hashed, 11).double() * 2.0**-53
 

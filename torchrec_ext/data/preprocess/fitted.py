@@ -194,8 +194,8 @@ class FittedPreprocessor:
     def origins(self) -> dict[str, str]:
         """SHA-256 of the steps behind each written column, with their fields and states, by column.
 
-        If the digest differs, values have another meaning, for example because of another salt, mean or boundary. The
-        values of a vocabulary are not part of it, see ``id_values``.
+        If the digest differs, values have another meaning, for example because of another number of buckets, or mean.
+        The values of a vocabulary are not part of it, see ``id_values``.
         """
         digests: dict[str, str] = {}
         for step, state in self.pairs:
@@ -255,7 +255,6 @@ class FittedPreprocessor:
         out: str | Path,
         *,
         events: Source | None = None,
-        order_by: Sequence[str] = (),
         con: Connection = None,
         overwrite: bool = False,
         watch: Watch | None = None,
@@ -268,7 +267,6 @@ class FittedPreprocessor:
             source: see :meth:`Preprocessor.fit`.
             out: folder to write, which is there whole or not at all.
             events: rows to make histories of; ``source`` by default.
-            order_by: columns of the source by which to sort.
             con: connection of DuckDB; a new one by default.
             overwrite: replace what is in ``out``.
             watch: function that is called with each batch of the result.
@@ -285,22 +283,21 @@ class FittedPreprocessor:
             whole_folder(out, overwrite=overwrite, mark="part-*.parquet") as staging,
             connected(con) as opened,
         ):
-            columns = list(dict.fromkeys([*self.raw, *order_by]))
-            data, past = open_rows(source, events, columns, self.event_reads, opened)
+            data, past = open_rows(
+                source, events, list(self.raw), self.event_reads, opened
+            )
             data.check_types(self.raw, "in fitting")
             # The folder `out` is replaced at the end: no file in it may be a source.
             for rows in (data, past):
                 if rows.files:
                     keep_sources(out, rows.files.files)
             sink = Sink(staging, watch)
-            sql = requests_sql(self, data, past, order_by)
+            sql = requests_sql(self, data, past)
             with past.blaming(), data.blaming(), telling(), sink.writer() as write:
                 try:
                     for batch in _ahead(self.batch, batches(opened, sql)):
                         write(batch)
                 except CellError as error:
-                    if order_by:
-                        raise DataError(f"{data.where}: {error}") from None
                     where, row = data.place(sink.rows + error.row)
                     raise CellError(error.column, row, error.rule, where) from None
             if not sink.rows:
@@ -517,7 +514,6 @@ def requests_sql(
     fitted: FittedPreprocessor,
     data: Opened,
     past: Opened,
-    order_by: Sequence[str] = (),
     extra: Sequence[str] = (),
     where: str = "",
 ) -> str:
@@ -527,7 +523,6 @@ def requests_sql(
         fitted: steps; their states are not needed.
         data: the rows.
         past: the events.
-        order_by: columns to sort by; the order of the rows by default.
         extra: further raw columns of the rows.
         where: condition for the rows, which may use their number ``__row__``.
     """
@@ -535,14 +530,11 @@ def requests_sql(
     sent = {name for step in histories for name in step.sent}
     names = [name for name in fitted.request_columns if name not in sent]
     names = list(dict.fromkeys([*names, *fitted.keep, *extra]))
-    for name in order_by:
-        if name not in data.raw:
-            raise missing_column(data.where, name, data.raw.keys())
-    inner = [*names, *order_by]
+    inner = list(names)
     for step in histories:
         inner += [step.user, step.time]
     columns = ", ".join(quoted(name) for name in dict.fromkeys(inner))
-    if not (histories or order_by or where):
+    if not (histories or where):
         return f"SELECT {columns or '1 AS one'} FROM {data.view}"
     rows = f"(SELECT {columns}, row_number() OVER () - 1 AS {ROW} FROM {data.view})"
     if where:
@@ -550,8 +542,7 @@ def requests_sql(
     for step in histories:
         rows = f"({step.sql(rows, past.view)})"
     columns = ", ".join(quoted(name) for name in [*names, *sorted(sent)])
-    order = ", ".join([*map(quoted, order_by), ROW])
-    return f"SELECT {columns} FROM {rows} ORDER BY {order}"
+    return f"SELECT {columns} FROM {rows} ORDER BY {ROW}"
 
 
 # 1: zones as tables of numbers, steps for Ibis.

@@ -48,8 +48,7 @@ class History(Step):
         time: name of the column of timestamps or integers.
         length: greatest number of items.
         output: name of the result.
-        where: name of a number column; only events in which it is at least ``at_least`` are kept, such as clicks.
-        at_least: see ``where``.
+        where: name of a number column; only events in which it is 1 or more are kept, such as clicks.
         also: further columns of ids of an event, such as the item's category; each becomes a list
             ``<output>_<column>`` beside the items.
         gaps: rising starts of buckets, in seconds or in the unit of a ``time`` of integers, for a list
@@ -63,7 +62,6 @@ class History(Step):
     length: int
     output: str = "history"
     where: str | None = None
-    at_least: float = 1.0
     also: tuple[str, ...] = ()
     gaps: tuple[int, ...] = ()
 
@@ -219,8 +217,7 @@ class History(Step):
         known = [f"{name} IS NOT NULL" for name in (user, item, time, *also)]
         if self.where:
             where = f"CAST({quoted(self.where)} AS DOUBLE)"
-            least = f"CAST('{float(self.at_least)!r}' AS DOUBLE)"
-            known.append(f"isfinite({where}) AND {where} >= {least}")
+            known.append(f"isfinite({where}) AND {where} >= 1")
         lists = ", ".join(
             f"list({column}) OVER last AS {quoted(name)}"
             for name, column in zip(self.sent, (item, time, *also), strict=True)

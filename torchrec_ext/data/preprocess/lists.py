@@ -6,17 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal, get_args
 
 import numpy as np
 import pyarrow as pa
 
-from torchrec_ext.data.columns import Column, Int64
-from torchrec_ext.data.preprocess.columns import CellError, Cells, Types
+from torchrec_ext.data.columns import Column
+from torchrec_ext.data.preprocess.columns import Cells, Types
 from torchrec_ext.data.preprocess.step import ColumnStep, StepState
-from torchrec_ext.schema.validation import check_choice, check_least
+from torchrec_ext.schema.validation import check_least
 
-TooLong = Literal["recent", "error"]
 _TYPES = frozenset({"list<int64>", "list<float64>", "list<string>"})
 
 
@@ -27,22 +25,17 @@ class Lists(ColumnStep):
     Args:
         column: name of a list column, oldest element first; or of a column of strings, with ``separator``.
         max_length: greatest number of elements in a row; no limit by default.
-        too_long: what happens to longer rows: ``recent`` keeps the last elements, ``error`` refuses the row.
         separator: text that separates the elements of a string; empty ones are dropped.
         output: name of the result; ``column`` by default.
     """
 
     column: str
     max_length: int | None = None
-    too_long: TooLong = "recent"
     separator: str | None = None
     output: str | None = None
 
     def __post_init__(self) -> None:
         check_least(f"Lists('{self.column}'): max_length", self.max_length)
-        check_choice(
-            f"Lists('{self.column}'): too_long", self.too_long, get_args(TooLong)
-        )
         if self.separator == "":
             raise ValueError(
                 f"Lists('{self.column}'): separator='': must be one character or more"
@@ -75,7 +68,9 @@ class Lists(ColumnStep):
         # The row of each element that is not null, and the number of these in each row.
         row = np.repeat(np.arange(len(lists.lengths)), lists.lengths)[lists.valid]
         lengths = np.bincount(row, minlength=len(lists.lengths)).astype(np.int64)
-        kept_lengths = self._cut_lengths(lengths)
+        kept_lengths = lengths
+        if self.max_length is not None:
+            kept_lengths = np.minimum(lengths, self.max_length)
         values = lists.values[lists.valid]
         if int(kept_lengths.sum()) < len(values):
             # 1 for the last element of a row: the last ones are kept.
@@ -83,22 +78,6 @@ class Lists(ColumnStep):
             values = values[from_end <= kept_lengths[row]]
         kept = Cells.full(values, kept_lengths)
         return {self.writes[0]: dataclasses.replace(kept, words=lists.words)}
-
-    def _cut_lengths(self, lengths: Int64) -> Int64:
-        if self.max_length is None:
-            return lengths
-        if (
-            self.too_long == "error"
-            and len(lengths)
-            and lengths.max() > self.max_length
-        ):
-            row = int((lengths > self.max_length).argmax())
-            rule = (
-                f"{lengths[row]} elements, a list longer than max_length={self.max_length}; cut it where it is "
-                "written, or set too_long='recent'"
-            )
-            raise CellError(self.column, row, rule)
-        return np.minimum(lengths, self.max_length)
 
 
 def _split(texts: Cells, separator: str) -> Cells:

@@ -2,7 +2,7 @@
 
 FillMissing: a value for null; for floats also for NaN and the infinities.
 
-mean_and_std(), quantiles_of(), most_common(): statistics of number columns, the same on every machine.
+mean_and_std(), quantiles_of(): statistics of number columns, the same on every machine.
 """
 
 from __future__ import annotations
@@ -97,23 +97,6 @@ def quantiles_of(
     ).to_pylist()
     values_at = {row["place"]: float(row["x"]) for row in rows}
     return [values_at[need] for need in needs]
-
-
-def most_common(step: Any, column: str, kind: str, where: str, query: Query) -> Any:
-    """Returns the value with the most rows, the smallest one of a tie.
-
-    Raises:
-        DataError: every value is missing.
-    """
-    x = quoted(column)
-    values = f"(SELECT {x} AS x FROM fit_rows WHERE {x} IS NOT NULL)"
-    # Integers and texts stay what they are: as a float a large integer would be
-    # another one.
-    if kind == "float64":
-        values = _numbers(column)
-    rows = query(f"SELECT x FROM {values} GROUP BY x ORDER BY count(*) DESC, x LIMIT 1")
-    _check_not_empty(step, len(rows), where)
-    return rows["x"][0].as_py()
 
 
 def _check_not_empty(step: Any, size: int, where: str) -> None:
@@ -216,14 +199,12 @@ class LogClip(_NumberStep):
         column: name of a column of integers or floats.
         low: lower limit, to which smaller numbers are raised.
         high: upper limit, to which greater numbers are lowered; no limit by default.
-        log: take the logarithm; False only clips.
         output: name of the result; ``column`` by default.
     """
 
     column: str
     low: float = 0.0
     high: float | None = None
-    log: bool = True
     output: str | None = None
 
     def __post_init__(self) -> None:
@@ -239,8 +220,7 @@ class LogClip(_NumberStep):
         """Clips, and takes the logarithm."""
         x, is_number = cells[self.column].numbers()
         x = np.clip(np.where(is_number, x, self.low), self.low, self.high)
-        if self.log:
-            x = np.log(x - self.low + 1.0).astype(np.float32).astype(np.float64)
+        x = np.log(x - self.low + 1.0).astype(np.float32).astype(np.float64)
         return {self.writes[0]: cells[self.column].with_values(x, is_number)}
 
 
@@ -282,7 +262,7 @@ class Normalize(_NumberStep):
             }
 
 
-Statistic = Literal["mean", "median", "most_common"]
+Statistic = Literal["mean", "median"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,8 +272,8 @@ class FillMissing(ColumnStep):
     Args:
         column: name of a column of integers, floats or strings.
         value: value to put in, of the column's type; give this or ``statistic``.
-        statistic: statistic of the training rows to put in: ``mean`` (the result is a float), ``median`` (the lower
-            one) or ``most_common``.
+        statistic: statistic of the training rows to put in, ``mean`` or ``median`` (the lower one); the result is a
+            float.
         output: name of the result; ``column`` by default.
     """
 
@@ -333,7 +313,7 @@ class FillMissing(ColumnStep):
 
     def types(self, types: Types) -> Mapping[str, str]:
         """Returns the column's own type; float for a mean or a median."""
-        numeric = self.statistic in ("mean", "median")
+        numeric = self.statistic is not None
         allowed = NUMBERS if numeric else NUMBERS | {"string"}
         kind = types.need(
             self, self.column, allowed, "choose another value or statistic"
@@ -362,10 +342,6 @@ class FillMissing(ColumnStep):
         column = self.column
         if self.statistic is None:
             return {"value": self.value}
-        if self.statistic == "most_common":
-            return {
-                "value": most_common(self, column, types[column], types.where, query)
-            }
         if self.statistic == "mean":
             return {"value": mean_and_std(self, column, types.where, query)[0]}
         return {"value": quantiles_of(self, column, [0.5], types.where, query)[0]}

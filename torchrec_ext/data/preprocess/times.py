@@ -1,4 +1,4 @@
-"""TimeFeatures: hour, weekday and the like from a time, in a stated zone, by Arrow's calendar."""
+"""TimeFeatures: hour, weekday and month from a time, in a stated zone, by Arrow's calendar."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torchrec_ext.data.preprocess.columns import TIMES, Cells, Mask, Types, time
 from torchrec_ext.data.preprocess.step import Step, StepState
 from torchrec_ext.schema.validation import did_you_mean
 
-Feature = Literal["hour", "weekday", "hour_of_week", "day", "month"]
+Feature = Literal["hour", "weekday", "month"]
 Unit = Literal["s", "ms", "us", "ns"]
 PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
-SIZES = {"hour": 24, "weekday": 7, "hour_of_week": 168, "day": 31, "month": 12}
+SIZES = {"hour": 24, "weekday": 7, "month": 12}
 # From 1900 to 2200: beyond it a time is a mistake of unit.
 _FIRST, _LAST = -2_208_988_800, 7_258_118_400
 
@@ -30,8 +30,7 @@ class TimeFeatures(Step):
 
     Arrow knows no summer time after 2037.
 
-    ``hour`` 1 to 24 (from midnight), ``weekday`` 1 to 7 (from Monday), ``hour_of_week`` 1 to 168, ``day`` of the month,
-    ``month``.
+    ``hour`` 1 to 24 (from midnight), ``weekday`` 1 to 7 (from Monday), ``month`` 1 to 12.
 
     Args:
         column: name of a column of timestamps (UTC if they have no zone), or of integers counted from 1970 in ``unit``.
@@ -122,10 +121,7 @@ def _numbers(feature: Feature, local: Any) -> Int64:
         numbers = pc.add(pc.hour(local), 1)
     elif feature == "weekday":
         numbers = pc.add(pc.day_of_week(local), 1)
-    elif feature == "hour_of_week":
-        days = pc.multiply(pc.day_of_week(local), 24)
-        numbers = pc.add(pc.add(days, pc.hour(local)), 1)
     else:
-        numbers = pc.day(local) if feature == "day" else pc.month(local)
+        numbers = pc.month(local)
     result: Int64 = numbers.to_numpy(zero_copy_only=False)
     return result

@@ -23,7 +23,6 @@ Sharding = Literal[
 Kernel = Literal["auto", "dense", "fused", "fused_uvm", "fused_uvm_caching"]
 # Kernels that cache a share of their rows on the GPU.
 CACHING = ("fused_uvm_caching",)
-Precision = Literal["fp32", "fp16", "bf16", "int8"]
 
 
 class TableChoice(NamedTuple):
@@ -75,10 +74,6 @@ class PlanConfig:
             ``{"ad_id": TablePlan(kernel="fused_uvm_caching", cache_load_factor=0.1)}``.
         memory_gb: memory per rank that tables may take, GiB; 0 for what the device has free, divided by its processes.
         reserve: share of that memory kept for dense layers, activations and buffers, 0 to 1.
-        forward_precision: numbers in which ranks send each other embeddings of sharded tables: ``fp32``, ``fp16``,
-            ``bf16``, or ``int8`` with two numbers of scale for 32 of them.
-        backward_precision: numbers in which they send the gradients of these embeddings, as above.
-        backward_loss_scale: factor of gradients while they travel as ``fp16``, which has nothing below 6e-8.
     """
 
     sharding: Sharding = "auto"
@@ -87,9 +82,6 @@ class PlanConfig:
     tables: Mapping[str, TablePlan] = field(default_factory=dict)
     memory_gb: float = 0.0
     reserve: float = 0.15
-    forward_precision: Precision = "fp32"
-    backward_precision: Precision = "fp32"
-    backward_loss_scale: float = 1.0
 
     def __post_init__(self) -> None:
         check_choice("sharding", self.sharding, get_args(Sharding))
@@ -97,34 +89,12 @@ class PlanConfig:
         _check_load_factor("", self.cache_load_factor, self.kernel)
         for name in self.tables:
             self._exception(name)
-        self._check_precisions()
         if self.memory_gb < 0:
             raise ValueError(
                 f"memory_gb={self.memory_gb}: must be positive, or 0 for what the device has free"
             )
         if not 0 <= self.reserve < 1:
             raise ValueError(f"reserve={self.reserve}: must be at least 0 and below 1")
-
-    def _check_precisions(self) -> None:
-        for name in ("forward_precision", "backward_precision"):
-            check_choice(name, getattr(self, name), get_args(Precision))
-        if not 0 < self.backward_loss_scale < float("inf"):
-            raise ValueError(
-                f"backward_loss_scale={self.backward_loss_scale}: must be a positive number"
-            )
-        if self.backward_loss_scale != 1 and self.backward_precision not in (
-            "fp16",
-            "bf16",
-        ):
-            raise ValueError(
-                f"backward_loss_scale={self.backward_loss_scale}: only for backward_precision=fp16 or bf16, but it is "
-                f"{self.backward_precision}"
-            )
-
-    @property
-    def quantised(self) -> bool:
-        """Whether embeddings or their gradients travel in fewer than 32 bits."""
-        return (self.forward_precision, self.backward_precision) != ("fp32", "fp32")
 
     @property
     def asked(self) -> list[TableChoice]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
@@ -42,12 +42,9 @@ from torchrec_ext.distributed.plan.storage import TableStorage
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharders import (
     BY_HOST,
-    Codecs,
-    codecs_of,
     free_to_shard,
     kernel_refused_because,
     possible,
-    precision_refused_because,
     refused_because,
     sharders,
 )
@@ -93,44 +90,7 @@ def draft_plan(
         device=torch.device(topology.compute_device),
     )
     request = Request.of(model, runtime, config, optimizer, constraints or {})
-    drafted = draft(model, request, topology, batch_size)
-    refuse_exchange(drafted, request.tables, config, topology.world_size)
-    return drafted
-
-
-def refuse_exchange(
-    draft: Draft,
-    tables: Sequence[BaseEmbeddingConfig],
-    config: PlanConfig,
-    world_size: int,
-) -> None:
-    """Refuses quantised communication without an exchange, and int8 if TorchRec cannot send it.
-
-    Raises:
-        PlanError: every table is data_parallel, or one is sharded so that int8 cannot carry its embeddings.
-    """
-    if not config.quantised or world_size == 1 or not draft.options:
-        return
-    precisions = (
-        f"plan.forward_precision={config.forward_precision}, "
-        f"plan.backward_precision={config.backward_precision}"
-    )
-    # Nothing would be quantised, although it was asked for.
-    if all(option.sharding_type == "data_parallel" for option in draft.options):
-        raise PlanError(
-            f"{precisions}: every table is data_parallel, so ranks exchange no embeddings; shard one, as with "
-            f"plan.tables.{draft.options[0].name}.sharding=table_wise, or leave the precisions at fp32"
-        )
-    if "int8" not in (config.forward_precision, config.backward_precision):
-        return
-    configs = {table.name: table for table in tables}
-    for option in draft.options:
-        table = configs[option.name]
-        reason = precision_refused_because(
-            table, option.sharding_type, min(shard.size[1] for shard in option.shards)
-        )
-        if reason:
-            raise PlanError(f"{precisions}: table '{option.name}': {reason}")
+    return draft(model, request, topology, batch_size)
 
 
 class Request(NamedTuple):
@@ -140,7 +100,6 @@ class Request(NamedTuple):
     asked: dict[str, TableChoice]
     choices: dict[str, Choice]
     constraints: dict[str, ParameterConstraints]
-    codecs: Codecs | None = None
 
     @classmethod
     def of(
@@ -179,7 +138,7 @@ class Request(NamedTuple):
             name: choice._replace(sharding=types[name])
             for name, choice in requests.items()
         }
-        request = cls(tables, requests, choices, {}, codecs_of(config))
+        request = cls(tables, requests, choices, {})
         return request._replace(
             constraints=_winning(request.derived(runtime), constraints)
         )
@@ -251,7 +210,7 @@ def draft(
         for constraint in request.constraints.values():
             requested_types.update(constraint.sharding_types or ())
         by_host = not requested_types.isdisjoint(BY_HOST)
-        plan = planner.plan(model, sharders(request.codecs, by_host=by_host))
+        plan = planner.plan(model, sharders(by_host=by_host))
     except PlannerError as error:
         raise PlanError(_refusal(error, request, topology)) from None
     finally:

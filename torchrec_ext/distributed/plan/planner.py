@@ -39,13 +39,9 @@ from torchrec_ext.distributed.plan.draft import (
     PlanError,
     Request,
     draft,
-    refuse_exchange,
 )
 from torchrec_ext.distributed.runtime import Runtime, available_memory
-from torchrec_ext.distributed.sharders import (
-    free_to_shard,
-    refused_because,
-)
+from torchrec_ext.distributed.sharders import refused_because
 from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.distributed.tables import tables_of
 
@@ -89,9 +85,7 @@ def plan_sharding(
                 available_memory() / runtime.local_world_size * (1 - config.reserve)
             )
             topology = _topology(runtime, usable, host)
-            drafted = draft(model, request, topology, batch_size)
-            refuse_exchange(drafted, request.tables, config, runtime.world_size)
-            outcome = [drafted.plan]
+            outcome = [draft(model, request, topology, batch_size).plan]
         except PlanError as error:
             outcome = [error]
         # Any failure must reach the other ranks, which wait in the broadcast.
@@ -172,8 +166,6 @@ def free_tables(
     Returns:
         The planner's constraints by table, and a line for the user where they put all tables on every rank, else "".
     """
-    if config.quantised and runtime.world_size > 1:
-        return _sharded(model, config, runtime.device.type), ""
     # The rule was measured for gradients exchanged in every step, the default.
     if sync != SyncConfig():
         return {}, ""
@@ -184,24 +176,6 @@ def free_tables(
         f"plan.sharding=auto: all tables together have {SMALL_WEIGHTS:,} weights or fewer, so each rank has them "
         "whole, which is faster than an exchange in each step"
     )
-
-
-def _sharded(
-    model: nn.Module, config: PlanConfig, device: str
-) -> dict[str, ParameterConstraints]:
-    """Returns constraints that keep tables with an open sharding from becoming data_parallel.
-
-    A table that ``config`` names data_parallel stays so; quantised communication refuses it later where all tables are.
-    """
-    tables = [table.name for table in tables_of(model)]
-    constraints = {}
-    for name, choice in config.choices(tables).items():
-        # The kernel dense runs data_parallel tables alone.
-        if choice.sharding == "auto" and choice.kernel != "dense":
-            constraints[name] = ParameterConstraints(
-                sharding_types=free_to_shard(device)
-            )
-    return constraints
 
 
 def on_own_device(plan: ShardingPlan, runtime: Runtime) -> ShardingPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from torchrec_ext.distributed.plan.explain import size_text
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.train.checkpoint.config import Change
 from torchrec_ext.train.checkpoint.folder import (
     CheckpointFolder,
     CheckpointRanks,
@@ -154,11 +153,6 @@ class Checkpointer:
 
         self.together.on_main(mark)
 
-    def note(self, name: str, content: Mapping[str, Any]) -> None:
-        """Writes a small file next to the checkpoints, on rank 0 only."""
-        if self._runtime.is_main:
-            self.folder.note(name, content)
-
     def last_good(self, say: Callable[[str], None] = print) -> str | None:
         """Returns the newest checkpoint without damage, the same on every rank; None if there is none.
 
@@ -178,7 +172,7 @@ class Checkpointer:
         state: ModelState,
         extra: State | None = None,
         *,
-        allow: Sequence[Change] = (),
+        partial: bool = False,
     ) -> dict[str, Any]:
         """Loads a checkpoint into ``state`` and ``extra``, saved under any plan and number of ranks.
 
@@ -187,8 +181,7 @@ class Checkpointer:
                 :meth:`last_good` has just done so.
             state: state of the model and its optimizers, from :func:`model_state`.
             extra: further tensors to load; names without a saved tensor are left unchanged.
-            allow: differences to allow between the model and the checkpoint, see :class:`StartConfig`. New rows of
-                ``more_rows`` begin as row 0 of their table.
+            partial: whether the model may differ, see :class:`StartConfig`. New rows begin as row 0 of their table.
 
         Returns:
             The manifest: ``step``, ``world_size``, ``tables``, and the saved ``content``, among others.
@@ -198,7 +191,7 @@ class Checkpointer:
                 named.
         """
         self.verify(path)
-        return load_checkpoint(path, state, self.together, extra, allow=allow)[0]
+        return load_checkpoint(path, state, self.together, extra, partial=partial)[0]
 
     def verify(self, path: str) -> None:
         """Refuses a damaged checkpoint, unless it is the one that was compared last; all ranks call it."""

@@ -8,19 +8,6 @@ This module imports no torch, so that a command line is checked at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
-
-from torchrec_ext.schema.validation import check_choice
-
-Changed = Literal["refuse", "next_epoch"]
-Change = Literal[
-    "more_rows",
-    "fewer_rows",
-    "new_tables",
-    "fewer_tables",
-    "new_layers",
-    "fewer_layers",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +23,12 @@ class CheckpointConfig:
         keep: number of newest checkpoints to keep, plus that of the best evaluation (see ``train.early_stop.metric``).
         folder: a path, or an address that fsspec opens, such as ``s3://bucket/runs/a``; on several hosts a shared
             one. By default ``checkpoints`` in the run folder.
-        changed: reaction of a resume to a change of data, batch size or another setting of the stream of samples:
-            ``refuse``, because the rest of the epoch would have other samples than the missing ones, or begin the
-            ``next_epoch``.
     """
 
     epochs: int = 1
     steps: int = 0
     keep: int = 3
     folder: str = ""
-    changed: Changed = "refuse"
 
     def __post_init__(self) -> None:
         for name in ("epochs", "steps"):
@@ -57,7 +40,6 @@ class CheckpointConfig:
             raise ValueError(
                 f"keep={self.keep}: must be 1 or more; epochs=0 and steps=0 save none at all"
             )
-        check_choice("changed", self.changed, get_args(Changed))
 
     @property
     def saves(self) -> bool:
@@ -71,18 +53,10 @@ class StartConfig:
 
     Args:
         path: run folder, folder of checkpoints or checkpoint; empty to begin with newly drawn weights.
-        allow: differences to allow between the model and the checkpoint. ``more_rows``: a table's new rows begin as its
-            row for unseen ids. ``fewer_rows``: a table with dynamic ids evicts first. ``new_tables``, ``new_layers``:
-            these begin as drawn. ``fewer_tables``, ``fewer_layers``: these are left out. Any other difference is
-            refused, and named.
+        partial: whether the model may differ from the checkpoint's. A table's new rows begin as its row for unseen ids.
+            New tables and layers begin as drawn, and those that the model lacks are left out; each is named. A table
+            with fewer rows, or another optimizer, is refused in any case.
     """
 
     path: str = ""
-    allow: tuple[Change, ...] = ()
-
-    def __post_init__(self) -> None:
-        unknown = [change for change in self.allow if change not in get_args(Change)]
-        if unknown:
-            raise ValueError(
-                f"allow: {', '.join(unknown)}: must be of {', '.join(get_args(Change))}"
-            )
+    partial: bool = False

@@ -228,18 +228,11 @@ class CheckpointFolder:
             aside = f"{self.root}/aside-{newer:010d}"
             if self.files.exists(aside):
                 self.files.rm(aside, recursive=True)
-            source = f"{self.root}/{_name_of(self.path(newer))}"
-            if self.remote:
-                # An object store moves file by file: without its manifest it is no
-                # checkpoint any more.
-                for file in sorted(
-                    self.files.find(source),
-                    key=lambda file: _name_of(file) != MANIFEST_NAME,
-                ):
-                    self.files.mv(file, f"{aside}/{_name_of(file)}")
-                self.remove(newer)
-            else:
-                os.rename(source, aside)
+            # An object store moves file by file. One that is missing is found by the
+            # digests.
+            self.files.mv(
+                f"{self.root}/{_name_of(self.path(newer))}", aside, recursive=True
+            )
         if not ahead:
             return None
         steps = ", ".join(f"{newer:,}" for newer in sorted(ahead))

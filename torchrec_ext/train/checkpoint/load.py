@@ -1,15 +1,15 @@
 """load_checkpoint(): loads a checkpoint under another plan, on other ranks, or with more rows and layers.
 
-match() compares names and shapes: tensors that fit, tables that grew, and differences to allow or refuse. inherited()
-converts an optimizer's numbers per row between different splits of a table's columns.
+match() compares names and shapes: tensors that fit, tables that grew, and other differences. inherited() converts an
+optimizer's numbers per row between different splits of a table's columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, product
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from torchrec_ext.train.checkpoint.config import Change
 from torchrec_ext.train.checkpoint.folder import (
     CheckpointRanks,
     read_checkpoint_manifest,
@@ -33,13 +32,9 @@ from torchrec_ext.train.checkpoint.state import (
 )
 from torchrec_ext.train.checkpoint.storage import CheckpointError, cause, reader
 
-# A kind of difference that no setting allows: without dynamic ids it is not known which
-# rows would go.
-_LOST_ROWS = "lost_rows"
-# Rows of a larger table that are read at once.
-_MOST_ROWS = 2**18
 # Characters of a message.
 _MOST_CHARACTERS = 200
+Size = tuple[int, ...]
 
 
 @dataclass
@@ -65,9 +60,8 @@ def match(
     wanted: State,
     index: Metadata,
     saved: Mapping[str, Any],
-    allow: Sequence[Change],
+    partial: bool,
     together: CheckpointRanks,
-    sources: Container[str] = (),
 ) -> Match:
     """Compares a model with a checkpoint.
 
@@ -77,100 +71,69 @@ def match(
         wanted: the model's tensors without row states.
         index: the checkpoint's index of tensors.
         saved: the checkpoint's manifest.
-        allow: the kinds of differences to allow.
+        partial: whether tables may have grown, and tables and layers be new or left out.
         together: the ranks that load; all call it.
-        sources: tables that may have fewer rows.
 
     Raises:
-        CheckpointError: there is a difference of another kind; the first are named, on every rank alike.
+        CheckpointError: there is another difference; the first are named, on every rank alike.
     """
-    saved_shapes = {
+    saved_sizes: dict[str, Size] = {
         name: tuple(getattr(value, "size", ()))
         for name, value in index.state_dict_metadata.items()
     }
-    model_sizes: dict[str, tuple[int, ...]] = {
+    sizes: dict[str, Size] = {
         name: tuple(value.size()) for name, value in wanted.items()
     }
-    saved_sizes = dict(saved_shapes)
     # Only the rows of a row state must fit: its columns depend on the split of the
     # table, which may differ.
     for name, row_state in state.row_states.items():
-        model_sizes[name] = (row_state.rows,)
+        sizes[name] = (row_state.rows,)
         if name in saved_sizes:
             saved_sizes[name] = saved_sizes[name][:1]
-    differences: dict[str, str | None] = {}
+    # Of each difference, whether ``partial`` allows it.
+    differences: dict[str, bool] = {}
     result = Match({}, [])
-    for name, size in model_sizes.items():
-        kind = _kind(name, size, saved_sizes.get(name), saved, sources)
-        if kind == "more_rows":
-            result.grown[table_in_name(name)] = saved_sizes[name][0]
-        if kind != "fits":
-            differences[_line(name, size, saved_sizes.get(name))] = kind
-        if kind in ("fits", "more_rows"):
-            if name in state.row_states:
-                result.row_states.append(name)
-            else:
-                result.tensors[name] = _clip_rows(wanted[name], saved_sizes[name])
+    for name, size in sizes.items():
+        before = saved_sizes.get(name)
+        if before is None:
+            differences[f"{name} was not saved"] = _is_new(name, saved)
+            continue
+        table = table_in_name(name)
+        if size != before:
+            has_grown = bool(table and size and size[1:] == before[1:])
+            has_grown = has_grown and size[0] > before[0]
+            differences[f"{name} is {size}, saved as {before}"] = has_grown
+            if not has_grown:
+                continue
+            result.grown[table] = before[0]
+        if name in state.row_states:
+            result.row_states.append(name)
+        else:
+            result.tensors[name] = _clip_rows(wanted[name], before)
     # A rank without a shard of a table has no tensors of it, so the names come from the
     # tables' configs.
-    model_names = set(model_sizes)
+    names = set(sizes)
     for table, slot in product(state.tables, _slots(state)):
-        model_names.add(f"tables.{table}.{slot}")
-    for name in saved_shapes:
-        if name in model_names:
-            continue
-        line = f"{name} is not in this model"
+        names.add(f"tables.{table}.{slot}")
+    for name in saved_sizes.keys() - names:
         table = table_in_name(name)
-        if name.startswith("dense."):
-            differences[line] = "fewer_layers"
-        elif table and table not in state.tables:
-            differences[line] = "fewer_tables"
-        # The table is there, but its optimizer keeps another state.
-        elif table:
-            differences[line] = None
-    _refuse(path, differences, allow, together, result)
+        # Else the table is there, but its optimizer keeps another state.
+        if table or name.startswith("dense."):
+            differences[f"{name} is not in this model"] = table not in state.tables
+    _refuse(path, differences, partial, together, result)
     return result
 
 
-def _kind(
-    name: str,
-    size: tuple[int, ...],
-    before: tuple[int, ...] | None,
-    saved: Mapping[str, Any],
-    sources: Container[str],
-) -> str | None:
-    """Returns ``fits``, the kind of change that ``allow`` must name, else a change nothing can allow."""
-    if size == before:
-        return "fits"
+def _is_new(name: str, saved: Mapping[str, Any]) -> bool:
+    """Whether a name that was not saved is of a new table or layer; else it is the state of another optimizer."""
     table = table_in_name(name)
     if table:
-        if before is None:
-            # The state of a saved table under another optimizer: no setting makes it
-            # up.
-            if table in saved["tables"]:
-                return None
-            return "new_tables"
-        if not size or size[0] == before[0] or size[1:] != before[1:]:
-            return None
-        if size[0] > before[0]:
-            return "more_rows"
-        if table in sources:
-            return "fewer_rows"
-        return _LOST_ROWS
-    if before is None and name.startswith("dense."):
-        weight, at, _ = name.removeprefix("dense.").partition("@")
-        if not at or weight not in saved["layers"]:
-            return "new_layers"
-    return None
+        return table not in saved["tables"]
+    weight, at, _ = name.removeprefix("dense.").partition("@")
+    return name.startswith("dense.") and (not at or weight not in saved["layers"])
 
 
-def _line(name: str, size: tuple[int, ...], before: tuple[int, ...] | None) -> str:
-    if before is None:
-        return f"{name} was not saved"
-    return f"{name} is {size}, saved as {before}"
-
-
-def _clip_rows(value: Any, size: tuple[int, ...]) -> Any:
+def _clip_rows(value: Any, size: Size) -> Any:
     """Clips a table to its saved rows; other tensors are returned unchanged."""
     if not isinstance(value, Parts) or value.size() == size:
         return value
@@ -187,43 +150,39 @@ def _saved_rows(shards: Sequence[LocalShard], rows: int) -> list[LocalShard]:
 
 def _refuse(
     path: str,
-    differences: dict[str, str | None],
-    allow: Sequence[Change],
+    differences: dict[str, bool],
+    partial: bool,
     together: CheckpointRanks,
     result: Match,
 ) -> None:
     by_rank = together.gathered(differences)
     # Every rank refuses the same differences: if only one raised, the others would wait
     # for it in the load.
-    everything: dict[str, str | None] = {}
+    everything: dict[str, bool] = {}
     for lines in by_rank:
         everything |= lines
     refused = []
-    refused_kinds = set()
-    for line, kind in everything.items():
-        if not _on_all_ranks(line, by_rank):
+    for line, allowed in sorted(everything.items()):
+        # A rank without a part of a table may miss its names, so all ranks must.
+        if line.endswith("is not in this model") and not all(
+            line in lines for lines in by_rank
+        ):
             continue
-        if kind in allow:
+        if allowed and partial:
             result.said.append(line)
         else:
-            refused.append(line)
-            refused_kinds.add(kind)
-    if refused:
-        # Only differences that the user may allow are part of the remedy.
-        kinds = sorted(set(get_args(Change)) & refused_kinds)
-        remedy = ""
-        if _LOST_ROWS in refused_kinds:
-            remedy = "; a table may only grow: give it the saved number of rows or more"
-        elif kinds:
-            # A recipe has the key, a loop of one's own calls Checkpointer.load.
-            remedy = f"; if meant: start.allow={','.join([*allow, *kinds])}, or load(allow=...)"
-        name = path.rstrip("/").rpartition("/")[2]
-        header = f"checkpoint '{name}' is of another model: "
-        raise CheckpointError(
-            header
-            + _fitting(refused, _MOST_CHARACTERS - len(header) - len(remedy))
-            + remedy
-        )
+            refused.append((line, allowed))
+    if not refused:
+        return
+    remedy = ""
+    if all(allowed for _, allowed in refused):
+        remedy = "; if meant: --start.partial true, or load(partial=True)"
+    name = path.rstrip("/").rpartition("/")[2]
+    header = f"checkpoint '{name}' is of another model: "
+    # What nothing allows comes first.
+    lines = [line for line, _ in sorted(refused, key=lambda each: each[1])]
+    room = _MOST_CHARACTERS - len(header) - len(remedy)
+    raise CheckpointError(header + _fitting(lines, room) + remedy)
 
 
 def _fitting(lines: Sequence[str], room: int) -> str:
@@ -236,13 +195,6 @@ def _fitting(lines: Sequence[str], room: int) -> str:
         if len(text) <= room:
             break
     return text
-
-
-def _on_all_ranks(line: str, by_rank: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a difference counts: a rank without a part of a table may miss its names, so all ranks must."""
-    return not line.endswith("is not in this model") or all(
-        line in lines for lines in by_rank
-    )
 
 
 def _slots(state: ModelState) -> set[str]:
@@ -288,9 +240,8 @@ def load_checkpoint(
     together: CheckpointRanks,
     extra: State | None = None,
     *,
-    allow: Sequence[Change] = (),
+    partial: bool = False,
     cold: Mapping[str, int] | None = None,
-    sources: Mapping[str, Tensor] | None = None,
 ) -> tuple[dict[str, Any], Match]:
     """Loads a checkpoint into ``state`` and ``extra``, saved under any plan and number of ranks.
 
@@ -299,11 +250,9 @@ def load_checkpoint(
         state: state of the model and its optimizers.
         together: the ranks that load; all call it.
         extra: further tensors to load; names without a saved tensor are left unchanged.
-        allow: how the model may differ. ``more_rows``: new rows begin as the saved row of ``cold``, without optimizer
-            state. ``fewer_rows`` is for the tables of ``sources``. ``new_tables`` and ``new_layers`` keep their
-            initial values. ``fewer_tables`` and ``fewer_layers`` are not loaded.
+        partial: whether the model may differ. New rows of a table begin as the saved row of ``cold``, without
+            optimizer state. New tables and layers keep their values; those that the model lacks are not loaded.
         cold: row of each table for unseen ids; 0 by default.
-        sources: the saved row of each row of a table that has fewer now, (rows,) int64, see :func:`ids.resized`.
 
     Returns:
         The manifest, and the match.
@@ -314,16 +263,8 @@ def load_checkpoint(
     saved = read_checkpoint_manifest(path)
     index = read_index(path)
     step_counts = state.counted()
-    sources = sources or {}
     matched = match(
-        path,
-        state,
-        {**state.tensors, **step_counts},
-        index,
-        saved,
-        allow,
-        together,
-        sources,
+        path, state, {**state.tensors, **step_counts}, index, saved, partial, together
     )
     to_load = dict(matched.tensors)
     for name, tensor in (extra or {}).items():
@@ -358,20 +299,6 @@ def load_checkpoint(
     state.count(step_counts)
     _merge(state, other_splits, saved)
     _grow(state, matched, cold_rows)
-    for name, metadata in index.state_dict_metadata.items():
-        table = table_in_name(name)
-        size = getattr(metadata, "size", ())
-        # A count of steps has no rows to move.
-        if table in sources and len(size) == 2:
-            _load_moved(
-                path,
-                state,
-                name,
-                size,
-                sources[table],
-                saved["row_parts"].get(name, ()),
-                together,
-            )
     return saved, matched
 
 
@@ -421,61 +348,6 @@ def _merge(
                 shard.tensor[: len(merged)].copy_(merged)
 
 
-@torch.no_grad()
-def _load_moved(
-    path: str,
-    state: ModelState,
-    name: str,
-    size: Sequence[int],
-    source: Tensor,
-    widths: Sequence[int],
-    together: CheckpointRanks,
-) -> None:
-    """Loads the rows that stay of a larger table, weights or an optimizer's state; rows without an id become 0.
-
-    Saved rows may go to any rank, so each reads them all, in blocks.
-    """
-    row_state = state.row_states.get(name)
-    # A rank without a shard of the table has no tensor of it, and takes part all the
-    # same.
-    parts = getattr(row_state or state.tensors.get(name), "parts", [])
-    for shard in parts:
-        shard.tensor.zero_()
-    for start in range(0, size[0], _MOST_ROWS):
-        count = min(_MOST_ROWS, size[0] - start)
-        # By their first column: shards with the same columns read the same rows.
-        blocks: dict[int, Tensor] = {}
-        for shard in parts:
-            column = shard.offsets[1]
-            width = shard.tensor.shape[1]
-            # A row state needs the numbers of all saved parts of a row.
-            if row_state:
-                column = 0
-                width = size[1]
-            blocks.setdefault(
-                column, torch.empty(count, width, dtype=shard.tensor.dtype)
-            )
-        pieces = [
-            LocalShard(block, (start, column)) for column, block in blocks.items()
-        ]
-        load_tensors(path, {name: Parts(size, pieces)}, together)
-        for shard in parts:
-            row, part = shard.offsets
-            places = source[row : row + len(shard.tensor)] - start
-            is_here = (places >= 0) & (places < count)
-            if row_state:
-                first = sum(row_state.widths[:part])
-                rows = inherited(
-                    blocks[0][places[is_here]],
-                    widths,
-                    first,
-                    first + row_state.widths[part],
-                )
-            else:
-                rows = blocks[part][places[is_here]]
-            shard.tensor[is_here.to(shard.tensor.device)] = rows.to(shard.tensor)
-
-
 def _cold_rows(
     state: ModelState, matched: Match, cold: Mapping[str, int]
 ) -> dict[str, Any]:
@@ -501,11 +373,9 @@ def _grow(state: ModelState, matched: Match, cold_rows: Mapping[str, Parts]) -> 
             row = cold_rows[name].parts[0].tensor
         for shard in parts:
             saved_rows = max(matched.grown[table] - shard.offsets[0], 0)
-            _fill(shard.tensor[saved_rows:], row, shard.offsets[1])
-
-
-def _fill(rows: Tensor, cold: Tensor | None, column: int) -> None:
-    if cold is None:
-        rows.zero_()
-    else:
-        rows.copy_(cold[:, column : column + rows.shape[1]].expand(len(rows), -1))
+            rows = shard.tensor[saved_rows:]
+            if row is None:
+                rows.zero_()
+            else:
+                column = shard.offsets[1]
+                rows.copy_(row[:, column : column + rows.shape[1]].expand_as(rows))

@@ -19,7 +19,6 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import ResumableLoader
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.ids.policy import IdsChangedError
 from torchrec_ext.sealed import package_versions
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.config import CheckpointConfig as CheckpointConfig
@@ -27,7 +26,6 @@ from torchrec_ext.train.checkpoint.config import StartConfig as StartConfig
 from torchrec_ext.train.checkpoint.folder import (
     CheckpointFolder,
     CheckpointRanks,
-    read_checkpoint_manifest,
     read_index,
 )
 from torchrec_ext.train.checkpoint.load import (
@@ -42,8 +40,6 @@ from torchrec_ext.train.checkpoint.storage import CheckpointError
 _TENSOR_KEY = "a tensor of the checkpoint"
 # Beginning of the names of a loader's tensors.
 _LOADER = "loader."
-# File next to the checkpoints: the outcome of the evaluation after the last one.
-_OUTCOME = "evaluated.json"
 # Records of a file of records.
 _LINES = 4096
 
@@ -78,11 +74,6 @@ class DynamicLoader(Protocol):
 
     def load_ids(self, state: Mapping[str, Any]) -> None:
         """Continues with the ids of a loader's state."""
-
-    def fit_state(
-        self, state: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
-        """Fits a loader's state to tables of fewer rows, and returns the saved row of each of their rows."""
 
     def load_vocabularies(self) -> None:
         """Begins with the rows that ids have in vocabularies."""
@@ -220,7 +211,6 @@ class RunCheckpoints:
                 flush=True,
             )
         position = Position(**content["position"], history=records or [])
-        self._add_evaluation(content, position)
         run.watch.load_state_dict(content["watch"])
         if saved["world_size"] == run.runtime.world_size:
             _restore_rank(extra, run)
@@ -228,17 +218,9 @@ class RunCheckpoints:
             _share_sums([extra[name] for name in sums], run)
         try:
             run.loader.load_state_dict(_with_tensors(content["loader"], extra))
-        except IdsChangedError as error:
-            # Their rows hold the weights of ids that this job cannot name, so no epoch
-            # can follow.
-            raise ValueError(f"checkpoint '{self._resume}': {error}") from None
+        # The rest of the epoch would have other samples than the missing ones.
         except ValueError as error:
-            if self._config.changed == "refuse":
-                raise ValueError(
-                    f"checkpoint '{self._resume}': {error}, with checkpoint.changed=next_epoch"
-                ) from None
-            # Under checkpoint.changed=next_epoch the rest of this epoch is left out.
-            position.ended = True
+            raise ValueError(f"checkpoint '{self._resume}': {error}") from None
         self._checkpointer.branch(saved, content["watch"]["best"])
         # Resumed in its own folder, the run need not save this step again; in another
         # folder it must.
@@ -266,48 +248,20 @@ class RunCheckpoints:
     def after_epoch(self, run: CheckpointedRun, *, last: bool, best: bool) -> None:
         """Saves if a checkpoint is due, or after the ``last`` epoch; marks it if it is the ``best`` so far.
 
-        A checkpoint saved before the evaluation is not saved again: the outcome is noted next to it.
+        A checkpoint saved before the evaluation is not saved again: a run that goes on from it evaluates once more.
         """
-        if not (self._due(run) or (self._config.saves and (last or best))):
-            return
-        if self._last_saved_step != run.at.step:
+        if self._due(run) or (self._config.saves and (last or best)):
             self.save(run)
-        else:
-            outcome = {
-                "records": self._records.saved,
-                "position": _position(run.at),
-                "watch": run.watch.state_dict(),
-                "evaluated": run.at.history[self._records.saved["count"] :],
-            }
-            self._checkpointer.note(_OUTCOME, outcome)
-        if best:
-            self._checkpointer.mark_best(
-                run.at.step, run.watch.state_dict()["best"] or {}
-            )
+            if best:
+                self._checkpointer.mark_best(
+                    run.at.step, run.watch.state_dict()["best"] or {}
+                )
 
     def _due(self, run: CheckpointedRun) -> bool:
         epoch_is_due = (
             self._config.epochs and (run.at.epoch + 1) % self._config.epochs == 0
         )
         return bool(epoch_is_due) or self.due_after(run.at.step)
-
-    def _add_evaluation(self, content: dict[str, Any], at: Position) -> None:
-        """Adds the outcome of the evaluation after the checkpoint, if there was one, to its content and position."""
-        note = self._checkpointer.together.on_main(
-            lambda: CheckpointFolder(_parent(str(self._resume))).noted(_OUTCOME)
-        )
-        # The note may be from an earlier run that had reached this step too: its
-        # records then differ in their times.
-        if (
-            at.ended
-            or not isinstance(note, dict)
-            or note.get("records") != content["records"]
-            or note["position"]["step"] != at.step
-        ):
-            return
-        content["watch"] = note["watch"]
-        vars(at).update(note["position"])
-        at.history += note["evaluated"]
 
     def load_weights(self, model: nn.Module, step: int) -> bool:
         """Loads the weights saved after ``step`` if they still exist; returns whether they do; all ranks call it.
@@ -515,26 +469,21 @@ def begin_with(
         model: model from :func:`hybrid_parallel`.
         optimizer: optimizer from :func:`hybrid_parallel`.
         together: the ranks that load.
-        config: how the model may differ.
+        config: whether the model may differ.
         cold: row of each table for unseen ids.
         loader: loader whose dynamic ids go on with those of the checkpoint, or with its vocabularies; None without.
     """
-    state: Mapping[str, Any] = {}
-    sources: Mapping[str, Tensor] = {}
-    if loader is not None:
-        tensors = empty_tensors(read_index(path), [_LOADER])
-        load_tensors(path, tensors, together)
-        content = read_checkpoint_manifest(path)["content"]
-        state, sources = loader.fit_state(_with_tensors(content["loader"], tensors))
+    tensors = {} if loader is None else empty_tensors(read_index(path), [_LOADER])
     saved, matched = load_checkpoint(
         path,
         model_state(model, optimizer),
         together,
-        allow=config.allow,
+        tensors,
+        partial=config.partial,
         cold=cold,
-        sources=sources,
     )
     if loader is not None:
+        state = _with_tensors(saved["content"]["loader"], tensors)
         if "ids" in state:
             loader.load_ids(state)
         else:
@@ -544,11 +493,7 @@ def begin_with(
         lines.append(
             f"table '{name}' had {rows:,} rows, the others begin as row {cold.get(name, 0)}"
         )
-    for name, source in sources.items():
-        lines.append(
-            f"table '{name}' has {len(source):,} rows now; ids beyond them were evicted"
-        )
     # A table with other rows has a line already.
-    prefixes = tuple(f"tables.{name}." for name in (*matched.grown, *sources))
+    prefixes = tuple(f"tables.{name}." for name in matched.grown)
     lines += [line for line in matched.said if not line.startswith(prefixes)]
     return "\n".join(lines)

@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.tensor import DTensor
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.keyed import (
@@ -296,7 +295,7 @@ def model_state(
         if (
             key not in configs
             and isinstance(value, Tensor)
-            and not isinstance(value, (ShardedTensor, DTensor))
+            and not isinstance(value, ShardedTensor)
         ):
             tensors[f"dense.{key}"] = value.detach()
     rows: dict[str, RowState] = {}
@@ -329,6 +328,32 @@ def model_state(
             kernels[step] = kernel
     paths = {config.name: path for path, config in configs.items()}
     return ModelState(tensors, rows, tables, paths, kernels)
+
+
+def copy_of_weights(model: nn.Module) -> State:
+    """Returns a copy in host memory of this rank's tables, layers and running statistics."""
+
+    # Without copy=True a tensor on the CPU would be returned itself, and change with
+    # the training.
+    def copy(tensor: Tensor, _: int = 0) -> Tensor:
+        return tensor.to("cpu", copy=True)
+
+    return {
+        name: value.map(copy) if isinstance(value, Parts) else copy(value)
+        for name, value in model_state(model).tensors.items()
+    }
+
+
+@torch.no_grad()
+def put_weights_back(model: nn.Module, copies: State) -> None:
+    """Writes a copy of :func:`copy_of_weights` into the model."""
+    for name, value in model_state(model).tensors.items():
+        copy = copies[name]
+        if isinstance(value, Parts) and isinstance(copy, Parts):
+            for shard, saved in zip(value.parts, copy.parts, strict=True):
+                shard.tensor.copy_(saved.tensor)
+        elif isinstance(value, Tensor) and isinstance(copy, Tensor):
+            value.copy_(copy)
 
 
 def _configs_by_path(model: nn.Module) -> Iterator[tuple[str, BaseEmbeddingConfig]]:
@@ -380,14 +405,14 @@ def _add_table_state(
     shape = (config.num_embeddings, config.embedding_dim)
     if slot == "step":
         tensors[name] = value
-    elif isinstance(value, (ShardedTensor, DTensor)):
-        # If a table has copies, its state is a DTensor, but its weight is a
-        # ShardedTensor of one copy.
-        shards = []
-        for piece, weight_piece in zip(
-            _local_pieces(value), _local_pieces(weight), strict=True
-        ):
-            shards.append(LocalShard(piece.tensor, weight_piece.offsets))
+    elif isinstance(value, ShardedTensor):
+        # By the offsets of the weights, because a number per row has no columns.
+        shards = [
+            LocalShard(piece.tensor, tuple(of_weight.metadata.shard_offsets))
+            for piece, of_weight in zip(
+                value.local_shards(), weight.local_shards(), strict=True
+            )
+        ]
         if value.size() == weight.size():
             tensors[name] = Parts(shape, shards)
         else:
@@ -400,21 +425,6 @@ def _add_table_state(
             config.num_embeddings,
             [LocalShard(value.view(-1, 1), (0, 0))],
         )
-
-
-def _local_pieces(tensor: ShardedTensor | DTensor) -> list[LocalShard]:
-    """Returns this rank's pieces of a sharded tensor."""
-    if isinstance(tensor, ShardedTensor):
-        return [
-            LocalShard(shard.tensor, tuple(shard.metadata.shard_offsets))
-            for shard in tensor.local_shards()
-        ]
-    # This is TorchRec's LocalShardsWrapper. A rank without a shard has an offset
-    # nevertheless, which map() leaves out.
-    local: Any = tensor.to_local()
-    return list(
-        map(LocalShard, local.local_shards(), map(tuple, local.local_offsets()))
-    )
 
 
 def _row_state(

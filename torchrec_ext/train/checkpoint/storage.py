@@ -5,22 +5,16 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed.checkpoint import (
-    FileSystemReader,
-    FileSystemWriter,
-    StorageReader,
-    StorageWriter,
-)
+from torch.distributed.checkpoint import StorageReader, StorageWriter
 
 # torch has no public name
-from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as UrlFiles
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as Files
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
-from torch.distributed.checkpoint.filesystem import FileSystem as LocalFiles
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
@@ -178,25 +172,17 @@ def _is_valid(metadata: Metadata) -> bool:
         return False
 
 
-class _Guarded:
-    """Mixin for torch's readers, because their own ``read_metadata`` would run code."""
+class _Reader(FsspecReader):
+    """torch's reader, whose own ``read_metadata`` would run code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = self._get_metadata_path(kwargs.get("rank"))  # type: ignore[attr-defined]
-        with self.fs.create_stream(path, "rb") as stream:  # type: ignore[attr-defined]
+        path = self._get_metadata_path(kwargs.get("rank"))
+        with self.fs.create_stream(path, "rb") as stream:
             metadata = read_metadata(stream.read(), str(path))
         # The same as in torch's own read_metadata, whose last lines this replaces.
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id  # type: ignore[attr-defined]
+        metadata.storage_meta.load_id = self.load_id
         return metadata
-
-
-class _LocalReader(_Guarded, FileSystemReader):
-    pass
-
-
-class _UrlReader(_Guarded, FsspecReader):
-    pass
 
 
 def is_url(folder: str) -> bool:
@@ -206,19 +192,21 @@ def is_url(folder: str) -> bool:
 
 def reader(folder: str) -> StorageReader:
     """Returns a reader of the tensors in ``folder``."""
-    return _UrlReader(folder) if is_url(folder) else _LocalReader(folder)
+    return _Reader(folder)
 
 
-class _Measured:
-    """Mixin for torch's file systems: measures size and SHA-256 of each file while writing it, by name."""
+class _Measured(Files):
+    """torch's file system over fsspec: measures size and SHA-256 of each file while writing it, by name."""
 
     def __init__(self) -> None:
         super().__init__()
         self.digests: dict[str, dict[str, Any]] = {}
 
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:  # type: ignore[misc]
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[Any, None, None]:
+        with super().create_stream(path, mode) as stream:
             if mode != "wb":
                 yield stream
                 return
@@ -226,8 +214,10 @@ class _Measured:
                 yield measured
             self.digests[_name_of(path)] = measured.measured
 
-    def rename(self, path: Any, new_path: Any) -> None:
-        super().rename(path, new_path)  # type: ignore[misc]
+    def rename(
+        self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]
+    ) -> None:
+        super().rename(path, new_path)
         self.digests[_name_of(new_path)] = self.digests.pop(_name_of(path))
 
 
@@ -235,34 +225,36 @@ def _name_of(path: str | os.PathLike[str]) -> str:
     return os.fspath(path).rpartition("/")[2]
 
 
-class _LocalMeasured(_Measured, LocalFiles):
-    pass
-
-
-class _UrlMeasured(_Measured, UrlFiles):
-    pass
-
-
 # Name of the entry among a rank's results that holds the digests of its files.
 _DIGESTS = MetadataIndex("digests of a rank's files")
 
 
-class _Sealed:
-    """Mixin for torch's writers: rank 0 makes room before any rank writes, and seals when all have written.
+class _Writer(FsspecWriter):
+    """torch's writer: rank 0 makes room before any rank writes, and seals when all have written.
 
     The digests of a rank's files travel with its results, which torch gathers on rank 0.
     """
 
     fs: Any
-    _make_room: Callable[[int], None]
-    _seal: Callable[[dict[str, Any]], None]
+
+    def __init__(
+        self,
+        folder: str,
+        make_room: Callable[[int], None],
+        seal: Callable[[dict[str, Any]], None],
+    ) -> None:
+        super().__init__(folder)
+        self.fs = _Measured()
+        self.fs.init_path(folder)  # the same as in torch's own FsspecWriter
+        self._make_room = make_room
+        self._seal = seal
 
     def set_up_storage_writer(
         self, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         # Torch saves in a thread of its own, beside the training.
         yield_to_others()
-        super().set_up_storage_writer(is_coordinator, *args, **kwargs)  # type: ignore[misc]
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         size = 0
@@ -270,12 +262,12 @@ class _Sealed:
             for item in plan.items:
                 size += item.tensor_storage_size() or 0
         self._make_room(size)
-        return super().prepare_global_plan(plans)  # type: ignore[misc,no-any-return]
+        return super().prepare_global_plan(plans)
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
     ) -> Future[list[WriteResult]]:
-        written: list[WriteResult] = super().write_data(plan, planner).wait()  # type: ignore[misc]
+        written = super().write_data(plan, planner).wait()
         results: Future[list[WriteResult]] = Future()
         results.set_result([*written, WriteResult(_DIGESTS, 0, dict(self.fs.digests))])
         return results
@@ -288,17 +280,9 @@ class _Sealed:
                 if result.index == _DIGESTS:
                     digests |= result.storage_data
             written.append([each for each in of_rank if each.index != _DIGESTS])
-        super().finish(metadata, written)  # type: ignore[misc]
+        super().finish(metadata, written)
         # Torch's index is written last of its files, by this rank.
         self._seal({**digests, **self.fs.digests})
-
-
-class _LocalWriter(_Sealed, FileSystemWriter):
-    pass
-
-
-class _UrlWriter(_Sealed, FsspecWriter):
-    pass
 
 
 def writer(
@@ -313,14 +297,4 @@ def writer(
         make_room: called on rank 0, with the bytes of all ranks, before any is written.
         seal: called on rank 0, with size and SHA-256 of each file by name, when all are written.
     """
-    made: Any
-    if is_url(folder):
-        made = _UrlWriter(folder)
-        made.fs = _UrlMeasured()
-        made.fs.init_path(folder)  # the same as in torch's own FsspecWriter
-    else:
-        made = _LocalWriter(folder)
-        made.fs = _LocalMeasured()
-    made._make_room = make_room
-    made._seal = seal
-    return made  # type: ignore[no-any-return]
+    return _Writer(folder, make_room, seal)

@@ -29,8 +29,6 @@ from torchrec_ext.train.report.figures import BLUE, RED, figure_with_panels, sav
 
 # Steps to sum in one go: fewer small operations on the device.
 _STEPS_PER_SUM = 32
-# A record and a page name each rank up to this number.
-_MOST_RANKS = 64
 _Item = TypeVar("_Item")
 
 
@@ -124,8 +122,7 @@ class Window:
 
         ``loss`` is the mean over ranks and steps, and rows are counted per second of this rank. ``data_wait`` is the
         share of time spent waiting for batches, on the rank that waited longest. Several ranks of a CPU add
-        ``ranks_wait``, the mean share of their time in collectives, and ``waits``: for each of up to 64 ranks its share
-        of waits for batches and of waits in collectives.
+        ``ranks_wait``, the mean share of their time in collectives.
         """
         # A rank without the clock sends -1; then the waits of no rank are known.
         slept = -1.0
@@ -134,29 +131,20 @@ class Window:
         local = torch.cat([self.sums, self.sums.new_tensor([self._data_wait_s, slept])])
         ranks = [torch.zeros_like(local) for _ in range(self._runtime.world_size)]
         dist.all_gather(ranks, local)
-        by_rank = torch.stack(ranks).cpu()
+        loss, steps, rows, data_wait_s, slept_s = torch.stack(ranks).cpu().unbind(1)
         seconds = time.perf_counter() - self._start
-        losses = (by_rank[:, 0] / by_rank[:, 1]).tolist()
-        waits = (by_rank[:, 3:] / seconds).clamp(0, 1).tolist()
-        waits_known = self._runtime.world_size > 1 and float(by_rank[:, 4].min()) > -0.5
         self.restart()
         record = {
-            "loss": sum(losses) / len(losses),
-            "rows": int(by_rank[:, 2].sum()),
-            "rows_per_s": float(by_rank[:, 2].sum()) / seconds,
-            "data_wait": float(by_rank[:, 3].max()) / seconds,
+            "loss": float((loss / steps).mean()),
+            "rows": int(rows.sum()),
+            "rows_per_s": float(rows.sum()) / seconds,
+            "data_wait": float(data_wait_s.max()) / seconds,
         }
-        if waits_known:
-            # The two waits are read from two clocks, so their sum may be a little above
-            # 1: it is cut.
-            shares = []
-            for data, collectives in waits:
-                shares.append([round(data, 4), round(min(collectives, 1 - data), 4)])
-            record["ranks_wait"] = sum(collectives for _, collectives in shares) / len(
-                shares
-            )
-            if len(shares) <= _MOST_RANKS:
-                record["waits"] = shares
+        if self._runtime.world_size > 1 and float(slept_s.min()) > -0.5:
+            # The two waits are read from two clocks, so their sum may be a little above 1: it is cut.
+            data = (data_wait_s / seconds).clamp(0, 1)
+            collectives = (slept_s / seconds).clamp(min=0).minimum(1 - data)
+            record["ranks_wait"] = float(collectives.mean())
         return record
 
 
@@ -164,8 +152,8 @@ def time_shares(records: Sequence[Record]) -> dict[str, float]:
     """Returns the shares of the steps' time over a run, from its records of kind ``train``.
 
     Returns:
-        ``data``: waiting for batches, the mean of the ranks if it is known for each, else on the rank that waited
-        longest; ``ranks``: in collectives, the mean of the ranks, if it was measured; ``compute``: the rest.
+        ``data``: waiting for batches, on the rank that waited longest; ``ranks``: in collectives, the mean of the
+        ranks, if it was measured; ``compute``: the rest.
 
     Example:
         >>> time_shares([{"kind": "train", "rows": 8, "rows_per_s": 4.0, "data_wait": 0.25}])
@@ -176,37 +164,14 @@ def time_shares(records: Sequence[Record]) -> dict[str, float]:
         for record in records
         if record["kind"] == "train" and record.get("rows_per_s")
     ]
-    data = mean_over_time(records, [record.get("data_wait", 0.0) for record in records])
-    measured = [record for record in records if "ranks_wait" in record]
-    if not measured:
-        return {"data": data, "compute": 1 - data}
-    by_rank = rank_shares(records)
-    if by_rank:
-        data_by_rank, ranks_by_rank = zip(*by_rank, strict=True)
-        data = sum(data_by_rank) / len(by_rank)
-        ranks = sum(ranks_by_rank) / len(by_rank)
-    else:
-        ranks = mean_over_time(measured, [record["ranks_wait"] for record in measured])
-    return {"data": data, "ranks": ranks, "compute": max(0.0, 1 - data - ranks)}
-
-
-def rank_shares(records: Sequence[Record]) -> list[tuple[float, float]]:
-    """Returns each rank's shares of the steps' time: waiting for batches, and in collectives; empty if unknown."""
-    records = [
-        record for record in records if record["kind"] == "train" and "waits" in record
-    ]
-    ranks = {len(record["waits"]) for record in records}
-    # The run was resumed on another number of ranks.
-    if len(ranks) != 1:
-        return []
-    shares = []
-    for rank in range(ranks.pop()):
-        data = mean_over_time(records, [record["waits"][rank][0] for record in records])
-        collectives = mean_over_time(
-            records, [record["waits"][rank][1] for record in records]
-        )
-        shares.append((data, collectives))
-    return shares
+    shares = {}
+    for name, figure in (("data", "data_wait"), ("ranks", "ranks_wait")):
+        measured = [record for record in records if figure in record]
+        if measured or name == "data":
+            shares[name] = mean_over_time(
+                measured, [record[figure] for record in measured]
+            )
+    return {**shares, "compute": max(0.0, 1 - sum(shares.values()))}
 
 
 def mean_over_time(records: Sequence[Record], shares: Sequence[float]) -> float:

@@ -30,9 +30,8 @@ from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime, gather_objects, max_over_ranks
 from torchrec_ext.distributed.sync import EveryStep
 from torchrec_ext.train.config import Threads
-from torchrec_ext.train.guards.amp import Context, LossScaling
-from torchrec_ext.train.guards.finite import FiniteLoss
 from torchrec_ext.train.step.plain import PlainStep
+from torchrec_ext.train.step.precision import Context, LossScaling
 
 _SECONDS = 2.0  # of measurement, over all numbers of threads
 _FEWEST_STEPS, _MOST_STEPS = 4, 200  # steps for each number
@@ -138,7 +137,6 @@ def plain_step(
     model: nn.Module,
     optimizer: KeyedOptimizer,
     runtime: Runtime,
-    forward: FiniteLoss,
     *,
     together: bool,
     context: Context = nullcontext,
@@ -150,7 +148,6 @@ def plain_step(
         model: model from :func:`hybrid_parallel`.
         optimizer: the model's optimizer.
         runtime: rank and device of this process.
-        forward: checks each loss.
         together: whether ranks average their gradients in each step.
         context: makes the context of the forward.
         scaling: scales the loss for float16.
@@ -162,7 +159,6 @@ def plain_step(
         return PlainStep(
             model,
             optimizer,
-            forward,
             context=context,
             scaling=scaling,
             together=together,
@@ -182,6 +178,7 @@ class StepsConfig:
     Args:
         compile: ``auto``, ``off`` or ``require``, as in a :class:`TrainConfig`.
         total: number of remaining steps of the run.
+        made: number of steps of the run before them.
         threads: ``auto`` measures the best number on the first steps, on a CPU.
         context: makes the context of a captured step's forward, the same as in the pipeline.
         scaling: scales the loss, the same as in the pipeline's forward and optimizer; such steps are not captured.
@@ -192,6 +189,7 @@ class StepsConfig:
 
     compile: Compile
     total: int
+    made: int = 0
     threads: Threads = "given"
     context: Context = nullcontext
     scaling: LossScaling | None = None
@@ -213,7 +211,6 @@ class Steps:
         optimizer: the model's optimizer.
         runtime: rank and device of this process.
         pipeline: runs steps that are neither captured nor plain.
-        forward: checks each loss; the pipeline's forward.
         ranks: how the ranks are kept equal.
         config: settings of the choice.
 
@@ -227,7 +224,6 @@ class Steps:
         optimizer: KeyedOptimizer,
         runtime: Runtime,
         pipeline: TrainPipelineSparseDist[TowerBatch, Any],
-        forward: FiniteLoss,
         ranks: EveryStep,
         config: StepsConfig,
     ) -> None:
@@ -236,9 +232,9 @@ class Steps:
         self._runtime = runtime
         self._config = config
         self.pipeline = pipeline
-        self._forward = forward
         self._ranks = ranks
         self._policy = CapturePolicy(config.compile, self._say)
+        self._made = config.made
         if config.compile == "off":
             self._policy.reason = "train.compile=off"
         self._step: CapturedStep | None = None
@@ -250,7 +246,6 @@ class Steps:
             model,
             optimizer,
             runtime,
-            forward,
             together=together,
             context=config.context,
             scaling=config.scaling,
@@ -271,6 +266,15 @@ class Steps:
             loader: batches; its ``steps()`` if it has such a method and steps may be captured.
             watch: passes the batches on and checks their number.
         """
+        for output in self._outputs(loader, watch):
+            self._made += 1
+            yield output
+
+    def _outputs(
+        self,
+        loader: Iterable[_Step],
+        watch: Callable[[Iterable[_Step]], Iterator[_Step]],
+    ) -> Iterator[Any]:
         policy = self._policy
         if policy.compile != "off" and callable(getattr(loader, "steps", None)):
             loader = _DrawnSteps(loader)
@@ -424,7 +428,7 @@ class Steps:
             start = time.perf_counter()
             captures_before = step.captures
             try:
-                loss, output = step(item)
+                _, output = step(item)
             except CannotCaptureError as error:
                 yield from self._run_eager_instead(step, item, error)
                 if self._step is None or not step.shapes:
@@ -437,9 +441,8 @@ class Steps:
                 self._raise_model_error(item, error)
                 raise
             if step.captures > captures_before:
-                self._policy.since = self._policy.since or self._forward.step + 1
+                self._policy.since = self._policy.since or self._made + 1
                 self._say(f"... {time.perf_counter() - start:.1f} s; {step.describe()}")
-            self._forward.look(loss, item, written=True)
             # A captured step updates by its own kernels, so nobody else calls these.
             if isinstance(self._optimizer, HybridOptimizer):
                 for call in self._optimizer.after_step:

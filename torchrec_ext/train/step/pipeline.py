@@ -31,7 +31,7 @@ def make_pipeline(
         model: model from :func:`hybrid_parallel`.
         optimizer: the model's optimizer.
         device: device of the model.
-        forward: called instead of the model, such as :class:`FiniteLoss`.
+        forward: called instead of the model.
     """
     return _Pipeline(
         model,

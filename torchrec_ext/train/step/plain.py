@@ -2,7 +2,7 @@
 
 Also there TorchRec's collections permute and exchange ids, and run inside three DistributedDataParallel modules: at
 1,280 rows more than half of a small network's step. Here the same model runs with its replicated tables as plain
-matrices (:mod:`lowering`). The optimizer, the check of each loss and all readers of the model are the pipeline's.
+matrices (:mod:`lowering`). The optimizer and all readers of the model are the pipeline's.
 
 FusedAdam: the step of an optimizer with Adam everywhere, in one kernel per group of settings. torch.optim, TorchRec's
 wrappers and HybridOptimizer are six calls deep with a profiler's mark at each, a quarter of a small network's step at
@@ -34,8 +34,7 @@ from torchrec_ext.capture.lowering import Pooled, check_pools, lowered
 from torchrec_ext.capture.sharded import owners
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.tables import local_shards, table_configs
-from torchrec_ext.train.guards.amp import Context, LossScaling
-from torchrec_ext.train.guards.finite import FiniteLoss
+from torchrec_ext.train.step.precision import Context, LossScaling
 
 
 class _Group(NamedTuple):
@@ -128,10 +127,10 @@ class FusedAdam:
 
 
 class GradientMean:
-    """Averages a step's gradients over the ranks in one all-reduce, which carries the answers about the loss, too.
+    """Averages a step's gradients over the ranks in one all-reduce.
 
-    DistributedDataParallel sends at least one message for each of its modules, beside the one about the loss. Where
-    there are few weights, their number is what costs.
+    DistributedDataParallel sends at least one message for each of its modules. Where there are few weights, their
+    number is what costs.
 
     Args:
         weights: weights of the gradients.
@@ -145,10 +144,8 @@ class GradientMean:
         self._weights = list(weights)
         self._sizes = [weight.numel() for weight in weights]
 
-    def __call__(
-        self, grads: Sequence[Tensor | None], answers: Sequence[float]
-    ) -> tuple[list[Tensor | None], list[float]]:
-        """Returns the mean gradients, and the sums of the answers. Collective.
+    def __call__(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Returns the mean gradients. Collective.
 
         A gradient that is missing on some ranks counts as 0 there; one that is missing on all stays missing.
         """
@@ -159,16 +156,16 @@ class GradientMean:
             pieces.append(grad.reshape(-1))
         # Which gradients there are travels with them, as numbers: a sum of 0 means none
         # on any rank.
-        notes = torch.tensor([*(float(grad is not None) for grad in grads), *answers])
+        notes = torch.tensor([float(grad is not None) for grad in grads])
         flat = torch.cat([*pieces, notes])
         dist.all_reduce(flat)
         *values, notes = torch.split(flat, [*self._sizes, len(notes)])
         numbers = notes.tolist()
         flat /= dist.get_world_size()
         means: list[Tensor | None] = []
-        for value, weight, holders in zip(values, self._weights, numbers, strict=False):
+        for value, weight, holders in zip(values, self._weights, numbers, strict=True):
             means.append(value.view(weight.shape) if holders else None)
-        return means, numbers[len(values) :]
+        return means
 
 
 class PlainStep:
@@ -177,7 +174,6 @@ class PlainStep:
     Args:
         model: model from :func:`hybrid_parallel`.
         optimizer: the model's optimizer.
-        forward: checks each loss before the step is written.
         context: makes the context of the forward.
         scaling: scales the loss for float16.
         together: whether ranks average their gradients; else this rank steps by its own.
@@ -191,14 +187,12 @@ class PlainStep:
         self,
         model: nn.Module,
         optimizer: HybridOptimizer,
-        forward: FiniteLoss,
         *,
         context: Context = nullcontext,
         scaling: LossScaling | None = None,
         together: bool = False,
     ) -> None:
         self._optimizer = scaling or optimizer
-        self._forward = forward
         self._context = context
         self._scaling = scaling
         replicated = set(map(id, optimizer.replicated_tables))
@@ -250,21 +244,11 @@ class PlainStep:
         """Does nothing, because a plain step has not replaced the model's forwards, as a pipeline does."""
 
     def __call__(self, batch: TowerBatch) -> Any:
-        """Trains on a batch and returns the model's output.
-
-        Raises:
-            TrainingDivergedError: the loss is not finite, see :meth:`FiniteLoss.look`; nothing was written.
-        """
+        """Trains on a batch and returns the model's output."""
         with self._context():
             loss, output = self._model(batch)
-        if self._mean is None:
-            self._forward.look(loss, batch)
-            self._update(self._gradients(loss))
-            return output
-        answers = self._forward.answers.of_loss(loss.detach())
-        means, worst = self._mean(self._gradients(loss), answers)
-        self._forward.look(loss, batch, worst=worst)
-        self._update(means)
+        grads = self._gradients(loss)
+        self._update(grads if self._mean is None else self._mean(grads))
         return output
 
     def _gradients(self, loss: Tensor) -> Sequence[Tensor | None]:

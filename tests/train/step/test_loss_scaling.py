@@ -18,10 +18,9 @@ from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import SyncConfig
-from torchrec_ext.train.guards.amp import LossScaling, forward_context
-from torchrec_ext.train.guards.finite import FiniteLoss
 from torchrec_ext.train.loop import TrainConfig, train
 from torchrec_ext.train.step.plain import PlainStep
+from torchrec_ext.train.step.precision import LossScaling, forward_context
 
 ADAM = OptimizerConfig(tables="adam", tables_lr=0.01)
 
@@ -52,7 +51,6 @@ def overflown(runtime: Runtime) -> tuple[float, float, float]:
     step = PlainStep(
         model,
         optimizer,
-        FiniteLoss(model, runtime, 60),
         context=context,
         scaling=scaling,
     )

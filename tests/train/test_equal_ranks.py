@@ -1,4 +1,4 @@
-"""train() under local SGD: a rank's fault ends all with one message; evaluations see equal ranks."""
+"""Ranks take equally many steps, and evaluations find them equal, under every mode of exchange."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,20 +14,11 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import LocalSGD, SyncConfig, UnevenStepsError
-from torchrec_ext.train.loop import TrainConfig, TrainingDivergedError, exactly, train
-
-SHARDINGS = ("data_parallel", "row_wise")
-LOCAL = SyncConfig(mode="local_sgd", every=5)
+from torchrec_ext.train.loop import TrainConfig, exactly, train
 
 
 def all_laws(runtime: Runtime) -> dict[str, Any]:
-    faults = {
-        f"{fault}, {sharding}": spoiled(runtime, fault, sharding)
-        for fault in ("label", "gradient")
-        for sharding in SHARDINGS
-    }
     return {
-        **faults,
         "evaluated": evaluated(runtime),
         "uneven": uneven(runtime),
         "own loop": own_loop(runtime),
@@ -37,56 +28,6 @@ def all_laws(runtime: Runtime) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict[str, Any]]:
     return run_ranks(all_laws, 2)
-
-
-def spoiled(runtime: Runtime, fault: str, sharding: str) -> dict[str, Any]:
-    """Rank 1 gets a value that is not finite at step 4, within steps 2 to 6 that each rank takes alone, of 8."""
-    parallel, optimizer = made(runtime, sharding, OptimizerConfig())
-    loader = Batches(runtime, 8)
-    if runtime.rank == 1 and fault == "label":
-        list(loader)[3].labels[:2] = float("nan")
-    if runtime.rank == 1 and fault == "gradient":
-        calls: list[int] = []
-
-        def infinite_at_step_4(gradient: Tensor) -> Tensor:
-            calls.append(1)
-            return gradient / 0 if len(calls) == 4 else gradient
-
-        dict(parallel.named_parameters())["towers.user.mlp.0.bias"].register_hook(
-            infinite_at_step_4
-        )
-    with pytest.raises(TrainingDivergedError) as error:
-        train(parallel, optimizer, loader, runtime, TrainConfig(epochs=2), sync=LOCAL)
-    finite = all(
-        bool(torch.isfinite(tensor).all()) for tensor in whole(parallel, optimizer)
-    )
-    return {"told": str(error.value), "step": error.value.step, "finite": finite}
-
-
-@pytest.mark.parametrize("sharding", SHARDINGS)
-def test_a_label_that_is_no_number_on_one_rank_ends_all_with_its_name(
-    two_ranks: list[Any], sharding: str
-) -> None:
-    first, second = (rank[f"label, {sharding}"] for rank in two_ranks)
-    assert first["told"] == second["told"]
-    assert first["step"] == 4
-    assert first["told"].startswith(
-        "the loss is nan on rank(s) [1] at step 4 of epoch 1: the label is nan in row 0 and 1 more of the batch on "
-        "rank 1; "
-    )
-    # Ranks that exchange nothing learn of it before they average.
-    assert first["finite"]
-
-
-@pytest.mark.parametrize("sharding", SHARDINGS)
-def test_a_gradient_that_is_no_number_shows_in_the_next_loss_and_ends_all(
-    two_ranks: list[Any], sharding: str
-) -> None:
-    first, second = (rank[f"gradient, {sharding}"] for rank in two_ranks)
-    assert first["told"] == second["told"]
-    assert first["step"] == 5
-    assert first["told"].startswith("the loss is nan on rank(s) [1] at step 5 of epoch")
-    assert first["finite"], "the ranks did not average what rank 1 had"
 
 
 def evaluated(runtime: Runtime) -> list[list[Tensor]]:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
@@ -85,15 +85,6 @@ class LossScaling:
         """Returns the loss, (), times the factor."""
         return self._scaler.scale(loss)
 
-    def around(self, forward: Forward) -> Forward:
-        """Returns ``forward`` with its loss scaled, for a pipeline."""
-
-        def scaled_forward(batch: TowerBatch) -> tuple[Tensor, Any]:
-            loss, output = forward(batch)
-            return self.scale(loss), output
-
-        return scaled_forward
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears all gradients, as :meth:`torch.optim.Optimizer.zero_grad`."""
         self._optimizer.zero_grad(set_to_none)
@@ -102,3 +93,16 @@ class LossScaling:
         """Divides the gradients by the factor and steps the optimizer, unless a gradient has overflowed."""
         self._scaler.step(self._optimizer)
         self._scaler.update()
+
+
+def training_forward(
+    model: nn.Module, context: Context, scaling: LossScaling | None
+) -> Forward:
+    """Returns a model's forward for a pipeline: in its precision, with its loss scaled."""
+
+    def forward(batch: TowerBatch) -> tuple[Tensor, Any]:
+        with context():
+            loss, output = model(batch)
+        return loss if scaling is None else scaling.scale(loss), output
+
+    return forward

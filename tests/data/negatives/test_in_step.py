@@ -1,0 +1,66 @@
+"""Draws by torch ops are those of numpy, id by id."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchrec_ext.adopt.rows.law import Law, NegativeDraws, Popular, Uniform
+from torchrec_ext.data.negatives import in_step, known_pairs
+
+ROWS, USERS, ITEMS = 3_000, 40, 60
+PAIRS = ("user", "item")
+
+
+def columns(items: range = range(ITEMS)) -> dict[str, torch.Tensor]:
+    rng = np.random.default_rng(5)
+    user = rng.integers(1, USERS, ROWS)
+    # User 0 has taken all items but one, which only the second number finds.
+    user[: ITEMS - 1] = 0
+    item = rng.integers(0, ITEMS, ROWS)
+    item[: ITEMS - 1] = np.arange(ITEMS - 1)
+    numbers = torch.from_numpy(item) * items.step + items.start
+    return {"user": torch.from_numpy(user), "item": numbers}
+
+
+LAWS: dict[str, tuple[Law, dict[str, Any]]] = {
+    "pairs of two columns": (Uniform(ITEMS, draws=4, exclude=PAIRS), columns()),
+    "nothing excluded": (Uniform(ITEMS, draws=3), columns()),
+    "a mapping without some users": (
+        Uniform(ITEMS, exclude={0: {1, 2}, 7: set(range(ITEMS - 1))}, by="user"),
+        columns(),
+    ),
+    "ids with gaps": (
+        Uniform(range(10, 10 + 3 * ITEMS, 3), draws=2, exclude=PAIRS),
+        columns(range(10, 10 + 3 * ITEMS, 3)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_torch_draws_the_ids_of_numpy(name: str) -> None:
+    law, of_rows = LAWS[name]
+    draws = NegativeDraws(law, of_rows, seed=11)
+    inside = draws.in_step()
+    assert inside is not None
+    rows = torch.randperm(ROWS)
+    for epoch in (0, 3):
+        expected = draws.draw(rows.numpy(), epoch)
+        found = inside.draw(rows, inside.keys(epoch), inside.tensors)
+        assert found.numpy().tolist() == expected.tolist()
+    assert (inside.draw(rows, inside.keys(0), inside.tensors).numpy() != expected).any()
+
+
+def test_other_draws_stay_with_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_rows = columns()
+    unlike = [
+        Popular(ITEMS, counted="item", exclude=PAIRS),
+        Uniform(ITEMS, draws=2, replace=False),
+    ]
+    assert [NegativeDraws(law, of_rows).in_step() for law in unlike] == [None, None]
+    monkeypatch.setattr(known_pairs, "MOST_BITS", 8)
+    assert NegativeDraws(Uniform(ITEMS, exclude=PAIRS), of_rows).in_step() is None
+    assert not in_step.TensorDraws.fits(object())
