@@ -156,6 +156,31 @@ def test_a_platform_without_wheels_is_refused(monkeypatch: pytest.MonkeyPatch) -
     assert fake.seen == []
 
 
+@pytest.mark.unit
+def test_a_mismatch_and_an_import_that_fails_end_with_1_and_a_repair(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stack, "installed", lambda: environment(torchrec="1.6.0"))
+    monkeypatch.setattr(stack, "gpu_nodes", lambda: ["/dev/nvidia0"])
+    assert doctor.main(["--no-import"]) == 1
+    out = capsys.readouterr().out
+    assert "WRONG torchrec" in out.splitlines()[-2]
+    assert out.splitlines()[-1].startswith("repair: py -m pip install --no-deps torch")
+    assert "TORCHREC_EXT_VARIANT=cuda" in out, "the GPU is left idle"
+    monkeypatch.setattr(stack, "installed", environment)
+    done = subprocess.CompletedProcess([], -6, "", "ImportError: cannot open\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_args, **_options: done)
+    assert doctor.main([]) == 1
+    assert "WRONG import: ImportError" in capsys.readouterr().out.splitlines()[-2]
+
+
+@pytest.mark.unit
+def test_a_failed_command_is_named_by_its_line_with_the_error() -> None:
+    code = "import sys; sys.exit('WARNING: a\\nERROR: No space left on device\\nhint')"
+    with pytest.raises(doctor.InstallError, match=r"ERROR: No space left on device$"):
+        doctor.run("a step", [sys.executable, "-c", code])
+
+
 @pytest.mark.launch
 def test_here_and_now_it_is_healthy() -> None:
     done = subprocess.run(

@@ -1,68 +1,29 @@
-"""What somebody may do around an adopted step: read gradients, interrupt a loss, drop steps, read all rows."""
+"""What somebody may do around an adopted step: read gradients, interrupt a loss, drop steps, use a file's module."""
 
 from __future__ import annotations
 
 import gc
 import importlib.util
 import weakref
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchrec_ext.adopt.step as adopted
-from torchrec_ext.adopt import AdoptedStep, CannotAdopt, adopt
-from torchrec_ext.capture import executors, policy
+from tests.adopt.test_lag import Towers, batches, loss_of, made, uncompiled
+from torchrec_ext.adopt import CannotAdopt, adopt
+from torchrec_ext.capture import policy
 
-USERS, ITEMS, D, B = 300, 200, 4, 8  # rows that are moved row by row
-
-
-@pytest.fixture(autouse=True)
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps run as traced, op by op."""
-    monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.user, self.item = nn.Embedding(USERS, D), nn.Embedding(ITEMS, D)
-        self.top = nn.Linear(2 * D, 1)
-
-    def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        rows = torch.cat([self.user(user), self.item(item)], 1)
-        return self.top(rows).squeeze(1)  # type: ignore[no-any-return]
-
-
-def batches(count: int) -> Iterator[tuple[Tensor, ...]]:
-    draws = torch.Generator().manual_seed(1)
-    for _ in range(count):
-        user = torch.randint(USERS, (B,), generator=draws)
-        item = torch.randint(ITEMS, (B,), generator=draws)
-        yield user, item, torch.randint(2, (B,), generator=draws).float()
-
-
-def loss_of(model: nn.Module) -> Callable[..., Tensor]:
-    return lambda user, item, label: F.binary_cross_entropy_with_logits(
-        model(user, item), label
-    )
-
-
-def made(compile_: Any = "require") -> tuple[Model, torch.optim.Optimizer, AdoptedStep]:
-    model = Model()
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    return model, optimizer, adopt(model, optimizer, loss_of(model), compile=compile_)
+__all__ = ["uncompiled"]  # a fixture of every test here
 
 
 @pytest.mark.parametrize("compile_", ["off", "require"])
 def test_gradients_are_gone_after_each_step(compile_: str) -> None:
     """Captured or eager: who reads one finds out in the first step. One of the user's own does not stay either."""
-    model, _, step = made(compile_)
+    model, step, _ = made(compile_)
     for number, batch in enumerate(batches(10)):
         if number == 7:
             loss_of(model)(*batch).backward()  # type: ignore[no-untyped-call]
@@ -72,8 +33,7 @@ def test_gradients_are_gone_after_each_step(compile_: str) -> None:
 
 
 def test_three_dropped_steps_die_and_leave_no_hook_on_the_optimizer() -> None:
-    model = Model()
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    model, step, optimizer = made()
     alive = []
     for _ in range(3):
         step = adopt(model, optimizer, loss_of(model), compile="require")
@@ -98,8 +58,7 @@ def test_an_interrupt_inside_the_loss_is_the_users_and_the_training_goes_on(
     """An interrupted step writes nothing, and those after it are as in a loop without it."""
     weights = []
     for interrupts in (False, True):
-        model = Model()
-        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        model, _, optimizer = made("off")
         inner, flags = loss_of(model), {"stop": False}
 
         def loss(*batch: Tensor, inner: Any = inner, flags: Any = flags) -> Tensor:
@@ -135,7 +94,7 @@ def test_a_module_of_a_file_that_cannot_be_imported_is_captured_or_refused_with_
     spec: Any = importlib.util.spec_from_file_location("own_model", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)  # never in sys.modules
-    model = Model()
+    model: Any = Towers()
     model.top = nn.Sequential(model.top, module.Scaled())
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     step = adopt(model, optimizer, loss_of(model), compile=compile_)
@@ -152,4 +111,3 @@ def test_a_module_of_a_file_that_cannot_be_imported_is_captured_or_refused_with_
             train()
         why = str(refused.value)
     assert "'own_model' is not in sys.modules" in why
-    assert "import it" in why

@@ -40,21 +40,20 @@ class Towers(nn.Module):
         return self.top(torch.cat([self.user(user), self.item(item)], 1)).squeeze(1)  # type: ignore[no-any-return]
 
 
+def loss_of(model: nn.Module) -> Callable[..., Tensor]:
+    return lambda user, item, label: F.binary_cross_entropy_with_logits(
+        model(user, item), label
+    )
+
+
 def made(
     compile_: Any = "require", **options: Any
 ) -> tuple[Any, AdoptedStep, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model: Any = Towers()
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-
-    def loss(user: Tensor, item: Tensor, label: Tensor) -> Tensor:
-        return F.binary_cross_entropy_with_logits(model(user, item), label)
-
-    return (
-        model,
-        adopt(model, optimizer, loss, compile=compile_, verify=0, **options),
-        optimizer,
-    )
+    options = {"compile": compile_, "verify": 0, **options}
+    return model, adopt(model, optimizer, loss_of(model), **options), optimizer
 
 
 def batches(count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import networkx
-import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
@@ -34,7 +32,6 @@ from torchrec_ext.adopt import AdoptedStep, CannotAdopt, Rows, adopt, captures, 
 from torchrec_ext.capture import executors, policy
 from torchrec_ext.capture.memory import StepMemory
 from torchrec_ext.capture.policy import TrainingDivergedError
-from torchrec_ext.retrieval import Bundle, Catalogue, Scorer, ScoreRequest, export
 
 # of the few rows, tables are moved whole
 USERS, ITEMS, FEW, D, B, L = (700, 300, 20, 4, 16, 3)
@@ -1684,32 +1681,6 @@ def test_a_script_that_is_stopped_in_mid_epoch_ends_with_the_weights_of_one_that
     )  # type: ignore[arg-type]
     assert "user.weight" in step.describe()
     assert "row by row" in step.describe()
-
-
-def test_rows_that_lag_are_caught_up_in_an_exported_bundle(tmp_path: Path) -> None:
-    made, step, given = adopted_case()
-    for _ in range(4):
-        step(*next(given))
-    assert made.model.user.weight.__class__.__name__ == "_LaggingParameter"
-    users, items = (
-        np.arange(weight.shape[0])
-        for weight in (made.model.user.weight, made.model.item.weight)
-    )
-    catalogue = Catalogue(ids=items, features=pa.table({"item": items}))
-    export(
-        made.model,
-        tmp_path / "bundle",
-        catalogue=catalogue,
-        queries=pa.table({"user": users}),
-    )
-    scorer = Scorer(Bundle.load(tmp_path / "bundle"))
-    for user in (0, len(users) - 1):
-        expected = made.model(
-            torch.full((len(items),), user), torch.from_numpy(items)
-        ).tolist()
-        assert scorer.score(
-            ScoreRequest(user={"user": user}, items=items.tolist())
-        ).scores == pytest.approx(expected, abs=1e-5)
 
 
 def test_an_epoch_without_rows_is_refused() -> None:

@@ -15,6 +15,7 @@ import pytest
 from torchx.cli.cmd_tracker import CmdTracker
 from torchx.tracker.backend.fsspec import create
 
+from tests.launch.jobs import torchx_run
 from tests.small_sets import write_ml_100k
 from torchx_apps.jobs.tracking import Tracking, tracked
 
@@ -233,26 +234,17 @@ PLANTED = {
 }
 
 
-def ran(*words: str, cwd: Path | None = None, **variables: str) -> None:
-    """Runs a command; TorchX starts torchrun by name."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **variables}
-    done = subprocess.run(
-        words, cwd=cwd, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.launch
 @pytest.mark.slow
 def test_every_member_of_a_job_is_a_run(tmp_path: Path, fsspec_config: Path) -> None:
     (tmp_path / ".torchxconfig").write_text(
         f"[torchx:tracker]\nfsspec =\n[tracker:fsspec]\nconfig = {fsspec_config}\n"
     )
-    words = "torchx run -s local_cwd rec.train.networks --vary train.seed 0 1 --"
     flags = {**PLANTED, "train.compile": "off", "run_dir": "out"}
     given = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
-    ran(*words.split(), *given, cwd=tmp_path)
+    grid = ("--vary", "train.seed", "0", "1", "--", *given)
+    done = torchx_run(tmp_path, "rec.train.networks", *grid)
+    assert done.returncode == 0, done.stdout + done.stderr
     tracker = create(str(fsspec_config))
     runs = sorted(tracker.run_ids())
     assert [run.rpartition("/")[2] for run in runs] == ["seed=0", "seed=1"]
@@ -272,7 +264,7 @@ def test_preprocessing_training_and_export_are_runs(
     tmp_path: Path, fsspec_config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_ml_100k(tmp_path)
-    configure(monkeypatch, {"fsspec": fsspec_config})
+    configure(monkeypatch, {"fsspec": fsspec_config}, OMP_NUM_THREADS="1")
     out = tmp_path / "out"
     data, run, bundle = (str(out / name) for name in ("data", "run", "bundle"))
     commands: dict[str, list[str]] = {
@@ -288,8 +280,14 @@ def test_preprocessing_training_and_export_are_runs(
         ],
     }
     for app, flags in commands.items():
-        words = [sys.executable, "-m", f"torchx_apps.{app}", *flags]
-        ran(*words, TORCHX_JOB_ID=f"{RUN}/{app}")
+        done = subprocess.run(
+            [sys.executable, "-m", f"torchx_apps.{app}", *flags],
+            env={**os.environ, "TORCHX_JOB_ID": f"{RUN}/{app}"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
     tracker = create(str(fsspec_config))
     assert set(tracker.run_ids()) == {f"{RUN}/{app}" for app in commands}
 

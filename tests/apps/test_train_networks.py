@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from torchx.runner import get_runner
 from torchx.specs import AppDef
 from torchx.specs.builders import materialize_appdef
 
+from tests.launch.jobs import torchx_run
 from torchx_apps import compare as compare_app
 from torchx_apps import train, train_networks
 from torchx_apps.networks.members import fair_threads, members_of
@@ -350,20 +349,8 @@ def test_a_member_that_diverges_is_a_row_and_no_failure(
 def test_members_run_side_by_side_under_torchx_and_end_in_one_table(
     tmp_path: Path,
 ) -> None:
-    torchx = str(Path(sys.executable).parent / "torchx")
-    command = [torchx, "run", "-s", "local_cwd", "rec.train.networks"]
-    command += ["--vary", "train.seed", "0", "1", "--", *TINY, "--run_dir", "out"]
-    # TorchX starts torchrun by name.
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    grid = ("--vary", "train.seed", "0", "1", "--", *TINY, "--run_dir", "out")
+    done = torchx_run(tmp_path, "rec.train.networks", *grid)
     assert done.returncode == 0, done.stderr
     written = json.loads((tmp_path / "out" / "results.json").read_text())
     assert [(each["name"], each["ended"]) for each in written["members"]] == [
@@ -374,3 +361,13 @@ def test_members_run_side_by_side_under_torchx_and_end_in_one_table(
     for seed in (0, 1):
         assert f"seed-{seed}/0" in done.stderr
         assert (tmp_path / "out" / f"seed={seed}" / "training.png").exists()
+
+
+@pytest.mark.unit
+def test_a_member_needs_its_name_and_those_of_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train_networks.main(["--train.seed", "1"]) == 1
+    error = capsys.readouterr().err
+    assert "start a grid by torchx run rec.train.networks" in error
+    assert "Traceback" not in error

@@ -219,3 +219,17 @@ def test_wrong_reports_and_limits_are_refused(
     (tmp_path / "before.json").write_text(text)
     with pytest.raises(ValueError, match=message):
         compare_reports(tmp_path / "before.json", tmp_path / "before.json", limit)
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_script_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = tmp_path / "ran"
+    script = written(tmp_path, f"open({str(ran)!r}, 'w')\n{SCRIPTS['at the top']}")
+    report = tmp_path / "missing" / "x.json"
+    assert main(["--json", str(report), script]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--json {report}: there is no folder {report.parent}; make it" in line
+    assert main(["--json", str(tmp_path), script]) == 2
+    assert "Is a directory" in capsys.readouterr().err
+    assert not ran.exists()

