@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("duckdb", reason="needs the extra `data`")
 pytest.importorskip("pyspark", reason="needs PySpark: pip install 'pyspark>=4'")
+pytest.importorskip("pandas", reason="needs pandas, which PySpark's mapInArrow imports")
 
 from tests.data.preprocess_cases import write
 from torchrec_ext.data.preprocess import (
