@@ -8,6 +8,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -111,3 +112,40 @@ def test_a_module_of_a_file_that_cannot_be_imported_is_captured_or_refused_with_
             train()
         why = str(refused.value)
     assert "'own_model' is not in sys.modules" in why
+
+
+class Offsets(nn.Module):
+    """Columns of ids in one table, each from its own row on, as RecBole's FMEmbedding has them in an array."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(30, 4), nn.Linear(8, 1)
+        self.offsets = np.array([0, 10])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        shifted = ids + ids.new_tensor(self.offsets).unsqueeze(0)
+        return self.head(self.table(shifted).flatten(1)).squeeze(1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+def test_a_module_that_reads_an_array_of_numpy_is_captured() -> None:
+    losses = []
+    for compile_ in ("off", "require"):
+        model = Offsets()
+        optimizer = torch.optim.Adam(model.parameters(), 0.1)
+        step = adopt(
+            model,
+            optimizer,
+            lambda ids, label, model=model: ((model(ids) - label) ** 2).mean(),
+            compile=compile_,  # type: ignore[arg-type]
+        )
+        generator = torch.Generator().manual_seed(1)
+        losses.append(
+            [
+                step(torch.randint(10, (8, 2), generator=generator), torch.ones(8))[0]
+                for _ in range(8)
+            ]
+        )
+        assert step.describe().startswith("captured") == (compile_ == "require")
+    torch.testing.assert_close(losses[1], losses[0])

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.exc import InternalTorchDynamoError
 
 from torchrec_ext.capture import executors
 from torchrec_ext.capture.errors import CannotCaptureError
@@ -110,17 +111,22 @@ class CompiledCall:
         self._function = FunctionType(
             code, function.__globals__, code.co_name, None, function.__closure__
         )
-        self._compiled = torch.compile(
-            self._function,
-            backend=backend,
-            fullgraph=True,
-            dynamic=False,
-            options={"guard_filter_fn": _can_change},
-        )
+        self._backend = backend
+        self._compile({"guard_filter_fn": _can_change})
         cells = zip(code.co_freevars, self._function.__closure__ or (), strict=True)
         self._closure = {name: cell.cell_contents for name, cell in cells}
         self._calls: dict[CodeType, Callable[..., Any]] = {}
         self._set(dont_skip_tracing=False)
+
+    def _compile(self, options: dict[str, Any]) -> None:
+        self._filters = bool(options)
+        self._compiled = torch.compile(
+            self._function,
+            backend=self._backend,
+            fullgraph=True,
+            dynamic=False,
+            options=options,
+        )
 
     def _set(self, *, dont_skip_tracing: bool) -> None:
         # Made once: a patch takes 4 us, and to make one 20.
@@ -166,6 +172,10 @@ class CompiledCall:
             inner = getattr(error, "inner_exception", None)
             if isinstance(inner, CannotCaptureError):
                 raise inner from None
+            # A filter has all guards made twice, which fails for arrays of numpy.
+            if self._filters and isinstance(error, InternalTorchDynamoError):
+                self._compile({})
+                return self(*args)
             # Dynamo leaves out packages as pandas whole, and of these also what it can
             # trace.
             skipped = SKIPPED.search(str(error))
