@@ -95,7 +95,7 @@ def under_schedules(runtime: Runtime) -> list[float]:
         scheduled(runtime, each)
         for each in (
             Schedule(),
-            Schedule(kind="step", every=10),
+            Schedule(kind="linear", warmup=10),
             Schedule(kind="cosine", warmup=5),
         )
     ]

@@ -57,6 +57,7 @@ def served(runtime: Runtime, folder: Path) -> dict[str, tuple[str, list[float]]]
     return answers
 
 
+@pytest.mark.slow(minutes=1)
 def test_every_interaction_is_trained_exported_and_served(tmp_path: Path) -> None:
     (answers,) = run_ranks(served, 1, tmp_path)
     for name, kind in INTERACTIONS.items():

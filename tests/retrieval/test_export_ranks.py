@@ -163,6 +163,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"folder": folder, **by_ranks}
 
 
+@pytest.mark.slow(minutes=1)
 def test_the_digest_is_one_on_any_ranks_and_under_any_plan(
     found: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -182,6 +183,7 @@ def test_the_digest_is_one_on_any_ranks_and_under_any_plan(
     assert len(sessions) == 1
 
 
+@pytest.mark.slow(minutes=1)
 @pytest.mark.parametrize("name", ["row_wise-4", "column_wise-2", "session-2"])
 def test_each_loads_and_was_proven_on_its_own_ranks(
     name: str, found: dict[str, Any]
@@ -195,6 +197,7 @@ def test_each_loads_and_was_proven_on_its_own_ranks(
         assert bundle.manifest.certificate["plan"] == name.rpartition("-")[0]
 
 
+@pytest.mark.slow(minutes=1)
 def test_every_rank_is_told_why_rank_0_could_not_write(found: dict[str, Any]) -> None:
     for ranks in ("1", "2", "4"):
         for by_rank in found[ranks]:
@@ -218,6 +221,7 @@ def dying(runtime: Runtime, folder: Path) -> str:
     return "alive"
 
 
+@pytest.mark.slow(minutes=1)
 def test_kill_9_during_an_export_leaves_the_earlier_bundle_and_ends_all_ranks(
     tmp_path: Path,
 ) -> None:
