@@ -225,20 +225,18 @@ def wide(precision, options):
 
 HERE = {"loader.device": DEVICE}
 EAGER, CAPTURED = {"train.compile": "off"}, {"train.compile": "require"}
-# settings without the part and with it, and the ranks of the run with it
+# settings without the part and with it
 PARTS = {
-    "captured steps": (EAGER | HERE, CAPTURED | HERE, 1),
+    "resident data": (EAGER, EAGER | HERE),
+    "captured steps": (EAGER | HERE, CAPTURED | HERE),
 }
-if GPUS > 1:
-    PARTS["two ranks, NCCL"] = (EAGER | HERE, EAGER | HERE, 2)
 
 
 def recipe(name, options):
     """Trains without a part and with it, in turn."""
-    without, part, ranks = PARTS[name]
     turns = []
     for _ in range(options.turns):
-        turns.append((trained(without, 1, options), trained(part, ranks, options)))
+        turns.append([trained(settings, options) for settings in PARTS[name]])
     quality = [each["test"] for each in turns[0]]
     baseline, ours = (
         [turn[side]["samples_per_s"] for turn in turns] for side in (0, 1)
@@ -247,14 +245,13 @@ def recipe(name, options):
     yield row(name, ours, "samples/s", baseline=baseline, **more)
 
 
-def trained(settings, ranks, options):
+def trained(settings, options):
     """Returns the summary of one run."""
     words = {"recipe": "two_tower", "data.name": "planted", "export": "never"}
     words |= {"train.early_stop.metric": ""} | settings
     if options.quick:
         words |= {"train.epochs": "1", "data.users": "200", "data.items": "100"}
         words |= {"loader.batch_size": "256"}
-    launch = f"-m torch.distributed.run --standalone --nproc_per_node={ranks}".split()
     with tempfile.TemporaryDirectory() as folder:
         words["run_dir"] = f"{folder}/run"
         app = [
@@ -262,7 +259,7 @@ def trained(settings, ranks, options):
             "torchx_apps.train",
             *(f"--{key}={value}" for key, value in words.items()),
         ]
-        output([sys.executable, *(launch if ranks > 1 else []), *app])
+        output([sys.executable, *app])
         summary = json.loads(Path(folder, "run", "summary.json").read_text())
     return summary
 
