@@ -18,7 +18,6 @@ from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 import numpy as np
 import pyarrow as pa
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed.model_parallel import get_unwrapped_module
@@ -756,10 +755,6 @@ def _is_numeric(kind: str) -> bool:
         "float64",
         "bool",
     )
-
-
-def _floats(values: NDArray[Any]) -> Tensor:
-    return torch.from_numpy(np.array(values, np.float32))
 
 
 def _matrix(column: Values, dtype: str = "float32") -> Tensor:
