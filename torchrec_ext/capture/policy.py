@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 Compile = Literal["auto", "off", "require"]
 WATCHED = 12  # eager steps to time before "auto" decides
-# a capture pays off if the rest of a run takes at least these seconds
-PAYS_S = {"cpu": 60.0, "cuda": 10.0}
+# A capture pays off if the rest of a run takes at least these seconds. On a GPU inductor
+# compiles the step too where Triton is; how long it takes there is not measured.
+PAYS_S = {"cpu": 60.0, "cuda": 60.0 if importlib.util.find_spec("triton") else 10.0}
 PATIENCE = 20  # eager steps of a rare shape, such as the last batch of an epoch, before it is captured too
 
 
