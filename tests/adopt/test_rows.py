@@ -25,6 +25,7 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
 
 from torchrec_ext.adopt import CannotAdopt, Popular, Rows, Uniform
@@ -331,6 +332,7 @@ def test_negatives_that_repeat_in_a_row_are_no_draws_without_repeats() -> None:
             },
             "the loader's BatchSampler makes its own batches",
         ),
+        ({"collate_fn": default_collate}, "the loader stacks its rows, "),
     ],
 )
 def test_what_the_loader_says_is_taken_or_refused(

@@ -973,6 +973,9 @@ def test_beside_busy_processes_a_step_is_measured_on_one_thread(
     assert any(
         "measured on 1 thread, not on 2" in note for note in diagnosis.facts.notes
     )
+    first = " ".join(str(diagnosis).split())[:600]
+    assert "Your program takes 2 threads" in first
+    assert "OMP_NUM_THREADS=1" in first
 
 
 @pytest.mark.slow

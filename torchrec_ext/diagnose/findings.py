@@ -201,7 +201,8 @@ class Facts:
         loader: source of the batches.
         kernels: kernels and copies that a step runs on a CUDA device.
         device_busy: share of the time from the first of these to the last in which the device ran one; None on a CPU.
-        threads: compute threads.
+        threads: compute threads of the measurement.
+        own_threads: those of the program, if others kept the cores that these would need; 0 otherwise.
         cores: cores that this process may use.
         busy: cores that others kept busy; None if unknown.
         between: calls between steps.
@@ -239,6 +240,7 @@ class Facts:
     kernels: int = 0
     device_busy: float | None = None
     threads: int = 1
+    own_threads: int = 0
     cores: int = 1
     busy: float | None = None
     between: Sequence[Between] = ()

@@ -194,6 +194,11 @@ def _times(facts: Facts) -> list[str]:
     )
     if facts.busy is not None and facts.busy >= 0.1:
         text += f", of which others kept {facts.busy:.1f} busy"
+    if facts.own_threads > facts.threads:
+        text += (
+            f". Your program takes {facts.own_threads} threads, which wait for those cores and may make it many times "
+            "slower than that: run it with OMP_NUM_THREADS=1 first"
+        )
     return ["", *_wrapped(text)]
 
 

@@ -215,7 +215,9 @@ def _diagnosed(
         else:
             facts = measure(loop, budget_s, between, files)
     notes = [*facts.notes, *filter(None, [files.note()]), *state.changed_data()]
-    facts = dataclasses.replace(facts, notes=notes)
+    # By now the program has its own number of threads again.
+    own_threads = torch.get_num_threads()
+    facts = dataclasses.replace(facts, notes=notes, own_threads=own_threads)
     compare: Compare | None = partial(
         _compare,
         fn,

@@ -100,7 +100,7 @@ def _check_free(out: Path, overwrite: bool, mark: str) -> None:
         return
     if not overwrite:
         raise DataError(
-            f"{out}: there is something already; choose another folder, or allow it to be overwritten"
+            f"{out}: there is something already; choose another folder, or give --overwrite true (overwrite=True)"
         )
     if not any(out.glob(mark)):
         raise DataError(
