@@ -63,6 +63,9 @@ def test_the_device_and_captured_steps_keep_cudas_rules() -> None:
 @pytest.mark.slow(minutes=2)
 @pytest.mark.parametrize("law", ["waits", "losses", "adopted", "order", "kernels"])
 def test_the_law_holds(law: str) -> None:
+    if law == "kernels":
+        # Without it all of the law's tests would be skipped, and this one pass.
+        pytest.importorskip("triton")
     check(str(LAWS / f"{law}.py"))
 
 

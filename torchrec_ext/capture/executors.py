@@ -17,15 +17,17 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchrec_ext.capture import update_rules
+from torchrec_ext.capture import policy
 from torchrec_ext.capture.dropout import with_hashed_dropout
 from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.observe.ops import tensors_in, waits_for_device
@@ -43,8 +45,6 @@ _INDUCTOR = {
         "size_asserts": False,
     },
 }
-
-_RUNS = 2  # of a step before its capture
 
 _Step = Callable[..., list[Tensor]]
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -78,58 +78,56 @@ def as_it_is(step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
 
 def inductor(step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
     """Compiles the step for the CPU; inductor caches the result, see :func:`compile_cache`."""
-    separate = unaliased([*memory, *inputs])
-    return as_it_is(_compiled(traced(step, separate), separate), memory, inputs)
+    return as_it_is(_compiled_trace(step, [*memory, *inputs]), memory, inputs)
 
 
 def fused_cuda_graph(step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
     """Captures the step as one CUDA graph of kernels that inductor has fused; see :func:`cuda_graph`."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    def fuse(tensors: list[Tensor]) -> _Step:
-        # Without memory of their own: tables may fill most of the device.
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            examples = [
-                torch.empty_strided(
-                    each.shape, each.stride(), dtype=each.dtype, device=each.device
-                )
-                for each in tensors
-            ]
-        return _compiled(traced(step, examples), examples)
-
-    return cuda_graph(step, memory, inputs, fuse)
+    return cuda_graph(step, memory, inputs, partial(_compiled_trace, step))
 
 
-def unaliased(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns tensors of the same shapes and strides, each with its own storage.
+def stand_ins(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns tensors of the same shapes and strides without values, each as if it had its own storage.
 
     Tables share one storage. Inductor would treat a write to one as a write to all, and copy them in every step.
     """
-    return [
-        torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        for tensor in tensors
-    ]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return [
+            torch.empty_strided(
+                each.shape, each.stride(), dtype=each.dtype, device=each.device
+            )
+            for each in tensors
+        ]
 
 
 def _compiled(graph: GraphModule, examples: Sequence[Tensor]) -> _Step:
-    """Compiles a traced step for tensors with the shapes and strides of ``examples``.
+    """Compiles a graph for tensors with the shapes and strides of ``examples``; inductor caches the result.
 
     Raises:
         CannotCaptureError: inductor, or the compiler below it, rejects the step.
     """
     keep_freed_memory()
+    config = _INDUCTOR[examples[0].device.type]
+    own = {"unsafe_marked_cacheable_functions": _own_functions(graph)}
     try:
-        with torch.no_grad():
-            return torch._inductor.standalone_compile(
-                graph,
-                list[Any](examples),
-                dynamic_shapes="from_example_inputs",
-                options={"config_patches": _INDUCTOR[examples[0].device.type]},
-            )
+        return torch._inductor.standalone_compile(
+            graph,
+            list[Any](examples),
+            dynamic_shapes="from_example_inputs",
+            options={"config_patches": config | own},
+        )
     except Exception as error:  # inductor and the compiler below it raise many types
         raise CannotCaptureError(
             f"inductor: {type(error).__name__}: {first_line(error)}"
         ) from error
+
+
+def _compiled_trace(step: _Step, tensors: Sequence[Tensor]) -> _Step:
+    """Compiles a step, traced on tensors without values."""
+    examples = stand_ins(tensors)
+    graph = traced(step, examples)
+    with torch.no_grad():
+        return _compiled(graph, examples)
 
 
 def compile_graph(
@@ -142,24 +140,12 @@ def compile_graph(
     Raises:
         CannotCaptureError: inductor, or the compiler below it, rejects the step.
     """
-    keep_freed_memory()
+    if examples[0].device.type == "cpu":
+        graph = with_hashed_dropout(graph)
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)  # a traced mkldnn LSTM does not run
     try:
-        kind = examples[0].device.type
-        if kind == "cpu":
-            graph = with_hashed_dropout(graph)
-        own = {"unsafe_marked_cacheable_functions": _own_functions(graph)}
-        return torch._inductor.standalone_compile(
-            graph,
-            list[Any](examples),
-            dynamic_shapes="from_example_inputs",
-            options={"config_patches": _INDUCTOR[kind] | own},
-        )
-    except Exception as error:  # inductor and the compiler below it raise many types
-        raise CannotCaptureError(
-            f"inductor: {type(error).__name__}: {first_line(error)}"
-        ) from error
+        return _compiled(graph, examples)
     finally:
         torch._C._set_mkldnn_enabled(enabled)
 
@@ -336,9 +322,9 @@ def _captured_graph(
             # so waits are found before it.
             with _RefusesWaits():  # type: ignore[no-untyped-call]
                 step(*tensors)
-            if fuse is not None and update_rules.HAS_TRITON:
+            if fuse is not None and policy.HAS_TRITON:
                 step = _fused(step, tensors, fuse)
-            for _ in range(_RUNS):
+            for _ in range(2):
                 step(*tensors)
         torch.cuda.current_stream().wait_stream(stream)
         # cuBLAS keeps a workspace for each stream, whose address goes into the graph.
@@ -366,9 +352,8 @@ def _fused(
         fused = fuse(tensors)
         fused(*tensors)  # the first run compiles and times its kernels
         return fused
-    except (
-        Exception
-    ) as error:  # inductor, Triton and the driver below it raise many types
+    # Inductor, Triton and the driver below it raise many types.
+    except Exception as error:
         warnings.warn(
             f"the kernels of the captured step are torch's own, not fused: {first_line(error)[:120]}",
             stacklevel=2,
@@ -411,7 +396,7 @@ def engine_for(device: torch.device) -> tuple[StepExecutor, str]:
     """
     if device.type == "cuda":
         progress = "capturing the training step as a CUDA graph"
-        if not update_rules.HAS_TRITON:
+        if not policy.HAS_TRITON:
             progress += " of torch's own kernels; pip install triton fuses them"
         return fused_cuda_graph, progress
     from torch._inductor.cpp_builder import get_cpp_compiler

@@ -9,9 +9,11 @@ from typing import Literal
 
 Compile = Literal["auto", "off", "require"]
 WATCHED = 12  # eager steps to time before "auto" decides
+# In Triton inductor writes kernels of a GPU.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 # A capture pays off if the rest of a run takes at least these seconds. On a GPU inductor
 # compiles the step too where Triton is; how long it takes there is not measured.
-PAYS_S = {"cpu": 60.0, "cuda": 60.0 if importlib.util.find_spec("triton") else 10.0}
+PAYS_S = {"cpu": 60.0, "cuda": 60.0 if HAS_TRITON else 10.0}
 PATIENCE = 20  # eager steps of a rare shape, such as the last batch of an epoch, before it is captured too
 
 

@@ -26,7 +26,6 @@ stays as of step s + W; the rest of its product is applied when a row is updated
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -34,11 +33,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchrec_ext.capture import policy
 from torchrec_ext.distributed.optim.config import Choice
-
-HAS_TRITON = (
-    importlib.util.find_spec("triton") is not None
-)  # in which inductor writes kernels of a GPU
 
 # (values, gradient, state, steps made with this one, learning rate, choice) -> (values,
 # state), all (n, ...) of the same rows.
@@ -182,7 +178,7 @@ def has_fused_form(choice: Choice, weight: Tensor, *, table: bool) -> bool:
     Where Triton is, inductor fuses the rule itself with what surrounds it.
     """
     if (
-        HAS_TRITON
+        policy.HAS_TRITON
         or not weight.is_cuda
         or weight.dtype != torch.float32
         or choice.kind != "adam"

@@ -202,7 +202,7 @@ class Facts:
         kernels: kernels and copies that a step runs on a CUDA device.
         device_busy: share of the time from the first of these to the last in which the device ran one; None on a CPU.
         threads: compute threads of the measurement.
-        own_threads: those of the program, if others kept the cores that these would need; 0 otherwise.
+        own_threads: those of the program: more, if others kept the cores that they need.
         cores: cores that this process may use.
         busy: cores that others kept busy; None if unknown.
         between: calls between steps.

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from tests.adopt.test_gpu import CASES, ITEMS, USERS, Pairs, trained
 from torchrec_ext.adopt import Rows, Uniform, adopt
 from torchrec_ext.adopt.source import RowsOnDevice
-from torchrec_ext.capture import executors, update_rules
+from torchrec_ext.capture import executors, policy
 
 # Its autocast is of CUDA.
 ON_CUDA_ONLY = ("bfloat16",)
@@ -83,7 +83,7 @@ def test_a_step_that_inductor_cannot_fuse_keeps_torchs_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected, _, _ = trained("require", CASES["the loss alone"])
-    monkeypatch.setattr(update_rules, "HAS_TRITON", True)
+    monkeypatch.setattr(policy, "HAS_TRITON", True)
     with pytest.warns(UserWarning, match="torch's own, not fused"):
         losses, _, step = trained("require", CASES["the loss alone"])
     assert step.describe().startswith("captured since step 3")
@@ -106,7 +106,7 @@ def test_a_fused_step_trains_as_an_eager_one(monkeypatch: pytest.MonkeyPatch) ->
         return call
 
     expected, _, _ = trained("off", CASES["the loss alone"])
-    monkeypatch.setattr(update_rules, "HAS_TRITON", True)
+    monkeypatch.setattr(policy, "HAS_TRITON", True)
     monkeypatch.setattr(executors, "compile_graph", compiled)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

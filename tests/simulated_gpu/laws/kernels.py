@@ -31,7 +31,7 @@ from tests.simulated_gpu.laws.waits import (
 )
 from torchrec_ext.adopt import Rows, Uniform, adopt
 from torchrec_ext.adopt.source import RowsOnDevice
-from torchrec_ext.capture import executors, update_rules
+from torchrec_ext.capture import executors, policy
 from torchx_apps.recipes import RECIPES
 
 FILE = Path(__file__).parents[1] / "kernels.json"
@@ -144,7 +144,7 @@ def test_an_adopted_step_has_no_more_kernels(
     kernels: Kernels,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(update_rules, "HAS_TRITON", fuses)
+    monkeypatch.setattr(policy, "HAS_TRITON", fuses)
     adopted(shape, draws=draws, monkeypatch=monkeypatch)
     name = f"adopted {shape}, {'drawn inside' if draws else 'given'}"
     held(name, kernels, fuses=fuses)
@@ -162,7 +162,7 @@ def test_a_recipes_step_has_no_more_kernels(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(update_rules, "HAS_TRITON", fuses)
+    monkeypatch.setattr(policy, "HAS_TRITON", fuses)
     on_device = () if recipe in HOST_ROWS else (ON_DEVICE,)
     train(recipe, tmp_path / "run", "device=cuda", CAPTURED, *on_device)
     held(recipe, kernels, fuses=fuses)

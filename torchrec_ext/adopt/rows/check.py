@@ -174,8 +174,7 @@ def _compare_tensor(name: str, indices: Tensor, our: Any, their: Any) -> None:
             f"{name}: the loader gives a {type(their).__name__}, Rows tensors; have collate_fn give tensors"
         )
     is_stacked = their.dim() > 1 and their.shape[1] > 1
-    stacked = their.shape[:2].numel() if is_stacked else 0
-    if our.dtype == their.dtype and (stacked, *their.shape[2:]) == our.shape:
+    if is_stacked and their.flatten(0, 1).shape == our.shape:
         raise CannotAdopt(
             f"{name}: the loader stacks its rows, {tuple(their.shape)}, and Rows joins them: give it "
             "collate_fn=lambda rows: [torch.cat(column) for column in zip(*rows)], or Rows make="
