@@ -144,7 +144,7 @@ def test_what_is_never_replaced(tmp_path: Path) -> None:
     write(tmp_path / "out", "old")
     with pytest.raises(
         DataError,
-        match=r"out: there is something already; choose another folder, or allow",
+        match=r"out: there is something already; choose another folder, or give --overwrite true",
     ):
         write(tmp_path / "out", "new")
     (tmp_path / "home").mkdir()
