@@ -41,7 +41,6 @@ def build(config, con):
         events=con.sql("FROM log"),
         user="user_id",
         item="item_id",
-        user_features=("history",),
     )
 
 

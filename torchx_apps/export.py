@@ -33,6 +33,8 @@ class ExportOptions:
         store: type of the stored rows.
         index: exact, or a text for FAISS's index_factory, such as IVF1024,Flat or HNSW32, for logits that are products.
         recall: recall that an approximate index must reach, measured.
+        catalogue: parquet files, folders, patterns or addresses of the items to serve, with the columns of the prepared
+            folder's raw/items.parquet; the items of the training where not given.
         overwrite: replace an earlier bundle.
     """
 
@@ -43,6 +45,7 @@ class ExportOptions:
     store: Literal["fp32", "fp16"] = "fp32"
     index: str = "exact"
     recall: float = 0.95
+    catalogue: tuple[str, ...] = ()
     overwrite: bool = False
 
     @property
@@ -76,6 +79,7 @@ def _export(argv: Sequence[str] | None) -> int:
         options.run,
         options.folder,
         options.checkpoint,
+        options.catalogue,
         store=options.store,
         index=options.index,
         recall=options.recall,

@@ -23,16 +23,23 @@ from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.sets import load_dataset
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer, ScoreRequest
+from torchrec_ext.retrieval.scorer import (
+    RecommendRequest,
+    RequestError,
+    Scorer,
+    ScoreRequest,
+)
+from torchrec_ext.retrieval.store import StoredUsers
 from torchrec_ext.schema import DataError
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks, sealed
-from torchx_apps import preprocess
+from torchx_apps import embed, export, preprocess
 from torchx_apps.config import with_settings
 from torchx_apps.jobs import resuming
 from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.jobs.resuming import check_ids_stay, meaning_of_ids
 from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_job, load_recipe
+from torchx_apps.tasks.export_data import items_in
 
 Ids = Callable[[Any], Any]
 USERS, ITEMS = 40, 30
@@ -561,3 +568,55 @@ def test_a_csv_with_broken_lines_becomes_a_service(
     last = taken[3][-1]
     assert not set(answer.items) & set(taken[3][:-1]), "what the user has taken"
     assert last in answer.items
+    by_id = scorer.recommend(RecommendRequest(user={"user_id": 3}, k=30))
+    assert (by_id.items, by_id.scores) == (answer.items, answer.scores)
+    nobody = scorer.recommend(RecommendRequest(user={"user_id": 99}, k=1))
+    assert nobody.cold.unknown_user
+    with pytest.raises(RequestError, match=r"history_items.*an empty list is"):
+        scorer.recommend(RecommendRequest(user={"user_id": 99, "timestamp": 9}, k=1))
+
+    # Users of the log are stored; new items come with a longer catalogue.
+    store = tmp_path / "users"
+    bundle = str(tmp_path / "run" / "bundle")
+    assert embed.main([bundle, "--tower", "query", "--out", str(store)]) == 0
+    stored = Scorer(Bundle.load(bundle), vectors=StoredUsers(store))
+    from_store = stored.recommend(RecommendRequest(user={"user_id": 3}, k=30))
+    assert (from_store.cold.vector, from_store.items) == ("store", answer.items)
+    items = pq.read_table(ready / "raw" / "items.parquet")
+    longer = tmp_path / "items.parquet"
+    pq.write_table(
+        pa.concat_tables([items.slice(1), pa.table({"item_id": [500]})]), longer
+    )
+    again = tmp_path / "again"
+    flags = [str(tmp_path / "run"), "--out", str(again), "--catalogue", str(longer)]
+    capsys.readouterr()
+    assert export.main(flags) == 0
+    said = capsys.readouterr().out
+    assert "1 of them new; 1 items of the training are not in it" in said
+    assert "train with --id_dropout.item_id" in said
+    with_new = Scorer(Bundle.load(again)).recommend(
+        RecommendRequest(user={"user_id": 3}, k=30)
+    )
+    gone = items["item_id"][0].as_py()
+    scores = dict(zip(with_new.items, with_new.scores, strict=True))
+    assert 500 in scores
+    assert gone not in scores
+    for item, score in zip(answer.items, answer.scores, strict=True):
+        assert item == gone or scores[item] == pytest.approx(score, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"other": [1]}, "column 'item_id' is missing, the file has"),
+        ({"item_id": ["a"]}, "column 'item_id' is string, was int64 in training"),
+        ({"item_id": [1, None]}, "row 1 has no 'item_id'"),
+    ],
+)
+def test_a_catalogue_without_the_training_s_columns_is_refused(
+    tmp_path: Path, columns: dict[str, list[Any]], message: str
+) -> None:
+    pq.write_table(pa.table(columns), tmp_path / "items.parquet")
+    raw = pa.table({"item_id": pa.array([1, 2])})
+    with pytest.raises(DataError, match=message):
+        items_in([str(tmp_path / "items.parquet")], raw, "item_id")

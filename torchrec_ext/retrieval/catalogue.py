@@ -392,6 +392,13 @@ class ItemTable:
             raise BundleError(f"{folder / ITEMS}: has no items with an id; {ANEW}")
         return cls(table)
 
+    @property
+    def trained(self) -> int:
+        """Number of items that are in the training rows; all if the bundle does not say."""
+        if TRAINED not in self._table.column_names:
+            return len(self)
+        return int(pc.sum(self._table[TRAINED]).as_py())
+
     @cached_property
     def attributes(self) -> dict[str, Attribute]:
         """Attributes to filter by, by name; a million items take about .1 s each to read."""

@@ -560,7 +560,8 @@ def _check_row(side: Side, row: Mapping[str, Any], where: str) -> None:
     if missing:
         raise RequestError(
             f"{where}.{missing[0]}",
-            f"it is missing; the model reads {listed(raw)}, of which missing: {listed(missing)}",
+            f"it is missing; the model reads {listed(raw)}, of which missing: {listed(missing)}"
+            + ("; an empty list is []" if raw[missing[0]].startswith("list") else ""),
         )
 
 

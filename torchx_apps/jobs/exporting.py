@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,9 +15,10 @@ from torchrec.distributed.model_parallel import (
 )
 
 from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
+from torchrec_ext.data.prepare import SUMMARY
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.retrieval.catalogue import UserTable
+from torchrec_ext.retrieval.catalogue import ItemTable, UserTable
 from torchrec_ext.retrieval.export import export
 from torchrec_ext.retrieval.manifest import BundleError, Manifest
 from torchrec_ext.schema import BatchSchema
@@ -48,6 +50,7 @@ def export_task(
     *,
     details: Mapping[str, Any],
     loader: Any = None,
+    catalogue: Sequence[str] = (),
     **settings: Any,
 ) -> Manifest:
     """Exports the model with the catalogue and the users of its task; every rank calls it.
@@ -60,6 +63,7 @@ def export_task(
         out: the folder to make.
         details: JSON values for the certificate.
         loader: loader of the training, whose dynamic ids are those that the bundle knows; None without such ids.
+        catalogue: parquet files of the items to serve, see :meth:`Task.export_data`.
         settings: further arguments of :func:`torchrec_ext.retrieval.export.export`.
 
     Raises:
@@ -68,7 +72,7 @@ def export_task(
     # Asked first, because the data of an export are read from all rows.
     if reason := task.unservable(get_unwrapped_module(model)):
         raise BundleError(reason)
-    data = task.export_data(schema)
+    data = task.export_data(schema, catalogue)
     if isinstance(loader, DynamicIdLoader):
         data = with_live_ids(data, task, loader)
     details = {"data": task.name, "ranks": runtime.world_size, **details}
@@ -167,6 +171,7 @@ def export_run(
     run: Path,
     out: Path,
     checkpoint: str | None = None,
+    catalogue: Sequence[str] = (),
     **settings: Any,
 ) -> None:
     """Loads a run's model on this job's ranks and writes its bundle; every rank calls it.
@@ -176,6 +181,7 @@ def export_run(
         run: the run's folder.
         out: the bundle's folder.
         checkpoint: name of the checkpoint, see :func:`torchx_apps.jobs.resuming.checkpoint_to_export`.
+        catalogue: parquet files of the items to serve; the training's items if empty.
         settings: further arguments of :func:`torchrec_ext.retrieval.export.export`.
     """
     quieten_libraries()
@@ -217,9 +223,31 @@ def export_run(
                 out,
                 details=details,
                 loader=loader,
+                catalogue=catalogue,
                 **settings,
             )
             figures["bundle"] = bundle_figures(manifest)
         if runtime.is_main:
+            if catalogue:
+                print(_describe_catalogue(job, task, out), flush=True)
             print(f"checkpoint: {which}, after {saved['step']:,} steps ({path})")
             print(describe_bundle(manifest, out), flush=True)
+
+
+def _describe_catalogue(job: Job, task: Task, bundle: Path) -> str:
+    """Says how many items of a catalogue are new, how many of the training's it lacks, and what a new id reads."""
+    items = ItemTable.open(bundle)
+    new = len(items) - items.trained
+    gone = task.data.num_items - items.trained
+    text = f"catalogue: {len(items):,} items, {new:,} of them new; {gone:,} items of the training are not in it"
+    item = str(task.data.roles.item)
+    has_row = item in job.id_dropout or item in job.ids.features
+    if task.data.form == "labels":
+        summary = json.loads((task.data.folder / SUMMARY).read_text())
+        has_row = has_row or summary["unknown"]["train"].get(item, 0.0) > 0
+    if new and not has_row:
+        text += (
+            f"\nwarning: a new item's id reads row 0, which no training row has read; train with --id_dropout.{item} "
+            "0.02, or rank new items by other means"
+        )
+    return text

@@ -283,12 +283,9 @@ def _write_users(
     if not isinstance(fitted.state_of(user), Vocabulary):
         return
     (key,) = fitted.only([user]).request_columns
-    user_steps = fitted.only(
-        owned_columns("user", fitted.outputs, prepared.user_features)
-    )
+    user_steps = fitted.only(owned_columns("user", fitted.outputs, _of_user(prepared)))
     histories = [step for step in user_steps.steps if isinstance(step, History)]
-    # A request gives the time, and the events come from the log: the last row has no
-    # part in either.
+    # The events come from the log, not from the last row, and so does the time.
     not_last = {key}
     for step in histories:
         not_last |= {step.time, *step.sent}
@@ -302,14 +299,36 @@ def _write_users(
         )
         return
     view = named(con, users)
+    others = [step for step in fitted.steps if not isinstance(step, History)]
+    read_by_others = {name for step in others for name in step.reads}
     for step in histories:
         # A history of other users' events does not belong to the user.
         if step.user == key:
             log = prepared.first_source if prepared.events is None else prepared.events
             events = open_source(log, step.event_reads, con)
             view = f"({step.latest_sql(view, events.view)})"
+            # Where only histories read the time, a user known by id alone is asked at
+            # the log's end. An hour of the day must come with the request.
+            if step.time not in read_by_others:
+                view = f"({step.asked_after_sql(view, events.view, fitted.raw[step.time])})"
+                read_by_others.add(step.time)
     sql = f"SELECT * FROM {view} ORDER BY {quoted(key)}"
     pq.write_table(table(con, sql), path)
+
+
+def _of_user(prepared: Prepare) -> tuple[str, ...]:
+    """Returns the user's columns beside ``user_...``: those that were named, and each history of the user."""
+    keys: list[str] = []
+    for step in prepared.preprocessor.steps:
+        if prepared.user in step.writes:
+            keys += step.reads
+    names = [*prepared.user_features]
+    for step in prepared.preprocessor.steps:
+        if isinstance(step, History) and step.user in keys:
+            names += step.writes
+    return tuple(
+        name for name in dict.fromkeys(names) if name not in prepared.item_features
+    )
 
 
 def _roles(prepared: Prepare) -> dict[str, Any]:
@@ -317,6 +336,7 @@ def _roles(prepared: Prepare) -> dict[str, Any]:
     roles = {
         field.name: getattr(prepared, field.name) for field in dataclasses.fields(Roles)
     }
+    roles["user_features"] = _of_user(prepared)
     # A label that the preprocessor does not keep is only drawn.
     if prepared.label not in prepared.preprocessor.keep:
         roles["label"] = ""

@@ -33,7 +33,8 @@ class Prepare:
             the catalogue.
         item: see ``user``.
         user_features: further columns of the result that are the user's; a name that begins with ``user_`` need not be
-            listed. All that is neither the user's nor the item's is context, which is known before the item is.
+            listed, nor the user's own :class:`History`. All that is neither the user's nor the item's is context, which
+            is known before the item is.
         item_features: further columns of the result that are the item's; as ``user_features``, with ``item_``.
     """
 

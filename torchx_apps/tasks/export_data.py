@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchrec_ext.data.columns import Column, Int64
 from torchrec_ext.data.files.arrow import as_arrow
+from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.prepare import RAW_ITEMS, RAW_REQUESTS, RAW_USERS
 from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.data.preprocess import FittedPreprocessor, Lists
@@ -85,7 +86,9 @@ def tower_columns(arguments: Mapping[str, Any]) -> Iterator[str]:
     yield from arguments.get("dense", ())
 
 
-def of_prepared(data: Prepared, schema: BatchSchema) -> ExportData:
+def of_prepared(
+    data: Prepared, schema: BatchSchema, catalogue: Sequence[str] = ()
+) -> ExportData:
     """Returns the items and users of the training rows as they stand in the log; a request is a row without the item.
 
     A request may name a user of the vocabulary by id, and gives the context beside it, such as the time, by which the
@@ -94,9 +97,11 @@ def of_prepared(data: Prepared, schema: BatchSchema) -> ExportData:
     Args:
         data: the set.
         schema: columns of the model.
+        catalogue: parquet files of the items to serve, as raw/items.parquet has them; that one if empty.
 
     Raises:
         BundleError: the preprocessing names no item, or its folder has no raw rows.
+        DataError: the catalogue lacks a column, or has one of another type.
     """
     item = data.roles.item
     if item is None:
@@ -118,10 +123,14 @@ def of_prepared(data: Prepared, schema: BatchSchema) -> ExportData:
         if name in names
     ]
     of_items = data.preprocessor.only(dict.fromkeys([item, *columns]))
-    rows = of_items.online(raw_items.to_pydict())
     (key,) = data.preprocessor.only([item]).request_columns
-    mask = np.isin(rows[item].values, data.item_ids)
-    items = raw_items.filter(pa.array(mask))
+    items = items_in(catalogue, raw_items, key) if catalogue else raw_items
+    item_rows = of_items.online(items.to_pydict())[item].values
+    known = np.isin(item_rows, data.item_ids)
+    if not catalogue:
+        items = items.filter(pa.array(known))
+        item_rows = item_rows[known]
+        known = known[known]
     ids = items[key].to_numpy(zero_copy_only=False)
     features = items.select(list(of_items.request_columns))
     request_steps = data.preprocessor.only(
@@ -135,14 +144,39 @@ def of_prepared(data: Prepared, schema: BatchSchema) -> ExportData:
             if "title" in items.column_names
             else None,
             attributes=_attributes(features, key, data.preprocessor),
-            trained=ids,
+            trained=ids[known],
         ),
-        users=_users_of(data, names, rows[item].values[mask]),
+        users=_users_of(data, names, item_rows),
         queries=pq.read_table(data.folder / RAW_REQUESTS).select(
             list(request_steps.request_columns)
         ),
         preprocessor=data.preprocessor,
     )
+
+
+def items_in(paths: Sequence[str], raw_items: pa.Table, key: str) -> pa.Table:
+    """Reads the items of parquet files, with the columns and types of the training's; titles may be missing."""
+    source = ParquetSource(paths)
+    schema = raw_items.schema
+    names = [name for name in schema.names if name != "title" or name in source.columns]
+    for name in names:
+        source.type_of(name)
+    table = pa.concat_tables(source.table(group, names) for group in source.groups)
+    if table[key].null_count:
+        row = table[key].is_null().index(True).as_py()
+        raise DataError(
+            f"--catalogue: row {row} has no '{key}'; give every item its id, or leave the row out"
+        )
+    columns = {}
+    for name in names:
+        try:
+            columns[name] = table[name].cast(schema.field(name).type)
+        except pa.ArrowException as error:
+            raise DataError(
+                f"--catalogue: column '{name}' is {table[name].type}, was {schema.field(name).type} in training "
+                f"({str(error)[:60]}); convert it"
+            ) from None
+    return pa.table(columns)
 
 
 def _attributes(
@@ -172,7 +206,7 @@ def _users_of(data: Prepared, names: Sequence[str], items: Int64) -> NamedUsers 
     Args:
         data: preprocessed rows.
         names: columns that the model reads.
-        items: row of the items' table of each position of the catalogue, (I,).
+        items: row of the items' table of each position of the catalogue, (I,), 0 for an unknown item.
 
     Returns:
         The users; None if the preprocessing names no user or has no vocabulary of them, or an older version did it.
@@ -203,6 +237,8 @@ def _users_of(data: Prepared, names: Sequence[str], items: Int64) -> NamedUsers 
     position = np.full(data.vocab[str(data.roles.item)], -1)
     owner[rows] = np.arange(len(rows))
     position[items] = np.arange(len(items))
+    # Row 0 is that of all unknown items, and none of them.
+    position[0] = -1
     item_lists = as_arrow(
         _taken(
             data.taken_in_order("train", "validation"),

@@ -253,10 +253,17 @@ class Task:
         """Returns the columns with the same ids as a column, such as a history of the items."""
         return self.data.same_ids(name)
 
-    def export_data(self, schema: BatchSchema) -> ExportData:
+    def export_data(
+        self, schema: BatchSchema, catalogue: Sequence[str] = ()
+    ) -> ExportData:
         """Returns the catalogue, and the users as they were before the test rows.
+
+        Args:
+            schema: columns of the model.
+            catalogue: parquet files of the items to serve; the training's if empty.
 
         Raises:
             BundleError: the preprocessing names no item, or its folder has no raw rows.
+            DataError: the catalogue lacks a column, or has one of another type.
         """
-        return of_prepared(self.data, schema)
+        return of_prepared(self.data, schema, catalogue)

@@ -204,6 +204,12 @@ class History(Step):
             f"ON r.{user} = e.{user}"
         )
 
+    def asked_after_sql(self, users: str, events: str, kind: str) -> str:
+        """Returns SQL that adds ``time``, a ``kind``, to a table of users: a moment after all ``events``."""
+        moment = "1" if kind == "int64" else "INTERVAL 1 SECOND"
+        time = quoted(self.time)
+        return f"SELECT r.*, (SELECT max({time}) + {moment} FROM {events}) AS {time} FROM {users} r"
+
     @property
     def _sent(self) -> str:
         return ", ".join(
