@@ -127,7 +127,14 @@ def parse_job(
         ("job", _flags(type(job), "FlagConversionOff", name="")),
     ]
     both = dataclasses.make_dataclass("Command", fields, frozen=True)
-    parsed: Any = _cli(both, prog, words, default=both(options, job))
+    try:
+        parsed: Any = _cli(both, prog, words, default=both(options, job))
+    except ValueError as error:
+        _, is_unknown, unknown = str(error).partition("Unrecognized options: ")
+        if not is_unknown or unknown.startswith("-"):
+            raise
+        name = unknown.split(",")[0]
+        raise ValueError(f"{error}; name a recipe by --recipe {name}") from None
     return parsed.options, parsed.job
 
 

@@ -205,11 +205,11 @@ def hook_of_optimizers(optimizers: Sequence[Optimizer]) -> str:
     for optimizer in optimizers:
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             return f"{type(optimizer).__name__} has a step hook"
-    if (
-        vars(_OPTIMIZERS)["_global_optimizer_pre_hooks"]
-        or vars(_OPTIMIZERS)["_global_optimizer_post_hooks"]
-    ):
-        return "torch.optim has a hook on all optimizers"
+    names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    for hooks in map(vars(_OPTIMIZERS).__getitem__, names):
+        for hook in hooks.values():
+            name = getattr(hook, "__name__", type(hook).__name__)
+            return f"torch.optim has a hook on all optimizers ({name})"
     return ""
 
 

@@ -34,6 +34,8 @@ _STEPS = 4
 _BATCH = "_batch_of_why_slow"
 _LOOP = "_loop_of_why_slow"
 _NUMBERS = "_numbers_of_why_slow"
+# A step that was called from here is an adopted one.
+_ADOPT = os.path.join(os.path.dirname(os.path.dirname(__file__)), "adopt", "")
 _LEAVING = (ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)
 
 
@@ -78,7 +80,7 @@ def run_script(
     is_diagnosed = False
     error: Exception | None = None
 
-    def count(*_: object) -> None:
+    def count_steps_of_diagnosis(*_: object) -> None:
         nonlocal steps, is_diagnosed, error
         if is_diagnosing.locked():
             # The diagnosis makes steps of its own.
@@ -97,7 +99,7 @@ def run_script(
             raise _DoneError
 
     is_diagnosing = threading.Lock()
-    handle = register_optimizer_step_pre_hook(count)
+    handle = register_optimizer_step_pre_hook(count_steps_of_diagnosis)
     argv = sys.argv
     folder = os.path.dirname(os.path.abspath(path))
     sys.argv = [path, *args]
@@ -126,6 +128,11 @@ def find_loop(frame: FrameType | None) -> Loop:
     """
     over_numbers: Loop | None = None
     while frame is not None:
+        if frame.f_code.co_filename.startswith(_ADOPT):
+            raise ValueError(
+                "the script's step is adopted, and experiments need the eager one; diagnose before adopt, and measure "
+                "what it gained by diagnosis.realised(step)"
+            )
         if owner_of(frame.f_code.co_filename) == "user":
             for node in _loops_around(frame):
                 loop = _taken(node, frame)
