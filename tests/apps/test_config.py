@@ -343,7 +343,10 @@ def test_flags_have_dashes_or_underscores() -> None:
     ("flags", "message"),
     [
         (["--bogus"], "Unrecognized options: --bogus"),
-        (["two_tower"], "two_tower; name a recipe by --recipe two_tower"),
+        (
+            ["two_tower"],
+            "Unrecognized options: two_tower; name a recipe by --recipe two_tower",
+        ),
         (["--loader.batch_siz", "1"], "Unrecognized options: --loader.batch_siz, 1;"),
         (["--recipe", "two_towr"], "--recipe two_towr: there is no such recipe"),
         (
