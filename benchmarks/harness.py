@@ -333,9 +333,9 @@ class Counted:
     def __iter__(self):
         return self._counted(iter(self._loader))
 
-    def steps(self):
+    def steps(self, **options):
         """Yields the loader's steps."""
-        return self._counted(self._loader.steps())
+        return self._counted(self._loader.steps(**options))
 
     def _counted(self, batches):
         for batch in batches:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import io
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -209,13 +209,27 @@ def ncf(runtime: Runtime) -> tuple[Any, Any, ChunkLoader]:
     return parallel, optimizer, loader
 
 
-def runs(runtime: Runtime, engine: StepExecutor, **options: Any) -> dict[str, Any]:
-    """Three epochs with and without a captured step; what was said."""
+def drawing(loader_steps: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda **_: loader_steps(inside=True)
+
+
+def runs(
+    runtime: Runtime,
+    engine: StepExecutor,
+    ways: Sequence[str] = ("off", "require", "inside"),
+    **options: Any,
+) -> dict[str, Any]:
+    """Three epochs with and without a captured step, and with one that draws its negatives; what was said."""
     found: dict[str, Any] = {}
     steps.engine_for = lambda _: (engine, "capturing")
-    for compile_ in ("off", "require"):
+    for way in ways:
         torch.manual_seed(1)
         model, optimizer, loader = ncf(runtime)
+        compile_ = way
+        if way == "inside":
+            # As on a GPU with Triton.
+            compile_ = "require"
+            loader.steps = drawing(loader.steps)  # type: ignore[method-assign]
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
             config = TrainConfig(epochs=3, log_every=4, compile=compile_, **options)  # type: ignore[arg-type]
@@ -227,7 +241,7 @@ def runs(runtime: Runtime, engine: StepExecutor, **options: Any) -> dict[str, An
                 config,
                 evaluate=lambda model=model: {"sum": total(model)},
             )
-        found[compile_] = {
+        found[way] = {
             "state": gather_state(model),
             "history": history,
             "said": said.getvalue(),
@@ -242,7 +256,11 @@ def total(model: nn.Module) -> float:
 
 
 def same_runs(found: dict[str, Any]) -> None:
-    off, on = found["off"], found["require"]
+    for way in ("require", "inside"):
+        same_run(found["off"], found[way])
+
+
+def same_run(off: dict[str, Any], on: dict[str, Any]) -> None:
     assert farthest(off["state"], on["state"]) < 1e-4
     pairs = list(zip(off["history"], on["history"], strict=True))
     assert [one["step"] for one, _ in pairs] == [other["step"] for _, other in pairs]
@@ -273,7 +291,7 @@ def test_mixed_precision_keeps_weights_in_float32_and_learns_nearly_the_same_cap
     None
 ):
     ((plain, mixed),) = run_ranks(in_bfloat16, 1)
-    for way in ("off", "require"):
+    for way in ("off", "require", "inside"):
         assert {value.dtype for value in mixed[way]["state"].values()} == {
             torch.float32
         }
@@ -290,13 +308,14 @@ def test_mixed_precision_keeps_weights_in_float32_and_learns_nearly_the_same_cap
 
 
 @pytest.mark.gpu
-def test_a_cuda_graph_learns_what_the_sharded_model_learns_and_waits_for_nothing() -> (
-    None
-):
+@pytest.mark.parametrize("inside", [False, True], ids=["drawn", "drawn inside"])
+def test_a_cuda_graph_learns_what_the_sharded_model_learns_and_waits_for_nothing(
+    inside: bool,
+) -> None:
     with Runtime.start("cuda") as runtime:
         check(KINDS[0], differences(runtime, KINDS[0], cuda_graph, 30))
         model, optimizer, loader = ncf(runtime)
-        items = loader.steps()
+        items = loader.steps(inside=inside)
         first = next(items)
         stepped(
             model, optimizer, first.batch() if isinstance(first, DrawnStep) else first

@@ -222,8 +222,10 @@ def test_what_a_device_cannot_do_is_refused() -> None:
         negatives=sampler_of(UniformNegatives, everything),
         device="cpu",
     )
-    with pytest.raises(DataError, match="user 0 has taken all 30 items"):
-        list(loader)
+    # Inside of a captured step nobody could tell.
+    for read in (iter, lambda loader: loader.steps(inside=True)):
+        with pytest.raises(DataError, match="user 0 has taken all 30 items"):
+            list(read(loader))
 
 
 @pytest.mark.parametrize("shared", [(), ("user_id", "row")], ids=["alone", "shared"])
@@ -257,11 +259,18 @@ def test_steps_that_are_drawn_ahead_make_the_same_batches(
         device=device,
     )
     loader.set_epoch(1)
-    steps = list(loader.steps())
-    assert [isinstance(step, DrawnStep) for step in steps] == [True] * 6 + [False]
-    for step, right in zip(steps, loader, strict=True):
-        left = step.batch() if isinstance(step, DrawnStep) else step
-        assert all(
-            torch.equal(one, other)
-            for one, other in zip(parts(left), parts(right), strict=True)
-        )
+    right = [parts(batch) for batch in loader]
+    for inside in (False, True):
+        steps = list(loader.steps(inside=inside))
+        assert [isinstance(step, DrawnStep) for step in steps] == [True] * 6 + [False]
+        # What a captured step gets in place of candidates: the keys of its draws.
+        widths = [len(step.tensors) for step in steps if isinstance(step, DrawnStep)]
+        assert widths == [4 if negatives and not inside else 3] * 6
+        for step, expected in zip(steps, right, strict=True):
+            batches = [step]
+            if isinstance(step, DrawnStep):
+                inner = step.source.assemble(step.source.tensors, step.tensors)
+                batches = [step.batch(), inner]
+            for batch in batches:
+                for one, other in zip(parts(batch), expected, strict=True):
+                    assert torch.equal(one, other)

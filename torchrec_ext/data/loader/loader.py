@@ -354,15 +354,20 @@ class ChunkLoader(Epochs):
         """See :meth:`Epochs.epoch_batches`."""
         return self._rows.batches(epoch, start)
 
-    def steps(self) -> Iterator[DrawnStep | TowerBatch]:
-        """Yields the steps: a :class:`DrawnStep` for rows on a device with one id in each bag, else a batch."""
+    def steps(self, *, inside: bool = False) -> Iterator[DrawnStep | TowerBatch]:
+        """Yields the steps: a :class:`DrawnStep` for rows on a device with one id in each bag, else a batch.
+
+        Args:
+            inside: whether a captured step draws uniform negatives itself, id by id the same.
+        """
         rows = self._rows
         if not (isinstance(rows, ResidentRows) and rows.fixed and not rows.ahead):
             yield from self
             return
         start = self._start
         self._start = 0
-        for step, item in enumerate(rows.drawn(self._epoch, start), start=start + 1):
+        drawn = rows.drawn(self._epoch, start, inside=inside)
+        for step, item in enumerate(drawn, start=start + 1):
             self._step = step
             yield item
 

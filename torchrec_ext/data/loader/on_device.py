@@ -1,6 +1,7 @@
 """ResidentRows: all rows as tensors on one device, to gather batches there.
 
 DeviceCandidates: draws for rows on a device, made on the host, and the features of the drawn items.
+DrawingRows: the same rows for a captured step that draws its uniform negatives itself.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -32,7 +33,8 @@ from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Share, order_of
 from torchrec_ext.data.loader.shared import StepCandidates, StepRows
 from torchrec_ext.data.loader.table import DeviceTable, item_table, table_of
-from torchrec_ext.data.negatives.samplers import Negatives
+from torchrec_ext.data.negatives.in_step import DrawTensors, TensorDraws
+from torchrec_ext.data.negatives.samplers import Negatives, UniformNegatives
 from torchrec_ext.schema import BatchSchema, DataError, RowNumbers
 
 # Rows drawn at a time while an epoch's bags are counted.
@@ -50,6 +52,20 @@ class Drawn(NamedTuple):
         # Copies, so that a batch owns its memory.
         log_q = None if self.log_q is None else self.log_q[start:stop].clone()
         return Drawn(self.ids[start:stop].clone(), log_q)
+
+
+class StepDraws(NamedTuple):
+    """Uniform negatives of rows as tensor ops; ``tensors`` are (N,) positives, (N,) log q, and those of the draws."""
+
+    draws: TensorDraws
+    tensors: list[Tensor]
+
+    def draw(self, rows: Tensor, keys: Tensor, tensors: Sequence[Tensor]) -> Drawn:
+        """Draws the candidates of ``rows`` (B,), with the keys of the epoch; ``tensors`` are those of this object."""
+        positives, log_q, *of_draws = tensors
+        negatives = self.draws.draw(rows, keys, DrawTensors(*of_draws))
+        ids = torch.cat([positives[rows][:, None], negatives], dim=1)
+        return Drawn(ids, log_q[rows][:, None].expand(ids.shape))
 
 
 class DeviceCandidates:
@@ -90,6 +106,23 @@ class DeviceCandidates:
         self._users: Int64 | None = None
         if sampler is not None and negatives:
             self._users = rows["user_id"].values.astype(np.int64)
+
+    def in_step(self) -> StepDraws | None:
+        """Returns what a captured step draws by; None if the host must: for other than uniform negatives."""
+        sampler = self._sampler
+        if self._users is None or not isinstance(sampler, UniformNegatives):
+            return None
+        known = sampler.known
+        if known.bitmap is None or not known.num_free[known.row_of(self._users)].all():
+            return None
+        item_ids = np.arange(1, known.num_items + 1)
+        draws = TensorDraws(sampler, self._users, item_ids, self._count)
+        tensors = [
+            torch.from_numpy(self._positives),
+            torch.from_numpy(sampler.log_q(self._users, np.int64(1))),
+            *draws.tensors,
+        ]
+        return StepDraws(draws, [tensor.to(self._device) for tensor in tensors])
 
     def draw(self, rows: Int64, epoch: int) -> Drawn:
         """Draws the candidates of the rows with the numbers ``rows`` (B,)."""
@@ -404,11 +437,26 @@ class ResidentRows:
             chain.from_iterable(table.matrices for table in self._tables.present)
         )
 
-    def drawn(self, epoch: int, start: int) -> Iterator[DrawnStep | TowerBatch]:
-        """Yields the steps of :meth:`batches` before their batches are made, drawn many at a time.
+    @cached_property
+    def drawing(self) -> DrawingRows | None:
+        """These rows for steps that draw themselves; None if the host must draw."""
+        draws = self._candidates.in_step() if self._candidates else None
+        return DrawingRows(self, self._layout, draws) if draws else None
+
+    def drawn(
+        self, epoch: int, start: int, *, inside: bool = False
+    ) -> Iterator[DrawnStep | TowerBatch]:
+        """Yields the steps of :meth:`batches` before their batches are made.
 
         A last step that is not full is yielded as a batch. Call it only if :attr:`fixed`.
+
+        Args:
+            epoch: number of the epoch.
+            start: number of the first step.
+            inside: whether steps draw for themselves where they can; otherwise many steps are drawn for at a time.
         """
+        drawing = self.drawing if inside else None
+        keys = drawing.keys(epoch) if drawing else None
         size = self._config.batch_size
         order = order_of(self._config, self.num_rows, epoch)
         numbers = moved(order, self._device)
@@ -422,8 +470,15 @@ class ResidentRows:
                 [self._total_weight(rows) for rows in global_rows]
             )
             columns = [local_rows, total_weights]
+            host_rows = order[first * size : last * size].reshape(-1, size)[:, part]
+            if drawing is not None and keys is not None:
+                for rows, weight, on_host in zip(
+                    local_rows, total_weights, host_rows, strict=True
+                ):
+                    eager = partial(self._drawn_now, rows, on_host, epoch, weight)
+                    yield DrawnStep((rows, weight, keys), drawing, eager)
+                continue
             if self._candidates is not None:
-                host_rows = order[first * size : last * size].reshape(-1, size)[:, part]
                 candidates = self._candidates.draw(host_rows.reshape(-1), epoch)
                 columns += [
                     tensor.view(*local_rows.shape, -1)
@@ -433,6 +488,18 @@ class ResidentRows:
             for step in zip(*(stacked.unbind() for stacked in columns), strict=True):
                 yield DrawnStep(step, self)
         yield from self._batches(order, epoch, max(start, full))
+
+    def _drawn_now(
+        self, rows: Tensor, host_rows: Int64, epoch: int, total_weight: Tensor
+    ) -> TowerBatch:
+        """Builds a step's batch with draws by numpy: op by op those of a captured step take several times as long."""
+        assert self._candidates is not None
+        candidates = self._candidates.draw(host_rows, epoch)
+        return self._layout.batch(self._tables, rows, candidates, {}, total_weight)
+
+    def over(self, tensors: Sequence[Tensor]) -> _Tables:
+        """Returns the tables behind a batch with other ``tensors`` in place of these rows' own."""
+        return self._tables.over(tensors)
 
     def assemble(
         self, tensors: Sequence[Tensor], drawn: Sequence[Tensor]
@@ -488,6 +555,36 @@ class ResidentRows:
         # In float64 up to the end, since a GPU divides a float32 by multiplying with
         # the rounded reciprocal.
         return (weights.double().sum() * width / ranks).float()
+
+
+class DrawingRows:
+    """Rows on a device for steps that draw their own negatives; see :class:`Resident`.
+
+    Args:
+        rows: the rows.
+        layout: how rows and candidates make a batch.
+        draws: the draws.
+    """
+
+    def __init__(self, rows: ResidentRows, layout: _Layout, draws: StepDraws) -> None:
+        self._rows = rows
+        self._layout = layout
+        self._draws = draws
+        self._own = len(rows.tensors)
+        self.tensors = (*rows.tensors, *draws.tensors)
+
+    def keys(self, epoch: int) -> Tensor:
+        """Returns the (2,) keys of an epoch's draws, on the device."""
+        return self._draws.draws.keys(epoch).to(self.tensors[0].device)
+
+    def assemble(
+        self, tensors: Sequence[Tensor], drawn: Sequence[Tensor]
+    ) -> TowerBatch:
+        """Makes the batch of the rows' numbers, the global batch's weight and the epoch's keys in ``drawn``."""
+        rows, total_weight, keys = drawn
+        candidates = self._draws.draw(rows, keys, tensors[self._own :])
+        tables = self._rows.over(tensors[: self._own])
+        return self._layout.batch(tables, rows, candidates, {}, total_weight)
 
 
 def read_all(

@@ -21,6 +21,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
+from torchrec_ext.capture import policy as capture_policy
 from torchrec_ext.capture.captured import CapturedStep, RareShapeError
 from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.executors import StepExecutor, engine_for
@@ -277,7 +278,11 @@ class Steps:
     ) -> Iterator[Any]:
         policy = self._policy
         if policy.compile != "off" and callable(getattr(loader, "steps", None)):
-            loader = _DrawnSteps(loader)
+            # On a GPU the host's draws take longer than the step; without Triton they
+            # would be some hundred kernels of it.
+            on_gpu = self._runtime.device.type != "cpu"
+            inside = on_gpu and capture_policy.HAS_TRITON
+            loader = _DrawnSteps(loader, inside=inside)
         items = watch(loader)
         if self._threads == "auto":
             self._threads = "given"
@@ -508,11 +513,12 @@ def _batch_of(item: _Step) -> TowerBatch:
 class _DrawnSteps:
     """Iterates over a loader's steps, before they are made into batches."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, *, inside: bool) -> None:
         self._loader = loader
+        self._inside = inside
 
     def __iter__(self) -> Iterator[_Step]:
-        return self._loader.steps()  # type: ignore[no-any-return]
+        return self._loader.steps(inside=self._inside)  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
         return len(self._loader)
