@@ -6,8 +6,10 @@ from .data.loader.config import LoaderConfig as LoaderConfig
 from .data.loader.loader import ChunkLoader as ChunkLoader
 from .diagnose.why import why_slow as why_slow
 from .distributed.optim.config import OptimizerConfig as OptimizerConfig
+from .distributed.optim.config import Override as Override
 from .distributed.parallel import hybrid_parallel as hybrid_parallel
 from .distributed.plan.config import PlanConfig as PlanConfig
+from .distributed.plan.config import TablePlan as TablePlan
 from .distributed.plan.explain import explain as explain
 from .distributed.plan.planner import plan_sharding as plan_sharding
 from .distributed.runtime import Runtime as Runtime

@@ -12,6 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+)
 
 from tests.diagnose.programs import Clock, mlp, training
 from torchrec_ext.adopt import adopt
@@ -56,6 +61,24 @@ class Costly(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         self.clock.compute(self.cost(len(ids)))
         return self.layer(self.table(ids))
+
+
+class Collected(Costly):
+    """The same network over a table of TorchRec, which calls it by keywords."""
+
+    def __init__(self, clock: Clock, rows: int) -> None:
+        super().__init__(clock)
+        config = EmbeddingBagConfig(
+            name="t", feature_names=["f"], num_embeddings=rows, embedding_dim=2
+        )
+        self.table = EmbeddingBagCollection(tables=[config])  # type: ignore[assignment]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.clock.compute(self.cost(len(ids)))
+        lengths = torch.ones(len(ids), dtype=torch.int32)
+        return self.layer(
+            self.table(KeyedJaggedTensor(["f"], ids, lengths=lengths)).values()
+        )  # type: ignore[attr-defined]
 
 
 class Sweeping(torch.optim.SGD):
@@ -128,6 +151,18 @@ def test_the_verdict_is_the_planted_cause(
         assert PLANTED[cause](clock).verdict == cause
     finally:
         torch.set_num_threads(threads)
+
+
+def test_rows_of_torchrec_s_collections_are_known_too(clock: Clock) -> None:
+    diagnosis = diagnosed(Collected(clock, rows=10_000))
+    assert diagnosis.verdict == "untouched_rows"
+    (table,) = diagnosis.facts.tables
+    assert (table.name, table.rows, table.read) == (
+        "table.embedding_bags.t",
+        10_000,
+        16,
+    )
+    assert "hybrid_parallel" in str(diagnosis)
 
 
 def test_what_is_measured_is_what_the_program_takes(clock: Clock) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import time
+import types
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -21,10 +22,10 @@ from torchrec_ext.data.loader.loader import LoaderConfig, training_loader
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import Prediction
-from torchrec_ext.train.loop import TrainConfig, train
+from torchrec_ext.train.loop import TrainConfig, check_output, train
 from torchrec_ext.train.report.progress import _Sleep, time_shares
 from torchx_apps.recipes import TwoTowerConfig, build_two_tower
-from torchx_apps.tasks.evaluator import Evaluator
+from torchx_apps.tasks.evaluator import Evaluator, OutputCheck
 
 
 class Batches:
@@ -301,6 +302,20 @@ def epochs_chosen(runtime: Runtime) -> list[int]:
 
 def test_every_epoch_chooses_its_order_before_it_is_read() -> None:
     assert run_ranks(epochs_chosen, 1) == [[0, 1, 2]]
+
+
+@pytest.mark.unit
+def test_an_output_without_what_is_read_of_it_is_refused_at_the_first_step() -> None:
+    output = types.SimpleNamespace(loss=0.0, weights=1.0, logits=0.0)
+    check_output(output, ("loss", "weights"))
+    OutputCheck(types.SimpleNamespace(form="pairs")).see(output)
+    check = OutputCheck(types.SimpleNamespace(form="labels"))
+    with pytest.raises(
+        ValueError, match=r"has no labels; forward returns \(loss, output\)"
+    ):
+        check.see(output)
+    # A model of tasks has logits and labels by task.
+    check.see(types.SimpleNamespace(tasks={"click": output}))
 
 
 @pytest.mark.unit

@@ -94,12 +94,17 @@ class LineFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class TableFacts:
-    """A table of embeddings: path of its module, rows, width of a row, and ids that a step looks up."""
+    """A table of embeddings: path of its module, rows, width of a row, and ids that a step looks up.
+
+    Args:
+        of_torchrec: whether it is a table of a collection of TorchRec.
+    """
 
     name: str
     rows: int
     dim: int
     read: int
+    of_torchrec: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
@@ -31,6 +31,7 @@ from torchrec_ext.observe.ops import tensors_in, waits_for_device
 from torchrec_ext.observe.reached import every_module, named_modules
 from torchrec_ext.observe.user_lines import SampledLine, lines_of, owner_of, stack_of
 
+_COLLECTIONS = ("EmbeddingBagCollection", "EmbeddingCollection")  # TorchRec's
 _TO_PYTHON = (
     "_local_scalar_dense",
     "nonzero",
@@ -270,9 +271,10 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def watching(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         """Notes the look-ups of tables and the starts of backward meanwhile."""
 
-        def read(module: nn.Module, args: Any) -> None:
-            if args and isinstance(args[0], Tensor):
-                self.reads[module] += args[0].numel()
+        def read(module: nn.Module, args: Any, kwargs: Any) -> None:
+            ids = ids_in(args, kwargs)
+            if isinstance(ids, Tensor):
+                self.reads[module] += ids.numel()
 
         with ExitStack() as stack:
             stack.enter_context(calls_of_autograd(self._flow.using))
@@ -283,7 +285,8 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                     tables[id(module)] = module
             for module in tables.values():
-                stack.callback(module.register_forward_pre_hook(read).remove)
+                hook = module.register_forward_pre_hook(read, with_kwargs=True)
+                stack.callback(hook.remove)
             yield
         self.autocast_line = autocast.name
         for number in self._flow.feeding(self._sync_ops):
@@ -292,13 +295,30 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def tables(self, modules: Sequence[nn.Module]) -> list[tuple[TableFacts, Any]]:
         """Returns the tables that were read, with their modules."""
         paths = {id(module): path for path, module in named_modules(modules)}
+        of_torchrec: set[int] = set()
+        for _, module in named_modules(modules):
+            # By its name, since TorchRec need not be installed.
+            if type(module).__name__ in _COLLECTIONS:
+                of_torchrec.update(map(id, module.modules()))
         found: list[tuple[TableFacts, Any]] = []
         for module, read in self.reads.items():
             table: Any = module
             rows, dim = table.weight.shape
             name = paths.get(id(module)) or type(module).__name__
-            found.append((TableFacts(name=name, rows=rows, dim=dim, read=read), module))
+            facts = TableFacts(
+                name=name,
+                rows=rows,
+                dim=dim,
+                read=read,
+                of_torchrec=id(module) in of_torchrec,
+            )
+            found.append((facts, module))
         return found
+
+
+def ids_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Returns the ids of a look-up's arguments; TorchRec names them, as ``input``."""
+    return args[0] if args else kwargs.get("input")
 
 
 class AutocastLine(TorchFunctionMode):

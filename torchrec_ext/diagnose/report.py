@@ -7,6 +7,7 @@ import json
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import Any
 
 from torchrec_ext.diagnose.findings import Facts, Finding, Gain, gain_of
@@ -154,6 +155,14 @@ def _size(finding: Finding) -> str:
 
 
 def _headline(diagnosis: Diagnosis) -> str:
+    text = _cause(diagnosis)
+    facts = diagnosis.facts
+    if diagnosis.verdict == "products" and facts.own_threads > facts.threads:
+        text += f"; on your {facts.own_threads} threads it may be many times slower"
+    return text
+
+
+def _cause(diagnosis: Diagnosis) -> str:
     facts = diagnosis.facts
     if diagnosis.verdict == "step failed":
         return "the step could not be run"
@@ -170,6 +179,10 @@ def _headline(diagnosis: Diagnosis) -> str:
     faster = [each.name for each in diagnosis.trials if each.gain.helps == "yes"]
     if faster:
         return f"no cause stands out, and it is faster with: {', '.join(faster)}"
+    if facts.has("optimizer"):
+        share = facts.share(itemgetter("optimizer"))
+        if share > 0.5:
+            return f"no cause stands out, and the optimizer takes {share:.0%} of an iteration"
     share = facts.share(lambda _: facts.product_s)
     return f"nothing is wrong, the step is its own work: {share:.0%} of an iteration are matrix products"
 

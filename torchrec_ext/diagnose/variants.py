@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchrec_ext.diagnose.batches import loader_with, row_count
 from torchrec_ext.diagnose.findings import Round
 from torchrec_ext.diagnose.loop import TrainingLoop, Variant
-from torchrec_ext.diagnose.ops import Counted
+from torchrec_ext.diagnose.ops import Counted, ids_in
 from torchrec_ext.observe.clock import ThreadClock
 from torchrec_ext.observe.reached import named_modules
 from torchrec_ext.observe.state_copy import StateCopy
@@ -306,7 +306,8 @@ class SmallTables:
                         module._parameters[name] = self._small[id(parameter)][1]
                         stack.callback(module._parameters.__setitem__, name, parameter)
             for module, _ in self._tables:
-                stack.callback(module.register_forward_pre_hook(_modulo).remove)
+                hook = module.register_forward_pre_hook(_modulo, with_kwargs=True)
+                stack.callback(hook.remove)
             for optimizer in self._state.optimizers:
                 self._swap(optimizer, stack)
             # Only now: an error on the way puts back what was swapped so far.
@@ -364,5 +365,10 @@ def _first_rows(value: Any, parameter: Tensor, small: Tensor) -> Any:
     return value.clone()
 
 
-def _modulo(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (args[0] % len(module.weight), *args[1:])
+def _modulo(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ids = ids_in(args, kwargs) % len(module.weight)
+    if args:
+        return (ids, *args[1:]), kwargs
+    return args, {**kwargs, "input": ids}

@@ -175,6 +175,13 @@ def untouched_rows(facts: Facts) -> Finding | None:
         ),
         Remedy(name=name, changes=changes),
     ]
+    if any(each.of_torchrec for each in facts.tables):
+        name = "hybrid_parallel: TorchRec's fused optimizer moves in the backward the rows that were read"
+        lines = (
+            "from torchrec_ext import OptimizerConfig, hybrid_parallel",
+            "model, optimizer = hybrid_parallel(model, runtime, optimizer=OptimizerConfig(tables='row_wise_adagrad'))",
+        )
+        remedies[1:] = [Remedy(name=name, changes=Change.OTHER, lines=lines)]
     title = "the optimizer sweeps rows that the step never read"
     return finding_of(
         facts,

@@ -2,6 +2,7 @@ from .optim.config import OptimizerConfig as OptimizerConfig
 from .optim.config import Override as Override
 from .parallel import hybrid_parallel as hybrid_parallel
 from .plan.config import PlanConfig as PlanConfig
+from .plan.config import TablePlan as TablePlan
 from .plan.draft import PlanError as PlanError
 from .plan.explain import explain as explain
 from .plan.planner import plan_sharding as plan_sharding

@@ -7,7 +7,7 @@ otherwise the job would hang in the last step.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime, gather_objects
 from torchrec_ext.distributed.sync import EveryStep, SyncConfig, synchronised
 from torchrec_ext.distributed.sync import UnevenStepsError as UnevenStepsError
+from torchrec_ext.schema.validation import listed
 from torchrec_ext.train.checkpoint.run import Position, RunCheckpoints
 from torchrec_ext.train.checkpoint.state import State, copy_of_weights, put_weights_back
 from torchrec_ext.train.config import Record
@@ -106,6 +107,20 @@ def exactly(loader: SizedBatches, *, after: int = 0) -> Iterator[TowerBatch]:
             actual = f"only {number}"
         raise UnevenStepsError(
             f"loader: len(loader) is {len(loader)}, but it gave {actual} batches: other ranks count on its length"
+        )
+
+
+def check_output(output: Any, names: Sequence[str]) -> None:
+    """Checks that a model's output has what reads it.
+
+    Raises:
+        ValueError: it lacks one of ``names``.
+    """
+    missing = [name for name in names if not hasattr(output, name)]
+    if missing:
+        raise ValueError(
+            f"the model's output, a {type(output).__name__}, has no {listed(missing)}; forward returns (loss, output), "
+            "a NamedTuple with loss, weights, logits and labels"
         )
 
 
@@ -394,6 +409,7 @@ class _Run:
         step = self.at.step
         records = self.records
         records.progress.advance()
+        check_output(output, ("loss", "weights"))
         self.window.add(output.loss, output.weights)
         if self.observer is not None:
             self.observer.see(output)

@@ -47,6 +47,7 @@ from torchx_apps.jobs.setup import (
 )
 from torchx_apps.jobs.tracking import Tracking
 from torchx_apps.recipes.saved_job import CONFIG
+from torchx_apps.tasks.evaluator import OutputCheck
 from torchx_apps.tasks.job import Job
 from torchx_apps.tasks.task import Evaluator, Task
 
@@ -155,6 +156,7 @@ def run_training(
                 checkpoints=checkpoints,
                 stop=stop,
                 watchdog=watchdog,
+                observer=OutputCheck(task.data),
             )
         seconds = time.perf_counter() - start
         trained = report.Trained(

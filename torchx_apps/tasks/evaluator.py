@@ -28,6 +28,7 @@ from torchrec_ext.schema import BatchSchema
 from torchrec_ext.schema.batch_schema import IdReplacement
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Record
+from torchrec_ext.train.loop import check_output
 from torchx_apps.tasks.baselines import Beside, ClosedForms
 from torchx_apps.tasks.export_data import tower_columns
 from torchx_apps.tasks.question import (
@@ -66,6 +67,26 @@ class Recommended:
     user: int
     items: list[int]
     scores: list[float]
+
+
+class OutputCheck:
+    """Checks the output of each step for what an evaluation will read of it, so that no epoch is trained in vain.
+
+    Args:
+        data: the rows; those with labels are evaluated by the output's logits and labels.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._names = ("logits", "labels") if data.form == "labels" else ()
+
+    def see(self, output: Any) -> None:
+        """Raises ValueError if the output lacks what the evaluation reads; tasks have logits of their own."""
+        if not getattr(output, "tasks", None):
+            check_output(output, self._names)
+
+    def figures(self) -> Record:
+        """There are none."""
+        return {}
 
 
 class Evaluator:

@@ -71,12 +71,14 @@ def test_a_sharding_type_per_table() -> None:
             {"kernel": "fused", "cache_load_factor": 0.5},
             "cache_load_factor=0.5: only for kernel=fused_uvm_caching, not kernel=fused",
         ),
+        ({"tables": ("a=row_wise",)}, "write {'ad_id': TablePlan(sharding="),
+        ({"tables": {"a": "row_wise"}}, "'a' has 'row_wise'; write {'a': TablePlan("),
         ({"memory_gb": -1.0}, "memory_gb=-1.0: must be positive"),
         ({"reserve": 1.0}, "reserve=1.0: must be at least 0 and below 1"),
     ],
 )
 def test_a_wrong_setting_is_named(arguments: dict[str, object], text: str) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises((ValueError, TypeError)) as error:
         PlanConfig(**arguments)  # type: ignore[arg-type]
     assert text in str(error.value)
 

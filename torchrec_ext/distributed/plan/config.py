@@ -87,7 +87,16 @@ class PlanConfig:
         check_choice("sharding", self.sharding, get_args(Sharding))
         check_choice("kernel", self.kernel, get_args(Kernel))
         _check_load_factor("", self.cache_load_factor, self.kernel)
-        for name in self.tables:
+        if not isinstance(self.tables, Mapping):
+            raise TypeError(
+                f"tables={str(self.tables)[:40]}: must map tables to their exceptions; write "
+                "{'ad_id': TablePlan(sharding='row_wise')}"
+            )
+        for name, given in self.tables.items():
+            if not isinstance(given, TablePlan):
+                raise TypeError(
+                    f"tables: '{name}' has {str(given)[:40]!r}; write {{'{name}': TablePlan(sharding='row_wise')}}"
+                )
             self._exception(name)
         if self.memory_gb < 0:
             raise ValueError(
