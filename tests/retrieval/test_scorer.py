@@ -199,7 +199,7 @@ def test_embed(small: Small, scorer: Scorer) -> None:
         (lambda: RecommendRequest(user={"age": 1.0}), "user.history"),
         (lambda: RecommendRequest(user={"user": 1, "age": float("nan")}), "user.age"),
         (lambda: RecommendRequest(user={"user": 1, "age": 1e38}), "user"),
-        (lambda: RecommendRequest(user={"user": 1, "age": "x"}), "user"),
+        (lambda: RecommendRequest(user={"user": 1, "age": "x"}), "user.age"),
         (lambda: RecommendRequest(user={"user": 1}, candidates=[]), "candidates"),
         (lambda: RecommendRequest(user={"user": 1}, candidates=[1, 1]), "candidates"),
         (lambda: RecommendRequest(user={"user": 1}, candidates=["a"]), "candidates"),

@@ -41,7 +41,13 @@ from torchrec_ext.adopt.verify import StepComparison, Verification
 from torchrec_ext.capture.captured import RareShapeError
 from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.executors import engine_for
-from torchrec_ext.capture.policy import PATIENCE, CapturePolicy, Compile, two_digits
+from torchrec_ext.capture.policy import (
+    PATIENCE,
+    CapturePolicy,
+    Compile,
+    milliseconds,
+    two_digits,
+)
 from torchrec_ext.observe.user_lines import first_line, module_line
 
 # Seconds that a capture takes: so much, and so much more for each torch call of the
@@ -602,7 +608,7 @@ class StepWatch:
         if step_s == policy.captured_s or step_s < policy.eager_s:
             return
         text = (
-            f"{current.lag.cause()}: all rows are updated after each step for it, {1e3 * step_s:.3g} ms a step with "
+            f"{current.lag.cause()}: all rows are updated after each step for it, {milliseconds(step_s)} a step with "
             f"them, eager {1e3 * policy.eager_s:.3g} ms; read them every 100 steps"
         )
         if policy.compile == "auto":
@@ -646,7 +652,9 @@ def _gain(policy: CapturePolicy, capture_s: float) -> str:
     saved_s = policy.eager_s - policy.captured_s
     # The first two steps say nothing of later ones.
     if len(policy.eager_seconds) > 2:
-        compared = f", eager {1e3 * policy.eager_s:.3g} ms ({policy.eager_s / policy.captured_s:.1f}x)"
+        times = policy.eager_s / policy.captured_s
+        gain = f"{times:.1f}x" if times >= 1 else f"{times:.2f}x, slower"
+        compared = f", eager {milliseconds(policy.eager_s)} ({gain})"
         if saved_s > 0:
             paid = f", paid after {two_digits(capture_s / saved_s):,} steps"
     return f"captured {policy.describe_captured()}{compared}; capturing took {capture_s:.1f} s{paid}"

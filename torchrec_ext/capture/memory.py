@@ -38,6 +38,7 @@ from torchrec_ext.capture.update_rules import (
     without_closed_form,
 )
 from torchrec_ext.distributed.optim.config import Choice
+from torchrec_ext.schema.validation import listed
 
 
 @dataclass
@@ -406,7 +407,7 @@ class StepMemory:
                 way = "moved row by row"
             ways.setdefault(way, []).append(name)
         sorted_ways = sorted(ways.items(), reverse=True)
-        return "; ".join(f"{way}: {', '.join(names)}" for way, names in sorted_ways)
+        return "; ".join(f"{way}: {listed(names)}" for way, names in sorted_ways)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns all tensors by name."""

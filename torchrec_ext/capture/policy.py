@@ -35,6 +35,17 @@ def median_step(seconds: Sequence[float]) -> float:
     return statistics.median(seconds[len(seconds) // 2 :])
 
 
+def milliseconds(seconds: float) -> str:
+    """Returns the time of a step as text, with three digits.
+
+    Example:
+        >>> milliseconds(0.0012345), milliseconds(2.4712)
+        ('1.23 ms', '2,471 ms')
+    """
+    number = 1e3 * seconds
+    return f"{number:.3g} ms" if number < 999.5 else f"{number:,.0f} ms"
+
+
 def two_digits(steps: float) -> int:
     """Rounds ``steps`` to two digits, the precision of a step's time."""
     return int(float(f"{steps:.2g}"))
@@ -119,11 +130,11 @@ class CapturePolicy:
 
     def describe_eager(self) -> str:
         """Describes eager steps: the reason and their time."""
-        return f"eager: {self.reason}; {1e3 * self.eager_s:.3g} ms a step"
+        return f"eager: {self.reason}; {milliseconds(self.eager_s)} a step"
 
     def describe_captured(self) -> str:
         """Describes captured steps: the first one's number and their time."""
-        return f"since step {self.since:,}: {1e3 * self.captured_s:.3g} ms a step"
+        return f"since step {self.since:,}: {milliseconds(self.captured_s)} a step"
 
     def note(self, text: str) -> None:
         """Says a line, unless it was said before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -327,7 +328,7 @@ class _Ready:
         if left_out:
             keep &= [each not in left_out for each in candidates]
         chosen = np.flatnonzero(keep)
-        scores = self._logits(user, positions[chosen])
+        scores = self._logits(user, positions[chosen], unknown)
         best = rank(scores, request.k)
         items = [candidates[index] for index in chosen[best].tolist()]
         return items, scores[best], positions[chosen][best], unknown
@@ -337,7 +338,7 @@ class _Ready:
         user = self._user(request.user, request.vector)
         positions, unknown = self._positions("items", request.items)
         return Scores(
-            scores=self._logits(user, positions).tolist(),
+            scores=self._logits(user, positions, unknown).tolist(),
             cold=user.cold,
             bundle=self.digest,
             unknown_items=list(dict.fromkeys(unknown)),
@@ -498,8 +499,8 @@ class _Ready:
         unknown = np.flatnonzero(positions < 0).tolist()
         return positions, [ids[index] for index in unknown]
 
-    def _logits(self, user: _User, positions: IdArray) -> Floats:
-        """Returns (N,) logits of a user with positions (N,), -1 for the unknown item."""
+    def _logits(self, user: _User, positions: IdArray, unknown: Sequence[Id]) -> Floats:
+        """Returns (N,) logits of a user with positions (N,), -1 for the ``unknown`` ids."""
         if not len(positions):
             return np.zeros(0, np.float32)
         # Position -1 reads the first item's row; its logit is then replaced.
@@ -509,7 +510,8 @@ class _Ready:
                 row = self.bundle.unknown_item
             except DataError as error:
                 raise RequestError(
-                    "items", f"an id is not in the catalogue, and {error}"
+                    "items",
+                    f"{str(unknown[0])[:50]!r} is not in the catalogue, and {error}",
                 ) from None
             logits[positions < 0] = self.bundle.pairs(user.vector, row)[0]
         if not np.isfinite(logits).all():
@@ -580,6 +582,10 @@ def _read(side: Side, rows: Sequence[Mapping[str, Any]], where: str) -> Read:
             return side.columns.read_row(rows[0])
         return side.columns.read(rows)
     except (ValueError, OverflowError, TypeError) as error:
+        # The column where the message names one: a form shows it beside its field.
+        named = re.search(r"column '([^']+)'", str(error))
+        if named and named[1] in side.columns.raw and len(rows) == 1:
+            where = f"{where}.{named[1]}"
         raise RequestError(where, str(error)) from None
 
 

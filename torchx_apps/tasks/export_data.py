@@ -46,8 +46,8 @@ class ExportData:
 def without_item(why: str) -> str:
     """Explains that rows without an item can be trained but not served."""
     return (
-        f"{why}, and a bundle stores a vector of each; leave out export=require (torchx_apps.publish writes such a "
-        "model's weights), or name the item's column"
+        f"{why}, and a bundle stores a vector of each; name the item's column, or take --export never, "
+        "and torchx_apps.publish for the weights"
     )
 
 
@@ -75,7 +75,7 @@ def without_item_tower(
         why = f"tower '{name}' reads {', '.join(others)}, too"
     return (
         f"a bundle stores the vectors of an item tower, which reads {', '.join(sorted(columns))} and nothing else, and "
-        f"{why}; leave out model.towers or export=require"
+        f"{why}; leave model.towers out, or the bundle (--export never)"
     )
 
 
