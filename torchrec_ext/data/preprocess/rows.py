@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from torchrec_ext.data.files.sources import NULL_PARTITION
-from torchrec_ext.data.preprocess.columns import element, is_list_column, working_type
+from torchrec_ext.data.preprocess.columns import arrow_type, working_type
 from torchrec_ext.data.preprocess.files import Files, raw_types, scan
 from torchrec_ext.data.preprocess.step import quoted
 from torchrec_ext.schema import DataError
@@ -288,19 +288,18 @@ def _text(value: str) -> str:
     return "'" + value.replace("'", "''") + "'"
 
 
-_SQL = {"int64": "BIGINT", "float64": "DOUBLE", "string": "VARCHAR"}
+_SQL = {pa.int64(): "BIGINT", pa.float64(): "DOUBLE", pa.string(): "VARCHAR"}
+_SQL |= {pa.list_(dtype): f"{name}[]" for dtype, name in _SQL.items()}
 
 
 def working_columns(raw: Mapping[str, str], names: Iterable[str]) -> str:
-    """Returns columns in their working types, in SQL; times keep their unit."""
+    """Returns columns in the types that steps see, in SQL; times keep their unit."""
     columns = []
     for name in names:
-        kind = working_type(raw[name])
-        dtype = _SQL.get(element(kind))
+        dtype = _SQL.get(working_type(arrow_type(raw[name])))
         column = quoted(name)
         if dtype:
-            suffix = "[]" if is_list_column(kind) else ""
-            column = f"CAST({column} AS {dtype}{suffix}) AS {column}"
+            column = f"CAST({column} AS {dtype}) AS {column}"
         columns.append(column)
     # A table needs a column.
     return ", ".join(columns) or "1 AS one"
