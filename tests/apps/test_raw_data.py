@@ -551,7 +551,8 @@ def test_a_csv_with_broken_lines_becomes_a_service(
     ready = tmp_path / "ready"
     run_preprocess(dataclasses.replace(job, config=config, out=str(ready)))
     said = capsys.readouterr().out
-    assert "ratings.csv: 3 broken lines left out, the first is line 6\n" in said
+    assert "note: 3 broken lines are left out; " in said
+    assert "ratings.csv: line 6: " in said
     assert "train: 280 rows" in said
     run("two_tower", ready, tmp_path / "run", "export=require")
     scorer = Scorer(Bundle.load(tmp_path / "run" / "bundle"))

@@ -79,7 +79,7 @@ def connected(
             if value is None:
                 continue
             try:
-                opened.execute(f"SET {name}={_text(str(value))}")
+                opened.execute(f"SET {name}={sql_text(str(value))}")
             except duckdb.Error as error:
                 raise DataError(
                     f"DuckDB refuses {name}={value!r} ({error}); choose another"
@@ -259,14 +259,14 @@ def _view_of(files: Files, con: Connection) -> str:
     if any(file.remote for file in files.files):
         return named(con, files.source.dataset)
     # DuckDB takes every name for a pattern.
-    names = [_text(glob.escape(file.name)) for file in files.files]
+    names = [sql_text(glob.escape(file.name)) for file in files.files]
     partitions = files.files[0].partitions
     columns = [quoted(name) for name in files.schema if name not in partitions]
     # By the file's number, as DuckDB would count folders above the log as well.
     for name in partitions:
         values = [file.partitions[name] for file in files.files]
         texts = [
-            "NULL" if value == NULL_PARTITION else _text(value) for value in values
+            "NULL" if value == NULL_PARTITION else sql_text(value) for value in values
         ]
         columns.append(
             f"CAST([{', '.join(texts)}] AS VARCHAR[])[CAST(file_index AS BIGINT) + 1] AS {quoted(name)}"
@@ -284,7 +284,8 @@ def _view_of(files: Files, con: Connection) -> str:
     return view
 
 
-def _text(value: str) -> str:
+def sql_text(value: str) -> str:
+    """Returns a text as SQL."""
     return "'" + value.replace("'", "''") + "'"
 
 
