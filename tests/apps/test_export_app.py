@@ -324,7 +324,7 @@ def test_context_is_part_of_the_query(
         "hour": [False] * 3,
         "weekday": [False] * 3,
     }
-    assert bundle.items.ids.positions([0, 199, 200]).tolist() == [0, 199, -1]
+    assert bundle.items.ids.positions([1, 200, 201]).tolist() == [0, 199, -1]
 
 
 def test_what_is_known_of_users_and_items_is_said_as_their_files_say_it(

@@ -61,7 +61,7 @@ SMALL = {
 
 def write_log(path: Path) -> pa.Table:
     """A csv file without a header, as the publisher's is; returns its rows."""
-    log = planted_log(users=160, items=60, visits=6)
+    log = planted_log(users=160, items=60, clicks=40)
     clicks = pa.table(log.columns).append_column(
         "behavior_type", pa.array(["pv"] * len(log.bought))
     )
