@@ -667,18 +667,6 @@ def app(name: str, *flags: str, ranks: int = 0) -> str:
     return done.stdout.strip()
 
 
-def test_a_run_without_a_checkpoint_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = load_recipe("two_tower")
-    config = dataclasses.asdict(dataclasses.replace(job, build=None, task=None))
-    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
-    assert export.main([str(tmp_path)]) == 1
-    stderr = capsys.readouterr().err
-    assert "give a run folder, or a checkpoint in one" in stderr
-    assert "Traceback" not in stderr
-
-
 def test_a_bundle_is_not_replaced_unasked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

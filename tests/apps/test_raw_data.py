@@ -182,9 +182,7 @@ def test_a_run_is_taken_up_only_where_its_ids_stand_for_the_same_values(
         check_ids_stay(checkpoint, grown, HERE, later=True)
 
 
-@pytest.mark.parametrize(
-    "of", [list, np.array, pa.array, lambda texts: pa.array(texts, pa.large_string())]
-)
+@pytest.mark.parametrize("of", [list, pa.array])
 def test_the_digest_of_texts_is_that_of_older_runs_and_minds_where_a_text_ends(
     of: Callable[[list[str]], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,34 +78,6 @@ def test_the_seed_decides_everything() -> None:
     )
 
 
-def test_generated_data_has_the_columns_of_movielens_within_its_vocabulary() -> None:
-    data = planted_data(users=30, items=60)
-    assert set(data.vocab) == {
-        "user_id",
-        "gender",
-        "occupation",
-        "zip_prefix",
-        "history",
-        "item_id",
-        "release_year",
-        "genres",
-    }
-    assert data.dense == ("age",)
-    for chunk in (data.rows("train"), data.rows("validation"), data.rows("test")):
-        assert {
-            "user_id",
-            "gender",
-            "occupation",
-            "zip_prefix",
-            "history",
-            "item_id",
-            "age",
-        } <= set(chunk)
-    for name, rows in data.vocab.items():
-        values = (data.items if name in data.items else data.rows("train"))[name].values
-        assert 0 <= values.min() <= values.max() < rows
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

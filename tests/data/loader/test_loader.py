@@ -356,21 +356,3 @@ def test_an_id_out_of_range_names_its_row_in_the_set() -> None:
 def test_a_wrong_setting_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LoaderConfig(**options)
-
-
-def test_wrong_arguments_are_named() -> None:
-    chunk, schema = rows_of(4), schema_of({"user_id": 9})
-    with pytest.raises(
-        ValueError, match=r"rank=2 of world_size=2: rank must be 0 to 1"
-    ):
-        ChunkLoader(
-            chunk, schema, config=LoaderConfig(negatives=0), rank=2, world_size=2
-        )
-    with pytest.raises(
-        ValueError, match=r"loader\.negatives=4, .* negatives=NoneType: pass a sampler"
-    ):
-        ChunkLoader(chunk, schema, config=LoaderConfig())
-    with pytest.raises(
-        DataError, match=r"column 'stars' is missing; the rows have history, item_id"
-    ):
-        ChunkLoader(chunk, schema, config=LoaderConfig(negatives=0, label="stars"))

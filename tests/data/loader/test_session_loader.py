@@ -169,31 +169,6 @@ def test_resuming_on_other_ranks_sees_what_is_missing() -> None:
     ] == expected
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"rank": 2, "world_size": 2}, "rank=2 of world_size=2: rank must be 0 to 1"),
-        (
-            {"label": "clicked", "negatives": 0},
-            "loader.label='clicked': sequences have no such column",
-        ),
-        ({"weight": "weight"}, "loader.weight='weight': sequences have no such column"),
-        (
-            {"sampling": "popularity"},
-            "loader.sampling='popularity': candidates that all targets share are drawn uniformly",
-        ),
-        (
-            {"batch_size": 50, "drop_last": True},
-            "40 rows with loader.batch_size=50 and loader.drop_last=True make no step",
-        ),
-    ],
-)
-def test_a_wrong_setting_is_named(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError) as error:
-        loader_of(40, **options)
-    assert text in str(error.value)
-
-
 def test_a_sequence_without_a_target_and_an_item_outside_the_table_are_refused() -> (
     None
 ):
