@@ -60,9 +60,9 @@ class Vocabulary:
 
     def ids(self, values: pa.Array) -> Int64:
         """Returns the ids of values, an Arrow array of int64 or of texts; 0 for null and for an unknown value."""
-        # For many texts Arrow's table of the vocabulary, which it makes anew each time,
+        # For many values Arrow's table of the vocabulary, which it makes anew each time,
         # costs less than it saves.
-        if self._texts and len(self.values) < _TABLE * len(values):
+        if len(self.values) < _TABLE * len(values):
             places = pc.index_in(values.cast(self.values.type), self.values)
             ids: Int64 = places.fill_null(-1).to_numpy().astype(np.int64) + 1
             return ids
@@ -107,7 +107,7 @@ class Vocabulary:
         return ordered, ids
 
 
-# Values of a vocabulary for each text, below which Arrow's table is made: it takes 60 ns
+# Values of a vocabulary for each value, below which Arrow's table is made: it takes 60 ns
 # a value and 40 a text, and the index 230 a text.
 _TABLE = 3
 # As many texts as a block of rows has, so that a vocabulary of any size needs no more
