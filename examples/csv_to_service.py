@@ -7,14 +7,12 @@ python -m torchx_apps.serve run/bundle
 
 from dataclasses import dataclass
 
-from torchrec_ext.data.preprocess import Categorify, History, Preprocessor
+from torchrec_ext.data.preprocess import Categorify, History, Preprocessor, read_csv
 from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
 
+TYPES = {"userId": "BIGINT", "movieId": "BIGINT", "timestamp": "BIGINT"}
 LOG = """CREATE TABLE log AS SELECT userId AS user_id, movieId AS item_id, timestamp,
-    row_number() OVER (PARTITION BY userId ORDER BY timestamp DESC) AS back
-    FROM read_csv('{path}', header=true, store_rejects=true, columns={{
-        'userId': 'BIGINT', 'movieId': 'BIGINT', 'rating': 'FLOAT', 'timestamp': 'BIGINT'}})"""
-REJECTS = "SELECT count(DISTINCT line), min(line) FROM reject_errors"
+    row_number() OVER (PARTITION BY userId ORDER BY timestamp DESC) AS back FROM {}"""
 
 
 @dataclass(frozen=True)
@@ -23,9 +21,7 @@ class Config:
 
 
 def build(config, con):
-    con.execute(LOG.format(path=config.path))
-    ((count, first),) = con.sql(REJECTS).fetchall()
-    print(f"{config.path}: {count} broken lines left out, the first is line {first}")
+    con.execute(LOG.format(read_csv(con, config.path, TYPES, broken=100)))
     history = History(user="user_id", item="item_id", time="timestamp", length=20)
     ids = [
         Categorify(column="item_id", also=("history",)),

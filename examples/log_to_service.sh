@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from torchrec_ext.data.planted import planted_log
 
-columns = planted_log(users=160, items=60, visits=6).columns
+columns = planted_log(users=160, items=60, clicks=40).columns
 clicks = pa.array(["pv"] * len(columns["user_id"]))
 pq.write_table(pa.table({**columns, "behavior_type": clicks}), sys.argv[1])
 PROGRAM

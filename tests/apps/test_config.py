@@ -19,7 +19,6 @@ from torchx_apps.config import (
     changed,
     keys_of,
     parse_job,
-    read_settings,
     with_settings,
 )
 from torchx_apps.recipes.by_name import list_recipes, load_recipe
@@ -214,40 +213,6 @@ def test_a_dry_run_is_a_file_of_settings_that_gives_the_same_job(
     assert parsed("--recipe", recipe, "--settings", str(file))[1] == job
 
 
-@needs_toml
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[train]\nepoch = 3", "did you mean --train.epochs"),
-        ("[train]\nepochs = 'many'", "'many' is not an int"),
-        ("train = 3", "--train, 3"),
-        (
-            "[train]\nepochs = 2020-01-01",
-            "train.epochs = 2020-01-01: write a text, a number, true, false or a list",
-        ),
-        ("[train\n", "Expected ']' at the end of a table declaration (at line 1"),
-    ],
-)
-def test_a_mistake_in_a_file_of_settings_names_the_file(
-    text: str, message: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=re.escape(message)) as raised:
-        parsed("--settings", str(file))
-    assert str(raised.value).startswith(f"--settings {file}: ")
-
-
-def test_a_missing_file_of_settings_is_told() -> None:
-    message = (
-        "cannot be read: No such file"
-        if sys.version_info >= (3, 11)
-        else "Python 3.10 reads no TOML"
-    )
-    with pytest.raises(ValueError, match=f"--settings nowhere.toml: {message}"):
-        read_settings("nowhere.toml")
-
-
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
 def test_the_help_of_a_recipe_has_every_key(
     recipe: str, capsys: pytest.CaptureFixture[str]
@@ -259,11 +224,6 @@ def test_the_help_of_a_recipe_has_every_key(
     keys = [path for path, _ in keys_of(load_recipe(recipe))]
     assert [key for key in keys if f"--{key} " not in shown] == []
     assert max(map(len, list_recipes().splitlines())) <= 80
-
-
-def test_built_in_recipes_are_listed_with_what_they_are() -> None:
-    assert re.search(r"^two_tower +\w", list_recipes(), re.MULTILINE)
-    assert load_recipe("two_tower").name == "two_tower"
 
 
 @pytest.fixture
@@ -369,13 +329,6 @@ def test_a_wrong_flag_ends_in_one_line_and_no_traceback(
     assert output.err.startswith(message)
     assert output.err.count("\n") == 1
     assert output.out == ""
-
-
-def test_a_dry_run_prints_the_changed_recipe(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert train.main(["--dry-run", "--loader.batch_size", "7"]) == 0
-    assert "\nloader.batch_size = 7\n" in capsys.readouterr().out
 
 
 @pytest.mark.launch

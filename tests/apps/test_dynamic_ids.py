@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchrec_ext.data import planted
-from torchrec_ext.data.planted import PlantedLog
+from torchrec_ext.data.planted import planted_log
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.retrieval.bundle import PREPROCESSOR, Bundle, open_tables
@@ -29,8 +29,10 @@ from torchrec_ext.schema import DataError
 from torchrec_ext.train.checkpoint.storage import CheckpointError
 from torchx_apps import embed, export
 from torchx_apps.config import with_settings
+from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
+from torchx_apps.recipes.preprocess import taobao
 from torchx_apps.tasks.dynamic_ids import numbered
 
 KINDS = 4
@@ -209,21 +211,15 @@ def test_the_next_days_log_trains_new_ids_and_the_bundle_knows_the_live_ones(
 
 
 @pytest.mark.slow
-def test_streamed_rows_of_another_preprocessing_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generate = planted.planted_log
-
-    def half_new(**settings: Any) -> PlantedLog:
-        log = generate(**settings)
-        log.columns["item_id"] = log.columns["item_id"] + 60
-        return log
-
-    for day in DAYS:
-        folder = tmp_path / "sets" / day
-        folder.mkdir(parents=True)
-        planted.planted_log_folder(folder)
-        monkeypatch.setattr(planted, "planted_log", half_new)
+def test_streamed_rows_of_another_preprocessing_go_on(tmp_path: Path) -> None:
+    pytest.importorskip("duckdb", reason="needs the extra `data`")
+    columns = planted_log(users=150, items=120).columns
+    for number, day in enumerate(DAYS):
+        log = {**columns, "item_id": columns["item_id"] + 60 * number}
+        log["behavior_type"] = np.full(len(log["user_id"]), "pv")
+        pq.write_table(pa.table(log), tmp_path / f"{day}.parquet")
+        job = with_settings(taobao(), [f"config.path={tmp_path / day}.parquet"])
+        run_preprocess(dataclasses.replace(job, out=str(tmp_path / "sets" / day)))
     settings = [
         "ids.features.item_id.capacity=250",
         "ids.features.user_id.capacity=200",

@@ -324,7 +324,7 @@ def test_context_is_part_of_the_query(
         "hour": [False] * 3,
         "weekday": [False] * 3,
     }
-    assert bundle.items.ids.positions([0, 199, 200]).tolist() == [0, 199, -1]
+    assert bundle.items.ids.positions([1, 200, 201]).tolist() == [0, 199, -1]
 
 
 def test_what_is_known_of_users_and_items_is_said_as_their_files_say_it(
@@ -665,18 +665,6 @@ def app(name: str, *flags: str, ranks: int = 0) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
-
-
-def test_a_run_without_a_checkpoint_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = load_recipe("two_tower")
-    config = dataclasses.asdict(dataclasses.replace(job, build=None, task=None))
-    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
-    assert export.main([str(tmp_path)]) == 1
-    stderr = capsys.readouterr().err
-    assert "give a run folder, or a checkpoint in one" in stderr
-    assert "Traceback" not in stderr
 
 
 def test_a_bundle_is_not_replaced_unasked(

@@ -16,8 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 from torchrec_ext.components import data  # type: ignore[import-not-found]
 from torchx.components.component_test_base import ComponentTestCase
-from torchx.specs.builders import materialize_appdef
-from torchx.specs.finder import get_components
 
 from torchrec_ext.data.files.sources import read_parquet
 from torchrec_ext.data.preprocess import (
@@ -67,36 +65,6 @@ def log(tmp_path: Path) -> Path:
 class TestValid(ComponentTestCase):
     def test_preprocess(self) -> None:
         self.validate(data, "preprocess")
-
-
-@pytest.mark.unit
-def test_the_component_is_listed_and_names_its_app() -> None:
-    assert "rec.data.preprocess" in get_components()
-    words = ["--config.min_count", "5", "--out", "a b"]
-    flags = ["--recipe", "clicks", "--", *words]
-    (role,) = materialize_appdef(data.preprocess, flags).roles
-    assert role.entrypoint == "python3"
-    main_and_recipe = ["-m", "torchx_apps.preprocess", "--recipe", "clicks"]
-    assert role.args == [*main_and_recipe, *words]
-
-
-@pytest.mark.unit
-def test_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--list-recipes"]) == 0
-    assert (
-        main(
-            [
-                "--recipe",
-                "clicks",
-                "--dry-run",
-                "--config.min_count=7",
-            ]
-        )
-        == 0
-    )
-    shown = capsys.readouterr().out
-    assert "ml_100k  MovieLens 100K" in shown
-    assert "\nconfig.min_count = 7\n" in shown
 
 
 @pytest.mark.unit
@@ -282,21 +250,6 @@ def test_splits_are_folders(name: str) -> None:
             preprocessor=Preprocessor([Categorify(column="x")]),
             splits={name: "a.parquet"},
         )
-
-
-def test_a_failed_run_leaves_no_folder(
-    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    need_duckdb()
-    (log / "part-1.parquet").write_bytes((log / "part-0.parquet").read_bytes()[:3000])
-    assert (
-        main([*SMALL, f"--config.folder={log}", "--out", str(tmp_path / "ready")]) == 1
-    )
-    assert (
-        "part-1.parquet: starts as parquet, but its footer is missing or damaged"
-        in capsys.readouterr().err
-    )
-    assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
 @pytest.mark.parametrize(

@@ -115,15 +115,6 @@ IN_BATCH = (
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [
-        (
-            "ncf",
-            (
-                "loader.batch_size=512",
-                "train.epochs=6",
-                "optimizer.tables_lr=0.01",
-                "optimizer.dense_lr=0.01",
-            ),
-        ),
         pytest.param("two_tower", IN_BATCH, marks=pytest.mark.slow),
         pytest.param(
             "two_tower",
@@ -179,31 +170,6 @@ def test_a_wrong_tower_is_named(overrides: tuple[str, ...], message: str) -> Non
 
     with pytest.raises(ValueError, match=message):
         built()
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    ("recipe", "key"),
-    [
-        *(
-            (recipe, "embedding_dim")
-            for recipe in ("two_tower", "retrieval", "n_tower", "session")
-        ),
-        *(
-            (recipe, key)
-            for recipe in ("ncf", "contextual_ncf")
-            for key in ("gmf_dim", "mlp_dim")
-        ),
-    ],
-)
-def test_a_table_without_columns_is_named(recipe: str, key: str) -> None:
-    for columns in (0, -3):
-        job = job_of(recipe, "data.name=planted", f"model.{key}={columns}")
-        with pytest.raises(
-            ValueError,
-            match=rf"^(table '\w+': embedding_dim|{key})={columns}[,:] must be 1 or more",
-        ):
-            job.build(job.model, job.task(job.data).data)
 
 
 @pytest.mark.unit

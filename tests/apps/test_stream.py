@@ -542,7 +542,7 @@ def test_a_log_without_a_label_or_without_items_is_told_so(
         load_prepared(DataConfig(name=str(tmp_path / "unlabelled")))
     with pytest.raises(
         ValueError,
-        match=r"Prepare\.item: the result has no column 'what_id'; its columns are",
+        match=r"Prepare\.item: no step writes 'what_id'; the steps write ",
     ):
         prepare(log, item="what_id")
     older = broken(folder, tmp_path / "older")

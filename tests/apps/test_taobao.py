@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,7 +60,7 @@ SMALL = {
 
 def write_log(path: Path) -> pa.Table:
     """A csv file without a header, as the publisher's is; returns its rows."""
-    log = planted_log(users=160, items=60, visits=6)
+    log = planted_log(users=160, items=60, clicks=40)
     clicks = pa.table(log.columns).append_column(
         "behavior_type", pa.array(["pv"] * len(log.bought))
     )
@@ -529,17 +528,3 @@ def test_a_task_without_column_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         build_model(job_of("multi_task", "planted", *overrides), Task(planted))
-
-
-def test_a_task_of_the_summary_without_column_is_named(
-    planted: Prepared, tmp_path: Path
-) -> None:
-    shutil.copytree(planted.folder, tmp_path, dirs_exist_ok=True)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    summary["roles"]["tasks"] = ["purchase"]
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
-    with pytest.raises(
-        DataError,
-        match=r"task 'purchase' is no column of its rows, which keep click, conversion",
-    ):
-        load_prepared(DataConfig(name=str(tmp_path)))

@@ -127,10 +127,17 @@ def row_numbers(batch: TowerBatch) -> list[int]:
 
 
 def equal(left: TowerBatch, right: TowerBatch) -> bool:
-    parts = ("dense", "labels", "weights", "total_weight")
-    return all(
-        torch.equal(getattr(left, part), getattr(right, part)) for part in parts
-    ) and (
-        torch.equal(left.sparse.values(), right.sparse.values())
-        and torch.equal(left.sparse.lengths(), right.sparse.lengths())
-    )
+    """Whether two batches, on any device, are the same to the last bit."""
+
+    def parts(batch: TowerBatch) -> list[torch.Tensor]:
+        names = ("dense", "labels", "weights", "total_weight", "log_q")
+        found = [part for name in names if (part := getattr(batch, name)) is not None]
+        sides = [batch] if batch.shared is None else [batch, batch.shared]
+        for side in sides:
+            found += [side.sparse.values(), side.sparse.lengths()]
+        if batch.shared is not None:
+            found += [batch.shared.dense, batch.shared.index]
+        return [part.cpu() for part in found]
+
+    ours, theirs = parts(left), parts(right)
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))

@@ -4,10 +4,7 @@ import numpy as np
 import pytest
 
 from tests.small_sets import checkerboard_data, planted_data
-from torchrec_ext.data.planted import (
-    planted,
-    planted_preferences,
-)
+from torchrec_ext.data.planted import Planted, planted
 from torchrec_ext.data.prepared import Prepared
 
 pytestmark = pytest.mark.unit
@@ -44,7 +41,7 @@ def test_no_ranking_of_planted_data_beats_the_true_preferences_by_more_than_chan
     None
 ):
     data = planted_data(users=4_000)
-    truth = hit_rate(data, planted_preferences(users=4_000), 10)
+    truth = hit_rate(data, Planted(users=4_000, items=800, clusters=12).preferences, 10)
     noise = np.sqrt(truth * (1 - truth) / 4_000)
     assert abs(truth - data.best["HR@10"]) < 4 * noise
     assert hit_rate(data, popularity(data), 10) < data.best["HR@10"] / 3
@@ -81,40 +78,12 @@ def test_the_seed_decides_everything() -> None:
     )
 
 
-def test_generated_data_has_the_columns_of_movielens_within_its_vocabulary() -> None:
-    data = planted_data(users=30, items=60)
-    assert set(data.vocab) == {
-        "user_id",
-        "gender",
-        "occupation",
-        "zip_prefix",
-        "history",
-        "item_id",
-        "release_year",
-        "genres",
-    }
-    assert data.dense == ("age",)
-    for chunk in (data.rows("train"), data.rows("validation"), data.rows("test")):
-        assert {
-            "user_id",
-            "gender",
-            "occupation",
-            "zip_prefix",
-            "history",
-            "item_id",
-            "age",
-        } <= set(chunk)
-    for name, rows in data.vocab.items():
-        values = (data.items if name in data.items else data.rows("train"))[name].values
-        assert 0 <= values.min() <= values.max() < rows
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (
             lambda: planted(users=10, items=20),
-            "planted of users=10, items=20, clusters=12: needs 2 to 18 clusters, at least 50 items",
+            "planted of users=10, items=20: needs at least 50 items",
         ),
         (lambda: planted(clusters=19), "clusters=19"),
     ],

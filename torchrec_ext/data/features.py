@@ -119,12 +119,22 @@ def raw_ids(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Arr
     """Returns a column of ids as int64 or string, its missing values as nulls.
 
     Raises:
-        DataError: an id is beyond int64, or the ids are neither whole numbers nor text.
+        DataError: an id is beyond int64, empty or holds a NUL byte, or the ids are neither whole numbers nor text.
     """
     column = _plain_text(column)
     if pa.types.is_integer(column.type):
         return _integers(path, name, column)
-    if pa.types.is_string(column.type) or pa.types.is_null(column.type):
+    if pa.types.is_null(column.type):
+        return column
+    if pa.types.is_string(column.type):
+        bad = pc.or_(pc.equal(column, ""), pc.match_substring(column, "\0"))
+        if count := pc.sum(bad).as_py():
+            row = bad.index(True).as_py()
+            value = ascii(column[row].as_py())[:40]
+            raise DataError(
+                f"{path}: column '{name}', row {row}: {value}, in {count:,} rows: an id without a name, or with a NUL "
+                "byte; write null if it is missing, or leave these rows out"
+            )
         return column
     refuse_lists(path, name, column)
     raise DataError(

@@ -1,12 +1,15 @@
-"""Generated data whose right answer is known, in memory and as prepared folders.
+"""Planted: generated clicks whose chances are known, so the best possible figures are known too.
 
-planted() can be learned up to a known bound; planted_context() and planted_log_folder() make rows with labels.
+The views of it are planted(), pairs to rank; planted_sequences(), sessions; planted_context(), rows with labels; and
+planted_log_folder(), a log with clicks, conversions and histories.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +19,6 @@ from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Column, Int64, Windows
 from torchrec_ext.data.config import PARTS, PLANTED
-from torchrec_ext.data.features import RawColumns
 from torchrec_ext.data.files.arrow import as_arrow
 from torchrec_ext.data.pairs import PairRows, set_of_pairs
 from torchrec_ext.data.prepare import (
@@ -30,14 +32,184 @@ from torchrec_ext.data.prepare import (
 )
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, History
 from torchrec_ext.data.preprocess.history import GAPS
-from torchrec_ext.data.splits import TEST, Split, leave_one_out
+from torchrec_ext.data.splits import TEST, leave_one_out
 
 _Floats = NDArray[np.float64]
-GENDERS, OCCUPATIONS, ZIP_PREFIXES, YEARS, GENRES = 2, 21, 11, 20, 18
-# Users x items. planted() holds one float64 for each: 800 MB.
+GENRES = 18
+# Users x items. The preferences hold one float64 for each: 800 MB.
 MOST_CELLS = 100_000_000
-# Length of the longest planted sequence.
-LONGEST_SEQUENCE = 20
+# Seconds of 25 November 2017 in Beijing, the first day of Taobao's log.
+_FIRST_DAY = 1_511_539_200
+
+
+class Clicks(NamedTuple):
+    """E clicks, each user's one after the other in the order of time.
+
+    Attributes:
+        users: (E,) ids from 1.
+        items: (E,) ids from 1.
+        times: (E,) seconds since 1970.
+        is_next: (E,) whether the click before it is of the same visit.
+    """
+
+    users: Int64
+    items: Int64
+    times: Int64
+    is_next: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planted:
+    """Users of latent tastes who take items of latent kinds.
+
+    An item's weight falls as 1 / rank**fall within its kind, times ``affinity`` if its kind is the user's taste, or the
+    next one. Within a visit the next click is on the kind after the last one's in a share ``follows`` of cases.
+
+    Args:
+        users: number of users, ids from 1.
+        items: number of items, ids from 1.
+        clusters: number of tastes, and of kinds of items.
+        lengths: least and greatest number of a user's clicks.
+        follows: share of a visit's clicks whose kind the click before tells.
+        visits: chance that a click begins a visit, a day or two after the last.
+        affinity: weights of the user's own kind, and of the next one; that of the others is 1.
+        fall: power by which an item's weight falls within its kind.
+        again: let a user take an item again.
+        seed: seed of the generator.
+
+    Raises:
+        ValueError: the sizes leave nothing to learn.
+    """
+
+    users: int
+    items: int
+    clusters: int
+    lengths: tuple[int, int] = (15, 45)
+    follows: float = 0.0
+    visits: float = 0.0
+    affinity: tuple[float, float] = (60.0, 10.0)
+    fall: float = 0.7
+    again: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        too_long = not self.again and self.items < self.lengths[1] + 5
+        if too_long or self.users < 1 or self.users * self.items > MOST_CELLS:
+            raise ValueError(
+                f"planted of users={self.users}, items={self.items}: needs at least {self.lengths[1] + 5} items, and "
+                f"users x items of at most {MOST_CELLS:,}"
+            )
+        if not 2 <= self.clusters <= self.items:
+            raise ValueError(
+                f"planted of clusters={self.clusters}: must be 2 to {self.items}"
+            )
+
+    @cached_property
+    def tastes(self) -> Int64:
+        """The taste of each user id, (users + 1,); index 0 is not used."""
+        rng = np.random.default_rng([self.seed, self.users, self.clusters])
+        return rng.integers(self.clusters, size=self.users + 1)
+
+    @cached_property
+    def kinds(self) -> Int64:
+        """The kind of each item id, (items + 1,); index 0 is not used."""
+        return np.concatenate([[0], self._ranks % self.clusters])
+
+    @cached_property
+    def _ranks(self) -> Int64:
+        return np.random.default_rng([self.seed, self.items]).permutation(self.items)
+
+    @cached_property
+    def preferences(self) -> _Floats:
+        """The chances of a user's first item, (users + 1, items + 1); row 0 and column 0 are 0."""
+        # Kinds go round, so the quotient is the rank within the kind.
+        weight = (1.0 + np.arange(self.items) // self.clusters) ** -self.fall
+        affinity = np.array([*self.affinity, *np.ones(self.clusters)])
+        distance = (self.kinds[1:] - self.tastes[1:, None]) % self.clusters
+        weights = np.zeros((self.users + 1, self.items + 1))
+        weights[1:, 1:] = affinity[distance] * weight[self._ranks]
+        weights[1:] /= weights[1:].sum(axis=1, keepdims=True)
+        return weights
+
+    def chances(self, weights: _Floats, last: Int64, is_next: Any) -> _Floats:
+        """Returns the chances (B, items + 1) of the next item.
+
+        Args:
+            weights: (B, items + 1) preferences, 0 for items that cannot be taken.
+            last: (B,) the items before.
+            is_next: (B,) whether they are of the same visit.
+        """
+        chances: _Floats = weights / weights.sum(axis=1, keepdims=True)
+        if self.follows:
+            following = (self.kinds[last] + 1) % self.clusters
+            weights = weights * (self.kinds == following[:, None])
+            total = weights.sum(axis=1, keepdims=True)
+            share = self.follows * (is_next[:, None] & (total > 0))
+            chances = (1 - share) * chances + share * weights / np.maximum(
+                total, 1e-300
+            )
+        return chances
+
+    def chances_of(self, clicks: Clicks, rows: Int64) -> _Floats:
+        """Returns the chances (B, items + 1) of the item of each of the clicks ``rows`` (B,)."""
+        users = clicks.users[rows]
+        weights = self.preferences[users]
+        if not self.again:
+            starts = clicks.users.searchsorted(users)
+            taken = Column.from_windows(clicks.items, Windows(starts, rows))
+            weights[taken.owners, taken.values] = 0.0
+        return self.chances(weights, clicks.items[rows - 1], clicks.is_next[rows])
+
+    def best(self, clicks: Clicks, rows: Int64) -> dict[str, float]:
+        """Returns the expected figures of ranking the items of clicks ``rows`` (B,) by their chances."""
+        # One of them is the answer, greatest first.
+        top = -np.sort(-self.chances_of(clicks, rows), axis=1)[:, :10]
+        gain = 1 / np.log2(np.arange(10) + 2)
+        figures = {}
+        for name, gains in (("HR", top), ("NDCG", top * gain)):
+            for k in (1, 5, 10):
+                figures[f"{name}@{k}"] = float(gains[:, :k].sum(axis=1).mean())
+        return figures
+
+    def draw(self, rng: np.random.Generator) -> Clicks:
+        """Draws the clicks of all users: the greatest log chance + Gumbel noise each time."""
+        least, most = self.lengths
+        counts = rng.integers(least, most + 1, size=self.users)
+        weights = self.preferences[1:]
+        is_next = np.ones((self.users, most), bool)
+        if self.follows or self.again:
+            is_next = rng.random((self.users, most)) >= self.visits
+            is_next[:, 0] = False
+            weights = weights.copy()
+            items = np.zeros((self.users, most), np.int64)
+            for step in range(most):
+                chances = self.chances(weights, items[:, step - 1], is_next[:, step])
+                with np.errstate(divide="ignore"):
+                    keys = np.log(chances) + rng.gumbel(size=weights.shape)
+                items[:, step] = keys.argmax(axis=1)
+                if not self.again:
+                    weights[np.arange(self.users), items[:, step]] = 0
+        else:
+            # Without replacement and with chances that stay, one sort draws them all
+            # (Plackett-Luce).
+            keys = np.log(weights[:, 1:])
+            keys += rng.gumbel(size=keys.shape)
+            items = np.argsort(-keys, axis=1)[:, : counts.max()] + 1
+        is_drawn = np.arange(items.shape[1]) < counts[:, None]
+        users = np.arange(1, self.users + 1).repeat(is_drawn.sum(axis=1))
+        is_next = is_next[:, : items.shape[1]][is_drawn]
+        gaps = rng.integers(0, 4, size=len(users))
+        if self.visits:
+            gaps = np.where(is_next, 60 + 60 * gaps, 86_400 + 20_000 * gaps)
+        # From the user's own first click on, at any second of a day.
+        times = np.cumsum(gaps)
+        if self.visits:
+            first = users.searchsorted(np.arange(1, self.users + 1))
+            begin = rng.integers(86_400, size=self.users) - times[first]
+            times += _FIRST_DAY + begin[users - 1]
+        else:
+            times += 1_000_000
+        return Clicks(users, items[is_drawn], times, is_next)
 
 
 def planted(
@@ -48,11 +220,10 @@ def planted(
     history_length: int = 50,
     seed: int = 0,
 ) -> RawSet:
-    """Generates users of latent tastes who take items of latent kinds, in proportion to :func:`planted_preferences`.
+    """Generates pairs: each user takes 15 to 45 different items, drawn by :attr:`Planted.preferences`.
 
-    Each user takes 15 to 45 different items, drawn one after the other in proportion to the preferences among those not
-    yet taken. The signal is in the ids, in ``occupation`` (the taste, right 9 times of 10), ``age`` (noisily),
-    ``genres`` (the kind) and the histories; ``gender``, ``zip_prefix`` and ``release_year`` are noise. Some times tie.
+    The signal is in the ids, in ``occupation`` (the taste, right 9 times of 10), ``age`` (noisily), ``genres`` (the
+    kind) and the histories; ``gender``, ``zip_prefix`` and ``release_year`` are noise. Some times tie.
 
     The answer: no ranking of the items not yet taken is better, in expectation, than that by the preferences
     themselves, whose HR@k and NDCG@k are in ``best``. A model has to learn the preferences from a sample, so it stays
@@ -65,297 +236,84 @@ def planted(
         history_length: greatest length of a history.
         seed: seed of the generator.
     """
-    preferences = planted_preferences(
-        users=users, items=items, clusters=clusters, seed=seed
-    )
+    if clusters > GENRES:
+        raise ValueError(f"planted of clusters={clusters}: must be at most {GENRES}")
+    model = Planted(users=users, items=items, clusters=clusters, seed=seed)
     rng = np.random.default_rng([seed, users, items, clusters, 1])
-    # Drawn anew: the same seed gives the clusters of the preferences.
-    taste, kind = _clusters(users, items, clusters, seed)
-    user, item = _draw(rng, preferences)
-    split = leave_one_out(user, item, _times(rng, user), history_length)
+    clicks = model.draw(rng)
+    split = leave_one_out(clicks.users, clicks.items, clicks.times, history_length)
+    taste = model.tastes[1:]
     is_right = rng.random(users) < 0.9
-    visible_taste = (
-        np.where(is_right, taste[1:], rng.integers(clusters, size=users)) + 1
-    )
-    age = (taste[1:] / clusters - 0.5) * 3 + rng.normal(scale=0.5, size=users)
-    titles = [f"item {i}, kind {kind[i] + 1}" for i in range(1, items + 1)]
-    sides = {
-        "user": _users(rng, occupation=visible_taste, age=age),
-        "item": _items(rng, titles, genre=kind[1:] + 1),
+    visible = np.where(is_right, taste, rng.integers(clusters, size=users)) + 1
+    age = (taste / clusters - 0.5) * 3 + rng.normal(scale=0.5, size=users)
+    side_of_users = {
+        "user_id": np.arange(1, users + 1),
+        "gender": rng.integers(1, 3, users),
+        "occupation": visible,
+        "zip_prefix": rng.integers(1, 12, users),
+        "age": age.astype(np.float32),
     }
-    best = _best(preferences, user[split.rows], item[split.rows], split.part)
-    return _set_of(PLANTED, user, item, split, sides, best)
-
-
-def _set_of(
-    name: str,
-    user: Int64,
-    item: Int64,
-    split: Split,
-    sides: Mapping[str, RawColumns],
-    best: Mapping[str, float],
-) -> RawSet:
-    # A history holds places among the sorted items, of which some may be nobody's.
-    history = split.history
-    places = np.unique(item).searchsorted(history.values)
-    raw = set_of_pairs(
-        name,
-        PairRows(pa.array(user), pa.array(item), None),
-        split._replace(history=Column(places, history.offsets)),
-        sides,
-        numbers=("age",),
-    )
-    return dataclasses.replace(raw, best=best)
-
-
-def planted_preferences(
-    *, users: int = 2_000, items: int = 800, clusters: int = 12, seed: int = 0
-) -> _Floats:
-    """Returns (users + 1, items + 1) the probabilities of a user's first item in :func:`planted`.
-
-    Row 0 and column 0 are 0.
-
-    An item's weight falls as 1 / rank**0.7 within its kind, times 60 if its kind is the user's taste and 10 in the
-    next kind.
-    """
-    if (
-        not 2 <= clusters <= GENRES
-        or items < 50
-        or users < 1
-        or users * items > MOST_CELLS
-    ):
-        raise ValueError(
-            f"planted of users={users}, items={items}, clusters={clusters}: needs 2 to {GENRES} clusters, at least 50 "
-            f"items, and users x items of at most {MOST_CELLS:,}"
-        )
-    taste, kind = _clusters(users, items, clusters, seed)
-    # By taste and kind.
-    affinity = np.ones((clusters, clusters))
-    affinity[np.arange(clusters), (np.arange(clusters) + 1) % clusters] = 10.0
-    np.fill_diagonal(affinity, 60.0)
-    # Kinds go round, so the quotient is the rank within the kind.
-    weight = (1.0 + np.arange(items) // clusters) ** -0.7
-    weights = np.zeros((users + 1, items + 1))
-    match = affinity[np.ix_(taste[1:], kind[1:])]
-    weights[1:, 1:] = match * weight[_ranks(items, seed)]
-    weights[1:] /= weights[1:].sum(axis=1, keepdims=True)
-    return weights
-
-
-def _ranks(items: int, seed: int) -> Int64:
-    return np.random.default_rng([seed, items]).permutation(items)
-
-
-def _clusters(users: int, items: int, clusters: int, seed: int) -> tuple[Int64, Int64]:
-    """Draws the taste of each user id and the kind of each item id; index 0 is not used."""
-    taste = np.random.default_rng([seed, users, clusters]).integers(
-        clusters, size=users + 1
-    )
-    return taste, np.concatenate([[0], _ranks(items, seed) % clusters])
-
-
-def _draw(rng: np.random.Generator, preferences: _Floats) -> tuple[Int64, Int64]:
-    """Draws pairs without replacement, in order: the greatest log p + Gumbel noise first (Plackett-Luce)."""
-    users = preferences.shape[0] - 1
-    counts = rng.integers(15, 46, size=users)
-    keys = np.log(preferences[1:, 1:])
-    keys += rng.gumbel(size=keys.shape)
-    ranked = np.argsort(-keys, axis=1)[:, : counts.max()] + 1
-    is_drawn = np.arange(ranked.shape[1]) < counts[:, None]
-    return np.arange(1, users + 1).repeat(is_drawn.sum(axis=1)), ranked[is_drawn]
-
-
-def _times(rng: np.random.Generator, user: Int64) -> Int64:
-    """Draws seconds in ascending order along a user's rows; a quarter of them equal the one before."""
-    return np.cumsum(rng.integers(0, 4, size=len(user))) + 1_000_000
-
-
-def _best(
-    preferences: _Floats, user: Int64, item: Int64, part: NDArray[np.int8]
-) -> Mapping[str, float]:
-    """Returns the expected figures of ranking test items by the true preferences, other parts' items masked."""
-    is_test = part == TEST
-    users = user[is_test]
-    weights = preferences[users]
-    taken = Column.grouped(item[~is_test], user[~is_test], len(preferences))
-    masked_items = taken.take(users)
-    weights[masked_items.owners, masked_items.values] = 0.0
-    # The chance of each test item that is left, greatest first: one of them is the
-    # answer.
-    top = -np.sort(-weights, axis=1)[:, :10] / weights.sum(axis=1, keepdims=True)
-    gain = 1 / np.log2(np.arange(10) + 2)
-    figures = {}
-    for name, gains in (("HR", top), ("NDCG", top * gain)):
-        for k in (1, 5, 10):
-            figures[f"{name}@{k}"] = float(gains[:, :k].sum(axis=1).mean())
-    return figures
-
-
-def _users(
-    rng: np.random.Generator, *, occupation: Int64, age: _Floats
-) -> dict[str, pa.Array]:
-    users = len(age)
-    return {
-        "user_id": pa.array(np.arange(1, users + 1)),
-        "gender": pa.array(rng.integers(1, GENDERS + 1, users)),
-        "occupation": pa.array(occupation),
-        "zip_prefix": pa.array(rng.integers(1, ZIP_PREFIXES + 1, users)),
-        "age": pa.array(age.astype(np.float32)),
-    }
-
-
-def _items(
-    rng: np.random.Generator, titles: Sequence[str], *, genre: Int64
-) -> dict[str, pa.Array]:
-    """Gives every item its genre, and every other item a second one, drawn at random."""
-    items = len(titles)
+    genre = model.kinds[1:] + 1
     second = rng.integers(1, GENRES + 1, items)
     # Drawn for all items, and left out where it is the item's own genre already.
     has_second = (rng.random(items) < 0.5) & (second != genre)
-    genres = np.stack([genre, second], axis=1)
-    is_genre = np.stack([np.ones(items, dtype=bool), has_second], axis=1)
-    both = Column.from_lengths(genres[is_genre], 1 + has_second.astype(np.int64))
-    return {
+    both = np.stack([np.ones(items, dtype=bool), has_second], axis=1)
+    genres = np.stack([genre, second], axis=1)[both]
+    titles = [f"item {item}, kind {kind}" for item, kind in enumerate(genre, 1)]
+    side_of_items = {
         "item_id": pa.array(np.arange(1, items + 1)),
         "title": pa.array(titles),
-        "release_year": pa.array(rng.integers(1, YEARS + 1, items)),
-        "genres": as_arrow(both),
+        "release_year": pa.array(rng.integers(1, 21, items)),
+        "genres": as_arrow(Column.from_lengths(genres, 1 + has_second)),
     }
+    # A history holds places among the sorted items, of which some may be nobody's.
+    history = split.history
+    places = np.unique(clicks.items).searchsorted(history.values)
+    raw = set_of_pairs(
+        PLANTED,
+        PairRows(pa.array(clicks.users), pa.array(clicks.items), None),
+        split._replace(history=Column(places, history.offsets)),
+        {
+            "user": {name: pa.array(each) for name, each in side_of_users.items()},
+            "item": side_of_items,
+        },
+        numbers=("age",),
+    )
+    return dataclasses.replace(
+        raw, best=model.best(clicks, split.rows[split.part == TEST])
+    )
 
 
-def best_prediction(
-    scores: _Floats, chances: _Floats, labels: _Floats
-) -> dict[str, float]:
-    """Returns the figures of the true ``chances`` of (B,) labels, which no prediction beats: AUC and log loss.
+def planted_sequences(
+    *, users: int = 4_000, items: int = 400, seed: int = 0
+) -> tuple[Column, dict[str, float]]:
+    """Generates sequences of 4 to 20 items: with probability .7 an item's fixed successor follows, else any item.
+
+    No item is taken twice. Returns the sequences, and the best figures on the last items. Popularity knows nothing.
 
     Args:
-        scores: scores in the order of the chances, for the area under the ROC curve; a tie counts half.
-        chances: probability that a label is 1.
-        labels: the labels that were drawn, 0 or 1.
-    """
-    values, index = np.unique(scores, return_inverse=True)
-    positive = np.bincount(index, labels, len(values))
-    negative = np.bincount(index, 1 - labels, len(values))
-    # Negatives below each score, half of those that tie.
-    below = np.cumsum(negative) - negative / 2
-    likelihood = np.where(labels > 0, chances, 1 - chances)
-    return {
-        "auc": float((positive * below).sum() / (positive.sum() * negative.sum())),
-        "log_loss": float(-np.log(likelihood).mean()),
-    }
-
-
-class PlantedLog(NamedTuple):
-    """A generated log of n clicks in the form of Taobao's, in the order of time.
-
-    Attributes:
-        columns: user_id, item_id, category_id and timestamp of each click, (n,) int64.
-        bought: whether the click was followed by a purchase, (n,) bool.
-        odds: odds that a row is the click and not an item drawn uniformly in its place, as a function of the rows'
-            clicks (m,) and their items (m,).
-        buys: chance that a click on each item (m,) is followed by a purchase, as a function of the items.
-    """
-
-    columns: dict[str, Int64]
-    bought: NDArray[np.bool_]
-    odds: Callable[[Int64, Int64], NDArray[np.float64]]
-    buys: Callable[[Int64], NDArray[np.float64]]
-
-
-def planted_log(
-    *,
-    users: int = 300,
-    items: int = 300,
-    visits: int = 10,
-    follows: float = 0.7,
-    favourite: float = 0.6,
-    seed: int = 0,
-) -> PlantedLog:
-    """Generates clicks: the latest click, if less than an hour old, tells the category of the next one.
-
-    A visit is a few clicks, minutes apart; visits are a day or more apart. Within a visit the category is the one after
-    that of the click before, in a share ``follows`` of cases. Else, and for the first click of a visit, it is the
-    user's own in a share ``favourite`` of cases, or any one. Six of ten clicks on an even category are followed by a
-    purchase, others one of ten.
-
-    Args:
-        users: number of users, ids from 1.
-        items: number of items, ids from 1; item i is of category i % 6.
-        visits: number of visits of each user.
-        follows: share of a visit's further clicks whose category the click before tells; with 0 no session tells more
-            than its user.
-        favourite: share of all other clicks that are on the user's own category.
+        users: number of users.
+        items: number of items, at least 25.
         seed: seed of the generator.
     """
-    categories = 6
-    rng = np.random.default_rng([seed, users, items, categories, visits])
-    rows = []
-    for user in range(1, users + 1):
-        # The first day of Taobao's log: 25 November 2017 in Beijing.
-        now = 1_511_539_200 + int(rng.integers(86_400))
-        for _ in range(visits):
-            category = 0
-            for click in range(int(rng.integers(3, 8))):
-                follow = click > 0 and rng.random() < follows
-                other = (
-                    user % categories
-                    if rng.random() < favourite
-                    else int(rng.integers(categories))
-                )
-                category = (category + 1) % categories if follow else other
-                item = category + categories * int(rng.integers(items // categories))
-                # Ids begin at 1: item 0, which is of category 0, becomes the last
-                # multiple of ``categories``.
-                rows.append(
-                    (
-                        now,
-                        user,
-                        item or categories * (items // categories),
-                        category,
-                        click > 0,
-                    )
-                )
-                now += int(rng.integers(60, 300))
-            now += int(rng.integers(86_400, 2 * 86_400))
-    times, owners, item_ids, kinds, in_visit = np.array(sorted(rows), dtype=np.int64).T
-    # The category of the user's previous click, if it is of the same visit; else -1.
-    before = np.full(len(rows), -1)
-    last = dict.fromkeys(range(users + 1), -1)
-    for row, (user, category) in enumerate(
-        zip(owners.tolist(), kinds.tolist(), strict=True)
-    ):
-        before[row] = last[user] if in_visit[row] else -1
-        last[user] = category
-
-    def buys(candidates: Int64) -> NDArray[np.float64]:
-        return np.where(candidates % categories % 2 == 0, 0.6, 0.1)
-
-    def odds(clicks: Int64, candidates: Int64) -> NDArray[np.float64]:
-        following = candidates % categories == (before[clicks] + 1) % categories
-        alone: NDArray[np.float64] = (
-            1
-            - favourite
-            + favourite
-            * categories
-            * (owners[clicks] % categories == candidates % categories)
-        )
-        return np.where(
-            before[clicks] < 0,
-            alone,
-            (1 - follows) * alone + follows * categories * following,
-        )
-
-    columns = {
-        "user_id": owners,
-        "item_id": item_ids,
-        "category_id": kinds,
-        "timestamp": times,
-    }
-    return PlantedLog(columns, rng.random(len(rows)) < buys(item_ids), odds, buys)
+    model = Planted(
+        users=users,
+        items=items,
+        clusters=items,
+        lengths=(4, 20),
+        follows=0.7,
+        affinity=(1.0, 1.0),
+        fall=0.0,
+        seed=seed,
+    )
+    clicks = model.draw(np.random.default_rng([seed, users, items]))
+    lengths = np.bincount(clicks.users)[1:]
+    last = np.cumsum(lengths) - 1
+    return Column.from_lengths(clicks.items, lengths), model.best(clicks, last)
 
 
 def planted_context(*, rows: int = 60_000, seed: int = 0) -> RawSet:
-    """Generates clicks with log-odds from a user's taste and an item's kind, moved by the hour, not by the weekday.
+    """Generates labels with log-odds from a user's preference for an item, moved by the hour, not by the weekday.
 
     The column ``weight``, 1 or 2 by the weekday, is read if ``loader.weight`` names it.
 
@@ -366,36 +324,123 @@ def planted_context(*, rows: int = 60_000, seed: int = 0) -> RawSet:
         rows: number of rows of all parts together, eight tenths for training and one for each other part.
         seed: seed of the generator.
     """
-    users = 300
-    items = 200
-    rng = np.random.default_rng([seed, rows, users, items])
-    sizes = {"user_id": users, "item_id": items, "hour": 24, "weekday": 7}
-    ids = {name: rng.integers(size, size=rows) for name, size in sizes.items()}
-    taste = rng.normal(size=(users, 4))
-    kind = rng.normal(size=(items, 4))
+    model = Planted(users=300, items=200, clusters=6, seed=seed)
+    rng = np.random.default_rng([seed, rows])
+    ids = {
+        "user_id": rng.integers(1, model.users + 1, rows),
+        "item_id": rng.integers(1, model.items + 1, rows),
+        "hour": rng.integers(24, size=rows),
+        "weekday": rng.integers(7, size=rows),
+    }
     # How much more an item is wanted at night than at noon.
-    evening = rng.normal(size=items)
-    logits = (taste[ids["user_id"]] * kind[ids["item_id"]]).sum(1)
-    logits += 2 * evening[ids["item_id"]] * np.cos(2 * np.pi * ids["hour"] / 24) - 1
+    evening = rng.normal(size=model.items + 1)[ids["item_id"]]
+    preference = model.preferences[ids["user_id"], ids["item_id"]]
+    logits = np.log(model.items * preference)
+    logits += 2 * evening * np.cos(2 * np.pi * ids["hour"] / 24)
     chance = 1 / (1 + np.exp(-logits))
     label = (rng.random(rows) < chance).astype(np.float32)
     numbers = {"label": label, "weight": (1 + ids["weekday"] % 2).astype(np.float32)}
-    tenth = rows // 10
-    cuts = [0, rows - 2 * tenth, rows - tenth, rows]
-    splits = {}
-    for part, start, stop in zip(PARTS, cuts[:-1], cuts[1:], strict=True):
-        splits[part] = {
-            name: pa.array(values[start:stop])
-            for name, values in (ids | numbers).items()
-        }
-    test = slice(rows - tenth, rows)
+    splits, test = _in_parts({**ids, **numbers})
     return RawSet(
         name=PLANTED,
-        splits=splits,
+        splits={
+            part: {name: pa.array(values) for name, values in columns.items()}
+            for part, columns in splits.items()
+        },
         roles=Roles(label="label", user="user_id", item="item_id"),
         kept=("label", "weight"),
-        best=best_prediction(logits[test], chance[test], label[test]),
+        best=best_prediction(chance[test], label[test]),
     )
+
+
+def _in_parts(rows: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], slice]:
+    """Cuts rows into eight tenths for training and one for each other part; returns the rows of the test, too."""
+    size = len(next(iter(rows.values())))
+    cuts = [0, int(0.8 * size), int(0.9 * size), size]
+    splits = {}
+    for part, start, stop in zip(PARTS, cuts[:-1], cuts[1:], strict=True):
+        splits[part] = {name: values[start:stop] for name, values in rows.items()}
+    return splits, slice(cuts[2], size)
+
+
+def best_prediction(chances: _Floats, labels: NDArray[Any]) -> dict[str, float]:
+    """Returns the figures of the true ``chances`` of (B,) labels, which no prediction beats: AUC and log loss."""
+    values, index = np.unique(chances, return_inverse=True)
+    positive = np.bincount(index, labels, len(values))
+    negative = np.bincount(index, 1 - labels, len(values))
+    # Negatives below each chance, half of those that tie.
+    below = np.cumsum(negative) - negative / 2
+    likelihood = np.where(labels > 0, chances, 1 - chances)
+    return {
+        "auc": float((positive * below).sum() / (positive.sum() * negative.sum())),
+        "log_loss": float(-np.log(likelihood).mean()),
+    }
+
+
+class PlantedLog(NamedTuple):
+    """A generated log of E clicks in the form of Taobao's, in the order of time.
+
+    Attributes:
+        columns: user_id, item_id, category_id and timestamp of each click, (E,) int64.
+        bought: (E,) whether the click was followed by a purchase: six of ten clicks on an even category, else one.
+        model: the generator.
+        clicks: its clicks, by user.
+        rows: (E,) each click's place among them.
+    """
+
+    columns: dict[str, Int64]
+    bought: NDArray[np.bool_]
+    model: Planted
+    clicks: Clicks
+    rows: Int64
+
+
+def planted_log(
+    *,
+    users: int = 300,
+    items: int = 300,
+    clicks: int = 60,
+    follows: float = 0.7,
+    seed: int = 0,
+) -> PlantedLog:
+    """Generates clicks in visits: the latest click, if less than an hour old, tells the category of the next one.
+
+    Args:
+        users: number of users, ids from 1.
+        items: number of items, ids from 1, in six categories.
+        clicks: greatest number of a user's clicks; the least is half of it.
+        follows: share of a visit's further clicks whose category the click before tells; with 0 no session tells more
+            than its user.
+        seed: seed of the generator.
+    """
+    model = Planted(
+        users=users,
+        items=items,
+        clusters=6,
+        lengths=(clicks // 2, clicks),
+        follows=follows,
+        visits=0.2,
+        affinity=(10.0 if follows else 25.0, 1.0),
+        fall=0.0,
+        again=True,
+        seed=seed,
+    )
+    rng = np.random.default_rng([seed, users, items, clicks])
+    drawn = model.draw(rng)
+    rows = np.lexsort((drawn.users, drawn.times))
+    columns = {
+        "user_id": drawn.users[rows],
+        "item_id": drawn.items[rows],
+        "category_id": model.kinds[drawn.items[rows]],
+        "timestamp": drawn.times[rows],
+    }
+    bought = rng.random(len(rows)) < _buys(columns["category_id"])
+    return PlantedLog(columns, bought, model, drawn, rows)
+
+
+def _buys(categories: Int64) -> _Floats:
+    """Returns the chance that a click on a category is followed by a purchase."""
+    return np.where(categories % 2 == 0, 0.6, 0.1)
 
 
 def planted_log_folder(
@@ -412,41 +457,75 @@ def planted_log_folder(
     Returns:
         The best possible figures of the labels ``click`` and ``conversion`` on the test rows.
     """
-    follows, favourite = (0.7, 0.6) if sessions else (0.0, 0.8)
-    log = planted_log(
-        users=150, items=120, visits=20, follows=follows, favourite=favourite, seed=seed
-    )
+    follows = 0.7 if sessions else 0.0
+    log = planted_log(users=150, items=120, clicks=130, follows=follows, seed=seed)
     length = 10
     columns = log.columns
     size = len(log.bought)
     rng = np.random.default_rng([seed, 1])
     # Two rows for each click: the clicked item, and one that is drawn uniformly.
     clicks = np.arange(size).repeat(2)
-    shown_items = columns["item_id"][clicks]
-    shown_items[1::2] = rng.integers(1, int(shown_items.max()) + 1, size)
+    items = columns["item_id"][clicks]
+    items[1::2] = rng.integers(1, log.model.items + 1, size)
     click = np.tile(np.array([1.0, 0.0]), size)
-    # A drawn item that is the clicked one would have both labels, so its row is
-    # dropped.
-    mask = (click > 0) | (shown_items != columns["item_id"][clicks])
-    clicks = clicks[mask]
-    shown_items = shown_items[mask]
-    click = click[mask]
-    categories = int(columns["category_id"].max()) + 1
-    rows: dict[str, Any] = {
-        "user_id": columns["user_id"][clicks],
-        "timestamp": columns["timestamp"][clicks],
-        "item_id": shown_items,
-        "category_id": shown_items % categories,
-        "click": click,
-        "conversion": click * log.bought[clicks],
-        "weight": 1.0 + shown_items % 2,
+    # A drawn item that is the clicked one would have both labels.
+    mask = (click > 0) | (items != columns["item_id"][clicks])
+    clicks, items, click = clicks[mask], items[mask], click[mask]
+    categories = log.model.kinds[items]
+    splits, test = _in_parts(
+        {
+            "user_id": columns["user_id"][clicks],
+            "timestamp": columns["timestamp"][clicks],
+            "item_id": items,
+            "category_id": categories,
+            "click": click,
+            "conversion": click * log.bought[clicks],
+            "weight": 1.0 + items % 2,
+            **_past(columns, clicks, length),
+        }
+    )
+    fitted = _fitted_steps(splits["train"], length)
+    # A request lists its candidates separately, so its rows have no item.
+    requests = {
+        name: splits["train"][name][-1_000:]
+        for name in fitted.request_columns
+        if name not in ("item_id", "category_id")
     }
-    rows |= _past(columns, clicks, length)
-    # By time, since the log is in its order.
-    cuts = [0, int(0.8 * len(clicks)), int(0.9 * len(clicks)), len(clicks)]
-    splits = {}
-    for split, start, stop in zip(PARTS, cuts[:-1], cuts[1:], strict=True):
-        splits[split] = {name: values[start:stop] for name, values in rows.items()}
+    trained = np.unique(splits["train"]["item_id"])
+    users, last = np.unique(columns["user_id"][::-1], return_index=True)
+    latest = _past(columns, size - 1 - last, length, itself=1)
+    is_trained = np.isin(users, splits["train"]["user_id"])
+    raw_tables = {
+        RAW_REQUESTS: pa.table(requests),
+        RAW_ITEMS: pa.table(
+            {"item_id": trained, "category_id": log.model.kinds[trained]}
+        ),
+        RAW_USERS: pa.table({"user_id": users, **latest}).filter(pa.array(is_trained)),
+    }
+    roles = Roles(
+        label="click",
+        tasks=("conversion",),
+        user="user_id",
+        item="item_id",
+        user_features=["history", "history_category_id", "history_gap"],
+        item_features=["category_id"],
+    )
+    write_rows(folder, fitted, splits, raw_tables, roles, recipe=PLANTED)
+    chances = log.model.chances_of(log.clicks, log.rows[clicks[test]])
+    # Against an item that is drawn uniformly.
+    odds = chances[np.arange(len(chances)), items[test]] * log.model.items
+    clicked = odds / (1 + odds)
+    # Those of the click stand under their plain names, too, since the click is the
+    # label.
+    best = best_prediction(clicked, click[test])
+    converted = clicked * _buys(categories[test])
+    for name, chance in (("click", clicked), ("conversion", converted)):
+        figures = best_prediction(chance, splits["test"][name])
+        best |= {f"{name}_{figure}": value for figure, value in figures.items()}
+    return best
+
+
+def _fitted_steps(train: Mapping[str, Any], length: int) -> FittedPreprocessor:
     steps = (
         History(
             user="user_id",
@@ -461,58 +540,14 @@ def planted_log_folder(
         Categorify(column="user_id"),
     )
     vocabularies = [
-        vocabulary_with_counts(pa.array(splits["train"][step.writes[0]]))
-        for step in steps[1:]
+        vocabulary_with_counts(pa.array(train[step.writes[0]])) for step in steps[1:]
     ]
-    labels = ("click", "conversion")
-    numbers = (*labels, "weight")
-    raw = dict.fromkeys(columns, "int64") | dict.fromkeys(numbers, "float32")
-    fitted = FittedPreprocessor(
-        steps=steps, keep=numbers, raw=raw, states=({}, *vocabularies)
+    ids = ("user_id", "timestamp", "item_id", "category_id")
+    keep = ("click", "conversion", "weight")
+    raw = dict.fromkeys(ids, "int64") | dict.fromkeys(keep, "float32")
+    return FittedPreprocessor(
+        steps=steps, keep=keep, raw=raw, states=({}, *vocabularies)
     )
-    names = fitted.request_columns
-    # A request lists its candidates separately, so its rows have no item.
-    requests = {
-        name: splits["train"][name][-1_000:]
-        for name in names
-        if name not in ("item_id", "category_id")
-    }
-    training_items = np.unique(splits["train"]["item_id"])
-    roles = Roles(
-        label=labels[0],
-        tasks=labels[1:],
-        user="user_id",
-        item="item_id",
-        user_features=["history", "history_category_id", "history_gap"],
-        item_features=["category_id"],
-    )
-    users, last = np.unique(columns["user_id"][::-1], return_index=True)
-    latest = _past(columns, size - 1 - last, length, itself=1)
-    is_training_user = np.isin(users, splits["train"]["user_id"])
-    raw_tables = {
-        RAW_REQUESTS: pa.table(requests),
-        RAW_ITEMS: pa.table(
-            {"item_id": training_items, "category_id": training_items % categories}
-        ),
-        RAW_USERS: pa.table({"user_id": users, **latest}).filter(
-            pa.array(is_training_user)
-        ),
-    }
-    write_rows(folder, fitted, splits, raw_tables, roles, recipe=PLANTED)
-    test = slice(cuts[2], cuts[3])
-    odds = log.odds(clicks[test], shown_items[test])
-    click_chance = odds / (1 + odds)
-    chances = {
-        "click": click_chance,
-        "conversion": click_chance * log.buys(shown_items[test]),
-    }
-    # Those of the click stand under their plain names, too, since the click is the
-    # label.
-    best = best_prediction(click_chance, click_chance, click[test])
-    for name, chance in chances.items():
-        for figure, value in best_prediction(chance, chance, rows[name][test]).items():
-            best[f"{name}_{figure}"] = value
-    return best
 
 
 def _past(
@@ -532,76 +567,7 @@ def _past(
         order, Windows(np.maximum(first, place - length - 2), place + itself)
     )
     sources = {"items": "item_id", "times": "timestamp", "category_id": "category_id"}
-    histories = {}
-    for name, column in sources.items():
-        histories[f"history_{name}"] = as_arrow(
-            Column(columns[column][past.values], past.offsets)
-        )
-    return histories
-
-
-def planted_sequences(
-    *, users: int = 4_000, items: int = 400, seed: int = 0
-) -> tuple[Column, dict[str, float]]:
-    """Generates sequences: with probability .7 an item's fixed successor follows, else any item.
-
-    No item is taken twice. Returns the sequences, and the figures of the best rule on the last items.
-
-    The rule ranks the successor of the last item first, if it has not been taken, and the others in any order.
-    Popularity knows nothing.
-
-    Args:
-        users: number of users.
-        items: number of items, at least 30.
-        seed: seed of the generator.
-    """
-    if users < 1 or items < LONGEST_SEQUENCE + 10:
-        raise ValueError(
-            f"planted sequences of users={users}, items={items}: needs at least 1 user and "
-            f"{LONGEST_SEQUENCE + 10} items"
-        )
-    rng = np.random.default_rng([seed, users, items])
-    rows = np.arange(users)
-    successor = rng.permutation(items)
-    lengths = rng.integers(4, LONGEST_SEQUENCE + 1, users)
-    steps = np.zeros((users, LONGEST_SEQUENCE), dtype=np.int64)
-    available = np.ones((users, items), dtype=bool)
-    for step in range(LONGEST_SEQUENCE):
-        # At step 0 this reads the last column, which is still 0; ``follows`` is False
-        # there.
-        following = successor[steps[:, step - 1]]
-        follows = (rng.random(users) < 0.7) & available[rows, following] & (step > 0)
-        # The greatest of uniform numbers is a uniform choice among the available items.
-        others = (rng.random((users, items)) * available).argmax(axis=1)
-        steps[:, step] = np.where(follows, following, others)
-        available[rows, steps[:, step]] = False
-    inside = np.arange(LONGEST_SEQUENCE) < lengths[:, None]
-    sequences = Column.from_lengths(steps[inside].astype(np.int64) + 1, lengths)
-    return sequences, _best_of_rule(steps, lengths, successor)
-
-
-def _best_of_rule(steps: Int64, lengths: Int64, successor: Int64) -> dict[str, float]:
-    """Returns the expected figures of the rule on the last items; earlier items are left out of the ranking."""
-    rows = np.arange(len(steps))
-    last = lengths - 1
-    targets = steps[rows, last]
-    guesses = successor[steps[rows, last - 1]]
-    available = np.ones((len(steps), len(successor)), dtype=bool)
-    before = np.arange(steps.shape[1]) < last[:, None]
-    available[np.nonzero(before)[0], steps[before]] = False
-    # Number of places that the guess takes: none if the user has taken the successor
-    # already.
-    first = available[rows, guesses].astype(np.int64)
-    # Of each figure the sum of its gains at the first n places, for n from 0 to 10.
-    gains = {
-        "HR@1": np.arange(11.0).clip(max=1),
-        "HR@10": np.arange(11.0),
-        "NDCG@10": np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(2, 12)))]),
+    return {
+        f"history_{name}": as_arrow(Column(columns[column][past.values], past.offsets))
+        for name, column in sources.items()
     }
-    figures = {}
-    for name, upto in gains.items():
-        # All other items come in any order: each of them has the same share of the
-        # gains that are left.
-        by_chance = (upto[-1] - upto[first]) / (available.sum(axis=1) - first)
-        figures[name] = float(np.where(targets == guesses, upto[1], by_chance).mean())
-    return figures

@@ -335,6 +335,9 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
     splits = dict(zip(files, same_types(read), strict=True))
     described: dict[str, list[str]] = {}
     left_out: dict[str, str] = {}
+    for file, columns in read.items():
+        for name in columns.keys() - splits["train"].keys():
+            left_out[name] = f"{file.name} has it, and train.parquet has not"
     sides, of_sides = _sides(folder)
     separators: dict[str, str] = {}
     for owner, key in KEYS.items():
@@ -425,12 +428,16 @@ def _labelled_columns(path: Path) -> dict[str, pa.Array]:
 def _labels(path: Path, column: pa.Array) -> pa.Array:
     # Of text or times, the first label is wrong already.
     row = 0
+    count = len(column)
     if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
         column = column.cast(pa.float64(), safe=False)
-        row = pc.invert(pc.is_in(column, pa.array([0.0, 1.0]))).index(True).as_py()
+        is_wrong = pc.invert(pc.is_in(column, pa.array([0.0, 1.0])))
+        row = is_wrong.index(True).as_py()
+        count = pc.sum(is_wrong).as_py()
     if row >= 0:
         raise DataError(
-            f"{path}: column 'label', row {row}: {column[row].as_py()}; must be 0 or 1"
+            f"{path}: column 'label', row {row}: {column[row].as_py()}; must be 0 or 1 ({count:,} rows are not); write "
+            "ratings so, such as rating >= 4"
         )
     return column.cast(pa.float32())
 

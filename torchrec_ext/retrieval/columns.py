@@ -14,7 +14,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from torchrec_ext.data.preprocess.categorical import Vocabulary
-from torchrec_ext.data.preprocess.columns import missing_column, read_cells
+from torchrec_ext.data.preprocess.columns import (
+    column_of,
+    flat,
+    missing_column,
+    read_array,
+    valid_of,
+)
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.schema.validation import DataError, listed
 
@@ -199,15 +205,17 @@ class Columns:
                 columns[name] = Values(column.values, lengths)
             return columns
         for name, kind in self.raw.items():
-            cells = read_cells(name, rows[name], kind)
-            # count_nonzero() takes a tenth of all()'s time.
-            if np.count_nonzero(cells.valid) < len(cells.valid):
-                index = int((~cells.valid).argmax())
-                row = _row_of(index, cells.lengths)
+            array = read_array(name, rows[name], kind)
+            if flat(array).null_count:
+                index = int((~valid_of(flat(array))).argmax())
                 raise DataError(
-                    f"column '{name}', row {row}: there is no value; send one, or leave the row out"
+                    f"column '{name}', row {column_of(array).row_of(index)}: there is no value; send one, or leave the "
+                    "row out"
                 )
-            columns[name] = Values(cells.values, cells.lengths)
+            column = column_of(array)
+            columns[name] = Values(
+                column.values, column.lengths if column.ragged else None
+            )
         return columns
 
     def _of_raw(self, rows: Mapping[str, Any], error: DataError) -> DataError:

@@ -25,7 +25,13 @@ from torchrec_ext.data.prepare import (
     Counts,
     Roles,
 )
-from torchrec_ext.data.preprocess import FittedPreprocessor, History, Vocabulary
+from torchrec_ext.data.preprocess import (
+    FittedPreprocessor,
+    History,
+    Step,
+    Vocabulary,
+)
+from torchrec_ext.data.preprocess.columns import CellError, short_text
 from torchrec_ext.data.preprocess.fitted import requests_sql
 from torchrec_ext.data.preprocess.folders import keep_sources, whole_folder
 from torchrec_ext.data.preprocess.rows import (
@@ -67,6 +73,73 @@ def summarize(prepared: Prepare, con: Connection) -> dict[str, float]:
     return {row["column_name"]: float(row["null_percentage"]) / 100 for row in rows}
 
 
+def check_rows(prepared: Prepare, con: Connection) -> None:
+    """Reads the rows of each split once for values that would train silently, and counts doubtful texts.
+
+    Raises:
+        DataError: a label is not from 0 to 1, an id of the users or items is empty or holds a NUL byte, or a text of a
+            relation holds a line break.
+    """
+    labels = [name for name in (prepared.label, *prepared.tasks) if name]
+    for split, source in prepared.splits.items():
+        columns = [*prepared.preprocessor.raw_columns, *labels]
+        opened = open_source(source, list(dict.fromkeys(columns)), con)
+        texts = [name for name, kind in opened.raw.items() if kind == "string"]
+        ids = _raw_ids(prepared, opened)
+        for name in labels:
+            bad = f"CAST({quoted(name)} AS DOUBLE) NOT BETWEEN 0 AND 1"
+            remedy = f"a label is from 0 to 1, such as CAST(rating >= 4 AS FLOAT) AS {quoted(name)}"
+            _refuse(opened, name, bad, remedy, con)
+        for name in texts:
+            column = quoted(name)
+            bad = f"{column} = '' OR contains({column}, chr(0))"
+            if name in ids:
+                remedy = f"an id without a name, or with a NUL byte; write NULL if it is missing: nullif({name}, '')"
+                _refuse(opened, name, bad, remedy, con)
+            elif count := _places(opened, name, bad, con)[0]:
+                print(
+                    f"note: {split}: column '{name}': {count:,} values are empty or hold a NUL byte, and are values "
+                    "like others; NULL is unknown",
+                    flush=True,
+                )
+            # Parquet has no quotes.
+            if opened.files is None:
+                remedy = "a line break, as of a quote without its end; read a CSV by read_csv of data.preprocess"
+                _refuse(opened, name, f"contains({column}, chr(10))", remedy, con)
+
+
+def _raw_ids(prepared: Prepare, rows: Opened) -> set[str]:
+    """Returns the raw columns of the users' and the items' ids."""
+    steps: list[tuple[Step, Any]] = [(step, {}) for step in prepared.preprocessor.steps]
+    unfitted = FittedPreprocessor.of(steps, rows.raw)
+    ids: set[str] = set()
+    for name in filter(None, (prepared.user, prepared.item)):
+        ids.update(unfitted.only([name]).request_columns)
+    return ids
+
+
+def _places(
+    rows: Opened, name: str, condition: str, con: Connection
+) -> tuple[int, int, str]:
+    """Returns the number of rows of a condition, and the first one's number and value."""
+    sql = (
+        f"SELECT count(*) AS count, min({ROW}) AS first, arg_min(CAST({quoted(name)} AS VARCHAR), {ROW}) AS value "
+        f"FROM (SELECT {quoted(name)}, row_number() OVER () - 1 AS {ROW} FROM {rows.view}) WHERE {condition}"
+    )
+    (found,) = table(con, sql).to_pylist()
+    return found["count"], found["first"], found["value"]
+
+
+def _refuse(
+    rows: Opened, name: str, condition: str, remedy: str, con: Connection
+) -> None:
+    count, first, value = _places(rows, name, condition, con)
+    if count:
+        where, row = rows.place(first)
+        rule = f"{short_text(value)[:40]}, in {count:,} rows: {remedy}"
+        raise CellError(name, row, rule, where)
+
+
 def run_preprocess(job: PreprocessJob) -> Path:
     """Writes ``out/<split>/*.parquet``, ``out/raw``, ``out/preprocessor/`` and ``out/summary.json``.
 
@@ -95,6 +168,7 @@ def run_preprocess(job: PreprocessJob) -> Path:
         prepared = job.build(job.config, con)
         files = _source_files(out, prepared)
         missing = summarize(prepared, con)
+        check_rows(prepared, con)
         fitted = _fit(prepared, con)
         fitted.save(staging / "preprocessor")
         counts = {

@@ -275,6 +275,8 @@ def worse_than(
         'this model is worse than the same for all by log_loss (0.3210 against 0.0420); tr'
         >>> worse_than("the same for all", {"auc": float("nan")}, {"auc": 0.5})
         ''
+        >>> "nan" in worse_than("", {"log_loss": 0.3, "calibration": float("nan")}, {"log_loss": 0.2})
+        False
         >>> worse_than("popularity", {"hr@10": 0.2, "buy_log_loss": 0.1}, {"hr@10": 0.1, "buy_log_loss": 0.2})
         ''
     """
@@ -294,7 +296,8 @@ def worse_than(
         return ""
     reasons = _against(worse, figures, baseline)
     calibration = figures.get("calibration", 1.0)
-    if not 0.8 < calibration < 1.25:
+    # Without a positive it is not a number.
+    if calibration < 0.8 or calibration > 1.25:
         reasons += f"; it predicts {calibration:.3g} times the positives that there are"
     remedy = "train longer (train.epochs), or with other rates (optimizer.tables_lr, optimizer.dense_lr)"
     rising = next((key for key in worse if key in falling), None)

@@ -79,7 +79,7 @@ class Prepare:
         for name in (value,) if isinstance(value, str) else value:
             if name not in columns:
                 raise ValueError(
-                    f"Prepare.{role}: the result has no column {name!r}; its columns are {listed(columns)}"
+                    f"Prepare.{role}: no step writes {name!r}; the steps write {listed(columns)}"
                 )
 
     @property
@@ -160,7 +160,7 @@ def build_ml_100k(config: MovieLensConfig, con: Connection) -> Prepare:
     from torchrec_ext.data.preprocess.rows import query_of
 
     path = Path(config.folder) if config.folder else data_folder("ml-100k", None)
-    ratings, users, items = _movielens(path or Path("ml-100k"))
+    ratings, users, items = _movielens(path or Path("ml-100k"), con)
     con.execute(
         "CREATE TABLE ratings_of_users AS SELECT r.* EXCLUDE (place), u.* EXCLUDE (user_id), i.* EXCLUDE (item_id), "
         'i.movie_title AS title, i."class" AS genres, CAST(r.rating >= 4 AS FLOAT) AS label '
@@ -219,19 +219,18 @@ _GENRES = (
 )
 
 
-def _movielens(folder: Path) -> tuple[str, str, str]:
+def _movielens(folder: Path, con: Connection) -> tuple[str, str, str]:
     """Returns ratings, users and items in SQL: the publisher's unpacked files, or the same as parquet.
 
     Raises:
         DataError: the folder has neither.
     """
-
-    def name_of(file: str) -> str:
-        return "'" + str(folder / file).replace("'", "''") + "'"
+    from torchrec_ext.data.preprocess import read_csv
+    from torchrec_ext.data.preprocess.rows import view_of
 
     if (folder / "inter.parquet").exists():
         ratings, users, items = (
-            f"read_parquet({name_of(f'{name}.parquet')})"
+            view_of(folder / f"{name}.parquet", con)
             for name in ("inter", "users", "items")
         )
         return ratings, users, items
@@ -241,13 +240,18 @@ def _movielens(folder: Path) -> tuple[str, str, str]:
             "folder: --config.folder ml-100k"
         )
 
-    def csv(file: str, separator: str, numbers: str, texts: str, more: str = "") -> str:
+    def csv(file: str, delimiter: str, numbers: str, texts: str, more: str = "") -> str:
         types = dict.fromkeys(numbers.split(), "BIGINT")
         types |= dict.fromkeys(texts.split(), "VARCHAR")
         types |= dict.fromkeys(more.split(), "BIGINT")
-        return (
-            f"read_csv({name_of(file)}, delim='{separator}', header=false, quote='', encoding='latin-1', "
-            f"columns={types})"
+        return read_csv(
+            con,
+            folder / file,
+            types,
+            names=list(types),
+            delimiter=delimiter,
+            quote="",
+            encoding="latin-1",
         )
 
     genres = _GENRES.split()
@@ -347,7 +351,8 @@ def build_clicks(config: ClicksConfig, con: Connection) -> Prepare:
 
 
 BEHAVIOURS = ("pv", "buy", "cart", "fav")
-_TAOBAO = ("user_id", "item_id", "category_id", "behavior_type", "timestamp")
+_IDS = ("user_id", "item_id", "category_id")
+_TAOBAO = (*_IDS, "behavior_type", "timestamp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -518,7 +523,7 @@ def _taobao_log(config: TaobaoConfig, con: Connection) -> str:
         )
     path = Path(config.path)
     is_csv = path.suffix in (".csv", ".txt")
-    log = _taobao_csv(path) if is_csv else view_of(config.path, con)
+    log = _taobao_csv(path, con) if is_csv else view_of(config.path, con)
     con.execute(f"CREATE TABLE log AS SELECT * FROM {log}")
     names = con.sql("SELECT * FROM log").columns
     for name in _TAOBAO:
@@ -545,27 +550,29 @@ def _taobao_log(config: TaobaoConfig, con: Connection) -> str:
     return "log"
 
 
-def _taobao_csv(path: Path) -> str:
-    """Returns a csv file in SQL; the timestamp is a number, and DuckDB finds the other types."""
+def _taobao_csv(path: Path, con: Connection) -> str:
+    """Returns a csv file in SQL; the ids are numbers if all of them are."""
+    from torchrec_ext.data.preprocess import read_csv
+
     if not path.is_file():
         raise DataError(
             f"{path}: there is no such file; give the log: --config.path FILE"
         )
     with path.open(errors="replace") as file:
         first = file.readline().strip().split(",")
-    header = "user_id" in first
-    if not header and len(first) != len(_TAOBAO):
+    has_header = "user_id" in first
+    if not has_header and len(first) != len(_TAOBAO):
         raise DataError(
             f"{path}: its first row {','.join(first)[:80]!r} has {len(first)} values, must be {len(_TAOBAO)}: "
             f"{', '.join(_TAOBAO)}; give commas between them, and a header where the order is another"
         )
-    names = "" if header else f", names={list(_TAOBAO)}"
-    text = str(path).replace("'", "''")
-    # A file with a header alone lacks the column's name at times.
-    types = (
-        ", types={'timestamp': 'BIGINT'}" if "timestamp" in first or not header else ""
-    )
-    return f"read_csv('{text}', delim=',', header={header}{names}{types})"
+    types = dict.fromkeys(_TAOBAO, "VARCHAR") | {"timestamp": "BIGINT"}
+    log = read_csv(con, path, types, names=None if has_header else _TAOBAO)
+    for name in _IDS:
+        texts = f"{log} WHERE {name} IS NOT NULL AND TRY_CAST({name} AS BIGINT) IS NULL"
+        if not _count(con, texts):
+            con.execute(f"ALTER TABLE {log} ALTER {name} TYPE BIGINT")
+    return log
 
 
 # By the name that `--recipe` of rec.data.preprocess takes.

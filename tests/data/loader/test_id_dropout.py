@@ -171,26 +171,6 @@ def test_the_choice_is_the_same_on_any_number_of_ranks_and_at_any_batch_size(
 
 
 @pytest.mark.unit
-def test_a_resumed_epoch_drops_what_the_uninterrupted_one_dropped() -> None:
-    data = small()
-    schema = model(data).schema()
-    whole, first, resumed = (
-        IdDropout(loader(data, schema), schema, RATES) for _ in range(3)
-    )
-    expected = epoch(whole, ("item_id", "user_id"), 2)
-    first.set_epoch(2)
-    batches = iter(first)
-    for _ in range(3):
-        next(batches)
-    resumed.load_state_dict(first.state_dict())
-    rest = [
-        {name: bags(batch, name) for name in ("item_id", "user_id")}
-        for batch in resumed
-    ]
-    assert rest == expected[3:]
-
-
-@pytest.mark.unit
 def test_epochs_seeds_and_features_differ() -> None:
     data = small()
     schema = model(data, shared=False).schema()

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from tests.data.stream_sets import equal
 from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
@@ -58,6 +58,11 @@ ITEM_TABLE = Chunk(
 )
 
 
+SCHEMA = schema_of(
+    {"user_id": 2_000, "history": ITEMS + 1, "item_id": ITEMS + 1, "kind": 3}, ("row",)
+)
+
+
 def loader_of(
     size: int, rank: int = 0, world_size: int = 1, **options: Any
 ) -> ChunkLoader:
@@ -65,14 +70,10 @@ def loader_of(
     negatives = UniformNegatives(
         ITEMS, chunk["user_id"].values, chunk["item_id"].values, options.get("seed", 0)
     )
-    schema = schema_of(
-        {"user_id": size, "history": ITEMS + 1, "item_id": ITEMS + 1, "kind": 3},
-        ("row",),
-    )
     config = LoaderConfig(**{"prefetch": 0, "batch_size": 8, "negatives": 2} | options)
     return ChunkLoader(
         chunk,
-        schema,
+        SCHEMA,
         config=config,
         items=ITEM_TABLE,
         negatives=negatives,
@@ -93,16 +94,6 @@ def samples(batch: TowerBatch) -> list[tuple[int, int, int, float]]:
             batch.weights[real].tolist(),
             strict=True,
         )
-    )
-
-
-def equal(left: TowerBatch, right: TowerBatch) -> bool:
-    parts = ("dense", "labels", "weights", "total_weight", "log_q")
-    return all(
-        torch.equal(getattr(left, part), getattr(right, part)) for part in parts
-    ) and (
-        torch.equal(left.sparse.values(), right.sparse.values())
-        and torch.equal(left.sparse.lengths(), right.sparse.lengths())
     )
 
 
@@ -270,67 +261,11 @@ def test_a_pass_that_repeats_the_order_of_the_one_before_is_told() -> None:
             assert len(list(in_file_order)) == len(in_file_order)
 
 
-def test_the_order_depends_on_seed_and_epoch_only() -> None:
-    def order(epoch: int = 0, **options: Any) -> list[float]:
-        loader = loader_of(50, **options)
-        loader.set_epoch(epoch)
-        return [
-            value
-            for batch in loader
-            for value in batch.dense[batch.labels == 1, 0].tolist()
-        ]
-
-    assert order() == order()
-    assert order() != order(epoch=1)
-    assert order() != order(seed=1)
-    assert sorted(order(epoch=1)) == order(shuffle=False) == list(range(50))
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    stop=st.integers(0, 12),
-    prefetch=st.integers(0, 3),
-    before=st.integers(1, 4),
-    after=st.integers(1, 4),
-)
-def test_a_resumed_stream_equals_the_uninterrupted_one_on_any_number_of_ranks(
-    stop: int, prefetch: int, before: int, after: int
-) -> None:
-    uninterrupted = loader_of(91, after - 1, after)
-    uninterrupted.set_epoch(2)
-    expected = list(uninterrupted)[stop:]
-    first = loader_of(91, before - 1, before, prefetch=prefetch)
-    first.set_epoch(2)
-    iterator = iter(first)
-    for _ in range(stop):
-        next(iterator)
-    state = first.state_dict()
-    iterator.close()  # type: ignore[attr-defined]
-    assert (state["epoch"], state["step"]) == (2, stop)
-    second = loader_of(91, after - 1, after, prefetch=prefetch)
-    second.load_state_dict(state)
-    resumed = list(second)
-    assert len(resumed) == len(expected)
-    assert all(
-        equal(left, right) for left, right in zip(resumed, expected, strict=True)
-    )
-    assert len(list(second)) == len(second), "the next iteration is a whole epoch again"
-
-
 def test_a_state_can_say_how_far_a_pipeline_that_fetches_ahead_has_come() -> None:
     loader = loader_of(91)
     for _, _ in zip(range(5), loader, strict=False):
         pass
     assert loader.state_dict(step=3)["step"] == 3
-
-
-def test_a_state_of_another_stream_is_refused() -> None:
-    state = loader_of(91).state_dict()
-    with pytest.raises(
-        ValueError,
-        match=r"cannot resume .*: batch_size was 8 and is 4, seed was 0 and is 1; restore",
-    ):
-        loader_of(91, batch_size=4, seed=1).load_state_dict(state)
 
 
 def test_weights_and_labels_come_from_the_columns_that_are_named() -> None:
@@ -355,16 +290,6 @@ def test_drop_last_leaves_out_the_step_that_is_not_full() -> None:
         match=r"7 rows with loader\.batch_size=8 and loader\.drop_last=True make no step",
     ):
         loader_of(7, drop_last=True)
-
-
-@pytest.mark.parametrize("options", [{}, {"device": "cpu"}])
-def test_a_batch_is_no_larger_than_the_epoch(options: dict[str, Any]) -> None:
-    few, many = (
-        list(loader_of(10, rank=1, world_size=2, batch_size=size, **options))
-        for size in (10, 1_000_000)
-    )
-    assert len(many) == 1
-    assert equal(few[0], many[0])
 
 
 def test_an_id_out_of_range_names_its_row_in_the_set() -> None:
@@ -431,21 +356,3 @@ def test_an_id_out_of_range_names_its_row_in_the_set() -> None:
 def test_a_wrong_setting_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LoaderConfig(**options)
-
-
-def test_wrong_arguments_are_named() -> None:
-    chunk, schema = rows_of(4), schema_of({"user_id": 9})
-    with pytest.raises(
-        ValueError, match=r"rank=2 of world_size=2: rank must be 0 to 1"
-    ):
-        ChunkLoader(
-            chunk, schema, config=LoaderConfig(negatives=0), rank=2, world_size=2
-        )
-    with pytest.raises(
-        ValueError, match=r"loader\.negatives=4, .* negatives=NoneType: pass a sampler"
-    ):
-        ChunkLoader(chunk, schema, config=LoaderConfig())
-    with pytest.raises(
-        DataError, match=r"column 'stars' is missing; the rows have history, item_id"
-    ):
-        ChunkLoader(chunk, schema, config=LoaderConfig(negatives=0, label="stars"))

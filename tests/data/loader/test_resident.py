@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.data.loader.test_loader import ITEMS, rows_of, schema_of
-from torchrec_ext.batch import DrawnStep, TowerBatch
+from tests.data.stream_sets import equal
+from torchrec_ext.batch import DrawnStep
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives.samplers import PopularityNegatives, UniformNegatives
@@ -88,20 +89,6 @@ def loader_of(
     )
 
 
-def parts(batch: TowerBatch) -> list[torch.Tensor]:
-    names = ("dense", "labels", "weights", "total_weight", "log_q")
-    found = [part for name in names if (part := getattr(batch, name)) is not None]
-    found += [batch.sparse.values(), batch.sparse.lengths()]
-    if batch.shared:
-        found += [
-            batch.shared.sparse.values(),
-            batch.shared.sparse.lengths(),
-            batch.shared.dense,
-            batch.shared.index,
-        ]
-    return [part.cpu() for part in found]
-
-
 @pytest.mark.parametrize(
     "shared", [(), ("user_id", "history", "row")], ids=["alone", "shared"]
 )
@@ -124,30 +111,7 @@ def test_a_device_gives_the_batches_of_the_host_on_any_number_of_ranks(
         for left, right in zip(host, there, strict=True):
             assert right.labels.device.type == device.type
             assert left.sparse.keys() == right.sparse.keys()
-            assert all(
-                torch.equal(one, other)
-                for one, other in zip(parts(left), parts(right), strict=True)
-            )
-
-
-def test_a_resumed_stream_on_a_device_equals_the_uninterrupted_one(
-    device: torch.device,
-) -> None:
-    chunk = rows_of(SIZE)
-    whole = loader_of(chunk, device=device, rank=1, world_size=2)
-    whole.set_epoch(1)
-    expected = list(whole)[3:]
-    first = loader_of(chunk, device=device)
-    first.set_epoch(1)
-    for _, _ in zip(range(3), first, strict=False):
-        pass
-    second = loader_of(chunk, device=device, rank=1, world_size=2)
-    second.load_state_dict(first.state_dict(step=3))
-    for left, right in zip(second, expected, strict=True):
-        assert all(
-            torch.equal(one, other)
-            for one, other in zip(parts(left), parts(right), strict=True)
-        )
+            assert equal(left, right)
 
 
 def test_no_step_waits_for_the_device() -> None:
@@ -259,7 +223,7 @@ def test_steps_that_are_drawn_ahead_make_the_same_batches(
         device=device,
     )
     loader.set_epoch(1)
-    right = [parts(batch) for batch in loader]
+    right = list(loader)
     for inside in (False, True):
         steps = list(loader.steps(inside=inside))
         assert [isinstance(step, DrawnStep) for step in steps] == [True] * 6 + [False]
@@ -272,5 +236,4 @@ def test_steps_that_are_drawn_ahead_make_the_same_batches(
                 inner = step.source.assemble(step.source.tensors, step.tensors)
                 batches = [step.batch(), inner]
             for batch in batches:
-                for one, other in zip(parts(batch), expected, strict=True):
-                    assert torch.equal(one, other)
+                assert equal(batch, expected)

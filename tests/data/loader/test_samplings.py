@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.data.loader.test_loader import ITEM_TABLE, ITEMS, rows_of, schema_of
-from tests.data.stream_sets import parquet
+from tests.data.stream_sets import equal, parquet
 from tests.data.stream_sets import schema_of as stream_schema
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column, concatenate
 from torchrec_ext.data.files.sources import ParquetSource
-from torchrec_ext.data.loader.config import Sampling
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives.mixed import MixedNegatives
 from torchrec_ext.data.negatives.samplers import PopularityNegatives, UniformNegatives
@@ -63,51 +59,6 @@ def loader_of(
         negatives=sampler,
         **places,
     )
-
-
-def equal(left: TowerBatch, right: TowerBatch) -> bool:
-    names = ("dense", "labels", "weights", "total_weight", "log_q")
-    return all(
-        torch.equal(getattr(left, name), getattr(right, name)) for name in names
-    ) and (
-        torch.equal(left.sparse.values(), right.sparse.values())
-        and torch.equal(left.sparse.lengths(), right.sparse.lengths())
-    )
-
-
-def epochs(loader: ChunkLoader, first: int, last: int) -> Iterator[list[TowerBatch]]:
-    for epoch in range(first, last):
-        loader.set_epoch(epoch)
-        yield list(loader)
-
-
-@pytest.mark.parametrize("stop", [0, 3, 7])
-@pytest.mark.parametrize("sampling", get_args(Sampling))
-def test_a_resumed_stream_equals_the_uninterrupted_one_in_this_epoch_and_the_next(
-    sampling: str, stop: int
-) -> None:
-    options = SAMPLINGS[sampling]
-    expected = list(epochs(loader_of(options, rank=1, world_size=2), 0, 4))
-    first = loader_of(options | {"prefetch": 3}, rank=0, world_size=3)
-    list(epochs(first, 0, 2))
-    first.set_epoch(2)
-    batches = iter(first)
-    for _ in zip(range(min(stop + 1, 7)), batches, strict=False):
-        # a pipeline fetches ahead of the step that it has finished
-        pass
-    file = io.BytesIO()
-    torch.save(first.state_dict(step=stop), file)
-    batches.close()  # type: ignore[attr-defined]
-    second = loader_of(options, rank=1, world_size=2)
-    second.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
-    if stop < 7:  # an epoch that is over need not be asked for its last batches
-        resumed = list(second)
-        assert len(resumed) == 7 - stop
-        assert all(
-            equal(*pair) for pair in zip(resumed, expected[2][stop:], strict=True)
-        )
-    (following,) = epochs(second, 3, 4)
-    assert all(equal(*pair) for pair in zip(following, expected[3], strict=True))
 
 
 @pytest.mark.parametrize(

@@ -153,52 +153,9 @@ def test_ranks_have_equal_shares_of_the_items_of_a_step() -> None:
     assert np.mean(shares) < 1.04
 
 
-def test_a_batch_is_no_larger_than_the_epoch() -> None:
-    few, many = (
-        list(loader_of(10, rank=1, world_size=2, batch_size=size))
-        for size in (10, 1_000_000)
-    )
-    assert len(few) == len(many) == 1
-    assert torch.equal(few[0].weights, many[0].weights)
-    for name in ("session", "item_id"):
-        assert feature(few[0], name) == feature(many[0], name)
-
-
-def test_a_new_epoch_brings_a_new_order_and_new_candidates() -> None:
-    loader = loader_of(40)
-    first = list(loader)
-    loader.set_epoch(1)
-    second = list(loader)
-    assert [seen(batch) for batch in first] != [seen(batch) for batch in second]
-    assert candidates(first) != candidates(second)
-    loader.set_epoch(0)
-    assert [seen(batch) for batch in loader] == [seen(batch) for batch in first]
-
-
 def test_no_negatives_make_the_whole_catalogue_the_candidates() -> None:
     for batch in loader_of(20, negatives=0):
         assert candidates([batch]) == list(range(1, ITEMS + 1))
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("stop", [0, 2, 4])
-def test_resumed_equals_uninterrupted(stop: int, prefetch: int) -> None:
-    whole = loader_of(40, prefetch=prefetch)
-    whole.set_epoch(3)
-    expected = [(seen(batch), candidates([batch])) for batch in whole]
-    interrupted = loader_of(40, prefetch=prefetch)
-    interrupted.set_epoch(3)
-    batches = iter(interrupted)
-    found = [
-        (seen(batch), candidates([batch]))
-        for _, batch in zip(range(stop), batches, strict=False)
-    ]
-    state = interrupted.state_dict(step=stop)
-    resumed = loader_of(40, prefetch=prefetch)
-    resumed.load_state_dict(state)
-    assert found + [(seen(batch), candidates([batch])) for batch in resumed] == expected
-    resumed.set_epoch(3)
-    assert len(list(resumed)) == 5, "the next pass is a whole one"
 
 
 def test_resuming_on_other_ranks_sees_what_is_missing() -> None:
@@ -210,39 +167,6 @@ def test_resuming_on_other_ranks_sees_what_is_missing() -> None:
     assert [
         sorted(seen(left) + seen(right)) for left, right in zip(*pair, strict=True)
     ] == expected
-
-
-def test_a_state_of_another_stream_is_refused() -> None:
-    with pytest.raises(
-        ValueError,
-        match="cannot resume in the middle of an epoch: batch_size was 8 and is 4; restore these settings",
-    ):
-        loader_of(40, batch_size=4).load_state_dict(loader_of(40).state_dict())
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"rank": 2, "world_size": 2}, "rank=2 of world_size=2: rank must be 0 to 1"),
-        (
-            {"label": "clicked", "negatives": 0},
-            "loader.label='clicked': sequences have no such column",
-        ),
-        ({"weight": "weight"}, "loader.weight='weight': sequences have no such column"),
-        (
-            {"sampling": "popularity"},
-            "loader.sampling='popularity': candidates that all targets share are drawn uniformly",
-        ),
-        (
-            {"batch_size": 50, "drop_last": True},
-            "40 rows with loader.batch_size=50 and loader.drop_last=True make no step",
-        ),
-    ],
-)
-def test_a_wrong_setting_is_named(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError) as error:
-        loader_of(40, **options)
-    assert text in str(error.value)
 
 
 def test_a_sequence_without_a_target_and_an_item_outside_the_table_are_refused() -> (

@@ -318,17 +318,6 @@ def test_a_missing_value_is_named_by_its_row(tmp_path: Path) -> None:
         )
 
 
-def test_a_list_longer_than_its_limit_keeps_its_last_elements(tmp_path: Path) -> None:
-    path = table(tmp_path / "a.parquet", tags=[["a"], ["a", None, "b", "c"]])
-    recent = Preprocessor(
-        [Lists(column="tags", max_length=2), Categorify(column="tags")]
-    ).fit(path)
-    recent.transform(path, tmp_path / "out")
-    assert read_parquet(tmp_path / "out/part-00000.parquet")[
-        "tags"
-    ].lengths.tolist() == [1, 2]
-
-
 @pytest.mark.parametrize(
     ("error", "message"),
     [

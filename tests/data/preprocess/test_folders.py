@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 from tests.killing import killed_everywhere
 from torchrec_ext import sealed
 from torchrec_ext.data.files.sources import find_files
-from torchrec_ext.data.preprocess.folders import disk_errors, keep_sources, whole_folder
+from torchrec_ext.data.preprocess.folders import keep_sources, whole_folder
 from torchrec_ext.schema import DataError
 from torchrec_ext.sealed import _HOST, existing_folder
 
@@ -185,20 +184,3 @@ def test_an_error_of_reading_is_not_called_one_of_writing(tmp_path: Path) -> Non
         whole_folder(tmp_path / "out", overwrite=False, mark="part-*"),
     ):
         open("rates.csv")  # noqa: SIM115  (what a user's recipe may do)
-
-
-def test_the_message_has_the_name_that_the_folder_was_going_to_have(
-    tmp_path: Path,
-) -> None:
-    full = OSError(errno.ENOSPC, "No space left on device")
-    with (
-        pytest.raises(
-            DataError,
-            match=rf"^{tmp_path}/out/train: the disk is full \([\d,]+ MiB are free in {tmp_path}/out/train, ",
-        ),
-        whole_folder(tmp_path / "out", overwrite=False, mark="part-*") as outer,
-        whole_folder(outer / "train", overwrite=False, mark="part-*") as inner,
-        disk_errors(inner),
-    ):
-        raise full
-    assert os.listdir(tmp_path) == []

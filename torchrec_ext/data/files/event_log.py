@@ -298,6 +298,9 @@ def _parsed(
             None,
             f"{reason}; ids are whole numbers of 64 bits, string_ids() makes them of texts",
         )
+    # A header is no event.
+    if sum(1 for line in data.splitlines() if line.strip()) > len(table) + 1:
+        return table, "it lies within a quote that begins above and has no end there"
     for name in columns.kinds:
         if table[name].null_count:
             return table, f"it has no '{name}'"

@@ -317,6 +317,8 @@ class ChunkLoader(Epochs):
         fitting_config = dataclasses.replace(
             config, batch_size=min(config.batch_size, max(rows, 1))
         )
+        if isinstance(negatives, MixedNegatives):
+            negatives = negatives.of_batch(fitting_config.batch_size)
         place = None if device is None else torch.device(device)
         self._rows: Batches
         if sessions is None:

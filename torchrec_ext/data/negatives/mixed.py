@@ -49,6 +49,11 @@ class MixedNegatives:
         of_batch = batch_size * np.maximum(counts, 0) / counts[1:].sum()
         q = (of_batch + extra / num_items) / (batch_size + extra)
         self._log_q = np.log(q).astype(np.float32)
+        self._counts = counts
+
+    def of_batch(self, size: int) -> MixedNegatives:
+        """Returns the same draws beside ``size`` positives per step, of an epoch that fills no larger batch."""
+        return MixedNegatives(self.num_items, self.extra, size, self._counts, self.seed)
 
     def draw(
         self, epoch: int, step: int, *, rank: int = 0, world_size: int = 1

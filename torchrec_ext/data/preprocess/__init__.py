@@ -6,6 +6,7 @@ from torchrec_ext.data.preprocess.categorical import (
     HashBucket,
     Vocabulary,
 )
+from torchrec_ext.data.preprocess.csv_files import read_csv
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.data.preprocess.history import History
 from torchrec_ext.data.preprocess.lists import Lists
@@ -34,4 +35,5 @@ __all__ = [
     "Step",
     "TimeFeatures",
     "Vocabulary",
+    "read_csv",
 ]

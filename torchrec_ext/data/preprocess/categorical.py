@@ -16,15 +16,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from torchrec_ext.data.columns import Array, Int64
+from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.preprocess.columns import (
     ID_LISTS,
     IDS,
-    Cells,
+    INT64,
+    Arrays,
     Types,
-    element,
+    flat,
     id_type,
-    is_list_column,
+    integers,
+    need,
+    raw_type,
+    valid_of,
+    with_flat,
 )
 from torchrec_ext.data.preprocess.step import (
     ColumnStep,
@@ -53,11 +58,11 @@ class Vocabulary:
         """Number of rows of an embedding table, V + 1."""
         return len(self.values) + 1
 
-    def ids(self, values: Any) -> Int64:
-        """Returns the ids of values, an array of int64 or an Arrow array of texts; 0 for an unknown value."""
-        # For many texts Arrow's table of the vocabulary, which it makes anew each time,
+    def ids(self, values: pa.Array) -> Int64:
+        """Returns the ids of values, an Arrow array of int64 or of texts; 0 for null and for an unknown value."""
+        # For many values Arrow's table of the vocabulary, which it makes anew each time,
         # costs less than it saves.
-        if self._texts and len(self.values) < _TABLE * len(values):
+        if len(self.values) < _TABLE * len(values):
             places = pc.index_in(values.cast(self.values.type), self.values)
             ids: Int64 = places.fill_null(-1).to_numpy().astype(np.int64) + 1
             return ids
@@ -66,11 +71,14 @@ class Vocabulary:
             return np.zeros(len(values), dtype=np.int64)
         # Texts are found by their hashes, which take 8 bytes each and no object.
         texts = values.to_pylist() if self._texts else []
-        keys = _hashes(texts) if self._texts else values
+        keys = _hashes(texts) if self._texts else integers(values)
         places = ordered.searchsorted(keys)
         # Beyond the last value: any place does, since the value there is another.
         places[places == len(ordered)] = 0
-        found: Int64 = np.where(ordered[places] == keys, ids[places], 0)
+        is_known = ordered[places] == keys
+        if values.null_count:
+            is_known &= valid_of(values)
+        found: Int64 = np.where(is_known, ids[places], 0)
         # Equal hashes do not make equal texts.
         for row in np.flatnonzero(found).tolist() if texts else ():
             if self.values[int(found[row]) - 1].as_py() != texts[row]:
@@ -99,7 +107,7 @@ class Vocabulary:
         return ordered, ids
 
 
-# Values of a vocabulary for each text, below which Arrow's table is made: it takes 60 ns
+# Values of a vocabulary for each value, below which Arrow's table is made: it takes 60 ns
 # a value and 40 a text, and the index 230 a text.
 _TABLE = 3
 # As many texts as a block of rows has, so that a vocabulary of any size needs no more
@@ -166,26 +174,26 @@ class Categorify(Step):
         """Returns nothing: the values of a vocabulary are compared one by one, and more may follow them."""
         return {}
 
-    def types(self, types: Types) -> Mapping[str, str]:
+    def types(self, types: Types) -> Types:
         """Returns integers, as many per row as there were values."""
         remedy = (
             "bucket a number with Bucketize, or cast the column where it is written"
         )
         results = {}
         for name, output in zip(self.reads, self.writes, strict=True):
-            kind = types.need(self, name, IDS | ID_LISTS, remedy)
-            if element(kind) != element(types[self.column]):
+            dtype = need(types, self, name, IDS | ID_LISTS, remedy)
+            if value_type(dtype) != value_type(types[self.column]):
                 raise DataError(
-                    f"{types.where}: column '{name}' is {kind}, but shares a vocabulary with '{self.column}', which "
-                    f"is {types[self.column]}; give both one type, or each its own Categorify"
+                    f"column '{name}' is {raw_type(dtype)}, but shares a vocabulary with '{self.column}', which is "
+                    f"{raw_type(types[self.column])}; give both one type, or each its own Categorify"
                 )
-            results[output] = id_type(kind)
+            results[output] = id_type(dtype)
         return results
 
-    def fit(self, query: Query, types: Types) -> Vocabulary:
+    def fit(self, query: Query, types: Types, where: str) -> Vocabulary:
         """Counts the values."""
         value = quoted(self.column)
-        if is_list_column(types[self.column]):
+        if pa.types.is_list(types[self.column]):
             value = f"unnest({value})"
         # Ties by value: ids must not depend on the threads or the order of the files.
         limit = f"LIMIT {self.max_size}" if self.max_size else ""
@@ -193,25 +201,27 @@ class Categorify(Step):
             f"SELECT value, count(*) AS count FROM (SELECT {value} AS value FROM fit_rows) WHERE value IS NOT NULL "
             f"GROUP BY value HAVING count(*) >= {self.min_count} ORDER BY count DESC, value {limit}"
         )
-        kind = pa.int64() if element(types[self.column]) == "int64" else pa.string()
         return Vocabulary(
-            _as_one_array(counted["value"], kind),
+            _as_one_array(counted["value"], value_type(types[self.column])),
             _as_one_array(counted["count"], pa.int64()),
         )
 
-    def apply(
-        self, cells: Mapping[str, Cells], types: Types, state: Vocabulary
-    ) -> Mapping[str, Cells]:
+    def apply(self, columns: Arrays, state: Vocabulary) -> Arrays:
         """Looks the values up."""
         results = {}
         for name, output in zip(self.reads, self.writes, strict=True):
-            column = cells[name]
-            results[output] = column.with_values(column.each(state.ids))
+            ids = state.ids(flat(columns[name]))
+            results[output] = with_flat(columns[name], ids)
         return results
 
     def vocab(self, state: Vocabulary) -> Mapping[str, int]:
         """Returns the size of the vocabulary for each column."""
         return dict.fromkeys(self.writes, len(state))
+
+
+def value_type(dtype: pa.DataType) -> pa.DataType:
+    """Returns the type of one value of a column."""
+    return dtype.value_type if pa.types.is_list(dtype) else dtype
 
 
 # Bytes of all texts in an array with offsets of 32 bits.
@@ -265,35 +275,20 @@ class HashBucket(ColumnStep):
     def __post_init__(self) -> None:
         check_least(f"HashBucket('{self.column}'): buckets", self.buckets)
 
-    def types(self, types: Types) -> Mapping[str, str]:
+    def types(self, types: Types) -> Types:
         """Returns integers, as many per row as there were values."""
         remedy = "bucket a number with Bucketize, or cast it where it is written"
-        return {
-            self.writes[0]: id_type(
-                types.need(self, self.column, IDS | ID_LISTS, remedy)
-            )
-        }
+        dtype = need(types, self, self.column, IDS | ID_LISTS, remedy)
+        return {self.writes[0]: id_type(dtype)}
 
-    def apply(
-        self, cells: Mapping[str, Cells], types: Types, state: StepState
-    ) -> Mapping[str, Cells]:
+    def apply(self, columns: Arrays, state: StepState) -> Arrays:
         """Hashes each value, or each element; a null element keeps its place in a list, as id 0."""
-        column = cells[self.column]
-
-        def hashed(values: Any) -> Int64:
-            places: Any
-            if column.words is not None:
-                encoded = values.dictionary_encode()
-                unique = encoded.dictionary.to_pylist()
-                places = encoded.indices.to_numpy()
-            else:
-                numbers, places = np.unique(values, return_inverse=True)
-                unique = map(str, numbers.tolist())
-            ids = [hashed_id(text, self.buckets) for text in unique]
-            hashes: Int64 = np.array(ids, dtype=np.int64)[places]
-            return hashes
-
-        return {self.writes[0]: column.with_values(column.each(hashed))}
+        encoded = flat(columns[self.column]).dictionary_encode()
+        texts = map(str, encoded.dictionary.to_pylist())
+        # The last one is that of null, whose place is -1.
+        ids = np.array([*(hashed_id(text, self.buckets) for text in texts), 0])
+        hashed = ids[encoded.indices.fill_null(-1).to_numpy()]
+        return {self.writes[0]: with_flat(columns[self.column], hashed)}
 
     def vocab(self, state: StepState) -> Mapping[str, int]:
         """Returns ``buckets`` + 1 rows, row 0 included."""
@@ -331,48 +326,35 @@ class Cross(Step):
         """``output``."""
         return (self.output or "_x_".join(self.columns),)
 
-    def types(self, types: Types) -> Mapping[str, str]:
+    def types(self, types: Types) -> Types:
         """Returns integers."""
         for name in self.columns:
-            types.need(
-                self, name, IDS, "bucket a number first; a list cannot be crossed"
-            )
-        return {self.writes[0]: "int64"}
+            remedy = "bucket a number first; a list cannot be crossed"
+            need(types, self, name, IDS, remedy)
+        return {self.writes[0]: INT64}
 
-    def apply(
-        self, cells: Mapping[str, Cells], types: Types, state: StepState
-    ) -> Mapping[str, Cells]:
+    def apply(self, columns: Arrays, state: StepState) -> Arrays:
         """Hashes the columns' digests: of one length, they keep ("ab", "c") and ("a", "bc") apart."""
-        columns = [cells[name] for name in self.columns]
-        valid = np.logical_and.reduce([column.valid for column in columns])
-        first, places = _distinct([valid, *(column.codes() for column in columns)])
-        ids = []
-        for row, is_valid in zip(first.tolist(), valid[first].tolist(), strict=True):
-            values = (_text(column, row) for column in columns) if is_valid else ()
-            digests = "".join(map(md5, values))
-            ids.append(hashed_id(digests, self.buckets))
-        crossed = np.where(valid, np.array(ids, dtype=np.int64)[places], 0)
-        return {self.writes[0]: columns[0].with_values(crossed)}
+        encoded = [columns[name].dictionary_encode() for name in self.columns]
+        places = [each.indices.fill_null(-1).to_numpy() for each in encoded]
+        codes = np.zeros(len(places[0]), np.int64)
+        for each, place in zip(encoded, places, strict=True):
+            # Numbered anew after each column, so that no product is beyond 64 bits.
+            keys = pa.array(codes * (len(each.dictionary) + 1) + place + 1)
+            codes = keys.dictionary_encode().indices.to_numpy().astype(np.int64)
+        digests = [
+            [md5(str(value)) for value in each.dictionary.to_pylist()]
+            for each in encoded
+        ]
+        _, first_rows = np.unique(codes, return_index=True)
+        ids = np.zeros(len(first_rows), np.int64)
+        for code, row in enumerate(first_rows.tolist()):
+            if all(place[row] >= 0 for place in places):
+                pairs = zip(digests, places, strict=True)
+                text = "".join(of_column[place[row]] for of_column, place in pairs)
+                ids[code] = hashed_id(text, self.buckets)
+        return {self.writes[0]: pa.array(ids[codes])}
 
     def vocab(self, state: StepState) -> Mapping[str, int]:
         """Returns ``buckets`` + 1 rows, row 0 included."""
         return {self.writes[0]: self.buckets + 1}
-
-
-def _distinct(columns: Sequence[Array]) -> tuple[Int64, Int64]:
-    """Returns the first row of each combination of values, and each row's combination among these."""
-    rows = np.arange(len(columns[0]))
-    if len(rows) < 2:
-        return rows, rows
-    places = np.zeros(len(rows), dtype=np.int64)
-    for values in columns:
-        unique, codes = np.unique(values, return_inverse=True)
-        # Numbered anew after each column, so that no product is beyond 64 bits.
-        keys = places * len(unique) + codes
-        _, first, places = np.unique(keys, return_index=True, return_inverse=True)
-    return first, places
-
-
-def _text(column: Cells, row: int) -> str:
-    value = int(column.values[row])
-    return str(value) if column.words is None else str(column.words[value])

@@ -1,18 +1,16 @@
-"""Types of columns, each one word that parquet, DuckDB and a request share; Cells: some rows of a column.
+"""Columns of a preprocessor: Arrow arrays, one for each column of some rows of a file or of a request.
 
 A *raw* type is one of ``bool``, ``int64``, ``float32``, ``float64``, ``string``, ``timestamp[UNIT]`` or ``list<...>``
-of one. Steps see *working* types, which are fewer: ``bool`` becomes ``int64`` and ``float32`` becomes ``float64``, both
-exactly.
+of one: the word for a column in a saved preprocessor and in a bundle. Steps see fewer Arrow types: ``bool`` becomes
+``int64`` and ``float32`` becomes ``float64``, both exactly.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,11 +21,17 @@ from torchrec_ext.data.columns import Array, Column, Int64
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import did_you_mean
 
-IDS = frozenset({"int64", "string"})
-ID_LISTS = frozenset({"list<int64>", "list<string>"})
-NUMBERS = frozenset({"int64", "float64"})
-TIMES = frozenset({"timestamp[s]", "timestamp[ms]", "timestamp[us]", "timestamp[ns]"})
-_WORKING = {"bool": "int64", "float32": "float64"}
+# Columns of some rows by name. No list is null, and the values of a list column begin
+# at offset 0.
+Arrays = Mapping[str, pa.Array]
+# Arrow type of every column at one point of a preprocessor.
+Types = Mapping[str, pa.DataType]
+Mask = NDArray[np.bool_]
+INT64, FLOAT64, STRING = pa.int64(), pa.float64(), pa.string()
+IDS = frozenset({INT64, STRING})
+ID_LISTS = frozenset(map(pa.list_, IDS))
+NUMBERS = frozenset({INT64, FLOAT64})
+TIMES = frozenset(pa.timestamp(unit, "UTC") for unit in ("s", "ms", "us", "ns"))
 # In this order: a float64 is a floating number too.
 _TYPE_TESTS = (
     ("bool", pa.types.is_boolean),
@@ -72,41 +76,58 @@ def arrow_type(raw: str) -> pa.DataType:
     """Returns the Arrow type for values of a raw type."""
     if is_list_column(raw):
         return pa.list_(arrow_type(element(raw)))
-    if raw in TIMES:
-        return pa.timestamp(time_unit(raw), "UTC")
+    if raw.startswith("timestamp["):
+        return pa.timestamp(raw[len("timestamp[") : -1], "UTC")
     return pa.type_for_alias(raw)
 
 
-def working_type(raw: str) -> str:
-    """Returns the working type of a raw type.
+@lru_cache
+def working_type(dtype: pa.DataType) -> pa.DataType:
+    """Returns the Arrow type in which steps see a column.
 
     Example:
-        >>> working_type("list<float32>"), working_type("bool"), working_type("string")
-        ('list<float64>', 'int64', 'string')
+        >>> working_type(pa.list_(pa.float32())), working_type(pa.bool_()), working_type(pa.string())
+        (ListType(list<item: double>), DataType(int64), DataType(string))
     """
-    if is_list_column(raw):
-        return f"list<{working_type(element(raw))}>"
-    return _WORKING.get(raw, raw)
+    if pa.types.is_list(dtype):
+        return pa.list_(working_type(dtype.value_type))
+    if pa.types.is_boolean(dtype):
+        return INT64
+    return FLOAT64 if dtype == pa.float32() else dtype
 
 
-def is_list_column(name: str) -> bool:
-    """Says whether a row holds any number of values."""
-    return name.startswith("list<")
+def is_list_column(raw: str) -> bool:
+    """Says whether a row of a raw type holds any number of values."""
+    return raw.startswith("list<")
 
 
-def element(name: str) -> str:
-    """Returns the type of one value of a list column, or the type of a scalar column itself."""
-    return name[len("list<") : -1] if is_list_column(name) else name
+def element(raw: str) -> str:
+    """Returns the raw type of one value of a list column, or the type of a scalar column itself."""
+    return raw[len("list<") : -1] if is_list_column(raw) else raw
 
 
-def id_type(name: str) -> str:
+def id_type(dtype: pa.DataType) -> pa.DataType:
     """Returns the type of the ids of a column's values: a list of as many if it is a list column."""
-    return "list<int64>" if is_list_column(name) else "int64"
+    return pa.list_(INT64) if pa.types.is_list(dtype) else INT64
 
 
-def time_unit(name: str) -> str:
-    """Returns the unit of a type of ``TIMES``: s, ms, us or ns."""
-    return name[len("timestamp[") : -1]
+def need(
+    types: Types, step: Any, name: str, allowed: Collection[pa.DataType], remedy: str
+) -> pa.DataType:
+    """Returns the type of a column; it must be one of ``allowed``.
+
+    Raises:
+        DataError: the column is missing or has another type.
+    """
+    if name not in types:
+        raise DataError(_missing(name, types))
+    dtype = types[name]
+    if dtype not in allowed:
+        takes = ", ".join(sorted(str(raw_type(each)) for each in allowed))
+        raise DataError(
+            f"column '{name}' is {raw_type(dtype)}, {step} takes {takes}; {remedy}"
+        )
+    return dtype
 
 
 def check_case(names: Collection[str]) -> None:
@@ -126,152 +147,73 @@ def check_case(names: Collection[str]) -> None:
 
 def missing_column(where: str, name: str, names: Collection[str]) -> DataError:
     """Returns the error for a missing column, with the nearest name."""
+    return DataError(f"{where}: {_missing(name, names)}")
+
+
+def _missing(name: str, names: Collection[str]) -> str:
     hint = did_you_mean(name, names, "rename the column, or write it")
-    return DataError(
-        f"{where}: column '{name}' is missing, it has {sorted(names)}; {hint}"
-    )
+    return f"column '{name}' is missing, it has {sorted(names)}; {hint}"
 
 
-class Types(dict[str, str]):
-    """The working type of every column at one point of a preprocessor.
-
-    Args:
-        where: name of the files or of the table, for messages.
-        types: working type of each column.
-    """
-
-    def __init__(self, where: str, types: Mapping[str, str]) -> None:
-        super().__init__(types)
-        self.where = where
-
-    def with_columns(self, types: Mapping[str, str]) -> Types:
-        """Returns these types with some columns added or changed."""
-        return Types(self.where, {**self, **types})
-
-    def need(self, step: Any, name: str, allowed: Collection[str], remedy: str) -> str:
-        """Returns the type of a column; it must be one of ``allowed``.
-
-        Raises:
-            DataError: the column is missing or has another type.
-        """
-        if name not in self:
-            raise missing_column(self.where, name, self)
-        kind = self[name]
-        if kind not in allowed:
-            raise DataError(
-                f"{self.where}: column '{name}' is {kind}, {step} takes {', '.join(sorted(allowed))}; {remedy}"
-            )
-        return kind
+def flat(array: pa.Array) -> pa.Array:
+    """Returns the values of all rows, those of a list column one row after the other."""
+    return array.values if pa.types.is_list(array.type) else array
 
 
-Mask = NDArray[np.bool_]
-_REFUSALS = (pa.ArrowException, TypeError, ValueError, OverflowError)
-# What may be sent for a column; for a time its own kinds, or an integer in the column's
-# unit.
-_TAKES = {
-    "bool": {"bool"},
-    "int64": {"int64", "float64", "float32"},  # 3.0, not 3.5
-    "float32": {"int64", "float64", "float32"},
-    "float64": {"int64", "float64", "float32"},
-    "string": {"string"},
-}
-# The greatest integer up to which each has a number for every integer.
-_EXACT = {"float32": 2**24, "float64": 2**53}
+def with_flat(array: pa.Array, values: Any) -> pa.Array:
+    """Returns the rows of ``array`` with other values in the order of :func:`flat`."""
+    values = pa.array(values)
+    if not pa.types.is_list(array.type):
+        return values
+    return pa.ListArray.from_arrays(array.offsets, values)
 
 
-class _Plain(NamedTuple):
-    """How Python's own numbers become cells: types that stand for the column's without a look at each value."""
-
-    listed: bool
-    takes: set[type]
-    dtype: np.dtype[Any]
-    working: np.dtype[Any]
-    most: int | None
+def list_array(values: pa.Array, lengths: Array) -> pa.Array:
+    """Returns lists of ``lengths`` (B,) values each."""
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return pa.ListArray.from_arrays(pa.array(offsets), values)
 
 
-@lru_cache
-def _plain_reading(raw: str) -> _Plain | None:
-    kind = element(raw)
-    if kind not in NUMBERS | {"float32"}:
-        return None
-    takes: set[type] = {int} if kind == "int64" else {int, float}
-    return _Plain(
-        is_list_column(raw),
-        takes,
-        np.dtype(kind),
-        np.dtype(working_type(kind)),
-        _EXACT.get(kind),
-    )
+def lengths_of(array: pa.Array) -> Int64:
+    """Returns the number of values of each list, (B,)."""
+    lengths: Int64 = np.diff(array.offsets.to_numpy()).astype(np.int64)
+    return lengths
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Cells:
-    """B rows of one column, of a file or of a request, as numpy arrays.
+def valid_of(array: pa.Array) -> Mask:
+    """Returns which values are not null."""
+    valid: Mask = array.is_valid().to_numpy(zero_copy_only=False)
+    return valid
 
-    Args:
-        values: (B,), or (sum of lengths,) for a list column: int64 or float64. Texts are int64 indices of ``words``,
-            times are int64 in their own unit.
-        valid: array of the shape of ``values``; False for null, whose entry in ``values`` means nothing.
-        lengths: (B,) for a list column (a null list is empty), else None.
-        words: (W,) the texts in Arrow; None for numbers.
-    """
 
-    values: Array
-    valid: Mask
-    lengths: Int64 | None = None
-    words: pa.Array | None = None
+def integers(array: pa.Array) -> Int64:
+    """Returns integers, or times in their own unit; 0 for null."""
+    if array.type != INT64:
+        array = array.cast(INT64)
+    # With a null Arrow would make floats, and large integers would lose digits.
+    if array.null_count:
+        array = array.fill_null(0)
+    values: Int64 = array.to_numpy()
+    return values
 
-    @classmethod
-    def full(cls, values: Array, lengths: Int64 | None = None) -> Cells:
-        """Builds cells without a null."""
-        return cls(
-            values=values, valid=np.ones(len(values), dtype=bool), lengths=lengths
-        )
 
-    def with_values(self, values: Array, valid: Mask | None = None) -> Cells:
-        """Returns the same rows with other values, no texts; by default none of them is null."""
-        if valid is None:
-            return Cells.full(values, self.lengths)
-        return Cells(values=values, valid=valid, lengths=self.lengths)
+def numbers(array: pa.Array) -> NDArray[np.float64]:
+    """Returns integers or floats as float64; NaN for null, NaN and the infinities, which count as missing."""
+    if array.type != FLOAT64:
+        # Integers beyond 2**53 are rounded.
+        array = array.cast(FLOAT64, safe=False)
+    values: NDArray[np.float64] = array.to_numpy(zero_copy_only=False)
+    is_number = np.isfinite(values)
+    return values if is_number.all() else np.where(is_number, values, np.nan)
 
-    def numbers(self) -> tuple[NDArray[np.float64], Mask]:
-        """Returns the values as float64, and a mask of the numbers: null, NaN and the infinities count as missing."""
-        values = self.values.astype(np.float64)
-        return values, self.valid & np.isfinite(values)
 
-    def each(self, function: Callable[[Any], Int64]) -> Int64:
-        """Applies a function to the values, an array, or to the texts, an Arrow array; 0 stands for null."""
-        if self.words is None:
-            return np.where(self.valid, function(self.values), 0)
-        return np.where(self.valid, function(self.words)[self.values], 0)
-
-    def codes(self) -> Array:
-        """Returns the values, or for texts numbers that are equal for equal texts."""
-        if self.words is None:
-            return self.values
-        codes: Array = self.words.dictionary_encode().indices.to_numpy()
-        return codes[self.values]
-
-    def column(self) -> Column:
-        """Returns the cells as a column of a chunk."""
-        values = self.values
-        if self.words is not None:
-            values = self.words.to_numpy(zero_copy_only=False)[values]
-        if self.lengths is None:
-            return Column(values)
-        return Column.from_lengths(values, self.lengths)
-
-    def array(self) -> pa.Array:
-        """Returns the cells as an Arrow array, with nulls."""
-        missing = None if self.valid.all() else ~self.valid
-        values = pa.array(self.values, mask=missing)
-        if self.words is not None:
-            values = pa.DictionaryArray.from_arrays(values, self.words)
-            values = values.cast(pa.large_string())
-        if self.lengths is None:
-            return values
-        offsets = np.concatenate([[0], np.cumsum(self.lengths)])
-        return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), values)
+def column_of(array: pa.Array) -> Column:
+    """Returns the rows as a column of a chunk; none of the values may be null."""
+    values = flat(array).to_numpy(zero_copy_only=False)
+    if not pa.types.is_list(array.type):
+        return Column(values)
+    return Column(values, array.offsets.to_numpy().astype(np.int64))
 
 
 class CellError(DataError):
@@ -292,8 +234,22 @@ class CellError(DataError):
         self.rule = rule
 
 
-def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
-    """Reads a request's values into cells.
+_REFUSALS = (pa.ArrowException, TypeError, ValueError, OverflowError)
+_NUMBER_WORDS = {"int64", "float64", "float32"}
+# What may be sent for a column; for a time its own kinds, or an integer in the column's
+# unit.
+_TAKES = {
+    "bool": {"bool"},
+    "int64": _NUMBER_WORDS,  # 3.0, not 3.5
+    "float32": _NUMBER_WORDS,
+    "float64": _NUMBER_WORDS,
+    "string": {"string"},
+}
+_TIME_TAKES = {"int64", *map(str, map(raw_type, TIMES))}
+
+
+def read_array(name: str, data: Sequence[Any], raw: str) -> pa.Array:
+    """Reads values of a request or a file in the type that steps see; a null list becomes an empty one.
 
     Args:
         name: name of the column.
@@ -303,9 +259,6 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
     Raises:
         DataError: a value has another type; the message names its row.
     """
-    plain = _plain(data, raw) if type(data) is list else None
-    if plain is not None:
-        return plain
     if isinstance(data, str | bytes | Mapping) or not hasattr(data, "__iter__"):
         raise DataError(
             f"column '{name}': {short_text(data)} is one value; give a list with one entry per row"
@@ -317,71 +270,17 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
         array = _typed(data, raw)
     except _REFUSALS:
         raise _type_error(name, data, raw) from None
-    lengths = None
-    if is_list_column(raw):
-        # A null list is empty; flatten() leaves its values out as well.
-        lengths = (
-            pc.fill_null(pc.list_value_length(array), 0)
-            .to_numpy(zero_copy_only=False)
-            .astype(np.int64)
-        )
-        array = array.flatten()
-    valid = array.is_valid().to_numpy(zero_copy_only=False)
-    if element(raw) == "string":
-        rows = np.arange(len(array))
-        words = array.fill_null("") if array.null_count else array
-        return Cells(values=rows, valid=valid, lengths=lengths, words=words)
-    return Cells(values=_numpy(array, element(raw)), valid=valid, lengths=lengths)
-
-
-def _plain(data: list[Any], raw: str) -> Cells | None:
-    """Reads Python's own numbers, as in most requests, faster than through Arrow; None for anything else."""
-    reading = _plain_reading(raw)
-    lengths = None
-    if reading is None:
-        return None
-    # Types as sets: exact ones, since a bool is an int to isinstance, and a look at
-    # each value would be slower.
-    if reading.listed:
-        if set(map(type, data)) - {list}:
-            return None
-        lengths = np.array([len(row) for row in data], np.int64)
-        data = data[0] if len(data) == 1 else list(chain.from_iterable(data))
-    kinds = set(map(type, data))
-    most = reading.most
-    if not kinds <= reading.takes:
-        return None
-    if most is None:
-        # An integer beyond int64 is Arrow's to refuse.
-        try:
-            values = np.array(data, reading.dtype)
-        except OverflowError:
-            return None
-    # So is one without an exact float.
-    elif int in kinds and not all(
-        -most <= value <= most for value in data if type(value) is int
-    ):
-        return None
-    else:
-        # Beyond float32 is infinite, as to Arrow.
-        with np.errstate(over="ignore"):
-            values = np.array(data, reading.dtype).astype(reading.working, copy=False)
-    return Cells.full(values, lengths)
-
-
-def _numpy(array: pa.Array, raw: str) -> Array:
-    kind: type[np.generic] = np.int64
-    if raw in TIMES:
-        array = array.cast(pa.int64())
-    elif raw == "bool":
-        array = array.cast(pa.int8())
-    elif raw != "int64":
-        kind = np.float64
-    # With a null Arrow would make floats, and large integers would lose digits.
-    if array.null_count:
-        array = array.fill_null(0)
-    values: Array = array.to_numpy(zero_copy_only=False).astype(kind, copy=False)
-    return values
+    dtype = working_type(array.type)
+    if array.type != dtype:
+        array = array.cast(dtype)
+    if not pa.types.is_list(dtype):
+        return array
+    # Unlike array.values, flatten() leaves out null lists and values outside a slice.
+    values = array.flatten()
+    if not array.null_count and not array.offset and len(values) == len(array.values):
+        return array
+    lengths = pc.fill_null(pc.list_value_length(array), 0)
+    return list_array(values, lengths.to_numpy())
 
 
 def _typed(data: Sequence[Any], raw: str) -> pa.Array:
@@ -390,23 +289,23 @@ def _typed(data: Sequence[Any], raw: str) -> pa.Array:
     target_type = arrow_type(raw)
     if array.type == target_type:
         return array
-    if raw in TIMES and (
-        pa.types.is_string(array.type) or pa.types.is_date(array.type)
+    is_list = pa.types.is_list(target_type) and pa.types.is_list(array.type)
+    inner = array.type.value_type if is_list else array.type
+    is_time = element(raw).startswith("timestamp[")
+    if (
+        is_time
+        and not is_list
+        and (pa.types.is_string(inner) or pa.types.is_date(inner))
     ):
         return as_times(array).cast(target_type, safe=False)
-    if (
-        element(raw) in TIMES
-        and is_list_column(raw)
-        and pa.types.is_list(array.type)
-        and pa.types.is_string(array.type.value_type)
-    ):
+    if is_time and is_list and pa.types.is_string(inner):
         times = as_times(array.values).cast(target_type.value_type, safe=False)
         nulls = array.is_null() if array.null_count else None
         return pa.ListArray.from_arrays(array.offsets, times, mask=nulls)
     if not _stands_for(array.type, raw):
         raise TypeError(f"it is {array.type}")
     # A time of a finer unit loses what the column's unit cannot hold.
-    return array.cast(target_type, safe=element(raw) not in TIMES)
+    return array.cast(target_type, safe=not is_time)
 
 
 _ISO_8601 = r"^\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}(:\d{2}(\.\d{1,6})?)?(Z|[+-]\d{2}(:?\d{2})?)?)?$"
@@ -480,7 +379,7 @@ def _stands_for(dtype: pa.DataType, raw: str) -> bool:
     kind = raw_type(dtype)
     if kind is None or is_list_column(kind) != is_list_column(raw):
         return False
-    return element(kind) in _TAKES.get(element(raw), TIMES | {"int64"})
+    return element(kind) in _TAKES.get(element(raw), _TIME_TAKES)
 
 
 def _type_error(name: str, data: Sequence[Any], raw: str) -> DataError:

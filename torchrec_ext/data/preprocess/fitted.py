@@ -25,23 +25,29 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.preprocess.categorical import (
     Categorify,
     Cross,
     HashBucket,
     Vocabulary,
+    value_type,
 )
 from torchrec_ext.data.preprocess.columns import (
+    INT64,
     TIMES,
+    Arrays,
     CellError,
-    Cells,
     Types,
     arrow_type,
-    element,
-    is_list_column,
+    column_of,
+    flat,
+    integers,
     missing_column,
-    read_cells,
+    raw_type,
+    read_array,
+    valid_of,
+    with_flat,
     working_type,
 )
 from torchrec_ext.data.preprocess.files import Sink, Watch
@@ -76,7 +82,6 @@ _SPARK = {
     "float64": "double",
     "string": "string",
 }
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,21 +142,13 @@ class FittedPreprocessor:
 
     @cached_property
     def types(self) -> list[Types]:
-        """The working types before each step, and after the last."""
+        """The types before each step, and after the last."""
         return stages(self.steps, "the preprocessor", self.raw)
 
     @cached_property
     def outputs(self) -> dict[str, str]:
         """Types of the result's columns by name: ids are ``int64`` or ``list<int64>``, numbers ``float32``."""
-        outputs = {}
-        for step in self.steps:
-            for name in step.writes:
-                outputs[name] = self.types[-1][name].replace("float64", "float32")
-        for name in self.keep:
-            raw = self.raw[name]
-            # Times become seconds.
-            outputs[name] = "int64" if raw in TIMES or raw == "bool" else raw
-        return outputs
+        return {field.name: str(raw_type(field.type)) for field in self.schema}
 
     @cached_property
     def vocab(self) -> dict[str, int]:
@@ -235,18 +232,26 @@ class FittedPreprocessor:
     @cached_property
     def schema(self) -> pa.Schema:
         """The result's columns in Arrow."""
-        return pa.schema(
-            [(name, arrow_type(kind)) for name, kind in self.outputs.items()]
-        )
+        columns = {}
+        for step in self.steps:
+            for name in step.writes:
+                columns[name] = _as_float32(self.types[-1][name])
+        for name in self.keep:
+            dtype = arrow_type(self.raw[name])
+            # Times become seconds.
+            is_whole = dtype in TIMES or pa.types.is_boolean(dtype)
+            columns[name] = INT64 if is_whole else dtype
+        return pa.schema(columns.items())
 
     @property
     def ddl(self) -> str:
         """The result's columns as Spark writes a schema."""
         fields = []
-        for name, kind in self.outputs.items():
-            inner = _SPARK[element(kind)]
-            dtype = f"array<{inner}>" if is_list_column(kind) else inner
-            fields.append(f"`{name}` {dtype}")
+        for field in self.schema:
+            dtype = _SPARK[str(raw_type(value_type(field.type)))]
+            if pa.types.is_list(field.type):
+                dtype = f"array<{dtype}>"
+            fields.append(f"`{field.name}` {dtype}")
         return ", ".join(fields)
 
     def transform(
@@ -318,8 +323,8 @@ class FittedPreprocessor:
         for name in self.keep:
             if name not in names:
                 raise missing_column("the batch", name, names)
-        chunk = self.online({name: batch.column(name) for name in names})
-        arrays = [_as_arrow(chunk[each.name], each.type) for each in self.schema]
+        made = self._results({name: batch.column(name) for name in names})
+        arrays = [made[field.name] for field in self.schema]
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
     def online(self, rows: Mapping[str, Sequence[Any]]) -> Chunk:
@@ -331,34 +336,62 @@ class FittedPreprocessor:
         Raises:
             DataError: a column is missing, has a value of another type, or a result has no value.
         """
-        cells: dict[str, Cells] = {}
+        made = self._results(rows)
+        return Chunk({name: column_of(array) for name, array in made.items()})
+
+    def _results(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, pa.Array]:
+        """Transforms rows into columns of ``schema``; those of ``keep`` may be missing, such as the label."""
+        columns = {}
         for name, kind in self.request_columns.items():
             if name not in rows:
                 raise missing_column("the request", name, rows.keys())
-            cells[name] = read_cells(name, rows[name], kind)
-        kept_cells = {
-            name: _kept_cells(name, rows[name], self.raw[name])
-            for name in self.keep
-            if name in rows
-        }
-        _check_sizes({**cells, **kept_cells})
-        self.apply(cells)
+            columns[name] = read_array(name, rows[name], kind)
         # A step may read or replace a column of `keep`; the result has it as it was
         # sent.
+        kept = {}
         for name in self.keep:
-            cells.pop(name, None)
-        cells |= kept_cells
-        columns = {}
-        # Columns of `keep` may be missing, such as the label.
-        for name, kind in self.outputs.items():
-            if name in cells:
-                columns[name] = _result_cells(name, cells[name], kind, self).column()
-        return Chunk(columns)
+            if name in rows:
+                kept[name] = _in_seconds(read_array(name, rows[name], self.raw[name]))
+        sizes = {name: len(array) for name, array in {**columns, **kept}.items()}
+        if len(set(sizes.values())) > 1:
+            raise DataError(
+                f"the request's columns have different numbers of rows, {sizes}; send one entry per row in each"
+            )
+        columns = {**self.apply(columns), **kept}
+        made = {}
+        for field in self.schema:
+            if field.name in kept or field.name not in self.keep:
+                made[field.name] = self._checked(field, columns[field.name])
+        return made
 
-    def apply(self, cells: dict[str, Cells]) -> None:
-        """Adds to some rows what the steps write."""
-        for (step, state), types in zip(self.pairs, self.types, strict=False):
-            cells.update(step.apply(cells, types, state))
+    def apply(self, columns: Arrays) -> Arrays:
+        """Returns the columns of some rows with what the steps write."""
+        columns = dict(columns)
+        for step, state in self.pairs:
+            columns |= step.apply(columns, state)
+        return columns
+
+    def _checked(self, field: pa.Field, array: pa.Array) -> pa.Array:
+        """Returns a result in its type; raises a CellError if a value is missing."""
+        values = flat(array)
+        if pa.types.is_floating(values.type):
+            dtype = value_type(field.type).to_pandas_dtype()
+            x = values.to_numpy(zero_copy_only=False)
+            # What is beyond float32 would become infinite.
+            is_there = np.abs(x) <= np.finfo(dtype).max
+            if is_there.all():
+                return with_flat(array, x.astype(dtype, copy=False))
+        elif not values.null_count:
+            return array if array.type == field.type else array.cast(field.type)
+        else:
+            is_there = valid_of(values)
+        index = int((~is_there).argmax())
+        row = index if array is values else column_of(array).row_of(index)
+        rule = (
+            "the result is missing: null, NaN or beyond float32; send a value, or have it filled by the preprocessor: "
+            f"{self.remedies().get(field.name, 'fill it before')}"
+        )
+        raise CellError(field.name, row, rule)
 
     def remedies(self) -> dict[str, str]:
         """Returns the remedy for a missing value, by column of the result."""
@@ -449,65 +482,35 @@ def _ahead(
 
 
 def stages(steps: Sequence[Step], where: str, raw: Mapping[str, str]) -> list[Types]:
-    """Returns the working types before each step, and after the last.
+    """Returns the types before each step, and after the last.
 
     Raises:
         DataError: a step cannot take a column's type.
     """
-    types = [Types(where, {name: working_type(kind) for name, kind in raw.items()})]
+    types: list[Types] = [
+        {name: working_type(arrow_type(kind)) for name, kind in raw.items()}
+    ]
     for step in steps:
-        types.append(types[-1].with_columns(step.types(types[-1])))
+        try:
+            types.append({**types[-1], **step.types(types[-1])})
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
     return types
 
 
-def _check_sizes(cells: Mapping[str, Cells]) -> None:
-    sizes = {}
-    for name, column in cells.items():
-        # One value a row, but for lists.
-        sizes[name] = len(column.values if column.lengths is None else column.lengths)
-    if len(set(sizes.values())) > 1:
-        raise DataError(
-            f"the request's columns have different numbers of rows, {sizes}; send one entry per row in each"
-        )
+def _as_float32(dtype: pa.DataType) -> pa.DataType:
+    """Returns the type of a result: numbers have 32 bits."""
+    if pa.types.is_list(dtype):
+        return pa.list_(_as_float32(dtype.value_type))
+    return pa.float32() if pa.types.is_float64(dtype) else dtype
 
 
-def _kept_cells(name: str, values: Sequence[Any], raw: str) -> Cells:
-    """Reads the values of a column of ``keep``; times become seconds."""
-    column = read_cells(name, values, raw)
-    if raw in TIMES:
-        return column.with_values(column.values // per_second(raw), column.valid)
-    return column
-
-
-def _result_cells(
-    name: str, cells: Cells, kind: str, fitted: FittedPreprocessor
-) -> Cells:
-    """Casts values to the result's type; raises a DataError if one is missing."""
-    values = cells.values
-    valid = cells.valid
-    # What is beyond float32 is checked before the cast, which would make it infinite.
-    if element(kind) in ("float32", "float64"):
-        with np.errstate(invalid="ignore"):
-            valid = valid & np.isfinite(values)
-            if element(kind) == "float32":
-                valid &= np.abs(values) <= _FLOAT32_MAX
-                values = np.where(valid, values, 0.0).astype(np.float32)
-    if not valid.all():
-        index = int((~valid).argmax())
-        row = cells.column().row_of(index)
-        rule = (
-            "the result is missing: null, NaN or beyond float32; send a value, or have it filled by the preprocessor: "
-            f"{fitted.remedies().get(name, 'fill it before')}"
-        )
-        raise CellError(name, row, rule)
-    return Cells(values=values, valid=valid, lengths=cells.lengths, words=cells.words)
-
-
-def _as_arrow(column: Column, dtype: pa.DataType) -> pa.Array:
-    if not column.ragged:
-        return pa.array(column.values, dtype)
-    values = pa.array(column.values, dtype.value_type)
-    return pa.ListArray.from_arrays(pa.array(column.offsets, pa.int32()), values)
+def _in_seconds(array: pa.Array) -> pa.Array:
+    """Returns times as seconds since 1970; other columns as they are."""
+    if array.type not in TIMES:
+        return array
+    seconds = integers(array) // per_second(array.type)
+    return pa.array(seconds, mask=~valid_of(array))
 
 
 def requests_sql(

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.preprocess.columns import (
     IDS,
+    INT64,
     NUMBERS,
+    STRING,
     TIMES,
+    Arrays,
     CellError,
-    Cells,
     Mask,
     Types,
+    integers,
+    lengths_of,
+    list_array,
+    need,
+    valid_of,
 )
 from torchrec_ext.data.preprocess.step import Step, StepState, quoted
 from torchrec_ext.data.preprocess.times import per_second
@@ -116,32 +124,21 @@ class History(Step):
         del fields["length"]
         return {"fields": fields}
 
-    def types(self, types: Types) -> Mapping[str, str]:
+    def types(self, types: Types) -> Types:
         """Returns lists of ids."""
-        types.need(self, self.user, IDS, "give the column of user ids")
-        items = types.need(self, self.item, IDS, "give the column of item ids")
-        types.need(
-            self,
-            self.time,
-            TIMES | {"int64"},
-            "convert it to a timestamp, or to seconds since 1970",
-        )
+        need(types, self, self.user, IDS, "give the column of user ids")
+        items = need(types, self, self.item, IDS, "give the column of item ids")
+        remedy = "convert it to a timestamp, or to seconds since 1970"
+        need(types, self, self.time, TIMES | {INT64}, remedy)
         if self.where:
-            types.need(self, self.where, NUMBERS, "give a column of numbers")
-        kinds = [
-            items,
-            *(
-                types.need(self, name, IDS, "give a column of ids")
-                for name in self.also
-            ),
-            "int64",
+            need(types, self, self.where, NUMBERS, "give a column of numbers")
+        also = [
+            need(types, self, name, IDS, "give a column of ids") for name in self.also
         ]
         # `writes` is in the order of the events' columns: item, those of `also`, and
         # the gap if there is one.
-        return {
-            name: f"list<{kind}>"
-            for name, kind in zip(self.writes, kinds, strict=False)
-        }
+        results = zip(self.writes, [items, *also, INT64], strict=False)
+        return {name: pa.list_(dtype) for name, dtype in results}
 
     def vocab(self, state: StepState) -> Mapping[str, int]:
         """Returns the number of buckets of the gaps + 1, row 0 included."""
@@ -154,34 +151,33 @@ class History(Step):
             kinds[name] = f"list<{raw[column]}>"
         return kinds
 
-    def apply(
-        self, cells: Mapping[str, Cells], types: Types, state: StepState
-    ) -> Mapping[str, Cells]:
+    def apply(self, columns: Arrays, state: StepState) -> Arrays:
         """Sorts the events that came with each row, and keeps the last ones before it."""
-        now = cells[self.time]
-        lists = [cells[name] for name in self.sent]
+        lists = [columns[name] for name in self.sent]
         _check_lengths(self.sent, lists)
-        lengths: Any = lists[0].lengths
+        values = [each.values for each in lists]
+        lengths = lengths_of(lists[0])
         row = np.repeat(np.arange(len(lengths)), lengths)
+        now = integers(columns[self.time])
+        times = integers(values[1])
         # An event counts if none of its values is null, and it is strictly earlier.
-        times = lists[1].values
-        counts = np.logical_and.reduce([each.valid for each in lists])
-        counts &= now.valid[row] & (times < now.values[row])
+        counts = valid_of(columns[self.time])[row] & (times < now[row])
+        for each in values:
+            counts &= valid_of(each)
         order = np.flatnonzero(counts)
-        items, _, *also = [_ranks(each)[order] for each in lists]
+        items, _, *also = [_ranks(each)[order] for each in values]
         order = order[_sorting([*also[::-1], items, times[order], row[order]])]
         kept, lengths = _last(row[order], len(lengths), self.length)
         order = order[kept]
         results = {}
-        for name, each in zip(self.ids, [lists[0], *lists[2:]], strict=True):
-            column = Cells.full(each.values[order], lengths)
-            results[name] = dataclasses.replace(column, words=each.words)
+        for name, each in zip(self.ids, [values[0], *values[2:]], strict=True):
+            results[name] = list_array(each.take(pa.array(order)), lengths)
         if self.gaps:
-            size = per_second(types[self.time])
-            seconds = np.clip(now.values[row[order]] // size, -_FARTHEST, _FARTHEST)
+            size = per_second(values[1].type)
+            seconds = np.clip(now[row[order]] // size, -_FARTHEST, _FARTHEST)
             gaps = seconds - np.clip(times[order] // size, -_FARTHEST, _FARTHEST)
             buckets = np.searchsorted(np.array(self.gaps), gaps, side="right") + 1
-            results[self.writes[-1]] = Cells.full(buckets.astype(np.int64), lengths)
+            results[self.writes[-1]] = list_array(pa.array(buckets), lengths)
         return results
 
     def sql(self, rows: str, events: str) -> str:
@@ -236,16 +232,12 @@ class History(Step):
         )
 
 
-def _ranks(cells: Cells) -> Int64:
+def _ranks(values: pa.Array) -> Int64:
     """Returns integers in the order of the values, as DuckDB sorts them: texts by their bytes."""
-    if cells.words is None:
-        return cells.values
-    encoded = cells.words.dictionary_encode()
-    keys = [text.encode() for text in encoded.dictionary.to_pylist()]
-    ranks = np.empty(len(keys), dtype=np.int64)
-    ranks[sorted(range(len(keys)), key=keys.__getitem__)] = np.arange(len(keys))
-    of_values: Int64 = ranks[encoded.indices.to_numpy()[cells.values]]
-    return of_values
+    if values.type != STRING:
+        return integers(values)
+    ranks: Int64 = pc.rank(values, tiebreaker="dense").to_numpy().astype(np.int64)
+    return ranks
 
 
 def _sorting(keys: Sequence[Int64]) -> Any:
@@ -265,11 +257,11 @@ def _last(row: Int64, rows: int, length: int) -> tuple[Mask, Int64]:
     return from_end <= length, np.minimum(lengths, length)
 
 
-def _check_lengths(names: Sequence[str], lists: Sequence[Cells]) -> None:
+def _check_lengths(names: Sequence[str], lists: Sequence[pa.Array]) -> None:
     """Refuses lists without exactly one value per item."""
-    expected: Any = lists[0].lengths
-    for name, cells in zip(names, lists, strict=True):
-        lengths: Any = cells.lengths
+    expected = lengths_of(lists[0])
+    for name, array in zip(names, lists, strict=True):
+        lengths = lengths_of(array)
         if not np.array_equal(expected, lengths):
             row = int((expected != lengths).argmax())
             what = "time" if name == names[1] else "value"

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from torchrec_ext.data.columns import Column
-from torchrec_ext.data.preprocess.columns import Cells, Types
+from torchrec_ext.data.preprocess.columns import (
+    FLOAT64,
+    INT64,
+    STRING,
+    Arrays,
+    Types,
+    lengths_of,
+    list_array,
+    need,
+    valid_of,
+)
 from torchrec_ext.data.preprocess.step import ColumnStep, StepState
 from torchrec_ext.schema.validation import check_least
 
-_TYPES = frozenset({"list<int64>", "list<float64>", "list<string>"})
+_TYPES = frozenset(map(pa.list_, (INT64, FLOAT64, STRING)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,64 +48,34 @@ class Lists(ColumnStep):
                 f"Lists('{self.column}'): separator='': must be one character or more"
             )
 
-    def types(self, types: Types) -> Mapping[str, str]:
+    def types(self, types: Types) -> Types:
         """Returns a list of the same elements."""
-        if self.separator is not None:
-            types.need(
-                self,
-                self.column,
-                {"string"},
-                "leave separator out for a column that is a list already",
-            )
-            return {self.writes[0]: "list<string>"}
-        return {
-            self.writes[0]: types.need(
-                self, self.column, _TYPES, "give separator to split a string"
-            )
-        }
+        if self.separator is None:
+            remedy = "give separator to split a string"
+            return {self.writes[0]: need(types, self, self.column, _TYPES, remedy)}
+        remedy = "leave separator out for a column that is a list already"
+        need(types, self, self.column, {STRING}, remedy)
+        return {self.writes[0]: pa.list_(STRING)}
 
-    def apply(
-        self, cells: Mapping[str, Cells], types: Types, state: StepState
-    ) -> Mapping[str, Cells]:
+    def apply(self, columns: Arrays, state: StepState) -> Arrays:
         """Splits, drops nulls and cuts."""
-        lists = cells[self.column]
+        lists = columns[self.column]
         if self.separator is not None:
-            lists = _split(lists, self.separator)
-        assert lists.lengths is not None
-        # The row of each element that is not null, and the number of these in each row.
-        row = np.repeat(np.arange(len(lists.lengths)), lists.lengths)[lists.valid]
-        lengths = np.bincount(row, minlength=len(lists.lengths)).astype(np.int64)
-        kept_lengths = lengths
-        if self.max_length is not None:
-            kept_lengths = np.minimum(lengths, self.max_length)
-        values = lists.values[lists.valid]
-        if int(kept_lengths.sum()) < len(values):
+            # Empty elements are dropped, so an empty text is an empty list.
+            lists = pc.split_pattern(lists.fill_null(""), self.separator)
+        values = lists.values
+        is_kept = valid_of(values)
+        if self.separator is not None:
+            is_kept = pc.not_equal(values, "").to_numpy(zero_copy_only=False)
+        lengths = lengths_of(lists)
+        # The row of each element that is kept, and the number of these in each row.
+        row = np.repeat(np.arange(len(lengths)), lengths)[is_kept]
+        lengths = np.bincount(row, minlength=len(lengths))
+        if not is_kept.all():
+            values = values.filter(pa.array(is_kept))
+        if self.max_length is not None and (lengths > self.max_length).any():
             # 1 for the last element of a row: the last ones are kept.
-            from_end = np.cumsum(lengths)[row] - np.arange(len(values))
-            values = values[from_end <= kept_lengths[row]]
-        kept = Cells.full(values, kept_lengths)
-        return {self.writes[0]: dataclasses.replace(kept, words=lists.words)}
-
-
-def _split(texts: Cells, separator: str) -> Cells:
-    """Splits each different text once; null is an empty list."""
-    assert texts.words is not None
-    encoded = texts.words.dictionary_encode()
-    elements: dict[str, int] = {}
-    parts: list[list[int]] = []
-    for text in encoded.dictionary.to_pylist():
-        words = [word for word in text.split(separator) if word]
-        parts.append([elements.setdefault(word, len(elements)) for word in words])
-    # The last list is that of null.
-    parts.append([])
-    places = encoded.indices.to_numpy()[texts.values]
-    rows = np.where(texts.valid, places, len(parts) - 1)
-    lengths_of = np.array([len(part) for part in parts], dtype=np.int64)
-    codes = np.array(list(chain.from_iterable(parts)), dtype=np.int64)
-    column = Column.from_lengths(codes, lengths_of).take(rows)
-    return Cells(
-        values=column.values,
-        valid=np.ones(len(column.values), dtype=bool),
-        lengths=column.lengths,
-        words=pa.array(list(elements), pa.string()),
-    )
+            from_end = np.cumsum(lengths)[row] - np.arange(len(row))
+            values = values.filter(pa.array(from_end <= self.max_length))
+            lengths = np.minimum(lengths, self.max_length)
+        return {self.writes[0]: list_array(values, lengths)}

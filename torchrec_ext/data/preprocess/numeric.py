@@ -7,7 +7,6 @@ mean_and_std(), quantiles_of(): statistics of number columns, the same on every 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,17 @@ from typing import Any, Literal, get_args
 import numpy as np
 import pyarrow as pa
 
-from torchrec_ext.data.preprocess.columns import NUMBERS, Cells, Types
+from torchrec_ext.data.preprocess.columns import (
+    FLOAT64,
+    INT64,
+    NUMBERS,
+    STRING,
+    Arrays,
+    Types,
+    need,
+    numbers,
+    raw_type,
+)
 from torchrec_ext.data.preprocess.step import ColumnStep, Query, StepState, quoted
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import check_choice, check_least
@@ -36,7 +45,7 @@ def rounded(value: float) -> float:
     return float(f"{value:.{_DIGITS - 1}e}")
 
 
-def _numbers(column: str) -> str:
+def _finite(column: str) -> str:
     """Returns a table with the finite numbers of a column as doubles, ``x``, in SQL."""
     x = f"CAST({quoted(column)} AS DOUBLE)"
     # -0.0 and 0.0 are one value; adding 0.0 leaves the second.
@@ -51,7 +60,7 @@ def mean_and_std(
     Raises:
         DataError: no value is a number, or the sum overflows.
     """
-    sql = f"SELECT count(*) AS n, avg(x) AS mean, stddev_pop(x) AS std FROM {_numbers(column)}"
+    sql = f"SELECT count(*) AS n, avg(x) AS mean, stddev_pop(x) AS std FROM {_finite(column)}"
     overflow = DataError(
         f"{where}: {step}: the sum of its values is beyond float64; clip the column first with LogClip"
     )
@@ -83,15 +92,15 @@ def quantiles_of(
     Raises:
         DataError: no value is a number.
     """
-    numbers = _numbers(column)
-    size = query(f"SELECT count(*) AS n FROM {numbers}")["n"][0].as_py()
+    finite = _finite(column)
+    size = query(f"SELECT count(*) AS n FROM {finite}")["n"][0].as_py()
     _check_not_empty(step, size, where)
     needs = [max(1, math.ceil(share * size)) for share in shares]
     places = ", ".join(f"({need})" for need in sorted(set(needs)))
     # Each place is reached by one value, the first with so many rows up to it. Counts
     # are exact, quantile functions may interpolate.
     rows = query(
-        f"WITH counts AS (SELECT x, count(*) AS n FROM {numbers} GROUP BY x), "
+        f"WITH counts AS (SELECT x, count(*) AS n FROM {finite} GROUP BY x), "
         "sums AS (SELECT x, n, sum(n) OVER (ORDER BY x) AS upto FROM counts) "
         f"SELECT place, x FROM sums JOIN (VALUES {places}) places(place) ON upto >= place AND upto - n < place"
     ).to_pylist()
@@ -109,10 +118,10 @@ def _check_not_empty(step: Any, size: int, where: str) -> None:
 class _NumberStep(ColumnStep):
     """A step from one number column to one column."""
 
-    def types(self, types: Types) -> Mapping[str, str]:
+    def types(self, types: Types) -> Types:
         """Returns floats."""
-        types.need(self, self.column, NUMBERS, "give it numbers")
-        return {self.writes[0]: "float64"}
+        need(types, self, self.column, NUMBERS, "give it numbers")
+        return {self.writes[0]: FLOAT64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,39 +158,28 @@ class Bucketize(_NumberStep):
         """``column``, if boundaries are fitted."""
         return (self.column,) if self.quantiles else ()
 
-    def types(self, types: Types) -> Mapping[str, str]:
+    def types(self, types: Types) -> Types:
         """Returns integers."""
-        types.need(
-            self, self.column, NUMBERS, "give it numbers; Categorify takes strings"
-        )
-        return {self.writes[0]: "int64"}
+        remedy = "give it numbers; Categorify takes strings"
+        need(types, self, self.column, NUMBERS, remedy)
+        return {self.writes[0]: INT64}
 
-    def fit(self, query: Query, types: Types) -> StepState:
+    def fit(self, query: Query, types: Types, where: str) -> StepState:
         """Fits the boundaries."""
         if self.quantiles is None:
             return {"boundaries": [float(edge) for edge in self.boundaries or ()]}
         shares = [
             Fraction(bucket, self.quantiles) for bucket in range(1, self.quantiles)
         ]
-        boundaries = quantiles_of(self, self.column, shares, types.where, query)
+        boundaries = quantiles_of(self, self.column, shares, where, query)
         return {"boundaries": sorted(set(boundaries))}
 
-    def apply(
-        self, cells: Mapping[str, Cells], types: Types, state: StepState
-    ) -> Mapping[str, Cells]:
+    def apply(self, columns: Arrays, state: StepState) -> Arrays:
         """Bisects the boundaries."""
-        x, is_number = cells[self.column].numbers()
-        buckets = (
-            np.searchsorted(
-                np.array(state["boundaries"], dtype=np.float64), x, side="right"
-            )
-            + 1
-        )
-        return {
-            self.writes[0]: cells[self.column].with_values(
-                np.where(is_number, buckets, 0).astype(np.int64)
-            )
-        }
+        x = numbers(columns[self.column])
+        edges = np.array(state["boundaries"], dtype=np.float64)
+        buckets = np.searchsorted(edges, x, side="right") + 1
+        return {self.writes[0]: pa.array(np.where(np.isnan(x), 0, buckets))}
 
     def vocab(self, state: StepState) -> Mapping[str, int]:
         """Returns the number of buckets + 1, row 0 included."""
@@ -214,14 +212,11 @@ class LogClip(_NumberStep):
                 f"LogClip('{self.column}'): low={self.low}, high={self.high}: must be finite, low at most high"
             )
 
-    def apply(
-        self, cells: Mapping[str, Cells], types: Types, state: StepState
-    ) -> Mapping[str, Cells]:
+    def apply(self, columns: Arrays, state: StepState) -> Arrays:
         """Clips, and takes the logarithm."""
-        x, is_number = cells[self.column].numbers()
-        x = np.clip(np.where(is_number, x, self.low), self.low, self.high)
-        x = np.log(x - self.low + 1.0).astype(np.float32).astype(np.float64)
-        return {self.writes[0]: cells[self.column].with_values(x, is_number)}
+        x = np.clip(numbers(columns[self.column]), self.low, self.high)
+        logarithm = np.log(x - self.low + 1.0).astype(np.float32)
+        return {self.writes[0]: pa.array(logarithm.astype(np.float64))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,23 +238,18 @@ class Normalize(_NumberStep):
         """``column``."""
         return (self.column,)
 
-    def fit(self, query: Query, types: Types) -> StepState:
+    def fit(self, query: Query, types: Types, where: str) -> StepState:
         """Fits mean and standard deviation."""
-        mean, std = mean_and_std(self, self.column, types.where, query)
+        mean, std = mean_and_std(self, self.column, where, query)
         # It is 0 for a column with one value.
         return {"mean": mean, "std": std or 1.0}
 
-    def apply(
-        self, cells: Mapping[str, Cells], types: Types, state: StepState
-    ) -> Mapping[str, Cells]:
+    def apply(self, columns: Arrays, state: StepState) -> Arrays:
         """Subtracts the mean and divides by the deviation."""
-        x, is_number = cells[self.column].numbers()
-        with np.errstate(all="ignore"):
-            return {
-                self.writes[0]: cells[self.column].with_values(
-                    (x - state["mean"]) / state["std"], is_number
-                )
-            }
+        # A sum beyond float64 is infinite, which counts as missing.
+        with np.errstate(over="ignore"):
+            x = (numbers(columns[self.column]) - state["mean"]) / state["std"]
+        return {self.writes[0]: pa.array(x)}
 
 
 Statistic = Literal["mean", "median"]
@@ -311,57 +301,40 @@ class FillMissing(ColumnStep):
         """``column``, if a statistic is fitted."""
         return (self.column,) if self.statistic else ()
 
-    def types(self, types: Types) -> Mapping[str, str]:
+    def types(self, types: Types) -> Types:
         """Returns the column's own type; float for a mean or a median."""
         numeric = self.statistic is not None
-        allowed = NUMBERS if numeric else NUMBERS | {"string"}
-        kind = types.need(
-            self, self.column, allowed, "choose another value or statistic"
-        )
-        fits: Any = {"string": str, "int64": int, "float64": (int, float)}[kind]
+        allowed = NUMBERS if numeric else NUMBERS | {STRING}
+        remedy = "choose another value or statistic"
+        dtype = need(types, self, self.column, allowed, remedy)
+        if numeric:
+            return {self.writes[0]: FLOAT64}
+        value = self.value
+        fits = {STRING: str, INT64: int, FLOAT64: int | float}[dtype]
         # To Python a bool is an int.
-        if self.value is not None and (
-            isinstance(self.value, bool) or not isinstance(self.value, fits)
-        ):
+        if isinstance(value, bool) or not isinstance(value, fits):
             raise DataError(
-                f"{types.where}: column '{self.column}' is {kind}, {self} has value={self.value!r}; give a value of "
-                "that type"
+                f"column '{self.column}' is {raw_type(dtype)}, {self} has {value=!r}; give a value of that type"
             )
-        if (
-            kind == "int64"
-            and isinstance(self.value, int)
-            and not -(2**63) <= self.value < 2**63
-        ):
+        if dtype == INT64 and not -(2**63) <= int(value) < 2**63:
             raise DataError(
-                f"{types.where}: {self} has value={self.value}, which does not fit 64 bits; give a smaller one"
+                f"{self} has {value=}, which does not fit 64 bits; give a smaller one"
             )
-        return {self.writes[0]: "float64" if numeric else kind}
+        return {self.writes[0]: dtype}
 
-    def fit(self, query: Query, types: Types) -> StepState:
+    def fit(self, query: Query, types: Types, where: str) -> StepState:
         """Returns the value, or computes the statistic."""
         column = self.column
         if self.statistic is None:
             return {"value": self.value}
         if self.statistic == "mean":
-            return {"value": mean_and_std(self, column, types.where, query)[0]}
-        return {"value": quantiles_of(self, column, [0.5], types.where, query)[0]}
+            return {"value": mean_and_std(self, column, where, query)[0]}
+        return {"value": quantiles_of(self, column, [0.5], where, query)[0]}
 
-    def apply(
-        self, cells: Mapping[str, Cells], types: Types, state: StepState
-    ) -> Mapping[str, Cells]:
+    def apply(self, columns: Arrays, state: StepState) -> Arrays:
         """Replaces the missing values of the column."""
-        column = cells[self.column]
-        value = state["value"]
-        if column.words is not None:
-            # The value is one word more, behind the others.
-            codes = np.where(column.valid, column.values, len(column.words))
-            more = pa.array([value], column.words.type)
-            words = pa.concat_arrays([column.words, more])
-            filled = Cells.full(codes, column.lengths)
-            return {self.writes[0]: dataclasses.replace(filled, words=words)}
-        values = column.values
-        is_present = column.valid
-        if self.types(types)[self.writes[0]] == "float64":
-            values, is_present = column.numbers()
-        numbers = np.where(is_present, values, np.asarray(value, values.dtype))
-        return {self.writes[0]: column.with_values(numbers)}
+        column = columns[self.column]
+        if self.statistic is None and column.type != FLOAT64:
+            return {self.writes[0]: column.fill_null(state["value"])}
+        x = numbers(column)
+        return {self.writes[0]: pa.array(np.where(np.isnan(x), state["value"], x))}

@@ -9,11 +9,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from torchrec_ext.data.preprocess.columns import (
-    arrow_type,
-    check_case,
-    read_cells,
-)
+from torchrec_ext.data.preprocess.columns import check_case, read_array
 from torchrec_ext.data.preprocess.fitted import (
     FittedPreprocessor,
     requests_sql,
@@ -143,7 +139,7 @@ class Preprocessor:
                     if progress:
                         progress(str(step))
                     with _fit_rows(fitted, step, data, past, opened) as query:
-                        state = step.fit(query, types[number])
+                        state = step.fit(query, types[number], data.where)
                     fitted = dataclasses.replace(
                         fitted,
                         steps=(*fitted.steps, step),
@@ -172,15 +168,16 @@ def _fit_rows(
 
     def made() -> Iterator[pa.RecordBatch]:
         for batch in batches(con, requests_sql(before, data, past, extra=extra)):
-            cells = {
-                name: read_cells(name, batch.column(name), kind)
-                for name, kind in types.items()
-            }
-            before.apply(cells)
-            arrays = [cells[name].array() for name in names]
-            yield pa.RecordBatch.from_arrays(arrays, names=list(names)).cast(schema)
+            columns = before.apply(
+                {
+                    name: read_array(name, batch.column(name), kind)
+                    for name, kind in types.items()
+                }
+            )
+            arrays = [columns[name] for name in names]
+            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
-    schema = pa.schema([(name, arrow_type(before.types[-1][name])) for name in names])
+    schema = pa.schema([(name, before.types[-1][name]) for name in names])
     # Another connection to the same database, since this one is reading.
     with con.cursor() as cursor:
         stream = named(cursor, pa.RecordBatchReader.from_batches(schema, made()))

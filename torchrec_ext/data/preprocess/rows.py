@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from torchrec_ext.data.files.sources import NULL_PARTITION
-from torchrec_ext.data.preprocess.columns import element, is_list_column, working_type
+from torchrec_ext.data.preprocess.columns import arrow_type, working_type
 from torchrec_ext.data.preprocess.files import Files, raw_types, scan
 from torchrec_ext.data.preprocess.step import quoted
 from torchrec_ext.schema import DataError
@@ -79,7 +79,7 @@ def connected(
             if value is None:
                 continue
             try:
-                opened.execute(f"SET {name}={_text(str(value))}")
+                opened.execute(f"SET {name}={sql_text(str(value))}")
             except duckdb.Error as error:
                 raise DataError(
                     f"DuckDB refuses {name}={value!r} ({error}); choose another"
@@ -259,14 +259,14 @@ def _view_of(files: Files, con: Connection) -> str:
     if any(file.remote for file in files.files):
         return named(con, files.source.dataset)
     # DuckDB takes every name for a pattern.
-    names = [_text(glob.escape(file.name)) for file in files.files]
+    names = [sql_text(glob.escape(file.name)) for file in files.files]
     partitions = files.files[0].partitions
     columns = [quoted(name) for name in files.schema if name not in partitions]
     # By the file's number, as DuckDB would count folders above the log as well.
     for name in partitions:
         values = [file.partitions[name] for file in files.files]
         texts = [
-            "NULL" if value == NULL_PARTITION else _text(value) for value in values
+            "NULL" if value == NULL_PARTITION else sql_text(value) for value in values
         ]
         columns.append(
             f"CAST([{', '.join(texts)}] AS VARCHAR[])[CAST(file_index AS BIGINT) + 1] AS {quoted(name)}"
@@ -284,23 +284,23 @@ def _view_of(files: Files, con: Connection) -> str:
     return view
 
 
-def _text(value: str) -> str:
+def sql_text(value: str) -> str:
+    """Returns a text as SQL."""
     return "'" + value.replace("'", "''") + "'"
 
 
-_SQL = {"int64": "BIGINT", "float64": "DOUBLE", "string": "VARCHAR"}
+_SQL = {pa.int64(): "BIGINT", pa.float64(): "DOUBLE", pa.string(): "VARCHAR"}
+_SQL |= {pa.list_(dtype): f"{name}[]" for dtype, name in _SQL.items()}
 
 
 def working_columns(raw: Mapping[str, str], names: Iterable[str]) -> str:
-    """Returns columns in their working types, in SQL; times keep their unit."""
+    """Returns columns in the types that steps see, in SQL; times keep their unit."""
     columns = []
     for name in names:
-        kind = working_type(raw[name])
-        dtype = _SQL.get(element(kind))
+        dtype = _SQL.get(working_type(arrow_type(raw[name])))
         column = quoted(name)
         if dtype:
-            suffix = "[]" if is_list_column(kind) else ""
-            column = f"CAST({column} AS {dtype}{suffix}) AS {column}"
+            column = f"CAST({column} AS {dtype}) AS {column}"
         columns.append(column)
     # A table needs a column.
     return ", ".join(columns) or "1 AS one"

@@ -1,4 +1,4 @@
-"""Step: one named operation on columns: fitted by SQL on DuckDB, applied in numpy to files and requests alike."""
+"""Step: one named operation on columns: fitted by SQL, applied to Arrow arrays of files and of requests alike."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from torchrec_ext.data.preprocess.columns import Cells, Types
+from torchrec_ext.data.preprocess.columns import Arrays, Types
 
 StepState = Any  # the result of fitting: a Vocabulary, or a dict of JSON values
 # Runs SQL over a table `fit_rows` with the step's `fit_reads` in working types.
@@ -40,25 +40,23 @@ class Step(ABC):
         return ()
 
     @abstractmethod
-    def types(self, types: Types) -> Mapping[str, str]:
-        """Returns the working types of the output columns.
+    def types(self, types: Types) -> Types:
+        """Returns the types of the output columns.
 
         Raises:
             DataError: a column is missing or has a type that the step cannot take.
         """
 
-    def fit(self, query: Query, types: Types) -> StepState:
-        """Fits the step to the training rows and returns its state."""
+    def fit(self, query: Query, types: Types, where: str) -> StepState:
+        """Fits the step to the training rows, which ``where`` names in messages, and returns its state."""
         return {}
 
     def request_types(self, raw: Mapping[str, str]) -> Mapping[str, str]:
-        """Returns the raw columns of a request needed for the step, unless an earlier step writes them."""
+        """Returns the raw types of a request's columns needed for the step, unless an earlier step writes them."""
         return {name: raw[name] for name in self.reads if name in raw}
 
     @abstractmethod
-    def apply(
-        self, cells: Mapping[str, Cells], types: Types, state: StepState
-    ) -> Mapping[str, Cells]:
+    def apply(self, columns: Arrays, state: StepState) -> Arrays:
         """Computes ``writes`` for some rows, of a file or of a request."""
 
     def vocab(self, state: StepState) -> Mapping[str, int]:

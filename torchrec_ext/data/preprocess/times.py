@@ -12,7 +12,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from torchrec_ext.data.columns import Int64
-from torchrec_ext.data.preprocess.columns import TIMES, Cells, Mask, Types, time_unit
+from torchrec_ext.data.preprocess.columns import (
+    INT64,
+    TIMES,
+    Arrays,
+    Types,
+    integers,
+    need,
+    valid_of,
+)
 from torchrec_ext.data.preprocess.step import Step, StepState
 from torchrec_ext.schema.validation import did_you_mean
 
@@ -66,30 +74,23 @@ class TimeFeatures(Step):
         """Names of the results, one column per feature."""
         return tuple(f"{self.column}_{feature}" for feature in self.features)
 
-    def types(self, types: Types) -> Mapping[str, str]:
+    def types(self, types: Types) -> Types:
         """Returns integers."""
-        types.need(
-            self,
-            self.column,
-            TIMES | {"int64"},
-            "convert it to a timestamp, or to seconds since 1970",
-        )
-        return dict.fromkeys(self.writes, "int64")
+        remedy = "convert it to a timestamp, or to seconds since 1970"
+        need(types, self, self.column, TIMES | {INT64}, remedy)
+        return dict.fromkeys(self.writes, INT64)
 
-    def apply(
-        self, cells: Mapping[str, Cells], types: Types, state: StepState
-    ) -> Mapping[str, Cells]:
+    def apply(self, columns: Arrays, state: StepState) -> Arrays:
         """Reads the features off the zone's calendar."""
-        times = cells[self.column]
-        second = times.values // per_second(types[self.column], self.unit)
-        in_range: Mask = times.valid & (second >= _FIRST) & (second < _LAST)
+        times = columns[self.column]
+        second = integers(times) // per_second(times.type, self.unit)
+        in_range = valid_of(times) & (second >= _FIRST) & (second < _LAST)
         # Any time does where there is none: its numbers are replaced below.
         second = np.where(in_range, second, 0)
         local = pa.array(second).cast(pa.timestamp("s", self.zone))
         results = {}
         for name, feature in zip(self.writes, self.features, strict=True):
-            numbers = np.where(in_range, _numbers(feature, local), 0)
-            results[name] = times.with_values(numbers)
+            results[name] = pa.array(np.where(in_range, _numbers(feature, local), 0))
         return results
 
     def vocab(self, state: StepState) -> Mapping[str, int]:
@@ -100,9 +101,9 @@ class TimeFeatures(Step):
         }
 
 
-def per_second(kind: str, unit: Unit = "s") -> int:
+def per_second(dtype: pa.DataType, unit: Unit = "s") -> int:
     """Returns the units per second of a type of times, or of integers counted in ``unit``."""
-    return PER_SECOND[time_unit(kind) if kind in TIMES else unit]
+    return PER_SECOND[dtype.unit if dtype in TIMES else unit]
 
 
 def _check_zone(zone: str) -> None:

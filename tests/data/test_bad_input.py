@@ -1,0 +1,299 @@
+"""Input that would train silently is refused, or counted in a line, at each public entry: one table for each."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+pytest.importorskip("duckdb", reason="needs the extra `data`")
+
+from torchrec_ext.data.config import DataConfig, Form
+from torchrec_ext.data.files.event_log import EventLog
+from torchrec_ext.data.files.events_config import EventsConfig
+from torchrec_ext.data.preprocess import Categorify, Preprocessor, read_csv
+from torchrec_ext.data.preprocess.rows import connected
+from torchrec_ext.data.sets import load_set
+from torchrec_ext.schema import DataError
+from torchx_apps.jobs.preprocessing import run_preprocess
+from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
+
+ROWS: dict[str, list[Any]] = {
+    "user": ["u", "v", "u", None],
+    "item": ["a", "b", "b", "a"],
+    "city": ["x", "y", None, "x"],
+    "label": [0.0, 1.0, 0.5, 1.0],
+}
+
+
+def prepare(tmp_path: Path, rows: dict[str, list[Any]], *, by_sql: bool) -> None:
+    pq.write_table(pa.table(ROWS), tmp_path / "train.parquet")
+    pq.write_table(pa.table(rows), tmp_path / "test.parquet")
+
+    def build(_: None, con: Any) -> Prepare:
+        splits: dict[str, Any] = {}
+        for name in ("train", "test"):
+            path = str(tmp_path / f"{name}.parquet")
+            splits[name] = con.sql(f"FROM '{path}'") if by_sql else path
+        ids = [Categorify(column=name) for name in ("user", "item", "city")]
+        return Prepare(
+            preprocessor=Preprocessor(ids, keep=["label"]),
+            splits=splits,
+            label="label",
+            user="user",
+            item="item",
+        )
+
+    run_preprocess(PreprocessJob(name="own", build=build, out=str(tmp_path / "out")))
+
+
+PREPARED: dict[str, tuple[str, list[Any], bool, str]] = {
+    "a label": (
+        "label",
+        [0.0, 2.0, 3.0, 1.0],
+        False,
+        r"test\.parquet: row group 0, column 'label', row 1: '2\.0', in 2 rows: a label is from 0 to 1",
+    ),
+    "an empty user": (
+        "user",
+        ["u", "", "", "v"],
+        False,
+        r"test\.parquet.* column 'user', row 1: '', in 2 rows: .*NULL.* nullif\(user, ''\)",
+    ),
+    "a NUL byte": (
+        "item",
+        ["a", "b", "b\0", "a"],
+        True,
+        r"column 'item', row 2: 'b\\x00', in 1 rows",
+    ),
+    "a line break": (
+        "city",
+        ["x", "y\n7,u", "y", "x"],
+        True,
+        r"column 'city', row 1: 'y\\n7,u', in 1 rows: a line break.*read_csv",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", PREPARED)
+def test_preprocessing_refuses(fault: str, tmp_path: Path) -> None:
+    column, values, by_sql, message = PREPARED[fault]
+    with pytest.raises(DataError, match=message) as caught:
+        prepare(tmp_path, {**ROWS, column: values}, by_sql=by_sql)
+    assert len(str(caught.value)) < 200 + len(str(tmp_path))
+    assert not (tmp_path / "out").exists()
+
+
+def test_preprocessing_counts_empty_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(tmp_path, {**ROWS, "city": ["", "x\0", "y\nz", "x"]}, by_sql=False)
+    assert "note: test: column 'city': 2 values are empty" in capsys.readouterr().out
+
+
+def test_a_role_that_no_step_writes_names_no_column_of_the_log() -> None:
+    steps = Preprocessor([Categorify(column="town")])
+    with pytest.raises(
+        ValueError, match=r"no step writes 'city'; the steps write town"
+    ):
+        Prepare(preprocessor=steps, splits={"train": "log.parquet"}, item="city")
+
+
+LINES = [f"{k % 9},c{k % 5},{k % 2}" for k in range(3000)]
+TYPES = {"user": "BIGINT", "city": "VARCHAR", "label": "BIGINT"}
+HEADER = "user,city,label"
+
+
+def csv(header: str, *lines: tuple[int, str]) -> str:
+    """3,000 lines, with others put in before these numbers."""
+    all_lines = list(LINES)
+    for number, line in sorted(lines, reverse=True):
+        all_lines.insert(number, line)
+    return "\n".join([header, *all_lines, ""])
+
+
+CSV: dict[str, tuple[list[str], dict[str, Any], str]] = {
+    "a quote without its end": (
+        [csv(HEADER, (1000, '7,"c1,1'))],
+        {},
+        r"0\.csv: line 1002: a quote without its end .*3,001 lines, 1,000 rows; mend",
+    ),
+    "closed far below": (
+        [csv(HEADER, (1000, '7,"c1,1'), (1500, '9,c1",1'))],
+        {},
+        r"line 1002: a quote .*3,002 lines, 2,501 rows",
+    ),
+    "in the last lines": (
+        [csv(HEADER, (2999, '7,"c1,1'))],
+        {"broken": 9},
+        r"line 3001: a quote",
+    ),
+    "renamed": (
+        [csv("user,town,label")],
+        {},
+        r"0\.csv: column 'city' is missing, it has \['label', 'town', 'user'\]",
+    ),
+    "renamed in the second file": (
+        [csv(HEADER), "usr,city,label\n1,c,0\n"],
+        {},
+        r"1\.csv: column 'user' is missing, .*did you mean 'usr'",
+    ),
+    "missing in the second file": (
+        [csv(HEADER), "user,label\n1,0\n"],
+        {},
+        r"1\.csv: column 'city' is missing",
+    ),
+    "no header": (
+        [csv(LINES[0])],
+        {},
+        r"column 'user' is missing, it has \['0', '0', 'c0'\]",
+    ),
+    "empty": ([""], {}, r"column 'user' is missing, it has \[\]"),
+    "another type": (
+        [csv(HEADER, (50, "x,c1,0"))],
+        {},
+        r"""line 52: Error when converting column "user".*; a broken line; mend it""",
+    ),
+    "too few values": (
+        [csv(HEADER, (50, "1,c1"), (60, "2"))],
+        {"broken": 1},
+        r"line 52: Expected Number of Columns: 3 Found: 2; 2 such lines",
+    ),
+    "another encoding": (
+        [csv(HEADER, (50, "1,\xff,0"))],
+        {},
+        r"line 52: Invalid unicode .*give another encoding",
+    ),
+}
+
+
+def write_csv(folder: Path, texts: list[str]) -> list[Path]:
+    paths = [folder / f"{number}.csv" for number in range(len(texts))]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_bytes(text.encode("latin-1"))
+    return paths
+
+
+@pytest.mark.parametrize("fault", CSV)
+def test_read_csv_refuses(fault: str, tmp_path: Path) -> None:
+    texts, options, message = CSV[fault]
+    paths = write_csv(tmp_path, texts)
+    with connected(threads=1) as con, pytest.raises(DataError, match=message) as caught:
+        read_csv(con, paths, TYPES, **options)
+    assert len(str(caught.value)) < 200 + len(str(tmp_path))
+
+
+def test_read_csv_reads_by_name_and_counts_what_it_leaves_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    swapped = "label,more,user,city\n1,\xff,7,z\n"
+    paths = write_csv(tmp_path, [csv(HEADER, (9, "x,c,0"), (20, "")), swapped])
+    paths[0].with_suffix(".csv.gz").write_bytes(gzip.compress(paths[0].read_bytes()))
+    with connected(threads=1) as con:
+        options: Any = {"encoding": "latin-1", "broken": 2}
+        name = read_csv(con, [tmp_path / "*.csv.gz", *paths], TYPES, **options)
+        rows = con.sql(f"FROM {name}").fetchall()
+    assert (len(rows), rows[3000], rows[-1]) == (6001, (0, "c0", 0), (7, "z", 1))
+    said = capsys.readouterr().out
+    assert said.startswith("note: 2 broken lines are left out; ")
+    assert "0.csv.gz: line 11: " in said
+
+
+def folder_of(tmp_path: Path, **tables: dict[str, list[Any]]) -> DataConfig:
+    (tmp_path / "set").mkdir()
+    for name, columns in tables.items():
+        pq.write_table(pa.table(columns), tmp_path / "set" / f"{name}.parquet")
+    return DataConfig(name="set", folder=str(tmp_path))
+
+
+LOG = {"user_id": ["u"] * 4, "item_id": list("abcd"), "timestamp": [1, 2, 3, 4]}
+LABELS = {"user": ["u", "v"], "item": ["a", "b"], "brand": ["x", "x"], "label": [0, 1]}
+
+
+def parts(**changes: list[Any]) -> dict[str, dict[str, list[Any]]]:
+    return {
+        "train": LABELS,
+        "validation": LABELS,
+        "test": {**LABELS, **changes},
+    }
+
+
+FOLDERS: dict[str, tuple[Form, dict[str, Any], str]] = {
+    "an empty user": (
+        "pairs",
+        {"inter": {**LOG, "user_id": ["u", "", "", "u"]}},
+        r"inter\.parquet: column 'user_id', row 1: '', in 2 rows: an id without a name",
+    ),
+    "a NUL byte": (
+        "sessions",
+        {"inter": {**LOG, "item_id": ["a", "b", "c\0", "d"]}},
+        r"column 'item_id', row 2: 'c\\x00', in 1 rows",
+    ),
+    "an empty item of labels": (
+        "labels",
+        parts(item=["", "b"]),
+        r"test\.parquet: column 'item', row 0: ''",
+    ),
+    "a label": (
+        "labels",
+        parts(label=[2, 3]),
+        r"test\.parquet: column 'label', row 0: 2\.0; must be 0 or 1 \(2 rows are not\); write ratings so",
+    ),
+    "renamed": (
+        "labels",
+        {
+            **parts(),
+            "test": {"user": ["u"], "item": ["a"], "brnd": ["x"], "label": [1]},
+        },
+        r"test\.parquet: column 'brand' is missing, train\.parquet has it",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FOLDERS)
+def test_a_folder_as_it_stands_is_refused(fault: str, tmp_path: Path) -> None:
+    form, tables, message = FOLDERS[fault]
+    with pytest.raises(DataError, match=message) as caught:
+        load_set(folder_of(tmp_path, **tables), form)
+    assert len(str(caught.value)) < 200 + len(str(tmp_path))
+
+
+def test_columns_of_one_file_are_named_and_swapped_ones_read_by_name(
+    tmp_path: Path,
+) -> None:
+    test = dict(reversed(list({**LABELS, "price": [1.5, 2.5]}.items())))
+    data = load_set(folder_of(tmp_path, **{**parts(), "test": test}), "labels")
+    assert data.left_out == {"price": "test.parquet has it, and train.parquet has not"}
+
+
+EVENTS: dict[str, tuple[str, str]] = {
+    "a label": (
+        "user_id,item_id,label\n1,2,1\n1,2,2\n",
+        r"line 3: 'label' is not from 0 to 1",
+    ),
+    "renamed": ("user_id,itm,label\n1,2,1\n", r"item_id.*set data\.user, data\.item"),
+    "an empty id": (
+        "user_id,item_id,label\n1,2,1\n,3,1\n",
+        r"line 3: it has no 'user_id'",
+    ),
+    "a quote without its end": (
+        'user_id,item_id,label,note\n1,2,1,"x\n1,3,1,y\n1,4,1,z"\n1,5,1,x\n',
+        r"line 3: it lies within a quote that begins above",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", EVENTS)
+def test_a_log_of_events_is_refused(fault: str, tmp_path: Path) -> None:
+    text, message = EVENTS[fault]
+    (tmp_path / "events.csv").write_text(text)
+    with pytest.raises(DataError, match=message):
+        EventLog(
+            EventsConfig(
+                folder=str(tmp_path), user="user_id", item="item_id", label="label"
+            )
+        ).read(100)

@@ -1,0 +1,148 @@
+"""read_csv(): CSV files -> a table of DuckDB; columns are found by their names, and no line is lost without a word."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import gzip
+import io
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchrec_ext.data.preprocess.columns import missing_column, short_text
+from torchrec_ext.data.preprocess.rows import Connection, sql_text
+from torchrec_ext.data.preprocess.step import quoted
+from torchrec_ext.schema import DataError
+
+_numbers = itertools.count()
+
+
+def read_csv(
+    con: Connection,
+    paths: str | Path | Sequence[str | Path],
+    types: Mapping[str, str],
+    *,
+    names: Sequence[str] | None = None,
+    delimiter: str = ",",
+    quote: str = '"',
+    encoding: str = "utf-8",
+    broken: int = 0,
+) -> str:
+    """Reads columns of CSV files, plain or .gz, into a table of the connection.
+
+    Each file has a header of its own, in any order: DuckDB's ``read_csv(..., columns=...)`` reads by position and takes
+    a header for granted. A value with a line break is refused, since most are a quote without its end.
+
+    Args:
+        con: connection of DuckDB.
+        paths: files or patterns, read in this order.
+        types: DuckDB's type of each column to read, such as ``{"user_id": "BIGINT", "city": "VARCHAR"}``.
+        names: names of all columns, if the files have no header.
+        delimiter: text between two values.
+        quote: character around a value that holds a delimiter; empty if there is none.
+        encoding: encoding of the files, such as ``latin-1``.
+        broken: greatest number of broken lines to leave out. They are counted in a line, and the first one is named.
+
+    Returns:
+        The table's name in SQL.
+
+    Raises:
+        DataError: a file is missing, lacks a column, has more broken lines, or a quote without its end takes further
+            lines into a value.
+    """
+    table = f"csv_{next(_numbers)}"
+    columns = ", ".join(map(quoted, types))
+    declared = ", ".join(f"{quoted(name)} {kind}" for name, kind in types.items())
+    con.execute(f"CREATE TABLE {table} ({declared})")
+    counts = {}
+    for path in _files(paths):
+        header = list(names or _header(path, delimiter, quote, encoding))
+        for name in types:
+            if name not in header:
+                raise missing_column(str(path), name, header)
+        all_types = {name: types.get(name, "VARCHAR") for name in header}
+        options = {
+            "auto_detect": "false",
+            "header": str(names is None).lower(),
+            "delim": sql_text(delimiter),
+            "quote": sql_text(quote),
+            "escape": sql_text(quote),
+            "encoding": sql_text(encoding),
+            "columns": str(all_types),
+            "store_rejects": "true",
+            "rejects_table": sql_text(f"{table}_rejects"),
+            "rejects_scan": sql_text(f"{table}_scans"),
+        }
+        settings = ", ".join(f"{key}={value}" for key, value in options.items())
+        before = _count(con, table)
+        con.execute(
+            f"INSERT INTO {table} SELECT {columns} FROM read_csv({sql_text(str(path))}, {settings})"
+        )
+        rows = _count(con, table) - before
+        rejects = f"{table}_rejects"
+        count, line, fault = con.sql(
+            "SELECT count(DISTINCT line), min(line), arg_min(error_message, line) "
+            f"FROM {rejects} JOIN {table}_scans USING (scan_id, file_id) WHERE file_path = {sql_text(str(path))}"
+        ).fetchall()[0]
+        place = f"{path}: line {line}: {short_text(str(fault).strip(' .'))[1:-1]}"
+        lines = sum(1 for _ in _lines(path)) - (names is None)
+        if lines > rows + count:
+            raise _unclosed(path, quote, lines, rows)
+        counts[place] = count
+    told = sum(counts.values())
+    first = next((place for place, count in counts.items() if count), "")
+    if told > broken:
+        rule = f"{told:,} such lines" if broken else "a broken line"
+        raise DataError(
+            f"{first}; {rule}; mend it, give another encoding or quote, or leave up to N out: read_csv(broken=N)"
+        )
+    if told:
+        print(f"note: {told:,} broken lines are left out; {first}", flush=True)
+    return table
+
+
+def _files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
+    files = []
+    for path in [paths] if isinstance(paths, str | Path) else paths:
+        found = [Path(path)]
+        if not found[0].exists():
+            found = [Path(name) for name in sorted(glob.glob(str(path)))]
+        if not found:
+            raise DataError(f"{path}: no such file; check the path")
+        files += found
+    return files
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yields the lines with a value, as they stand in the file."""
+    opened: Any = gzip if path.suffix == ".gz" else io
+    with opened.open(path, "rb") as file:
+        yield from (line for line in file if line.strip())
+
+
+def _header(path: Path, delimiter: str, quote: str, encoding: str) -> list[str]:
+    first = next(_lines(path), b"")
+    text = first.decode("utf-8-sig" if encoding == "utf-8" else encoding, "replace")
+    options: dict[str, Any] = {"quotechar": quote or None, "delimiter": delimiter}
+    if not quote:
+        options["quoting"] = csv.QUOTE_NONE
+    return next(csv.reader([text.strip("\r\n")], **options), [])
+
+
+def _unclosed(path: Path, quote: str, lines: int, rows: int) -> DataError:
+    """Returns the error of a value that holds further lines; its line has a quote too many."""
+    mark = quote.encode()
+    odd = (
+        number for number, line in enumerate(_lines(path), 1) if line.count(mark) % 2
+    )
+    return DataError(
+        f"{path}: line {next(odd, 1)}: a quote without its end takes lines into a value: {lines:,} lines, {rows:,} "
+        "rows; mend the quote, or read none: read_csv(quote='')"
+    )
+
+
+def _count(con: Connection, table: str) -> int:
+    ((rows,),) = con.sql(f"SELECT count(*) FROM {table}").fetchall()
+    return int(rows)
