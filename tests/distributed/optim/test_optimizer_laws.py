@@ -284,7 +284,12 @@ REFUSED: list[tuple[Any, OptimizerConfig, str]] = [
     (
         Sequences,
         OptimizerConfig(tables="adam"),
-        "table 'item_rows': FBGEMM has no kernel of adam for the cpu; set optimizer.per_table.item_rows.kind=adagrad",
+        "table 'item_rows': FBGEMM has no kernel of adam for the cpu; set optimizer.per_table.item_rows.kind=adagrad,",
+    ),
+    (
+        small_model,
+        OptimizerConfig(tables="adam", tables_l2=0.1),
+        "optimizer.tables=adagrad, optimizer.tables_lr=0.05, optimizer.tables_l2=0",
     ),
 ]
 
@@ -304,8 +309,8 @@ def test_a_sharded_table_without_a_kernel_is_refused_before_anything_is_sharded(
     None
 ):
     (messages,) = run_ranks(refused, 1)
-    for message, (_, _, beginning) in zip(messages, REFUSED, strict=True):
-        assert message.startswith(beginning)
+    for message, (_, _, part) in zip(messages, REFUSED, strict=True):
+        assert part in message
         assert len(message) <= 200
 
 
