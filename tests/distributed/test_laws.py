@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
 
 import pytest
@@ -96,18 +96,47 @@ def sharded(
     }
 
 
-def on_hosts(runtime: Runtime, local: int) -> Runtime:
-    """This rank as one of a job on hosts of ``local`` ranks each, which TorchRec reads from the environment."""
-    os.environ.update(LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(runtime.rank % local))
-    return dataclasses.replace(
-        runtime, local_world_size=local, local_rank=runtime.rank % local
-    )
+# With SGD an error of scale shows: doubled gradients would move the tables by much more
+# than the tolerance. One sum a row is that of unsharded rows while these are whole.
+OPTIMIZERS = {
+    "adagrad": OptimizerConfig(tables="adagrad", tables_lr=0.1),
+    "sgd": OptimizerConfig(tables="sgd", tables_lr=5.0, dense="sgd", dense_lr=0.5),
+    "row_wise_adagrad": OptimizerConfig(tables="row_wise_adagrad", tables_lr=0.1),
+}
+CASES = [
+    *product(("adagrad", "sgd"), SHARDINGS),
+    *product(["row_wise_adagrad"], ("table_wise", "row_wise", "data_parallel")),
+]
+Found = dict[Any, dict[str, Any]]
 
 
-def sharded_on_hosts(
-    runtime: Runtime, local: int, sharding: str, optimizer: OptimizerConfig
-) -> dict[str, Any]:
-    return sharded(on_hosts(runtime, local), sharding, optimizer)
+def all_sharded(
+    runtime: Runtime, cases: Sequence[tuple[str, str]], local: int = 0
+) -> Found:
+    """Each case, on hosts of ``local`` ranks if that is given."""
+    if local:
+        # TorchRec reads them from the environment.
+        os.environ.update(
+            LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(runtime.rank % local)
+        )
+        runtime = dataclasses.replace(
+            runtime, local_world_size=local, local_rank=runtime.rank % local
+        )
+    found: Found = {}
+    for kind, sharding in cases:
+        found[kind, sharding] = sharded(runtime, sharding, OPTIMIZERS[kind])
+        found[kind, sharding]["filled"] = filled(runtime, sharding)
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_ranks() -> dict[int, list[Found]]:
+    return {ranks: run_ranks(all_sharded, ranks, CASES) for ranks in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def expected() -> Found:
+    return {kind: unsharded(optimizer) for kind, optimizer in OPTIMIZERS.items()}
 
 
 def assert_equal(
@@ -124,73 +153,49 @@ def assert_equal(
         )
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("sharding", SHARDINGS)
-@pytest.mark.parametrize("kind", ["adagrad", "sgd"])
-def test_sharded_equals_unsharded(sharding: str, world_size: int, kind: str) -> None:
-    # SGD with rates at which an error of scale shows: doubled gradients would move the
-    # tables by much more than the tolerance.
-    optimizer = (
-        OptimizerConfig(tables=kind, tables_lr=0.1)
-        if kind == "adagrad"
-        else OptimizerConfig(tables="sgd", tables_lr=5.0, dense="sgd", dense_lr=0.5)
-    )
-    expected = unsharded(optimizer)
-    ranks = run_ranks(sharded, world_size, sharding, optimizer)
-    assert ranks[0]["kinds"] == {sharding}
-    first = torch.cat([rank["logits"][0] for rank in ranks])
-    torch.testing.assert_close(first, expected["logits"][0], rtol=0, atol=1e-5)
-    assert_equal(ranks[0]["state"], expected["state"], 1e-4)
-    mean = [
-        sum(losses) / world_size
-        for losses in zip(*(rank["losses"] for rank in ranks), strict=True)
-    ]
+def check_case(case: tuple[str, str], ranks: Sequence[Found], expected: Found) -> None:
+    kind, sharding = case
+    found = [rank[case] for rank in ranks]
+    assert found[0]["kinds"] == {sharding}
+    first = torch.cat([rank["logits"][0] for rank in found])
+    torch.testing.assert_close(first, expected[kind]["logits"][0], rtol=0, atol=1e-5)
+    assert_equal(found[0]["state"], expected[kind]["state"], 1e-4)
+    mean = torch.tensor([rank["losses"] for rank in found]).mean(0)
     torch.testing.assert_close(
-        torch.tensor(mean), torch.tensor(expected["losses"]), rtol=0, atol=1e-4
+        mean, torch.tensor(expected[kind]["losses"]), rtol=0, atol=1e-4
     )
+    # Both towers' look-ups as one.
+    assert all(rank["pipelined"] == 1 for rank in found)
+    assert all(rank["unpipelined"] == [] for rank in found)
+    for name, value in found[0]["filled"].items():
+        if "embedding_bags" in name:
+            assert torch.equal(value, _numbered(0, *value.shape)), "a row is elsewhere"
 
 
-@pytest.mark.parametrize("sharding", BY_HOST)
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("case", CASES, ids=", ".join)
+def test_sharded_equals_unsharded(
+    case: tuple[str, str],
+    world_size: int,
+    by_ranks: dict[int, list[Found]],
+    expected: Found,
+) -> None:
+    check_case(case, by_ranks[world_size], expected)
+
+
 @pytest.mark.parametrize(
     ("world_size", "local"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)]
 )
 def test_sharded_by_host_equals_unsharded(
-    sharding: str, world_size: int, local: int
+    world_size: int, local: int, expected: Found
 ) -> None:
-    optimizer = OptimizerConfig(tables="sgd", tables_lr=5.0, dense="sgd", dense_lr=0.5)
-    expected = unsharded(optimizer)
-    ranks = run_ranks(sharded_on_hosts, world_size, local, sharding, optimizer)
-    assert ranks[0]["kinds"] == {sharding}
-    first = torch.cat([rank["logits"][0] for rank in ranks])
-    torch.testing.assert_close(first, expected["logits"][0], rtol=0, atol=1e-5)
-    assert_equal(ranks[0]["state"], expected["state"], 1e-4)
+    cases = [("sgd", sharding) for sharding in BY_HOST]
+    ranks = run_ranks(all_sharded, world_size, cases, local)
+    for case in cases:
+        check_case(case, ranks, expected)
 
 
-@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "data_parallel"])
-def test_row_wise_adagrad_equals_unsharded_where_rows_are_whole(sharding: str) -> None:
-    optimizer = OptimizerConfig(tables="row_wise_adagrad", tables_lr=0.1)
-    assert_equal(
-        run_ranks(sharded, 2, sharding, optimizer)[0]["state"],
-        unsharded(optimizer)["state"],
-        1e-4,
-    )
-
-
-@pytest.mark.parametrize(
-    ("shardings", "most"),
-    [
-        (("row_wise", "column_wise"), 2),
-        pytest.param(SHARDINGS, 3, marks=pytest.mark.slow),
-    ],
-)
-def test_the_seed_alone_decides_the_first_tables(
-    shardings: Sequence[str], most: int
-) -> None:
-    states = [
-        run_ranks(sharded, world_size, sharding, OptimizerConfig())[0]["first"]
-        for sharding in shardings
-        for world_size in range(1, most + 1)
-    ]
+def check_first_tables(states: Sequence[dict[str, Tensor]]) -> None:
     for state in states[1:]:
         assert_equal(state, states[0], 0.0)
     tables = [value for name, value in states[0].items() if "embedding_bags" in name]
@@ -198,10 +203,23 @@ def test_the_seed_alone_decides_the_first_tables(
     assert all(len(value.unique()) > value.numel() // 2 for value in tables)
 
 
-def test_the_look_ups_of_both_towers_are_pipelined_as_one() -> None:
-    for rank in run_ranks(sharded, 2, "row_wise", OptimizerConfig()):
-        assert rank["pipelined"] == 1
-        assert rank["unpipelined"] == []
+def test_the_seed_alone_decides_the_first_tables(
+    by_ranks: dict[int, list[Found]],
+) -> None:
+    check_first_tables(
+        [case["first"] for ranks in by_ranks.values() for case in ranks[0].values()]
+    )
+
+
+@pytest.mark.slow
+def test_the_seed_alone_decides_the_first_tables_on_three_ranks_too(
+    by_ranks: dict[int, list[Found]],
+) -> None:
+    three = run_ranks(all_sharded, 3, CASES)[0]
+    one = by_ranks[1][0]
+    check_first_tables(
+        [*(case["first"] for case in three.values()), one[CASES[0]]["first"]]
+    )
 
 
 def filled(runtime: Runtime, sharding: str) -> dict[str, Tensor] | None:
@@ -219,16 +237,6 @@ def _numbered(start: int, stop: int, width: int) -> Tensor:
     return (
         torch.arange(start, stop).float()[:, None] * 100 + torch.arange(width).float()
     )
-
-
-@pytest.mark.parametrize("sharding", SHARDINGS)
-def test_filling_shards_writes_each_row_where_it_belongs(sharding: str) -> None:
-    state = run_ranks(filled, 2, sharding)[0]
-    for name, value in state.items():
-        if "embedding_bags" in name:
-            torch.testing.assert_close(
-                value, _numbered(0, *value.shape), rtol=0, atol=0
-            )
 
 
 @pytest.mark.gpu
@@ -256,45 +264,51 @@ def test_rows_off_the_gpu_train_as_those_on_it(kernel: str) -> None:
     assert_equal(states[1], states[0], 1e-5)
 
 
-POOLINGS = {"a": PoolingType.MEAN, "b": PoolingType.MEAN, "c": PoolingType.SUM}
+SHIFTS = {"a": 0, "b": 1, "c": 2}
+# Tables by name: feature, pooling.
+MEANS = {
+    "beside a sum": {
+        "a": ("a", PoolingType.MEAN),
+        "b": ("b", PoolingType.MEAN),
+        "c": ("c", PoolingType.SUM),
+    },
+    "of one feature": {"a": ("a", PoolingType.MEAN), "b": ("a", PoolingType.MEAN)},
+}
 
 
-def means_and_sums(device: torch.device) -> TowerModel:
+def pooling_model(name: str, device: torch.device) -> TowerModel:
     tables = [
         EmbeddingBagConfig(
-            name=name,
-            feature_names=[name],
+            name=table,
+            feature_names=[feature],
             num_embeddings=20,
             embedding_dim=16,
             pooling=pooling,
         )
-        for name, pooling in POOLINGS.items()
+        for table, (feature, pooling) in MEANS[name].items()
     ]
-    return TowerModel({"user": Tower(tables, ())}, TopMLP([48]), device=device)
+    width = 16 * len(tables)
+    return TowerModel({"user": Tower(tables, ())}, TopMLP([width]), device=device)
 
 
 def pooled(model: TowerModel, vectors: Callable[[TowerBatch], list[Tensor]]) -> Tensor:
     lengths = torch.tensor([1, 3, 2])
     ids = {
-        name: Jagged(torch.arange(6) + shift, lengths)
-        for shift, name in enumerate(POOLINGS)
+        name: Jagged(torch.arange(6) + SHIFTS[name], lengths)
+        for name in model.schema().keys
     }
     with torch.no_grad():
         return vectors(model.schema().assemble(ids, {}, labels=torch.zeros(3)))[0]
 
 
 def pooled_on_ranks(
-    runtime: Runtime, plans: list[dict[str, TablePlan]]
+    runtime: Runtime, plans: list[tuple[str, dict[str, TablePlan]]]
 ) -> list[Tensor]:
     results = []
-    for tables in plans:
-        model = means_and_sums(META)
-        parallel, _ = hybrid_parallel(
-            model,
-            runtime,
-            plan=plan_sharding(model, runtime, PlanConfig(tables=tables)),
-            seed=3,
-        )
+    for name, tables in plans:
+        model = pooling_model(name, META)
+        plan = plan_sharding(model, runtime, PlanConfig(tables=tables))
+        parallel, _ = hybrid_parallel(model, runtime, plan=plan, seed=3)
         results.append(pooled(model, parallel.module.outputs))
     return results
 
@@ -302,73 +316,23 @@ def pooled_on_ranks(
 def test_a_mean_beside_row_wise_tables_is_divided_once() -> None:
     # TorchRec 1.8 alone divides the bags of every other table a second time where one
     # row-wise table is pooled by MEAN.
-    model = means_and_sums(torch.device("cpu"))
-    initialise_tables(model, 3)
-    expected = pooled(model, model.outputs)
+    expected = {}
+    for name in MEANS:
+        model = pooling_model(name, torch.device("cpu"))
+        initialise_tables(model, 3)
+        expected[name] = pooled(model, model.outputs)
     kinds = ("row_wise", "table_wise", "column_wise", "data_parallel")
     plans = []
-    for chosen in permutations(kinds, 3):
-        plans.append(
-            {
-                name: TablePlan(sharding=kind)  # type: ignore[arg-type]
-                for name, kind in zip("abc", chosen, strict=True)
-            }
-        )
+    for name, tables in MEANS.items():
+        for chosen in permutations(kinds, len(tables)):
+            of_tables = [TablePlan(sharding=kind) for kind in chosen]  # type: ignore[arg-type]
+            plans.append((name, dict(zip(tables, of_tables, strict=True))))
     for ranks in run_ranks(pooled_on_ranks, 2, plans):
-        for plan, vectors in zip(plans, ranks, strict=True):
+        for (name, plan), vectors in zip(plans, ranks, strict=True):
             torch.testing.assert_close(
                 vectors,
-                expected,
+                expected[name],
                 rtol=0,
                 atol=1e-5,
                 msg=lambda text, plan=plan: f"{plan}: {text}",
             )
-
-
-def both_readers(device: torch.device) -> TowerModel:
-    tables = [
-        EmbeddingBagConfig(
-            name=name,
-            feature_names=["a"],
-            num_embeddings=20,
-            embedding_dim=16,
-            pooling=PoolingType.MEAN,
-        )
-        for name in ("one", "other")
-    ]
-    return TowerModel({"user": Tower(tables, ())}, TopMLP([32]), device=device)
-
-
-def pooled_by_both(
-    model: TowerModel, vectors: Callable[[TowerBatch], list[Tensor]]
-) -> Tensor:
-    ids = {"a": Jagged(torch.arange(6), torch.tensor([1, 3, 2]))}
-    with torch.no_grad():
-        return vectors(model.schema().assemble(ids, {}, labels=torch.zeros(3)))[0]
-
-
-def feature_of_both(runtime: Runtime) -> Tensor:
-    model = both_readers(META)
-    plan = plan_sharding(
-        model,
-        runtime,
-        PlanConfig(
-            tables={
-                "one": TablePlan(sharding="row_wise"),
-                "other": TablePlan(sharding="table_wise"),
-            }
-        ),
-    )
-    parallel, _ = hybrid_parallel(model, runtime, plan=plan, seed=3)
-    return pooled_by_both(model, parallel.module.outputs)
-
-
-def test_a_feature_of_a_row_wise_mean_and_of_another_table_has_the_mean_in_both() -> (
-    None
-):
-    model = both_readers(torch.device("cpu"))
-    initialise_tables(model, 3)
-    for vectors in run_ranks(feature_of_both, 2):
-        torch.testing.assert_close(
-            vectors, pooled_by_both(model, model.outputs), rtol=0, atol=1e-5
-        )

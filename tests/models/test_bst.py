@@ -37,7 +37,7 @@ from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import Jagged
 from torchrec_ext.train.loop import TrainConfig, train
-from torchrec_ext.train.metrics import auc
+from torchrec_ext.train.metrics import ClassificationMetrics
 from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 META = torch.device("meta")
@@ -281,7 +281,10 @@ def clicked(runtime: Runtime) -> tuple[float, float]:
         for name in ("logits", "labels", "weights")
     ]
     popular = torch.cat([popularity[ids] for _, ids in outputs])
-    return auc(*columns, runtime), auc(popular, *columns[1:], runtime)
+    learned, beside = ClassificationMetrics(), ClassificationMetrics()
+    learned.update(*columns)
+    beside.update(popular, *columns[1:])
+    return learned.compute(runtime)["auc"], beside.compute(runtime)["auc"]
 
 
 @pytest.mark.slow
