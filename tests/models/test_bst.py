@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import unittest.mock
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from torchrec.modules.embedding_configs import (
     PoolingType,
 )
 
-from tests.contracts import gather_state, run_ranks
+from tests.contracts import run_ranks
 from tests.modules.test_session_encoder import same_weights
+from tests.sharded import Case, alone, check_equal, on_ranks
 from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.loader.loader import (
@@ -38,7 +40,6 @@ from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import Jagged
 from torchrec_ext.train.loop import TrainConfig, train
 from torchrec_ext.train.metrics import ClassificationMetrics
-from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 META = torch.device("meta")
 ITEMS, GAPS, WIDTH, S = 10, 8, 16, 4
@@ -128,75 +129,27 @@ def batches(
         )
 
 
-def unsharded(steps: int) -> dict[str, Any]:
-    model = small()
-    initialise_tables(model, seed=7)
-    tables = [p for name, p in model.named_parameters() if "look_ups." in name]
-    dense = [p for name, p in model.named_parameters() if "look_ups." not in name]
-    optimizer = torch.optim.SGD(
-        [
-            {"params": tables, "lr": OPTIMIZER.tables_lr},
-            {"params": dense, "lr": OPTIMIZER.dense_lr},
-        ]
-    )
-    losses = []
-    for batch in batches(steps):
-        optimizer.zero_grad()
-        loss, output = model(batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(output.loss))
-    return {
-        "losses": losses,
-        "state": {name: p.detach() for name, p in model.named_parameters()},
-    }
-
-
-def sharded(runtime: Runtime, sharding: str, steps: int) -> dict[str, Any]:
-    model = small(META)
-    plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
-    parallel, keyed = hybrid_parallel(
-        model, runtime, plan=plan, optimizer=OPTIMIZER, seed=7
-    )
-    pipeline = make_pipeline(parallel, keyed, runtime.device)
-    own = batches(steps, rank=runtime.rank, world_size=runtime.world_size)
-    outputs = [pipeline.progress(own) for _ in range(steps)]
-    return {
-        "losses": [float(output.loss) for output in outputs],
-        "state": gather_state(parallel),
-        "pipelined": len(pipeline._pipelined_modules),
-        "unpipelined": unpipelined(pipeline, parallel),
-    }
+def case(sharding: str) -> Case:
+    plan = PlanConfig(sharding=sharding)  # type: ignore[arg-type]
+    return Case(small, partial(batches, 20), OPTIMIZER, plan, 20)
 
 
 @pytest.mark.parametrize(
-    ("sharding", "world_size"), [("row_wise", 2), ("column_wise", 2), ("auto", 1)]
+    ("world_size", "shardings"), [(1, ["auto"]), (2, ["row_wise", "column_wise"])]
 )
-def test_sharded_equals_unsharded(sharding: str, world_size: int) -> None:
-    steps = 20
-    expected = unsharded(steps)
-    ranks = run_ranks(sharded, world_size, sharding, steps)
-    mean = [
-        sum(losses) / world_size
-        for losses in zip(*(rank["losses"] for rank in ranks), strict=True)
-    ]
-    assert mean == pytest.approx(expected["losses"], abs=1e-4)
-    for name, value in expected["state"].items():
-        torch.testing.assert_close(
-            ranks[0]["state"][name],
-            value,
-            rtol=0,
-            atol=2e-4,
-            msg=lambda text, name=name: f"{name}: {text}",
+def test_sharded_equals_unsharded(world_size: int, shardings: list[str]) -> None:
+    expected = alone(case("auto"))
+    ranks = run_ranks(on_ranks, world_size, {name: case(name) for name in shardings})
+    for name in shardings:
+        found = [rank[name] for rank in ranks]
+        check_equal(found, expected, atol=2e-4)
+        assert all(rank.pipelined == 2 for rank in found), (
+            "the items' and the gaps' as one, and the user's"
         )
-    first = small().state_dict()
     assert any(
-        float((value - first[name]).abs().max()) > 1e-2
-        for name, value in expected["state"].items()
+        float((value - expected.first[name]).abs().max()) > 1e-3
+        for name, value in expected.state.items()
         if "embed" in name
-    )
-    assert all((rank["pipelined"], rank["unpipelined"]) == (2, []) for rank in ranks), (
-        "the items' and the gaps' as one, and the user's"
     )
 
 
