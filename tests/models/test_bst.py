@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import unittest.mock
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -30,8 +29,6 @@ from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.explain import explain
-from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.session import bst
@@ -247,29 +244,6 @@ def test_clicks_are_learned_with_the_loader_and_the_loop_of_the_other_recipes() 
     assert (learned, popular) == other
     assert learned > 0.63
     assert learned > popular + 0.08
-
-
-@pytest.mark.unit
-def test_300_million_items_are_planned_for_64_devices_without_memory() -> None:
-    items = EmbeddingConfig(
-        name="item_id",
-        embedding_dim=64,
-        num_embeddings=300_000_000,
-        feature_names=["history", "item_id"],
-    )
-    model = bst([items], session=["history"], target=["item_id"], device=META)
-    runtime = Runtime(world_size=64, local_world_size=8)
-    with unittest.mock.patch("torch.distributed.broadcast_object_list"):
-        text = explain(
-            plan_sharding(model, runtime, PlanConfig(memory_gb=4)), model, 64
-        )
-    assert "300,000,000 x 64" in text
-    assert "row_wise" in text
-    assert all(
-        parameter.is_meta
-        for name, parameter in model.named_parameters()
-        if "embeddings" in name
-    )
 
 
 @pytest.mark.unit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import unittest.mock
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -22,10 +21,6 @@ from torchrec_ext.data.loader.loader import ChunkLoader
 from torchrec_ext.data.planted import planted_sequences
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.draft import PlanError
-from torchrec_ext.distributed.plan.explain import explain
-from torchrec_ext.distributed.plan.planner import plan_sharding
-from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.session import NextItemModel
 from torchrec_ext.modules.session_encoder import SessionEncoder
@@ -211,27 +206,3 @@ def test_what_does_not_fit_is_named() -> None:
         match="a sequence of 21 steps in row 0 of the batch: must have at most max_length=20",
     ):
         small()(only("session", [torch.ones(22, dtype=torch.int64)]))
-
-
-def planned(world_size: int, memory_gb: float) -> str:
-    """What rank 0 of ``world_size`` would decide for 300 M items; the others only receive it."""
-    table = EmbeddingConfig(
-        name="item_id", num_embeddings=300_000_000, embedding_dim=64
-    )
-    model = NextItemModel(table, SessionEncoder(64, 50, causal=True), device=META)
-    runtime = Runtime(world_size=world_size, local_world_size=8)
-    with unittest.mock.patch("torch.distributed.broadcast_object_list"):
-        return explain(
-            plan_sharding(model, runtime, PlanConfig(memory_gb=memory_gb)),
-            model,
-            world_size,
-        )
-
-
-@pytest.mark.unit
-def test_300_million_items_are_planned_for_64_devices_without_memory() -> None:
-    text = planned(64, memory_gb=4)
-    assert "300,000,000 x 64" in text
-    assert "row_wise" in text
-    with pytest.raises(PlanError, match=r"'item_id' 143\.05 GiB"):
-        planned(8, memory_gb=4)
