@@ -143,22 +143,18 @@ def test_the_extras_of_sharded_tables_are_supported_triples(
 ) -> None:
     found = requirements(wheel)
     pins = {
-        variant: [
-            {
-                f"{name}=={version}"
-                for name, version in stack.requirements(variant, triple).items()
-                if name not in stack.NEEDS
-            }
-            for triple in stack.TRIPLES
-        ]
-        for variant in ("cpu", "cuda")
+        variant: {
+            f"{name}=={version}"
+            for name, version in stack.requirements(variant, triple).items()
+            if name not in stack.NEEDS
+        }
+        for variant, triple in stack.DEFAULTS.items()
     }
     common = {"torchrec-ext[sharded]"}
-    assert found["sharded-cuda"] - common == pins["cuda"][0]
+    assert found["sharded-cuda"] - common == pins["cuda"]
     # Its metadata names the CUDA build of fbgemm, so torchrec has a line of its own.
-    cpu = found["sharded-cpu"] - common
-    assert not [pin for pin in cpu if pin.startswith("torchrec=")]
-    assert any(cpu < triple for triple in pins["cpu"])
+    torchrec = {pin for pin in pins["cpu"] if pin.startswith("torchrec=")}
+    assert found["sharded-cpu"] - common == pins["cpu"] - torchrec
     needs = {
         f"{name}=={version}" if version else name
         for name, version in stack.NEEDS.items()

@@ -1,4 +1,4 @@
-"""A folder is whole or not there: one writer at a time, files by size and SHA-256, a manifest that knows its own."""
+"""A folder is whole or not there: files by size and SHA-256, a manifest that knows its own."""
 
 from __future__ import annotations
 
@@ -15,41 +15,12 @@ from torchrec_ext.sealed import (
     difference,
     files_below,
     json_digest,
-    lock_folder,
     measure_file,
     package_versions,
     sealed_json,
 )
 
 pytestmark = pytest.mark.unit
-
-
-def locked(folder: Path) -> object:
-    return lock_folder(
-        str(folder),
-        "lock",
-        KeyError,
-        shown="the folder",
-        busy="wait for it",
-        otherwise="take another one",
-    )
-
-
-def test_one_process_at_a_time_holds_the_lock(tmp_path: Path) -> None:
-    held = lock_folder(
-        str(tmp_path / "a"), "lock", KeyError, shown="a", busy="wait", otherwise="move"
-    )
-    held.write("process 7\n")
-    held.flush()
-    with pytest.raises(
-        KeyError, match=r"the folder is being written by process 7; wait for it"
-    ):
-        locked(tmp_path / "a")
-    held.close()
-    assert locked(tmp_path / "a")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(KeyError, match="the folder cannot be written: "):
-        locked(tmp_path / "file")
 
 
 def test_files_are_listed_by_path_and_a_link_is_refused(tmp_path: Path) -> None:

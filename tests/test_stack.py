@@ -91,14 +91,14 @@ ALONE = (
             Installed(versions={"torch": "2.15.0"}, torch_build="cuda"),
             "cpu",
             list(HEALTHY),
-            "py -m torchrec_ext.doctor --install --stack 2.14",
+            "py -m torchrec_ext.doctor --install --stack 2.13",
         ),
     ],
 )
 def test_each_mismatch_has_one_line_that_mends_it(
     found: Installed, variant: stack.Variant, names: list[str], repair: str
 ) -> None:
-    triple = stack.installed_triple(found) or TRIPLES[0]
+    triple = stack.installed_triple(found, variant)
     wrong = stack.mismatches(found, variant, triple)
     assert [each.name for each in wrong] == names
     assert stack.repair(found, variant) == repair
@@ -115,7 +115,7 @@ def test_every_triple_fits_itself_and_no_other(
         for name, version in stack.requirements(variant, triple).items()
     }
     found = Installed(versions=versions, torch_build=variant)
-    assert stack.installed_triple(found) == triple
+    assert stack.installed_triple(found, variant) == triple
     for other in TRIPLES:
         wrong = stack.mismatches(found, variant, other)
         named = [each.name for each in wrong if each.name != "iopath"]
@@ -151,14 +151,13 @@ def test_cuda_torch_with_cpu_fbgemm_is_right_without_a_gpu_and_wrong_with_one(
         ({"torch": "2.14.1"}, "2.13"),  # two of three
         ({"torch": "2.14.1", "torchrec": None}, "2.14"),  # torch, if in doubt
         ({"torchrec": "1.9.2", "fbgemm_gpu_cpu": None}, "2.13"),
-        ({"torch": "2.12.1", "torchrec": None, "fbgemm_gpu_cpu": None}, None),
+        ({"torch": "2.12.1", "torchrec": None, "fbgemm_gpu_cpu": None}, "2.14"),
     ],
 )
 def test_an_environment_has_the_triple_of_most_of_its_parts(
-    changes: dict[str, str | None], name: str | None
+    changes: dict[str, str | None], name: str
 ) -> None:
-    found = stack.installed_triple(environment(**changes))
-    assert (found and found.name) == name
+    assert stack.installed_triple(environment(**changes), "cuda").name == name
 
 
 @pytest.mark.unit

@@ -4,8 +4,8 @@ Exit status 0 when healthy, 1 when not. `--install` runs that line, `--with-shar
 shared memory between ranks. Needs no torch to run.
 
 Its one hard part is torch without CUDA: the public registry's torch is the CUDA build on every Linux, gigabytes of it.
-On a CPU machine the doctor takes the newest `torch==...+cpu` from where the user's pip looks, or else from uv, which
-knows PyTorch's own CPU index.
+On a CPU machine the doctor takes `torch==...+cpu` from where the user's pip looks, or else from uv, which knows
+PyTorch's own CPU index.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchrec_ext import stack
@@ -47,7 +47,7 @@ def run(what: str, command: Sequence[str], **env: str) -> None:
         raise InstallError(f"{what}: {(named or lines)[-1].strip()}")
 
 
-def pip(what: str, *words: str) -> None:
+def pip(*words: str) -> None:
     """Runs pip.
 
     Raises:
@@ -57,114 +57,78 @@ def pip(what: str, *words: str) -> None:
     if words[0] == "install":
         # Bytecode for everything costs 40 s; the first import writes what is used.
         quiet.append("--no-compile")
-    run(what, [*PIP, words[0], *quiet, *words[1:]])
+    run(" ".join(words), [*PIP, words[0], *quiet, *words[1:]])
 
 
-def install(
-    variant: Variant, editable: str | None = None, named: Triple | None = None
-) -> None:
+def install(variant: Variant, named: Triple | None = None) -> None:
     """Installs a triple of ``variant`` into the environment; packages that fit stay as they are.
 
     Args:
         variant: the builds to install.
-        editable: folder with extras to install in place too, such as ``.[dev]``.
-        named: the triple to install; by default the one that is there in part, or else the newest, on a CPU the newest
-            with a CPU build of torch.
+        named: the triple to install; by default the one that is there in part, or else the variant's.
 
     Raises:
         InstallError: a step failed; the message says why and what to do.
     """
     current = stack.installed()
-    newer = stack.newer_torch(current)
-    if newer and named is None:
-        line = stack.repair(current, variant)
+    if named is None and (newer := stack.newer_torch(current)):
         raise InstallError(
-            f"torch {newer} is installed, and there is no fbgemm for it; to replace it: {line}"
+            f"torch {newer} is installed, and there is no fbgemm for it; to replace it: "
+            f"{stack.repair(current, variant)}"
         )
-    system = (platform.system(), platform.machine())
-    if system not in (("Linux", "x86_64"), ("Linux", "aarch64")):
-        raise InstallError(
-            f"this is {' on '.join(system)}: fbgemm has wheels for Linux on x86_64 and aarch64 alone; use a container"
-        )
-    triple = named or stack.installed_triple(current)
-    fits = triple or stack.TRIPLES[0]
-    wrong = [each.name for each in stack.mismatches(current, variant, fits)]
+    triple = named or stack.installed_triple(current, variant)
     torch = ""
-    if "torch" in wrong:
-        triples = [triple] if triple else list(stack.TRIPLES)
-        fits, torch = _torch(triples, variant, forced=named is not None)
-    for words in stack.pip_lines(current, variant, fits, torch):
-        pip(" ".join(words), *words)
-    if editable:
-        pip(editable, "install", "--editable", editable)
+    if "torch" in [each.name for each in stack.mismatches(current, variant, triple)]:
+        torch = f"torch=={triple.torch}"
+        if variant == "cpu":
+            _install_cpu_torch(torch)
+    for words in stack.pip_lines(current, variant, triple, torch):
+        pip(*words)
 
 
-def _torch(
-    triples: Sequence[Triple], variant: Variant, *, forced: bool
-) -> tuple[Triple, str]:
-    """Returns the first triple whose torch can be had, and pip's requirement of that torch, which uv may have met."""
-    if variant == "cuda":
-        return triples[0], f"torch=={triples[0].torch}"
-    reasons = []
-    for triple, attempt in [(t, a) for a in (_by_pip, _by_uv) for t in triples]:
-        try:
-            attempt(triple)
-        except InstallError as error:
-            reasons.append(str(error))
-        else:
-            return triple, f"torch=={triple.torch}"
-    if forced and stack.asked_variant() is None:
-        # 5 GB, which runs on a CPU too.
-        return triples[0], f"torch=={triples[0].torch}"
-    raise InstallError(
-        f"no CPU build of torch {triples[-1].torch} for Python {platform.python_version()} ({reasons[-1]}); put its "
-        "wheel from PyTorch's Get Started page into a folder and set PIP_FIND_LINKS to that folder"
-    )
-
-
-def _by_pip(triple: Triple) -> None:
-    pip(f"torch {triple.torch} for cpu", "install", f"torch=={triple.torch}+cpu")
-
-
-def _by_uv(triple: Triple) -> None:
+def _install_cpu_torch(torch: str) -> None:
+    """Installs the CPU build of a version of torch, by pip or else by uv."""
+    try:
+        return pip("install", f"{torch}+cpu")
+    except InstallError as error:
+        reason = str(error)
     # uv reads neither pip's settings nor, where a proxy needs one, pip's certificate.
     env = {"SSL_CERT_FILE": os.environ["PIP_CERT"]} if "PIP_CERT" in os.environ else {}
     with tempfile.TemporaryDirectory(prefix="torchrec_ext-uv-") as scratch:
         uv = shutil.which("uv")
         if uv is None:
-            pip("uv, into a temporary folder", "install", "--target", scratch, "uv")
+            pip("install", "--target", scratch, "uv")
             uv = str(Path(scratch, "bin", "uv"))
         # torch alone: its dependencies come from the user's own index, by pip.
-        words = f"pip install --python {sys.executable} --torch-backend=cpu --no-deps"
-        what = f"torch {triple.torch} from PyTorch's CPU index, by uv"
-        run(what, [uv, *words.split(), f"torch=={triple.torch}"], **env)
+        words = f"pip install --python {sys.executable} --torch-backend=cpu --no-deps {torch}"
+        try:
+            run(f"{torch} from PyTorch's CPU index, by uv", [uv, *words.split()], **env)
+        except InstallError:
+            raise InstallError(
+                f"no CPU build of {torch} for Python {platform.python_version()} ({reason}); put its wheel from "
+                "PyTorch's Get Started page into a folder and set PIP_FIND_LINKS to that folder"
+            ) from None
 
 
-def compiler() -> str | None:
-    """Returns the C++ compiler for torch.compile, or None."""
+def report(triple: Triple, variant: Variant) -> list[str]:
+    """Returns a line for each part of this environment."""
     names = (os.environ.get("CXX", ""), "g++", "clang++", "c++")
-    return next(filter(None, map(shutil.which, filter(None, names))), None)
-
-
-def report(triple: Triple, variant: Variant) -> Iterator[str]:
-    """Yields a line for each part of this environment."""
-    cores = len(os.sched_getaffinity(0))
-    devices = stack.gpu_nodes() if variant == "cuda" else []
-    ranks = len(devices) or cores
-    version = stack.installed().versions
-    yield f"python           {platform.python_version()}  {sys.executable}"
-    yield f"devices          {variant}  {', '.join(devices) or f'{cores} cores'}"
-    yield f"job              -j 1x{ranks} fills this machine"
-    yield f"C++              {compiler() or 'none: torch.compile needs one (apt install g++)'}"
+    compiler = next(filter(None, map(shutil.which, filter(None, names))), None)
+    lines = [
+        f"python           {platform.python_version()}  {sys.executable}",
+        f"devices          {variant}  {', '.join(stack.gpu_nodes()) or 'no GPU'}",
+        f"C++              {compiler or 'none: torch.compile needs one (apt install g++)'}",
+    ]
+    versions = stack.installed().versions
     for name, expected in stack.requirements(variant, triple).items():
-        found = version.get(name, "nothing")
-        yield f"{name:<16} {found}  (expected {expected or 'any version'})"
-    machine = "cuda" if stack.gpu_nodes() else "cpu"
-    if machine != variant:
-        yield (
-            f"note             the {variant} builds are used; to change that: TORCHREC_EXT_VARIANT={machine} "
-            f"{stack.interpreter()} -m torchrec_ext.doctor --install"
+        found = versions.get(name, "nothing")
+        lines.append(f"{name:<16} {found}  (expected {expected or 'any version'})")
+    if variant == "cpu" and stack.gpu_nodes():
+        lines.append(
+            "note             the cpu builds leave the GPU idle; to change that: TORCHREC_EXT_VARIANT=cuda "
+            f"{stack.doctor_line()}"
         )
+    return lines
 
 
 def probe() -> tuple[bool, str]:
@@ -198,10 +162,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"this is Python {platform.python_version()}, the stack needs 3.{first[1]} to 3.{last[1]}"
             )
         named = stack.triple_by_name(flags.stack) if flags.stack else None
-        if flags.install or flags.editable:
+        if flags.install:
             variant = stack.wanted_variant(stack.installed())
             print(f"installing for {variant} into {sys.prefix}", file=sys.stderr)
-            install(variant, flags.editable, named)
+            install(variant, named)
+            if flags.editable:
+                pip("install", "--editable", flags.editable)
             # pip has installed packages since this process looked for some.
             importlib.invalidate_caches()
         if flags.with_shared_memory:
@@ -212,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (InstallError, ValueError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 1
-    triple = named or stack.installed_triple(current) or stack.TRIPLES[0]
+    triple = named or stack.installed_triple(current, variant)
     print(*report(triple, variant), sep="\n")
     wrong = [str(each) for each in stack.mismatches(current, variant, triple)]
     line = stack.repair(current, variant, named)
@@ -223,8 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             wrong = [found]
             names = f"torch {stack.FBGEMM_NAME[variant]} torchrec"
-            python = stack.interpreter()
-            line = f"{python} -m pip uninstall -y {names} && {python} -m torchrec_ext.doctor --install"
+            uninstall = f"{stack.interpreter()} -m pip uninstall -y {names}"
+            line = f"{uninstall} && {stack.doctor_line()}"
     for each in wrong:
         print(f"WRONG {each}")
     print(f"repair: {line}" if wrong else "healthy")
@@ -242,7 +208,7 @@ def _parser() -> argparse.ArgumentParser:
         f"{each.name} (torchrec {each.torchrec})" for each in stack.TRIPLES
     )
     flag("--stack", metavar="TORCH", help=f"the triple by its torch: {names}")
-    flag("--editable", metavar="DIR", help="install this folder in place too: '.[dev]'")
+    flag("--editable", metavar="DIR", help="with --install: this folder too: '.[dev]'")
     shared = "also compile shared memory between ranks of one host, half a minute"
     flag("--with-shared-memory", action="store_true", help=shared)
     flag(

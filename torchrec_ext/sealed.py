@@ -1,6 +1,6 @@
 """Folders that are complete or absent, each file under a SHA-256: checkpoint, bundle, store, preprocessor. No torch.
 
-Written files survive a power failure and are replaced without a gap. One process writes at a time. Only plain files
+Written files survive a power failure. One process writes at a time. Only plain files
 are read, because a pipe or a device need not end.
 """
 
@@ -26,10 +26,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, BinaryIO
 
-# AT_FDCWD of fcntl.h: paths are relative to the working folder.
-_HERE = -100
-# RENAME_EXCHANGE of linux/fs.h.
-_RENAME_EXCHANGE = 2
 # Bytes that are read and hashed at a time.
 _BLOCK = 2**22
 # Bytes from which on a thread hashes a block.
@@ -102,38 +98,6 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
         os.fsync(stream.fileno())
     os.replace(new, path)
     sync_to_disk(os.path.dirname(os.path.abspath(path)))
-
-
-def exchange(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> bool:
-    """Swaps the names of two files or folders in one step, so both names exist at any moment.
-
-    Returns:
-        Whether it was done. Only Linux can, and not on every file system (NFS cannot). Any other obstacle, such as a
-        missing permission, is reported by the plain renames that the caller falls back to.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     for name in "ab":
-        ...         write_whole(f"{folder}/{name}", name.encode())
-        ...     done = exchange(f"{folder}/a", f"{folder}/b")
-        ...     done and open(f"{folder}/a").read()
-        'b'
-    """
-    # Called through ctypes, because os has no function for it. An old libc has none
-    # either.
-    call = (
-        getattr(ctypes.CDLL(None), "renameat2", None)
-        if sys.platform == "linux"
-        else None
-    )
-    return (
-        call is not None
-        and call(
-            _HERE, os.fsencode(first), _HERE, os.fsencode(second), _RENAME_EXCHANGE
-        )
-        == 0
-    )
 
 
 def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
@@ -347,52 +311,6 @@ def take_lock(handle: int | IO[str]) -> bool:
     return True
 
 
-def lock_folder(
-    folder: str,
-    name: str,
-    error: type[Exception],
-    *,
-    shown: str,
-    busy: str,
-    otherwise: str,
-) -> IO[str]:
-    """Makes a folder, and holds the lock of the file ``name`` in it until the returned file is closed.
-
-    Args:
-        folder: path of the folder.
-        name: file that is locked; its text says who holds the lock.
-        error: class of the exceptions.
-        shown: name of the folder in messages.
-        busy: remedy if another process holds the lock.
-        otherwise: remedy if the file system has no locks.
-
-    Raises:
-        error: another process holds the lock, the folder cannot be written, or its file system has no locks.
-    """
-    try:
-        os.makedirs(folder, exist_ok=True)
-        # Not "w", because the file may hold the name of another process, for the
-        # message.
-        lock_file = open(os.path.join(folder, name), "a+")  # noqa: SIM115  (held until the caller closes it)
-    except OSError as problem:
-        raise error(
-            f"{shown} cannot be written: {problem.strerror or problem}"
-        ) from None
-    try:
-        if take_lock(lock_file):
-            return lock_file
-        lock_file.seek(0)
-        why = f"is being written by {lock_file.read().strip() or 'another process'}; {busy}"
-    except OSError as problem:
-        why = (
-            f"cannot be locked ({problem.strerror or problem}): a lock keeps two jobs from writing the same files, and "
-            "its file system offers none; mount it with locks (NFS: with lockd, or nolock; Lustre: with flock), or "
-            f"{otherwise}"
-        )
-    lock_file.close()
-    raise error(f"{shown} {why}")
-
-
 def make_hidden(out: Path) -> tuple[Path, int]:
     """Makes ``.NAME.partial-HOST-PID`` beside ``out`` and locks it.
 
@@ -429,21 +347,20 @@ def existing_folder(out: Path) -> Path:
 
 
 def replace_folder(new: Path, out: Path) -> None:
-    """Gives ``new`` the name of ``out``, in one step if the file system can; ``out`` need not exist.
+    """Gives ``new`` the name of ``out``, which need not exist.
 
-    In two steps the former folder is hidden for a moment, in which :func:`existing_folder` finds it.
+    The former folder is hidden for a moment, in which :func:`existing_folder` finds it.
     """
-    if not out.exists() or not exchange(new, out):
-        old = out.parent / f".{out.name}.old-{_HOST}-{os.getpid()}"
-        if out.exists():
-            out.rename(old)
-        try:
-            new.rename(out)
-        except OSError:
-            if old.exists():
-                old.rename(out)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
+    old = out.parent / f".{out.name}.old-{_HOST}-{os.getpid()}"
+    if out.exists():
+        out.rename(old)
+    try:
+        new.rename(out)
+    except OSError:
+        if old.exists():
+            old.rename(out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
     sync_to_disk(out.absolute().parent)
 
 

@@ -60,6 +60,9 @@ TRIPLES = (
 )
 """All supported triples, newest first: what TorchRec needs."""
 
+DEFAULTS: Mapping[Variant, Triple] = {"cpu": TRIPLES[1], "cuda": TRIPLES[0]}
+"""The triple of a new environment, which the extras ``sharded-cpu`` and ``sharded-cuda`` pin."""
+
 TORCHES = ("2.11", "2.14")
 """The oldest and the newest torch for what needs no TorchRec: `adopt`, `why_slow`."""
 
@@ -117,8 +120,8 @@ def triple_by_name(name: str) -> Triple:
     )
 
 
-def installed_triple(current: Installed) -> Triple | None:
-    """Returns the triple of most of the installed versions, torch's if in doubt; None if none fits."""
+def installed_triple(current: Installed, variant: Variant) -> Triple:
+    """Returns the triple of most of the installed versions, torch's if in doubt; if none fits, the variant's."""
 
     def agreement(triple: Triple) -> tuple[int, bool]:
         expected = {"torch": triple.torch, "torchrec": triple.torchrec}
@@ -131,7 +134,7 @@ def installed_triple(current: Installed) -> Triple | None:
         return len(equal), "torch" in equal
 
     best = max(TRIPLES, key=agreement)
-    return best if any(agreement(best)) else None
+    return best if any(agreement(best)) else DEFAULTS[variant]
 
 
 def _minor(version: str) -> str:
@@ -313,7 +316,7 @@ def pip_lines(
 
 def repair(current: Installed, variant: Variant, named: Triple | None = None) -> str:
     """Returns the one line to type: pip's where torch is right, else the doctor's, which finds a CPU build of torch."""
-    triple = named or installed_triple(current) or TRIPLES[0]
+    triple = named or installed_triple(current, variant)
     wrong = [mismatch.name for mismatch in mismatches(current, variant, triple)]
     if "torch" in wrong:
         return doctor_line(named or (triple if newer_torch(current) else None))
@@ -396,7 +399,7 @@ def torchrec_problem(current: Installed, variant: Variant) -> str | None:
             "this part of torchrec_ext needs TorchRec, which is not installed: "
             f'pip install "torchrec-ext[sharded-{variant}]"'
         )
-    triple = installed_triple(current) or TRIPLES[0]
+    triple = installed_triple(current, variant)
     wrong = mismatches(current, variant, triple)
     if not wrong:
         return None

@@ -164,7 +164,7 @@ class Planned(torch.nn.Module):
     def __init__(self, model: Any, scores: torch.Tensor) -> None:
         super().__init__()
         self.interaction = self
-        self.made_of = getattr(model, "made_of", None)
+        self.towers = getattr(model, "towers", None)
         self._rows = {"item": torch.eye(scores.shape[1]), "query": scores}
         self._starts = {"item": 0, "query": 0}
         self._first = ""  # of a query's towers

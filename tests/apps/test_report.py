@@ -112,7 +112,6 @@ def test_the_last_line_says_where_the_steps_time_went_and_the_picture_gets_the_f
     )
     assert line in output
     assert "hint: 50% of the steps' time went to collectives" in output
-    assert folder.test == {"this model": {"auc": 0.7}, "the same for all": CONSTANT}
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["shares"] == {
         "data": 0.1,

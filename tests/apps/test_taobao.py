@@ -438,7 +438,7 @@ def test_a_shorter_window_is_the_latest_steps_and_the_catalogue_is_ranked_where_
 ) -> None:
     model: Any = build_model(job_of("bst", "planted", "model.window=4"), Task(planted))
     assert model.towers["session"].max_length == 4
-    assert list(model.made_of) == ["session", "user", "target"]
+    assert list(model.towers) == ["session", "user", "target"]
     from torchx_apps.tasks.evaluator import ranking_towers
 
     assert ranking_towers(model, dataclasses.replace(planted, ranked=10)) == [

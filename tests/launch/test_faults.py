@@ -104,6 +104,16 @@ def test_torchrun_killed_by_force_leaves_no_process_and_loses_no_checkpoint(
         )
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_job_with_a_killed_rank_says_how_to_resume(rank: int, tmp_path: Path) -> None:
+    with Job(tmp_path / "run") as job:
+        job.until(lambda: len(job.steps()) > 1)
+        os.kill(job.ranks()[rank], signal.SIGKILL)
+        assert job.end() != 0
+        line = f"give the same command with --run_dir {tmp_path}/run"
+        assert job.output.count(line) == 1, job.output
+
+
 @pytest.mark.parametrize(
     ("stopped", "moment"),
     [

@@ -29,7 +29,7 @@ def others() -> list[stack.Triple]:
     return [
         triple
         for triple in stack.TRIPLES
-        if triple != stack.installed_triple(stack.installed())
+        if triple != stack.installed_triple(stack.installed(), "cpu")
     ]
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import unittest.mock
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,8 +15,9 @@ from torchrec.modules.embedding_configs import (
     PoolingType,
 )
 
-from tests.contracts import gather_state, run_ranks
+from tests.contracts import run_ranks
 from tests.modules.test_session_encoder import same_weights
+from tests.sharded import Case, alone, check_equal, on_ranks
 from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.loader.loader import (
@@ -28,8 +29,6 @@ from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.explain import explain
-from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.session import bst
@@ -37,8 +36,7 @@ from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import Jagged
 from torchrec_ext.train.loop import TrainConfig, train
-from torchrec_ext.train.metrics import auc
-from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
+from torchrec_ext.train.metrics import ClassificationMetrics
 
 META = torch.device("meta")
 ITEMS, GAPS, WIDTH, S = 10, 8, 16, 4
@@ -128,75 +126,27 @@ def batches(
         )
 
 
-def unsharded(steps: int) -> dict[str, Any]:
-    model = small()
-    initialise_tables(model, seed=7)
-    tables = [p for name, p in model.named_parameters() if "look_ups." in name]
-    dense = [p for name, p in model.named_parameters() if "look_ups." not in name]
-    optimizer = torch.optim.SGD(
-        [
-            {"params": tables, "lr": OPTIMIZER.tables_lr},
-            {"params": dense, "lr": OPTIMIZER.dense_lr},
-        ]
-    )
-    losses = []
-    for batch in batches(steps):
-        optimizer.zero_grad()
-        loss, output = model(batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(output.loss))
-    return {
-        "losses": losses,
-        "state": {name: p.detach() for name, p in model.named_parameters()},
-    }
-
-
-def sharded(runtime: Runtime, sharding: str, steps: int) -> dict[str, Any]:
-    model = small(META)
-    plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
-    parallel, keyed = hybrid_parallel(
-        model, runtime, plan=plan, optimizer=OPTIMIZER, seed=7
-    )
-    pipeline = make_pipeline(parallel, keyed, runtime.device)
-    own = batches(steps, rank=runtime.rank, world_size=runtime.world_size)
-    outputs = [pipeline.progress(own) for _ in range(steps)]
-    return {
-        "losses": [float(output.loss) for output in outputs],
-        "state": gather_state(parallel),
-        "pipelined": len(pipeline._pipelined_modules),
-        "unpipelined": unpipelined(pipeline, parallel),
-    }
+def case(sharding: str) -> Case:
+    plan = PlanConfig(sharding=sharding)  # type: ignore[arg-type]
+    return Case(small, partial(batches, 20), OPTIMIZER, plan, 20)
 
 
 @pytest.mark.parametrize(
-    ("sharding", "world_size"), [("row_wise", 2), ("column_wise", 2), ("auto", 1)]
+    ("world_size", "shardings"), [(1, ["auto"]), (2, ["row_wise", "column_wise"])]
 )
-def test_sharded_equals_unsharded(sharding: str, world_size: int) -> None:
-    steps = 20
-    expected = unsharded(steps)
-    ranks = run_ranks(sharded, world_size, sharding, steps)
-    mean = [
-        sum(losses) / world_size
-        for losses in zip(*(rank["losses"] for rank in ranks), strict=True)
-    ]
-    assert mean == pytest.approx(expected["losses"], abs=1e-4)
-    for name, value in expected["state"].items():
-        torch.testing.assert_close(
-            ranks[0]["state"][name],
-            value,
-            rtol=0,
-            atol=2e-4,
-            msg=lambda text, name=name: f"{name}: {text}",
+def test_sharded_equals_unsharded(world_size: int, shardings: list[str]) -> None:
+    expected = alone(case("auto"))
+    ranks = run_ranks(on_ranks, world_size, {name: case(name) for name in shardings})
+    for name in shardings:
+        found = [rank[name] for rank in ranks]
+        check_equal(found, expected, atol=2e-4)
+        assert all(rank.pipelined == 2 for rank in found), (
+            "the items' and the gaps' as one, and the user's"
         )
-    first = small().state_dict()
     assert any(
-        float((value - first[name]).abs().max()) > 1e-2
-        for name, value in expected["state"].items()
+        float((value - expected.first[name]).abs().max()) > 1e-3
+        for name, value in expected.state.items()
         if "embed" in name
-    )
-    assert all((rank["pipelined"], rank["unpipelined"]) == (2, []) for rank in ranks), (
-        "the items' and the gaps' as one, and the user's"
     )
 
 
@@ -281,7 +231,10 @@ def clicked(runtime: Runtime) -> tuple[float, float]:
         for name in ("logits", "labels", "weights")
     ]
     popular = torch.cat([popularity[ids] for _, ids in outputs])
-    return auc(*columns, runtime), auc(popular, *columns[1:], runtime)
+    learned, beside = ClassificationMetrics(), ClassificationMetrics()
+    learned.update(*columns)
+    beside.update(popular, *columns[1:])
+    return learned.compute(runtime)["auc"], beside.compute(runtime)["auc"]
 
 
 @pytest.mark.slow
@@ -291,29 +244,6 @@ def test_clicks_are_learned_with_the_loader_and_the_loop_of_the_other_recipes() 
     assert (learned, popular) == other
     assert learned > 0.63
     assert learned > popular + 0.08
-
-
-@pytest.mark.unit
-def test_300_million_items_are_planned_for_64_devices_without_memory() -> None:
-    items = EmbeddingConfig(
-        name="item_id",
-        embedding_dim=64,
-        num_embeddings=300_000_000,
-        feature_names=["history", "item_id"],
-    )
-    model = bst([items], session=["history"], target=["item_id"], device=META)
-    runtime = Runtime(world_size=64, local_world_size=8)
-    with unittest.mock.patch("torch.distributed.broadcast_object_list"):
-        text = explain(
-            plan_sharding(model, runtime, PlanConfig(memory_gb=4)), model, 64
-        )
-    assert "300,000,000 x 64" in text
-    assert "row_wise" in text
-    assert all(
-        parameter.is_meta
-        for name, parameter in model.named_parameters()
-        if "embeddings" in name
-    )
 
 
 @pytest.mark.unit

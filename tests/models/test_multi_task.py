@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from tests.contracts import gather_state, run_ranks
+from tests.contracts import run_ranks
 from tests.data.stream_sets import ITEMS as STREAM_ITEMS
 from tests.data.stream_sets import parquet, table_of
 from tests.examples import (
@@ -24,14 +25,13 @@ from tests.examples import (
     redrawn,
     table,
 )
+from tests.sharded import Case, alone, check_equal, on_ranks
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.multi_task import (
     MultiTaskModel,
@@ -42,8 +42,7 @@ from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, DataError, Jagged
-from torchrec_ext.train.metrics import auc
-from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
+from torchrec_ext.train.metrics import ClassificationMetrics
 
 WEIGHTS = {"click": 1.0, "buy": 0.25, "like": 2.0}
 STEPS = 6
@@ -192,16 +191,16 @@ def test_every_parameter_receives_a_gradient() -> None:
 def test_figures_of_a_task_by_its_name() -> None:
     made = model()
     optimizer = torch.optim.Adam(made.parameters(), lr=0.02)
-    aucs = {}
+    aucs: dict[str, float] = {}
     for _ in range(60):
         loss, output = made(next(labelled(1)))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        aucs = {
-            name: auc(*prediction[1:], Runtime())
-            for name, prediction in output.tasks.items()
-        }
+        for name, prediction in output.tasks.items():
+            figures = ClassificationMetrics()
+            figures.update(*prediction[1:])
+            aucs[name] = figures.compute(Runtime())["auc"]
     assert min(aucs.values()) > 0.9, aucs
 
 
@@ -318,44 +317,20 @@ def test_memory_files_and_device_bring_the_labels_of_all_tasks(
         )
 
 
-def trained(runtime: Runtime) -> tuple[dict[str, Tensor] | None, list[str], list[str]]:
-    made = model(META)
-    plan = plan_sharding(made, runtime, PlanConfig(sharding="row_wise"))
-    learning = OptimizerConfig(
+CASE = Case(
+    model,
+    partial(labelled, STEPS),
+    OptimizerConfig(
         tables="adagrad", tables_lr=0.1, dense="adam", dense_lr=1e-3, eps=1e-8
-    )
-    parallel, optimizer = hybrid_parallel(
-        made, runtime, plan=plan, optimizer=learning, seed=3
-    )
-    pipeline = make_pipeline(parallel, optimizer, runtime.device)
-    stream = labelled(STEPS, rank=runtime.rank, world_size=runtime.world_size)
-    for _ in range(STEPS):
-        output = pipeline.progress(stream)
-    return gather_state(parallel), unpipelined(pipeline, parallel), list(output.tasks)
+    ),
+    PlanConfig(sharding="row_wise"),
+    STEPS,
+)
 
 
 def test_several_tasks_trained_on_two_ranks_equal_those_trained_unsharded() -> None:
-    made = model()
-    tables = [
-        value for name, value in made.named_parameters() if "embedding_bags" in name
-    ]
-    dense = [
-        value for name, value in made.named_parameters() if "embedding_bags" not in name
-    ]
-    optimizers = [
-        torch.optim.Adagrad(tables, lr=0.1, eps=1e-8),
-        torch.optim.Adam(dense, lr=1e-3, eps=1e-8),
-    ]
-    for batch in labelled(STEPS):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        made(batch)[0].backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    state, missed, names = run_ranks(trained, 2)[0]
-    assert (missed, names) == ([], list(WEIGHTS))
-    for name, value in made.named_parameters():
-        torch.testing.assert_close(state[name], value.detach(), rtol=0, atol=1e-4)
+    ranks = run_ranks(on_ranks, 2, {"": CASE})
+    check_equal([rank[""] for rank in ranks], alone(CASE))
 
 
 @pytest.mark.unit

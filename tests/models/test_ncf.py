@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,19 +10,16 @@ import torch
 from torch import Tensor
 from torchrec import EmbeddingBagConfig
 
-from tests.contracts import gather_state, run_ranks
+from tests.contracts import run_ranks
 from tests.examples import META, assert_every_gradient, redrawn
 from tests.models.merged_models import by_table
+from tests.sharded import Case, Learned, alone, check_equal, on_ranks
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.planner import plan_sharding
-from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.ncf import ContextualNCF
 from torchrec_ext.schema import Jagged
-from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 USERS, ITEMS, HOURS, GENRES = 40, 30, 7, 5
 QUERIES, WIDTH = 6, 5
@@ -263,58 +261,35 @@ def test_a_wrong_declaration_is_refused(make: Callable[[], object], text: str) -
     assert text in str(error.value)
 
 
-def trained(
-    runtime: Runtime, shared: bool, sharding: str
-) -> tuple[dict[str, Tensor] | None, list[str]]:
-    made = model(("user",) if shared else (), META)
-    plan = plan_sharding(made, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
-    parallel, optimizer = hybrid_parallel(
-        made, runtime, plan=plan, optimizer=OptimizerConfig(tables_lr=0.1), seed=3
+def shared_model(device: torch.device | None = None) -> ContextualNCF:
+    return model(("user",), device)
+
+
+def plain_model(device: torch.device | None = None) -> ContextualNCF:
+    return model((), device)
+
+
+def case(shared: bool, sharding: str) -> Case:
+    return Case(
+        shared_model if shared else plain_model,
+        partial(batches, 20, shared=shared),
+        OptimizerConfig(tables_lr=0.1),
+        PlanConfig(sharding=sharding),  # type: ignore[arg-type]
+        20,
     )
-    pipeline = make_pipeline(parallel, optimizer, runtime.device)
-    stream = batches(
-        20, shared=shared, rank=runtime.rank, world_size=runtime.world_size
-    )
-    for _ in range(20):
-        pipeline.progress(stream)
-    return gather_state(parallel), unpipelined(pipeline, parallel)
 
 
-def unsharded() -> dict[str, Tensor]:
-    """Weights after 20 steps of plain modules and plain torch optimizers in one process."""
-    made, config = model(), OptimizerConfig(tables_lr=0.1)
-    tables = [p for name, p in made.named_parameters() if "embedding_bags" in name]
-    dense = [p for name, p in made.named_parameters() if "embedding_bags" not in name]
-    optimizers = [
-        torch.optim.Adagrad(tables, lr=config.tables_lr, eps=config.eps),
-        torch.optim.Adam(dense, lr=config.dense_lr, eps=config.eps),
-    ]
-    for batch in batches(20):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        made(batch)[0].backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    return {name: p.detach() for name, p in made.named_parameters()}
+CASES = {
+    name: case(*name)
+    for name in ((False, "table_wise"), (True, "row_wise"), (True, "data_parallel"))
+}
 
 
-@pytest.mark.parametrize(
-    ("shared", "sharding"),
-    [(False, "table_wise"), (True, "row_wise"), (True, "data_parallel")],
-)
-def test_sharded_equals_unsharded_with_user_and_context_computed_once(
-    shared: bool, sharding: str
-) -> None:
-    state, missed = run_ranks(trained, 2, shared, sharding)[0]
-    assert missed == []
-    expected = unsharded()
-    state, expected = by_table(state), by_table(expected)
-    assert state.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            state[name],
-            value,
-            rtol=0,
-            atol=1e-4,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
+def test_sharded_equals_unsharded_with_user_and_context_computed_once() -> None:
+    expected = alone(case(False, "auto"))._asdict()
+    expected["state"] = by_table(expected["state"])
+    ranks = run_ranks(on_ranks, 2, CASES)
+    for name in CASES:
+        found = [rank[name] for rank in ranks]
+        found[0] = found[0]._replace(state=by_table(found[0].state))
+        check_equal(found, Learned(**expected))

@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from tests.contracts import gather_state, run_ranks
+from tests.contracts import run_ranks
 from tests.examples import ITEMS, META, USERS, redrawn, table
+from tests.sharded import Case, alone, check_equal, on_ranks
 from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
@@ -21,14 +24,13 @@ from torchrec_ext.data.negatives.known_items import KnownItems
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
 from torchrec_ext.data.negatives.mixed import CatalogueCandidates
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.retrieval import RetrievalModel
 from torchrec_ext.modules.interaction import Cosine, DotProduct, TopMLP
 from torchrec_ext.modules.losses import softmax_losses
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import Jagged
-from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 ROWS = 12
 COUNTS = torch.arange(ITEMS)
@@ -236,21 +238,25 @@ def of_loader(runtime: Runtime, sampling: str, is_known: bool) -> list[float]:
         return [float(made(batch)[0]) for batch in batches]
 
 
-@pytest.mark.parametrize("sampling", ["batch", "mixed", "resident", "dropout"])
-def test_known_items_are_rejected_on_a_loaders_batches_on_any_number_of_ranks(
-    sampling: str,
-) -> None:
-    alone = Runtime(rank=0, local_rank=0, world_size=1, local_world_size=1)
-    expected, without = (
-        of_loader(alone, sampling, is_known) for is_known in (True, False)
-    )
-    assert all(one < other for one, other in zip(expected, without, strict=True))
-    ranks = run_ranks(of_loader, 2, sampling, True)
-    assert [sum(step) / 2 for step in zip(*ranks, strict=True)] == pytest.approx(
-        expected, rel=1e-5
-    )
-    if sampling == "resident":
-        assert expected == pytest.approx(of_loader(alone, "batch", True), rel=1e-6)
+SAMPLINGS = ("batch", "mixed", "resident", "dropout")
+
+
+def of_loaders(runtime: Runtime) -> dict[str, list[float]]:
+    return {sampling: of_loader(runtime, sampling, True) for sampling in SAMPLINGS}
+
+
+def test_known_items_are_rejected_on_a_loaders_batches_on_any_number_of_ranks() -> None:
+    ranks = run_ranks(of_loaders, 2)
+    expected = of_loaders(Runtime())
+    assert expected["resident"] == pytest.approx(expected["batch"], rel=1e-6)
+    for sampling, losses in expected.items():
+        without = of_loader(Runtime(), sampling, False)
+        assert all(one < other for one, other in zip(losses, without, strict=True))
+        means = [
+            sum(step) / 2
+            for step in zip(*(rank[sampling] for rank in ranks), strict=True)
+        ]
+        assert means == pytest.approx(losses, rel=1e-5)
 
 
 @pytest.mark.unit
@@ -327,10 +333,10 @@ def loader_of_clicks(
     )
 
 
-@pytest.mark.parametrize(
-    ("loss", "label"),
-    [("in_batch", "label"), ("catalogue", None), ("catalogue", "label")],
-)
+CLICK_LOSSES = [("in_batch", "label"), ("catalogue", None), ("catalogue", "label")]
+
+
+@pytest.mark.parametrize(("loss", "label"), CLICK_LOSSES)
 def test_the_loss_of_clicks_is_that_of_a_by_hand_count(
     loss: str, label: str | None
 ) -> None:
@@ -371,36 +377,6 @@ def test_the_loss_of_clicks_is_that_of_a_by_hand_count(
     )
 
 
-def learned(runtime: Runtime, loss: str, label: str | None) -> tuple[Any, list[float]]:
-    parallel, optimizer = hybrid_parallel(
-        of_clicks(loss, META),
-        runtime,
-        optimizer=OptimizerConfig(tables="sgd", dense="sgd", dense_lr=0.05),
-        seed=4,
-    )
-    batches = iter(loader_of_clicks(of_clicks(loss, META), runtime, label))
-    parallel.module.expect_rows(negatives=0, label=label)
-    pipeline = make_pipeline(parallel, optimizer, runtime.device)
-    losses = [float(pipeline.progress(batches).loss) for _ in range(4)]
-    return gather_state(parallel), losses
-
-
-@pytest.mark.parametrize(
-    ("loss", "label"),
-    [("in_batch", "label"), ("catalogue", None), ("catalogue", "label")],
-)
-def test_clicks_on_two_ranks_are_one_batch(loss: str, label: str | None) -> None:
-    (single,) = run_ranks(learned, 1, loss, label)
-    two = run_ranks(learned, 2, loss, label)
-    assert [
-        sum(pair) / 2 for pair in zip(two[0][1], two[1][1], strict=True)
-    ] == pytest.approx(single[1], abs=1e-5)
-    for name, value in single[0].items():
-        torch.testing.assert_close(
-            two[0][0][name], value, atol=1e-5, rtol=1e-4, msg=name
-        )
-
-
 @pytest.mark.unit
 @pytest.mark.parametrize("loss", ["in_batch", "catalogue"])
 def test_a_batch_without_a_click_has_the_loss_0(loss: str) -> None:
@@ -435,32 +411,47 @@ def test_a_loss_over_the_catalogue_needs_the_catalogue() -> None:
             training_loader(CLICKS, model.schema(), config)
 
 
-def trained(runtime: Runtime) -> tuple[Any, list[float], list[str]]:
-    model = retrieval(device=META, counts=COUNTS)
-    parallel, optimizer = hybrid_parallel(
-        model,
-        runtime,
-        optimizer=OptimizerConfig(tables="sgd", dense="sgd", dense_lr=0.05),
-        seed=4,
+def clicks_model(
+    loss: str, label: str | None, device: torch.device | None
+) -> RetrievalModel:
+    model = redrawn(of_clicks(loss, device))
+    model.expect_rows(negatives=0, label=label)
+    return model
+
+
+def click_batches(
+    loss: str, label: str | None, rank: int, world_size: int
+) -> Iterator[TowerBatch]:
+    place = Runtime(rank=rank, world_size=world_size)
+    return iter(loader_of_clicks(of_clicks(loss, META), place, label))
+
+
+def popular(device: torch.device | None) -> RetrievalModel:
+    return retrieval(device=device, counts=COUNTS)
+
+
+def popular_batches(rank: int, world_size: int) -> Iterator[TowerBatch]:
+    return (batch(rank, world_size, seed=seed) for seed in range(6))
+
+
+SGD = OptimizerConfig(tables="sgd", dense="sgd", dense_lr=0.05)
+CASES = {
+    (loss, label): Case(
+        partial(clicks_model, loss, label),
+        partial(click_batches, loss, label),
+        SGD,
+        PlanConfig(),
+        4,
     )
-    pipeline = make_pipeline(parallel, optimizer, runtime.device)
-    batches = iter(
-        [batch(runtime.rank, runtime.world_size, seed=seed) for seed in range(6)]
-    )
-    losses = [float(pipeline.progress(batches).loss) for _ in range(6)]
-    return gather_state(parallel), losses, unpipelined(pipeline, parallel)
+    for loss, label in CLICK_LOSSES
+}
+CASES["popular", None] = Case(popular, popular_batches, SGD, PlanConfig(), 6)
 
 
 def test_two_ranks_are_one_batch() -> None:
-    (one,), two = run_ranks(trained, 1), run_ranks(trained, 2)
-    assert one[2] == two[0][2] == []
-    assert [
-        sum(pair) / 2 for pair in zip(two[0][1], two[1][1], strict=True)
-    ] == pytest.approx(one[1], abs=1e-5)
-    for name, value in one[0].items():
-        torch.testing.assert_close(
-            two[0][0][name], value, atol=1e-5, rtol=1e-4, msg=name
-        )
+    ranks = run_ranks(on_ranks, 2, CASES)
+    for name, case in CASES.items():
+        check_equal([rank[name] for rank in ranks], alone(case), atol=1e-5)
 
 
 @pytest.mark.unit

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import unittest.mock
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -14,24 +12,19 @@ import torch
 from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingConfig
 
-from tests.contracts import gather_state, run_ranks
+from tests.contracts import run_ranks
+from tests.sharded import Case, alone, check_equal, on_ranks
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.loader import ChunkLoader
 from torchrec_ext.data.planted import planted_sequences
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.draft import PlanError
-from torchrec_ext.distributed.plan.explain import explain
-from torchrec_ext.distributed.plan.planner import plan_sharding
-from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.session import NextItemModel
 from torchrec_ext.modules.session_encoder import SessionEncoder
 from torchrec_ext.schema import Jagged
-from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 META = torch.device("meta")
 # Its sequences are no longer than 20 items.
@@ -77,112 +70,44 @@ OPTIMIZERS = {
 }
 
 
-def unsharded(kind: str, negatives: int, size: int = 10) -> dict[str, Any]:
-    """Losses, and weights after some steps, of plain modules and plain torch optimizers in one process."""
-    model = small()
-    initialise_tables(model, seed=7)
-    first = {name: p.detach().clone() for name, p in model.named_parameters()}
-    config = OPTIMIZERS[kind]
-    tables = [
-        p for name, p in model.named_parameters() if name.startswith("embeddings.")
-    ]
-    dense = [
-        p for name, p in model.named_parameters() if not name.startswith("embeddings.")
-    ]
-    for_tables = torch.optim.SGD(tables, lr=config.tables_lr)
-    if kind == "adagrad":
-        for_tables = torch.optim.Adagrad(tables, lr=config.tables_lr, eps=config.eps)  # type: ignore[assignment]
-    optimizers = [for_tables, torch.optim.SGD(dense, lr=config.dense_lr)]
-    losses = []
-    for _, batch in zip(range(STEPS), batches(negatives, size=size), strict=False):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss, output = model(batch)
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        losses.append(float(output.loss))
-    state = {name: p.detach() for name, p in model.named_parameters()}
-    return {
-        "losses": losses,
-        "state": state,
-        "moved": {
-            name: float((state[name] - first[name]).abs().max()) for name in state
-        },
-    }
-
-
-def sharded(
-    runtime: Runtime, sharding: str, kind: str, negatives: int, size: int = 10
-) -> dict[str, Any]:
-    model = small(META)
-    plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
-    parallel, keyed = hybrid_parallel(
-        model, runtime, plan=plan, optimizer=OPTIMIZERS[kind], seed=7
+def case(sharding: str, kind: str, negatives: int, size: int = 10) -> Case:
+    return Case(
+        small,
+        partial(batches, negatives, size=size),
+        OPTIMIZERS[kind],
+        PlanConfig(sharding=sharding),  # type: ignore[arg-type]
+        STEPS,
     )
-    pipeline = make_pipeline(parallel, keyed, runtime.device)
-    own = batches(negatives, runtime.rank, runtime.world_size, size)
-    outputs = []
-    for _ in range(STEPS):
-        with contextlib.suppress(StopIteration):
-            outputs.append(pipeline.progress(own))
-    return {
-        "losses": [float(output.loss) for output in outputs],
-        "state": gather_state(parallel),
-        "pipelined": len(pipeline._pipelined_modules),
-        "unpipelined": unpipelined(pipeline, parallel),
-    }
 
 
-@pytest.mark.parametrize(
-    ("sharding", "kind", "negatives", "world_size"),
-    [
-        ("row_wise", "sgd", 0, 2),
-        ("row_wise", "adagrad", 2, 2),
-        ("table_wise", "adagrad", 0, 2),
-        ("column_wise", "sgd", 2, 2),
-        ("auto", "sgd", 0, 1),
-    ],
-)
-def test_sharded_equals_unsharded(
-    sharding: str, kind: str, negatives: int, world_size: int
-) -> None:
-    expected = unsharded(kind, negatives)
-    ranks = run_ranks(sharded, world_size, sharding, kind, negatives)
-    mean = [
-        sum(losses) / world_size
-        for losses in zip(*(rank["losses"] for rank in ranks), strict=True)
-    ]
-    assert mean == pytest.approx(expected["losses"], abs=1e-4)
-    assert all(moved > 1e-3 for moved in expected["moved"].values()), (
-        "or there would be nothing to compare"
+CASES = {
+    name: case(*name)
+    for name in (
+        ("row_wise", "sgd", 0),
+        ("row_wise", "adagrad", 2),
+        ("table_wise", "adagrad", 0),
+        ("column_wise", "sgd", 2),
     )
-    assert ranks[0]["state"].keys() == expected["state"].keys()
-    for name, value in expected["state"].items():
-        torch.testing.assert_close(
-            ranks[0]["state"][name],
-            value,
-            rtol=0,
-            atol=2e-4,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
-    assert all((rank["pipelined"], rank["unpipelined"]) == (1, []) for rank in ranks)
+}
+# One sequence for two ranks in the last step.
+CASES["a rank without a sequence"] = case("row_wise", "sgd", 0, len(DATA) - 1)  # type: ignore[index]
+ONE = {"one rank": case("auto", "sgd", 0)}
 
 
-def test_a_rank_without_a_sequence_takes_its_steps() -> None:
-    windows = len(DATA)
-    expected = unsharded("sgd", 0, windows - 1)
-    ranks = run_ranks(sharded, 2, "row_wise", "sgd", 0, windows - 1)
-    assert [len(rank["losses"]) for rank in ranks] == [2, 2]
-    assert 0.0 in (rank["losses"][1] for rank in ranks), "one sequence for two ranks"
-    for name, value in expected["state"].items():
-        torch.testing.assert_close(
-            ranks[0]["state"][name],
-            value,
-            rtol=0,
-            atol=2e-4,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
+@pytest.mark.parametrize(("world_size", "cases"), [(1, ONE), (2, CASES)])
+def test_sharded_equals_unsharded(world_size: int, cases: dict[Any, Case]) -> None:
+    ranks = run_ranks(on_ranks, world_size, cases)
+    for name, each in cases.items():
+        expected = alone(each)
+        for key, value in expected.state.items():
+            moved = (value - expected.first[key]).abs().max()
+            assert float(moved) > 1e-3, "or there would be nothing to compare"
+        found = [rank[name] for rank in ranks]
+        check_equal(found, expected, atol=2e-4)
+        assert all(rank.pipelined == 1 for rank in found)
+        if name == "a rank without a sequence":
+            assert [len(rank.losses) for rank in found] == [2, 2]
+            assert 0.0 in (rank.losses[1] for rank in found)
 
 
 @pytest.mark.unit
@@ -281,27 +206,3 @@ def test_what_does_not_fit_is_named() -> None:
         match="a sequence of 21 steps in row 0 of the batch: must have at most max_length=20",
     ):
         small()(only("session", [torch.ones(22, dtype=torch.int64)]))
-
-
-def planned(world_size: int, memory_gb: float) -> str:
-    """What rank 0 of ``world_size`` would decide for 300 M items; the others only receive it."""
-    table = EmbeddingConfig(
-        name="item_id", num_embeddings=300_000_000, embedding_dim=64
-    )
-    model = NextItemModel(table, SessionEncoder(64, 50, causal=True), device=META)
-    runtime = Runtime(world_size=world_size, local_world_size=8)
-    with unittest.mock.patch("torch.distributed.broadcast_object_list"):
-        return explain(
-            plan_sharding(model, runtime, PlanConfig(memory_gb=memory_gb)),
-            model,
-            world_size,
-        )
-
-
-@pytest.mark.unit
-def test_300_million_items_are_planned_for_64_devices_without_memory() -> None:
-    text = planned(64, memory_gb=4)
-    assert "300,000,000 x 64" in text
-    assert "row_wise" in text
-    with pytest.raises(PlanError, match=r"'item_id' 143\.05 GiB"):
-        planned(8, memory_gb=4)

@@ -1,6 +1,7 @@
 """A table that two towers name is one table: one set of weights, looked up once, however many rows each tower has."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,13 +9,13 @@ import torch
 from torch import Tensor
 from torchrec import EmbeddingBagConfig, PoolingType
 
-from tests.contracts import gather_state, run_ranks
+from tests.contracts import run_ranks
 from tests.examples import DIM, ITEMS, META, USERS, gradients, redrawn, table
+from tests.sharded import Case, alone, check_equal, on_ranks
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import TopMLP
@@ -27,7 +28,6 @@ QUERIES, WIDTH, STEPS = 6, 4, 8
 LEARNING = OptimizerConfig(
     tables="adagrad", tables_lr=0.1, dense="adam", dense_lr=1e-3, eps=1e-8
 )
-SHARDINGS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 
 
 def items(*features: str, name: str = "item", **options: Any) -> EmbeddingBagConfig:
@@ -235,56 +235,27 @@ def test_three_towers_of_which_two_are_shared_read_one_table() -> None:
         torch.testing.assert_close(actual, output)
 
 
-def unsharded(shared: bool) -> dict[str, Tensor]:
-    made = model(shared)
-    parameters = dict(made.named_parameters())
-    optimizers = [
-        torch.optim.Adagrad(tables_of(parameters).values(), lr=0.1, eps=1e-8),
-        torch.optim.Adam(dense_of(parameters).values(), lr=1e-3, eps=1e-8),
-    ]
-    for batch in batches(STEPS, shared):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        made(batch)[0].backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    return {name: value.detach() for name, value in parameters.items()}
+CASES = {
+    (shared, sharding): Case(
+        partial(model, shared),
+        partial(batches, STEPS, shared),
+        LEARNING,
+        PlanConfig(sharding=sharding),
+        STEPS,
+    )
+    for shared in (False, True)
+    for sharding in ("table_wise", "row_wise", "column_wise", "data_parallel")
+}
 
 
-def trained(runtime: Runtime, shared: bool) -> dict[str, Any]:
-    """By sharding type the weights after some steps, and what the pipeline did not overlap."""
-    results = {}
-    for sharding in SHARDINGS:
-        made = model(shared, META)
-        plan = plan_sharding(made, runtime, PlanConfig(sharding=sharding))
-        parallel, optimizer = hybrid_parallel(
-            made, runtime, plan=plan, optimizer=LEARNING, seed=3
-        )
-        pipeline = make_pipeline(parallel, optimizer, runtime.device)
-        stream = batches(STEPS, shared, runtime.rank, runtime.world_size)
-        for _ in range(STEPS):
-            pipeline.progress(stream)
-        results[sharding] = gather_state(parallel), unpipelined(pipeline, parallel)
-    return results
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_shared_table_trained_on_two_ranks_equals_one_trained_unsharded(
-    shared: bool,
-) -> None:
+def test_a_shared_table_trained_on_two_ranks_equals_one_trained_unsharded() -> None:
     """Under Adagrad, so that two updates of a row in a step would not equal one."""
-    expected = unsharded(shared)
-    for sharding, (state, missed) in run_ranks(trained, 2, shared)[0].items():
-        assert missed == [], sharding
-        assert state.keys() == expected.keys()
-        for name, value in expected.items():
-            torch.testing.assert_close(
-                state[name],
-                value,
-                rtol=0,
-                atol=1e-4,
-                msg=lambda text, at=(sharding, name): f"{at}: {text}",
-            )
+    ranks = run_ranks(on_ranks, 2, CASES)
+    for shared in (False, True):
+        expected = alone(CASES[shared, "row_wise"])
+        for name in CASES:
+            if name[0] == shared:
+                check_equal([rank[name] for rank in ranks], expected)
 
 
 @pytest.mark.unit

@@ -11,8 +11,9 @@ moves by
 
     sum over j = 1..k of  lr(s+j) x (b1^j m / (1 - b1^(s+j))) / (sqrt(b2^j v / (1 - b2^(s+j))) + eps)
 
-With eps scaled as in the first of these steps, this is m / (sqrt(v) + eps') x S(s), and S depends only on steps and
-rates: S(s) = sum over j = 1..k of r^j lr(s+j) sqrt(1 - b2^(s+j)) / (1 - b1^(s+j)), r = b1 / sqrt(b2).
+With one eps' for all of these steps, this is m / (sqrt(v) + eps') x S(s), and S depends only on steps and rates:
+S(s) = sum over j = 1..k of r^j lr(s+j) sqrt(1 - b2^(s+j)) / (1 - b1^(s+j)), r = b1 / sqrt(b2). eps' is the eps of the
+step at the mean place of the powers of r, eps x sqrt(1 - b2^(s+j)) / b2^(j/2).
 :func:`slide_on` stores S of each step s that may be a row's last one. A step adds to the S of the last :func:`reach`
 steps, because r^j vanishes for earlier ones.
 
@@ -231,7 +232,7 @@ SLIDES = 1 << 18
 _ROUNDING = 2.0**-25  # of float32: a smaller share of 1 is lost
 
 
-_MOST_EPS = 1e-4  # a larger eps, scaled as in the first skipped step, would change a row by 1e-3 and more
+_MOST_EPS = 1e-4  # with a larger one a single eps' would change a row too much
 
 
 def without_closed_form(choice: Choice) -> str:
@@ -408,8 +409,10 @@ def caught_up(
     if decays:
         reached = torch.minimum(since + len(clock.powers), step)
         slide = slide * _log_of_steps(clock.decays, reached, step).exp()
-    power2 = torch.exp((since + 1).to(rows.dtype) * math.log(beta2))
-    scaled_eps = choice.eps * torch.sqrt(1 - power2)[:, None]
+    place = _mean_place(beta1 / math.sqrt(beta2), skipped.clamp(min=1))
+    power2 = torch.exp((since[:, None] + place) * math.log(beta2))
+    scaled_eps = torch.sqrt(1 - power2) * torch.exp(place * (-0.5 * math.log(beta2)))
+    scaled_eps = scaled_eps * choice.eps
     # A row that never had a gradient has moments of 0. If eps is 0 too, that would be 0
     # / 0.
     direction = torch.where(
@@ -420,6 +423,19 @@ def caught_up(
         first_moment * decay1,
         second_moment * decay2,
     ]
+
+
+def _mean_place(ratio: float, count: Tensor) -> Tensor:
+    """Returns the mean of 1 .. ``count``, (n, 1), weighted by the powers of ``ratio``.
+
+    Example:
+        >>> _mean_place(0.5, torch.tensor([[1.0], [2.0]])).flatten()
+        tensor([1.0000, 1.3333])
+    """
+    if not ratio:
+        return torch.ones_like(count)
+    last = torch.exp(count * math.log(ratio))
+    return 1 / (1 - ratio) - count * last / (1 - last)
 
 
 def _log_of_steps(sums: Tensor, since: Tensor, step: Tensor) -> Tensor:

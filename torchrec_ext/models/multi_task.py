@@ -165,7 +165,7 @@ class MultiTaskModel(TowerModel):
         ValueError: not one head for each task, a weight that is not positive, or what a TowerModel refuses.
 
     Example:
-        ``auc(*output.tasks["buy"][1:], runtime)`` after a step is the AUC of the task ``buy``::
+        ``ClassificationMetrics().update(*output.tasks["buy"][1:])`` takes the logits of the task ``buy``::
 
             MultiTaskModel(towers, MultiTaskTop([32, 32], tasks=2), tasks={"click": 1.0, "buy": 0.5})
     """

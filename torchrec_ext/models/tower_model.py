@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.modules.interaction import Interaction as Interaction
 from torchrec_ext.modules.interaction import InteractionLayer, interaction_layer
-from torchrec_ext.modules.layers import how_made, reads_lengths, weighs_rows
+from torchrec_ext.modules.layers import reads_lengths, weighs_rows
 from torchrec_ext.modules.look_ups import LookUps
 from torchrec_ext.modules.losses import PairwiseLoss, bce
 from torchrec_ext.modules.tower import Activation, Normalization, Tower, Towers
@@ -89,7 +89,6 @@ class TowerModel(nn.Module):
         self._names = list(towers)
         # In the order of the towers, whatever the order of the argument.
         self._shared = [name for name in towers if name in shared]
-        self.made_of = {name: how_made(tower) for name, tower in towers.items()}
         self._tables: list[Any] = []
         self._dense: list[str] = []
         for tower in towers.values():

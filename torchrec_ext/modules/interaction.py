@@ -25,7 +25,6 @@ from torchrec_ext.modules.config import Interaction as Interaction
 from torchrec_ext.modules.layers import (
     Activation,
     Normalization,
-    Recorded,
     activation_layer,
     mlp,
 )
@@ -108,7 +107,7 @@ def shapes(widths: Sequence[int]) -> str:
     return ", ".join(f"(B, {width})" for width in widths)
 
 
-class InteractionLayer(Recorded, nn.Module):
+class InteractionLayer(nn.Module):
     """Base of the interactions. Attributes state the abilities of a class, so that no caller compares names.
 
     A class that sets ``self.widths`` to the width of each tower only has to write ``forward``.

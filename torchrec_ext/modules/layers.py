@@ -1,19 +1,15 @@
-"""Dense layers: the MLP of towers and interactions, activations by name, and batch normalisation over all ranks.
-
-Recorded, a base of modules that remember their constructor's arguments, lets an equal module be made elsewhere.
-"""
+"""Dense layers: the MLP of towers and interactions, activations by name, and batch normalisation over all ranks."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, get_args
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from typing_extensions import Self
 
 from torchrec_ext.modules.config import Activation as Activation
 from torchrec_ext.modules.config import Normalization as Normalization
@@ -218,47 +214,3 @@ def mlp(
     # Called for its check: a wrong name must raise even without hidden layers.
     activation_layer(activation)
     return Layers(*layers, nn.Linear(hidden[-1], widths[-1]))
-
-
-class Made(NamedTuple):
-    """How a module was made: its class, and the given arguments by name, None if they are not recorded."""
-
-    kind: type[nn.Module]
-    arguments: dict[str, Any] | None
-
-
-class Recorded:
-    """Records the constructor's arguments by name in ``arguments``; goes before ``nn.Module`` among the bases.
-
-    An export makes the module again from them, whatever has happened to it since: a plan may have replaced its tables
-    by sharded collections.
-
-    Example:
-        >>> class Doubling(Recorded, nn.Module):
-        ...     def __init__(self, width: int, *, bias: bool = True) -> None:
-        ...         super().__init__()
-        >>> Doubling(4, bias=False).arguments
-        {'width': 4, 'bias': False}
-    """
-
-    arguments: dict[str, Any]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Records the arguments; a copy is made without any, and receives the original's with its other attributes."""
-        instance = super().__new__(cls)
-        bound = (
-            inspect.signature(cls.__init__)
-            .bind_partial(instance, *args, **kwargs)
-            .arguments
-        )
-        # Into the dict itself, because nn.Module's __setattr__ does not work before its
-        # __init__; without ``self``.
-        instance.__dict__["arguments"] = dict(list(bound.items())[1:])
-        return instance
-
-
-def how_made(module: nn.Module) -> Made:
-    """Returns the module's class, and its arguments if it is :class:`Recorded`."""
-    return Made(
-        type(module), module.arguments if isinstance(module, Recorded) else None
-    )

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from torchrec_ext.modules.config import Position as Position
-from torchrec_ext.modules.layers import Recorded
 from torchrec_ext.modules.tower import Activation, activation_layer
 from torchrec_ext.schema.validation import check_choice, check_least
 
@@ -273,7 +272,7 @@ class TransformerLayer(nn.Module):
         )
 
 
-class SessionEncoder(Recorded, nn.Module):
+class SessionEncoder(nn.Module):
     """Adds positions to packed steps and applies transformer layers.
 
     Args:

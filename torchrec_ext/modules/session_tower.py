@@ -19,7 +19,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_ext.modules.config import Combine
 from torchrec_ext.modules.interaction import InteractionLayer
-from torchrec_ext.modules.layers import Recorded
 from torchrec_ext.modules.session_encoder import (
     Packing,
     Position,
@@ -32,7 +31,7 @@ from torchrec_ext.schema.validation import check_choice
 BST_WIDTHS = (1024, 512, 256)
 
 
-class SessionSteps(Recorded, nn.Module):
+class SessionSteps(nn.Module):
     """Passes the embedded steps of a session on to a :class:`SessionTop`, which sees the target too.
 
     Its output is (B, S x (W + 1)): S steps, oldest first, each the sum of its features' embeddings, or their

@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.modules.layers import Activation as Activation
-from torchrec_ext.modules.layers import Layers, Recorded, reads_lengths, weighs_rows
+from torchrec_ext.modules.layers import Layers, reads_lengths, weighs_rows
 from torchrec_ext.modules.layers import Normalization as Normalization
 from torchrec_ext.modules.layers import activation_layer as activation_layer
 from torchrec_ext.modules.layers import mlp as mlp
@@ -90,7 +90,7 @@ def _rows(bags: JaggedTensor) -> Tensor:
 Vectors = Mapping[str, Tensor | JaggedTensor | Padded]
 
 
-class Tower(Recorded, nn.Module):
+class Tower(nn.Module):
     """One sub-network: embeddings and dense columns side by side, then an MLP.
 
     A tower names its tables, and the model holds them and looks them up for all towers, see

@@ -109,7 +109,7 @@ class TowerNetwork:
         self._given = given
         names = [SESSION, "item"]
         if not isinstance(model, NextItemModel):
-            names = list(model.made_of)
+            names = list(model.towers)
         if len(names) < 2:
             raise BundleError(
                 f"model: has the tower {names[0]} alone; serving needs one of the query and one of the candidates"
@@ -137,7 +137,7 @@ class TowerNetwork:
             self._list(model.table, SESSION, candidate == SESSION, length)
             self._row(model.table, CANDIDATES, candidate != SESSION)
         else:
-            self._towers = _local_towers(model)
+            self._towers = copy.deepcopy(model.towers).cpu()
             for name, tower in self._towers.items():
                 self._read(tower, name == candidate)
         self.leaves = list(self._leaves.values())
@@ -297,10 +297,10 @@ class _TowersByLeaves(nn.Module):
     """The towers and the interaction of a TowerModel over looked-up leaves."""
 
     def __init__(
-        self, towers: Mapping[str, Any], interaction: nn.Module, given: Given
+        self, towers: nn.ModuleDict, interaction: nn.Module, given: Given
     ) -> None:
         super().__init__()
-        self.towers = nn.ModuleDict(towers)
+        self.towers = towers
         self.interaction = interaction
         self._given = given
 
@@ -428,26 +428,6 @@ def _beside(
     if not blocks:
         return rows.new_zeros((rows.shape[0], 0), dtype=torch.float32)
     return torch.cat(blocks, dim=1)
-
-
-def _local_towers(model: TowerModel) -> dict[str, Any]:
-    """Returns towers of the same layers, on the CPU; their weights are not the model's."""
-    towers: dict[str, Any] = {}
-    live: Any = getattr(model, "towers", {})
-    for name, (kind, arguments) in model.made_of.items():
-        if arguments is None:
-            if name not in live:
-                raise BundleError(
-                    f"tower '{name}': a {kind.__name__} on ranks of its own cannot be exported; derive it from "
-                    "Recorded, or load the checkpoint unsharded"
-                )
-            towers[name] = copy.deepcopy(live[name]).cpu()
-            continue
-        # Draws of the layers' first weights must not change those of a training that
-        # goes on.
-        with torch.random.fork_rng(devices=[]):
-            towers[name] = kind(**copy.deepcopy(arguments))
-    return towers
 
 
 def _without_tables(module: nn.Module) -> nn.Module:

@@ -13,8 +13,9 @@ from .config import EarlyStop as EarlyStop
 from .config import Schedule as Schedule
 from .config import TrainConfig as TrainConfig
 from .loop import train as train
-from .metrics.catalogue import catalogue_hits as catalogue_hits
 from .metrics.classification import ClassificationMetrics as ClassificationMetrics
 from .metrics.hits import ranking_metrics as ranking_metrics
+from .metrics.question import Question as Question
+from .metrics.question import model_hits as model_hits
 from .report.progress import RunFolder as RunFolder
 from .step.pipeline import make_pipeline as make_pipeline

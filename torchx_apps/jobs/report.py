@@ -151,7 +151,7 @@ def finish_training(
     """Prints the figures and the example, and writes ``summary.json``.
 
     Args:
-        folder: the run's folder, whose page gets what is known now.
+        folder: the run's folder.
         task: the task that was trained.
         tested: figures on the test rows, an example, and the most memory that each rank took.
         trained: how the training went.
@@ -206,11 +206,6 @@ def finish_training(
     if worse:
         summary["warning"] = worse
     folder.write("summary.json", json.dumps(summary, indent=2))
-    folder.test = {
-        "this model": figures,
-        task.baseline_name: baseline,
-        **beside.figures,
-    }
 
 
 def say_end(folder: Path, picture: Path) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from torchrec_ext.capture.policy import TrainingDivergedError
 from torchrec_ext.schema import BatchSchema, DataError
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import (
@@ -25,6 +27,7 @@ from torchrec_ext.train.checkpoint.folder import (
     read_checkpoint_manifest,
 )
 from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url
+from torchrec_ext.train.guards import RunStoppedError
 from torchx_apps.process import children_of, end_now, once
 from torchx_apps.recipes.saved_job import CONFIG
 from torchx_apps.tasks.task import Task
@@ -335,15 +338,31 @@ def checkpoint_to_export(
     return path, text
 
 
+def say_how_to_resume(checkpointer: Checkpointer | None, run: Path) -> None:
+    """Prints how to go on with a run that ends early, if a checkpoint has been saved.
+
+    Two ranks print it, because one of them may be gone.
+    """
+    steps = checkpointer.folder.steps() if checkpointer else []
+    if steps and int(os.environ.get("RANK", "0")) < 2:
+        print(
+            f"saved up to step {steps[0]:,}: to go on from there, give the same command with --run_dir {run}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 @contextmanager
-def hinting_at_resume(checkpointer: Checkpointer | None) -> Iterator[None]:
-    """Adds a hint on how to resume to an error in the data, such as a missing file, if a checkpoint has been saved."""
+def hinting_at_resume(checkpointer: Checkpointer | None, run: Path) -> Iterator[None]:
+    """Says how to resume after an error, such as a lost rank or a missing file, if a checkpoint has been saved."""
     try:
         yield
-    except DataError as error:
-        if checkpointer is None or not checkpointer.folder.steps():
-            raise
-        raise DataError(f"{error}; then go on with the same --run_dir") from error
+    except (RunStoppedError, TrainingDivergedError):
+        # Both say what is saved.
+        raise
+    except Exception:
+        say_how_to_resume(checkpointer, run)
+        raise
 
 
 def a_neighbour_died(processes: Path = Path("/proc")) -> bool:
@@ -358,13 +377,15 @@ def a_neighbour_died(processes: Path = Path("/proc")) -> bool:
 
 
 @contextmanager
-def asked_to_stop() -> Iterator[Callable[[], bool]]:
+def asked_to_stop(
+    before_end: Callable[[], None] = lambda: None,
+) -> Iterator[Callable[[], bool]]:
     """Yields a function that tells whether SIGTERM has come; schedulers send it some seconds before they kill.
 
     The signals of the first five seconds count as one, see :func:`torchx_apps.process.once`; a later one ends the
     process at once. After a step the ranks agree to stop, save, and end with the exit code of a job that the signal
     stopped. Where a rank has died, so that torchrun stops the others, ranks cannot agree: the first signal ends the
-    process.
+    process, after a call of ``before_end``.
     """
     stop_requested = False
 
@@ -372,6 +393,7 @@ def asked_to_stop() -> Iterator[Callable[[], bool]]:
         nonlocal stop_requested
         stop_requested = True
         if a_neighbour_died():
+            before_end()
             end_now()
 
     previous_handler = signal.signal(signal.SIGTERM, once(ask, end_now))

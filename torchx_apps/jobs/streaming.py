@@ -138,7 +138,7 @@ def run_stream(
         events.waiting = publisher.if_due
         # Dropout begins alike in each new run; a resumed one restores its state.
         torch.manual_seed(job.train.seed + 1)
-        with hinting_at_resume(run.checkpointer):
+        with hinting_at_resume(run.checkpointer, run.path):
             train(
                 parallel,
                 optimizer,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from torchx_apps.jobs.resuming import (
     hinting_at_resume,
     meaning_of_ids,
     new_run,
+    say_how_to_resume,
 )
 from torchx_apps.jobs.setup import (
     JobParts,
@@ -139,9 +141,9 @@ def run_training(
             )
         start = time.perf_counter()
         with (
-            asked_to_stop() as stop,
+            asked_to_stop(partial(say_how_to_resume, checkpointer, run.path)) as stop,
             Watchdog(runtime.rank, job.train.hang_s / 2, run.path) as watchdog,
-            hinting_at_resume(checkpointer),
+            hinting_at_resume(checkpointer, run.path),
         ):
             history = train(
                 parallel,
@@ -290,6 +292,11 @@ def open_run(
             together.on_main(lambda: check_recipe(f"--resume {resume}", run, job.name))
         if runtime.is_main and checkpoint:
             print(f"resuming from {checkpoint}", flush=True)
+        if runtime.is_main and job.checkpoint.saves and not checkpoint:
+            print(
+                f"saving into {root}; if the job is killed, the same command with --run_dir {path} goes on",
+                flush=True,
+            )
     folder = tracking = None
     if runtime.is_main:
         # A run that goes on writes its folder anew, also one that was cut short before

@@ -95,7 +95,7 @@ class ClosedForms:
     def beside(
         self,
         known: Column,
-        question: metrics.Ranked,
+        question: metrics.Question,
         figures: Sequence[tuple[Figure, int]],
     ) -> Beside:
         """Returns the figures of each baseline.

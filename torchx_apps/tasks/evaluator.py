@@ -365,12 +365,12 @@ def ranking_towers(model: Any, data: Prepared) -> list[str] | None:
     """Returns the model's towers if the last reads exactly the item's columns, and no other any of them; else None."""
     if data.roles.user is None or data.roles.item is None or not data.ranked:
         return None
-    towers = getattr(model, "made_of", None)
+    towers = getattr(model, "towers", None)
     if not towers or len(towers) < 2:
         return None
     features, dense = data.towers["item"]
     item = {*features, *dense}
-    columns = [set(tower_columns(how.arguments or {})) for how in towers.values()]
+    columns = [set(tower_columns(tower)) for tower in towers.values()]
     *queries, last = columns
     # A query tower with a column of the item would have to run for each pair.
     if last != item or any(query & item for query in queries):

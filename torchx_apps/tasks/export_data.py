@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from torchrec_ext.data.splits import Pairs
 from torchrec_ext.retrieval.catalogue import Catalogue, NamedUsers, filterable
 from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.schema import BatchSchema, DataError
+from torchrec_ext.schema.array_columns import source_columns
 
 # Requests that the export sends to the bundle, to compare its answers with the live
 # model.
@@ -61,7 +62,7 @@ def without_item_tower(
         item: the item's features and dense columns, which a bundle knows of each item of the catalogue.
         candidate: name of the item tower; by default the model's last.
     """
-    towers = getattr(model, "made_of", None)
+    towers = getattr(model, "towers", None)
     if not towers:
         # The export itself explains this case better.
         return None
@@ -69,7 +70,7 @@ def without_item_tower(
     columns = {*item[0], *item[1]}
     why = f"there is no tower '{name}'"
     if name in towers:
-        others = sorted(set(tower_columns(towers[name].arguments or {})) - columns)
+        others = sorted(set(tower_columns(towers[name])) - columns)
         if not others:
             return None
         why = f"tower '{name}' reads {', '.join(others)}, too"
@@ -79,11 +80,12 @@ def without_item_tower(
     )
 
 
-def tower_columns(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the columns read by a tower, from its constructor's arguments."""
-    for table in arguments.get("tables", ()):
-        yield from table.feature_names
-    yield from arguments.get("dense", ())
+def tower_columns(tower: Any) -> list[str]:
+    """Returns the columns that a tower reads."""
+    columns = source_columns(tower.dense)
+    for table in tower.tables:
+        columns += table.feature_names
+    return columns
 
 
 def of_prepared(

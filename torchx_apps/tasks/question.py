@@ -36,7 +36,7 @@ class TaskQuestion:
         figures: names of the figures with their numbers of items shown.
     """
 
-    question: metrics.Question | metrics.Candidates
+    question: metrics.Question
     user_items: Column
     figures: Figures
 
@@ -66,12 +66,11 @@ class TaskQuestion:
                 row, and counts as missed.
         """
         if candidates is not None:
-            ids = np.concatenate([targets[:, None], candidates], axis=1)
-            return cls(
-                question=metrics.Candidates(torch.from_numpy(ids)),
-                user_items=user_items,
-                figures=figures,
+            question = metrics.Question(
+                targets=torch.from_numpy(targets),
+                candidates=torch.from_numpy(candidates),
             )
+            return cls(question=question, user_items=user_items, figures=figures)
         # Some protocols rank what a user has taken, too.
         left_out = user_items.slice(0, 0) if keep_seen else user_items
         question = metrics.Question(
@@ -94,14 +93,9 @@ class TaskQuestion:
         """Returns the figures of a model on Q query rows and all of the builder's items. Collective."""
         queries = row_batches(builder, rows, runtime)
         items = item_batches(builder, builder.items.num_rows, runtime)
-        if isinstance(self.question, metrics.Candidates):
-            hits = metrics.candidate_hits(
-                model, runtime, queries, items, self.question, k=self.k, towers=towers
-            )
-        else:
-            hits = metrics.catalogue_hits(
-                model, runtime, queries, items, self.question, k=self.k, towers=towers
-            )
+        hits = metrics.model_hits(
+            model, runtime, queries, items, self.question, k=self.k, towers=towers
+        )
         return metrics.ranking_metrics(hits, self.figures)
 
     def of_popularity(self, counts: Tensor) -> Record:
@@ -124,14 +118,12 @@ class TaskQuestion:
     @property
     def repeats(self) -> int:
         """Number of held-out items among those that their user has taken, which count as missed."""
-        if isinstance(self.question, metrics.Candidates):
-            return 0
         return int(self.question.repeats.sum())
 
     @property
     def rule(self) -> str:
         """The rule of the ranking as a line, with the numbers of held-out items that count as missed."""
-        if isinstance(self.question, metrics.Candidates):
+        if self.question.candidates is not None:
             return "ranked: each held-out item among its own candidates"
         question = self.question
         taken = "with" if not len(question.seen_items) else "without"

@@ -126,60 +126,42 @@ def test_every_end_of_a_peer_is_an_error_in_time(
     check_errors(size, end, collective)
 
 
-def refusals(runtime: Runtime) -> dict[str, str]:
+def disagreements(runtime: Runtime) -> dict[str, str]:
     """The first line of the error in each case, on this rank."""
     rank = runtime.rank
-    found: dict[str, str] = {}
-
-    def attempt(name: str, call: Callable[[], Any]) -> None:
-        try:
-            call()
-            found[name] = "no error"
-        except (RuntimeError, ValueError) as error:
-            found[name] = str(error).splitlines()[0]
-
-    def fresh() -> Any:
-        group = dist.new_group(timeout=timedelta(seconds=5))
-        assert share_memory(group)
-        return group
-
-    group = fresh()
-    attempt("sizes", lambda: dist.all_reduce(torch.ones(3 + rank), group=group))
-    attempt("broken", lambda: dist.all_reduce(torch.ones(3), group=group))
-    group = fresh()
-    attempt(
-        "types",
-        lambda: dist.all_reduce(
-            torch.ones(4, dtype=(torch.float32, torch.int32)[rank]), group=group
-        ),
-    )
-    group = fresh()
-    attempt(
-        "collectives",
-        lambda: (
+    splits = [1, 2] if rank else [2, 2]
+    dtype = (torch.float32, torch.int32)[rank]
+    cases: dict[str, Callable[[Any], Any]] = {
+        "sizes": lambda group: dist.all_reduce(torch.ones(3 + rank), group=group),
+        "types": lambda group: dist.all_reduce(torch.ones(4).to(dtype), group=group),
+        "collectives": lambda group: (
             dist.all_reduce(torch.ones(3), group=group)
             if rank
             else dist.barrier(group=group)
         ),
-    )
-    group = fresh()
-    attempt(
-        "roots",
-        lambda: (
+        "roots": lambda group: (
             dist.broadcast(torch.ones(3), rank, group=group),
             dist.barrier(group=group),
         ),
-    )
-    group = fresh()
-    splits = [1, 2] if rank else [2, 2]
-    attempt(
-        "splits",
-        lambda: dist.all_to_all_single(
+        "splits": lambda group: dist.all_to_all_single(
             torch.empty(4), torch.ones(sum(splits)), [2, 2], splits, group
         ),
-    )
-    alone = dist.new_group([0])
-    attempt("not in the group", lambda: share_memory(alone) if rank else None)
+    }
+    found = {}
+    for name, call in cases.items():
+        group: Any = dist.new_group(timeout=timedelta(seconds=5))
+        assert share_memory(group)
+        for attempt in (name, f"{name}, again"):
+            try:
+                call(group)
+                found[attempt] = "no error"
+            except (RuntimeError, ValueError) as error:
+                found[attempt] = str(error).splitlines()[0]
+    return found
+
+
+def after_a_fork(runtime: Runtime) -> dict[str, int]:
+    """What is left of shared memory, after a child that called a collective and ended."""
     assert share_memory()
     assert share_memory(), "again"
     dist.barrier()
@@ -189,7 +171,7 @@ def refusals(runtime: Runtime) -> dict[str, str]:
             dist.all_reduce(torch.ones(1))
             os._exit(1)
         os._exit(0)
-    found["fork"] = str(os.waitpid(child, 0)[1])
+    status = os.waitpid(child, 0)[1]
     value = torch.ones(5)
     dist.all_reduce(value)
     assert (value == 2).all(), "the parent goes on"
@@ -198,37 +180,31 @@ def refusals(runtime: Runtime) -> dict[str, str]:
         # One of them was that of the listing.
         with suppress(FileNotFoundError):
             descriptors += "memfd:torchrec_ext" in os.readlink(f"/proc/self/fd/{name}")
-    found["descriptors"] = str(descriptors)
-    names = [
-        (task / "comm").read_text().strip()
-        for task in Path("/proc/self/task").iterdir()
-    ]
-    found["threads"] = str(names.count("shared_memory"))
-    return found
+    tasks = Path("/proc/self/task").glob("*/comm")
+    threads = [task.read_text().strip() for task in tasks].count("shared_memory")
+    return {"status": status, "descriptors": descriptors, "threads": threads}
 
 
 @needs_library
-def test_ranks_that_disagree_are_told_by_name() -> None:
-    zero, one = run_ranks(refusals, 2)
-    where = "; this is rank 0 of 2 in number 1, all_reduce of Float"
-    assert (
-        zero["sizes"]
-        == f"shared memory: rank 1 sends 16 bytes where 12 are to come{where}, which waits for rank 1"
-    )
-    assert zero["broken"] == zero["sizes"]
-    assert "rank 1 called all_reduce of Int as its number 1" in zero["types"]
-    assert "rank 1 called all_reduce of Float as its number 1" in zero["collectives"]
-    assert "in number 1, barrier" in zero["collectives"]
-    assert "rank 0 called barrier" in one["collectives"]
-    assert "rank 1 called broadcast of Float from rank 1" in zero["roots"]
-    assert "rank 0 sends 8 bytes where 8 are to come" not in one["splits"]
-    assert "rank 1 sends 4 bytes where 8 are to come" in zero["splits"]
-    assert "this rank is not in the group" in one["not in the group"]
-    for found in (zero, one):
-        assert found["fork"] == "0"
-        assert found["descriptors"] == "0"
-        assert found["threads"] == "1"
-        assert max(map(len, found.values())) < 200
+def test_ranks_that_disagree_are_told_by_name_and_their_group_is_broken() -> None:
+    zero, one = run_ranks(disagreements, 2)
+    told = {
+        "sizes": "rank 1 sends 16 bytes where 12 are to come",
+        "types": "rank 1 called all_reduce of Int as its number 1",
+        "collectives": "rank 1 called all_reduce of Float as its number 1",
+        "roots": "rank 1 called broadcast of Float from rank 1",
+        "splits": "rank 1 sends 4 bytes where 8 are to come",
+    }
+    for name, text in told.items():
+        assert text in zero[name]
+        assert zero[f"{name}, again"] == zero[name]
+        assert max(len(zero[name]), len(one[name])) < 200
+
+
+@needs_library
+def test_a_child_of_a_rank_takes_nothing_and_no_descriptor_is_left() -> None:
+    for found in run_ranks(after_a_fork, 2):
+        assert found == {"status": 0, "descriptors": 0, "threads": 1}
 
 
 def stays_with_gloo(runtime: Runtime) -> dict[str, tuple[bool, list[str]]]:

@@ -384,7 +384,7 @@ def test_a_file_system_without_locks_is_told_as_that(
     monkeypatch.setattr(sealed.fcntl, "flock", refuse)
     with pytest.raises(
         CheckpointError,
-        match=r"cannot be locked \(No locks available\): .*its file system offers none.*--run_dir",
+        match=r"cannot be locked \(No locks available\); mount its file system .*--run_dir",
     ):
         Checkpointer(str(tmp_path), HERE)
 
@@ -581,7 +581,7 @@ def test_no_file_is_read_again_for_its_digest(
         raise AssertionError("a file was read")
 
     with monkeypatch.context() as patched:
-        patched.setattr(manifest, "digest", read)
+        patched.setattr(manifest, "measure_stream", read)
         (path,) = saved(tmp_path, 1)
     listed = manifest.read_checkpoint_manifest(path)["files"]
     assert sorted(listed) == [".metadata", "__0_0.distcp"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
 from tests.contracts import run_ranks
@@ -63,15 +64,10 @@ def test_a_folder_that_all_see_is_taken(tmp_path: Path) -> None:
 
 @pytest.mark.unit
 def test_what_a_network_file_system_shows_late_is_waited_for(tmp_path: Path) -> None:
-    first = iter([(".shared-late", ""), (True, "host")])  # what rank 0 says
-
-    def gathered(value: object) -> list[object]:
-        return [next(first), value]
-
     threading.Thread(
-        target=lambda: (time.sleep(0.3), (tmp_path / ".shared-late").touch())
+        target=lambda: (time.sleep(0.3), (tmp_path / "late").touch())
     ).start()
-    shared_folder.check_shared(str(tmp_path), 1, gathered)
+    assert shared_folder._wait_for_file(LocalFileSystem(), str(tmp_path / "late"))
 
 
 @pytest.mark.unit

@@ -26,9 +26,7 @@ WEIGHT = "look_ups.collections.rows.embedding_bags.user_id.weight"
 
 def write(folder: Path, suffix: str, ids: Any = IDS, vectors: Any = VECTORS) -> Path:
     path = folder / f"vectors{suffix}"
-    if suffix == ".npz":
-        np.savez(path, ids=ids, vectors=vectors)
-    elif suffix == ".safetensors":
+    if suffix == ".safetensors":
         save_file(
             {"ids": torch.from_numpy(ids), "vectors": torch.from_numpy(vectors)}, path
         )
@@ -39,9 +37,7 @@ def write(folder: Path, suffix: str, ids: Any = IDS, vectors: Any = VECTORS) -> 
 
 def loaded(runtime: Runtime, paths: list[Path]) -> Any:
     found = []
-    for path, sharding in zip(
-        paths, ("row_wise", "column_wise", "data_parallel"), strict=True
-    ):
+    for path, sharding in zip(paths, ("row_wise", "column_wise"), strict=True):
         model = small_model(META)
         plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
         parallel, _ = hybrid_parallel(model, runtime, plan=plan)
@@ -55,7 +51,7 @@ def loaded(runtime: Runtime, paths: list[Path]) -> Any:
 def test_each_vector_stands_in_the_row_of_its_id_and_no_other_row_moves(
     tmp_path: Path,
 ) -> None:
-    paths = [write(tmp_path, suffix) for suffix in (".npz", ".safetensors", ".parquet")]
+    paths = [write(tmp_path, suffix) for suffix in (".safetensors", ".parquet")]
     for count, before, after in run_ranks(loaded, 2, paths)[0]:
         assert count == 4
         expected = before[WEIGHT].clone()
@@ -103,7 +99,7 @@ def test_rows_of_a_matrix_are_ids_in_order(tmp_path: Path) -> None:
 def test_what_does_not_belong_is_refused_by_name(
     ids: Any, vectors: Any, told: str, tmp_path: Path
 ) -> None:
-    for suffix in (".npz", ".safetensors", ".parquet"):
+    for suffix in (".safetensors", ".parquet"):
         path = write(tmp_path, suffix, ids, vectors)
         with pytest.raises(CheckpointError) as caught:
             load_vectors(small_model(torch.device("cpu")), "user_id", path)
@@ -112,7 +108,7 @@ def test_what_does_not_belong_is_refused_by_name(
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("suffix", [".npy", ".npz", ".safetensors", ".parquet", ".csv"])
+@pytest.mark.parametrize("suffix", [".npy", ".safetensors", ".parquet", ".csv"])
 def test_a_file_that_is_none_is_refused(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"v{suffix}"
     for content in (b"", b"x" * 300):

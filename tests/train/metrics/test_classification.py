@@ -1,4 +1,4 @@
-"""Classification figures: by definition, equal over ranks and updates, and torchrec's where it is right."""
+"""Classification figures: by their definitions, which are scikit-learn's, over ranks and updates, and torchrec's."""
 
 import math
 
@@ -10,13 +10,15 @@ from torch import Tensor
 
 from tests.contracts import run_ranks
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.train.metrics import (
-    ClassificationMetrics,
-    auc,
-    classification_metrics,
-)
+from torchrec_ext.train.metrics import ClassificationMetrics
 
 HERE = Runtime()
+
+
+def classified(runtime: Runtime, *rows: Tensor) -> dict[str, float]:
+    metrics = ClassificationMetrics()
+    metrics.update(*rows)
+    return metrics.compute(runtime)
 
 
 def rows(count: int = 101, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,18 +55,6 @@ def share(runtime: Runtime, *columns: Tensor) -> list[Tensor]:
     return padded + [torch.cat([other, other.new_full((3,), -7)]) for other in others]
 
 
-def exact(runtime: Runtime, *columns: Tensor) -> dict[str, float]:
-    return classification_metrics(*share(runtime, *columns), runtime)  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_the_exact_auc_counts_pairs_of_all_ranks_and_no_padding() -> None:
-    expected = by_pairs(*rows())
-    for world_size in (1, 2):
-        for found in run_ranks(exact, world_size, *rows()):
-            assert found["auc"] == pytest.approx(expected, abs=1e-12)
-
-
 @pytest.mark.unit
 @given(
     st.lists(
@@ -78,7 +68,7 @@ def test_the_exact_auc_counts_pairs_of_all_ranks_and_no_padding() -> None:
 )
 def test_auc_by_definition(drawn: list[tuple[float, float, int]]) -> None:
     logits, labels, weights = torch.tensor(drawn).unbind(1)
-    exact = auc(logits, labels, weights, HERE)
+    exact = classified(HERE, logits, labels, weights)["auc"]
     expected = by_pairs(logits, labels, weights)
     if math.isnan(expected):
         assert math.isnan(exact)
@@ -102,7 +92,7 @@ def test_log_loss_entropy_and_calibration_by_definition() -> None:
     from torchrec.metrics.ne import compute_ne, get_ne_states
 
     logits, labels, weights = noisy()
-    found = classification_metrics(logits, labels, weights, HERE)
+    found = classified(HERE, logits, labels, weights)
     p, y, w = logits.double().sigmoid(), labels.double(), weights.double()
     loss = float(-(w * (y * p.log() + (1 - y) * (1 - p).log())).sum() / w.sum())
     rate = float((w * y).sum() / w.sum())
@@ -139,51 +129,35 @@ def test_log_loss_entropy_and_calibration_by_definition() -> None:
     )
 
 
-def streamed(runtime: Runtime, *columns: Tensor) -> dict[str, float]:
-    """In blocks of unequal length, asked twice."""
+def streamed(runtime: Runtime) -> tuple[dict[str, float], dict[str, float]]:
+    """Rows of all ranks at once, and others in blocks of unequal length, asked twice."""
     made = ClassificationMetrics()
     for block in zip(
-        *(column.split(321) for column in share(runtime, *columns)), strict=True
+        *(column.split(321) for column in share(runtime, *noisy())), strict=True
     ):
         made.update(*block)
     made.compute(runtime)
-    return made.compute(runtime)
+    return classified(runtime, *share(runtime, *rows())), made.compute(runtime)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_figures_over_updates_and_ranks_are_those_of_all_rows_at_once(
-    world_size: int,
-) -> None:
-    expected = classification_metrics(*noisy(), HERE)
-    for found in run_ranks(streamed, world_size, *noisy()):
-        assert found == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.unit
-def test_auc_and_log_loss_are_those_of_scikit_learn() -> None:
-    theirs = pytest.importorskip("sklearn.metrics")
-    logits, labels, weights = noisy()
-    logits = logits.round(decimals=1)
-    found = classification_metrics(logits, labels, weights, HERE)
-    assert found["auc"] == pytest.approx(
-        theirs.roc_auc_score(labels, logits, sample_weight=weights), abs=1e-12
-    )
-    assert found["log_loss"] == pytest.approx(
-        theirs.log_loss(labels, logits.double().sigmoid(), sample_weight=weights)
-    )
+def test_figures_over_updates_and_ranks_are_those_of_all_rows_at_once() -> None:
+    for world_size in (1, 2, 3):
+        for tied, blocks in run_ranks(streamed, world_size):
+            assert tied["auc"] == pytest.approx(by_pairs(*rows()), abs=1e-12)
+            assert blocks == pytest.approx(classified(HERE, *noisy()), rel=1e-12)
 
 
 @pytest.mark.unit
 def test_what_is_undefined_is_nan() -> None:
     ones = torch.ones(3)
-    found = classification_metrics(torch.arange(3.0), ones, ones, HERE)
+    found = classified(HERE, torch.arange(3.0), ones, ones)
     assert math.isnan(found["auc"])
     assert math.isnan(found["ne"])
     assert found["log_loss"] > 0
     nothing = ClassificationMetrics().compute(HERE)
     assert len(nothing) == 4
     assert all(math.isnan(value) for value in nothing.values())
-    assert math.isnan(classification_metrics(ones, ones * 0, ones, HERE)["calibration"])
+    assert math.isnan(classified(HERE, ones, ones * 0, ones)["calibration"])
 
 
 @pytest.mark.unit
@@ -218,7 +192,5 @@ def test_wrong_rows_are_named(options: dict[str, Tensor], message: str) -> None:
         "labels": torch.ones(4),
         "weights": torch.ones(4),
     } | options
-    with pytest.raises(ValueError, match=message):
-        auc(**columns, runtime=HERE)
     with pytest.raises(ValueError, match=message):
         ClassificationMetrics().update(**columns)

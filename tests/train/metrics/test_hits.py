@@ -1,4 +1,4 @@
-"""Figures from hits: by hand, against a plain list and scikit-learn's graded NDCG; ties fall in every order."""
+"""Figures from hits: by hand, as a plain list defines them, and torchmetrics'; ties fall in every order."""
 
 import math
 from typing import Any
@@ -19,11 +19,10 @@ from torchrec_ext.train.metrics import (
     query_figures,
     ranking_metrics,
 )
-from torchrec_ext.train.metrics.hits import best_grades, first_gains
+from torchrec_ext.train.metrics.hits import first_gains
 
 pytestmark = pytest.mark.unit
 ALL: tuple[Figure, ...] = ("hr", "recall", "precision", "ndcg", "mrr", "map")
-NOTHING = torch.zeros(0, dtype=torch.int64)
 
 
 def at(k: int) -> list[tuple[Figure, int]]:
@@ -53,7 +52,7 @@ def test_several_relevant_items_by_hand() -> None:
 
 
 def plain(order: list[float], k: int) -> list[float]:
-    """RecBole's figures, and graded NDCG, of one list of grades, best place first."""
+    """The definitions of RecBole, and of scikit-learn's graded NDCG, on one list of grades, best place first."""
     relevant, top = sum(grade > 0 for grade in order), order[:k]
     hits = [grade > 0 for grade in top]
     gain = sum(grade / math.log2(place + 2) for place, grade in enumerate(top))
@@ -86,33 +85,34 @@ def test_figures_of_any_grades_are_those_of_a_plain_list(
 ) -> None:
     grades = torch.tensor(lists)
     scores = torch.arange(7.0).flip(0).repeat(len(lists), 1)
-    rows, columns = grades.nonzero().unbind(1)
-    hits = Hits(
-        first_gains(scores, grades, k),
-        best_grades(rows, grades[rows, columns], len(lists), k),
-        (grades > 0).sum(1),
+    rows, items = grades.nonzero().unbind(1)
+    question = Question(
+        targets=items, target_rows=rows, grades=grades[rows, items], not_items=()
     )
+    hits = hits_by(lambda block: scores[block].clone(), question, 7, k=k)
     expected = np.mean([plain(row, k) for row in lists], axis=0)
     assert list(ranking_metrics(hits, at(k)).values()) == pytest.approx(list(expected))
 
 
-def test_graded_ndcg_is_that_of_scikit_learn() -> None:
-    theirs = pytest.importorskip("sklearn.metrics")
+def test_figures_are_those_of_torchmetrics() -> None:
+    retrieval = pytest.importorskip("torchmetrics.retrieval")
     draw = torch.Generator().manual_seed(0)
-    grades = torch.randint(4, (30, 40), generator=draw).float()
+    grades = torch.randint(4, (30, 40), generator=draw)
     scores = torch.rand(30, 40, generator=draw)
     rows, items = grades.nonzero().unbind(1)
     question = Question(
-        targets=items,
-        target_rows=rows,
-        grades=grades[rows, items],
-        seen_rows=NOTHING,
-        seen_items=NOTHING,
-        not_items=(),
+        targets=items, target_rows=rows, grades=grades[rows, items], not_items=()
     )
     hits = hits_by(lambda block: scores[block].clone(), question, 40, k=10)
-    expected = theirs.ndcg_score(grades.numpy(), scores.numpy(), k=10)
-    assert ranking_metrics(hits, [("ndcg", 10)])["ndcg@10"] == pytest.approx(expected)
+    queries = torch.arange(30)[:, None].expand(-1, 40)
+    for name, metric, wanted in (
+        ("ndcg", retrieval.RetrievalNormalizedDCG(top_k=10), grades),
+        ("recall", retrieval.RetrievalRecall(top_k=10), grades > 0),
+        ("precision", retrieval.RetrievalPrecision(top_k=10), grades > 0),
+        ("hr", retrieval.RetrievalHitRate(top_k=10), grades > 0),
+    ):
+        value = float(metric(scores, wanted, indexes=queries))
+        assert ranking_metrics(hits, [(name, 10)])[f"{name}@10"] == pytest.approx(value)
 
 
 def test_each_of_equal_scores_is_equally_often_at_each_place() -> None:

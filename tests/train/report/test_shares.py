@@ -1,14 +1,10 @@
-"""Where a run's time went, from its records; and the line that its picture says."""
+"""Where a run's time went, from its records."""
 
 from typing import Any
 
 import pytest
 
-from torchrec_ext.train.report.progress import (
-    best_evaluation,
-    conclusion,
-    time_shares,
-)
+from torchrec_ext.train.report.progress import time_shares
 
 pytestmark = pytest.mark.unit
 
@@ -34,19 +30,3 @@ def test_shares_are_of_the_seconds_that_each_record_took() -> None:
         "data": pytest.approx(0.5),
         "compute": pytest.approx(0.5),
     }
-
-
-def test_the_best_evaluation_of_a_figure_that_falls_is_the_lowest() -> None:
-    losses = [0.5, 0.4, 0.45]
-    records = [
-        {"kind": "eval", "epoch": i, "step": i, "log_loss": loss}
-        for i, loss in enumerate(losses, 1)
-    ]
-    best = best_evaluation(records)
-    assert best is not None
-    assert best["epoch"] == 2
-    facts = {"this model": {"log_loss": 0.4}, "the same for all": {"log_loss": 0.6}}
-    assert (
-        conclusion(records, facts)
-        == "log_loss 0.4000: better than the same for all 0.6000; best at epoch 2"
-    )

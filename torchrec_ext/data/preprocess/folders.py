@@ -35,9 +35,9 @@ def whole_folder(out: Path, *, overwrite: bool, mark: str) -> Iterator[Path]:
     """Yields a folder to write to; it is renamed to ``out`` if the block succeeds, and removed if it raises.
 
     A process that is killed leaves a hidden folder, ``.NAME.partial-HOST-PID``, which the next one for the same name
-    removes, from whatever host; one that is being written is locked, and stays. An earlier result is replaced in one
-    step. On a file system that has no such step it is hidden for a moment, in which
-    :func:`~torchrec_ext.sealed.existing_folder` finds it; after a kill the next process puts it back.
+    removes, from whatever host; one that is being written is locked, and stays. An earlier result that is replaced is
+    hidden for a moment, in which :func:`~torchrec_ext.sealed.existing_folder` finds it; after a kill the next process
+    puts it back.
 
     Args:
         out: path of the result.

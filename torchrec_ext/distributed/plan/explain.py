@@ -94,44 +94,10 @@ def _sweeps(plan: ShardingPlan, model: nn.Module, rows: int) -> str:
 
 
 def _by_rank(sizes: Sequence[float]) -> list[str]:
-    """Returns ``rank 0: 1.50 MiB`` for each rank; many ranks are grouped by size."""
-    texts = [f"{size:.2f} MiB" for size in sizes]
-    if len(texts) <= 8:
-        return [f"rank {rank}: {size}" for rank, size in enumerate(texts)]
-    groups: dict[str, list[int]] = {}
-    for rank, size in enumerate(texts):
-        groups.setdefault(size, []).append(rank)
-    lines = []
-    for size, ranks in groups.items():
-        noun = "rank" if len(ranks) == 1 else "ranks"
-        lines.append(f"{noun} {ranges(ranks)}: {size}")
-    return lines
-
-
-def ranges(ranks: Sequence[int]) -> str:
-    """Abbreviates ascending ranks to ranges.
-
-    Example:
-        >>> ranges([0, 1, 2, 5]), ranges([0, 1, 8, 9, 16, 17, 24, 25, 32, 33, 40, 41])
-        ('0-2, 5', '0-1, 8-9, 16-17, 24-25 and 4 more')
-    """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    texts = []
-    for run in runs[:4]:
-        text = str(run[0])
-        if len(run) > 1:
-            text += f"-{run[-1]}"
-        texts.append(text)
-    text = ", ".join(texts)
-    rest = sum(map(len, runs[4:]))
-    if rest:
-        text += f" and {rest} more"
-    return text
+    """Returns ``rank 0: 1.50 MiB`` for each rank; of many ranks the range."""
+    if len(sizes) > 8:
+        return [f"{len(sizes)} ranks: {min(sizes):.2f} to {max(sizes):.2f} MiB each"]
+    return [f"rank {rank}: {size:.2f} MiB" for rank, size in enumerate(sizes)]
 
 
 def size_text(size: int) -> str:

@@ -60,7 +60,7 @@ class Checkpointer:
         # The checkpoint whose files were compared with their digests last.
         self._verified = ""
         if runtime.world_size > 1 or self.folder.remote:
-            check_shared(folder, runtime.rank, self.together.gathered)
+            check_shared(folder, self.together)
         self.together.on_main(self.folder.lock)
 
     def save(

@@ -30,11 +30,11 @@ from torchrec_ext.distributed.runtime import Runtime, gather_objects
 from torchrec_ext.sealed import (
     difference,
     json_digest,
-    lock_folder,
     measure_stream,
     open_plain,
     sealed_json,
     sync_to_disk,
+    take_lock,
     write_whole,
 )
 from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url, read_metadata
@@ -42,14 +42,6 @@ from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url, read_
 MANIFEST_NAME = "manifest.json"
 # Format of manifests; a reader refuses others.
 MANIFEST_FORMAT = 2
-# The versions that wrote earlier formats, and read them.
-_READERS = {1: "0.1.0"}
-
-
-def digest(files: AbstractFileSystem, path: str) -> dict[str, Any]:
-    """Returns size and SHA-256 of one file behind a path or an address."""
-    with _open(files, path) as stream:
-        return measure_stream(stream)
 
 
 def _open(files: AbstractFileSystem, path: str) -> Any:
@@ -81,14 +73,14 @@ def opened(data: bytes, where: str) -> dict[str, Any]:
         version = manifest["format"]
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
         raise CheckpointError(f"{where} is damaged: it is not a manifest") from None
-    if isinstance(version, int) and version > MANIFEST_FORMAT:
-        raise CheckpointError(
-            f"{where} is of format {version}, this version reads {MANIFEST_FORMAT}: update torchrec-ext"
+    if isinstance(version, int) and version != MANIFEST_FORMAT:
+        remedy = (
+            "torchrec-ext 0.1.0 reads it, and its torchx_apps.publish keeps the weights"
         )
-    if version in _READERS:
+        if version > MANIFEST_FORMAT:
+            remedy = "update torchrec-ext"
         raise CheckpointError(
-            f"{where} is of format {version}, this version reads {MANIFEST_FORMAT}: torchrec-ext {_READERS[version]} "
-            "reads it, and its torchx_apps.publish keeps the weights"
+            f"{where} is of format {version}, this version reads {MANIFEST_FORMAT}: {remedy}"
         )
     # The bytes are compared too: JSON with, for example, a key given twice has the same
     # content under other bytes.
@@ -97,27 +89,6 @@ def opened(data: bytes, where: str) -> dict[str, Any]:
             f"{where} is damaged: its content does not fit its digest"
         )
     return manifest  # type: ignore[no-any-return]
-
-
-def damaged(
-    files: AbstractFileSystem,
-    folder: str,
-    listed: Mapping[str, Mapping[str, Any]],
-    names: Iterable[str],
-) -> str | None:
-    """Describes the first damaged file of ``names``; None if all match the manifest."""
-    for name in names:
-        path = f"{folder}/{name}"
-        expected = listed[name]
-        try:
-            wrong = difference(digest(files, path), expected)
-        except FileNotFoundError:
-            wrong = "is missing"
-        except OSError as error:
-            wrong = f"cannot be read: {error.strerror or error}"
-        if wrong:
-            return f"{path} {wrong}"
-    return None
 
 
 _STEP_NAME = re.compile(r"step-(\d{10})")
@@ -270,17 +241,31 @@ class CheckpointFolder:
         """
         if self._lock is not None or self.remote:
             return
-        self._lock = lock_folder(
-            self.root,
-            "lock",
-            CheckpointError,
-            shown=f"checkpoint folder '{self.root}'",
-            busy="stop that job, or give this one another --run_dir",
-            otherwise="choose another --run_dir",
-        )
-        self._lock.truncate(0)
-        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        self._lock.flush()
+        folder = f"checkpoint folder '{self.root}'"
+        try:
+            self.files.makedirs(self.root, exist_ok=True)
+            # Not "w", because the file may hold the name of another process, for the
+            # message.
+            file = open(f"{self.root}/lock", "a+")  # noqa: SIM115  (held until unlock)
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder} cannot be written: {error.strerror or error}"
+            ) from None
+        try:
+            if take_lock(file):
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+                file.flush()
+                self._lock = file
+                return
+            file.seek(0)
+            why = f"is being written by {file.read().strip() or 'another process'}; stop that job"
+        except OSError as error:
+            why = (
+                f"cannot be locked ({error.strerror}); mount its file system with locks"
+            )
+        file.close()
+        raise CheckpointError(f"{folder} {why}, or give this one another --run_dir")
 
     def unlock(self) -> None:
         """Lets other jobs write here."""
@@ -406,18 +391,27 @@ def read_index(path: str) -> Metadata:
 
 def damage(path: str, together: CheckpointRanks) -> str | None:
     """Describes the damage of a checkpoint, or returns None; the ranks share the reading of its files."""
+    wrong = None
     try:
         listed = read_checkpoint_manifest(path)["files"]
-        wrong = damaged(
-            url_to_fs(path)[0],
-            path,
-            listed,
-            sorted(listed)[together.rank :: together.ranks],
-        )
+        for name in sorted(listed)[together.rank :: together.ranks]:
+            wrong = wrong or _file_damage(f"{path}/{name}", listed[name])
     # The list of files is a dict, but its entries may have another form.
     except (CheckpointError, KeyError, TypeError, AttributeError) as error:
         wrong = str(error)
     return next(filter(None, together.gathered(wrong)), None)
+
+
+def _file_damage(path: str, listed: Mapping[str, Any]) -> str | None:
+    """Describes how a file differs from its entry in the manifest; None if it does not."""
+    try:
+        with _open(url_to_fs(path)[0], path) as stream:
+            wrong = difference(measure_stream(stream), listed)
+    except FileNotFoundError:
+        wrong = "is missing"
+    except OSError as error:
+        wrong = f"cannot be read: {error.strerror or error}"
+    return f"{path} {wrong}" if wrong else None
 
 
 def newest_good(
@@ -464,61 +458,45 @@ def _read_bytes(where: str, hint: str = "", max_bytes: int | None = None) -> byt
 _LATE_S = 30.0
 
 
-def check_shared(folder: str, rank: int, gathered: Callable[[Any], list[Any]]) -> None:
+def check_shared(folder: str, together: CheckpointRanks) -> None:
     """Refuses a folder if some rank cannot see the files of rank 0 in it; all ranks call it together.
 
     Otherwise each host would keep only its own ranks' part of a checkpoint, and nobody could load it.
 
     Args:
         folder: path, which each rank takes from its own working folder, or address that fsspec opens.
-        rank: rank of this process.
-        gathered: function from a JSON value of this rank to the values of all ranks, in rank order.
+        together: the ranks.
 
     Raises:
         CheckpointError: on every rank alike, naming ranks, hosts and remedy.
     """
     files, root = _file_system(folder)
-    probe = None
-    if rank == 0:
-        probe = _write_probe(files, root)
-    name, wrong = gathered(probe)[0]
-    if wrong:
-        raise CheckpointError(f"folder '{folder}' cannot be written: {wrong}")
-    sees_file = rank == 0 or _wait_for_file(files, f"{root}/{name}")
-    views = gathered((sees_file, socket.gethostname()))
-    if rank == 0:
-        files.rm(f"{root}/{name}")
-    blind = []
-    for number, (sees, host) in enumerate(views):
-        if not sees:
-            blind.append(f"rank {number} on {host}")
+    # A new random name, which no client has cached as missing.
+    path = f"{root}/{together.on_main(lambda: f'.shared-{secrets.token_hex(8)}')}"
+
+    def write() -> None:
+        try:
+            files.makedirs(root, exist_ok=True)
+            files.pipe_file(path, b"seen by all ranks?\n")
+        except Exception as error:
+            # Each driver has errors of its own: no such bucket, no right, no network.
+            raise CheckpointError(
+                f"folder '{folder}' cannot be written: {type(error).__name__}({error}); check the address, its rights "
+                "and the network"
+            ) from None
+
+    together.on_main(write)
+    sees_file = together.rank == 0 or _wait_for_file(files, path)
+    views = together.gathered((sees_file, socket.gethostname()))
+    together.on_main(lambda: files.rm(path))
+    blind = [
+        f"rank {rank} on {host}" for rank, (sees, host) in enumerate(views) if not sees
+    ]
     if blind:
-        more = ""
-        if len(blind) > 1:
-            more = f" and {len(blind) - 1} more"
         raise CheckpointError(
-            f"folder '{folder}': {blind[0]}{more} cannot see what rank 0 on {views[0][1]} writes; "
-            "give a folder that all hosts share: --run_dir, or checkpoint.folder=s3://bucket/runs"
+            f"folder '{folder}': {' and '.join(blind[:2])} cannot see what rank 0 on {views[0][1]} writes; give a "
+            "folder that all hosts share: --run_dir, or checkpoint.folder=s3://bucket/runs"
         )
-
-
-def _write_probe(files: AbstractFileSystem, root: str) -> tuple[str, str]:
-    """Writes a file with a new random name, which no client has cached as missing; returns its name and the error."""
-    name = f".shared-{secrets.token_hex(8)}"
-    try:
-        files.makedirs(root, exist_ok=True)
-        with files.open(f"{root}/{name}", "wb") as stream:
-            stream.write(b"seen by all ranks?\n")
-    except OSError as error:
-        return name, str(error.strerror or error)
-    except Exception as error:
-        # Each driver has errors of its own: no such bucket, no right, no network,
-        # read-only.
-        return (
-            name,
-            f"{type(error).__name__}({error}); check the address, its rights and the network",
-        )
-    return name, ""
 
 
 def _wait_for_file(files: AbstractFileSystem, path: str) -> bool:

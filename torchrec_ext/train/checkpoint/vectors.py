@@ -29,7 +29,7 @@ def read_vectors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
     """Reads a file block by block: yields ids (n,) int64, rows of a table, and vectors (n, D) float32.
 
     Args:
-        path: ``.npy``, (N, D), row i being id i; ``.npz`` with ``ids`` and ``vectors``; ``.safetensors`` with
+        path: ``.npy``, (N, D), row i being id i; ``.safetensors`` with
             ``vectors`` and, unless they are 0 to N - 1, ``ids``; ``.parquet`` with a column ``id`` of integers and
             ``vector`` of lists.
 
@@ -38,7 +38,6 @@ def read_vectors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
     """
     readers = {
         ".npy": _read_numpy,
-        ".npz": _read_numpy,
         ".safetensors": _read_safetensors,
         ".parquet": _read_parquet,
     }
@@ -131,19 +130,9 @@ def _read_numpy(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
     # Mapped, because a .npy file may be larger than memory. A pickle in it would run
     # code.
     vectors = np.load(path, mmap_mode="r", allow_pickle=False)
-    ids = None
-    if path.suffix == ".npz":
-        ids = vectors["ids"]
-        vectors = vectors["vectors"]
     for start in range(0, len(vectors), BLOCK):
-        block = torch.from_numpy(
-            np.array(vectors[start : start + BLOCK], dtype=np.float32)
-        )
-        if ids is None:
-            block_ids = torch.arange(start, start + len(block))
-        else:
-            block_ids = torch.from_numpy(ids[start : start + BLOCK].astype(np.int64))
-        yield block_ids, block
+        block = np.array(vectors[start : start + BLOCK], dtype=np.float32)
+        yield torch.arange(start, start + len(block)), torch.from_numpy(block)
 
 
 def _read_safetensors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:

@@ -9,8 +9,8 @@ One row for each query, one column for each place::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, get_args
+from collections.abc import Sequence
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -19,11 +19,6 @@ from torch.nn.functional import pad
 from torchrec_ext.train.config import Figure
 
 _DEFAULT_FIGURES: tuple[tuple[Figure, int], ...] = (("hr", 10), ("ndcg", 10))
-# Scores of a block: with their keys they are 3 MiB and stay in the cache.
-SCORES_PER_BLOCK = 2**18
-# With fewer queries a block, a large catalogue would be read from memory for each of
-# them.
-_LEAST_QUERIES = 8
 
 
 class Hits(NamedTuple):
@@ -40,51 +35,6 @@ class Hits(NamedTuple):
     relevant: Tensor
 
 
-class Ranked(Protocol):
-    """A question about U queries that scores of all items answer."""
-
-    @property
-    def queries(self) -> int:
-        """The number of queries, U."""
-
-    def gains(self, scores: Tensor, start: int, k: int) -> Tensor:
-        """Returns (B, k) gains of queries ``start`` to ``start + B`` by ``scores`` (B, I), which it may overwrite."""
-
-    def hits(self, gains: Tensor) -> Hits:
-        """Returns the hits of all queries, given their gains (U, k)."""
-
-
-def hits_by(
-    score: Callable[[slice], Tensor], question: Ranked, num_items: int, *, k: int
-) -> Hits:
-    """Ranks all items for each query, a block of queries at a time.
-
-    Args:
-        score: function from a slice of B queries to new scores of all items, (B, I).
-        question: the question.
-        num_items: I.
-        k: number of first places.
-    """
-    rows = max(_LEAST_QUERIES, SCORES_PER_BLOCK // max(1, num_items))
-    blocks = []
-    for start in range(0, question.queries, rows):
-        block = slice(start, min(start + rows, question.queries))
-        blocks.append(question.gains(score(block), start, k).cpu())
-    return question.hits(torch.cat(blocks) if blocks else torch.zeros(0, k))
-
-
-def popularity_hits(popularity: Tensor, question: Ranked, *, k: int) -> Hits:
-    """Ranks by ``popularity`` (I,), the same for every query: the baseline of a model."""
-    # Levels, because a float32 cannot tell counts above 2**24 apart.
-    levels = torch.unique(popularity, return_inverse=True)[1].float()
-
-    def score(block: slice) -> Tensor:
-        scores: Tensor = levels.repeat(block.stop - block.start, 1)
-        return scores
-
-    return hits_by(score, question, len(levels), k=k)
-
-
 def first_gains(scores: Tensor, grades: Tensor, k: int, start: int = 0) -> Tensor:
     """Returns the grades of the k best candidates of each query, (B, k), best first; 0 where there are fewer.
 
@@ -98,57 +48,30 @@ def first_gains(scores: Tensor, grades: Tensor, k: int, start: int = 0) -> Tenso
         start: number of the first query.
     """
     width = min(k, scores.shape[1])
+    scores = scores.float()
     values, best = scores.topk(width)
-    last = values[:, -1:]
-    # A tie that the list cuts is broken among all candidates of the row; such rows are
-    # few, unless scores are counts.
-    is_cut = (scores == last).sum(1) > (values == last).sum(1)
-    cut = (is_cut & (last[:, 0] > -torch.inf)).nonzero()[:, 0]
-    if len(cut):
-        best[cut] = _keys(scores[cut], start + cut, scores.shape[1]).topk(width).indices
-    rows = torch.arange(start, start + len(scores), device=scores.device)
-    keys = _keys(scores.gather(1, best), rows, scores.shape[1], best)
-    best = best.gather(1, keys.argsort(1, descending=True))
+    # Ties within the list, and the tie that the list cuts; few rows have one, unless
+    # scores are counts.
+    has_tie = (values[:, 1:] == values[:, :-1]).any(1)
+    has_tie |= (scores >= values[:, -1:]).sum(1) > width
+    tied = has_tie.nonzero()[:, 0]
+    if len(tied):
+        best[tied] = _keys(scores[tied], start + tied).topk(width).indices
     shown = scores.gather(1, best) > -torch.inf
     return pad(grades.gather(1, best) * shown, (0, k - width))
 
 
-def _keys(
-    scores: Tensor, rows: Tensor, count: int, columns: Tensor | None = None
-) -> Tensor:
-    """Returns int64 keys in the order of the scores, and of equal scores in a random order.
-
-    Args:
-        scores: scores, (B, n).
-        rows: number of each query, (B,).
-        count: number of all candidates, N.
-        columns: candidate of each score, (B, n); all N in order if not given.
-    """
+def _keys(scores: Tensor, rows: Tensor) -> Tensor:
+    """Returns int64 keys (B, N) in the order of the scores, random among equal ones, for queries ``rows`` (B,)."""
     # The bits of positive floats are in the order of the floats, those of negative ones
     # are reversed. 0.0 is added, because -0.0 has other bits than 0.0.
-    bits = (scores.float() + 0.0).view(torch.int32)
+    bits = (scores + 0.0).view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(2**31, (count,), generator=generator).to(scores.device)
-    if columns is not None:
-        drawn = drawn[columns]
+    drawn = torch.randint(2**31, scores.shape[1:], generator=generator)
     # An odd factor of each query maps the numbers of 31 bits one to one.
     factors = 2 * (rows * 0x9E3779B1 % 2**30) + 1
-    jitter = (factors[:, None] * drawn) & 0x7FFFFFFF
-    keys: Tensor = ordered * 2**31 + jitter
-    return keys
-
-
-def best_grades(rows: Tensor, grades: Tensor, queries: int, k: int) -> Tensor:
-    """Returns the k greatest grades of each query in descending order, (U, k), given the query of each grade."""
-    order = grades.argsort(descending=True, stable=True)
-    order = order[rows[order].argsort(stable=True)]
-    ordered_rows = rows[order]
-    places = torch.arange(len(rows)) - torch.searchsorted(ordered_rows, ordered_rows)
-    is_first = places < k
-    ideal = torch.zeros(queries, k)
-    ideal[ordered_rows[is_first], places[is_first]] = grades[order][is_first]
-    return ideal
+    return ordered * 2**31 + ((factors[:, None] * drawn.to(rows.device)) & 0x7FFFFFFF)
 
 
 def query_figures(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.runtime import Runtime, gather_objects
 
 # A batch and the number of its rows that count; the rest is padding.
 Kept = tuple[TowerBatch, int]
@@ -84,7 +84,7 @@ def own_start(rows: int, total: int, runtime: Runtime) -> int:
 def embed_all(
     model: Recommender, tower: str, batches: Iterable[Kept], runtime: Runtime
 ) -> Tensor:
-    """Returns one tower's outputs of all ranks' rows, (rows, D); ``batches`` as in :func:`catalogue_hits`."""
+    """Returns one tower's outputs of all ranks' rows, (rows, D); ``batches`` as in :func:`model_hits`."""
     return gather_uneven_rows(embed_own(model, [tower], batches, runtime)[0], runtime)
 
 
@@ -107,15 +107,10 @@ def gather_uneven_rows(rows: Tensor, runtime: Runtime) -> Tensor:
         return rows
     # all_gather needs equal shapes, so the rows are padded to the longest rank's number
     # and cut afterwards.
-    sizes = [
-        torch.zeros(1, dtype=torch.int64, device=rows.device)
-        for _ in range(runtime.world_size)
-    ]
-    dist.all_gather(sizes, torch.tensor([len(rows)], device=rows.device))
-    lengths = list(map(int, sizes))
+    lengths = gather_objects(len(rows), runtime.world_size)
     padded = rows.new_zeros(max(lengths), *rows.shape[1:])
     padded[: len(rows)] = rows
-    received = [torch.empty_like(padded) for _ in sizes]
+    received = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(received, padded)
     parts = []
     for rows_of_rank, length in zip(received, lengths, strict=True):

@@ -12,7 +12,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -275,7 +274,6 @@ class RunFolder:
 
     Attributes:
         title: what was trained on what, above the picture.
-        test: figures on the test rows by name: the model's first, then those of each baseline, by its name.
 
     Raises:
         RunFolderError: the folder cannot be made or written to, or holds another run.
@@ -287,7 +285,6 @@ class RunFolder:
         self.path = path
         self.records: list[Record] = []
         self.title = str(config.get("name", path.name))
-        self.test: Mapping[str, Mapping[str, float]] = {}
         # Before anything is written: with the extra installed, the same folder is tried
         # again.
         event_writer = _event_writer()
@@ -359,108 +356,14 @@ class RunFolder:
             picture,
             baselines or {},
             baseline_name,
-            f"{self.title}: {conclusion(self.records, self.test)}".removesuffix(": "),
+            self.title,
         )
         return picture
-
-
-def conclusion(
-    records: Sequence[Record], test: Mapping[str, Mapping[str, float]] | None
-) -> str:
-    """Summarises a run in a line: the main figure, its comparison with each baseline, and the best epoch.
-
-    Args:
-        records: records of the run.
-        test: figures on the test rows by name, of the model and then of each baseline.
-
-    Example:
-        >>> test = {"this model": {"hr@10": 0.2495}, "popularity": {"hr@10": 0.048}, "ease": {"hr@10": 0.259}}
-        >>> conclusion([{"kind": "eval", "epoch": 4, "step": 40, "hr@10": 0.3}], test)
-        'hr@10 0.2495: 5.2x popularity 0.0480, below ease 0.2590; best at epoch 4'
-    """
-    parts = []
-    if test:
-        figures, *others = test.values()
-        name = main_figure(figures)
-        comparisons = []
-        for baseline_name, baseline in zip(list(test)[1:], others, strict=True):
-            if name in baseline:
-                comparisons.append(
-                    _comparison(name, figures[name], baseline[name], baseline_name)
-                )
-        result = f"{name} {figures[name]:.4f}"
-        if comparisons:
-            result += f": {', '.join(comparisons)}"
-        parts.append(result)
-    best = best_evaluation(records)
-    if best is not None:
-        parts.append(f"best at epoch {best['epoch']}")
-    return "; ".join(parts)
-
-
-def main_figure(figures: Mapping[str, float]) -> str:
-    """Returns the name of the main figure: the first of a ranking, else the area under the curve.
-
-    Example:
-        >>> main_figure({"auc": 0.9, "hr@10": 0.2}), main_figure({"log_loss": 0.3, "auc": 0.9})
-        ('hr@10', 'auc')
-    """
-    for name in figures:
-        if "@" in name:
-            return name
-    if "auc" in figures:
-        return "auc"
-    return next(iter(figures))
 
 
 def records_of(records: Sequence[Record], kind: str) -> list[Record]:
     """Returns the records of a kind, such as ``eval``."""
     return [record for record in records if record["kind"] == kind]
-
-
-def best_evaluation(records: Sequence[Record]) -> Record | None:
-    """Returns the evaluation with the best main figure, the first of equal ones; None without evaluations."""
-    evaluations = records_of(records, "eval")
-    figures = _last_figures(evaluations)
-    if not figures:
-        return None
-    name = main_figure(figures)
-    candidates = [record for record in evaluations if name in record]
-    if _is_better_lower(name):
-        return min(candidates, key=itemgetter(name))
-    return max(candidates, key=itemgetter(name))
-
-
-def _last_figures(evaluations: Sequence[Record]) -> dict[str, float]:
-    """Returns the figures of the last evaluation by name; nothing without an evaluation."""
-    if not evaluations:
-        return {}
-    return {
-        name: value
-        for name, value in evaluations[-1].items()
-        if isinstance(value, float)
-    }
-
-
-def _comparison(name: str, value: float, other: float, baseline_name: str) -> str:
-    if value == other:
-        relation = "equal to"
-    elif "@" in name and 0 < 2 * other <= value:
-        relation = f"{value / other:.1f}x"
-    elif _is_better_lower(name):
-        relation = "worse than"
-        if value < other:
-            relation = "better than"
-    elif value > other:
-        relation = "above"
-    else:
-        relation = "below"
-    return f"{relation} {baseline_name} {other:.4f}"
-
-
-def _is_better_lower(name: str) -> bool:
-    """Whether a figure is better when it is lower."""
-    return name.endswith(("loss", "rmse"))
 
 
 def draw_training(
@@ -470,13 +373,16 @@ def draw_training(
     baseline_name: str = "popularity",
     title: str = "",
 ) -> None:
-    """Draws the loss over steps, and one panel per evaluated figure with a line at the best epoch."""
+    """Draws the loss over steps, and one panel per evaluated figure with a line at the early stop's best epoch."""
     train = records_of(records, "train")
     evaluations = records_of(records, "eval")
-    names = list(_last_figures(evaluations))
+    names = []
+    if evaluations:
+        last = evaluations[-1].items()
+        names = [name for name, value in last if isinstance(value, float)]
+    best = [record for record in evaluations if record.get("best")][-1:]
     figure, axes = figure_with_panels(1 + len(names), (4.2 * (1 + len(names)), 3.4))
     figure.suptitle(title)
-    best = best_evaluation(records)
     axes[0].plot(
         [record["step"] for record in train],
         [record["loss"] for record in train],
@@ -491,13 +397,9 @@ def draw_training(
             axis.axhline(
                 baselines[name], linestyle="--", color=RED, label=baseline_name
             )
-        if best is not None:
-            axis.axvline(
-                best["step"],
-                linestyle=":",
-                color="gray",
-                label=f"best: epoch {best['epoch']}",
-            )
+        for record in best:
+            label = f"best: epoch {record['epoch']}"
+            axis.axvline(record["step"], linestyle=":", color="gray", label=label)
         axis.legend(frameon=False)
         axis.set(title=f"{name}, validation", xlabel="step")
     save_figure(figure, path)
