@@ -356,6 +356,15 @@ def api_pages() -> Iterator[tuple[Path, str]]:
                 .replace("|", "\\|")
             )
             lines.append(f"| `{export.name}` | {summary} | {link} |")
+        first = next(
+            (each.name for each in exports(package) if homes[each.name] == package), ""
+        )
+        if first:
+            lines += [
+                "",
+                "Arguments, shapes and errors are below on the site that `make docs` builds. Without it ask Python:",
+                f"`.venv/bin/python -c 'import {package} as p; help(p.{first})'`.",
+            ]
         lines += [
             "",
             "```{eval-rst}",
