@@ -404,7 +404,7 @@ def _labelled_columns(path: Path) -> dict[str, pa.Array]:
     table = read_columns(path)
     if "label" not in table.column_names:
         raise DataError(
-            f"{path}: column 'label' is missing, the file has {table.column_names}; add it, as in docs/recipes.md"
+            f"{path}: column 'label' is missing, it has {listed(table.column_names)}; add it, as in docs/recipes.md"
         )
     columns: dict[str, pa.Array] = {}
     for name in table.column_names:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections import Counter
 from typing import Any
@@ -279,6 +280,16 @@ def test_weights_and_labels_come_from_the_columns_that_are_named() -> None:
         )
         assert batch.total_weight == (rows % 5).sum()
         assert batch.log_q is None
+
+
+def test_a_column_of_labels_that_nothing_reads_is_told() -> None:
+    rows = rows_of(8).with_columns({"label": Column(np.ones(8, np.float32))})
+    schema = dataclasses.replace(schema_of({"user_id": 50}), label_range=(0.0, 1.0))
+    with pytest.warns(UserWarning, match=r"every row has label 1.*label='label'"):
+        ChunkLoader(rows, schema, config=LoaderConfig(negatives=0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ChunkLoader(rows, schema, config=LoaderConfig(negatives=0, label="label"))
 
 
 def test_drop_last_leaves_out_the_step_that_is_not_full() -> None:

@@ -319,7 +319,7 @@ class ParquetSource:
                 hint = f"{other.name} has it"
                 break
         raise DataError(
-            f"{self.files[file].name}: column '{name}' is missing, the file has {schema.names}; {hint}"
+            f"{self.files[file].name}: column '{name}' is missing, the file has {listed(schema.names)}; {hint}"
         )
 
     def require(self, columns: Mapping[str, Sequence[Kind]]) -> dict[str, Kind]:

@@ -8,6 +8,7 @@ training_negatives(): builds the sampler of a LoaderConfig.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, Protocol
@@ -310,6 +311,15 @@ class ChunkLoader(Epochs):
         else:
             rows = sum(group.rows for group in chunk.groups)
         self._chunk = chunk
+        names = chunk if isinstance(chunk, Chunk) else getattr(chunk, "columns", ())
+        # A loss that compares rows reads no labels.
+        unread = not (config.negatives or config.label) and schema.label_range
+        if unread and sessions is None and "label" in names:
+            warnings.warn(
+                "loader.negatives=0 without loader.label: every row has label 1, and the rows' column 'label' is not "
+                "read; give LoaderConfig(label='label')",
+                stacklevel=2,
+            )
         schema, self.hook = schema.with_hook()
         if items is not None:
             items = with_elements(items, schema.dense)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Array, Column, Int64
 from torchrec_ext.schema import DataError
-from torchrec_ext.schema.validation import did_you_mean
+from torchrec_ext.schema.validation import did_you_mean, listed
 
 # Columns of some rows by name. No list is null, and the values of a list column begin
 # at offset 0.
@@ -152,7 +152,7 @@ def missing_column(where: str, name: str, names: Collection[str]) -> DataError:
 
 def _missing(name: str, names: Collection[str]) -> str:
     hint = did_you_mean(name, names, "rename the column, or write it")
-    return f"column '{name}' is missing, it has {sorted(names)}; {hint}"
+    return f"column '{name}' is missing, it has {listed(sorted(names))}; {hint}"
 
 
 def flat(array: pa.Array) -> pa.Array:
