@@ -533,7 +533,7 @@ class StepWatch:
                 + self._capture_s / policy.eager_s
             )
             user_step.say(
-                f"eager steps take {1e3 * policy.eager_s:.3g} ms, optimizer included; graph capture (about "
+                f"eager steps take {milliseconds(policy.eager_s)}, optimizer included; graph capture (about "
                 f"{self._capture_s:.0f} s) starts near step {first:,}. compile='require' captures at step 3, "
                 "compile='off' never"
             )
