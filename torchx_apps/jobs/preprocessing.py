@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -73,6 +73,14 @@ def summarize(prepared: Prepare, con: Connection) -> dict[str, float]:
     return {row["column_name"]: float(row["null_percentage"]) / 100 for row in rows}
 
 
+class _Rule(NamedTuple):
+    """A condition of values that would train silently; with a remedy they are refused, else counted."""
+
+    name: str
+    condition: str
+    remedy: str
+
+
 def check_rows(prepared: Prepare, con: Connection) -> None:
     """Reads the rows of each split once for values that would train silently, and counts doubtful texts.
 
@@ -84,28 +92,69 @@ def check_rows(prepared: Prepare, con: Connection) -> None:
     for split, source in prepared.splits.items():
         columns = [*prepared.preprocessor.raw_columns, *labels]
         opened = open_source(source, list(dict.fromkeys(columns)), con)
-        texts = [name for name, kind in opened.raw.items() if kind == "string"]
-        ids = _raw_ids(prepared, opened)
-        for name in labels:
-            bad = f"CAST({quoted(name)} AS DOUBLE) NOT BETWEEN 0 AND 1"
-            remedy = f"a label is from 0 to 1, such as CAST(rating >= 4 AS FLOAT) AS {quoted(name)}"
-            _refuse(opened, name, bad, remedy, con)
-        for name in texts:
-            column = quoted(name)
-            bad = f"{column} = '' OR contains({column}, chr(0))"
-            if name in ids:
-                remedy = f"an id without a name, or with a NUL byte; write NULL if it is missing: nullif({name}, '')"
-                _refuse(opened, name, bad, remedy, con)
-            elif count := _places(opened, name, bad, con)[0]:
+        rules = _rules(prepared, opened, labels)
+        for rule, (count, first) in zip(rules, _found(opened, rules, con), strict=True):
+            if count and rule.remedy:
+                (value,) = table(con, _numbered(opened, [rule.name], first))[rule.name]
+                where, row = opened.place(first)
+                text = short_text(str(value))[:40]
+                rest = f"{text}, in {count:,} rows: {rule.remedy}"
+                raise CellError(rule.name, row, rest, where)
+            if count:
                 print(
-                    f"note: {split}: column '{name}': {count:,} values are empty or hold a NUL byte, and are values "
-                    "like others; NULL is unknown",
+                    f"note: {split}: column '{rule.name}': {count:,} values are empty or hold a NUL byte, and are "
+                    "values like others; NULL is unknown",
                     flush=True,
                 )
-            # Parquet has no quotes.
-            if opened.files is None:
-                remedy = "a line break, as of a quote without its end; read a CSV by read_csv of data.preprocess"
-                _refuse(opened, name, f"contains({column}, chr(10))", remedy, con)
+
+
+def _rules(prepared: Prepare, rows: Opened, labels: Sequence[str]) -> list[_Rule]:
+    rules = []
+    for name in labels:
+        bad = f"CAST({quoted(name)} AS DOUBLE) NOT BETWEEN 0 AND 1"
+        remedy = f"a label is from 0 to 1, such as CAST(rating >= 4 AS FLOAT) AS {quoted(name)}"
+        rules.append(_Rule(name, bad, remedy))
+    ids = _raw_ids(prepared, rows)
+    for name, kind in rows.raw.items():
+        if kind != "string":
+            continue
+        column = quoted(name)
+        remedy = ""
+        if name in ids:
+            remedy = f"an id without a name, or with a NUL byte; write NULL if it is missing: nullif({name}, '')"
+        empty = f"{column} = '' OR contains({column}, chr(0))"
+        rules.append(_Rule(name, empty, remedy))
+        # Parquet has no quotes.
+        if rows.files is None:
+            remedy = "a line break, as of a quote without its end; read a CSV by read_csv of data.preprocess"
+            rules.append(_Rule(name, f"contains({column}, chr(10))", remedy))
+    return rules
+
+
+def _found(
+    rows: Opened, rules: Sequence[_Rule], con: Connection
+) -> list[tuple[int, int]]:
+    """Returns, for each rule, the number of its rows, and the number of the first one."""
+    figures = []
+    for number, rule in enumerate(rules):
+        only = f"FILTER (WHERE {rule.condition})"
+        figures += [
+            f"count(*) {only} AS n{number}",
+            f"min({ROW}) {only} AS first{number}",
+        ]
+    if not rules:
+        return []
+    names = list(dict.fromkeys(rule.name for rule in rules))
+    sql = f"SELECT {', '.join(figures)} FROM ({_numbered(rows, names)})"
+    (found,) = table(con, sql).to_pylist()
+    return [(found[f"n{each}"], found[f"first{each}"]) for each in range(len(rules))]
+
+
+def _numbered(rows: Opened, names: Sequence[str], number: int | None = None) -> str:
+    """Returns SQL for columns of the rows and each row's number; of one row alone if a number is given."""
+    columns = ", ".join(map(quoted, names))
+    sql = f"SELECT {columns}, row_number() OVER () - 1 AS {ROW} FROM {rows.view}"
+    return sql if number is None else f"SELECT * FROM ({sql}) WHERE {ROW} = {number}"
 
 
 def _raw_ids(prepared: Prepare, rows: Opened) -> set[str]:
@@ -116,28 +165,6 @@ def _raw_ids(prepared: Prepare, rows: Opened) -> set[str]:
     for name in filter(None, (prepared.user, prepared.item)):
         ids.update(unfitted.only([name]).request_columns)
     return ids
-
-
-def _places(
-    rows: Opened, name: str, condition: str, con: Connection
-) -> tuple[int, int, str]:
-    """Returns the number of rows of a condition, and the first one's number and value."""
-    sql = (
-        f"SELECT count(*) AS count, min({ROW}) AS first, arg_min(CAST({quoted(name)} AS VARCHAR), {ROW}) AS value "
-        f"FROM (SELECT {quoted(name)}, row_number() OVER () - 1 AS {ROW} FROM {rows.view}) WHERE {condition}"
-    )
-    (found,) = table(con, sql).to_pylist()
-    return found["count"], found["first"], found["value"]
-
-
-def _refuse(
-    rows: Opened, name: str, condition: str, remedy: str, con: Connection
-) -> None:
-    count, first, value = _places(rows, name, condition, con)
-    if count:
-        where, row = rows.place(first)
-        rule = f"{short_text(value)[:40]}, in {count:,} rows: {remedy}"
-        raise CellError(name, row, rule, where)
 
 
 def run_preprocess(job: PreprocessJob) -> Path:
