@@ -55,7 +55,7 @@ PREPARED: dict[str, tuple[str, list[Any], bool, str]] = {
         "label",
         [0.0, 2.0, 3.0, 1.0],
         False,
-        r"test\.parquet: row group 0, column 'label', row 1: '2\.0', in 2 rows: a label is from 0 to 1",
+        r"test\.parquet: row group 0, column 'label', row 1: 2\.0, in 2 rows: a label is from 0 to 1",
     ),
     "an empty user": (
         "user",

@@ -92,14 +92,23 @@ def check_rows(prepared: Prepare, con: Connection) -> None:
     for split, source in prepared.splits.items():
         columns = [*prepared.preprocessor.raw_columns, *labels]
         opened = open_source(source, list(dict.fromkeys(columns)), con)
+        figures = []
         rules = _rules(prepared, opened, labels)
-        for rule, (count, first) in zip(rules, _found(opened, rules, con), strict=True):
+        for rule in rules:
+            only = f"FILTER (WHERE {rule.condition})"
+            figures.append(f"count(*) {only}, min({ROW}) {only}")
+        numbered = f"(SELECT *, row_number() OVER () - 1 AS {ROW} FROM {opened.view})"
+        sql = f"SELECT {', '.join([*figures, 'count(*)'])} FROM {numbered}"
+        (found,) = con.sql(sql).fetchall()
+        for rule, count, first in zip(rules, found[::2], found[1::2], strict=False):
             if count and rule.remedy:
-                (value,) = table(con, _numbered(opened, [rule.name], first))[rule.name]
                 where, row = opened.place(first)
-                text = short_text(str(value))[:40]
-                rest = f"{text}, in {count:,} rows: {rule.remedy}"
-                raise CellError(rule.name, row, rest, where)
+                named = (
+                    f"SELECT {quoted(rule.name)} FROM {numbered} WHERE {ROW} = {first}"
+                )
+                ((value,),) = con.sql(named).fetchall()
+                text = f"{short_text(value)[:40]}, in {count:,} rows: {rule.remedy}"
+                raise CellError(rule.name, row, text, where)
             if count:
                 print(
                     f"note: {split}: column '{rule.name}': {count:,} values are empty or hold a NUL byte, and are "
@@ -129,32 +138,6 @@ def _rules(prepared: Prepare, rows: Opened, labels: Sequence[str]) -> list[_Rule
             remedy = "a line break, as of a quote without its end; read a CSV by read_csv of data.preprocess"
             rules.append(_Rule(name, f"contains({column}, chr(10))", remedy))
     return rules
-
-
-def _found(
-    rows: Opened, rules: Sequence[_Rule], con: Connection
-) -> list[tuple[int, int]]:
-    """Returns, for each rule, the number of its rows, and the number of the first one."""
-    figures = []
-    for number, rule in enumerate(rules):
-        only = f"FILTER (WHERE {rule.condition})"
-        figures += [
-            f"count(*) {only} AS n{number}",
-            f"min({ROW}) {only} AS first{number}",
-        ]
-    if not rules:
-        return []
-    names = list(dict.fromkeys(rule.name for rule in rules))
-    sql = f"SELECT {', '.join(figures)} FROM ({_numbered(rows, names)})"
-    (found,) = table(con, sql).to_pylist()
-    return [(found[f"n{each}"], found[f"first{each}"]) for each in range(len(rules))]
-
-
-def _numbered(rows: Opened, names: Sequence[str], number: int | None = None) -> str:
-    """Returns SQL for columns of the rows and each row's number; of one row alone if a number is given."""
-    columns = ", ".join(map(quoted, names))
-    sql = f"SELECT {columns}, row_number() OVER () - 1 AS {ROW} FROM {rows.view}"
-    return sql if number is None else f"SELECT * FROM ({sql}) WHERE {ROW} = {number}"
 
 
 def _raw_ids(prepared: Prepare, rows: Opened) -> set[str]:
