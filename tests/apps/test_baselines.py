@@ -20,10 +20,8 @@ from torchrec_ext.data.prepare import write_set
 from torchrec_ext.data.sets import open_set
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models import closed_form
-from torchrec_ext.train.config import EvaluationConfig
 from torchx_apps import recipes
 from torchx_apps.config import with_settings
-from torchx_apps.jobs import report
 from torchx_apps.jobs.setup import build_model
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.tasks import baselines
@@ -309,19 +307,3 @@ def test_what_takes_long_is_left_out_with_its_seconds_unless_it_is_named(
 
 def _(scores: torch.Tensor, start: int) -> Any:
     raise AssertionError("nothing is ranked")
-
-
-@pytest.mark.unit
-def test_an_unknown_baseline_is_refused_with_those_there_are() -> None:
-    with pytest.raises(
-        ValueError, match=r"baselines: slim: must be of popularity, ease"
-    ):
-        EvaluationConfig(baselines=("ease", "slim"))
-
-
-@pytest.mark.unit
-def test_a_better_closed_form_is_named_with_its_figures_and_what_to_do() -> None:
-    (note,) = report.closed_form_notes({"hr@10": 0.5}, {"ease": {"hr@10": 0.625}})
-    assert note == (
-        "ease, which is solved for and not trained, is better by hr@10 (0.6250 against 0.5000)"
-    )

@@ -210,13 +210,7 @@ def test_the_score_of_a_raw_row_is_the_models_on_the_preprocessed_row(
     """Rows of the test split, which training did not see, as they stand in the log."""
     scores = run_ranks(model_scores, 1, job_of(folder), trained)[0]
     raw = pq.read_table(log / "test.parquet")
-    events = [
-        pq.read_table(log / f"{split}.parquet")
-        for split in ("train", "validation", "test")
-    ]
-    past: dict[str, list[tuple[Any, str]]] = {}
-    for row in pa.concat_tables(events).select(["who", "seen_at", "what"]).to_pylist():
-        past.setdefault(row["who"], []).append((row["seen_at"], row["what"]))
+    past = history_before(log, raw["seen_at"][-1].as_py())
     scorer = Scorer(Bundle.load(trained / "bundle"))
     asked = {
         name

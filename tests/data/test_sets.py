@@ -158,6 +158,14 @@ def test_labelled_rows_are_ids_numbers_and_times_by_their_type(tmp_path: Path) -
     assert "user_age" not in notes
 
 
+def test_columns_of_one_file_are_named_and_swapped_ones_read_by_name(
+    tmp_path: Path,
+) -> None:
+    test = dict(reversed(list({**ADS["test"], "price": [1.5] * 4}.items())))
+    data = load(write(tmp_path / "set", **{**ADS, "test": test}), "labels")
+    assert data.left_out == {"price": "test.parquet has it, and train.parquet has not"}
+
+
 def test_a_split_of_one_label_is_told(tmp_path: Path) -> None:
     tables = {part: dict(columns) for part, columns in ADS.items()}
     tables["test"]["label"] = [0, 0, 0, 0]
@@ -241,7 +249,25 @@ def test_a_log_is_a_set_of_sessions_too(tmp_path: Path) -> None:
             "labels",
             {**ADS, "test": {**ADS["test"], "label": [0, 1, 2, 0]}},
             DataError,
-            "column 'label', row 2: 2.0; must be 0 or 1",
+            r"column 'label', row 2: 2.0; must be 0 or 1 \(1 rows are not\); write ratings so",
+        ),
+        (
+            "labels",
+            {**ADS, "test": {name: ADS["test"][name] for name in ("item", "label")}},
+            DataError,
+            "test.parquet: column '.*' is missing, train.parquet has it",
+        ),
+        (
+            "labels",
+            {part: {**each, "user": ["", "u", "", "v"]} for part, each in ADS.items()},
+            DataError,
+            "column 'user', row 0: '', in 2 rows: an id without a name",
+        ),
+        (
+            "sessions",
+            {"inter": {**LOG, "item": ["a\0", *map(str, LOG["item"][1:])]}},
+            DataError,
+            r"column 'item', row 0: 'a\\x00', in 1 rows: .* NUL byte",
         ),
         (
             "labels",

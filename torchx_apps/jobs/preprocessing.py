@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -73,6 +73,14 @@ def summarize(prepared: Prepare, con: Connection) -> dict[str, float]:
     return {row["column_name"]: float(row["null_percentage"]) / 100 for row in rows}
 
 
+class _Rule(NamedTuple):
+    """A condition of values that would train silently; with a remedy they are refused, else counted."""
+
+    name: str
+    condition: str
+    remedy: str
+
+
 def check_rows(prepared: Prepare, con: Connection) -> None:
     """Reads the rows of each split once for values that would train silently, and counts doubtful texts.
 
@@ -84,28 +92,52 @@ def check_rows(prepared: Prepare, con: Connection) -> None:
     for split, source in prepared.splits.items():
         columns = [*prepared.preprocessor.raw_columns, *labels]
         opened = open_source(source, list(dict.fromkeys(columns)), con)
-        texts = [name for name, kind in opened.raw.items() if kind == "string"]
-        ids = _raw_ids(prepared, opened)
-        for name in labels:
-            bad = f"CAST({quoted(name)} AS DOUBLE) NOT BETWEEN 0 AND 1"
-            remedy = f"a label is from 0 to 1, such as CAST(rating >= 4 AS FLOAT) AS {quoted(name)}"
-            _refuse(opened, name, bad, remedy, con)
-        for name in texts:
-            column = quoted(name)
-            bad = f"{column} = '' OR contains({column}, chr(0))"
-            if name in ids:
-                remedy = f"an id without a name, or with a NUL byte; write NULL if it is missing: nullif({name}, '')"
-                _refuse(opened, name, bad, remedy, con)
-            elif count := _places(opened, name, bad, con)[0]:
+        figures = []
+        rules = _rules(prepared, opened, labels)
+        for rule in rules:
+            only = f"FILTER (WHERE {rule.condition})"
+            figures.append(f"count(*) {only}, min({ROW}) {only}")
+        numbered = f"(SELECT *, row_number() OVER () - 1 AS {ROW} FROM {opened.view})"
+        sql = f"SELECT {', '.join([*figures, 'count(*)'])} FROM {numbered}"
+        (found,) = con.sql(sql).fetchall()
+        for rule, count, first in zip(rules, found[::2], found[1::2], strict=False):
+            if count and rule.remedy:
+                where, row = opened.place(first)
+                named = (
+                    f"SELECT {quoted(rule.name)} FROM {numbered} WHERE {ROW} = {first}"
+                )
+                ((value,),) = con.sql(named).fetchall()
+                text = f"{short_text(value)[:40]}, in {count:,} rows: {rule.remedy}"
+                raise CellError(rule.name, row, text, where)
+            if count:
                 print(
-                    f"note: {split}: column '{name}': {count:,} values are empty or hold a NUL byte, and are values "
-                    "like others; NULL is unknown",
+                    f"note: {split}: column '{rule.name}': {count:,} values are empty or hold a NUL byte, and are "
+                    "values like others; NULL is unknown",
                     flush=True,
                 )
-            # Parquet has no quotes.
-            if opened.files is None:
-                remedy = "a line break, as of a quote without its end; read a CSV by read_csv of data.preprocess"
-                _refuse(opened, name, f"contains({column}, chr(10))", remedy, con)
+
+
+def _rules(prepared: Prepare, rows: Opened, labels: Sequence[str]) -> list[_Rule]:
+    rules = []
+    for name in labels:
+        bad = f"CAST({quoted(name)} AS DOUBLE) NOT BETWEEN 0 AND 1"
+        remedy = f"a label is from 0 to 1, such as CAST(rating >= 4 AS FLOAT) AS {quoted(name)}"
+        rules.append(_Rule(name, bad, remedy))
+    ids = _raw_ids(prepared, rows)
+    for name, kind in rows.raw.items():
+        if kind != "string":
+            continue
+        column = quoted(name)
+        remedy = ""
+        if name in ids:
+            remedy = f"an id without a name, or with a NUL byte; write NULL if it is missing: nullif({name}, '')"
+        empty = f"{column} = '' OR contains({column}, chr(0))"
+        rules.append(_Rule(name, empty, remedy))
+        # Parquet has no quotes.
+        if rows.files is None:
+            remedy = "a line break, as of a quote without its end; read a CSV by read_csv of data.preprocess"
+            rules.append(_Rule(name, f"contains({column}, chr(10))", remedy))
+    return rules
 
 
 def _raw_ids(prepared: Prepare, rows: Opened) -> set[str]:
@@ -116,28 +148,6 @@ def _raw_ids(prepared: Prepare, rows: Opened) -> set[str]:
     for name in filter(None, (prepared.user, prepared.item)):
         ids.update(unfitted.only([name]).request_columns)
     return ids
-
-
-def _places(
-    rows: Opened, name: str, condition: str, con: Connection
-) -> tuple[int, int, str]:
-    """Returns the number of rows of a condition, and the first one's number and value."""
-    sql = (
-        f"SELECT count(*) AS count, min({ROW}) AS first, arg_min(CAST({quoted(name)} AS VARCHAR), {ROW}) AS value "
-        f"FROM (SELECT {quoted(name)}, row_number() OVER () - 1 AS {ROW} FROM {rows.view}) WHERE {condition}"
-    )
-    (found,) = table(con, sql).to_pylist()
-    return found["count"], found["first"], found["value"]
-
-
-def _refuse(
-    rows: Opened, name: str, condition: str, remedy: str, con: Connection
-) -> None:
-    count, first, value = _places(rows, name, condition, con)
-    if count:
-        where, row = rows.place(first)
-        rule = f"{short_text(value)[:40]}, in {count:,} rows: {remedy}"
-        raise CellError(name, row, rule, where)
 
 
 def run_preprocess(job: PreprocessJob) -> Path:

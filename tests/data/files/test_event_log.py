@@ -127,6 +127,11 @@ def test_entries_that_are_left_out_are_counted_and_named_once(tmp_path: Path) ->
         ("a.csv", "user,item_id\n1,2\n", ("'user_id'", "set data.user")),
         ("a.csv", "user_id,item_id\n1,\n", ("line 2: ", "'item_id'")),
         ("a.csv", "user_id,item_id\n1,2\n\xff,3\n", ("line 3: ",)),
+        (
+            "a.csv",
+            'user_id,item_id,note\n1,2,"x\n1,3,y\n1,4,z"\n1,5,x\n',
+            ("line 3: ", "within a quote that begins above"),
+        ),
         ("a.parquet", "PAR1 half", ("no whole parquet", "rename them when")),
     ],
 )

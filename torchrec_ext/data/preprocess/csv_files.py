@@ -56,13 +56,20 @@ def read_csv(
     columns = ", ".join(map(quoted, types))
     declared = ", ".join(f"{quoted(name)} {kind}" for name, kind in types.items())
     con.execute(f"CREATE TABLE {table} ({declared})")
-    counts = {}
+    told = 0
+    first = ""
     for path in _files(paths):
         header = list(names or _header(path, delimiter, quote, encoding))
         for name in types:
             if name not in header:
                 raise missing_column(str(path), name, header)
-        all_types = {name: types.get(name, "VARCHAR") for name in header}
+            if header.count(name) > 1:
+                raise DataError(f"{path}: two columns are '{name}'; rename one")
+        # Names of columns that are not read may be empty, or occur twice.
+        kinds = []
+        for place, name in enumerate(header):
+            word = name if name in types else f"unread {place}"
+            kinds.append(f"{sql_text(word)}: {sql_text(types.get(name, 'VARCHAR'))}")
         options = {
             "auto_detect": "false",
             "header": str(names is None).lower(),
@@ -70,15 +77,17 @@ def read_csv(
             "quote": sql_text(quote),
             "escape": sql_text(quote),
             "encoding": sql_text(encoding),
-            "columns": str(all_types),
+            "columns": f"{{{', '.join(kinds)}}}",
             "store_rejects": "true",
             "rejects_table": sql_text(f"{table}_rejects"),
             "rejects_scan": sql_text(f"{table}_scans"),
         }
         settings = ", ".join(f"{key}={value}" for key, value in options.items())
+        # DuckDB takes every name for a pattern.
+        pattern = sql_text(glob.escape(str(path)))
         before = _count(con, table)
         con.execute(
-            f"INSERT INTO {table} SELECT {columns} FROM read_csv({sql_text(str(path))}, {settings})"
+            f"INSERT INTO {table} SELECT {columns} FROM read_csv({pattern}, {settings})"
         )
         rows = _count(con, table) - before
         rejects = f"{table}_rejects"
@@ -86,17 +95,16 @@ def read_csv(
             "SELECT count(DISTINCT line), min(line), arg_min(error_message, line) "
             f"FROM {rejects} JOIN {table}_scans USING (scan_id, file_id) WHERE file_path = {sql_text(str(path))}"
         ).fetchall()[0]
-        place = f"{path}: line {line}: {short_text(str(fault).strip(' .'))[1:-1]}"
         lines = sum(1 for _ in _lines(path)) - (names is None)
         if lines > rows + count:
             raise _unclosed(path, quote, lines, rows)
-        counts[place] = count
-    told = sum(counts.values())
-    first = next((place for place, count in counts.items() if count), "")
+        if count and not told:
+            first = f"{path}: line {line}: {short_text(str(fault).strip(' .'))[1:-1]}"
+        told += count
     if told > broken:
-        rule = f"{told:,} such lines" if broken else "a broken line"
         raise DataError(
-            f"{first}; {rule}; mend it, give another encoding or quote, or leave up to N out: read_csv(broken=N)"
+            f"{first} ({told:,} broken lines); mend them, give another encoding or quote, or leave them out: "
+            f"read_csv(broken={told})"
         )
     if told:
         print(f"note: {told:,} broken lines are left out; {first}", flush=True)
@@ -112,6 +120,8 @@ def _files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
         if not found:
             raise DataError(f"{path}: no such file; check the path")
         files += found
+    if not files:
+        raise DataError("no file was given; name at least one")
     return files
 
 
