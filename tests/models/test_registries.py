@@ -12,6 +12,7 @@ import torch
 from tests.apps.test_recipes import SMALL, job_of, trained
 from tests.contracts import leave_group, run_ranks
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.modules.config import METRICS
 from torchrec_ext.modules.interaction import INTERACTIONS
 from torchrec_ext.modules.losses import LOSSES, check_fed
 from torchrec_ext.retrieval.bundle import Bundle
@@ -80,6 +81,8 @@ def test_every_interaction_is_described_where_users_look() -> None:
 @pytest.mark.unit
 @pytest.mark.parametrize("name", INTERACTIONS)
 def test_an_interaction_says_truly_what_it_can(name: str) -> None:
+    assert list(METRICS) == list(INTERACTIONS)
+    assert METRICS[name] == INTERACTIONS[name].metric
     torch.manual_seed(0)
     interaction = INTERACTIONS[name]([8, 8])
     queries, candidates = torch.randn(3, 8), torch.randn(40, 8)

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_to_all_single
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrec_ext.distributed.runtime import Runtime, gather_objects
@@ -169,13 +170,16 @@ class TowersOnRanks(nn.Module):
         if torch.is_grad_enabled() and not sent.requires_grad:
             sent.requires_grad_()
         totals = [sum(of_rank.widths.values()) for of_rank in by_rank]
-        received: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
+        receiving = [here * total for total in totals]
+        received: Tensor = all_to_all_single(  # type: ignore[no-untyped-call]
+            sent.new_empty(sum(receiving)),
             sent.reshape(-1),
+            receiving,
             [count * sent.shape[1] for count in counts],
-            [here * total for total in totals],
+            group=dist.group.WORLD,
         )
         outputs: dict[str, Tensor] = {}
-        blocks = torch.split(received, [here * total for total in totals])
+        blocks = torch.split(received, receiving)
         for of_rank, total, block in zip(by_rank, totals, blocks, strict=True):
             columns = torch.split(
                 block.view(here, total), list(of_rank.widths.values()), dim=1
@@ -213,30 +217,6 @@ class _Outputs(NamedTuple):
 
     widths: dict[str, int]
     dtype: torch.dtype | None
-
-
-class _Exchange(torch.autograd.Function):
-    """All-to-all of a flat tensor; its backward sends the gradient the other way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, sent: Tensor, sending: list[int], receiving: list[int]
-    ) -> Tensor:
-        """Returns what all ranks have sent to this one, in rank order."""
-        ctx.sizes = sending, receiving
-        return _all_to_all(sent, sending, receiving)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """Returns the gradient of what this rank has sent."""
-        sending, receiving = ctx.sizes
-        return _all_to_all(gradients[0], receiving, sending), None, None
-
-
-def _all_to_all(sent: Tensor, sending: list[int], receiving: list[int]) -> Tensor:
-    received = sent.new_empty(sum(receiving))
-    dist.all_to_all_single(received, sent.contiguous(), receiving, sending)
-    return received
 
 
 def _added_up(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,11 +116,11 @@ class ContextualNCF(TowerModel):
         )
         # The two halves are one layer over both inputs, so both are drawn with the
         # bounds of that layer.
-        for tower in (user, item):
-            bound = math.sqrt(
-                6 / (user.mlp.linear.in_features + item.mlp.linear.in_features + first)
-            )
-            nn.init.uniform_(tower.mlp.linear.weight, -bound, bound)
+        layers: list[Any] = [user.mlp[0], item.mlp[0]]
+        inputs = sum(layer.in_features for layer in layers)
+        bound = math.sqrt(6 / (inputs + first))
+        for layer in layers:
+            nn.init.uniform_(layer.weight, -bound, bound)
         head = NCFHead(gmf_dim, mlp_widths, activation=activation, dropout=dropout)
         super().__init__(
             {"user": user, "item": item}, head, loss=loss, shared=shared, device=device
@@ -136,7 +138,7 @@ class NCFTower(Tower):
         dense: names of dense columns.
     """
 
-    mlp: _Half
+    mlp: nn.Sequential
 
     def __init__(
         self,
@@ -148,9 +150,10 @@ class NCFTower(Tower):
         dense: Sequence[str] = (),
     ) -> None:
         super().__init__(tables, (), dense=dense)
-        self.mlp = _Half(
-            gmf_dim, nn.Linear(self.out_features - gmf_dim, hidden, bias=bias)
-        )
+        linear = nn.Linear(self.out_features - gmf_dim, hidden, bias=bias)
+        if bias:
+            nn.init.zeros_(linear.bias)
+        self.mlp = nn.Sequential(OrderedDict(linear=linear))
         self.out_features = gmf_dim + hidden
 
     def combine(
@@ -159,28 +162,7 @@ class NCFTower(Tower):
         """Returns (B, G + H) of the blocks of columns, of which the first is the GMF half's embedding."""
         # Not concatenated and split again, which took a tenth of an eager step.
         gmf, *others = blocks
-        return self.mlp.join(gmf, beside(others))
-
-
-class _Half(nn.Module):
-    """Applies a linear layer to all columns after the first ``gmf_dim``; passes these on unchanged."""
-
-    def __init__(self, gmf_dim: int, linear: nn.Linear) -> None:
-        super().__init__()
-        self.gmf_dim = gmf_dim
-        self.linear = linear
-        if linear.bias is not None:
-            nn.init.zeros_(linear.bias)
-
-    def forward(self, columns: Tensor) -> Tensor:
-        gmf, others = torch.split(
-            columns, [self.gmf_dim, self.linear.in_features], dim=1
-        )
-        return self.join(gmf, others)
-
-    def join(self, gmf: Tensor, others: Tensor) -> Tensor:
-        """Returns (B, G + H); where both halves exist by themselves, this saves their concatenation and its split."""
-        return torch.cat([gmf, self.linear(others)], dim=1)
+        return torch.cat([gmf, self.mlp(beside(others))], dim=1)
 
 
 class NCFHead(InteractionLayer):

@@ -1,7 +1,7 @@
 """The names that settings of a model can have: of activations, of interactions, of losses.
 
-INTERACTIONS and LOSSES say in one line each where a class or function is and what a recipe must know of it. This module
-imports no torch, so that a command line is checked at once.
+METRICS and LOSSES say in one line each what a recipe must know of an interaction or a loss. This module imports no
+torch, so that a command line is checked at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from torchrec_ext.exports import Registry, entry
 from torchrec_ext.schema.validation import check_choice, check_least
 
 Activation = Literal["relu", "gelu", "silu", "tanh", "leaky_relu"]
@@ -21,25 +20,21 @@ Combine = Literal["sum", "concat"]
 TaskRows = Literal["all", "positive", "product"]
 
 
-# What model.interaction of a recipe may be, in the order in which a message lists them,
-# with `metric` of the class. Classes that take hidden layers, an activation or a
-# temperature are given the recipe's.
-INTERACTIONS = Registry(
-    {
-        "top_nn": entry("torchrec_ext.modules.interaction:TopMLP"),
-        "dot": entry("torchrec_ext.modules.interaction:DotProduct", metric="dot"),
-        "cosine": entry("torchrec_ext.modules.interaction:Cosine", metric="cosine"),
-        "gmf": entry("torchrec_ext.modules.interaction:GeneralizedMF"),
-        "dcn": entry("torchrec_ext.modules.interaction:DeepCross"),
-        "fm": entry("torchrec_ext.modules.interaction:FactorizationMachine"),
-        "deepfm": entry("torchrec_ext.modules.interaction:DeepFM"),
-    },
-    metric=None,
-)
+# What model.interaction of a recipe may be, in the order in which a message lists them, and
+# `metric` of its class in INTERACTIONS of interaction.py.
+METRICS: Mapping[str, Literal["dot", "cosine"] | None] = {
+    "top_nn": None,
+    "dot": "dot",
+    "cosine": "cosine",
+    "gmf": None,
+    "dcn": None,
+    "fm": None,
+    "deepfm": None,
+}
 if TYPE_CHECKING:
     Interaction: TypeAlias = str
 else:
-    Interaction = Literal[tuple(INTERACTIONS)]  # what the command line checks
+    Interaction = Literal[tuple(METRICS)]  # what the command line checks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +128,7 @@ def check_loss(loss: str, interaction: str, temperature: float) -> None:
         ValueError: such a setting, by its name.
     """
     check_choice("model.loss", loss, LOSSES)
-    metric = (
-        INTERACTIONS.facts(interaction).metric if interaction in INTERACTIONS else None
-    )
-    if LOSSES[loss].shared and metric is None:
+    if LOSSES[loss].shared and METRICS.get(interaction) is None:
         which = (
             "every item" if LOSSES[loss].catalogue else "every candidate of the batch"
         )

@@ -1,4 +1,4 @@
-"""Interactions: modules that turn the towers' outputs into one logit; INTERACTIONS of config.py names them.
+"""Interactions: modules that turn the towers' outputs into one logit; INTERACTIONS names them.
 
 Every interaction computes the logits of given rows (``forward``) and those of every query with every candidate
 (``score_all``). A query is the output of all towers but the last, concatenated; a candidate is the output of the last.
@@ -20,7 +20,6 @@ from torch.nn.functional import linear, normalize
 from torchrec.modules import deepfm
 from torchrec.modules.crossnet import CrossNet
 
-from torchrec_ext.modules.config import INTERACTIONS as INTERACTIONS
 from torchrec_ext.modules.config import Interaction as Interaction
 from torchrec_ext.modules.layers import (
     Activation,
@@ -474,6 +473,17 @@ class DeepFM(InteractionLayer):
         )
 
 
+INTERACTIONS: dict[str, type[InteractionLayer]] = {
+    "top_nn": TopMLP,
+    "dot": DotProduct,
+    "cosine": Cosine,
+    "gmf": GeneralizedMF,
+    "dcn": DeepCross,
+    "fm": FactorizationMachine,
+    "deepfm": DeepFM,
+}
+
+
 def interaction_layer(
     name: Interaction,
     widths: Sequence[int],
@@ -503,7 +513,7 @@ def interaction_layer(
         ValueError: another name, or widths that do not fit.
     """
     check_choice("interaction", name, INTERACTIONS)
-    kind: type[InteractionLayer] = INTERACTIONS[name]
+    kind = INTERACTIONS[name]
     settings: dict[str, Any] = {
         "hidden": hidden,
         "activation": activation,

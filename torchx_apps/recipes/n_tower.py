@@ -17,7 +17,6 @@ from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.modules.config import (
-    INTERACTIONS,
     LOSSES,
     Activation,
     Interaction,
@@ -348,6 +347,8 @@ def _columns_by_tower(
     config: NTowerConfig, data: Prepared
 ) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
     """Returns the names of each tower's features and of its dense columns, by tower."""
+    from torchrec_ext.modules.interaction import INTERACTIONS
+
     if not config.towers:
         towers = data.towers
         if (

@@ -205,11 +205,13 @@ def test_all_pairs_of_plans_and_ranks(kind: str, tmp_path: Path) -> None:
     # Four ranks take four fifths of the time: with a state for each row, and with one
     # for each weight and a step.
     worlds = (1, 2, 4) if kind in ("row_wise_adagrad", "lazy_adam") else (1, 2)
+    # Of these FBGEMM has no kernel for a CPU, so they are replicated.
+    shardings = ("data_parallel",) if "adam" in kind else SHARDINGS
     count = 0
-    for pair in pairs(tmp_path, worlds, SHARDINGS, (kind,)):
+    for pair in pairs(tmp_path, worlds, shardings, (kind,)):
         assert_loaded(*pair)
         count += 1
-    assert count == (len(worlds) * len(SHARDINGS)) ** 2
+    assert count == (len(worlds) * len(shardings)) ** 2
 
 
 @pytest.mark.unit
