@@ -495,12 +495,16 @@ def planted_log_folder(
     users, last = np.unique(columns["user_id"][::-1], return_index=True)
     latest = _past(columns, size - 1 - last, length, itself=1)
     is_trained = np.isin(users, splits["train"]["user_id"])
+    # A user known by id alone is asked a moment after the log's end.
+    ends = np.full(len(users), columns["timestamp"].max() + 1)
     raw_tables = {
         RAW_REQUESTS: pa.table(requests),
         RAW_ITEMS: pa.table(
             {"item_id": trained, "category_id": log.model.kinds[trained]}
         ),
-        RAW_USERS: pa.table({"user_id": users, **latest}).filter(pa.array(is_trained)),
+        RAW_USERS: pa.table({"user_id": users, **latest, "timestamp": ends}).filter(
+            pa.array(is_trained)
+        ),
     }
     roles = Roles(
         label="click",
