@@ -8,7 +8,7 @@ import random
 import socket
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -191,3 +191,12 @@ def pipeline_alone() -> Iterator[None]:
         "torchrec_ext.train.step.choose.plain_step", autospec=True, return_value=None
     ):
         yield
+
+
+def mostly_slow(names: Iterable[str], *usual: str) -> list[Any]:
+    """Returns parameters of a law: a few run in every suite, the rest among the slow tests."""
+    # Ranks import this module too, and need no pytest.
+    import pytest
+
+    slow = pytest.mark.slow
+    return [name if name in usual else pytest.param(name, marks=slow) for name in names]

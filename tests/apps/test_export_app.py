@@ -19,7 +19,7 @@ import torch
 from torchrec_ext.components import serve  # type: ignore[import-not-found]
 from torchx.components.component_test_base import ComponentTestCase
 
-from tests.contracts import run_ranks
+from tests.contracts import mostly_slow, run_ranks
 from tests.small_sets import generate_less
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -233,9 +233,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-SLOW = ("bst",)
-
-
 @pytest.fixture(scope="module")
 def recommended(root: Path) -> dict[str, Any]:
     recommended: dict[str, Any] = run_ranks(exported, 2, root, timeout_s=240)[0]
@@ -255,11 +252,7 @@ def ranked(bundle: Bundle, user: Any, k: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
-        for name in recipes.RECIPES
-    ],
+    "name", mostly_slow(recipes.RECIPES, *(recipes.RECIPES.keys() - {"bst"}))
 )
 def test_every_recipe_is_trained_exported_and_asked(
     name: str, recommended: dict[str, Any], root: Path

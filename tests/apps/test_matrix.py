@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.contracts import RankFailedError, leave_group, run_ranks
+from tests.contracts import RankFailedError, leave_group, mostly_slow, run_ranks
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle import AUDIT, Bundle
 from torchrec_ext.retrieval.catalogue import read_table
@@ -170,7 +170,7 @@ def answered(folder: Path) -> list[float]:
     return Scorer(bundle).recommend(request).scores
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "two_tower", "bst"))
 def test_a_recipe_trains_exports_and_answers(recipe: str, tmp_path: Path) -> None:
     run_ranks(trained, 1, recipe, "export=require", tmp_path, timeout_s=300)
     figures = json.loads((tmp_path / "summary.json").read_text())["test"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.contracts import mostly_slow
 from tests.retrieval.kinds import (
     ITEMS,
     KINDS,
@@ -42,7 +43,10 @@ PRODUCTS = (
 SESSIONS = ("bst", "next item")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    mostly_slow(KINDS, "top_nn", "dot", "bst", "one table", "tasks", "own tower"),
+)
 def test_served_equals_trained(kind: str, tmp_path: Path) -> None:
     model = made(kind)
     bundle = exported(kind, tmp_path / "bundle", model)
@@ -69,7 +73,9 @@ def test_served_equals_trained(kind: str, tmp_path: Path) -> None:
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("kind", ["top_nn", "gmf", "bst", "next item", "one table"])
+@pytest.mark.parametrize(
+    "kind", mostly_slow(["top_nn", "gmf", "bst", "next item", "one table"], "top_nn")
+)
 def test_a_renewed_bundle_is_a_fresh_export(kind: str, tmp_path: Path) -> None:
     renewal = Renewal()
     first = exported(kind, tmp_path / "first", renewal=renewal)

@@ -23,6 +23,7 @@ from torchrec import (
 )
 from torchrec.models.dlrm import DLRM_DCN, DLRMTrain
 
+from tests.contracts import mostly_slow
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.catalogue import Catalogue
 from torchrec_ext.retrieval.export import export
@@ -213,7 +214,9 @@ def row(case: Case, user: int) -> dict[str, Any]:
     return {name: COLUMNS[name][user].tolist() for name in case.query}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", mostly_slow(CASES, "two networks", "sessions", "attention")
+)
 def test_what_is_served_is_what_was_trained(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     model, bundle = exported(name, tmp_path / "bundle")

@@ -72,7 +72,8 @@ def export_task(
     # Asked first, because the data of an export are read from all rows.
     if reason := task.unservable(get_unwrapped_module(model)):
         raise BundleError(reason)
-    data = task.export_data(schema, catalogue)
+    # A task of a user's own may know the catalogue of its training alone.
+    data = task.export_data(schema, *([catalogue] if catalogue else []))
     if isinstance(loader, DynamicIdLoader):
         data = with_live_ids(data, task, loader)
     details = {"data": task.name, "ranks": runtime.world_size, **details}

@@ -152,7 +152,8 @@ def missing_column(where: str, name: str, names: Collection[str]) -> DataError:
 
 def _missing(name: str, names: Collection[str]) -> str:
     hint = did_you_mean(name, names, "rename the column, or write it")
-    return f"column '{name}' is missing, it has {listed(sorted(names))}; {hint}"
+    there = listed(sorted(names)) or "no column"
+    return f"column '{name}' is missing, it has {there}; {hint}"
 
 
 def flat(array: pa.Array) -> pa.Array:
