@@ -11,9 +11,9 @@ BIN := $(VENV)/bin
 EXTRAS ?= report,data,export,serve,launch,sharded
 COMMA := ,
 SPARK = $(if $(shell command -v java),$(COMMA)spark)
-# Test files at a time, on two cores. Many tests wait for processes that they start; each worker holds torch and
-# TorchRec, 0.5 GB.
-WORKERS ?= 2
+# Test files at a time, with one thread each, on two cores: many tests wait for processes that they start. A worker holds
+# torch and TorchRec, 0.5 to 0.9 GB.
+WORKERS ?= 4
 # The slow ones too; to collect files without a test for a GPU takes longer than these tests.
 GPU_TESTS = -q -rfE -m "gpu or (gpu and slow)" $$(grep -lrE 'mark\.gpu|device: torch\.device' tests --include='test_*.py')
 # Written last, with this folder's path: without it, or in a folder that was moved, the environment is made anew.

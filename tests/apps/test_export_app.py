@@ -235,7 +235,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recommended(root: Path) -> dict[str, Any]:
-    recommended: dict[str, Any] = run_ranks(exported, 2, root, timeout_s=240)[0]
+    recommended: dict[str, Any] = run_ranks(exported, 2, root, timeout_s=600)[0]
     return recommended
 
 

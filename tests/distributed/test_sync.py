@@ -14,6 +14,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from tests.contracts import gather_state, pipeline_alone, run_ranks
 from tests.examples import META, batches, small_model
+from tests.sharded import assert_close
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
@@ -229,20 +230,6 @@ def test_with_adam_an_outer_step_of_rate_1_is_local_sgd_but_not_every_step(
         max(float((every[name] - value).abs().max()) for name, value in local.items())
         > 1e-3
     )
-
-
-def assert_close(
-    actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float
-) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            actual[name],
-            value,
-            rtol=0,
-            atol=tolerance,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
 
 
 def apart(runtime: Runtime) -> dict[str, Any]:
