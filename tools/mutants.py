@@ -3,8 +3,8 @@
     python tools/mutants.py torchrec_ext/data/columns.py torchrec_ext/ids --count 20
 
 A mutant is made in a copy of the checkout. It is killed if a test fails or takes too long. The tests of a/b/c.py are
-tests/a/b/test_c.py where that is, and those in tests/a/b, or in tests/a, where it is not. Of a folder the mutants are
-drawn from all its files. The exit status is 0 whatever survives: read the lines.
+tests/a/b/test_c.py and then those in tests/a/b, or in tests/a; what tests of other folders would notice counts as
+survived. Of a folder the mutants are drawn from all its files. The exit status is 0 whatever survives: read the lines.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ def of_node(node: ast.AST) -> Iterator[tuple[int, Change]]:
         yield put("value", node.value + 1)
 
 
-def tests_of(file: Path) -> Path:
-    """Returns the file or folder of a module's tests."""
+def tests_of(file: Path) -> list[Path]:
+    """Returns what tests a module, in turn: the file of its name if there is one, and the folder around it."""
     folder = Path("tests", *file.parent.parts[1:])
     named = folder / f"test_{file.name}"
     while not (ROOT / folder).is_dir() or not any((ROOT / folder).glob("test_*.py")):
         folder = folder.parent
-    return named if (ROOT / named).is_file() else folder
+    return [named, folder] if (ROOT / named).is_file() else [folder]
 
 
 def failed(copied: Path, tests: Path, limit_s: float) -> str:
@@ -156,7 +156,9 @@ def main() -> int:
                 line, change, text = drawn(file, number)
                 (copied / file).write_text(text)
                 start = time.monotonic()
-                why = failed(copied, tests_of(file), options.limit_s)
+                why = ""
+                for tests in tests_of(file):
+                    why = why or failed(copied, tests, options.limit_s)
                 shutil.copy(ROOT / file, copied / file)
                 made[str(path)] += 1
                 killed[str(path)] += bool(why)

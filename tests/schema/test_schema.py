@@ -54,6 +54,24 @@ def test_the_tables_say_what_a_batch_holds() -> None:
     assert made.sparse[1].tables == ("items", "items_small")
 
 
+def test_an_array_column_is_packed_by_its_elements_and_a_name_of_the_user_s_own_wins() -> (
+    None
+):
+    table = EmbeddingBagConfig(
+        name="t", feature_names=["user_id"], num_embeddings=5, embedding_dim=4
+    )
+    names = ["profile[0]", "age", "profile[1]"]
+    made = BatchSchema.from_tables([table], dense=names)
+    ids = {"user_id": Jagged(torch.tensor([0, 4]))}
+    profile = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    batch = made.assemble(ids, {**AGE, "profile": profile}, labels=LABELS)
+    assert batch.dense.tolist() == [[1.0, 0.5, 2.0], [3.0, 1.0, 4.0]]
+    own = torch.tensor([7.0, 8.0])
+    given = {**AGE, "profile": profile, "profile[0]": own}
+    batch = made.assemble(ids, given, labels=LABELS)
+    assert batch.dense.tolist() == [[7.0, 0.5, 2.0], [8.0, 1.0, 4.0]]
+
+
 def test_columns_are_packed_in_order() -> None:
     batch = schema().assemble(columns(), AGE, labels=LABELS)
     assert batch.sparse.keys() == ["user_id", "item_id", "history"]

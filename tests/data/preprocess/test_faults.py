@@ -109,6 +109,11 @@ def test_a_missing_column_with_the_nearest_name(tmp_path: Path) -> None:
         ),
         ([None], Normalize(column="x"), r"column 'x' is null, must be"),
         (
+            [1, None],
+            FillMissing(column="x", value=2**63),
+            r"value=9223372036854775808, which does not fit 64 bits",
+        ),
+        (
             pa.array([None], pa.float64()),
             Normalize(column="x"),
             r"Normalize\('x'\): every value is missing; leave the column out",
