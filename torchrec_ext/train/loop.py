@@ -111,7 +111,7 @@ def exactly(loader: SizedBatches, *, after: int = 0) -> Iterator[TowerBatch]:
 
 
 def check_output(output: Any, names: Sequence[str]) -> None:
-    """Checks that a model's output has what reads it.
+    """Checks that a model's output has some fields.
 
     Raises:
         ValueError: it lacks one of ``names``.

@@ -394,7 +394,9 @@ def _write_users(
             # Where only histories read the time, a user known by id alone is asked at
             # the log's end. An hour of the day must come with the request.
             if step.time not in read_by_others:
-                view = f"({step.asked_after_sql(view, events.view, fitted.raw[step.time])})"
+                view = (
+                    f"({step.end_time_sql(view, events.view, fitted.raw[step.time])})"
+                )
                 read_by_others.add(step.time)
     sql = f"SELECT * FROM {view} ORDER BY {quoted(key)}"
     pq.write_table(table(con, sql), path)

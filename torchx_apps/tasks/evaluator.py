@@ -70,7 +70,7 @@ class Recommended:
 
 
 class OutputCheck:
-    """Checks the output of each step for what an evaluation will read of it, so that no epoch is trained in vain.
+    """Checks the output of each step for the fields of an evaluation, so that no epoch is trained in vain.
 
     Args:
         data: the rows; those with labels are evaluated by the output's logits and labels.

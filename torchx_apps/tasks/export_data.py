@@ -132,7 +132,7 @@ def of_prepared(
     if not catalogue:
         items = items.filter(pa.array(known))
         item_rows = item_rows[known]
-        known = known[known]
+        known = np.ones(len(items), dtype=bool)
     ids = items[key].to_numpy(zero_copy_only=False)
     features = items.select(list(of_items.request_columns))
     request_steps = data.preprocessor.only(

@@ -1,7 +1,7 @@
 """ResidentRows: all rows as tensors on one device, to gather batches there.
 
 DeviceCandidates: draws for rows on a device, made on the host, and the features of the drawn items.
-DrawingRows: the same rows for a captured step that draws its uniform negatives itself.
+RowsWithDraws: the same rows for a captured step that draws its uniform negatives itself.
 """
 
 from __future__ import annotations
@@ -438,10 +438,10 @@ class ResidentRows:
         )
 
     @cached_property
-    def drawing(self) -> DrawingRows | None:
+    def with_draws(self) -> RowsWithDraws | None:
         """These rows for steps that draw themselves; None if the host must draw."""
         draws = self._candidates.in_step() if self._candidates else None
-        return DrawingRows(self, self._layout, draws) if draws else None
+        return RowsWithDraws(self, self._layout, draws) if draws else None
 
     def drawn(
         self, epoch: int, start: int, *, inside: bool = False
@@ -455,8 +455,8 @@ class ResidentRows:
             start: number of the first step.
             inside: whether steps draw for themselves where they can; otherwise many steps are drawn for at a time.
         """
-        drawing = self.drawing if inside else None
-        keys = drawing.keys(epoch) if drawing else None
+        with_draws = self.with_draws if inside else None
+        keys = with_draws.keys(epoch) if with_draws else None
         size = self._config.batch_size
         order = order_of(self._config, self.num_rows, epoch)
         numbers = moved(order, self._device)
@@ -471,12 +471,12 @@ class ResidentRows:
             )
             columns = [local_rows, total_weights]
             host_rows = order[first * size : last * size].reshape(-1, size)[:, part]
-            if drawing is not None and keys is not None:
+            if with_draws is not None and keys is not None:
                 for rows, weight, on_host in zip(
                     local_rows, total_weights, host_rows, strict=True
                 ):
-                    eager = partial(self._drawn_now, rows, on_host, epoch, weight)
-                    yield DrawnStep((rows, weight, keys), drawing, eager)
+                    eager = partial(self._host_batch, rows, on_host, epoch, weight)
+                    yield DrawnStep((rows, weight, keys), with_draws, eager)
                 continue
             if self._candidates is not None:
                 candidates = self._candidates.draw(host_rows.reshape(-1), epoch)
@@ -489,7 +489,7 @@ class ResidentRows:
                 yield DrawnStep(step, self)
         yield from self._batches(order, epoch, max(start, full))
 
-    def _drawn_now(
+    def _host_batch(
         self, rows: Tensor, host_rows: Int64, epoch: int, total_weight: Tensor
     ) -> TowerBatch:
         """Builds a step's batch with draws by numpy: op by op those of a captured step take several times as long."""
@@ -557,7 +557,7 @@ class ResidentRows:
         return (weights.double().sum() * width / ranks).float()
 
 
-class DrawingRows:
+class RowsWithDraws:
     """Rows on a device for steps that draw their own negatives; see :class:`Resident`.
 
     Args:

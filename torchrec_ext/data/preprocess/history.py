@@ -200,7 +200,7 @@ class History(Step):
             f"ON r.{user} = e.{user}"
         )
 
-    def asked_after_sql(self, users: str, events: str, kind: str) -> str:
+    def end_time_sql(self, users: str, events: str, kind: str) -> str:
         """Returns SQL that adds ``time``, a ``kind``, to a table of users: a moment after all ``events``."""
         moment = "1" if kind == "int64" else "INTERVAL 1 SECOND"
         time = quoted(self.time)

@@ -281,7 +281,9 @@ class Steps:
             # On a GPU the host's draws take longer than the step; without Triton they
             # would be some hundred kernels of it.
             on_gpu = self._runtime.device.type != "cpu"
-            inside = on_gpu and capture_policy.HAS_TRITON
+            # A run that stays eager draws for many steps at once, on the host.
+            stays_eager = policy.is_decided and self._step is None
+            inside = on_gpu and capture_policy.HAS_TRITON and not stays_eager
             loader = _DrawnSteps(loader, inside=inside)
         items = watch(loader)
         if self._threads == "auto":
