@@ -14,6 +14,7 @@ SPARK = $(if $(shell command -v java),$(COMMA)spark)
 # Test files at a time, with one thread each, on two cores: many tests wait for processes that they start. A worker holds
 # torch and TorchRec, 0.5 to 0.9 GB.
 WORKERS ?= 4
+GPU_PYTHON = $(if $(WHEELS),$(PYTHON),$(BIN)/python)
 # The slow ones too; to collect files without a test for a GPU takes longer than these tests.
 GPU_TESTS = -q -rfE -m "gpu or (gpu and slow)" $$(grep -lrE 'mark\.gpu|device: torch\.device' tests --include='test_*.py')
 # Written last, with this folder's path: without it, or in a folder that was moved, the environment is made anew.
@@ -72,17 +73,22 @@ bench: $(TOOLS) ## every benchmark in three rounds, one to three hours, on a mac
 		$(BIN)/python -m torchrec_ext.doctor --install --editable '.[$(EXTRAS),dev,retrieval]'
 	@$(WITH_VENV) $(BIN)/python benchmarks/all.py $(BENCH_ARGS)
 
-gpu: ## tests marked `gpu`, then the rows of a GPU, on a machine that has one; WHEELS=DIR: offline, with its own torch
+# Seconds of `make gpu`: a third at most for the tests; rows that it has no time for are measured by the next call.
+BUDGET ?= 3600
+GPU_ROWS = benchmarks/gpu.py --out benchmarks/results/gpu/rows.jsonl $(BENCH_ARGS)
+GPU_RUN = begun=$$(date +%s); failed=0; timeout $$(($(BUDGET) / 3)) $(GPU_PYTHON) -m pytest $(GPU_TESTS) || { failed=1; \
+	echo "make gpu: tests failed, or were not done in a third of BUDGET=$(BUDGET) s, see above; rows follow"; }; \
+	$(GPU_PYTHON) $(GPU_ROWS) --budget $$(($(BUDGET) - $$(date +%s) + begun)) && exit $$failed
+
+gpu: ## tests marked `gpu`, then the rows of a GPU, on a machine that has one; BUDGET=600: seconds; WHEELS=DIR: offline, with its own torch
 	@$(PYTHON) -c 'import sys; from torchrec_ext.stack import gpu_nodes; sys.exit(not gpu_nodes())' || { \
 		echo "make gpu: this machine has no NVIDIA GPU (no /dev/nvidia0): run it on one that has"; exit 1; }
 ifdef WHEELS
 	@$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target build/wheels $(WHEELS)/*.whl
-	@export PYTHONPATH=$(CURDIR):$(CURDIR)/build/wheels TORCHREC_EXT_UNCHECKED=1 && \
-		$(PYTHON) -m pytest $(GPU_TESTS) && $(PYTHON) benchmarks/gpu.py $(BENCH_ARGS)
+	@export PYTHONPATH=$(CURDIR):$(CURDIR)/build/wheels TORCHREC_EXT_UNCHECKED=1; $(GPU_RUN)
 else
 	@$(MAKE) --no-print-directory $(TOOLS)
-	@$(WITH_VENV) $(BIN)/python -m pytest $(GPU_TESTS)
-	@$(WITH_VENV) $(BIN)/python benchmarks/gpu.py $(BENCH_ARGS)
+	@export $(WITH_VENV); $(GPU_RUN)
 endif
 
 clean: ## remove the environment, builds and caches; runs/ and data/ stay

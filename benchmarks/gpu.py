@@ -1,22 +1,34 @@
 """A GPU: a user's own step, adopted, against the forms that its user could write; and recipes with a part and without.
 
-    python benchmarks/gpu.py [--only ROW ...] [--turns 3] [--quick]
+    python benchmarks/gpu.py [--only ROW ...] [--turns 3] [--quick] [--out FILE] [--budget SECONDS]
 
 `adopted ...`: the network of plain_ncf.py (75 k and 12.45 M parameters) under dense Adam, on batches of the GPU, 1,280
 and 16,384 rows. `as written` is Adam by default, `fused Adam` takes fused=True, `torch.compile` also compiles forward
 and loss with mode="reduce-overhead", `by hand` is one CUDA graph of eager kernels with fused Adam. `combined` adopts
 with inductor's combo_kernels. `drawn ...`: the adopted step draws its negatives and takes its rows itself, against
-torch.compile on batches that are ready; `epoch_s`, of 18.24 M instances. `wide ...`: 26 tables of 100,000 x 64 under an
-MLP, in fp32, tf32 and bf16. Rows of NCF and `wide` need torch alone. Recipes train `two_tower`, in turn without the
-part and with it; `quality` has the figures of both. Without a GPU all runs on the CPU, which says nothing of a GPU.
+torch.compile on batches that are ready; `epoch_s`, of 18.24 M instances. `floor_us` is the greater of two microseconds
+a kernel and the step's bytes over `copied_gb_s`, what a copy on this card moves.
+
+`loader ...`: 26 tables of 100,000 x 64 under an MLP in fp32, tf32 and bf16, samples a second and the share of time in
+which the card is busy, by nvidia-smi: a row-wise Dataset under torch's DataLoader (pinned; the better of 0, 2 and 8
+workers) with fused Adam, against rows of files by ChunkLoader, and rows on the device with an adopted step.
+`wide ...`: the steps of that network alone, against torch.compile. `eight networks`: a Stack of eight small networks,
+against eight adopted ones in turn. `two processes`: two that train the small network at the same time, against one
+after the other, `mps`: under NVIDIA's MPS where it is installed. All these need torch alone, but for ChunkLoader.
+Recipes train `two_tower`, in turn without the part and with it; `quality` has the figures of both. Without a GPU all
+runs on the CPU, which says nothing of a GPU. With --out, a page of the file's rows is printed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import itertools
 import json
+import os
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,10 +36,11 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from harness import command_line, output, row
+from harness import ROOT, command_line, digits, output, row
 from plain_ncf import CONTEXT, NEGATIVES, SHAPES, PlainNCF, positives
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader, Dataset
 
 from torchrec_ext.adopt import Rows, Uniform, adopt
 from torchrec_ext.capture import executors
@@ -149,6 +162,31 @@ def kernels(step, batch):
     return len(profiler.events())
 
 
+@functools.cache
+def copied_gb_s():
+    """Returns the GB a second that a copy on the card reads and writes."""
+    source = torch.empty(2**28, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    us = microseconds(target.copy_, [(source,)] * 20, 0.2)
+    return digits(2 * source.numel() / us / 1e3)
+
+
+def step_bytes(model, columns):
+    """Returns what a step with Adam must move: seven floats a weight that it reads, of tables the rows in a batch.
+
+    Args:
+        model: the network.
+        columns: ids of a batch by the end of their tables' names.
+    """
+    weights = 0
+    for name, weight in model.named_parameters():
+        ids = next((ids for end, ids in columns.items() if end in name), None)
+        weights += (
+            weight.numel() if ids is None else len(ids.unique()) * weight.shape[1]
+        )
+    return 7 * 4 * weights
+
+
 def compared(what, steps, given, options, **more):
     """Times steps on the same batches in turn, and yields the first against each other."""
     times = {form: [] for form in steps}
@@ -160,7 +198,10 @@ def compared(what, steps, given, options, **more):
         for form, step in steps.items():
             times[form].append(microseconds(step, given, seconds))
     ours, *others = steps
-    more["kernels"] = kernels(steps[ours], given[0])
+    more["kernels"] = count = kernels(steps[ours], given[0])
+    if count and "step_bytes" in more:
+        moved_us = more["step_bytes"] / 1e3 / copied_gb_s()
+        more |= {"copied_gb_s": copied_gb_s(), "floor_us": max(2 * count, moved_us)}
     for form in others:
         name = f"{what}, against {form} ({DEVICE})"
         yield row(name, times[ours], "us/step", baseline=times[form], **more)
@@ -172,7 +213,9 @@ def adopted(name, rows, options):
     given = batches(shape, 64 if options.quick else rows)
     forms = ("adopted", *FORMS, *(["combined"] if GPUS else []))
     steps = {form: step_of(form, ncf(shape)) for form in forms}
-    yield from compared(f"adopted {name}, {rows:,} rows", steps, given, options)
+    moved = step_bytes(ncf(shape), {"_user": given[0][0], "_item": given[0][1]})
+    what = f"adopted {name}, {rows:,} rows"
+    yield from compared(what, steps, given, options, step_bytes=moved)
 
 
 def drawn(name, rows, options):
@@ -216,23 +259,278 @@ class Wide(nn.Module):
         return self.mlp(torch.cat(vectors, 1)).squeeze(1)
 
 
-def wide(precision, options):
-    """Times the wide network in one precision, adopted and by torch.compile."""
-    ids, rows = (100, 64) if options.quick else (100_000, 16_384)
+def wide_step(form, ids, precision):
+    """Returns a step of the wide network in one form and precision."""
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     autocast = nullcontext
     if precision == "bf16":
         autocast = functools.partial(torch.autocast, DEVICE, torch.bfloat16)
+    torch.manual_seed(0)
+    return step_of(form, Wide(ids).to(DEVICE), autocast=autocast)
+
+
+def wide(precision, options):
+    """Times the wide network in one precision, adopted and by torch.compile."""
+    ids, rows = (100, 64) if options.quick else (100_000, 16_384)
     given = [
         (torch.randint(ids, (rows, 26), device=DEVICE), torch.rand(rows, device=DEVICE))
         for _ in range(4)
     ]
-    steps = {}
-    for form in ("adopted", BEST):
-        torch.manual_seed(0)
-        steps[form] = step_of(form, Wide(ids).to(DEVICE), autocast=autocast)
+    steps = {form: wide_step(form, ids, precision) for form in ("adopted", BEST)}
     for made in compared(f"wide, {precision}", steps, given, options):
         yield made | {"rows_per_s": 1e6 * rows / made["ours"]}
+
+
+class Busy:
+    """The share of time in which the card was busy, asked of nvidia-smi ten times a second; None without it.
+
+    Attributes:
+        percent: mean, once the block is left.
+    """
+
+    def __enter__(self):
+        self.percent, self._asked = None, None
+        ask = ["nvidia-smi", "--query-gpu=utilization.gpu", "-i", "0", "-lms", "100"]
+        if GPUS and shutil.which(ask[0]):
+            self._asked = subprocess.Popen(
+                [*ask, "--format=csv,noheader,nounits"],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        return self
+
+    def __exit__(self, *_):
+        if self._asked:
+            self._asked.terminate()
+            told = [float(word) for word in self._asked.communicate()[0].split()]
+            self.percent = digits(sum(told) / len(told)) if told else None
+
+
+class TabularRows(Dataset):
+    """(26,) ids and a label, one row at a time."""
+
+    def __init__(self, ids, label):
+        self.ids, self.label = ids, label
+
+    def __len__(self):
+        return len(self.label)
+
+    def __getitem__(self, row):
+        return self.ids[row], self.label[row]
+
+
+def row_wise(data, size, step, seconds):
+    """Returns samples a second and the card's busy share, with the better of 0, 2 and 8 workers."""
+
+    def batches_of(workers):
+        loader = DataLoader(
+            data, size, True, num_workers=workers, pin_memory=bool(GPUS), drop_last=True
+        )
+        for ids, label in itertools.chain.from_iterable(itertools.repeat(loader)):
+            yield ids.to(DEVICE, non_blocking=True), label.to(DEVICE, non_blocking=True)
+
+    cores = len(os.sched_getaffinity(0))
+    asked = [workers for workers in (0, 2, 8) if workers <= cores]
+    return max(fed(batches_of(workers), step, size, seconds) for workers in asked)
+
+
+def in_chunks(data, size, step, seconds, folder):
+    """Returns samples a second and the card's busy share of batches by ChunkLoader, from parquet files."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+    from torchrec_ext.data.files.sources import ParquetSource
+    from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
+    from torchrec_ext.schema import BatchSchema
+
+    names = [f"c{column}" for column in range(26)]
+    columns = dict(zip(names, data.ids.t().numpy(), strict=True))
+    columns["label"] = data.label.numpy()
+    file = Path(folder, "rows.parquet")
+    if not file.exists():
+        pq.write_table(pa.table(columns), file, row_group_size=65_536)
+    tables = [
+        EmbeddingBagConfig(
+            name="ids", embedding_dim=4, feature_names=names, num_embeddings=1 << 20
+        )
+    ]
+    config = LoaderConfig(batch_size=size, negatives=0, label="label", drop_last=True)
+    loader = ChunkLoader(
+        ParquetSource(file), BatchSchema.from_tables(tables), config=config
+    )
+
+    def given():
+        for epoch in itertools.count():
+            loader.set_epoch(epoch)
+            for batch in loader:
+                batch = batch.to(torch.device(DEVICE), non_blocking=True)
+                yield batch.sparse.values().view(26, -1).t(), batch.labels
+
+    return fed(given(), step, size, seconds)
+
+
+def on_device(data, size, step, seconds):
+    """Returns samples a second and the card's busy share of an adopted step that takes its rows itself."""
+    held = Rows({"ids": data.ids, "label": data.label}, size, drop_last=True)
+    epochs = itertools.chain.from_iterable(step.epoch(held) for _ in itertools.count())
+    return fed(((each,) for each in epochs), lambda loss: loss, size, seconds)
+
+
+def fed(given, step, size, seconds):
+    """Returns samples a second and the card's busy share of steps on batches, after eight that do not count."""
+    for batch in itertools.islice(given, 8):
+        step(*batch)
+    _wait()
+    steps, start = 0, time.perf_counter()
+    with Busy() as busy:
+        for batch in given:
+            step(*batch)
+            steps += 1
+            if steps % 8 == 0:
+                _wait()
+            if time.perf_counter() - start > seconds:
+                break
+        _wait()
+    return steps * size / (time.perf_counter() - start), busy.percent
+
+
+def loaders(precision, options):
+    """Times a row-wise DataLoader, ChunkLoader and rows on the device, in turn."""
+    ids, rows, size = (100, 4_096, 256) if options.quick else (100_000, 2**21, 16_384)
+    data = TabularRows(torch.randint(ids, (rows, 26)), torch.rand(rows))
+    seconds = 0.2 if options.quick else 3 * SECONDS
+
+    def step(form):
+        return wide_step(form, ids, precision)
+
+    with tempfile.TemporaryDirectory() as folder:
+        sides = {
+            "row-wise": functools.partial(row_wise, data, size, step("fused Adam"))
+        }
+        if importlib.util.find_spec("torchrec"):
+            chunks = functools.partial(in_chunks, folder=folder)
+            sides["chunks"] = functools.partial(chunks, data, size, step("adopted"))
+        sides["rows on the device"] = functools.partial(
+            on_device, data, size, step("adopted")
+        )
+        times = {side: [] for side in sides}
+        for _ in range(options.turns):
+            for side, run in sides.items():
+                times[side].append(run(seconds))
+    speeds = {side: [speed for speed, _ in turns] for side, turns in times.items()}
+    percent = {side: turns[-1][1] for side, turns in times.items()}
+    base = speeds.pop("row-wise")
+    for side, ours in speeds.items():
+        busy = {
+            "busy_percent": percent[side],
+            "baseline_busy_percent": percent["row-wise"],
+        }
+        name = f"loader, {precision}: {side} ({DEVICE})"
+        yield row(name, ours, "samples/s", baseline=base, better="more", **busy)
+
+
+def eight(options):
+    """Times a Stack of eight networks, and eight adopted ones in turn."""
+    from torchrec_ext.networks import Stack
+
+    shape, members = SHAPES["small"], 2 if options.quick else 8
+    rates = [1e-3 * (1 + number) for number in range(members)]
+
+    def loss(network, *batch):
+        logits = network(*batch[:-1])
+        return nn.functional.binary_cross_entropy_with_logits(logits, batch[-1])
+
+    stacked = Stack([ncf(shape) for _ in rates], loss, rates)
+    alone = [step_of("adopted", ncf(shape)) for _ in rates]
+
+    def in_turn(*batch):
+        for step in alone:
+            step(*batch)
+
+    steps = {"stacked": stacked.step, "one after another": in_turn}
+    given = batches(shape, 64 if options.quick else 1_280)
+    yield from compared(f"{members} networks", steps, given, options)
+
+
+def processes(options):
+    """Times two processes that train at the same time, without MPS and with it, against one after the other."""
+    seconds = 0.2 if options.quick else 3 * SECONDS
+
+    def together(count, **environment):
+        command = [
+            sys.executable,
+            str(Path(__file__)),
+            "--only",
+            "alone",
+            "--turns",
+            "1",
+        ]
+        command += ["--quick"] if options.quick else []
+        with tempfile.TemporaryDirectory() as folder:
+            start = {"START": f"{folder}/start", "SECONDS": str(seconds)}
+            begun = [
+                subprocess.Popen(
+                    command,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                    cwd=ROOT,
+                    env={
+                        **os.environ,
+                        **environment,
+                        **start,
+                        "NAME": f"{folder}/{number}",
+                    },
+                )
+                for number in range(count)
+            ]
+            until = time.monotonic() + 300
+            while not all(
+                Path(folder, str(number)).exists() for number in range(count)
+            ):
+                if time.monotonic() > until or any(each.poll() for each in begun):
+                    raise RuntimeError("two processes: one did not begin")
+                time.sleep(0.05)
+            Path(folder, "start").touch()
+            told = [
+                json.loads(each.communicate()[0].splitlines()[-1]) for each in begun
+            ]
+        return sum(1e6 / each["rows"][0]["ours"] for each in told)
+
+    one = [together(1) for _ in range(options.turns)]
+    ways = {"two processes": {}}
+    with contextlib.ExitStack() as stack:
+        if GPUS and shutil.which("nvidia-cuda-mps-control"):
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            mps = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+            control = functools.partial(output, **mps)
+            control(["nvidia-cuda-mps-control", "-d"])
+            stack.callback(control, ["sh", "-c", "echo quit | nvidia-cuda-mps-control"])
+            ways["two processes, mps"] = mps
+        for name, environment in ways.items():
+            both = [together(2, **environment) for _ in range(options.turns)]
+            yield row(
+                f"{name} ({DEVICE})", both, "steps/s", baseline=one, better="more"
+            )
+
+
+def alone(options):
+    """Times the steps of one of two processes, from a moment that a file gives."""
+    shape = SHAPES["small"]
+    step, given = (
+        step_of("adopted", ncf(shape)),
+        batches(shape, 64 if options.quick else 1_280),
+    )
+    for batch in given:
+        step(*batch)
+    _wait()
+    if name := os.environ.get("NAME"):
+        Path(name).touch()
+        while not Path(os.environ["START"]).exists():
+            time.sleep(0.001)
+    seconds = float(os.environ.get("SECONDS", SECONDS))
+    yield row(f"alone ({DEVICE})", microseconds(step, given, seconds), "us/step")
 
 
 HERE = {"loader.device": DEVICE}
@@ -276,22 +574,21 @@ def trained(settings, options):
     return summary
 
 
+PRECISIONS = ("fp32", "tf32", "bf16")
+STEPS = [(name, rows) for name in SHAPES for rows in (1_280, 16_384)]
+# in the order that GPU users ask, so that a budget ends with the last ones
 ROWS = {
-    f"{name}, {rows:,} rows": functools.partial(adopted, name, rows)
-    for name in SHAPES
-    for rows in (1_280, 16_384)
+    f"{form.__name__} {name}, {rows:,} rows": functools.partial(form, name, rows)
+    for form in (adopted, drawn)
+    for name, rows in STEPS
 }
-ROWS |= {
-    f"drawn {name}, {rows:,} rows": functools.partial(drawn, name, rows)
-    for name in SHAPES
-    for rows in (1_280, 16_384)
-}
-ROWS |= {
-    f"wide, {each}": functools.partial(wide, each) for each in ("fp32", "tf32", "bf16")
-}
+ROWS |= {f"loader, {each}": functools.partial(loaders, each) for each in PRECISIONS}
+ROWS |= {f"wide, {each}": functools.partial(wide, each) for each in PRECISIONS}
+ROWS |= {"eight networks": eight, "two processes": processes}
 if importlib.util.find_spec("torchrec"):
     ROWS |= {name: functools.partial(recipe, name) for name in PARTS}
 
 
 if __name__ == "__main__":
-    command_line(__doc__, ROWS)
+    hidden = {"alone": alone} if "NAME" in os.environ else {}
+    command_line(__doc__, ROWS | hidden)

@@ -26,10 +26,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    pass
+from typing import Any, NamedTuple
 
 Row = dict[str, Any]
 Stop = Callable[[], bool]
@@ -76,6 +73,12 @@ def command_line(
     parser.add_argument("--only", nargs="+", choices=rows, default=list(rows))
     parser.add_argument("--turns", type=int, default=turns, help="turns of each side")
     parser.add_argument("--quick", action="store_true", help="see that it runs")
+    parser.add_argument(
+        "--out", type=Path, help="JSON lines: each row is added when it is measured"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=float("inf"), help="seconds to begin rows in"
+    )
     args = parser.parse_args()
     options = Options(turns=1 if args.quick else args.turns, quick=args.quick)
     warnings.filterwarnings("ignore")
@@ -83,13 +86,68 @@ def command_line(
     with tempfile.TemporaryDirectory() as folder:
         # What an earlier run compiled would make captures faster.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        made = [row for name in args.only for row in rows[name](options)]
-    versions = {
-        name: importlib.metadata.version(name)
-        for name in ("torch", "torchrec", *packages.split())
-        if importlib.util.find_spec(name.partition("-")[0])
-    }
+        versions = {
+            name: importlib.metadata.version(name)
+            for name in ("torch", "torchrec", *packages.split())
+            if importlib.util.find_spec(name.partition("-")[0])
+        }
+        if args.out:
+            made = continued(args, rows, options, versions)
+            print(page(made), file=sys.stderr)
+        else:
+            made = [row for name in args.only for row in rows[name](options)]
     print(json.dumps({"versions": versions, "rows": made}))
+
+
+def continued(args, rows, options, versions):
+    """Measures what a file of rows lacks of this commit, within a budget, and returns the rows of this commit.
+
+    Rows of one name are measured whole or again: a name is in the file once all of its rows are.
+    """
+    commit = os.environ.get("COMMIT") or output(["git", "rev-parse", "HEAD"]).strip()
+    about = {"versions": versions, "commit": commit}
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
+        about["card"] = sys.modules["torch"].cuda.get_device_name()
+    until, made = time.monotonic() + args.budget, []
+    lines = args.out.read_text().splitlines() if args.out.exists() else []
+    kept = [json.loads(line) for line in lines]
+    old = [each for each in kept if about.items() <= each.items()]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    for name in args.only:
+        before = [each["row"] for each in old if each["of"] == name]
+        if before:
+            made += before
+            continue
+        if time.monotonic() > until:
+            print(
+                f"{name}: left for the next call, the budget is over", file=sys.stderr
+            )
+            continue
+        try:
+            new = list(rows[name](options))
+        except Exception as error:  # the others are measured all the same
+            print(f"{name}: failed: {error}", file=sys.stderr, flush=True)
+            continue
+        with args.out.open("a") as file:
+            date = time.strftime("%Y-%m-%d")
+            for row in new:
+                file.write(json.dumps({"of": name, "date": date, **about, "row": row}))
+                file.write("\n")
+        made += new
+    return made
+
+
+def page(rows):
+    """Returns a Markdown table of rows, with all that a row says beside its ratio."""
+    common = {"name", "baseline", "ours", "unit", "ratio", "low", "high", "ceiling"}
+    lines = ["| | baseline | ours | ratio | more |", "|---|---|---|---|---|"]
+    for each in rows:
+        of = f"{each['baseline']:,} {each['unit']}" if each["baseline"] else ""
+        ratio = f"{each['ratio']}x" if each["ratio"] else ""
+        more = {key: told for key, told in each.items() if key not in common}
+        more = ", ".join(f"{key} {told}" for key, told in more.items() if told)
+        lines.append(f"| {each['name']} | {of} | {each['ours']:,} | {ratio} | {more} |")
+    return "\n".join(lines)
 
 
 def quieten():

@@ -155,7 +155,9 @@ def _update(
         (grad,) = of_one
         if grad is None:
             continue
-        if has_fused_form(part.choice, part.weight, table=part.is_table):
+        # The kernel takes one rate; a stack has one for each member.
+        one_rate = part.clock.lr.dim() == 0
+        if one_rate and has_fused_form(part.choice, part.weight, table=part.is_table):
             for group in together:
                 first = group[0][0]
                 # One rate for all: by identity, because two groups may be equal.
