@@ -40,16 +40,20 @@ from torchrec_ext.data.files.sources import read_columns
 from torchrec_ext.data.pairs import (
     HISTORY,
     KEYS,
-    TITLE,
     PairRows,
-    features_of,
     listed_texts,
     numbered,
     of_side,
     set_of_pairs,
-    titles_of,
 )
-from torchrec_ext.data.prepare import SESSION, Evaluation, RawSet, Roles, write_set
+from torchrec_ext.data.prepare import (
+    SESSION,
+    TITLE,
+    Evaluation,
+    RawSet,
+    Roles,
+    write_set,
+)
 from torchrec_ext.data.prepared import (
     Prepared,
     data_folder,
@@ -243,14 +247,17 @@ def _sides(folder: Path) -> tuple[dict[str, RawColumns], dict[str, dict[str, str
             if column == word:
                 continue
             short = column.replace(".", "_")
-            if short in columns or short in _RESERVED:
+            of_items = owner == "user" and short == TITLE
+            if short in columns or short in _RESERVED or of_items:
                 raise DataError(
                     f"{path}: column '{column}' has the name of another, or a meaning of its own; rename it here"
                 )
             values = _as_float64(raw_column(path, column, table.column(column)))
             is_title = owner == "item" and short == TITLE
             reason = None if is_title else why_left_out(values)
-            if reason is None:
+            if is_title:
+                columns[short] = values.cast(pa.string())
+            elif reason is None:
                 columns[short] = values
             else:
                 left_out[owner][short] = reason
@@ -361,7 +368,7 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
                     f"{path}: column '{name}' is in {files['train'].name}, too; leave it out of one of the files, "
                     "or rename it where it describes the event"
                 )
-        described[owner] += features_of(key, side)
+        described[owner] += [name for name in side if name not in (key, TITLE)]
         separators |= dict.fromkeys(listed_texts(side), SEPARATOR)
         for part, columns in splits.items():
             splits[part] = {**columns, **of_side(columns, key, side)}
@@ -379,7 +386,6 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
             item_features=described["item"],
         ),
         separators=separators,
-        titles=titles_of(sides.get("item", {})),
         kept=("label",),
         left_out=left_out,
         notes=_label_notes(splits),
