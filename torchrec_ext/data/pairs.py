@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Column, Int64
 from torchrec_ext.data.config import PARTS
-from torchrec_ext.data.features import SEPARATOR, RawColumns
+from torchrec_ext.data.features import KEYS, SEPARATOR, RawColumns
 from torchrec_ext.data.prepare import TITLE, Evaluation, RawSet, Roles
 from torchrec_ext.data.splits import Split
 from torchrec_ext.schema import DataError
 
-KEYS = {"user": "user_id", "item": "item_id"}
 HISTORY = "history"
 
 
@@ -54,6 +53,7 @@ def set_of_pairs(
     left_out: Mapping[str, str] | None = None,
     separators: Mapping[str, str] | None = None,
     numbers: Sequence[str] = (),
+    history: str = HISTORY,
 ) -> RawSet:
     """Joins pairs with what is known of users and items, and cuts them into splits.
 
@@ -66,6 +66,7 @@ def set_of_pairs(
         left_out: see :class:`RawSet`.
         separators: see :class:`RawSet`.
         numbers: see :class:`RawSet`.
+        history: name of the column of the histories.
     """
     order = pa.array(split.rows)
     columns: dict[str, pa.Array] = {"user_id": rows.users.take(order)}
@@ -75,8 +76,8 @@ def set_of_pairs(
     for owner, key in KEYS.items():
         if owner == "item":
             if split.history.lengths.any():
-                columns[HISTORY] = lists_of(split.history, distinct(rows.items))
-                described["user"].append(HISTORY)
+                columns[history] = lists_of(split.history, distinct(rows.items))
+                described["user"].append(history)
             columns["item_id"] = item_column
         if owner not in sides:
             continue
@@ -90,7 +91,7 @@ def set_of_pairs(
             if word in listed_texts(side):
                 all_separators.setdefault(feature, SEPARATOR)
     evaluation = evaluation or Evaluation()
-    shared = [HISTORY] if HISTORY in columns else []
+    shared = [history] if history in columns else []
     splits = {}
     for number, part in enumerate(PARTS):
         indices = pa.array(np.flatnonzero(split.part == number))
