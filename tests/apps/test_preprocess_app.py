@@ -153,7 +153,6 @@ def build(config, con):
         preprocessor=Preprocessor(steps, keep=["paid"]),
         splits={"train": orders.filter("day < '2024-03-01'"), "test": orders.filter("day >= '2024-03-01'")},
         label="paid",
-        time="day",
     )
 """
 
@@ -270,12 +269,13 @@ def test_a_log_that_grows_while_it_is_read_is_named(
 ) -> None:
     need_duckdb()
 
-    write = preprocessing.write_raw_rows
+    write = preprocessing.write_folder
 
-    def grown(*arguments: Any) -> None:
-        write(*arguments)
+    def grown(*arguments: Any, **options: Any) -> Any:
+        counts = write(*arguments, **options)
         table = pq.read_table(log / "part-0.parquet")
         pq.write_table(pa.concat_tables([table, table]), log / name)
+        return counts
 
     def build(config: Any, con: Any) -> Prepare:
         return Prepare(
@@ -283,7 +283,7 @@ def test_a_log_that_grows_while_it_is_read_is_named(
             splits={"train": str(log)},
         )
 
-    monkeypatch.setattr(preprocessing, "write_raw_rows", grown)
+    monkeypatch.setattr(preprocessing, "write_folder", grown)
     with pytest.raises(DataError, match=message):
         preprocessing.run_preprocess(
             PreprocessJob(name="mine", build=build, out=str(tmp_path / "ready"))

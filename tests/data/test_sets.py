@@ -18,7 +18,6 @@ from torchrec_ext.data.prepare import Evaluation
 from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.data.sets import (
     Form,
-    TakenItems,
     load_dataset,
     load_set,
     set_of_sessions,
@@ -187,9 +186,7 @@ def test_every_item_but_a_users_first_is_a_target_once(
     order = sorted(range(len(events)), key=lambda row: events[row][0])
     users = [events[row][0] for row in order]
     items = [events[row][1] for row in order]
-    made = set_of_sessions(
-        "s", TakenItems(users=pa.array(users), items=pa.array(items)), length
-    )
+    made = set_of_sessions("s", pa.array(users), pa.array(items), length)
     taken: dict[int, list[int]] = {}
     for user, item in zip(users, items, strict=True):
         taken.setdefault(user, []).append(item)
@@ -228,7 +225,7 @@ def test_a_log_is_a_set_of_sessions_too(tmp_path: Path) -> None:
             "pairs",
             {"inter": LOG, "users": {"user": [1, 2]}},
             DataError,
-            "the ids in 'user_id' are string in inter.parquet, int64 in users.parquet",
+            "users.parquet: column 'user_id' is int64, in inter.parquet string",
         ),
         (
             "pairs",
@@ -242,7 +239,7 @@ def test_a_log_is_a_set_of_sessions_too(tmp_path: Path) -> None:
             DataError,
             "rows 0 and 1: both describe id 10",
         ),
-        ("pairs", ADS, DataError, "train.parquet has a column 'label'"),
+        ("pairs", ADS, DataError, "train.parquet: has a column 'label'"),
         ("pairs", {"inter": {"user": [1], "item": [1]}}, DataError, "no column times"),
         ("labels", {"train": ADS["train"]}, DataError, "no rows for valid"),
         (

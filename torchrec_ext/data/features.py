@@ -6,22 +6,30 @@ raw_column(), raw_ids(): dates are times, missing values stay.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from torchrec_ext.data.columns import Array, Column
 from torchrec_ext.data.files.arrow import as_int64, is_list_type, one_piece
-from torchrec_ext.data.files.sources import read_columns
+from torchrec_ext.data.files.sources import ParquetSource, read_columns
 from torchrec_ext.data.preprocess.columns import as_times, is_iso
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import listed
 
 SEPARATOR = "|"
+KEYS = {"user": "user_id", "item": "item_id"}
+# Columns that may say the order of events, which we call ORDER.
+TIMES = ("timestamp", "time", "position")
+ORDER = "order"
+_SPELLINGS = {
+    "user_id": ("user_id", "user"),
+    "item_id": ("item_id", "item"),
+    ORDER: TIMES,
+}
 # Share of distinct values from which on a column names its row, as a title does, and
 # says nothing about another row.
 MOST_DISTINCT = 0.5
@@ -31,8 +39,6 @@ _OTHER_DATE = re.compile(
     r"(\d{4}[./]\d{1,2}[./]\d{1,2}|\d{1,2}[./-]\d{1,2}[./-]\d{4})(\D.*)?"
 )
 RawColumns = Mapping[str, pa.Array]
-# By tower: the names of its columns of ids, and of those of numbers.
-TowerColumns = dict[str, tuple[Sequence[str], Sequence[str]]]
 
 
 def owned_columns(
@@ -40,33 +46,6 @@ def owned_columns(
 ) -> list[str]:
     """Returns the columns of the ``owner``, user or item: those in ``described``, and all that begin with its name."""
     return [name for name in names if name in described or name.startswith(f"{owner}_")]
-
-
-def columns_by_tower(
-    order: Sequence[str],
-    features: Sequence[str],
-    dense: Sequence[str],
-    owners: Mapping[str, str],
-) -> TowerColumns:
-    """Returns the columns of each tower in ``order``, without towers that have none.
-
-    Args:
-        order: names of the towers, ``context`` among them.
-        features: names of all columns of ids.
-        dense: names of all columns of numbers.
-        owners: tower of each column that is not the context's.
-    """
-    towers: TowerColumns = {}
-    for tower in order:
-        own_features = tuple(
-            name for name in features if owners.get(name, "context") == tower
-        )
-        own_dense = tuple(
-            name for name in dense if owners.get(name, "context") == tower
-        )
-        if own_features or own_dense:
-            towers[tower] = (own_features, own_dense)
-    return towers
 
 
 def raw_column(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array:
@@ -182,62 +161,70 @@ def times_in(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Ar
         ) from None
 
 
-# Reads a column of a file; called with the file, the column's name in it, and its
-# values.
-Convert = Callable[[Path, str, pa.ChunkedArray], pa.Array]
-
-
-def spelled(path: Path, spellings: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Returns the names of columns in a file, by our names.
-
-    Args:
-        path: a parquet file.
-        spellings: the names that each column may have, the preferred one first.
-
-    Raises:
-        DataError: a column has none of its names.
-    """
-    available = names_in(path)
-    words = {}
-    for name, choices in spellings.items():
-        word = next((word for word in choices if word in available), None)
-        if word is None and available:
-            raise DataError(
-                f"{path}: no column {' or '.join(choices)}; the file has {listed(available)}"
-            )
-        words[name] = word or choices[0]
-    return words
-
-
-def names_in(path: Path) -> list[str]:
-    """Returns the names of the file's columns; none if it is unreadable, for :func:`read_columns` to report."""
-    try:
-        return list(pq.read_schema(path).names)
-    except (pa.ArrowException, OSError):
-        return []
-
-
-def read_ids(
-    path: Path, words: Mapping[str, str], reason: str, **converters: Convert
+def read_rows(
+    path: Path, needs: Sequence[str], *, every: bool = True
 ) -> dict[str, pa.Array]:
-    """Reads columns of ids, and others by their converters, without a missing value.
+    """Reads a file's columns under our names: ids, numbers, times and texts in the types of steps.
+
+    Fractions are those of 32 bits in 64, and an order, times of any unit, is a number.
 
     Args:
         path: a parquet file.
-        words: the columns' names in the file, by our names.
-        reason: the rule against missing values, for messages.
-        converters: functions that read the columns of other values, by our names.
+        needs: columns without a missing value: ids and an order; and ``label``, whose values the caller checks.
+        every: whether to read further columns.
 
     Raises:
-        DataError: a value is missing, or an id is neither a whole number nor text.
+        DataError: a column is missing, or has a value that it cannot have.
     """
-    table = read_columns(path, list(words.values()))
+    names = ParquetSource(path).columns
+    words: dict[str, str] = {}
+    for name in names:
+        # Tables are named like their columns, and a module's name has no dot.
+        short = KEYS.get(name, name.replace(".", "_"))
+        if short in words:
+            raise DataError(
+                f"{path}: two columns are '{short}', of which one is written '{name}'; rename one"
+            )
+        words[short] = name
+    if ORDER in needs:
+        time = next((name for name in TIMES if name in words), None)
+        if time:
+            words[ORDER] = words.pop(time)
+    for name in needs:
+        if name not in words:
+            spelled = " or ".join(_SPELLINGS.get(name, (name,)))
+            raise DataError(
+                f"{path}: no column {spelled}; the file has {listed(names)}: add it, as in "
+                "docs/recipes.md"
+            )
     columns = {}
+    reason = f"a row needs {', '.join(words[name] for name in needs)}"
+    if not every:
+        words = {name: words[name] for name in needs}
+    table = read_columns(path, list(words.values()))
     for name, word in words.items():
-        convert = converters.get(name, raw_ids)
-        columns[name] = convert(path, word, table.column(word))
-        check_no_null(path, word, columns[name], reason)
+        convert = raw_ids if name in KEYS.values() else raw_column
+        column = convert(path, word, table.column(word))
+        if name == ORDER:
+            column = _order(path, word, column)
+        if name in needs and name != "label":
+            check_no_null(path, word, column, reason)
+        if pa.types.is_floating(column.type):
+            # Rounded to 32 bits, so that a number compares equal in files of 32 and of
+            # 64 bits; means are computed in 64.
+            column = column.cast(pa.float32()).cast(pa.float64())
+        columns[name] = column
     return columns
+
+
+def _order(path: Path, name: str, column: pa.Array) -> pa.Array:
+    """Returns positions or times of any unit as numbers: only their order counts."""
+    refuse_lists(path, name, column)
+    if pa.types.is_string(column.type):
+        # raw_column keeps text without a first date. This raises an error that names
+        # the row.
+        times_in(path, name, column)
+    return column.cast(pa.int64()) if pa.types.is_timestamp(column.type) else column
 
 
 def check_no_null(path: Path, name: str, column: pa.Array, reason: str) -> None:
@@ -254,8 +241,14 @@ def check_no_null(path: Path, name: str, column: pa.Array, reason: str) -> None:
         )
 
 
-def same_types(columns: Mapping[Path, RawColumns]) -> list[dict[str, pa.Array]]:
+def same_types(
+    columns: Mapping[Path, RawColumns], *, strict: bool = False
+) -> list[dict[str, pa.Array]]:
     """Returns the raw columns of several files in the types of the first.
+
+    Args:
+        columns: columns of each file.
+        strict: refuse what could be converted.
 
     Raises:
         DataError: a file lacks a column of the first, or has it in another type.
@@ -263,33 +256,26 @@ def same_types(columns: Mapping[Path, RawColumns]) -> list[dict[str, pa.Array]]:
     first, first_columns = next(iter(columns.items()))
     aligned = []
     for path, arrays in columns.items():
-        converted_columns = {}
-        for name, array in first_columns.items():
+        converted: dict[str, pa.Array] = {}
+        for name, expected in first_columns.items():
             if name not in arrays:
                 raise DataError(
                     f"{path}: column '{name}' is missing, {first.name} has it and {path.name} {sorted(arrays)}; write "
                     "the same columns to all files"
                 )
-            converted_columns[name] = _as_type(
-                path, name, arrays[name], first, array.type
-            )
-        aligned.append(converted_columns)
+            array = arrays[name]
+            if array.type != expected.type:
+                is_time = pa.types.is_timestamp(expected.type)
+                if is_time and pa.types.is_string(array.type):
+                    array = times_in(path, name, array)
+                elif strict or not pa.types.is_null(array.type):
+                    raise DataError(
+                        f"{path}: column '{name}' is {array.type}, in {first.name} {expected.type}; write one type to "
+                        "all files"
+                    )
+            converted[name] = array.cast(expected.type)
+        aligned.append(converted)
     return aligned
-
-
-def _as_type(
-    path: Path, name: str, array: pa.Array, first: Path, expected: pa.DataType
-) -> pa.Array:
-    if array.type == expected:
-        return array
-    if pa.types.is_timestamp(expected) and pa.types.is_string(array.type):
-        return times_in(path, name, array)
-    both_fractions = pa.types.is_floating(array.type) and pa.types.is_floating(expected)
-    if not both_fractions and not pa.types.is_null(array.type):
-        raise DataError(
-            f"{path}: column '{name}' is {array.type}, in {first.name} {expected}; write one type to all files"
-        )
-    return array.cast(expected)
 
 
 def _plain_text(column: pa.Array | pa.ChunkedArray) -> pa.Array:

@@ -12,15 +12,12 @@ from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Column, Int64
 from torchrec_ext.data.config import PARTS
-from torchrec_ext.data.features import SEPARATOR, RawColumns
-from torchrec_ext.data.prepare import Evaluation, RawSet, Roles
+from torchrec_ext.data.features import KEYS, SEPARATOR, RawColumns
+from torchrec_ext.data.prepare import TITLE, Evaluation, RawSet, Roles
 from torchrec_ext.data.splits import Split
 from torchrec_ext.schema import DataError
 
-KEYS = {"user": "user_id", "item": "item_id"}
 HISTORY = "history"
-# Column of the items' texts for display.
-TITLE = "title"
 
 
 class PairRows(NamedTuple):
@@ -56,6 +53,7 @@ def set_of_pairs(
     left_out: Mapping[str, str] | None = None,
     separators: Mapping[str, str] | None = None,
     numbers: Sequence[str] = (),
+    history: str = HISTORY,
 ) -> RawSet:
     """Joins pairs with what is known of users and items, and cuts them into splits.
 
@@ -68,6 +66,7 @@ def set_of_pairs(
         left_out: see :class:`RawSet`.
         separators: see :class:`RawSet`.
         numbers: see :class:`RawSet`.
+        history: name of the column of the histories.
     """
     order = pa.array(split.rows)
     columns: dict[str, pa.Array] = {"user_id": rows.users.take(order)}
@@ -77,8 +76,8 @@ def set_of_pairs(
     for owner, key in KEYS.items():
         if owner == "item":
             if split.history.lengths.any():
-                columns[HISTORY] = lists_of(split.history, distinct(rows.items))
-                described["user"].append(HISTORY)
+                columns[history] = lists_of(split.history, distinct(rows.items))
+                described["user"].append(history)
             columns["item_id"] = item_column
         if owner not in sides:
             continue
@@ -87,11 +86,12 @@ def set_of_pairs(
             # A batch has one column of a name, so the item's is renamed.
             feature = f"{owner}_{word}" if word in columns else word
             columns[feature] = values
-            described[owner].append(feature)
+            if word != TITLE:
+                described[owner].append(feature)
             if word in listed_texts(side):
                 all_separators.setdefault(feature, SEPARATOR)
     evaluation = evaluation or Evaluation()
-    shared = [HISTORY] if HISTORY in columns else []
+    shared = [history] if history in columns else []
     splits = {}
     for number, part in enumerate(PARTS):
         indices = pa.array(np.flatnonzero(split.part == number))
@@ -120,7 +120,6 @@ def set_of_pairs(
         separators={
             word: text for word, text in all_separators.items() if word in columns
         },
-        titles=titles_of(sides.get("item", {})),
         left_out=left_out or {},
         notes=notes,
         evaluation=evaluation,
@@ -131,13 +130,7 @@ def set_of_pairs(
 def of_side(rows: RawColumns, key: str, side: RawColumns) -> dict[str, pa.Array]:
     """Returns what is known of each row's user or item, by column."""
     places = pc.index_in(rows[key], side[key])
-    return {word: side[word].take(places) for word in features_of(key, side)}
-
-
-def features_of(key: str, side: RawColumns) -> list[str]:
-    """Returns the columns that describe users or items."""
-    names = (key, TITLE) if key == KEYS["item"] else (key,)
-    return [word for word in side if word not in names]
+    return {word: side[word].take(places) for word in side if word != key}
 
 
 def listed_texts(side: RawColumns) -> list[str]:
@@ -146,16 +139,9 @@ def listed_texts(side: RawColumns) -> list[str]:
         word
         for word, values in side.items()
         if pa.types.is_string(values.type)
+        and word != TITLE
         and pc.any(pc.match_substring(values, SEPARATOR)).as_py()
     ]
-
-
-def titles_of(side: RawColumns) -> dict[object, str]:
-    """Returns the titles by item, if there are any."""
-    if TITLE not in side:
-        return {}
-    pairs = zip(side["item_id"].to_pylist(), side[TITLE].to_pylist(), strict=True)
-    return {key: str(text) for key, text in pairs if text is not None}
 
 
 def lists_of(column: Column, values: pa.Array) -> pa.ListArray:

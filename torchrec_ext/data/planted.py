@@ -21,17 +21,10 @@ from torchrec_ext.data.columns import Column, Int64, Windows
 from torchrec_ext.data.config import PARTS, PLANTED
 from torchrec_ext.data.files.arrow import as_arrow
 from torchrec_ext.data.pairs import PairRows, set_of_pairs
-from torchrec_ext.data.prepare import (
-    RAW_ITEMS,
-    RAW_REQUESTS,
-    RAW_USERS,
-    RawSet,
-    Roles,
-    vocabulary_with_counts,
-    write_rows,
-)
-from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, History
+from torchrec_ext.data.prepare import RawSet, Roles, write_folder
+from torchrec_ext.data.preprocess import Categorify, History, Preprocessor
 from torchrec_ext.data.preprocess.history import GAPS
+from torchrec_ext.data.preprocess.rows import connected, named
 from torchrec_ext.data.splits import TEST, leave_one_out
 
 _Floats = NDArray[np.float64]
@@ -459,7 +452,6 @@ def planted_log_folder(
     """
     follows = 0.7 if sessions else 0.0
     log = planted_log(users=150, items=120, clicks=130, follows=follows, seed=seed)
-    length = 10
     columns = log.columns
     size = len(log.bought)
     rng = np.random.default_rng([seed, 1])
@@ -467,7 +459,7 @@ def planted_log_folder(
     clicks = np.arange(size).repeat(2)
     items = columns["item_id"][clicks]
     items[1::2] = rng.integers(1, log.model.items + 1, size)
-    click = np.tile(np.array([1.0, 0.0]), size)
+    click = np.tile(np.array([1.0, 0.0], np.float32), size)
     # A drawn item that is the clicked one would have both labels.
     mask = (click > 0) | (items != columns["item_id"][clicks])
     clicks, items, click = clicks[mask], items[mask], click[mask]
@@ -480,32 +472,22 @@ def planted_log_folder(
             "category_id": categories,
             "click": click,
             "conversion": click * log.bought[clicks],
-            "weight": 1.0 + items % 2,
-            **_past(columns, clicks, length),
+            "weight": (1 + items % 2).astype(np.float32),
         }
     )
-    fitted = _fitted_steps(splits["train"], length)
-    # A request lists its candidates separately, so its rows have no item.
-    requests = {
-        name: splits["train"][name][-1_000:]
-        for name in fitted.request_columns
-        if name not in ("item_id", "category_id")
-    }
-    trained = np.unique(splits["train"]["item_id"])
-    users, last = np.unique(columns["user_id"][::-1], return_index=True)
-    latest = _past(columns, size - 1 - last, length, itself=1)
-    is_trained = np.isin(users, splits["train"]["user_id"])
-    # A user known by id alone is asked a moment after the log's end.
-    ends = np.full(len(users), columns["timestamp"].max() + 1)
-    raw_tables = {
-        RAW_REQUESTS: pa.table(requests),
-        RAW_ITEMS: pa.table(
-            {"item_id": trained, "category_id": log.model.kinds[trained]}
+    steps = [
+        History(
+            user="user_id",
+            item="item_id",
+            time="timestamp",
+            length=10,
+            also=("category_id",),
+            gaps=GAPS,
         ),
-        RAW_USERS: pa.table({"user_id": users, **latest, "timestamp": ends}).filter(
-            pa.array(is_trained)
-        ),
-    }
+        Categorify(column="item_id", also=("history",)),
+        Categorify(column="category_id", also=("history_category_id",)),
+        Categorify(column="user_id"),
+    ]
     roles = Roles(
         label="click",
         tasks=("conversion",),
@@ -514,7 +496,23 @@ def planted_log_folder(
         user_features=["history", "history_category_id", "history_gap"],
         item_features=["category_id"],
     )
-    write_rows(folder, fitted, splits, raw_tables, roles, recipe=PLANTED)
+    with connected() as con:
+        relations = {
+            part: con.sql(f"FROM {named(con, pa.table(rows))}")
+            for part, rows in splits.items()
+        }
+        events = con.sql(f"FROM {named(con, pa.table(columns))}")
+        preprocessor = Preprocessor(steps, keep=("click", "conversion", "weight"))
+        fitted = preprocessor.fit(relations["train"], con=con, events=events)
+        write_folder(
+            folder,
+            fitted.by_value(),
+            relations,
+            roles,
+            con,
+            events=events,
+            details={"recipe": PLANTED},
+        )
     chances = log.model.chances_of(log.clicks, log.rows[clicks[test]])
     # Against an item that is drawn uniformly.
     odds = chances[np.arange(len(chances)), items[test]] * log.model.items
@@ -527,51 +525,3 @@ def planted_log_folder(
         figures = best_prediction(chance, splits["test"][name])
         best |= {f"{name}_{figure}": value for figure, value in figures.items()}
     return best
-
-
-def _fitted_steps(train: Mapping[str, Any], length: int) -> FittedPreprocessor:
-    steps = (
-        History(
-            user="user_id",
-            item="item_id",
-            time="timestamp",
-            length=length,
-            also=("category_id",),
-            gaps=GAPS,
-        ),
-        Categorify(column="item_id", also=("history",)),
-        Categorify(column="category_id", also=("history_category_id",)),
-        Categorify(column="user_id"),
-    )
-    vocabularies = [
-        vocabulary_with_counts(pa.array(train[step.writes[0]])) for step in steps[1:]
-    ]
-    ids = ("user_id", "timestamp", "item_id", "category_id")
-    keep = ("click", "conversion", "weight")
-    raw = dict.fromkeys(ids, "int64") | dict.fromkeys(keep, "float32")
-    return FittedPreprocessor(
-        steps=steps, keep=keep, raw=raw, states=({}, *vocabularies)
-    )
-
-
-def _past(
-    columns: Mapping[str, Int64], clicks: Int64, length: int, itself: int = 0
-) -> dict[str, pa.Array]:
-    """Lists each row's latest earlier clicks as a request does, a few more than are read.
-
-    With ``itself=1`` the row's own click is the last of them.
-    """
-    users = columns["user_id"]
-    # A user's clicks one after the other, in the order of time, and the place of each
-    # click among them.
-    order = np.argsort(users, kind="stable")
-    place = np.argsort(order)[clicks]
-    first = users[order].searchsorted(users[clicks])
-    past = Column.from_windows(
-        order, Windows(np.maximum(first, place - length - 2), place + itself)
-    )
-    sources = {"items": "item_id", "times": "timestamp", "category_id": "category_id"}
-    return {
-        f"history_{name}": as_arrow(Column(columns[column][past.values], past.offsets))
-        for name, column in sources.items()
-    }

@@ -1,6 +1,6 @@
-"""write_set(): raw rows in memory -> a prepared folder, as rec.data.preprocess writes one; every set is such a folder.
+"""write_folder(): steps, splits and roles -> a prepared folder, the only form of data that training reads.
 
-RawSet: rows as files have them, by split, with the role of each column.
+write_set(): a RawSet, rows as files have them with the role of each column, -> such a folder.
 
 Steps follow a column's type: text and whole numbers become ids, fractions numbers, times their hour or weekday.
 """
@@ -8,8 +8,9 @@ Steps follow a column's type: text and whole numbers become ids, fractions numbe
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -20,24 +21,32 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchrec_ext.data.columns import Int64
-from torchrec_ext.data.config import PARTS
-from torchrec_ext.data.features import (
-    RawColumns,
-    owned_columns,
-)
-from torchrec_ext.data.files.arrow import as_arrow, is_list_type
+from torchrec_ext.data.features import RawColumns, owned_columns
 from torchrec_ext.data.known import KnownWriter, known_path
 from torchrec_ext.data.preprocess import (
     Categorify,
     FillMissing,
     FittedPreprocessor,
+    History,
     Lists,
     Normalize,
+    Preprocessor,
     Step,
     TimeFeatures,
     Vocabulary,
 )
-from torchrec_ext.data.preprocess.columns import raw_type
+from torchrec_ext.data.preprocess.fitted import requests_sql
+from torchrec_ext.data.preprocess.rows import (
+    ROW,
+    Connection,
+    Opened,
+    Source,
+    connected,
+    named,
+    open_source,
+    table,
+)
+from torchrec_ext.data.preprocess.step import quoted
 from torchrec_ext.data.preprocess.times import Feature
 from torchrec_ext.schema import DataError
 
@@ -54,12 +63,12 @@ RAW_USERS = "raw/users.parquet"
 RAW_POPULARITY = "raw/popularity.parquet"
 # Column of the items before a row's item, in a set of sessions.
 SESSION = "session"
-# Rows of a row group of a set in memory: a small set still has several groups.
-_GROUP_ROWS = 8_192
-# Rows to transform at once.
-_ROWS_AT_ONCE = 8 * _GROUP_ROWS
+# Column of the items' texts for display.
+TITLE = "title"
 # Requests that are kept for an export, which compares its answers with the live model.
-_REQUESTS = 1_000
+AUDITED = 1_000
+# Users and their latest events are held in memory, some 500 bytes each.
+NAMED = 2_000_000
 _DAY = 86_400_000_000
 OF_TIMES: tuple[Feature, ...] = ("hour", "weekday")
 OF_DATES: tuple[Feature, ...] = ("weekday", "month")
@@ -140,7 +149,6 @@ class RawSet:
         lengths: greatest number of values in a row of a column of lists, the last ones; a request may have more.
         kept: columns that are handed on as they are, such as the label.
         numbers: columns of whole fractions that are known to be numbers.
-        titles: texts for display by the raw id of an item.
         left_out: why a column of the files is not read, by its name.
         notes: what a reader should know of the rows, one line each.
         evaluation: rule of the ranking.
@@ -155,73 +163,49 @@ class RawSet:
     lengths: Mapping[str, int] = field(default_factory=dict)
     kept: Sequence[str] = ()
     numbers: Sequence[str] = ()
-    titles: Mapping[Any, str] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
     evaluation: Evaluation = field(default_factory=Evaluation)
     best: Mapping[str, float] = field(default_factory=dict)
 
 
-def fit_steps(raw: RawSet) -> FittedPreprocessor:
-    """Fits a step for each column, by its type, to the training rows.
+def steps_of(raw: RawSet) -> list[Step]:
+    """Returns a step for each column, by its type: ids come first, numbers next.
 
     Raises:
-        DataError: all values of a column are missing.
+        DataError: all values of a column are missing, or two columns would have one name.
     """
-    train = raw.splits["train"]
-    others: set[str] = set()
-    for names in raw.shared.values():
-        others.update(names)
-    ids: list[tuple[Step, Any]] = [
-        (Lists(column=name, max_length=length), {})
-        for name, length in raw.lengths.items()
+    others = set(itertools.chain.from_iterable(raw.shared.values()))
+    ids: list[Step] = [
+        Lists(column=name, max_length=length) for name, length in raw.lengths.items()
     ]
-    numbers: list[tuple[Step, Any]] = []
-    times: list[tuple[Step, Any]] = []
-    types = {name: str(train[name].type) for name in raw.kept}
-    for name, column in train.items():
-        if name in raw.kept:
+    numbers: list[Step] = []
+    times: list[Step] = []
+    for name, column in raw.splits["train"].items():
+        is_shown = name == TITLE and raw.roles.item is not None
+        if name in raw.kept or name in others or is_shown:
             continue
-        types[name] = raw_type(column.type) or str(column.type)
-        if name in others:
-            continue
-        also = tuple(raw.shared.get(name, ()))
-        values = _values(column, _trained_lists(raw, name))
-        if not len(values):
+        if column.null_count == len(column):
             raise DataError(
                 f"column '{name}': all {len(column):,} values are missing; leave the column out"
             )
-        if pa.types.is_floating(values.type):
-            floats = values.to_numpy()
-            # A constant column has deviation 0, by which nothing can be divided.
-            deviation = float(floats.std()) or 1.0
-            filled = any(columns[name].null_count for columns in raw.splits.values())
-            mean = float(floats.mean())
-            if filled:
-                fill = FillMissing(column=name, statistic="mean")
-                numbers.append((fill, {"value": mean}))
-            numbers.append((Normalize(column=name), {"mean": mean, "std": deviation}))
-        elif pa.types.is_timestamp(values.type):
+        if pa.types.is_floating(column.type):
+            numbers.append(Normalize(column=name))
+            if any(columns[name].null_count for columns in raw.splits.values()):
+                # The mean, which is 0 now.
+                numbers.append(FillMissing(column=name, value=0.0))
+        elif pa.types.is_timestamp(column.type):
             # Where every time is midnight, its hour says nothing.
-            at_midnight = (values.cast(pa.int64()).to_numpy() % _DAY == 0).all()
-            features = OF_DATES if at_midnight else OF_TIMES
-            times.append((TimeFeatures(column=name, features=features), {}))
-        elif separator := raw.separators.get(name):
-            words = pc.list_flatten(pc.split_pattern(values, separator))
-            # Two separators in a row, and an empty text, hold no value.
-            words = words.filter(pc.not_equal(words, ""))
-            ids.append((Lists(column=name, separator=separator), {}))
-            ids.append((Categorify(column=name), vocabulary_with_counts(words)))
+            times_of_day = column.drop_null().cast(pa.int64()).to_numpy() % _DAY
+            features = OF_TIMES if times_of_day.any() else OF_DATES
+            times.append(TimeFeatures(column=name, features=features))
         else:
-            if pa.types.is_boolean(values.type):
-                values = values.cast(pa.int64())
-            ids.append(
-                (Categorify(column=name, also=also), vocabulary_with_counts(values))
-            )
-    # Ids come first, numbers next: a model's columns keep this order.
-    fitted = FittedPreprocessor.of([*ids, *numbers, *times], types, raw.kept)
+            if separator := raw.separators.get(name):
+                ids.append(Lists(column=name, separator=separator))
+            ids.append(Categorify(column=name, also=tuple(raw.shared.get(name, ()))))
+    steps = [*ids, *numbers, *times]
     writes: set[str] = set()
-    for step in fitted.steps:
+    for step in steps:
         again = writes.intersection(step.writes) - set(step.reads)
         if again:
             raise DataError(
@@ -229,33 +213,7 @@ def fit_steps(raw: RawSet) -> FittedPreprocessor:
                 "out, or rename it"
             )
         writes.update(step.writes)
-    return fitted
-
-
-def vocabulary_with_counts(values: pa.Array) -> Vocabulary:
-    """Returns the distinct values, in sorted order, with the number of rows of each."""
-    value_counts = pc.value_counts(values)
-    order = pc.sort_indices(value_counts.field("values"))
-    return Vocabulary(
-        value_counts.field("values").take(order),
-        value_counts.field("counts").take(order),
-    )
-
-
-def _trained_lists(raw: RawSet, name: str) -> list[pa.Array]:
-    """Returns the training columns with the values of a column; a candidate is nothing that is trained."""
-    names = raw.shared.get(name, ())
-    train = raw.splits["train"]
-    return [train[other] for other in names if other != raw.evaluation.candidates]
-
-
-def _values(column: pa.Array, others: Sequence[pa.Array]) -> pa.Array:
-    """Returns all values of columns, of one value or a list of them in a row, without nulls."""
-    flat = [
-        (each.flatten() if is_list_type(each.type) else each).drop_null()
-        for each in (column, *others)
-    ]
-    return pa.concat_arrays(flat) if len(flat) > 1 else flat[0]
+    return steps
 
 
 class Counts:
@@ -359,106 +317,42 @@ def write_set(folder: Path, raw: RawSet) -> None:
         DataError: a column cannot be prepared.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    fitted = fit_steps(raw)
-    roles = raw.roles
-    written: dict[str, Sequence[str]] = {}
-    for step in fitted.steps:
-        written |= dict.fromkeys(step.reads, step.writes)
-    owned = {
-        owner: set(
-            owned_columns(
-                owner,
-                raw.splits["train"],
-                (getattr(roles, owner), *getattr(roles, f"{owner}_features")),
-            )
+    steps = steps_of(raw)
+    with connected() as con:
+        names = {
+            split: named(con, pa.table(dict(columns)))
+            for split, columns in raw.splits.items()
+            if len(next(iter(columns.values())))
+        }
+        # Values of lists are counted too, but a candidate is nothing that is trained.
+        parts = [f"FROM {names['train']}"]
+        for name, lists in raw.shared.items():
+            for other in lists:
+                if other != raw.evaluation.candidates:
+                    values = f"unnest({quoted(other)}) AS {quoted(name)}"
+                    parts.append(f"SELECT {values} FROM {names['train']}")
+        rows = con.sql(" UNION ALL BY NAME ".join(parts))
+        fitted = Preprocessor(steps, keep=raw.kept).fit(rows, con=con).by_value()
+        written = {name: step.writes for step in steps for name in step.reads}
+        roles = dataclasses.replace(
+            raw.roles,
+            user_features=_derived(raw.roles.user_features, written),
+            item_features=_derived(raw.roles.item_features, written),
         )
-        for owner in ("user", "item")
-    }
-    not_sent = {*raw.kept, *filter(None, [raw.evaluation.candidates]), *owned["item"]}
-    train = raw.splits["train"]
-    size = len(next(iter(train.values())))
-    every = max(1, -(-size // _REQUESTS))
-    requests = {name: train[name][::every] for name in train if name not in not_sent}
-    tables = {RAW_REQUESTS: pa.table(requests)}
-    for owner, path in (("user", RAW_USERS), ("item", RAW_ITEMS)):
-        if (key := getattr(roles, owner)) is not None:
-            names = [
-                name for name in train if name in owned[owner] and name not in not_sent
-            ]
-            if owner == "item":
-                names = [name for name in train if name in owned[owner]]
-            tables[path] = _last_of_each(raw, key, names)
-            # Items that a history alone names can be recommended, too.
-            if owner == "item" and names == [key]:
-                values = pc.unique(_values(train[key], _trained_lists(raw, key)))
-                tables[path] = pa.table({key: values.take(pc.sort_indices(values))})
-    if roles.item and raw.titles:
-        keys = tables[RAW_ITEMS][roles.item].to_pylist()
-        titles = pa.array([raw.titles.get(key) for key in keys], pa.string())
-        tables[RAW_ITEMS] = tables[RAW_ITEMS].append_column("title", titles)
-    write_rows(
-        folder,
-        fitted,
-        raw.splits,
-        tables,
-        dataclasses.replace(
+        write_folder(
+            folder,
+            fitted,
+            {split: con.sql(f"FROM {name}") for split, name in names.items()},
             roles,
-            user_features=_derived(roles.user_features, written),
-            item_features=_derived(roles.item_features, written),
-        ),
-        recipe=raw.name,
-        details={
-            "evaluation": dataclasses.asdict(raw.evaluation),
-            "left_out": dict(raw.left_out),
-            "notes": [*raw.notes, *_doubts(raw, fitted)],
-            "best": dict(raw.best),
-        },
-    )
-
-
-def write_rows(
-    folder: Path,
-    fitted: FittedPreprocessor,
-    splits: Mapping[str, Mapping[str, Any]],
-    raw_tables: Mapping[str, pa.Table],
-    roles: Roles,
-    *,
-    recipe: str,
-    details: Mapping[str, Any] | None = None,
-) -> None:
-    """Writes raw rows by split through a fitted preprocessor, and raw tables by their path.
-
-    Args:
-        folder: an empty folder.
-        fitted: the preprocessor.
-        splits: raw columns of each split.
-        raw_tables: tables by their path in the folder.
-        roles: roles of the columns.
-        recipe: name of the set's origin.
-        details: further entries of the summary.
-    """
-    fitted.save(folder / PREPROCESSOR)
-    counts = {split: Counts(fitted, roles, folder, split) for split in splits}
-    for split, rows in splits.items():
-        if len(next(iter(rows.values()))):
-            (folder / split).mkdir()
-            path = folder / split / "part-00000.parquet"
-            _write_split(path, fitted, rows, counts[split])
-        counts[split].close()
-    (folder / "raw").mkdir()
-    for name, table in raw_tables.items():
-        pq.write_table(table, folder / name)
-    popularity = counts["train"].popularity
-    if len(popularity):
-        pq.write_table(pa.table({"count": popularity}), folder / RAW_POPULARITY)
-    summary = {
-        "recipe": recipe,
-        "rows": {split: each.rows for split, each in counts.items()},
-        "labels": {split: each.labels for split, each in counts.items()},
-        "roles": dataclasses.asdict(roles),
-        **(details or {}),
-    }
-    (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
+            con,
+            details={
+                "recipe": raw.name,
+                "evaluation": dataclasses.asdict(raw.evaluation),
+                "left_out": dict(raw.left_out),
+                "notes": [*raw.notes, *_doubts(raw, fitted)],
+                "best": dict(raw.best),
+            },
+        )
 
 
 def _derived(names: Sequence[str], written: Mapping[str, Sequence[str]]) -> list[str]:
@@ -470,52 +364,172 @@ def _derived(names: Sequence[str], written: Mapping[str, Sequence[str]]) -> list
     return derived
 
 
-def _write_split(
-    path: Path, fitted: FittedPreprocessor, rows: Mapping[str, Any], counts: Counts
-) -> None:
-    count = len(next(iter(rows.values())))
-    writer: pq.ParquetWriter | None = None
-    for start in range(0, count, _ROWS_AT_ONCE):
-        part = {
-            name: values[start : start + _ROWS_AT_ONCE] for name, values in rows.items()
-        }
-        columns = fitted.online(part)
-        table = pa.table({name: as_arrow(column) for name, column in columns.items()})
-        for batch in table.to_batches():
-            counts.add(batch)
-        if writer is None:
-            writer = pq.ParquetWriter(path, table.schema, write_page_checksum=True)
-        writer.write_table(table, row_group_size=_GROUP_ROWS)
-    assert writer is not None, "no rows"
-    writer.close()
+def write_folder(
+    folder: Path,
+    fitted: FittedPreprocessor,
+    splits: Mapping[str, Source],
+    roles: Roles,
+    con: Connection,
+    *,
+    events: Source | None = None,
+    details: Mapping[str, Any] | None = None,
+    watch: Callable[[str, int], None] = lambda split, rows: None,
+) -> dict[str, Counts]:
+    """Writes a prepared folder: rows by split, raw rows, the preprocessor, and a summary with what was counted.
 
+    Args:
+        folder: an empty folder.
+        fitted: the preprocessor.
+        splits: files or relations by name of the split, that of training first.
+        roles: roles of the columns.
+        con: connection of the relations.
+        events: rows to make histories of; each split's own by default.
+        details: further entries of the summary.
+        watch: function that is called with the split and the number of rows of each batch that is written.
 
-def _last_of_each(raw: RawSet, key: str, names: Sequence[str]) -> pa.Table:
-    """Returns the latest row of each value of ``key`` that a training row has, in the order of the values.
+    Returns:
+        What was counted of each split.
 
-    A user's latest row is that of the latest split: it has the history before the test item. An item's is its last
-    training row.
+    Raises:
+        DataError: see :meth:`FittedPreprocessor.transform`.
     """
-    splits = ["train"] if key == raw.roles.item else [*reversed(PARTS)]
-    trained = pc.unique(raw.splits["train"][key].drop_null())
-    trained = trained.take(pc.sort_indices(trained))
-    taken = np.zeros(len(trained), bool)
-    pieces: list[pa.Table] = []
-    order: list[Int64] = []
-    for split in splits:
-        columns = raw.splits.get(split)
-        if columns is None:
-            continue
-        number = pc.index_in(columns[key], trained).fill_null(-1)
-        # Backwards: of the rows of a value the last one comes first.
-        found, first = np.unique(number.to_numpy()[::-1], return_index=True)
-        fresh = (found >= 0) & ~taken[found]
-        taken[found[fresh]] = True
-        order.append(found[fresh])
-        last = pa.array(len(number) - 1 - first[fresh])
-        pieces.append(pa.table({name: columns[name].take(last) for name in names}))
-    by_key = np.argsort(np.concatenate(order), kind="stable")
-    return pa.concat_tables(pieces).take(pa.array(by_key)).combine_chunks()
+    fitted.save(folder / PREPROCESSOR)
+    counts = {}
+    for split, source in splits.items():
+        counted = counts[split] = Counts(fitted, roles, folder, split)
+
+        def see(batch: pa.RecordBatch, split: str = split) -> None:
+            counts[split].add(batch)
+            watch(split, batch.num_rows)
+
+        fitted.transform(source, folder / split, events=events, con=con, watch=see)
+        counted.close()
+    raw = write_raw_rows(fitted, list(splits.values()), roles, con, events)
+    popularity = next(iter(counts.values())).popularity
+    if len(popularity):
+        raw[RAW_POPULARITY] = pa.table({"count": popularity})
+    for name, rows in raw.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        pq.write_table(rows, folder / name)
+    summary = {
+        **(details or {}),
+        "rows": {split: each.rows for split, each in counts.items()},
+        "roles": dataclasses.asdict(roles),
+        "columns": fitted.outputs,
+        "vocab": fitted.vocab,
+        "dense": list(fitted.dense),
+        "unknown": {split: each.unknown for split, each in counts.items()},
+        "labels": {split: each.labels for split, each in counts.items()},
+    }
+    (folder / SUMMARY).write_text(json.dumps(summary, indent=1, default=str) + "\n")
+    return counts
+
+
+def write_raw_rows(
+    fitted: FittedPreprocessor,
+    splits: Sequence[Source],
+    roles: Roles,
+    con: Connection,
+    events: Source | None,
+) -> dict[str, pa.Table]:
+    """Returns rows as they stand in the log, for a bundle: some requests, the items and the users.
+
+    A request has the columns of a training row, and the user's latest events where the result has histories. The rows
+    are spread evenly over the training rows, whose first ones in a log have hardly any event before them. An item has
+    the columns of its last training row, and the column ``title`` if there is one.
+    """
+    train = splits[0]
+    log = train if events is None else events
+    histories = [step for step in fitted.steps if isinstance(step, History)]
+    columns = [name for name in fitted.request_columns if name in fitted.raw]
+    keys = [name for step in histories for name in (step.user, step.time)]
+    rows = open_source(train, [*columns, *keys], con)
+    past = open_source(log, fitted.event_reads, con) if histories else rows
+    ((count,),) = con.sql(f"SELECT count(*) FROM {rows.view}").fetchall()
+    every = max(1, -(-count // AUDITED))
+    asked = dataclasses.replace(fitted, keep=())
+    sql = requests_sql(asked, rows, past, where=f"{ROW} % {every} = 0")
+    tables = {RAW_REQUESTS: table(con, sql)}
+    if isinstance(fitted.state_of(roles.user or ""), Vocabulary):
+        users = _users(fitted, splits, roles, con, log)
+        if users is not None:
+            tables[RAW_USERS] = users
+    if roles.item is not None:
+        tables[RAW_ITEMS] = _items(fitted, train, roles, con)
+    return tables
+
+
+def _items(
+    fitted: FittedPreprocessor, train: Source, roles: Roles, con: Connection
+) -> pa.Table:
+    """Returns a row for each item; if nothing more is known of it, also for those that a history alone names."""
+    item = str(roles.item)
+    (key,) = fitted.only([item]).request_columns
+    names = owned_columns("item", fitted.outputs, roles.item_features)
+    raw = [name for name in fitted.only(names).request_columns if name != key]
+    rows = open_source(train, [key, *raw], con)
+    # Shown with recommendations.
+    if TITLE in con.sql(f"SELECT * FROM {rows.view} LIMIT 0").columns:
+        raw = list(dict.fromkeys([*raw, TITLE]))
+    state = fitted.state_of(item)
+    if not raw and isinstance(state, Vocabulary):
+        return pa.table({key: state.values})
+    return table(con, f"{_last_of_each([rows], key, raw)} ORDER BY {quoted(key)}")
+
+
+def _users(
+    fitted: FittedPreprocessor,
+    splits: Sequence[Source],
+    roles: Roles,
+    con: Connection,
+    log: Source,
+) -> pa.Table | None:
+    """Returns the users of the training rows with their request columns; None if they are too many."""
+    (key,) = fitted.only([str(roles.user)]).request_columns
+    steps = fitted.only(owned_columns("user", fitted.outputs, roles.user_features))
+    histories = [step for step in steps.steps if isinstance(step, History)]
+    # The events come from the log, not from the last row, and so does the time.
+    not_last = {key}
+    for step in histories:
+        not_last |= {step.time, *step.sent}
+    columns = [name for name in steps.request_columns if name not in not_last]
+    rows = [open_source(source, [key, *columns], con) for source in splits]
+    users = table(con, _last_of_each(rows, key, columns))
+    if len(users) > NAMED:
+        print(
+            f"{len(users):,} users are more than the {NAMED:,} that a bundle knows by id: its requests are whole rows",
+            flush=True,
+        )
+        return None
+    view = named(con, users)
+    others = [step for step in fitted.steps if not isinstance(step, History)]
+    read_by_others = {name for step in others for name in step.reads}
+    for step in histories:
+        # A history of other users' events does not belong to the user.
+        if step.user == key:
+            events = open_source(log, step.event_reads, con)
+            view = f"({step.latest_sql(view, events.view)})"
+            # Where only histories read the time, a user known by id alone is asked at
+            # the log's end. An hour of the day must come with the request.
+            if step.time not in read_by_others:
+                kind = fitted.raw[step.time]
+                view = f"({step.end_time_sql(view, events.view, kind)})"
+                read_by_others.add(step.time)
+    return table(con, f"SELECT * FROM {view} ORDER BY {quoted(key)}")
+
+
+def _last_of_each(splits: Sequence[Opened], key: str, columns: Sequence[str]) -> str:
+    """Returns SQL for a row for each value of ``key`` in the first split, with its last row's values of ``columns``."""
+    names = ", ".join(map(quoted, [key, *columns]))
+    # The last row's values, also where one of them is null.
+    last = [
+        f"arg_max_null({quoted(name)}, {ROW}) AS {quoted(name)}" for name in columns
+    ]
+    rows = " UNION ALL ".join(f"SELECT {names} FROM {each.view}" for each in splits)
+    return (
+        f"SELECT {', '.join([quoted(key), *last])} FROM (SELECT *, row_number() OVER () AS {ROW} FROM ({rows})) "
+        f"WHERE {quoted(key)} IN (SELECT {quoted(key)} FROM {splits[0].view}) GROUP BY {quoted(key)}"
+    )
 
 
 def _doubts(raw: RawSet, fitted: FittedPreprocessor) -> list[str]:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from torchrec_ext.data.columns import Array
 from torchrec_ext.data.config import Form
-from torchrec_ext.data.features import TowerColumns, columns_by_tower, owned_columns
+from torchrec_ext.data.features import owned_columns
 from torchrec_ext.data.files.arrow import Kind
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.prepare import (
@@ -151,7 +151,7 @@ class PreparedColumns:
         )
 
     @cached_property
-    def towers(self) -> TowerColumns:
+    def towers(self) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
         """Names of the features and of the dense columns of each usual tower: the item's is the last."""
         roles = self.roles
         columns = (*self.features, *self.dense)
@@ -162,9 +162,14 @@ class PreparedColumns:
         owners |= dict.fromkeys(
             owned_columns("user", columns, (roles.user, *roles.user_features)), "user"
         )
-        return columns_by_tower(
-            ("user", "context", "item"), self.features, self.dense, owners
-        )
+        towers: dict[str, tuple[Sequence[str], Sequence[str]]] = {}
+        for tower in ("user", "context", "item"):
+            mine = [name for name in columns if owners.get(name, "context") == tower]
+            features = tuple(name for name in mine if name in self.features)
+            dense = tuple(name for name in mine if name in self.dense)
+            if mine:
+                towers[tower] = features, dense
+        return towers
 
     def describe_columns(self) -> list[str]:
         """Returns lines that say what each column is: ids, a number, or left out and why."""

@@ -7,9 +7,7 @@ differ in their columns alone.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +17,36 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from torchrec_ext.data import planted
-from torchrec_ext.data.columns import Array, Column, Int64, Windows
+from torchrec_ext.data.columns import Column, Int64, Windows
 from torchrec_ext.data.config import PARTS, PLANTED, DataConfig, Form
 from torchrec_ext.data.features import (
+    KEYS,
+    ORDER,
     SEPARATOR,
+    TIMES,
     RawColumns,
     check_described,
-    names_in,
-    raw_column,
-    raw_ids,
-    read_ids,
-    refuse_lists,
+    read_rows,
     same_types,
-    spelled,
-    times_in,
     why_left_out,
 )
-from torchrec_ext.data.files.arrow import is_list_type
-from torchrec_ext.data.files.sources import read_columns
+from torchrec_ext.data.files.arrow import is_list_type, kind_of
+from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.pairs import (
-    HISTORY,
-    KEYS,
-    TITLE,
     PairRows,
-    features_of,
     listed_texts,
     numbered,
     of_side,
     set_of_pairs,
-    titles_of,
 )
-from torchrec_ext.data.prepare import SESSION, Evaluation, RawSet, Roles, write_set
+from torchrec_ext.data.prepare import (
+    SESSION,
+    TITLE,
+    Evaluation,
+    RawSet,
+    Roles,
+    write_set,
+)
 from torchrec_ext.data.prepared import (
     Prepared,
     data_folder,
@@ -67,13 +64,6 @@ from torchrec_ext.data.splits import (
 )
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import listed
-
-_SPELLINGS = {
-    "user_id": ("user_id", "user"),
-    "item_id": ("item_id", "item"),
-    "order": ("timestamp", "time", "position"),
-}
-_RESERVED = ("label", *KEYS, *KEYS.values())
 
 
 def load_set(config: DataConfig, form: Form = "pairs") -> Prepared:
@@ -151,45 +141,45 @@ def pairs_in(folder: Path, config: DataConfig) -> RawSet:
     Raises:
         DataError: a file or a column is missing or damaged, or ids are text in one file and numbers in another.
     """
-    _refuse_other_files(folder)
     log = folder / "inter.parquet"
-    files: dict[str, Path] = {}
     if log.exists():
-        files["train"] = log
-        tables = {log: _read(log, "user_id", "item_id", "order")}
+        parts = {"train": log}
+        read = {log: read_rows(log, [*KEYS.values(), ORDER], every=False)}
     else:
-        files = {
+        _check_parts(folder)
+        parts = {
             part: folder / f"{part}.parquet"
             for part in PARTS
             if part != "validation" or (folder / "validation.parquet").exists()
         }
-        tables = {file: _read(file, "user_id", "item_id") for file in files.values()}
-    sides, of_sides = _sides(folder)
-    _check_one_type(folder, tables, sides)
-    rows = [tables[file] for file in files.values()]
+        read = {
+            file: read_rows(file, [*KEYS.values()], every=False)
+            for file in parts.values()
+        }
+    rows = same_types(read)
+    sides, of_sides = _sides(folder, *next(iter(read.items())))
     users, items = (
         pa.concat_arrays([columns[key] for columns in rows]) for key in KEYS.values()
     )
     user, item = numbered(users, items)
-    names = names_in(next(iter(files.values())))
-    left_out = {
-        name: "of an event; what is known before it is told by a preprocessing recipe"
-        for name in names
-        if name not in {*itertools.chain(*_SPELLINGS.values())}
+    unread = set(ParquetSource(next(iter(read))).columns) - {
+        *KEYS,
+        *KEYS.values(),
+        *TIMES,
     }
-    for reasons in of_sides.values():
-        left_out |= reasons
+    why = "of an event; what is known before it is told by a preprocessing recipe"
+    left_out = dict.fromkeys(sorted(unread), why) | of_sides
     length = config.history_length
+    part = None
+    evaluation = Evaluation()
     if log.exists():
-        part = None
-        split = leave_one_out(user, item, _order_of(rows[0]["order"]), length)
-        evaluation = Evaluation()
+        times = rows[0][ORDER].to_numpy(zero_copy_only=False)
+        split = leave_one_out(user, item, times, length)
     else:
         sizes = [len(columns["user_id"]) for columns in rows]
-        part = np.repeat(
-            np.array([PARTS.index(name) for name in files], dtype=np.int8), sizes
-        )
-        if "validation" not in files:
+        numbers = np.array([PARTS.index(name) for name in parts], dtype=np.int8)
+        part = np.repeat(numbers, sizes)
+        if "validation" not in parts:
             part[_one_of_each(user, part, config.seed)] = VALIDATION
         split = with_profiles(user, item, part, length, config.seed)
         evaluation = Evaluation(figures=("hr", "recall", "ndcg"), by="user")
@@ -203,19 +193,18 @@ def pairs_in(folder: Path, config: DataConfig) -> RawSet:
     )
 
 
-def _refuse_other_files(folder: Path) -> None:
-    """Refuses a folder in a layout that no recipe reads, by the file that tells it."""
-    if (folder / "inter.parquet").exists():
-        return
-    if not (folder / "train.parquet").exists():
+def _check_parts(folder: Path) -> None:
+    """Refuses a folder in a layout that no recipe of pairs reads, by the file that tells it."""
+    train = folder / "train.parquet"
+    if not train.exists():
         raise DataError(
             f"{folder}: has neither inter.parquet nor train.parquet, as in docs/recipes.md; write one of them, or set "
             f"data.name={PLANTED}"
         )
-    if "label" in names_in(folder / "train.parquet"):
+    if "label" in ParquetSource(train).columns:
         raise DataError(
-            f"{folder}: train.parquet has a column 'label', so not every row is a positive; use a "
-            "recipe for labelled rows, such as contextual_ncf"
+            f"{train}: has a column 'label', so not every row is a positive; use a recipe for labelled rows, such as "
+            "contextual_ncf"
         )
 
 
@@ -227,94 +216,43 @@ def _one_of_each(user: Int64, part: NDArray[np.int8], seed: int) -> Int64:
     return rows[first[count > 1]]
 
 
-def _sides(folder: Path) -> tuple[dict[str, RawColumns], dict[str, dict[str, str]]]:
-    """Reads users.parquet and items.parquet, if they are there; and why columns of each are left out, by name."""
+def _sides(
+    folder: Path, path: Path, rows: RawColumns
+) -> tuple[dict[str, RawColumns], dict[str, str]]:
+    """Reads users.parquet and items.parquet for the ``rows`` of a file; returns why columns are left out, too."""
     sides: dict[str, RawColumns] = {}
-    left_out: dict[str, dict[str, str]] = {owner: {} for owner in KEYS}
+    left_out: dict[str, str] = {}
     for owner, key in KEYS.items():
-        path = folder / f"{owner}s.parquet"
-        if not path.exists():
+        side = folder / f"{owner}s.parquet"
+        if not side.exists():
             continue
-        word = spelled(path, {key: _SPELLINGS[key]})[key]
-        columns = read_ids(path, {key: word}, "describes nothing")
-        check_described(path, word, columns[key].to_numpy(zero_copy_only=False))
-        table = read_columns(path)
-        for column in table.column_names:
-            if column == word:
-                continue
-            short = column.replace(".", "_")
-            if short in columns or short in _RESERVED:
-                raise DataError(
-                    f"{path}: column '{column}' has the name of another, or a meaning of its own; rename it here"
-                )
-            values = _as_float64(raw_column(path, column, table.column(column)))
-            is_title = owner == "item" and short == TITLE
-            reason = None if is_title else why_left_out(values)
-            if reason is None:
-                columns[short] = values
-            else:
-                left_out[owner][short] = reason
-        sides[owner] = columns
-    return sides, left_out
-
-
-def _plain(column: pa.Array) -> pa.Array:
-    """Returns a raw column with True and False as 1 and 0, and fractions of 32 bits."""
-    if pa.types.is_boolean(column.type):
-        return column.cast(pa.int64())
-    return _as_float64(column)
-
-
-def _as_float64(column: pa.Array) -> pa.Array:
-    """Returns fractions of 32 bits in 64, in which means are computed; other columns stay."""
-    if pa.types.is_floating(column.type):
-        # Rounded to 32 bits, so that a number compares equal in files of 32 and of 64
-        # bits.
-        return column.cast(pa.float32()).cast(pa.float64())
-    return column
-
-
-def _check_one_type(
-    folder: Path, tables: Mapping[Path, RawColumns], sides: Mapping[str, RawColumns]
-) -> None:
-    """Refuses ids that are text in one file and numbers in another."""
-    files = dict(tables)
-    files |= {folder / f"{owner}s.parquet": side for owner, side in sides.items()}
-    for key in KEYS.values():
-        kinds = {
-            path.name: str(columns[key].type)
-            for path, columns in files.items()
-            if key in columns
-        }
-        if len(set(kinds.values())) > 1:
-            text = ", ".join(f"{kind} in {name}" for name, kind in kinds.items())
+        if key not in rows:
             raise DataError(
-                f"{folder}: the ids in '{key}' are {text}; write one type to all files"
+                f"{side}: describes {owner}s, and {path.name} has no column '{owner}' (it has {listed(rows)}); write "
+                "the ids there, or leave this file out"
             )
-
-
-def _read(path: Path, *names: str) -> dict[str, pa.Array]:
-    """Reads ids and an order under our names; see :func:`read_ids`."""
-    words = spelled(path, {name: _SPELLINGS[name] for name in names})
-    return read_ids(
-        path, words, f"a row needs {', '.join(words.values())}", order=_read_order
-    )
-
-
-def _read_order(path: Path, name: str, column: pa.ChunkedArray) -> pa.Array:
-    """Reads positions or times of any unit: only their order counts."""
-    order = raw_column(path, name, column)
-    refuse_lists(path, name, order)
-    if pa.types.is_string(order.type):
-        # raw_column keeps text without a first date. This raises an error that names
-        # the row.
-        times_in(path, name, order)
-    return order.cast(pa.int64()) if pa.types.is_timestamp(order.type) else order
-
-
-def _order_of(values: pa.Array) -> Array:
-    order: Array = values.to_numpy(zero_copy_only=False)
-    return order
+        read = read_rows(side, [key])
+        same_types({path: {key: rows[key]}, side: {key: read[key]}}, strict=True)
+        check_described(side, key, read[key].to_numpy(zero_copy_only=False))
+        reserved = {"label", *KEYS, *KEYS.values(), TITLE} - {key}
+        columns = sides[owner] = {key: read.pop(key)}
+        if owner == "item" and TITLE in read:
+            columns[TITLE] = read.pop(TITLE).cast(pa.string())
+        for name, values in read.items():
+            if name in reserved:
+                raise DataError(
+                    f"{side}: column '{name}' has a meaning of its own; rename it here"
+                )
+            if name in rows:
+                raise DataError(
+                    f"{side}: column '{name}' is in {path.name}, too; leave it out of one of the files, or rename it "
+                    "where it describes the event"
+                )
+            if reason := why_left_out(values):
+                left_out[name] = reason
+            else:
+                columns[name] = values
+    return sides, left_out
 
 
 def labels_in(folder: Path, config: DataConfig) -> RawSet:
@@ -331,43 +269,36 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
             f"{folder}: has no rows for {', '.join(missing)}; put files as in docs/recipes.md there, or set "
             f"data.name={PLANTED}"
         )
-    read = {file: _labelled_columns(file) for file in files.values()}
-    splits = dict(zip(files, same_types(read), strict=True))
-    described: dict[str, list[str]] = {}
-    left_out: dict[str, str] = {}
+    read = {file: read_rows(file, ["label"]) for file in files.values()}
     for file, columns in read.items():
-        for name in columns.keys() - splits["train"].keys():
-            left_out[name] = f"{file.name} has it, and train.parquet has not"
-    sides, of_sides = _sides(folder)
-    separators: dict[str, str] = {}
-    for owner, key in KEYS.items():
-        described[owner] = [
-            name for name in splits["train"] if name.startswith(f"{owner}_")
-        ]
-        side = sides.get(owner)
-        if side is None:
-            continue
-        path = folder / f"{owner}s.parquet"
-        if key not in splits["train"]:
-            raise DataError(
-                f"{path}: describes {owner}s, and {files['train'].name} has no column '{owner}' (it has "
-                f"{listed(splits['train'])}); write the ids there, or leave this file out"
-            )
-        _check_one_type(folder, {files["train"]: splits["train"]}, {owner: side})
-        left_out |= of_sides[owner]
-        for name in (*side, *of_sides[owner]):
-            if name in splits["train"] and name != key:
+        columns["label"] = _labels(file, columns["label"])
+        for name, values in columns.items():
+            if is_list_type(values.type):
                 raise DataError(
-                    f"{path}: column '{name}' is in {files['train'].name}, too; leave it out of one of the files, "
-                    "or rename it where it describes the event"
+                    f"{file}: column '{name}' holds lists; must be one value per row: leave it out"
                 )
-        described[owner] += features_of(key, side)
+    splits = dict(zip(files, same_types(read), strict=True))
+    train = splits["train"]
+    sides, left_out = _sides(folder, files["train"], train)
+    for file, columns in read.items():
+        for name in columns.keys() - train.keys():
+            left_out[name] = f"{file.name} has it, and train.parquet has not"
+    described: dict[str, list[str]] = {owner: [] for owner in KEYS}
+    separators: dict[str, str] = {}
+    for owner, side in sides.items():
+        described[owner] = [name for name in side if name not in (KEYS[owner], TITLE)]
         separators |= dict.fromkeys(listed_texts(side), SEPARATOR)
         for part, columns in splits.items():
-            splits[part] = {**columns, **of_side(columns, key, side)}
-    keys = {
-        owner: key if key in splits["train"] else None for owner, key in KEYS.items()
-    }
+            splits[part] = {**columns, **of_side(columns, KEYS[owner], side)}
+    keys = {owner: key if key in train else None for owner, key in KEYS.items()}
+    notes = []
+    for part, columns in splits.items():
+        only = pc.unique(columns["label"])
+        if len(only) == 1:
+            notes.append(
+                f"all {len(columns['label']):,} {part} rows have label {only[0].as_py():g}: nothing tells one from "
+                "another, so there is no AUC"
+            )
     return RawSet(
         name=config.name,
         splits=splits,
@@ -379,57 +310,17 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
             item_features=described["item"],
         ),
         separators=separators,
-        titles=titles_of(sides.get("item", {})),
         kept=("label",),
         left_out=left_out,
-        notes=_label_notes(splits),
+        notes=notes,
     )
-
-
-def _label_notes(splits: Mapping[str, RawColumns]) -> list[str]:
-    """Returns a line for each split whose rows have one label."""
-    notes = []
-    for part, columns in splits.items():
-        only = pc.unique(columns["label"])
-        if len(only) == 1:
-            notes.append(
-                f"all {len(columns['label']):,} {part} rows have label {only[0].as_py():g}: nothing tells one from "
-                "another, so there is no AUC"
-            )
-    return notes
-
-
-def _labelled_columns(path: Path) -> dict[str, pa.Array]:
-    """Reads the raw columns under our names; labels as float32, True and False as 1 and 0."""
-    table = read_columns(path)
-    if "label" not in table.column_names:
-        raise DataError(
-            f"{path}: column 'label' is missing, it has {listed(table.column_names)}; add it, as in docs/recipes.md"
-        )
-    columns: dict[str, pa.Array] = {}
-    for name in table.column_names:
-        # Tables are named like their columns, and a module's name has no dot.
-        role = KEYS.get(name, name.replace(".", "_"))
-        if role in columns:
-            raise DataError(
-                f"{path}: two columns are '{role}', of which one is written '{name}'; rename one"
-            )
-        convert = raw_ids if role in KEYS.values() else raw_column
-        column = convert(path, name, table.column(name))
-        if is_list_type(column.type):
-            raise DataError(
-                f"{path}: column '{name}' holds lists; must be one value per row: leave it out"
-            )
-        columns[role] = _plain(column)
-    columns["label"] = _labels(path, columns["label"])
-    return columns
 
 
 def _labels(path: Path, column: pa.Array) -> pa.Array:
     # Of text or times, the first label is wrong already.
     row = 0
     count = len(column)
-    if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
+    if kind_of(column.type) in ("int", "float", "bool"):
         column = column.cast(pa.float64(), safe=False)
         is_wrong = pc.invert(pc.is_in(column, pa.array([0.0, 1.0])))
         row = is_wrong.index(True).as_py()
@@ -440,14 +331,6 @@ def _labels(path: Path, column: pa.Array) -> pa.Array:
             "ratings so, such as rating >= 4"
         )
     return column.cast(pa.float32())
-
-
-@dataclass(frozen=True, kw_only=True)
-class TakenItems:
-    """Users' items in order: (E,) users and items, one user's after another's, each user's oldest first."""
-
-    users: pa.Array
-    items: pa.Array
 
 
 def sessions_in(folder: Path, config: DataConfig) -> RawSet:
@@ -462,14 +345,13 @@ def sessions_in(folder: Path, config: DataConfig) -> RawSet:
             f"set '{config.name}': {folder} has no inter.parquet, as in docs/recipes.md; write it, or set "
             f"data.name={PLANTED}"
         )
-    columns = _read(log, "user_id", "item_id", "order")
+    columns = read_rows(log, [*KEYS.values(), ORDER], every=False)
     (user,) = numbered(columns["user_id"])
     # Equal times keep the order of the rows.
-    order = pa.array(np.lexsort((_order_of(columns["order"]), user)))
-    events = TakenItems(
-        users=columns["user_id"].take(order), items=columns["item_id"].take(order)
-    )
-    return set_of_sessions(config.name, events, config.history_length)
+    times = columns[ORDER].to_numpy(zero_copy_only=False)
+    order = pa.array(np.lexsort((times, user)))
+    users, items = (columns[key].take(order) for key in KEYS.values())
+    return set_of_sessions(config.name, users, items, config.history_length)
 
 
 def planted_sessions(config: DataConfig) -> RawSet:
@@ -477,21 +359,13 @@ def planted_sessions(config: DataConfig) -> RawSet:
     sequences, best = planted.planted_sequences(
         seed=config.seed, **config.generated_sizes()
     )
-    return set_of_sessions(
-        PLANTED,
-        TakenItems(users=pa.array(sequences.owners), items=pa.array(sequences.values)),
-        config.history_length,
-        best=best,
-    )
+    users = pa.array(sequences.owners)
+    items = pa.array(sequences.values)
+    raw = set_of_sessions(PLANTED, users, items, config.history_length)
+    return dataclasses.replace(raw, best=best)
 
 
-def set_of_sessions(
-    name: str,
-    events: TakenItems,
-    length: int,
-    *,
-    best: Mapping[str, float] | None = None,
-) -> RawSet:
+def set_of_sessions(name: str, users: pa.Array, items: pa.Array, length: int) -> RawSet:
     """Cuts users' items into rows of a session and its next item: the last item tests, the one before it validates.
 
     A training row has at most ``length`` items in its session. They are cut from the end, so that each item but a
@@ -500,75 +374,28 @@ def set_of_sessions(
 
     Args:
         name: name of the set.
-        events: all events.
+        users: (E,) users, the events of one after those of another.
+        items: (E,) items, each user's oldest first.
         length: greatest number of items before a target.
-        best: see :class:`RawSet`.
     """
-    user, item = numbered(events.users, events.items)
-    starts = np.flatnonzero(np.diff(user, prepend=-1))
-    stops = np.append(starts[1:], len(user))
-    sizes = stops - starts
-    held_out = np.where(sizes >= 3, 2, 0)
-    rows: list[tuple[Int64, Int64, NDArray[np.int8]]] = []
-    targets = np.maximum(sizes - held_out - 1, 0)
-    pieces = -(-targets // length)
-    owner = np.arange(len(sizes)).repeat(pieces)
-    # Counted from the end, so that only the first piece of a user is short: 0 for a
-    # user's last piece.
-    from_end = np.cumsum(pieces)[owner] - 1 - np.arange(len(owner))
-    last = stops[owner] - held_out[owner] - 1 - from_end * length
-    rows.append(
-        (
-            np.maximum(starts[owner], last - length),
-            last,
-            np.full(len(owner), TRAIN, np.int8),
-        )
-    )
-    asked = np.flatnonzero(held_out)
-    for part, back in ((VALIDATION, 2), (PARTS.index("test"), 1)):
-        last = stops[asked] - back
-        rows.append(
-            (
-                np.maximum(starts[asked], last - length),
-                last,
-                np.full(len(asked), part, np.int8),
-            )
-        )
-    if not len(asked):
-        raise DataError(
-            f"set '{name}' has no test rows: no user has the 3 items that holding out two of them needs"
-        )
-    begins = np.concatenate([begin for begin, _, _ in rows])
-    ends = np.concatenate([end for _, end, _ in rows])
-    parts = np.concatenate([part for _, _, part in rows])
-    split = Split(ends, parts, Column.from_windows(item, Windows(begins, ends)))
+    user, item = numbered(users, items)
+    starts = np.flatnonzero(np.diff(user, prepend=-1)).tolist()
+    # Of each row the first item, the item that is next, and the part.
+    rows: list[tuple[int, int, int]] = []
+    for start, stop in zip(starts, [*starts[1:], len(user)], strict=True):
+        trained = stop - 2 if stop - start >= 3 else stop
+        first = start + 1 + (trained - start - 2) % length
+        for last in range(first, trained, length):
+            rows.append((max(start, last - length), last, TRAIN))
+        for part, last in enumerate(range(trained, stop), start=VALIDATION):
+            rows.append((max(start, last - length), last, part))
+    begins, ends, parts = np.array(rows, dtype=np.int64).reshape(-1, 3).T.copy()
+    history = Column.from_windows(item, Windows(begins, ends))
     raw = set_of_pairs(
         name,
-        PairRows(events.users, events.items, parts),
-        split,
+        PairRows(users, items, None),
+        Split(ends, parts.astype(np.int8), history),
         {},
-        evaluation=Evaluation(),
+        history=SESSION,
     )
-    return _as_sessions(raw, length, best or {})
-
-
-def _as_sessions(raw: RawSet, length: int, best: Mapping[str, float]) -> RawSet:
-    """Renames the history of a set of pairs: it is the session whose next item the row names."""
-
-    def renamed(names: Sequence[str]) -> list[str]:
-        return [SESSION if name == HISTORY else name for name in names]
-
-    splits = {}
-    for part, columns in raw.splits.items():
-        splits[part] = dict(zip(renamed(list(columns)), columns.values(), strict=True))
-    return dataclasses.replace(
-        raw,
-        splits=splits,
-        roles=dataclasses.replace(
-            raw.roles, user_features=renamed(raw.roles.user_features)
-        ),
-        shared={key: renamed(names) for key, names in raw.shared.items()},
-        lengths={SESSION: length},
-        notes=(),
-        best=best,
-    )
+    return dataclasses.replace(raw, lengths={SESSION: length}, notes=())

@@ -3,43 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from tabulate import tabulate
 from tqdm import tqdm
 
-from torchrec_ext.data.features import owned_columns
 from torchrec_ext.data.files.sources import DataFile, find_files
-from torchrec_ext.data.prepare import (
-    RAW_ITEMS,
-    RAW_POPULARITY,
-    RAW_REQUESTS,
-    RAW_USERS,
-    SUMMARY,
-    Counts,
-    Roles,
-)
+from torchrec_ext.data.prepare import SUMMARY, Counts, Roles, write_folder
 from torchrec_ext.data.preprocess import (
     FittedPreprocessor,
     History,
     Step,
-    Vocabulary,
 )
 from torchrec_ext.data.preprocess.columns import CellError, short_text
-from torchrec_ext.data.preprocess.fitted import requests_sql
 from torchrec_ext.data.preprocess.folders import keep_sources, whole_folder
 from torchrec_ext.data.preprocess.rows import (
     ROW,
     Connection,
     Opened,
     connected,
-    named,
     open_source,
     table,
     telling,
@@ -49,7 +34,6 @@ from torchrec_ext.schema import DataError
 from torchx_apps.config import is_group
 from torchx_apps.jobs.tracking import tracked
 from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
-from torchx_apps.tasks.export_data import AUDITED
 
 # Users and their latest events are held in memory, some 500 bytes each.
 NAMED = 2_000_000
@@ -179,17 +163,27 @@ def run_preprocess(job: PreprocessJob) -> Path:
         files = _source_files(out, prepared)
         missing = summarize(prepared, con)
         check_rows(prepared, con)
-        fitted = _fit(prepared, con)
-        fitted.save(staging / "preprocessor")
-        counts = {
-            split: _transform(prepared, fitted, split, staging, con)
-            for split in prepared.splits
-        }
-        write_raw_rows(prepared, fitted, staging, con)
-        first = next(iter(counts.values()))
-        if len(first.popularity):
-            pq.write_table(
-                pa.table({"count": first.popularity}), staging / RAW_POPULARITY
+        with tqdm(unit=" rows", unit_scale=True, dynamic_ncols=True) as bar:
+
+            def watch(split: str, rows: int) -> None:
+                bar.set_description(f"transform {split}", refresh=False)
+                bar.update(rows)
+
+            fitted = prepared.preprocessor.fit(
+                prepared.first_source,
+                con=con,
+                events=prepared.events,
+                progress=lambda step: bar.set_description(f"fit {step}"),
+            )
+            counts = write_folder(
+                staging,
+                fitted,
+                prepared.splits,
+                _roles(prepared),
+                con,
+                events=prepared.events,
+                details={"recipe": job.name, "config": config, "missing": missing},
+                watch=watch,
             )
         # The passes above must have read the same rows.
         if (now := _source_files(out, prepared)) != files:
@@ -200,23 +194,11 @@ def run_preprocess(job: PreprocessJob) -> Path:
                 f"{changed.name}: files changed, came into the log or left it while it was read; start anew, and let "
                 "new data come into a folder of their own"
             )
-        summary = {
-            "recipe": job.name,
-            "config": config,
+        figures |= {
             "rows": {split: each.rows for split, each in counts.items()},
-            "roles": _roles(prepared),
-            "columns": fitted.outputs,
             "vocab": fitted.vocab,
-            "dense": list(fitted.dense),
             "missing": missing,
             "unknown": {split: each.unknown for split, each in counts.items()},
-            "labels": {split: each.labels for split, each in counts.items()},
-        }
-        (staging / SUMMARY).write_text(
-            json.dumps(summary, indent=2, default=str) + "\n"
-        )
-        figures |= {
-            name: summary[name] for name in ("rows", "vocab", "missing", "unknown")
         }
         figures["seconds"] = time.monotonic() - begun
     for split, each in counts.items():
@@ -250,158 +232,6 @@ def _source_files(out: Path, prepared: Prepare) -> list[DataFile]:
     return files
 
 
-def _fit(prepared: Prepare, con: Connection) -> FittedPreprocessor:
-    first, source = next(iter(prepared.splits.items()))
-    with tqdm(
-        total=len(prepared.preprocessor.steps),
-        desc=f"fit on {first}",
-        unit="step",
-        dynamic_ncols=True,
-    ) as bar:
-        # `begin` is called at the beginning of a step, so the first call completes
-        # none.
-        steps_done = -1
-
-        def begin(step: str) -> None:
-            nonlocal steps_done
-            steps_done += 1
-            bar.set_postfix_str(step, refresh=False)
-            bar.update(steps_done - bar.n)
-
-        fitted = prepared.preprocessor.fit(
-            source, con=con, events=prepared.events, progress=begin
-        )
-        bar.set_postfix_str("", refresh=False)
-        bar.update(bar.total - bar.n)
-    return fitted
-
-
-def _transform(
-    prepared: Prepare,
-    fitted: FittedPreprocessor,
-    split: str,
-    folder: Path,
-    con: Connection,
-) -> Counts:
-    counts = Counts(fitted, Roles(**_roles(prepared)), folder, split)
-    with tqdm(
-        desc=f"transform {split}", unit=" rows", unit_scale=True, dynamic_ncols=True
-    ) as bar:
-
-        def watch(batch: pa.RecordBatch) -> None:
-            counts.add(batch)
-            bar.update(batch.num_rows)
-
-        fitted.transform(
-            prepared.splits[split],
-            folder / split,
-            events=prepared.events,
-            con=con,
-            watch=watch,
-        )
-        counts.close()
-    return counts
-
-
-def write_raw_rows(
-    prepared: Prepare, fitted: FittedPreprocessor, folder: Path, con: Connection
-) -> None:
-    """Writes rows as they stand in the log, for the bundle of the recipe ``stream``: some requests, items and users.
-
-    A request has the columns of a training row, and the user's latest events where the result has histories. The rows
-    are spread evenly over the training rows, whose first ones in a log have hardly any event before them. An item has
-    the columns of its last training row, and the column ``title`` if there is one.
-    """
-    histories = [step for step in fitted.steps if isinstance(step, History)]
-    keys: list[str] = []
-    for step in histories:
-        keys += [step.user, step.time]
-    columns = [name for name in fitted.request_columns if name in fitted.raw]
-    rows = open_source(prepared.first_source, [*columns, *keys], con)
-    events = rows
-    if prepared.events is not None and histories:
-        events = open_source(prepared.events, fitted.event_reads, con)
-    count = table(con, f"SELECT count(*) AS n FROM {rows.view}")["n"][0].as_py()
-    every = max(1, -(-count // AUDITED))
-    (folder / RAW_REQUESTS).parent.mkdir()
-    asked = dataclasses.replace(fitted, keep=())
-    sql = requests_sql(asked, rows, events, where=f"{ROW} % {every} = 0")
-    pq.write_table(table(con, sql), folder / RAW_REQUESTS)
-    if prepared.user is not None:
-        _write_users(prepared, prepared.user, fitted, folder / RAW_USERS, con)
-    if prepared.item is None:
-        return
-    (key,) = fitted.only([prepared.item]).request_columns
-    item_columns = owned_columns("item", fitted.outputs, prepared.item_features)
-    raw = [name for name in fitted.only(item_columns).request_columns if name != key]
-    opened = open_source(prepared.first_source, [key, *raw], con)
-    # Shown with recommendations.
-    if "title" in con.sql(f"SELECT * FROM {opened.view} LIMIT 0").columns:
-        raw = list(dict.fromkeys([*raw, "title"]))
-    sql = f"{_last_of_each(opened, key, raw)} ORDER BY {quoted(key)}"
-    pq.write_table(table(con, sql), folder / RAW_ITEMS)
-
-
-def _last_of_each(rows: Opened, key: str, columns: Sequence[str]) -> str:
-    """Returns SQL for a row for each value of ``key``, with its last row's values of ``columns``."""
-    names = ", ".join(map(quoted, [key, *columns]))
-    # The last row's values, also where one of them is null.
-    last = ", ".join(
-        f"arg_max_null({quoted(name)}, {ROW}) AS {quoted(name)}" for name in columns
-    )
-    return (
-        f"SELECT {', '.join([quoted(key), *([last] if last else [])])} "
-        f"FROM (SELECT {names}, row_number() OVER () AS {ROW} FROM {rows.view}) "
-        f"WHERE {quoted(key)} IS NOT NULL GROUP BY {quoted(key)}"
-    )
-
-
-def _write_users(
-    prepared: Prepare,
-    user: str,
-    fitted: FittedPreprocessor,
-    path: Path,
-    con: Connection,
-) -> None:
-    """Writes the users of the training rows with their request columns; nothing if they are hashed."""
-    if not isinstance(fitted.state_of(user), Vocabulary):
-        return
-    (key,) = fitted.only([user]).request_columns
-    user_steps = fitted.only(owned_columns("user", fitted.outputs, _of_user(prepared)))
-    histories = [step for step in user_steps.steps if isinstance(step, History)]
-    # The events come from the log, not from the last row, and so does the time.
-    not_last = {key}
-    for step in histories:
-        not_last |= {step.time, *step.sent}
-    columns = [name for name in user_steps.request_columns if name not in not_last]
-    opened = open_source(prepared.first_source, [key, *columns], con)
-    users = table(con, _last_of_each(opened, key, columns))
-    if len(users) > NAMED:
-        print(
-            f"{len(users):,} users are more than the {NAMED:,} that a bundle knows by id: its requests are whole rows",
-            flush=True,
-        )
-        return
-    view = named(con, users)
-    others = [step for step in fitted.steps if not isinstance(step, History)]
-    read_by_others = {name for step in others for name in step.reads}
-    for step in histories:
-        # A history of other users' events does not belong to the user.
-        if step.user == key:
-            log = prepared.first_source if prepared.events is None else prepared.events
-            events = open_source(log, step.event_reads, con)
-            view = f"({step.latest_sql(view, events.view)})"
-            # Where only histories read the time, a user known by id alone is asked at
-            # the log's end. An hour of the day must come with the request.
-            if step.time not in read_by_others:
-                view = (
-                    f"({step.end_time_sql(view, events.view, fitted.raw[step.time])})"
-                )
-                read_by_others.add(step.time)
-    sql = f"SELECT * FROM {view} ORDER BY {quoted(key)}"
-    pq.write_table(table(con, sql), path)
-
-
 def _of_user(prepared: Prepare) -> tuple[str, ...]:
     """Returns the user's columns beside ``user_...``: those that were named, and each history of the user."""
     keys: list[str] = []
@@ -417,8 +247,8 @@ def _of_user(prepared: Prepare) -> tuple[str, ...]:
     )
 
 
-def _roles(prepared: Prepare) -> dict[str, Any]:
-    """Returns the result's columns with a role beyond features; see :class:`Roles`."""
+def _roles(prepared: Prepare) -> Roles:
+    """Returns the result's columns with a role beyond features."""
     roles = {
         field.name: getattr(prepared, field.name) for field in dataclasses.fields(Roles)
     }
@@ -426,4 +256,4 @@ def _roles(prepared: Prepare) -> dict[str, Any]:
     # A label that the preprocessor does not keep is only drawn.
     if prepared.label not in prepared.preprocessor.keep:
         roles["label"] = ""
-    return roles
+    return Roles(**roles)

@@ -27,7 +27,6 @@ class Prepare:
             ``bst`` learn it.
         tasks: further such columns that the preprocessor keeps, such as the conversion beside the click, which the
             recipe ``multi_task`` learns together with the label.
-        time: column of the sources with a timestamp or seconds since 1970.
         weight: column of the result with a weight for each row, for the recipe ``stream``.
         user: column of the result with the users' ids, and ``item`` with the items': the recipe ``stream`` then ranks
             the catalogue.
@@ -43,7 +42,6 @@ class Prepare:
     events: Source | None = None
     label: str | None = None
     tasks: tuple[str, ...] = ()
-    time: str | None = None
     weight: str | None = None
     user: str | None = None
     item: str | None = None
@@ -204,7 +202,6 @@ def build_ml_100k(config: MovieLensConfig, con: Connection) -> Prepare:
         },
         events=rows,
         label="label",
-        time="timestamp",
         user="user_id",
         item="item_id",
         user_features=("history", "gender", "occupation", "zip_code", "age"),
@@ -459,7 +456,6 @@ def build_taobao(config: TaobaoConfig, con: Connection) -> Prepare:
         events=con.sql("SELECT * FROM clicks"),
         label=labels[0],
         tasks=labels[1:],
-        time="timestamp",
         user="user_id",
         item="item_id",
         user_features=("history", "history_category_id", "history_gap"),

@@ -25,10 +25,6 @@ from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.schema import BatchSchema, DataError
 from torchrec_ext.schema.array_columns import source_columns
 
-# Requests that the export sends to the bundle, to compare its answers with the live
-# model.
-AUDITED = 1000
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExportData:

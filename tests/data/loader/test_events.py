@@ -12,7 +12,7 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_ext.batch import ENDLESS, TowerBatch
-from torchrec_ext.data.files.event_log import Events
+from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.files.events_config import EventsConfig
 from torchrec_ext.data.loader.events import EventLoader, EventRows
 from torchrec_ext.models.tower_model import two_tower
@@ -96,9 +96,8 @@ def test_negatives_are_items_of_the_batch_and_never_the_events_own(
 
 def test_how_likely_a_candidate_is_drawn_is_its_share_of_the_batch() -> None:
     items = np.array([5, 5, 5, 8])
-    events = Events(
-        users=items, items=items, labels=np.ones(4, np.float32), times=np.ones(4)
-    )
+    columns = {"user": items, "item": items, "label": np.ones(4), "time": np.ones(4)}
+    events = Chunk({name: Column(values) for name, values in columns.items()})
     drawn = EventRows.drawn(events, 50, (1, 2))
     share = np.where(drawn.items == 5, 0.75, 0.25)
     np.testing.assert_allclose(np.exp(drawn.log_q), share, rtol=1e-6)

@@ -16,7 +16,6 @@ from tests.data.stream_sets import ITEMS, parquet, table_of
 from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.loader.id_dropout import IdDropout
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.loader.sides import BatchBuilder
 from torchrec_ext.data.negatives.samplers import UniformNegatives
@@ -150,25 +149,3 @@ def test_a_missing_half_is_empty_bags(
             assert bags(batch, "user_id")[0] == [
                 (bags(batch, "item_id")[0][0] - 1) // 3
             ]
-
-
-def test_id_dropout_reaches_joint_bags_alike() -> None:
-    """Which ids are replaced depends on the row and the id, not on the tensor in which they stand."""
-    chunk = DATA.rows("train").slice(0, SIZE)
-    config = LoaderConfig(batch_size=SIZE, negatives=0, prefetch=0, shuffle=False)
-    rates = {"history": 0.5, "item_id": 0.5}
-    items = EmbeddingBagConfig(
-        name="item",
-        embedding_dim=4,
-        num_embeddings=61,
-        feature_names=["history", "item_id"],
-    )
-    dropped = []
-    for shared in ([], ["history"]):
-        made = BatchSchema.from_tables([items], shared=shared)
-        loader = ChunkLoader(chunk, made, config=config)
-        (changed,) = IdDropout(loader, made, rates, seed=7)
-        assert (changed.joint is None) == (not shared)
-        dropped.append([bags(changed, name) for name in rates])
-    assert dropped[0] == dropped[1]
-    assert 0 < sum(row == [0] for row in dropped[0][1]) < SIZE

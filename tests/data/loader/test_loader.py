@@ -262,13 +262,6 @@ def test_a_pass_that_repeats_the_order_of_the_one_before_is_told() -> None:
             assert len(list(in_file_order)) == len(in_file_order)
 
 
-def test_a_state_can_say_how_far_a_pipeline_that_fetches_ahead_has_come() -> None:
-    loader = loader_of(91)
-    for _, _ in zip(range(5), loader, strict=False):
-        pass
-    assert loader.state_dict(step=3)["step"] == 3
-
-
 def test_weights_and_labels_come_from_the_columns_that_are_named() -> None:
     loader = loader_of(23, negatives=0, weight="weight", label="weight", shuffle=False)
     for step, batch in enumerate(loader):

@@ -158,17 +158,6 @@ def test_no_negatives_make_the_whole_catalogue_the_candidates() -> None:
         assert candidates([batch]) == list(range(1, ITEMS + 1))
 
 
-def test_resuming_on_other_ranks_sees_what_is_missing() -> None:
-    whole = loader_of(40)
-    expected = [sorted(seen(batch)) for batch in whole][2:]
-    pair = [loader_of(40, rank, 2) for rank in range(2)]
-    for loader in pair:
-        loader.load_state_dict(whole.state_dict(step=2))
-    assert [
-        sorted(seen(left) + seen(right)) for left, right in zip(*pair, strict=True)
-    ] == expected
-
-
 def test_a_sequence_without_a_target_and_an_item_outside_the_table_are_refused() -> (
     None
 ):

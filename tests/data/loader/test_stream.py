@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import gc
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -195,32 +193,6 @@ def test_a_resumed_stream_equals_the_uninterrupted_one_on_any_number_of_ranks(
     assert all(
         equal(left, right) for left, right in zip(resumed, expected, strict=True)
     )
-
-
-def test_a_buffer_that_holds_everything_permutes_all_rows(folder: Path) -> None:
-    def order(epoch: int, **options: object) -> list[int]:
-        loader = loader_of(source, buffer_rows=10_000, lanes=1, **options)
-        loader.set_epoch(epoch)
-        return [row for batch in loader for row in row_numbers(batch)]
-
-    source = parquet(folder, [50] * 6)
-    rows = order(0)
-    assert sorted(rows) == list(range(300))
-    assert rows == order(0)
-    assert rows not in (order(1), order(0, seed=1))
-    # Every tenth of the stream has rows of every tenth of the files: in 300 draws the
-    # chance that a cell is empty is below 1 %.
-    counts = np.histogram2d(np.arange(300), rows, bins=3)[0]
-    assert counts.min() > 15
-
-
-def test_a_batch_is_mixed_from_as_many_row_groups_as_there_are_lanes(
-    folder: Path,
-) -> None:
-    source = parquet(folder, [48] * 8)
-    for batch in loader_of(source, lanes=4, buffer_rows=48 * 4, batch_size=16):
-        groups = Counter(row // 48 for row in row_numbers(batch))
-        assert max(groups.values()) <= 4
 
 
 def decoded(plan: StreamPlan, world_size: int) -> int:
@@ -487,19 +459,6 @@ def test_a_column_that_a_setting_names_and_nobody_has_is_told_with_the_setting(
             ChunkLoader(rows, schema_of(), config=config, device=device)
 
 
-def test_threads_change_nothing_and_end(folder: Path) -> None:
-    source = parquet(folder, [30] * 5)
-    ahead = loader_of(source, prefetch=3, read_ahead=2)
-    assert all(
-        equal(left, right) for left, right in zip(ahead, loader_of(source), strict=True)
-    )
-    iterator = iter(ahead)
-    next(iterator)
-    del iterator
-    gc.collect()
-    assert not [thread for thread in threading.enumerate() if "prefetch" in thread.name]
-
-
 def test_a_set_on_a_device_gives_the_batches_of_rows_in_memory(
     folder: Path, device: torch.device
 ) -> None:
@@ -590,44 +549,3 @@ def test_a_state_of_rewritten_rows_is_refused_and_an_older_state_is_not(
     loader().load_state_dict(older)
     file.write_bytes(kept)
     loader().load_state_dict(state)
-
-
-def test_lanes_are_as_many_as_batch_and_row_groups_allow() -> None:
-    def lanes(
-        group_rows: list[int],
-        batch_size: int = 64,
-        buffer_rows: int = 1_000,
-        shuffle: bool = True,
-    ) -> int:
-        plan = StreamPlan(
-            group_rows=tuple(group_rows),
-            batch_size=batch_size,
-            lanes=8,
-            buffer_rows=buffer_rows,
-            shuffle=shuffle,
-            drop_last=False,
-            seed=0,
-        )
-        return plan.num_lanes
-
-    assert lanes([10] * 20) == 8
-    assert lanes([10] * 5) == 4
-    assert lanes([10] * 20, batch_size=7) == 7
-    assert lanes([10] * 20, batch_size=11) == 1
-    assert lanes([3_000] * 20) == 8
-    assert lanes([10] * 20, buffer_rows=3) == 2
-    assert lanes([10] * 20, shuffle=False) == 1
-
-
-def test_a_device_without_a_whole_step_is_refused(folder: Path) -> None:
-    source = parquet(folder, [20])
-    with pytest.raises(
-        DataError,
-        match=r"20 rows with loader\.batch_size=21 and loader\.drop_last=True make no step",
-    ):
-        ChunkLoader(
-            source,
-            schema_of(),
-            config=LoaderConfig(negatives=0, batch_size=21, drop_last=True),
-            device="cpu",
-        )

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import tracemalloc
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -192,32 +190,3 @@ def test_narrow_ids_and_no_known_pair_at_all() -> None:
     assert narrow.contains(*wide).all()
     nobody = KnownPairs(5, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
     assert not nobody.contains(np.array([[0], [3]]), np.arange(1, 6)).any()
-
-
-@pytest.mark.parametrize("pairs", [1_000, 300_000])
-def test_a_filter_of_known_pairs_takes_a_bit_a_bit_while_it_is_made(
-    pairs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the largest bitmap, 32 MB, and of the filter above it; in bytes it was eight times as much."""
-    rng = np.random.default_rng(0)
-    items = known_pairs.MOST_BITS // 4_001 - 1
-    users = rng.integers(4_000, size=pairs)
-    taken = rng.integers(1, items + 1, size=pairs)
-    for most_bits in (known_pairs.MOST_BITS, 0):
-        monkeypatch.setattr(known_pairs, "MOST_BITS", most_bits)
-        tracemalloc.start()
-        known = KnownPairs(items, users, taken)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert (
-            peak
-            < (known_pairs.MOST_BITS // 8 if most_bits else 4 * pairs)
-            + 100 * pairs
-            + 2**20
-        )
-        assert known.contains(users, taken).all()
-        others = rng.integers(1, items + 1, size=1_000)
-        wanted = np.isin(
-            users[:1_000] * (items + 1) + others, users * (items + 1) + taken
-        )
-        assert np.array_equal(known.contains(users[:1_000], others), wanted)

@@ -140,28 +140,12 @@ def test_a_column_that_a_step_cannot_take(
     )
 
 
-def test_files_are_refused_as_everywhere(tmp_path: Path, good: Path) -> None:
-    """The reader's own table of bad files is in tests/data/files."""
-    refuses(r"gone\.parquet: no such file", tmp_path / "gone.parquet")
-    refuses(
-        r"b\.parquet: column 'city' is int64, in .*good\.parquet it is string",
-        [good, table(tmp_path / "b.parquet", city=[1], label=[1.0])],
-    )
-
-
 def test_a_name_is_no_pattern(tmp_path: Path) -> None:
     meant = table(tmp_path / "log[1].parquet", city=["a", "b"], label=[0.0, 1.0])
     table(tmp_path / "log1.parquet", city=["c"], label=[0.0])
     fitted = CITY.fit(meant)
     assert fitted.vocab == {"city": 3}
     assert fitted.transform(meant, tmp_path / "out") == 2
-
-
-def test_columns_that_an_engine_cannot_tell_apart(tmp_path: Path) -> None:
-    refuses(
-        r"columns 'city' and 'City' differ in case alone",
-        table(tmp_path / "a.parquet", city=["a"], City=["b"], label=[1.0]),
-    )
 
 
 def test_a_relation_of_another_connection(good: Path) -> None:

@@ -10,21 +10,20 @@ import os
 import re
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv
+import pyarrow.compute as pc
 import pyarrow.json
 import pyarrow.parquet as pq
 
-from torchrec_ext.data.columns import Array, Float32, Int64
-from torchrec_ext.data.files.arrow import Kind, as_int64
+from torchrec_ext.data.columns import Chunk, Column, concatenate_rows
+from torchrec_ext.data.files.arrow import kind_of, one_piece
 from torchrec_ext.data.files.events_config import EventsConfig
-from torchrec_ext.data.files.sources import ParquetSource
+from torchrec_ext.data.files.sources import read_columns
 from torchrec_ext.schema import DataError
 
 # Arrow parses a text file in blocks of at most so many bytes.
@@ -33,61 +32,24 @@ _RENAME = (
     "write files under a name with a leading _, and rename them when they are whole"
 )
 _TYPES = {"int": pa.int64(), "float": pa.float64()}
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Events:
-    """N events in their order.
-
-    Args:
-        users: (N,) ids.
-        items: (N,) ids.
-        labels: (N,) labels, 1 for a log without labels.
-        times: (N,) seconds since 1970, NaN for a log without times.
-    """
-
-    users: Int64
-    items: Int64
-    labels: Float32
-    times: Array
-
-    @classmethod
-    def of(cls, columns: EventsConfig, values: Mapping[str, Array]) -> Events:
-        """Returns the events of columns by name, (N,) each; those of no columns are none."""
-        users = values.get(columns.user, np.empty(0, np.int64))
-        labels = values.get(columns.label, np.ones(len(users)))
-        times = values.get(columns.time, np.full(len(users), np.nan))
-        items = values.get(columns.item, users)
-        return cls(
-            users=users,
-            items=items,
-            labels=labels.astype(np.float32),
-            times=times.astype(np.float64),
-        )
-
-    @classmethod
-    def joined(cls, pieces: Sequence[Events]) -> Events:
-        """Returns the events of all pieces, one piece after the other."""
-        columns = {}
-        for name in vars(pieces[0]):
-            columns[name] = np.concatenate([vars(piece)[name] for piece in pieces])
-        return cls(**columns)
-
-    def __len__(self) -> int:
-        return len(self.users)
-
-    def rows(self, start: int, stop: int) -> Events:
-        """Returns events ``start`` to ``stop``."""
-        return Events(
-            **{name: column[start:stop] for name, column in vars(self).items()}
-        )
-
-
-NO_EVENTS = Events.of(EventsConfig(), {})
+_NUMBERS = ("float", "bool")
+_RULE = "ids are whole numbers of 64 bits, string_ids() makes them of texts"
+_JSON = (".jsonl", ".ndjson")
+_ENDINGS = (*_JSON, ".parquet")
+# Columns of events: ids, labels that are 1 in a log without labels, and seconds since
+# 1970 that are NaN in a log without times.
+USER, ITEM, LABEL, TIME = "user", "item", "label", "time"
+_DTYPES: dict[str, type[np.generic]] = {
+    USER: np.int64,
+    ITEM: np.int64,
+    LABEL: np.float32,
+    TIME: np.float64,
+}
+NO_EVENTS = Chunk({name: Column(np.empty(0, kind)) for name, kind in _DTYPES.items()})
 
 
 class EventLog:
-    """Reads the events of a folder's files: .jsonl, .ndjson, .csv and .parquet, each as a whole.
+    """Reads the events of a folder's files: .jsonl, .ndjson and .parquet, each as a whole.
 
     Names that begin with ``.`` or ``_`` are no data yet. Any other entry of the folder is left out with a warning. A
     file that was read may be removed, except for the last one.
@@ -115,7 +77,7 @@ class EventLog:
                 f"data.folder={columns.folder}: no such folder; name the folder in which the log's files lie"
             )
 
-    def read(self, most: int) -> Events:
+    def read(self, most: int) -> Chunk:
         """Returns the next events that are there, at most ``most`` of them.
 
         Raises:
@@ -123,13 +85,13 @@ class EventLog:
         """
         pieces = [NO_EVENTS]
         while most > 0:
-            if self._row == len(self._events) and not self._open_next():
+            if self._row == self._events.num_rows and not self._open_next():
                 break
-            piece = self._events.rows(self._row, self._row + most)
+            piece = self._events.slice(self._row, self._row + most)
             pieces.append(piece)
-            self._row += len(piece)
-            most -= len(piece)
-        return Events.joined(pieces)
+            self._row += piece.num_rows
+            most -= piece.num_rows
+        return concatenate_rows(pieces, NO_EVENTS)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position, for JSON: the file and the number of its rows that were taken."""
@@ -158,10 +120,10 @@ class EventLog:
                 "train anew in another --run_dir"
             )
         self._open(state["file"])
-        if len(self._events) < state["row"]:
+        if self._events.num_rows < state["row"]:
             raise DataError(
-                f"{self.folder / self._file}: has {len(self._events):,} rows, of which {state['row']:,} were read; put "
-                "the file back that was read, or train anew in another --run_dir"
+                f"{self.folder / self._file}: has {self._events.num_rows:,} rows, of which {state['row']:,} were read; "
+                "put the file back that was read, or train anew in another --run_dir"
             )
         self._row = state["row"]
         # What precedes the file has been read.
@@ -183,7 +145,7 @@ class EventLog:
     def _open(self, name: str) -> None:
         path = self.folder / name
         self._size = path.stat().st_size
-        self._events = _READERS[path.suffix.lower()](path, self._columns)
+        self._events = _read(path, self._columns)
         self._file = name
         self._row = 0
 
@@ -198,9 +160,7 @@ class EventLog:
                     size = entry.stat().st_size
                 if entry.name in self._seen or entry.name[0] in "._":
                     continue
-                is_file = (
-                    Path(entry.name).suffix.lower() in _READERS and entry.is_file()
-                )
+                is_file = entry.name.lower().endswith(_ENDINGS) and entry.is_file()
                 (new if is_file else left_out).append(entry.name)
         if size != self._size:
             raise DataError(
@@ -211,7 +171,7 @@ class EventLog:
         if left_out:
             warnings.warn(
                 f"{self.folder}: entries left out: {len(left_out):,}, such as {min(left_out, key=_natural)}; a log's "
-                f"files end in {', '.join(_READERS)}; write them so, or move them away",
+                f"files end in {', '.join(_ENDINGS)}; write them so, or move them away",
                 stacklevel=2,
             )
         if self._waiting and _natural(self._waiting[0]) < _natural(self._file):
@@ -232,86 +192,14 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
     return key
 
 
-def _read_json(path: Path, columns: EventsConfig) -> Events:
-    schema = pa.schema({name: _TYPES[kind] for name, kind in columns.kinds.items()})
-    parsing = pa.json.ParseOptions(
-        explicit_schema=schema, unexpected_field_behavior="ignore"
-    )
-
-    def parse(data: bytes) -> pa.Table:
-        reading = pa.json.ReadOptions(use_threads=False, block_size=_block(data))
-        return pa.json.read_json(pa.BufferReader(data), reading, parsing)
-
-    return _of_text(path, columns, parse)
+class _FaultError(ValueError):
+    """What is wrong in a row."""
 
 
-def _read_csv(path: Path, columns: EventsConfig) -> Events:
-    converting = pa.csv.ConvertOptions(
-        column_types={name: _TYPES[kind] for name, kind in columns.kinds.items()},
-        include_columns=list(columns.kinds),
-    )
-
-    def parse(data: bytes) -> pa.Table:
-        reading = pa.csv.ReadOptions(use_threads=False, block_size=_block(data))
-        return pa.csv.read_csv(
-            pa.BufferReader(data), reading, convert_options=converting
-        )
-
-    return _of_text(path, columns, parse)
-
-
-def _block(data: bytes) -> int:
-    return min(len(data), _BLOCK)
-
-
-def _of_text(
-    path: Path, columns: EventsConfig, parse: Callable[[bytes], pa.Table]
-) -> Events:
-    """Returns the events of a text file; names the first line that is none."""
-    data = path.read_bytes()
-    if not data.strip():
-        return NO_EVENTS
-    table, fault = _parsed(data, columns, parse)
-    if fault:
-        lines = data.splitlines(keepends=True)
-
-        def is_wrong(last: int) -> bool:
-            return bool(_parsed(b"".join(lines[: last + 1]), columns, parse)[1])
-
-        number = bisect_left(range(len(lines)), True, key=is_wrong)
-        _, fault = _parsed(b"".join(lines[: number + 1]), columns, parse)
-        raise DataError(f"{path}: line {number + 1}: {fault}; mend the line")
-    return Events.of(columns, {name: table[name].to_numpy() for name in columns.kinds})
-
-
-def _parsed(
-    data: bytes, columns: EventsConfig, parse: Callable[[bytes], pa.Table]
-) -> tuple[pa.Table, str]:
-    """Parses lines; returns the table, and what is wrong with it, empty if nothing is."""
-    try:
-        table = parse(data)
-    except pa.ArrowKeyError as error:
-        return None, f"{str(error)[:80]}; set data.user, data.item"
-    except pa.ArrowInvalid as error:
-        reason = str(error).splitlines()[0][:80]
-        return (
-            None,
-            f"{reason}; ids are whole numbers of 64 bits, string_ids() makes them of texts",
-        )
-    # A header is no event.
-    if sum(1 for line in data.splitlines() if line.strip()) > len(table) + 1:
-        return table, "it lies within a quote that begins above and has no end there"
-    for name in columns.kinds:
-        if table[name].null_count:
-            return table, f"it has no '{name}'"
-    if columns.label:
-        labels = table[columns.label].to_numpy()
-        if not ((labels >= 0) & (labels <= 1)).all():
-            return table, f"'{columns.label}' is not from 0 to 1"
-    return table, ""
-
-
-def _read_parquet(path: Path, columns: EventsConfig) -> Events:
+def _read(path: Path, columns: EventsConfig) -> Chunk:
+    """Returns the events of a file; names the first row that is none."""
+    if path.suffix.lower() in _JSON:
+        return _read_json(path, columns)
     try:
         rows = pq.read_metadata(path).num_rows
     except pa.ArrowInvalid:
@@ -319,36 +207,78 @@ def _read_parquet(path: Path, columns: EventsConfig) -> Events:
     # A source of no rows is refused, but some writers make such parts.
     if not rows:
         return NO_EVENTS
-    source = ParquetSource(path)
-    kinds: dict[str, tuple[Kind, ...]] = {
-        "int": ("int",),
-        "float": ("float", "int", "bool"),
-    }
-    source.require({name: kinds[kind] for name, kind in columns.kinds.items()})
-    pieces = []
-    for group in source.groups:
-        chunk = source.read(group, list(columns.kinds))
-        values: dict[str, Array] = {}
-        for name, kind in columns.kinds.items():
-            values[name] = chunk[name].values
-            if kind == "int":
-                values[name] = as_int64(str(path), name, chunk[name])
-        if columns.label:
-            labels = values[columns.label]
-            wrong = ~((labels >= 0) & (labels <= 1))
-            if wrong.any():
-                row = int(wrong.argmax())
-                raise DataError(
-                    f"{group.name}, column '{columns.label}', row {row}: value {labels[row]:g} is not from 0 to 1; "
-                    "mend the row"
-                )
-        pieces.append(Events.of(columns, values))
-    return Events.joined(pieces)
+    try:
+        return _events(read_columns(path, list(columns.kinds)), columns)
+    except _FaultError as fault:
+        raise DataError(f"{path}: {fault}; mend the row") from None
 
 
-_READERS: dict[str, Callable[[Path, EventsConfig], Events]] = {
-    ".jsonl": _read_json,
-    ".ndjson": _read_json,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-}
+def _read_json(path: Path, columns: EventsConfig) -> Chunk:
+    data = path.read_bytes()
+    fault = _fault(data, columns)
+    if not fault:
+        return _parsed(data, columns)
+    lines = data.splitlines(keepends=True)
+
+    def upto(last: int) -> bytes:
+        return b"".join(lines[: last + 1])
+
+    number = bisect_left(
+        range(len(lines)), True, key=lambda last: bool(_fault(upto(last), columns))
+    )
+    fault = _fault(lines[number], columns)
+    raise DataError(f"{path}: line {number + 1}: {fault}; mend the line")
+
+
+def _fault(data: bytes, columns: EventsConfig) -> str:
+    """Says what is wrong with lines; empty if nothing is."""
+    try:
+        _parsed(data, columns)
+    except _FaultError as fault:
+        return str(fault)
+    return ""
+
+
+def _parsed(data: bytes, columns: EventsConfig) -> Chunk:
+    if not data.strip():
+        return NO_EVENTS
+    schema = pa.schema({name: _TYPES[kind] for name, kind in columns.kinds.items()})
+    try:
+        table = pa.json.read_json(
+            pa.BufferReader(data),
+            pa.json.ReadOptions(use_threads=False, block_size=min(len(data), _BLOCK)),
+            pa.json.ParseOptions(
+                explicit_schema=schema, unexpected_field_behavior="ignore"
+            ),
+        )
+    except pa.ArrowInvalid as error:
+        raise _FaultError(f"{str(error).splitlines()[0][:80]}; {_RULE}") from None
+    return _events(table, columns)
+
+
+def _events(table: pa.Table, columns: EventsConfig) -> Chunk:
+    """Returns the events of a file's columns, checked."""
+    arrays = {}
+    for name, kind in columns.kinds.items():
+        array = one_piece(table[name])
+        if array.null_count:
+            row = pc.index(array.is_null(), True)
+            raise _FaultError(f"row {row} has no '{name}'")
+        is_whole = pa.types.is_integer(array.type)
+        if not is_whole and (kind == "int" or kind_of(array.type) not in _NUMBERS):
+            raise _FaultError(f"column '{name}' is {array.type}; {_RULE}")
+        try:
+            arrays[name] = array.cast(_TYPES[kind]).to_numpy()
+        except pa.ArrowInvalid as error:
+            raise _FaultError(f"column '{name}': {str(error)[:80]}") from None
+    users = arrays[columns.user]
+    labels = arrays.get(columns.label, np.ones(len(users)))
+    wrong = ~((labels >= 0) & (labels <= 1))
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise _FaultError(
+            f"row {row}: '{columns.label}' is {labels[row]:g}, and not from 0 to 1"
+        )
+    times = arrays.get(columns.time, np.full(len(users), np.nan))
+    values = (users, arrays[columns.item], labels.astype(np.float32), times)
+    return Chunk(dict(zip(_DTYPES, map(Column, values), strict=True)))

@@ -12,7 +12,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class EventsConfig:
-    """A log that grows: a folder into which whole .jsonl, .ndjson, .csv and .parquet files are renamed.
+    """A log that grows: a folder into which whole .jsonl, .ndjson and .parquet files are renamed.
 
     Args:
         name: name of the log, for reports.

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from torchrec_ext.batch import ENDLESS, Jagged, TowerBatch
-from torchrec_ext.data.columns import Float32, Int64
-from torchrec_ext.data.files.event_log import NO_EVENTS, EventLog, Events
+from torchrec_ext.data.columns import Chunk, Float32, Int64, concatenate_rows
+from torchrec_ext.data.files import event_log
+from torchrec_ext.data.files.event_log import NO_EVENTS, EventLog
 from torchrec_ext.data.files.events_config import EventsConfig
 from torchrec_ext.data.loader.batch import Answers, RowColumns, assemble
 from torchrec_ext.schema import BatchSchema, RowNumbers
@@ -41,22 +42,21 @@ class EventRows(NamedTuple):
     log_q: Float32
 
     @classmethod
-    def drawn(cls, events: Events, negatives: int, seed: Sequence[int]) -> EventRows:
+    def drawn(cls, events: Chunk, negatives: int, seed: Sequence[int]) -> EventRows:
         """Draws negatives from the items of the events, each event's as likely as another's."""
-        count = len(events)
-        _, places, sizes = np.unique(
-            events.items, return_inverse=True, return_counts=True
-        )
+        count = events.num_rows
+        own = events[event_log.ITEM].values
+        _, places, sizes = np.unique(own, return_inverse=True, return_counts=True)
         log_q = np.log(sizes / count).astype(np.float32)[places]
         # A generator of its own for each batch, so that a resumed run draws the same.
         draws = np.random.default_rng(seed).integers(count, size=(count, negatives))
         rows = np.concatenate([np.arange(count)[:, None], draws], axis=1)
-        items = events.items[rows]
+        items = own[rows]
         labels = np.zeros(items.shape, np.float32)
-        labels[:, 0] = events.labels
+        labels[:, 0] = events[event_log.LABEL].values
         weights = np.ones(items.shape, np.float32)
         weights[:, 1:] = items[:, 1:] != items[:, :1]
-        return cls(events.users, items, labels, weights, log_q[rows])
+        return cls(events[event_log.USER].values, items, labels, weights, log_q[rows])
 
 
 class EventLoader:
@@ -116,10 +116,10 @@ class EventLoader:
         # Not in load_state_dict(): the error of a changed log is the run's, not that of
         # its checkpoint.
         self._log.load_state_dict(self._position)
-        while len(events := self._next()):
+        while (events := self._next()).num_rows:
             self._position = self._log.state_dict()
-            self.events += len(events)
-            self.newest = float(events.times[-1])
+            self.events += events.num_rows
+            self.newest = float(events[event_log.TIME].values[-1])
             self.last = EventRows.drawn(
                 events, self._negatives, (self._seed, self._batches)
             )
@@ -127,7 +127,7 @@ class EventLoader:
             yield self._batch(self.last)
         self._is_over = True
 
-    def _next(self) -> Events:
+    def _next(self) -> Chunk:
         """Waits for the events of a batch; returns none at the end."""
         config = self._config
         most = self._batch_size
@@ -135,17 +135,17 @@ class EventLoader:
             most = min(most, config.events - self.events)
         events = NO_EVENTS
         begin = last = time.monotonic()
-        while len(events) < most and not self._is_over:
-            more = self._log.read(most - len(events))
+        while events.num_rows < most and not self._is_over:
+            more = self._log.read(most - events.num_rows)
             now = time.monotonic()
-            if len(more):
+            if more.num_rows:
                 last = now
                 # A batch waits from its first event on, not from the look at an empty
                 # log.
-                if not len(events):
+                if not events.num_rows:
                     begin = now
-                events = Events.joined([events, more])
-            elif len(events) and config.batch_s and now - begin >= config.batch_s:
+                events = concatenate_rows([events, more], more)
+            elif events.num_rows and config.batch_s and now - begin >= config.batch_s:
                 break
             elif config.until_idle_s and now - last >= config.until_idle_s:
                 # What is there makes the last batch.

@@ -37,21 +37,23 @@ from torchrec_ext.data.negatives.in_step import DrawTensors, TensorDraws
 from torchrec_ext.data.negatives.samplers import Negatives, UniformNegatives
 from torchrec_ext.schema import BatchSchema, DataError, RowNumbers
 
-# Rows drawn at a time while an epoch's bags are counted.
-_ROWS_AT_ONCE = 1 << 16
-
 
 class Drawn(NamedTuple):
-    """``ids`` (B, 1 + N) int64, the positive first, and their ``log_q``, float32, or None without negatives."""
+    """``ids`` (B, 1 + N) int64, the positive first, and their ``log_q``, float32, or None without negatives.
+
+    ``on_host`` are the ids in numpy; None if a step has drawn them on its device.
+    """
 
     ids: Tensor
     log_q: Tensor | None = None
+    on_host: Int64 | None = None
 
     def part(self, start: int, stop: int) -> Drawn:
         """Returns the candidates of rows ``start`` to ``stop``."""
         # Copies, so that a batch owns its memory.
         log_q = None if self.log_q is None else self.log_q[start:stop].clone()
-        return Drawn(self.ids[start:stop].clone(), log_q)
+        on_host = None if self.on_host is None else self.on_host[start:stop]
+        return Drawn(self.ids[start:stop].clone(), log_q, on_host)
 
 
 class StepDraws(NamedTuple):
@@ -126,32 +128,15 @@ class DeviceCandidates:
 
     def draw(self, rows: Int64, epoch: int) -> Drawn:
         """Draws the candidates of the rows with the numbers ``rows`` (B,)."""
-        positives = self._positives[rows]
+        ids = self._positives[rows][:, None]
         if self._sampler is None or self._users is None:
-            return Drawn(moved(positives[:, None], self._device))
+            return Drawn(moved(ids, self._device), None, ids)
         users = self._users[rows]
-        ids, log_q = self._sampler.draw(users, rows, epoch, self._count)
-        positive_log_q = self._sampler.log_q(users, np.maximum(positives, 1))
-        return Drawn(
-            moved(np.concatenate([positives[:, None], ids], axis=1), self._device),
-            moved(
-                np.concatenate([positive_log_q[:, None], log_q], axis=1), self._device
-            ),
-        )
-
-    def lengths(self, rows: Int64, epoch: int) -> dict[str, Tensor]:
-        """Returns, for each ragged feature of the items, (B,) the number of ids of all candidates of a row."""
-        # Without a ragged column there is nothing to count, so nothing is drawn for it.
-        if not self.table.ragged:
-            return {}
-        blocks: dict[str, list[Tensor]] = {name: [] for name in self.table.ragged}
-        for start in range(0, len(rows), _ROWS_AT_ONCE):
-            ids = self.draw(rows[start : start + _ROWS_AT_ONCE], epoch).ids
-            for name, parts in blocks.items():
-                parts.append(
-                    self.table.lengths(name, ids.reshape(-1)).view(ids.shape).sum(dim=1)
-                )
-        return {name: torch.cat(parts) for name, parts in blocks.items()}
+        negatives, log_q = self._sampler.draw(users, rows, epoch, self._count)
+        positive_log_q = self._sampler.log_q(users, np.maximum(ids[:, 0], 1))
+        ids = np.concatenate([ids, negatives], axis=1)
+        log_q = np.concatenate([positive_log_q[:, None], log_q], axis=1)
+        return Drawn(moved(ids, self._device), moved(log_q, self._device), ids)
 
 
 def moved(array: Array, device: torch.device) -> Tensor:
@@ -166,13 +151,6 @@ def moved(array: Array, device: torch.device) -> Tensor:
 _STEPS_AHEAD = 64
 # Rows drawn for at a time if batches are made one by one.
 _ROWS_DRAWN = 4096
-
-
-class _Counts(NamedTuple):
-    """Ids of a step's ragged columns: how many there are, and how many each row has if it is not shared, (B,)."""
-
-    totals: dict[str, int]
-    lengths: dict[str, Tensor]
 
 
 class _Tables(NamedTuple):
@@ -286,8 +264,8 @@ def _with(columns: RowColumns, others: RowColumns) -> RowColumns:
 class ResidentRows:
     """Builds batches of rows that are tensors on one device, shuffled as a whole; see :class:`Batches`.
 
-    From the host come an epoch's order, its number of steps and, unless batches are built ahead, the number of ids in
-    each step's bags, which a pass over the epoch counts before its first step: a step waits for nothing.
+    From the host come an epoch's order, its number of steps and the number of ids in each step's bags: a step waits for
+    nothing.
 
     Args:
         rows: all rows, checked here, once.
@@ -369,34 +347,30 @@ class ResidentRows:
             if self._lengths is not None:
                 mine = whole.start + self._share.dealt(self._lengths[order[whole]])
             parts.append((whole, mine))
-        counts_of_steps = [_Counts({}, {})] * len(parts)
-        if not self.ahead:
-            counts_of_steps = self._counts(
-                [order[mine] for _, mine in parts],
-                [numbers[mine] for _, mine in parts],
-                epoch,
-            )
         draws = self._draws([order[mine] for _, mine in parts], epoch)
-        for step, ((whole, mine), counts, candidates) in enumerate(
-            zip(parts, counts_of_steps, draws, strict=True), start=start
+        for step, ((whole, mine), candidates) in enumerate(
+            zip(parts, draws, strict=True), start=start
         ):
             rows = numbers[mine]
+            totals = self._counts(order[mine], candidates)
             total = self._total_weight(numbers[whole])
             if self._of_step is not None:
-                columns = self._tables.rows.columns(rows, counts.totals)
+                columns = self._tables.rows.columns(rows, totals)
                 batch = self._of_step.batch(StepRows(columns, rows, total), epoch, step)
             else:
                 batch = self._layout.batch(
-                    self._tables, rows, candidates, counts.totals, total
+                    self._tables, rows, candidates, totals, total
                 )
             # A session's buckets depend on its lengths: known on the host, they spare a
             # wait for the device.
             if self._device.type != "cpu":
                 batch.host_lengths = {}
-                for name, lengths in counts.lengths.items():
-                    batch.host_lengths[name] = padded(
-                        lengths.repeat_interleave(self._layout.width), len(batch)
-                    )
+                for name, lengths in self._tables.rows.host_lengths.items():
+                    if name not in self._layout.schema.shared:
+                        of_rows = lengths[order[mine]].repeat(self._layout.width)
+                        batch.host_lengths[name] = padded(
+                            torch.from_numpy(of_rows), len(batch)
+                        )
             yield batch
 
     def _draws(self, steps: list[Int64], epoch: int) -> Iterator[Drawn | None]:
@@ -482,7 +456,7 @@ class ResidentRows:
                 candidates = self._candidates.draw(host_rows.reshape(-1), epoch)
                 columns += [
                     tensor.view(*local_rows.shape, -1)
-                    for tensor in candidates
+                    for tensor in (candidates.ids, candidates.log_q)
                     if tensor is not None
                 ]
             for step in zip(*(stacked.unbind() for stacked in columns), strict=True):
@@ -509,41 +483,25 @@ class ResidentRows:
         candidates: Drawn | None = None
         # The ids of the candidates, and their log q if some of them are drawn.
         if candidate_tensors:
-            candidates = Drawn(*candidate_tensors)
+            ids, *log_q = candidate_tensors
+            candidates = Drawn(ids, log_q[0] if log_q else None)
         return self._layout.batch(
             self._tables.over(tensors), rows, candidates, {}, total_weight
         )
 
-    def _counts(
-        self, host_rows: list[Int64], local_rows: list[Tensor], epoch: int
-    ) -> list[_Counts]:
-        """Counts, for each step, the ids in the bags of each ragged column; both hold the steps' rows."""
-        counts = [_Counts({}, {}) for _ in local_rows]
-        if not self._layout.ragged:
-            return counts
-        rows = torch.cat(
-            [torch.empty(0, dtype=torch.int64, device=self._device), *local_rows]
-        )
-        sizes = [len(local) for local in local_rows]
-        # Of the whole epoch: one copy from the device for each column, not for each
-        # step.
-        table = self._tables.rows
-        for name in table.ragged:
-            lengths = torch.split(table.lengths(name, rows).cpu(), sizes)
-            for count, part in zip(counts, lengths, strict=True):
-                count.totals[name] = int(part.sum())
-                # Repeated for each candidate, unless all of them share the row.
-                if name not in self._layout.schema.shared:
-                    count.totals[name] *= self._layout.width
-                    count.lengths[name] = part
-        if self._candidates is not None:
-            every = np.concatenate([np.empty(0, np.int64), *host_rows])
-            for name, of_rows in self._candidates.lengths(every, epoch).items():
-                for count, part in zip(
-                    counts, torch.split(of_rows.cpu(), sizes), strict=True
-                ):
-                    count.totals[name] = int(part.sum())
-        return counts
+    def _counts(self, rows: Int64, candidates: Drawn | None) -> dict[str, int]:
+        """Returns the number of ids in the bags of each ragged column of a step's rows; no device is asked."""
+        totals = {}
+        table, items = self._tables
+        for name, lengths in table.host_lengths.items():
+            # Repeated for each candidate, unless all of them share the row.
+            is_shared = name in self._layout.schema.shared
+            width = 1 if is_shared else self._layout.width
+            totals[name] = int(lengths[rows].sum()) * width
+        if items is not None and candidates is not None:
+            for name, lengths in items.host_lengths.items():
+                totals[name] = int(lengths[candidates.on_host].sum())
+        return totals
 
     def _total_weight(self, global_rows: Tensor) -> Tensor:
         """Returns the weight of the global batch divided by R, () on the device."""

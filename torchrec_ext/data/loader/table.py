@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.batch import Jagged
-from torchrec_ext.data.columns import Array, Chunk, Column
+from torchrec_ext.data.columns import Array, Chunk, Column, Int64
 from torchrec_ext.data.files.arrow import RowGroup
 from torchrec_ext.data.loader.batch import RowColumns, as_tensor
 from torchrec_ext.data.loader.blocks import BlockLayout
@@ -51,6 +51,8 @@ class DeviceTable:
         self._scalar: dict[str, int] = {}
         self._float = {name: index for index, name in enumerate(floats)}
         self._ragged: dict[str, _Ragged] = {}
+        # (N,) lengths of each ragged column.
+        self.host_lengths: dict[str, Int64] = {}
         vectors: list[Array] = []
         for name, column in ids.items():
             offsets = column.offsets
@@ -58,6 +60,7 @@ class DeviceTable:
                 self._scalar[name] = len(vectors)
                 vectors.append(column.values)
             else:
+                self.host_lengths[name] = np.diff(offsets)
                 bounds = torch.from_numpy(offsets).to(device)
                 values = as_tensor(column.values).to(device)
                 self._ragged[name] = _Ragged(values, bounds[:-1], bounds.diff().int())
@@ -117,10 +120,6 @@ class DeviceTable:
             matrix = self._numbers.index_select(0, rows)
             numbers = {name: matrix[:, place] for name, place in self._float.items()}
         return RowColumns(self.bags(rows, wanted, totals or {}), numbers)
-
-    def lengths(self, name: str, rows: Tensor) -> Tensor:
-        """Returns (B,) int64 the number of ids of a ragged column in each of ``rows`` (B,)."""
-        return self._ragged[name].lengths.index_select(0, rows).long()
 
     def number(self, name: str, rows: Tensor) -> Tensor:
         """Returns (B,) float32 one column of numbers in ``rows`` (B,)."""

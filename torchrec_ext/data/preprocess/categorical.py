@@ -58,6 +58,11 @@ class Vocabulary:
         """Number of rows of an embedding table, V + 1."""
         return len(self.values) + 1
 
+    def by_value(self) -> Vocabulary:
+        """Returns the same values in sorted order."""
+        order = pc.sort_indices(self.values)
+        return Vocabulary(self.values.take(order), self.counts.take(order))
+
     def ids(self, values: pa.Array) -> Int64:
         """Returns the ids of values, an Arrow array of int64 or of texts; 0 for null and for an unknown value."""
         # For many values Arrow's table of the vocabulary, which it makes anew each time,

@@ -1,11 +1,11 @@
 """scan(): parquet files as a preprocessor's input; every footer is checked before a row is read.
 
-Sink: parquet files as loaders read them best, with row groups of one size, page checksums and no missing value.
+write_files(): parquet files as loaders read them best, with row groups of one size and page checksums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,73 +123,36 @@ def raw_types(
 
 ROW_GROUP = 65_536
 # 4 M rows.
-GROUPS_PER_FILE = 64
-# Is called with each batch that is written.
-Watch = Callable[[pa.RecordBatch], None]
+FILE_ROWS = 64 * ROW_GROUP
 
 
-class Sink:
-    """Parquet files of row groups of one size, in a folder.
+def write_files(
+    folder: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]
+) -> int:
+    """Writes parquet files to an empty folder, with row groups of one size; returns the number of rows.
 
     Args:
-        folder: empty folder.
-        watch: function that is called with each batch.
+        folder: the folder.
+        schema: columns of the batches.
+        batches: multiples of ``ROW_GROUP`` rows, and the rest at the end.
     """
-
-    def __init__(self, folder: Path, watch: Watch | None = None) -> None:
-        self.folder = folder
-        self.rows = 0
-        self._watch = watch
-
-    @contextmanager
-    def writer(self) -> Iterator[Callable[[pa.RecordBatch], None]]:
-        """Opens a writer: a function for batches of any size, in order."""
-        self._pending: list[pa.RecordBatch] = []
-        self._pending_rows = 0
-        self._groups = 0
-        self._writer: pq.ParquetWriter | None = None
-        try:
-            yield self._add
-            self._flush(self._pending_rows)
-        finally:
-            with disk_errors(self.folder):
-                self._close()
-
-    def _add(self, batch: pa.RecordBatch) -> None:
-        self._pending.append(batch)
-        self._pending_rows += batch.num_rows
-        self.rows += batch.num_rows
-        if self._pending_rows >= ROW_GROUP:
-            self._flush(self._pending_rows - self._pending_rows % ROW_GROUP)
-        if self._watch:
-            self._watch(batch)
-
-    def _flush(self, rows: int) -> None:
-        if not rows:
-            return
-        # Whole row groups; the rest waits for the next batches, or for the end.
-        table = pa.Table.from_batches(self._pending)
-        rest = table.slice(rows)
-        self._pending = rest.to_batches()
-        self._pending_rows = rest.num_rows
-        table = table.slice(0, rows)
-        with disk_errors(self.folder):
-            for start in range(0, rows, ROW_GROUP):
-                self._writer_of_group(table.schema).write_table(
-                    table.slice(start, ROW_GROUP), row_group_size=ROW_GROUP
-                )
-
-    def _writer_of_group(self, schema: pa.Schema) -> pq.ParquetWriter:
-        if self._writer is None or self._groups % GROUPS_PER_FILE == 0:
-            self._close()
-            path = self.folder / f"part-{self._groups // GROUPS_PER_FILE:05}.parquet"
-            self._writer = pq.ParquetWriter(path, schema, **_encoding(schema))
-        self._groups += 1
-        return self._writer
-
-    def _close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+    rows = 0
+    writer: Any = None
+    try:
+        for batch in batches:
+            with disk_errors(folder):
+                if rows % FILE_ROWS == 0:
+                    if writer:
+                        writer.close()
+                    path = folder / f"part-{rows // FILE_ROWS:05}.parquet"
+                    writer = pq.ParquetWriter(path, schema, **_encoding(schema))
+                writer.write_batch(batch, row_group_size=ROW_GROUP)
+            rows += batch.num_rows
+    finally:
+        if writer:
+            with disk_errors(folder):
+                writer.close()
+    return rows
 
 
 def _encoding(schema: pa.Schema) -> dict[str, Any]:

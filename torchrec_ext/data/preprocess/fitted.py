@@ -50,7 +50,7 @@ from torchrec_ext.data.preprocess.columns import (
     with_flat,
     working_type,
 )
-from torchrec_ext.data.preprocess.files import Sink, Watch
+from torchrec_ext.data.preprocess.files import write_files
 from torchrec_ext.data.preprocess.folders import keep_sources, whole_folder
 from torchrec_ext.data.preprocess.history import History
 from torchrec_ext.data.preprocess.lists import Lists
@@ -125,6 +125,14 @@ class FittedPreprocessor:
         return next(
             (state for step, state in reversed(self.pairs) if name in step.writes), None
         )
+
+    def by_value(self) -> FittedPreprocessor:
+        """Returns these steps with ids in the order of the values, and not of their counts."""
+        states = [
+            state.by_value() if isinstance(state, Vocabulary) else state
+            for state in self.states
+        ]
+        return dataclasses.replace(self, states=tuple(states))
 
     def only(self, names: Collection[str]) -> FittedPreprocessor:
         """Returns the steps behind the columns ``names`` alone, so that a request needs fewer columns."""
@@ -262,7 +270,7 @@ class FittedPreprocessor:
         events: Source | None = None,
         con: Connection = None,
         overwrite: bool = False,
-        watch: Watch | None = None,
+        watch: Callable[[pa.RecordBatch], None] | None = None,
     ) -> int:
         """Writes the rows of a source as parquet, ``out/part-*.parquet``, for ``read_parquet`` and the loader.
 
@@ -296,18 +304,26 @@ class FittedPreprocessor:
             for rows in (data, past):
                 if rows.files:
                     keep_sources(out, rows.files.files)
-            sink = Sink(staging, watch)
             sql = requests_sql(self, data, past)
-            with past.blaming(), data.blaming(), telling(), sink.writer() as write:
+            seen = 0
+
+            def made() -> Iterator[pa.RecordBatch]:
+                nonlocal seen
+                for batch in _ahead(self.batch, batches(opened, sql)):
+                    seen += batch.num_rows
+                    if watch:
+                        watch(batch)
+                    yield batch
+
+            with past.blaming(), data.blaming(), telling():
                 try:
-                    for batch in _ahead(self.batch, batches(opened, sql)):
-                        write(batch)
+                    written = write_files(staging, self.schema, made())
                 except CellError as error:
-                    where, row = data.place(sink.rows + error.row)
+                    where, row = data.place(seen + error.row)
                     raise CellError(error.column, row, error.rule, where) from None
-            if not sink.rows:
+            if not written:
                 raise DataError(f"{data.where}: no rows; give a split at least one")
-            return sink.rows
+            return written
 
     def batches(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Transforms batches of rows as requests have them: ``spark_df.mapInArrow(fitted.batches, fitted.ddl)``.

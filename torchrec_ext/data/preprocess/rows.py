@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from torchrec_ext.data.files.sources import NULL_PARTITION
 from torchrec_ext.data.preprocess.columns import arrow_type, working_type
-from torchrec_ext.data.preprocess.files import Files, raw_types, scan
+from torchrec_ext.data.preprocess.files import ROW_GROUP, Files, raw_types, scan
 from torchrec_ext.data.preprocess.step import quoted
 from torchrec_ext.schema import DataError
 
@@ -30,8 +30,7 @@ Connection = Any  # duckdb.DuckDBPyConnection
 ROW = "__row__"
 # Values of a batch: the more there are, the less the tables of its look-ups cost.
 _VALUES = 2**22
-_MOST_ROWS = 2**19
-_LEAST_ROWS = 2**16
+_MOST_ROWS = 8 * ROW_GROUP
 # Values of a list, where nobody knows.
 _LENGTH = 20
 _numbers = itertools.count()
@@ -88,19 +87,21 @@ def connected(
 
 
 def batches(con: Connection, sql: str) -> Iterator[pa.RecordBatch]:
-    """Runs a query whose rows are read as they come, in batches of many row groups."""
+    """Runs a query whose rows are read as they come, in batches of one, two, four or eight row groups."""
     result = con.sql(sql)
     lists = sum(str(dtype).endswith("[]") for dtype in result.types)
-    size = _VALUES // (len(result.types) + _LENGTH * lists)
-    size = min(max(size, _LEAST_ROWS), _MOST_ROWS)
+    size = _MOST_ROWS
+    while size > max(ROW_GROUP, _VALUES // (len(result.types) + _LENGTH * lists)):
+        size //= 2
     pending: list[pa.RecordBatch] = []
     for batch in _reader(result, size):
         pending.append(batch)
         if sum(map(len, pending)) >= size:
-            yield pa.concat_batches(pending)
-            pending = []
-    if pending:
-        yield pa.concat_batches(pending)
+            rows = pa.concat_batches(pending)
+            yield rows.slice(0, size)
+            pending = [rows.slice(size)]
+    if rest := [batch for batch in pending if len(batch)]:
+        yield pa.concat_batches(rest)
 
 
 def _reader(result: Any, size: int) -> pa.RecordBatchReader:
@@ -112,7 +113,7 @@ def _reader(result: Any, size: int) -> pa.RecordBatchReader:
 
 def table(con: Connection, sql: str) -> pa.Table:
     """Runs a query whose rows fit into memory."""
-    return _reader(con.sql(sql), _LEAST_ROWS).read_all()
+    return _reader(con.sql(sql), ROW_GROUP).read_all()
 
 
 def named(con: Connection, data: Any) -> str:
