@@ -22,9 +22,6 @@ from pathlib import Path
 from all import commit
 from harness import BIN, ROOT, output
 
-from torchx_apps.config import as_words
-from torchx_apps.recipes.by_name import load_recipe
-
 SPEC = Path(__file__).with_suffix(".json")
 RESULTS = ROOT / "benchmarks" / "results" / "quality.json"
 FOLDERS = ROOT / "runs" / "quality"
@@ -135,7 +132,11 @@ def command(key, folder):
 
         prepared = sets.prepare(data, FOLDERS / "sets" / data)
         settings = [f"data.name={prepared}", *settings]
-    flags = as_words(load_recipe(key["recipe"]), settings)
+    flags = []
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        # commas stand between the values of a tuple
+        flags += [f"--{name}", *value.split(",")]
     where = ["--recipe", key["recipe"]], ["--run_dir", str(folder), *flags]
     if key["ranks"] == 1:
         return [sys.executable, "-m", "torchx_apps.train", *where[0], *where[1]]

@@ -66,7 +66,7 @@ from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
 from torchrec_ext.train.guards import RunStoppedError
 from torchrec_ext.train.loop import TrainConfig, train
-from torchx_apps.config import with_settings
+from torchx_apps.config import changed
 from torchx_apps.jobs.setup import load_task, quieten_libraries
 from torchx_apps.recipes import ncf
 
@@ -81,12 +81,12 @@ MODES["DiLoCo, 32"] = dataclasses.replace(
 
 def job_of(sync, ranks, quick):
     overrides = [
-        f"data.name={'planted' if quick else 'ml-100k'}",
-        f"loader.batch_size={POSITIVES * ranks}",
-        "train.compile=off",
-        f"train.epochs={ENDLESS}",
+        f"--data.name={'planted' if quick else 'ml-100k'}",
+        f"--loader.batch_size={POSITIVES * ranks}",
+        "--train.compile=off",
+        f"--train.epochs={ENDLESS}",
     ]
-    return dataclasses.replace(with_settings(ncf(), overrides), sync=sync)
+    return dataclasses.replace(changed(ncf(), overrides), sync=sync)
 
 
 def plain(quick, task):

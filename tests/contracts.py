@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.shared_memory.sharing import share_memory
 from torchrec_ext.distributed.tables import local_shards
-from torchrec_ext.train.report import progress
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The server imports torchrec once, so that each rank starts in a tenth of a second
@@ -81,9 +80,6 @@ def _rank(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    # A small run takes half a second to draw its picture; tests of pictures draw them
-    # in their own process.
-    progress.draw_training = lambda *_: None
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -7,7 +7,6 @@ are read, because a pipe or a device need not end.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import glob
@@ -30,8 +29,6 @@ from typing import IO, Any, BinaryIO
 _BLOCK = 2**22
 # Bytes from which on a thread hashes a block.
 _LARGE = 2**20
-# SYNC_FILE_RANGE_WRITE of linux/fs.h.
-_WRITE_RANGE = 2
 _HOST = socket.gethostname()
 
 
@@ -153,8 +150,7 @@ def measure_stream(stream: BinaryIO) -> dict[str, Any]:
 class MeasuredStream:
     """Measures size and SHA-256 of a file while it is written, without reading it again.
 
-    A thread hashes a block while the caller's thread writes it. A local disk begins to store each block at once, not
-    only when the file is synced.
+    A thread hashes a block while the caller's thread writes it.
 
     Args:
         stream: stream that is open for writing, at its beginning; :meth:`close` closes it.
@@ -184,7 +180,6 @@ class MeasuredStream:
             hashed = self._hashing.submit(self._sha.update, block)
             try:
                 self._stream.write(block)
-                self._begin_to_store(block.nbytes)
             finally:
                 # Waits, because afterwards the memory of the block is the caller's
                 # again.
@@ -224,20 +219,6 @@ class MeasuredStream:
     def measured(self) -> dict[str, Any]:
         """Size and SHA-256 of all bytes written, as manifests list them."""
         return {"bytes": self._size, "sha256": self._sha.hexdigest()}
-
-    def _begin_to_store(self, size: int) -> None:
-        """Starts storing the last ``size`` bytes if the system can; a file's sync waits for them."""
-        call = (
-            getattr(ctypes.CDLL(None), "sync_file_range", None)
-            if sys.platform == "linux"
-            else None
-        )
-        if call is None:
-            return
-        # A stream without a file has nothing to store early.
-        with contextlib.suppress(OSError, AttributeError):
-            offset = ctypes.c_int64
-            call(self.fileno(), offset(self._size), offset(size), _WRITE_RANGE)
 
 
 def measure_file(path: Path) -> dict[str, Any]:
@@ -387,37 +368,16 @@ def _hidden(out: Path, kind: str) -> list[Path]:
 
 
 def _remove_unless_written(folder: Path) -> bool:
-    """Removes a folder unless a process is writing it; returns whether it is gone."""
+    """Removes a folder unless a process is writing it, which has locked it; returns whether it is gone."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except FileNotFoundError:
         return True
     try:
-        if _is_written(handle, folder.name):
-            return False
-        shutil.rmtree(folder, ignore_errors=True)
-        return True
+        # Without locks nobody can tell, and the folder stays.
+        with contextlib.suppress(OSError):
+            if take_lock(handle):
+                shutil.rmtree(folder, ignore_errors=True)
+        return not folder.exists()
     finally:
         os.close(handle)
-
-
-def _is_written(handle: int, name: str) -> bool:
-    """Returns whether a process holds the folder's lock; without locks, whether the one in the folder's name lives."""
-    try:
-        return not take_lock(handle)
-    except OSError:
-        # The process of another host cannot be looked up, so its folder stays.
-        host, _, process = name.partition(".partial-")[2].rpartition("-")
-        if host != _HOST or not process.isdecimal():
-            return True
-        return int(process) != os.getpid() and _runs(int(process))
-
-
-def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

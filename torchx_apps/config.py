@@ -120,7 +120,7 @@ def parse_job(
     file = _value_of(words, "settings")
     if file:
         job = changed(job, read_settings(file), f"--settings {file}: ")
-    job, words = _with_entries(job, _without_set(job, words))
+    job, words = _with_entries(job, words)
     # Both in one parser, so that --help, unknown words and completion know both.
     fields: list[tuple[str, Any]] = [
         ("options", _flags(type(options), "FlagCreatePairsOff", name="")),
@@ -171,7 +171,6 @@ def changed(config: ConfigT, words: Sequence[str], place: str = "") -> ConfigT:
         >>> changed(Plan(), ["--rows.item_id", "1e6", "--rows.user_id", "10"])
         Plan(rows={'item_id': 1000000, 'user_id': 10})
     """
-    words = _without_set(config, words)
     if not words:
         return config
     try:
@@ -180,19 +179,6 @@ def changed(config: ConfigT, words: Sequence[str], place: str = "") -> ConfigT:
         return typing.cast(ConfigT, _cli(flags, "settings", words, default=config))
     except ValueError as error:
         raise ValueError(f"{place}{error}") from None
-
-
-def with_settings(config: ConfigT, changes: Iterable[str]) -> ConfigT:
-    """Returns a copy of a config with ``key=value`` changes; see :func:`changed`.
-
-    Example:
-        >>> @dataclass(frozen=True, kw_only=True)
-        ... class Model:
-        ...     widths: tuple[int, ...] = ()
-        >>> with_settings(Model(), ["widths=64,32"])
-        Model(widths=(64, 32))
-    """
-    return changed(config, as_words(config, changes))
 
 
 def read_settings(file: str) -> list[str]:
@@ -553,74 +539,6 @@ def _value_of(words: Sequence[str], flag: str) -> str:
         if name == f"--{flag}":
             value = text if equals else following
     return value
-
-
-def _without_set(job: Any, words: Sequence[str]) -> list[str]:
-    """Rewrites ``--set a.b=c``, the form of earlier releases, to ``--a.b c``."""
-    rest = list(words)
-    kept = []
-    changes = []
-    while rest:
-        word = rest.pop(0)
-        if word == "--set" and rest:
-            changes.append(rest.pop(0))
-        elif word.startswith("--set="):
-            changes.append(word.removeprefix("--set="))
-        else:
-            kept.append(word)
-    if not changes:
-        return kept
-    rewritten = as_words(job, changes)
-    if os.environ.get("RANK", "0") == "0":
-        print(
-            f"note: --set is going away; write {' '.join(rewritten)}",
-            file=sys.stderr,
-            flush=True,
-        )
-    return [*kept, *rewritten]
-
-
-def as_words(config: Any, changes: Iterable[str]) -> list[str]:
-    """Rewrites ``key=value`` changes to words of a command line; of two changes to one key the later stays."""
-    words: dict[str, list[str]] = {}
-    for change in changes:
-        key, equals, text = change.partition("=")
-        key = key.strip()
-        if not equals or not key:
-            raise ValueError(
-                f"{change!r}: write key=value, such as loader.batch_size=4096"
-            )
-        path, _, name = key.rpartition(".")
-        group = _at(config, path)
-        value = getattr(group, name, None)
-        entry = _mapping_in(config, key)
-        if isinstance(value, tuple) or (entry and typing.get_origin(entry[1]) is tuple):
-            inside = text.strip().strip("()[]").strip().rstrip(",")
-            items = [item.strip().strip("'\"") for item in inside.split(",")]
-            words[f"--{key}"] = [item for item in items if item]
-        else:
-            is_none = text.strip().lower() in ("none", "null")
-            if is_none and _takes_none(group, name):
-                text = "None"
-            words[f"--{key}"] = [text.strip()]
-    flat = []
-    for flag, values in words.items():
-        flat += _flag(flag, *values)
-    return flat
-
-
-def _takes_none(group: Any, name: str) -> bool:
-    try:
-        return type(None) in typing.get_args(field_hint(group, name))
-    except NameError:
-        return False
-
-
-def _at(config: Any, path: str) -> Any:
-    """Returns the group at a path; None if there is none."""
-    for name in path.split(".") if path else []:
-        config = getattr(config, name, None)
-    return config
 
 
 def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[str]:

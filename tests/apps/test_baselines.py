@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tests.settings import with_settings
 from tests.small_sets import checkerboard, with_candidates
 from torchrec_ext.data.columns import Column
 from torchrec_ext.data.planted import planted
@@ -21,7 +22,6 @@ from torchrec_ext.data.sets import open_set
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models import closed_form
 from torchx_apps import recipes
-from torchx_apps.config import with_settings
 from torchx_apps.jobs.setup import build_model
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.tasks import baselines

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.settings import with_settings
 from torchrec_ext.data.planted import planted_log
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.ids.index import EMPTY
@@ -28,7 +29,6 @@ from torchrec_ext.retrieval.store import Store
 from torchrec_ext.schema import DataError
 from torchrec_ext.train.checkpoint.storage import CheckpointError
 from torchx_apps import embed, export
-from torchx_apps.config import with_settings
 from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe

@@ -20,6 +20,7 @@ from torchrec_ext.components import serve  # type: ignore[import-not-found]
 from torchx.components.component_test_base import ComponentTestCase
 
 from tests.contracts import mostly_slow, run_ranks
+from tests.settings import with_settings
 from tests.small_sets import generate_less
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -35,7 +36,6 @@ from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.config import EarlyStop
 from torchrec_ext.train.loop import train
 from torchx_apps import export, recipes
-from torchx_apps.config import with_settings
 from torchx_apps.jobs.exporting import bundle_of_run, export_task, report_bundle
 from torchx_apps.jobs.setup import build_model, load_task
 from torchx_apps.jobs.training import run_training

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import pytest
 
 from tests.contracts import RankFailedError, leave_group, mostly_slow, run_ranks
+from tests.settings import with_settings
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle import AUDIT, Bundle
 from torchrec_ext.retrieval.catalogue import read_table
 from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer
 from torchx_apps import recipes
-from torchx_apps.config import with_settings
 from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.settings import with_settings
 from tests.small_sets import write_ml_100k
 from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.sets import load_dataset
@@ -32,7 +33,6 @@ from torchrec_ext.retrieval.store import StoredUsers
 from torchrec_ext.schema import DataError
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks, sealed
 from torchx_apps import embed, export, preprocess
-from torchx_apps.config import with_settings
 from torchx_apps.jobs import resuming
 from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.jobs.resuming import check_ids_stay, meaning_of_ids
@@ -146,13 +146,7 @@ def checkpoint_of(folder: Path, task: Any, **content: Any) -> str:
     checkpoint = folder / "ckpt" / "step-0000000001"
     checkpoint.mkdir(parents=True, exist_ok=True)
     content = content or {"ids": meaning_of_ids(task)}
-    rest: dict[str, Any] = {
-        "tables": {},
-        "paths": {},
-        "layers": [],
-        "row_parts": {},
-        "files": {},
-    }
+    rest: dict[str, Any] = {"paths": {}, "tensors": {}, "files": {}}
     (checkpoint / "manifest.json").write_bytes(
         sealed({"step": 1, "world_size": 1, **rest, "content": content})
     )

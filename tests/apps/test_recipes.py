@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.contracts import run_ranks
+from tests.settings import with_settings
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import train
-from torchx_apps.config import with_settings
 from torchx_apps.jobs.setup import build_model, load_task
 from torchx_apps.recipes import Job
 from torchx_apps.recipes.by_name import load_recipe

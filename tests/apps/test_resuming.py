@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.examples import small_model
+from tests.settings import with_settings
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks
 from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError
 from torchrec_ext.train.report.progress import RunFolderError
-from torchx_apps.config import with_settings
 from torchx_apps.jobs.resuming import (
     CHECKPOINTS,
     a_neighbour_died,

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.contracts import run_ranks
+from tests.settings import with_settings
 from tests.small_sets import with_candidates
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.config import DataConfig
@@ -23,7 +24,6 @@ from torchrec_ext.data.sets import raw_set, set_of_sessions
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.loop import train
-from torchx_apps.config import with_settings
 from torchx_apps.jobs.setup import load_task
 from torchx_apps.recipes.session import session
 from torchx_apps.tasks.job import Job

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.contracts import RankFailedError, leave_group, run_ranks
+from tests.settings import with_settings
 from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.files.sources import read_parquet
@@ -34,7 +35,6 @@ from torchrec_ext.retrieval.scorer import (
 )
 from torchrec_ext.schema import DataError
 from torchrec_ext.train import metrics
-from torchx_apps.config import with_settings
 from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.jobs.setup import build_model, load_task
 from torchx_apps.jobs.training import check_watched, run_training

@@ -17,6 +17,7 @@ import pytest
 
 from tests.apps.test_stream import Run, ran, rows_of
 from tests.contracts import run_ranks
+from tests.settings import with_settings
 from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.planted import planted_log, planted_log_folder
 from torchrec_ext.data.prepared import Prepared, load_prepared
@@ -24,7 +25,6 @@ from torchrec_ext.data.preprocess.history import GAPS
 from torchrec_ext.data.preprocess.rows import connected
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.features import merge_tables
-from torchx_apps.config import with_settings
 from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.jobs.setup import build_model
 from torchx_apps.recipes.by_name import load_recipe

@@ -360,7 +360,7 @@ def test_members_run_side_by_side_under_torchx_and_end_in_one_table(
     assert done.stderr.count("best: seed=") == 1
     for seed in (0, 1):
         assert f"seed-{seed}/0" in done.stderr
-        assert (tmp_path / "out" / f"seed={seed}" / "training.png").exists()
+        assert (tmp_path / "out" / f"seed={seed}" / "metrics.jsonl").exists()
 
 
 @pytest.mark.unit

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.contracts import run_ranks
+from tests.settings import with_settings
 from tests.small_sets import checkerboard, planted_data
 from torchrec_ext.data.loader.loader import training_loader
 from torchrec_ext.data.prepare import write_set
@@ -17,7 +18,6 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import train
-from torchx_apps.config import with_settings
 from torchx_apps.jobs.setup import (
     build_model,
     load_task,
@@ -268,40 +268,6 @@ def test_the_figures_that_are_named_are_those_of_the_evaluation_and_of_its_basel
         model.schema(), type("Wrapped", (), {"module": model})(), Runtime()
     )
     assert list(evaluator.baseline("test")) == ["recall@20", "map@5"]
-
-
-def test_a_softmax_over_a_batch_that_no_memory_holds_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    planted_set = (
-        "data.name=planted",
-        "data.users=60",
-        "data.items=50",
-        "loader.batch_size=512",
-    )
-    runtime = Runtime()
-    job: Job = with_settings(load_recipe("retrieval"), list(planted_set))
-    task = job.task(job.data)
-    schema = build_model(job, task).schema()
-    for free, fits in ((2**22, True), (2**22 - 1, False)):
-        monkeypatch.setattr(
-            "torchx_apps.jobs.setup.available_memory", lambda free=free: free
-        )
-        if fits:
-            loader_of(job, task, schema, runtime)
-            continue
-        with pytest.raises(
-            ValueError,
-            match=r"loader\.batch_size=512 with model\.loss=in_batch: 512 queries by 512",
-        ):
-            loader_of(job, task, schema, runtime)
-    drawn = two_tower_with(*planted_set)
-    loader_of(
-        drawn,
-        drawn.task(drawn.data),
-        build_model(drawn, task).schema(),
-        runtime,
-    )
 
 
 def test_a_batch_that_is_larger_than_an_epoch_is_clipped_with_a_line(

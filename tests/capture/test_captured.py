@@ -37,7 +37,6 @@ from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.explain import explain
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.ncf import ContextualNCF
@@ -427,7 +426,7 @@ def test_what_cannot_be_captured_is_named_and_trained_without_unless_it_is_requi
     assert required.startswith("refused: train.compile=require: ")
 
 
-def shapes(runtime: Runtime) -> tuple[dict[str, int], str, Any]:
+def shapes(runtime: Runtime) -> tuple[dict[str, int], Any]:
     sizes = [24, 24, 24, 8, 12, 24, 16]
     states, counts = [], {}
     policy.PAYS_S, policy.WATCHED, policy.PATIENCE = {"cpu": 0.0}, 2, 1
@@ -456,20 +455,11 @@ def shapes(runtime: Runtime) -> tuple[dict[str, int], str, Any]:
             )  # type: ignore[arg-type]
         states.append(gather_state(model))
         counts[compile_] = count
-    fresh = small_model(META)
-    return (
-        counts,
-        explain(plan_sharding(fresh, runtime), fresh, 1, captured_rows=20),
-        states,
-    )
+    return counts, states
 
 
 def test_batches_of_another_size_are_captured_too_and_learn_the_same() -> None:
-    ((counts, told, (before, after, patient)),) = run_ranks(shapes, 1)
-    assert told.endswith(
-        "a captured step of 20 rows moves only the rows it reads of tables with more than 5 rows per look-up "
-        "(user_id), the others as a whole (history, item_id)"
-    )
+    ((counts, (before, after, patient)),) = run_ranks(shapes, 1)
     assert 2 <= counts["require"] <= MOST_GRAPHS
     # the three rare shapes when they come for the second time
     assert counts["auto"] == 4

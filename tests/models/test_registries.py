@@ -11,13 +11,13 @@ import torch
 
 from tests.apps.test_recipes import SMALL, job_of, trained
 from tests.contracts import leave_group, run_ranks
+from tests.settings import with_settings
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.modules.config import METRICS
 from torchrec_ext.modules.interaction import INTERACTIONS
 from torchrec_ext.modules.losses import LOSSES, check_fed
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer
-from torchx_apps.config import with_settings
 from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.contracts import gather_state, run_ranks
 from tests.examples import META, batches, small_model
+from tests.settings import with_settings
 from tests.train.test_loop import Batches
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -18,7 +19,6 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.train.config import Schedule
 from torchrec_ext.train.loop import TrainConfig, train
-from torchx_apps.config import with_settings
 
 
 def factors(schedule: Schedule, steps: int) -> list[float]:

@@ -4,7 +4,7 @@ refused_because(), kernel_refused_because(): what FBGEMM's kernels and TorchRec 
 plan is made.
 
 ShardedBags, ShardedSequences: TorchRec's sharded collections with the order of features of the unsharded ones.
-ShardedBags also has MEAN pooling for every sharding type, and unequal batches on gloo.
+ShardedBags also has MEAN pooling for every sharding type.
 """
 
 from __future__ import annotations
@@ -20,13 +20,6 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torch.nn.functional import pad
-from torchrec.distributed.comm_ops import reduce_scatter_v_pooled
-from torchrec.distributed.dist_data import (
-    PooledEmbeddingsAwaitable,
-    PooledEmbeddingsReduceScatter,
-    VariableBatchPooledEmbeddingsReduceScatter,
-)
 from torchrec.distributed.embedding import (
     EmbeddingCollectionContext,
     EmbeddingCollectionSharder,
@@ -70,7 +63,8 @@ from torchrec.sparse.jagged_tensor import (
 )
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_ext.distributed.plan.config import TableChoice
+from torchrec_ext.distributed.plan.config import OFF_THE_GPU, TableChoice
+from torchrec_ext.schema.validation import listed
 
 TRAINED_ON_CPU = (DataType.FP32, DataType.FP16)
 SHARDED = [
@@ -79,8 +73,6 @@ SHARDED = [
 BY_HOST = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 # These types reduce-scatter: the exchange adds up the messages of the ranks.
 SUMMED = (ShardingType.ROW_WISE.value, *BY_HOST)
-# Kernels with their rows in the host's memory.
-OFF_THE_GPU = ("fused_uvm", "fused_uvm_caching")
 Codecs = dict[str, QuantizedCommCodecs]
 
 
@@ -181,10 +173,6 @@ class ShardedBags(ShardedEmbeddingBagCollection):
 
     TorchRec returns the features in the order of the plan, so ``values()`` would mean other columns under another plan.
     Here they are in the order of the tables, as unsharded; columns that are in order are not copied.
-
-    TorchRec's reduce-scatter of unequal batches gathers unequal pieces in its backward, which gloo cannot
-    (``ProcessGroupGloo::allgather: invalid tensor size``). On gloo the pieces are padded to the largest; equal batches
-    take TorchRec's own path.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -205,7 +193,7 @@ class ShardedBags(ShardedEmbeddingBagCollection):
                     | TwRwPooledEmbeddingDist
                     | GridPooledEmbeddingDist,
                 ):
-                    output_dist.register_forward_pre_hook(_take_unequal_batches)
+                    output_dist.register_forward_pre_hook(_refuse_unequal_batches)
 
     def _row_wise_means(self) -> set[str]:
         """Returns the names of the outputs that arrive as sums and must become means."""
@@ -227,6 +215,11 @@ class ShardedBags(ShardedEmbeddingBagCollection):
         """Starts TorchRec's input dist, and keeps the divisors of this batch in ``ctx``."""
         if any(self._means):
             features = maybe_td_to_kjt(features)
+            if features.variable_stride_per_key():
+                raise ValueError(
+                    "row_wise tables pooled by MEAN: a batch size for each feature is not supported; pool by SUM, or "
+                    "shard table_wise"
+                )
             ctx.divisor = self._divisor(features)
         return super().input_dist(ctx, features)
 
@@ -242,11 +235,6 @@ class ShardedBags(ShardedEmbeddingBagCollection):
         by_key = dict(
             zip(features.keys(), lengths.split(features.stride_per_key()), strict=True)
         )
-        if features.variable_stride_per_key():
-            names, rows = features.inverse_indices()
-            by_key = {
-                name: by_key[name][row] for name, row in zip(names, rows, strict=True)
-            }
         ones = torch.ones_like(next(iter(by_key.values())), dtype=torch.float32)
         columns = []
         for name, mean in zip(self._embedding_names, self._means, strict=True):
@@ -357,92 +345,14 @@ class ShardedSequences(ShardedEmbeddingCollection):
         return ordered
 
 
-class EqualReduceScatter(PooledEmbeddingsReduceScatter):
-    """TorchRec's reduce-scatter of pooled bags, with equal pieces in its backward even for unequal batches."""
-
-    def forward(
-        self, local_embs: Tensor, input_splits: list[int] | None = None
-    ) -> PooledEmbeddingsAwaitable:
-        """Sums pooled embeddings over the ranks: (B, D) on each.
-
-        Args:
-            local_embs: (sum over ranks of B, D) pooled embeddings of this rank's tables.
-            input_splits: B of each rank; by default equal.
-        """
-        if not input_splits or len(set(input_splits)) == 1:
-            return super().forward(local_embs, input_splits)
-        return _padded(local_embs, input_splits, self._pg, self._codecs)
-
-
-class EqualVariableReduceScatter(VariableBatchPooledEmbeddingsReduceScatter):
-    """Variant of :class:`EqualReduceScatter` for a batch size per feature."""
-
-    def forward(
-        self,
-        local_embs: Tensor,
-        batch_size_per_rank_per_feature: list[list[int]],
-        embedding_dims: list[int],
-    ) -> PooledEmbeddingsAwaitable:
-        """Sums pooled embeddings over the ranks: (sum over features of B x D,) on each.
-
-        Args:
-            local_embs: (sum over ranks and features of B x D,) pooled embeddings of this rank's tables.
-            batch_size_per_rank_per_feature: B of each rank and feature.
-            embedding_dims: D of each feature.
-        """
-        splits = []
-        for sizes in batch_size_per_rank_per_feature:
-            splits.append(
-                sum(
-                    rows * width
-                    for rows, width in zip(sizes, embedding_dims, strict=True)
-                )
-            )
-        if len(set(splits)) < 2:
-            return super().forward(
-                local_embs, batch_size_per_rank_per_feature, embedding_dims
-            )
-        return _padded(local_embs, splits, self._pg, self._codecs)
-
-
-def _padded(
-    local: Tensor, splits: list[int], group: dist.ProcessGroup, codecs: Any
-) -> PooledEmbeddingsAwaitable:
-    """Reduce-scatters pieces padded to the largest, and removes the padding from the result."""
-    largest = max(splits)
-    size = splits[dist.get_rank(group)]
-    other_axes = [0, 0] * (local.dim() - 1)
-    pieces = [
-        pad(piece, (*other_axes, 0, largest - len(piece)))
-        for piece in torch.split(local, splits)
-    ]
-    awaitable = PooledEmbeddingsAwaitable(
-        reduce_scatter_v_pooled(
-            torch.cat(pieces), [largest] * len(splits), group, codecs
+def _refuse_unequal_batches(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Refuses batches whose gradients gloo cannot gather; a hook before a row-wise output dist."""
+    sizes = inputs[1].batch_size_per_rank if len(inputs) > 1 and inputs[1] else []
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"row_wise tables over gloo: ranks have batches of {listed(map(str, sizes))} rows; drop or pad "
+            "the last ones, or shard table_wise"
         )
-    )
-    awaitable.callbacks.append(lambda summed: summed[:size])
-    return awaitable
-
-
-def _take_unequal_batches(output_dist: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Replaces TorchRec's reduce-scatters, which it creates in the first forward of a row-wise output dist."""
-    # TorchRec's classes name the method that creates their reduce-scatters in the
-    # singular or the plural.
-    if next(output_dist.children(), None) is None:
-        create = "_create_output_dist_modules"
-        if isinstance(output_dist, RwPooledEmbeddingDist):
-            create = "_create_output_dist_module"
-        getattr(output_dist, create)(inputs[1])
-    for name, child in output_dist.named_children():
-        # This hook runs before every forward, and isinstance() would replace our own
-        # subclasses again and again.
-        if type(child) is PooledEmbeddingsReduceScatter:
-            setattr(output_dist, name, EqualReduceScatter(child._pg, child._codecs))
-        elif type(child) is VariableBatchPooledEmbeddingsReduceScatter:
-            setattr(
-                output_dist, name, EqualVariableReduceScatter(child._pg, child._codecs)
-            )
 
 
 class RowWiseOnCpu(BaseEmbeddingSharder):

@@ -19,7 +19,6 @@ from torchrec_ext.capture.policy import Compile
 from torchrec_ext.schema.validation import check_choice, check_least
 
 Amp = Literal["off", "bf16", "fp16"]
-Threads = Literal["given", "auto"]
 Figure = Literal["hr", "recall", "precision", "ndcg", "mrr", "map"]
 Baseline = Literal["popularity", "ease"]
 ScheduleKind = Literal["constant", "linear", "cosine"]
@@ -207,8 +206,6 @@ class TrainConfig:
             if it is not possible. The result is the same to rounding; see :class:`Steps`.
         amp: ``bf16`` computes the dense layers in bfloat16; tables, weights and optimizer state stay float32. ``fp16``
             computes them in float16, for devices without bfloat16, with a scaled loss; see :class:`LossScaling`.
-        threads: ``auto`` measures on the first steps, for two seconds, how many compute threads a process should have,
-            and pins it to its share of the cores; ``given`` keeps the number at the start of the process.
     """
 
     epochs: int = 10
@@ -222,7 +219,6 @@ class TrainConfig:
     trace_steps: int = 0
     compile: Compile = "auto"
     amp: Amp = "off"
-    threads: Threads = "given"
 
     def __post_init__(self) -> None:
         check_least("epochs", self.epochs)

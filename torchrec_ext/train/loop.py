@@ -549,7 +549,6 @@ def _steps_of(run: _Run, sync: SyncConfig, total: int) -> Steps:
         compile=config.compile,
         total=total,
         made=run.at.step,
-        threads=config.threads,
         context=context,
         scaling=scaler,
         take_time=run.pause,

@@ -24,7 +24,7 @@ from torchrec_ext.retrieval.manifest import BundleError, Manifest
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks
 from torchrec_ext.train.checkpoint.run import load_with_loader
-from torchx_apps.jobs.report import StageProgress, program, read_warning
+from torchx_apps.jobs.report import program, read_warning, stage_lines
 from torchx_apps.jobs.resuming import check_ids_stay, checkpoint_to_export
 from torchx_apps.jobs.setup import (
     as_loaded,
@@ -77,10 +77,14 @@ def export_task(
     if isinstance(loader, DynamicIdLoader):
         data = with_live_ids(data, task, loader)
     details = {"data": task.name, "ranks": runtime.world_size, **details}
-    with StageProgress(runtime, "export", bytes_of=("tables",)) as progress:
-        return export(
-            model, out, **vars(data), details=details, progress=progress, **settings
-        )
+    return export(
+        model,
+        out,
+        **vars(data),
+        details=details,
+        progress=stage_lines(runtime, "export"),
+        **settings,
+    )
 
 
 def bundle_of_run(

@@ -7,17 +7,15 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tabulate import tabulate
-from tqdm import tqdm
 
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.terminal import terminal
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.report.progress import (
     RunFolder,
@@ -208,11 +206,10 @@ def finish_training(
     folder.write("summary.json", json.dumps(summary, indent=2))
 
 
-def say_end(folder: Path, picture: Path) -> None:
+def say_end(folder: Path) -> None:
     """Prints the location of the run's files."""
-    events = f"`{program('tensorboard')} --logdir {folder}` shows the events"
     print(
-        f"\nrun folder: {folder} (picture: {picture.name}; {events})",
+        f"\nrun folder: {folder} (`{program('tensorboard')} --logdir {folder}` shows its curves)",
         flush=True,
     )
 
@@ -342,57 +339,19 @@ def read_warning(run: Path) -> dict[str, str]:
 _EVERY_S = 10.0
 
 
-class StageProgress:
-    """Shows how far a stage of work is, on rank 0: by a bar on a terminal, elsewhere by a line every ten seconds.
+def stage_lines(runtime: Runtime, app: str) -> Callable[[str, int, int], None]:
+    """Returns a function that says how far a stage of work is, on rank 0, by a line every ten seconds.
 
     Args:
         runtime: this rank's runtime.
         app: name that the lines begin with.
-        bytes_of: names of the stages that count bytes; the others count items.
     """
+    due = time.monotonic() + _EVERY_S
 
-    def __init__(
-        self, runtime: Runtime, app: str, *, bytes_of: tuple[str, ...] = ()
-    ) -> None:
-        self._speaks = runtime.is_main
-        self._app = app
-        self._bytes_of = bytes_of
-        self._terminal = terminal() if self._speaks else None
-        self._bar: Any = None
-        self._stage = ""
-        self._next = time.monotonic() + _EVERY_S
+    def say(stage: str, done: int, total: int) -> None:
+        nonlocal due
+        if runtime.is_main and time.monotonic() >= due:
+            due = time.monotonic() + _EVERY_S
+            print(f"{app}: {stage}, {done:,} of {total:,}", flush=True)
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        """Shows ``done`` of ``total`` for a stage, at most every ten seconds."""
-        if not self._speaks:
-            return
-        if self._terminal is not None:
-            self._draw(stage, done, total)
-        # A log keeps lines even if the bar is drawn on another terminal.
-        if self._terminal is not sys.stderr and time.monotonic() >= self._next:
-            self._next = time.monotonic() + _EVERY_S
-            unit = "bytes" if stage in self._bytes_of else "items"
-            print(f"{self._app}: {stage}, {done:,} of {total:,} {unit}", flush=True)
-
-    def _draw(self, stage: str, count: int, total: int) -> None:
-        if stage != self._stage:
-            self.__exit__()
-            is_bytes = stage in self._bytes_of
-            self._bar = tqdm(
-                total=total,
-                desc=stage,
-                leave=False,
-                file=self._terminal,
-                dynamic_ncols=True,
-                unit="B" if is_bytes else " items",
-                unit_scale=is_bytes,
-            )
-            self._stage = stage
-        self._bar.update(count - self._bar.n)
-
-    def __enter__(self) -> StageProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+    return say

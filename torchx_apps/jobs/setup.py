@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import os
 import warnings
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.explain import explain
 from torchrec_ext.distributed.plan.planner import free_tables, plan_sharding
-from torchrec_ext.distributed.runtime import Runtime, available_memory
+from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.retrieval import RetrievalModel
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.config import LOSSES
@@ -32,12 +31,6 @@ from torchx_apps.tasks.job import Job, dynamic_ids_of, schema_of, schema_setting
 from torchx_apps.tasks.task import Evaluator, Task
 
 _FORMAT = warnings.formatwarning
-# Measured: 10,000 x 10,000 scores of .4 GB took 1.36 GB more, for scores, corrections,
-# shares and gradient.
-_SCORE_COPIES = 4
-# Vectors of all items on each rank: gathered, their gradient, its copy to send, and the
-# optimizer's.
-_VECTOR_COPIES = 4
 
 
 class JobParts(NamedTuple):
@@ -169,7 +162,7 @@ def loader_of(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> An
             f"note: loader.batch_size={config.batch_size} is more than an epoch has: each step takes all {samples:,} "
             "samples"
         )
-    _check_scores(job, task, min(samples, config.batch_size), runtime)
+    _check_local_steps(job, runtime)
     if job.ids.features:
         raw_ids = {name: numbered(task.raw_values(name)) for name in schema.dynamic}
         policies = dynamic_ids_of(job, task, schema)
@@ -195,68 +188,23 @@ def evaluator_of(
     return evaluator
 
 
-def _check_scores(job: Job, task: Task, samples: int, runtime: Runtime) -> None:
-    """Refuses a softmax over a batch if its scores, one per pair of rows, exceed this host's memory.
-
-    Of rows with labels only those with a label above 0 are scored.
+def _check_local_steps(job: Job, runtime: Runtime) -> None:
+    """Refuses a softmax over the catalogue whose item towers drift apart between two exchanges.
 
     Raises:
-        ValueError: naming the sizes, and a batch that fits.
+        ValueError: naming the settings.
     """
     loss: Any = getattr(job.model, "loss", None)
-    if loss not in LOSSES or not LOSSES[loss].shared:
-        return
     local_steps = job.sync.takes_local_steps and runtime.world_size > 1
-    if LOSSES[loss].catalogue and local_steps and hasattr(job.model, "tower_widths"):
+    if (
+        local_steps
+        and loss in LOSSES
+        and LOSSES[loss].catalogue
+        and hasattr(job.model, "tower_widths")
+    ):
         raise ValueError(
             f"sync.mode={job.sync.mode} with model.loss=catalogue: item towers drift apart between "
             "exchanges; set sync.mode=every_step, or model.loss=in_batch"
-        )
-    if runtime.device.type != "cpu":
-        return
-    if LOSSES[loss].catalogue:
-        _check_catalogue(job, task, runtime)
-        return
-    if job.loader.label:
-        samples = math.ceil(samples * task.positives(job.loader)[0])
-    # Bytes of a pair on this host: its ranks share the rows, and the other hosts have
-    # the rest.
-    each = 4 * _SCORE_COPIES * runtime.local_world_size / runtime.world_size
-    size = each * samples * (samples + job.loader.shared_negatives)
-    free = available_memory()
-    if size > free:
-        fits = max(1, int(math.sqrt(free / each)))
-        raise ValueError(
-            f"loader.batch_size={job.loader.batch_size} with model.loss={loss}: {samples:,} queries by "
-            f"{samples + job.loader.shared_negatives:,} candidates take {size / 2**30:,.1f} GiB, {free / 2**30:,.1f} "
-            f"are free; set loader.batch_size to {fits:,} or less"
-        )
-
-
-def _check_catalogue(job: Job, task: Task, runtime: Runtime) -> None:
-    """Refuses a softmax over a catalogue if its vectors exceed this host's memory; scores are made in blocks.
-
-    Raises:
-        ValueError: naming the sizes.
-    """
-    items = task.data.num_items
-    widths = getattr(job.model, "tower_widths", ()) or (job.model.embedding_dim,)
-    vectors = 4 * _VECTOR_COPIES * items * widths[-1] * runtime.local_world_size
-    layers = (
-        4
-        * 2
-        * items
-        * (job.model.embedding_dim + sum(widths))
-        * runtime.local_world_size
-        / runtime.world_size
-    )
-    size = vectors + layers
-    free = available_memory()
-    if size > free:
-        raise ValueError(
-            f"model.loss=catalogue: {items:,} vectors of width {widths[-1]} and their layers take "
-            f"{size / 2**30:,.1f} GiB on each rank, {free / 2**30:,.1f} are free; set narrower model.tower_widths, "
-            "or model.loss=in_batch"
         )
 
 
@@ -272,19 +220,10 @@ def plan_job(job: Job, model: nn.Module, runtime: Runtime) -> tuple[ShardingPlan
         batch_size=rows,
         constraints=constraints,
     )
-    captured = rows if runtime.world_size == 1 and job.train.compile == "require" else 0
-    text = explain(plan, model, runtime.world_size, captured_rows=captured)
-    lines = [text]
-    lines += filter(
-        None,
-        (
-            whole,
-            hosts_note(
-                job.plan.sharding, runtime.world_size // runtime.local_world_size
-            ),
-        ),
-    )
-    return plan, "\n".join(lines)
+    hosts = runtime.world_size // runtime.local_world_size
+    lines = [explain(plan, model, runtime.world_size), whole]
+    lines.append(hosts_note(job.plan.sharding, hosts))
+    return plan, "\n".join(filter(None, lines))
 
 
 def hosts_note(sharding: str, hosts: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Of a folder, where it has them.
 _ARTIFACTS = (
-    "checkpoints", "bundle", "plan.txt", "summary.json", "training.png", "preprocessor",
+    "checkpoints", "bundle", "plan.txt", "summary.json", "preprocessor",
     "manifest.json",
 )  # fmt: skip
 # Variable with the handle of the TorchX job.
@@ -28,16 +28,16 @@ _TRACKERS = "TORCHX_TRACKERS"
 class Tracking:
     """Writes a run's configuration, figures and paths to trackers; see :meth:`start`.
 
-    A tracker that fails later is left out for the rest of the run, with one warning.
+    If a tracker fails later, nothing more is written to any of them, with one warning, and the run goes on.
 
     Args:
         path: the run folder.
-        runs: TorchX's run in each tracker by the tracker's name; none for a run that nobody tracks.
+        run: TorchX's run in all trackers; None for a run that nobody tracks.
     """
 
-    def __init__(self, path: Path, runs: Mapping[str, AppRun]) -> None:
+    def __init__(self, path: Path, run: AppRun | None) -> None:
         self._path = path
-        self._runs = dict(runs)
+        self._run = run
 
     @classmethod
     def start(
@@ -59,63 +59,69 @@ class Tracking:
         Raises:
             ValueError: there is no such tracker, or it cannot be reached.
         """
-        settings = {key: _plain(value) for key, value in _flat(config)}
-        runs = _runs_from_env(path, member)
-        for name, run in runs.items():
-            try:
-                run.add_metadata(**settings)
-                run.add_artifact(folder, str(path.absolute()))
-            except Exception as error:
-                raise ValueError(_unreachable(name, error)) from None
-        return cls(path, runs)
+        names = [name for name in os.environ.get(_TRACKERS, "").split(",") if name]
+        if not names:
+            # A run that nobody tracks needs no TorchX.
+            return cls(path, None)
+        who = f"tracker {', '.join(names)}"
+        try:
+            run = _run_from_env(who, path, member, len(names))
+            run.add_metadata(**{key: _plain(value) for key, value in _flat(config)})
+            run.add_artifact(folder, str(path.absolute()))
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"{who}: needs the package {error.name}: pip install '{error.name}'"
+            ) from None
+        except TrackerError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"{who}: cannot be reached: {_reason(error)}; correct `config` under [tracker:NAME] in .torchxconfig, "
+                "or take it out of [torchx:tracker]"
+            ) from None
+        return cls(path, run)
 
     def log(self, record: Record) -> None:
         """Writes the figures of an evaluation, or the message of a run ended by an error."""
         if record["kind"] == "eval":
-            figures = {
-                f"eval.{name}": value
-                for name, value in record.items()
-                if isinstance(value, float)
-            }
             # Each step gets a name of its own, since TorchX's tracker shows any one of several values of a name.
-            step = record["step"]
-            self._metadata(
-                {f"{name} at step {step}": value for name, value in figures.items()}
+            self._write(
+                {
+                    f"eval.{name} at step {record['step']}": value
+                    for name, value in record.items()
+                    if isinstance(value, float)
+                }
             )
         elif record["kind"] == "error":
-            self._metadata(
-                {"error": str(record.get("message", "the loss is not finite"))}
-            )
+            self._write({"error": record.get("message", "the loss is not finite")})
 
     def end(self, figures: Mapping[str, Any] | None = None) -> None:
         """Writes figures (by default those of ``summary.json``) and the paths of the run's files."""
-        if not self._runs:
+        if self._run is None:
             return
         if figures is None:
             figures = json.loads((self._path / "summary.json").read_text())
-        self._metadata({name: _plain(value) for name, value in _flat(figures)})
-        self._each(self._finish)
+        paths = {name: self._path.absolute() / name for name in _ARTIFACTS}
+        self._write(
+            {name: _plain(value) for name, value in _flat(figures)},
+            {name: str(path) for name, path in paths.items() if path.exists()},
+        )
 
-    def _finish(self, run: AppRun) -> None:
-        for name in _ARTIFACTS:
-            path = self._path.absolute() / name
-            if path.exists():
-                run.add_artifact(name, str(path))
-
-    def _metadata(self, values: Mapping[str, Any]) -> None:
-        self._each(lambda run: run.add_metadata(**values))
-
-    def _each(self, call: Callable[[AppRun], None]) -> None:
-        # Over a copy, because a tracker that fails is left out from then on.
-        for name, run in list(self._runs.items()):
-            try:
-                call(run)
-            except Exception as error:
-                del self._runs[name]
-                warnings.warn(
-                    f"tracker {name}: {_reason(error)}; the run goes on, and this tracker hears no more of it",
-                    stacklevel=3,
-                )
+    def _write(
+        self, values: Mapping[str, Any], artifacts: Mapping[str, str] | None = None
+    ) -> None:
+        if self._run is None:
+            return
+        try:
+            self._run.add_metadata(**values)
+            for name, path in (artifacts or {}).items():
+                self._run.add_artifact(name, path)
+        except Exception as error:
+            self._run = None
+            warnings.warn(
+                f"tracker {os.environ[_TRACKERS]}: {_reason(error)}; the run goes on, and no tracker hears more of it",
+                stacklevel=3,
+            )
 
 
 @contextmanager
@@ -148,43 +154,24 @@ def tracked(
     tracking.end(figures)
 
 
-def _runs_from_env(path: Path, member: str) -> dict[str, AppRun]:
-    """Returns TorchX's run of this process in each tracker, so that one which fails leaves the others alone."""
-    names = [name for name in os.environ.get(_TRACKERS, "").split(",") if name]
-    if not names:
-        # A run that nobody tracks needs no TorchX.
-        return {}
+class TrackerError(ValueError):
+    """TorchX does not find a tracker by its name."""
+
+
+def _run_from_env(who: str, path: Path, member: str, trackers: int) -> AppRun:
+    """Returns TorchX's run of this process in all trackers."""
     from torchx.tracker.api import AppRun
 
-    try:
-        of_job = AppRun.run_from_env()
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"tracker {', '.join(names)}: needs the package {error.name}: pip install '{error.name}'"
-        ) from None
-    except Exception as error:
-        raise ValueError(_unreachable(", ".join(names), error)) from None
+    of_job = AppRun.run_from_env()
     backends = list(of_job.backends)
-    if len(backends) != len(names):
-        raise ValueError(
-            f"tracker {', '.join(names)}: TorchX finds {len(backends)} of {len(names)}; [torchx:tracker] of "
-            ".torchxconfig may name fsspec, another entry point of torchx.tracker, or module:function"
+    if len(backends) != trackers:
+        raise TrackerError(
+            f"{who}: TorchX finds {len(backends)} of {trackers}; [torchx:tracker] of .torchxconfig may name fsspec, "
+            "another entry point of torchx.tracker, or module:function"
         )
     # A job that TorchX has not started has no handle.
     run = of_job.id if _JOB in os.environ else str(path.absolute())
-    if member:
-        run += f"/{member}"
-    return {
-        name: AppRun(run, [backend])
-        for name, backend in zip(names, backends, strict=True)
-    }
-
-
-def _unreachable(name: str, error: Exception) -> str:
-    return (
-        f"tracker {name}: cannot be reached: {_reason(error)}; correct `config` under [tracker:{name}] in "
-        f".torchxconfig, or take {name} out of [torchx:tracker]"
-    )
+    return AppRun(f"{run}/{member}" if member else run, backends)
 
 
 def _reason(error: Exception) -> str:

@@ -126,7 +126,6 @@ def run_training(
             about = {MEANING: meaning_of_ids(task, parts.schema.dynamic)}
             print(f"\n{parts.plan_text}\n", flush=True)
             folder.write("plan.txt", parts.plan_text)
-            folder.title = f"{job.name} on {task.name}"
         parallel, optimizer = shard_job(parts, runtime)
         if not run.checkpoint:
             _begin_with(parts, task, parallel, optimizer, runtime)
@@ -242,10 +241,8 @@ def _finish(
 ) -> None:
     """Solves for the further baselines, and reports how the run went; rank 0 calls it."""
     report.finish_training(folder, task, tested, trained, evaluator.beside("test"))
-    baseline = evaluator.baseline("validation") if task.validates else None
-    report.say_end(
-        folder.path, folder.close(baseline, baseline_name=task.baseline_name)
-    )
+    folder.close()
+    report.say_end(folder.path)
 
 
 def peak_memory(runtime: Runtime) -> list[float]:

@@ -13,6 +13,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from tests.contracts import run_ranks
 from tests.examples import ITEMS, META, USERS, small_model
+from tests.settings import with_settings
 from torchrec_ext.capture import sharded as captured
 from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.distributed.optim import sharded
@@ -31,7 +32,7 @@ from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections
-from torchx_apps.config import changed, with_settings
+from torchx_apps.config import changed
 
 pytestmark = pytest.mark.unit
 

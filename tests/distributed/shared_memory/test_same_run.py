@@ -7,8 +7,8 @@ from typing import Any
 
 from tests.contracts import leave_group, run_ranks
 from tests.distributed.shared_memory.conftest import needs_library
+from tests.settings import with_settings
 from torchrec_ext.distributed.runtime import Runtime
-from torchx_apps.config import with_settings
 from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 

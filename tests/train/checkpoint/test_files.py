@@ -46,7 +46,7 @@ from torchrec_ext.train.checkpoint.state import (
     SavePlanner,
     model_state,
 )
-from torchrec_ext.train.checkpoint.storage import CheckpointError, read_metadata
+from torchrec_ext.train.checkpoint.storage import CheckpointError
 
 HERE = Runtime()
 SOME = {"files": {"a": {"bytes": 1, "sha256": "0"}}, "step": 3}
@@ -153,25 +153,6 @@ def seal_again(path: str) -> None:
     Path(path, manifest.MANIFEST_NAME).write_bytes(manifest.sealed(content))
 
 
-def test_a_crafted_index_runs_nothing(
-    two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(two, tmp_path / "c")
-    checkpointer = Checkpointer(str(tmp_path / "c"), HERE)
-    path = checkpointer.folder.path(2)
-    Path(path, ".metadata").write_bytes(pickle.dumps(Bomb()))
-    with pytest.raises(CheckpointError, match=r"\.metadata has .* was written with"):
-        checkpointer.load(path, model_state(filled(0)))
-    seal_again(path)
-    with pytest.raises(
-        CheckpointError,
-        match=r"\.metadata is not the index of a checkpoint: it names posix\.mkdir",
-    ):
-        checkpointer.load(path, model_state(filled(0)))
-    assert not (tmp_path / "exploded").exists()
-
-
 def test_a_crafted_tensor_runs_nothing(
     two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,8 +188,6 @@ def test_any_bytes_are_refused_in_words(noise: bytes, place: int, byte: int) -> 
         if data != manifest.sealed(SOME):
             with pytest.raises(CheckpointError, match=r"^m is (damaged|of format)"):
                 manifest.opened(data, "m")
-    with pytest.raises(CheckpointError, match="is not the index of a checkpoint"):
-        read_metadata(noise, "i")
 
 
 @pytest.mark.unit

@@ -91,10 +91,13 @@ def whole(state: ModelState) -> dict[str, Tensor]:
 
 def row_widths(state: ModelState) -> dict[str, tuple[int, ...]]:
     """Of the parts of each row state that some rank holds."""
+    widths = {
+        name: own.widths
+        for name, own in state.tensors.items()
+        if isinstance(own, Parts) and own.widths
+    }
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        ranks, {name: own.widths for name, own in state.row_states.items()}
-    )
+    dist.all_gather_object(ranks, widths)
     return {name: widths for rank in ranks for name, widths in rank.items()}
 
 

@@ -21,6 +21,8 @@ Sharding = Literal[
     "grid_shard",
 ]
 Kernel = Literal["auto", "dense", "fused", "fused_uvm", "fused_uvm_caching"]
+# Kernels with their rows in the host's memory.
+OFF_THE_GPU = ("fused_uvm", "fused_uvm_caching")
 # Kernels that cache a share of their rows on the GPU.
 CACHING = ("fused_uvm_caching",)
 

@@ -11,86 +11,42 @@ from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
-from torchrec_ext.distributed.row_rule import ROWS_PER_LOOKUP, row_by_row
+from torchrec_ext.distributed.plan.config import OFF_THE_GPU
 from torchrec_ext.distributed.tables import table_shardings, tables_of
 
 GB, MB = 1024**3, 1024**2
-_HOMES = {
-    "fused_uvm": "in host memory",
-    "fused_uvm_caching": "in host memory",
-}
 
 
-def explain(
-    plan: ShardingPlan, model: nn.Module, world_size: int, *, captured_rows: int = 0
-) -> str:
+def explain(plan: ShardingPlan, model: nn.Module, world_size: int) -> str:
     """Shows a plan as a table: each table's size, its sharding type, which rank holds which shard, and sums per rank.
 
-    Where a table has its rows off the GPU, the compute kernels are shown too, and the sums of such rows.
+    Where a table has its rows in the host's memory, beside a GPU, the compute kernels are shown too.
 
     Args:
         plan: sharding plan of :func:`plan_sharding` or TorchRec's planner.
         model: module that was planned, sharded since or not.
         world_size: R, the number of ranks.
-        captured_rows: rows of a step that may be captured, to say which tables it updates as a whole; 0 for none.
     """
+    headers = ["table", "rows x dim", "MiB", "sharding", "where"]
+    planned = list(_planned(plan, model))
+    kernels = any(sharding.compute_kernel in OFF_THE_GPU for _, sharding in planned)
+    if kernels:
+        headers.insert(4, "kernel")
     rows = []
     per_rank = [0.0] * world_size
-    planned = list(_planned(plan, model))
-    kernels = {sharding.compute_kernel for _, sharding in planned}
-    off: dict[str, list[float]] = {}
-    for kernel, home in _HOMES.items():
-        if kernel in kernels:
-            off[home] = [0.0] * world_size
     for table, sharding in planned:
-        sizes_off = off.get(_HOMES.get(sharding.compute_kernel, ""))
         for rank, elements in _elements_per_rank(table, sharding, world_size).items():
             per_rank[rank] += elements * bytes_per_weight(table) / MB
-            if sizes_off is not None:
-                sizes_off[rank] += elements * bytes_per_weight(table) / MB
-        row = [
-            table.name,
-            f"{table.num_embeddings:,} x {table.embedding_dim}",
-            f"{table_bytes(table) / MB:.2f}",
-        ]
+        size = f"{table.num_embeddings:,} x {table.embedding_dim}"
+        row = [table.name, size, f"{table_bytes(table) / MB:.2f}"]
         row.append(sharding.sharding_type)
-        if off:
+        if kernels:
             row.append(sharding.compute_kernel)
         rows.append([*row, _where(table, sharding, world_size)])
     if not rows:
         return "no table to shard: each rank holds all layers"
-    totals = ", ".join(_by_rank(per_rank))
-    for home, sizes in off.items():
-        totals += f"\nof these {home} on {', '.join(_by_rank(sizes))}"
-    headers = ["table", "rows x dim", "MiB", "sharding"]
-    if off:
-        headers.append("kernel")
-    headers.append("where")
     readable = tabulate(rows, headers=headers, disable_numparse=True)
-    sweeps = ""
-    if captured_rows:
-        sweeps = _sweeps(plan, model, captured_rows)
-    return f"{readable}\nweights on {totals}{sweeps}"
-
-
-def _sweeps(plan: ShardingPlan, model: nn.Module, rows: int) -> str:
-    """Says how a captured step updates the tables, one id per row and feature assumed."""
-    by_row: list[str] = []
-    whole: list[str] = []
-    for table, _ in _planned(plan, model):
-        if row_by_row(table.num_embeddings, rows * len(table.feature_names)):
-            by_row.append(table.name)
-        else:
-            whole.append(table.name)
-    if not by_row:
-        return f"\na captured step of {rows:,} rows moves every table as a whole"
-    others = ""
-    if whole:
-        others = f", the others as a whole ({', '.join(whole)})"
-    return (
-        f"\na captured step of {rows:,} rows moves only the rows it reads of tables with more than {ROWS_PER_LOOKUP} "
-        f"rows per look-up ({', '.join(by_row)}){others}"
-    )
+    return f"{readable}\nweights on {', '.join(_by_rank(per_rank))}"
 
 
 def _by_rank(sizes: Sequence[float]) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from torchrec_ext.distributed.plan.explain import size_text
@@ -25,7 +26,12 @@ from torchrec_ext.train.checkpoint.folder import (
 )
 from torchrec_ext.train.checkpoint.load import load_checkpoint
 from torchrec_ext.train.checkpoint.state import ModelState, Parts, SavePlanner, State
-from torchrec_ext.train.checkpoint.storage import CheckpointError, cause, writer
+from torchrec_ext.train.checkpoint.storage import (
+    CheckpointError,
+    cause,
+    index_as_json,
+    writer,
+)
 
 
 class _Save(NamedTuple):
@@ -60,7 +66,7 @@ class Checkpointer:
         # The checkpoint whose files were compared with their digests last.
         self._verified = ""
         if runtime.world_size > 1 or self.folder.remote:
-            check_shared(folder, self.together)
+            check_shared(self.folder, self.together)
         self.together.on_main(self.folder.lock)
 
     def save(
@@ -92,16 +98,15 @@ class Checkpointer:
         about = {
             "step": step,
             "world_size": self._runtime.world_size,
-            "tables": state.tables,
             "paths": state.paths,
             "content": own_content,
-            **self._gather_layout(state),
         }
 
-        def seal(digests: dict[str, Any]) -> None:
+        def seal(digests: dict[str, Any], index: Metadata) -> None:
             for name, data in (beside or {}).items():
                 self.folder.write(name, data)
-            self.folder.seal(step, {**about, "files": digests})
+            tensors = index_as_json(index)
+            self.folder.seal(step, {**about, "tensors": tensors, "files": digests})
             self.folder.prune(self._keep, self._spared())
 
         group = self.together.group
@@ -268,24 +273,6 @@ class Checkpointer:
             full = "no space is left; "
         path = self.folder.path(step)
         return f"checkpoint '{path}' could not be written: {full}{first}; the one before it is as it was"
-
-    def _gather_layout(self, state: ModelState) -> dict[str, Any]:
-        """Gathers paths of layers and widths of columns, because a rank without a shard does not know them."""
-        layers = set()
-        for name in state.tensors:
-            # Names with @ are an optimizer's state of a layer.
-            if name.startswith("dense.") and "@" not in name:
-                layers.add(name.removeprefix("dense."))
-        widths = {
-            name: list(row_state.widths) for name, row_state in state.row_states.items()
-        }
-        layers_of_all: set[str] = set()
-        widths_of_all: dict[str, list[int]] = {}
-        for layers_of_rank, widths_of_rank in self.together.gathered((layers, widths)):
-            layers_of_all |= layers_of_rank
-            widths_of_all |= widths_of_rank
-        # Sorted, because the manifest's digest must not depend on the order of a set.
-        return {"layers": sorted(layers_of_all), "row_parts": widths_of_all}
 
 
 class _Copies(AsyncStager):

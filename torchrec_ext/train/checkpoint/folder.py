@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 import socket
-import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +36,11 @@ from torchrec_ext.sealed import (
     take_lock,
     write_whole,
 )
-from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url, read_metadata
+from torchrec_ext.train.checkpoint.storage import (
+    CheckpointError,
+    index_from_json,
+    is_url,
+)
 
 MANIFEST_NAME = "manifest.json"
 # Format of manifests; a reader refuses others.
@@ -349,10 +352,8 @@ _MAX_MANIFEST_BYTES = 2**30
 _MANIFEST_TYPES = {
     "step": int,
     "world_size": int,
-    "tables": dict,
     "paths": dict,
-    "layers": list,
-    "row_parts": dict,
+    "tensors": dict,
     "content": dict,
     "files": dict,
 }
@@ -384,9 +385,10 @@ def read_index(path: str) -> Metadata:
     """Returns torch's index of a checkpoint: the file of each chunk of each tensor.
 
     Raises:
-        CheckpointError: it is missing, damaged, or was made to run code.
+        CheckpointError: it is missing or damaged.
     """
-    return read_metadata(_read_bytes(f"{path}/.metadata"), f"{path}/.metadata")
+    saved = read_checkpoint_manifest(path)
+    return index_from_json(saved["tensors"], f"{path}/{MANIFEST_NAME}")
 
 
 def damage(path: str, together: CheckpointRanks) -> str | None:
@@ -454,59 +456,35 @@ def _read_bytes(where: str, hint: str = "", max_bytes: int | None = None) -> byt
         ) from None
 
 
-# An NFS client may cache for this long that a file is missing.
-_LATE_S = 30.0
-
-
-def check_shared(folder: str, together: CheckpointRanks) -> None:
+def check_shared(folder: CheckpointFolder, together: CheckpointRanks) -> None:
     """Refuses a folder if some rank cannot see the files of rank 0 in it; all ranks call it together.
 
     Otherwise each host would keep only its own ranks' part of a checkpoint, and nobody could load it.
 
-    Args:
-        folder: path, which each rank takes from its own working folder, or address that fsspec opens.
-        together: the ranks.
-
     Raises:
-        CheckpointError: on every rank alike, naming ranks, hosts and remedy.
+        CheckpointError: on every rank alike, naming rank and remedy.
     """
-    files, root = _file_system(folder)
     # A new random name, which no client has cached as missing.
-    path = f"{root}/{together.on_main(lambda: f'.shared-{secrets.token_hex(8)}')}"
+    name = together.on_main(lambda: f".shared-{secrets.token_hex(8)}")
 
     def write() -> None:
         try:
-            files.makedirs(root, exist_ok=True)
-            files.pipe_file(path, b"seen by all ranks?\n")
+            folder.write(name, b"seen by all ranks?\n")
         except Exception as error:
             # Each driver has errors of its own: no such bucket, no right, no network.
             raise CheckpointError(
-                f"folder '{folder}' cannot be written: {type(error).__name__}({error}); check the address, its rights "
-                "and the network"
+                f"folder '{folder.address}' cannot be written: {type(error).__name__}({error}); check the address, its "
+                "rights and the network"
             ) from None
 
     together.on_main(write)
-    sees_file = together.rank == 0 or _wait_for_file(files, path)
-    views = together.gathered((sees_file, socket.gethostname()))
-    together.on_main(lambda: files.rm(path))
-    blind = [
-        f"rank {rank} on {host}" for rank, (sees, host) in enumerate(views) if not sees
-    ]
-    if blind:
+    path = f"{folder.root}/{name}"
+    # fsspec's drivers keep the listing of a folder.
+    folder.files.invalidate_cache()
+    seen = together.gathered(bool(folder.files.exists(path)))
+    together.on_main(lambda: folder.files.rm(path))
+    if not all(seen):
         raise CheckpointError(
-            f"folder '{folder}': {' and '.join(blind[:2])} cannot see what rank 0 on {views[0][1]} writes; give a "
-            "folder that all hosts share: --run_dir, or checkpoint.folder=s3://bucket/runs"
+            f"folder '{folder.address}': rank {seen.index(False)} cannot see what rank 0 writes; give a folder that "
+            "all hosts share: --run_dir, or checkpoint.folder=s3://bucket/runs"
         )
-
-
-def _wait_for_file(files: AbstractFileSystem, path: str) -> bool:
-    """Waits for a file; returns whether it appeared in time."""
-    end = time.monotonic() + _LATE_S
-    while True:
-        # fsspec's drivers keep the listing of a folder.
-        files.invalidate_cache()
-        if files.exists(path):
-            return True
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.1)

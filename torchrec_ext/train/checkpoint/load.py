@@ -28,6 +28,7 @@ from torchrec_ext.train.checkpoint.state import (
     ModelState,
     Parts,
     State,
+    column_widths,
     table_in_name,
 )
 from torchrec_ext.train.checkpoint.storage import CheckpointError, cause, reader
@@ -43,13 +44,11 @@ class Match:
 
     Args:
         tensors: tensors to load; of a table with new rows, only the saved rows.
-        row_states: names of the row states to load.
         grown: tables with new rows, and their saved number of rows.
         said: a line for each difference, for the report.
     """
 
-    tensors: State
-    row_states: list[str]
+    tensors: State = field(default_factory=dict)
     grown: dict[str, int] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
 
@@ -59,7 +58,6 @@ def match(
     state: ModelState,
     wanted: State,
     index: Metadata,
-    saved: Mapping[str, Any],
     partial: bool,
     together: CheckpointRanks,
 ) -> Match:
@@ -68,36 +66,31 @@ def match(
     Args:
         path: name of the checkpoint in messages.
         state: state of the model.
-        wanted: the model's tensors without row states.
+        wanted: the model's tensors.
         index: the checkpoint's index of tensors.
-        saved: the checkpoint's manifest.
         partial: whether tables may have grown, and tables and layers be new or left out.
         together: the ranks that load; all call it.
 
     Raises:
         CheckpointError: there is another difference; the first are named, on every rank alike.
     """
-    saved_sizes: dict[str, Size] = {
+    saved: dict[str, Size] = {
         name: tuple(getattr(value, "size", ()))
         for name, value in index.state_dict_metadata.items()
     }
-    sizes: dict[str, Size] = {
-        name: tuple(value.size()) for name, value in wanted.items()
-    }
-    # Only the rows of a row state must fit: its columns depend on the split of the
-    # table, which may differ.
-    for name, row_state in state.row_states.items():
-        sizes[name] = (row_state.rows,)
-        if name in saved_sizes:
-            saved_sizes[name] = saved_sizes[name][:1]
     # Of each difference, whether ``partial`` allows it.
     differences: dict[str, bool] = {}
-    result = Match({}, [])
-    for name, size in sizes.items():
-        before = saved_sizes.get(name)
-        if before is None:
+    result = Match()
+    for name, value in wanted.items():
+        if name not in saved:
             differences[f"{name} was not saved"] = _is_new(name, saved)
             continue
+        size: Size = tuple(value.size())
+        before = saved[name]
+        # Only the rows must fit of a number per row: its columns depend on the split of
+        # the table.
+        if isinstance(value, Parts) and value.widths:
+            size, before = size[:1], before[:1]
         table = table_in_name(name)
         if size != before:
             has_grown = bool(table and size and size[1:] == before[1:])
@@ -106,16 +99,15 @@ def match(
             if not has_grown:
                 continue
             result.grown[table] = before[0]
-        if name in state.row_states:
-            result.row_states.append(name)
-        else:
-            result.tensors[name] = _clip_rows(wanted[name], before)
+            value = _clip_rows(value, before[0])
+        result.tensors[name] = value
     # A rank without a shard of a table has no tensors of it, so the names come from the
     # tables' configs.
-    names = set(sizes)
-    for table, slot in product(state.tables, _slots(state)):
+    slots = {name.rpartition(".")[2] for name in wanted if table_in_name(name)}
+    names = set(wanted)
+    for table, slot in product(state.tables, {"weight", *slots}):
         names.add(f"tables.{table}.{slot}")
-    for name in saved_sizes.keys() - names:
+    for name in saved.keys() - names:
         table = table_in_name(name)
         # Else the table is there, but its optimizer keeps another state.
         if table or name.startswith("dense."):
@@ -124,28 +116,22 @@ def match(
     return result
 
 
-def _is_new(name: str, saved: Mapping[str, Any]) -> bool:
+def _is_new(name: str, saved: Mapping[str, Size]) -> bool:
     """Whether a name that was not saved is of a new table or layer; else it is the state of another optimizer."""
     table = table_in_name(name)
+    weight = name.partition("@")[0]
     if table:
-        return table not in saved["tables"]
-    weight, at, _ = name.removeprefix("dense.").partition("@")
-    return name.startswith("dense.") and (not at or weight not in saved["layers"])
+        weight = f"tables.{table}.weight"
+    return weight not in saved
 
 
-def _clip_rows(value: Any, size: Size) -> Any:
-    """Clips a table to its saved rows; other tensors are returned unchanged."""
-    if not isinstance(value, Parts) or value.size() == size:
-        return value
-    return Parts(size, _saved_rows(value.parts, size[0]))
-
-
-def _saved_rows(shards: Sequence[LocalShard], rows: int) -> list[LocalShard]:
-    """Returns the saved rows of shards, which are among a table's first ``rows``."""
-    return [
+def _clip_rows(value: Any, rows: int) -> Parts:
+    """Clips a table or its state to its first rows, which were saved."""
+    shards = [
         LocalShard(shard.tensor[: max(rows - shard.offsets[0], 0)], shard.offsets)
-        for shard in shards
+        for shard in value.parts
     ]
+    return Parts((rows, *value.size()[1:]), shards, value.widths)
 
 
 def _refuse(
@@ -195,14 +181,6 @@ def _fitting(lines: Sequence[str], room: int) -> str:
         if len(text) <= room:
             break
     return text
-
-
-def _slots(state: ModelState) -> set[str]:
-    slots = {"weight"}
-    for name in (*state.tensors, *state.row_states):
-        if name.startswith("tables."):
-            slots.add(name.rpartition(".")[2])
-    return slots
 
 
 def inherited(saved: Tensor, widths: Sequence[int], start: int, stop: int) -> Tensor:
@@ -263,41 +241,29 @@ def load_checkpoint(
     saved = read_checkpoint_manifest(path)
     index = read_index(path)
     step_counts = state.counted()
-    matched = match(
-        path, state, {**state.tensors, **step_counts}, index, saved, partial, together
-    )
+    wanted = {**state.tensors, **step_counts}
+    matched = match(path, state, wanted, index, partial, together)
     to_load = dict(matched.tensors)
     for name, tensor in (extra or {}).items():
         if name in index.state_dict_metadata:
             to_load[name] = tensor
     other_splits: dict[str, Parts] = {}
-    for name in matched.row_states:
-        row_state = state.row_states[name]
-        widths = saved["row_parts"][name]
-        rows = matched.grown.get(table_in_name(name), row_state.rows)
-        parts = _saved_rows(row_state.parts, rows)
-        # With the same split of the columns the load is in place, without a conversion.
-        if tuple(widths) == row_state.widths:
-            to_load[name] = Parts((rows, len(widths)), parts)
-        else:
-            # Parts of this rank with the same rows share a buffer, which has all saved
-            # columns.
-            buffers = {}
-            for shard in parts:
-                row = shard.offsets[0]
-                buffers[row] = LocalShard(
-                    torch.empty(len(shard.tensor), len(widths)), (row, 0)
-                )
-            other_splits[name] = Parts((rows, len(widths)), list(buffers.values()))
+    for name, value in matched.tensors.items():
+        if isinstance(value, Parts) and value.widths not in (
+            (),
+            _saved_widths(name, index),
+        ):
+            to_load[name] = other_splits[name] = _saved_columns(value, name, index)
     cold_rows = _cold_rows(state, matched, cold or {})
-    load_tensors(path, {**to_load, **other_splits}, together)
+    load_tensors(path, to_load, together)
     if cold_rows:
         # A load of its own: a name has one shape in a load, and these are full rows
         # even if the table is split.
         load_tensors(path, cold_rows, together)
     # Kernels have counters, not tensors: the load filled copies.
     state.count(step_counts)
-    _merge(state, other_splits, saved)
+    for name, columns in other_splits.items():
+        _merge(matched.tensors[name], columns)
     _grow(state, matched, cold_rows)
     return saved, matched
 
@@ -319,7 +285,7 @@ def load_tensors(path: str, tensors: State, together: CheckpointRanks) -> None:
     try:
         dcp.load(
             tensors,
-            storage_reader=reader(path),
+            storage_reader=reader(path, read_index(path)),
             planner=LoadPlanner(),
             process_group=group,
             no_dist=group is None,
@@ -330,22 +296,33 @@ def load_tensors(path: str, tensors: State, together: CheckpointRanks) -> None:
         ) from None
 
 
-def _merge(
-    state: ModelState, other_splits: Mapping[str, Parts], saved: Mapping[str, Any]
-) -> None:
-    """Converts row states between different splits of a table's columns."""
-    for name, saved_parts in other_splits.items():
-        row_state = state.row_states[name]
-        widths = saved["row_parts"][name]
-        by_row = {shard.offsets[0]: shard.tensor for shard in saved_parts.parts}
-        for shard in row_state.parts:
-            row, number = shard.offsets
-            start = sum(row_state.widths[:number])
-            if row in by_row:
-                merged = inherited(
-                    by_row[row], widths, start, start + row_state.widths[number]
-                )
-                shard.tensor[: len(merged)].copy_(merged)
+def _saved_widths(name: str, index: Metadata) -> tuple[int, ...]:
+    """Returns how many columns each saved number per row stands for; empty for other tensors."""
+    saved: Any = index.state_dict_metadata
+    weight = saved[f"tables.{table_in_name(name)}.weight"]
+    widths = column_widths((chunk.offsets, chunk.sizes) for chunk in weight.chunks)
+    return tuple(widths.values())
+
+
+def _saved_columns(value: Parts, name: str, index: Metadata) -> Parts:
+    """Returns memory for the saved numbers of a value's rows, under the saved split of the columns."""
+    widths = _saved_widths(name, index)
+    buffers = {}
+    for shard in value.parts:
+        row = shard.offsets[0]
+        # Parts of this rank with the same rows share a buffer.
+        buffers[row] = LocalShard(torch.empty(len(shard.tensor), len(widths)), (row, 0))
+    return Parts((value.size()[0], len(widths)), list(buffers.values()), widths)
+
+
+def _merge(value: Any, saved: Parts) -> None:
+    """Converts numbers per row from the saved split of a table's columns to this one."""
+    by_row = {shard.offsets[0]: shard.tensor for shard in saved.parts}
+    for shard in value.parts:
+        row, number = shard.offsets
+        start = sum(value.widths[:number])
+        stop = start + value.widths[number]
+        shard.tensor.copy_(inherited(by_row[row], saved.widths, start, stop))
 
 
 def _cold_rows(
@@ -362,7 +339,7 @@ def _cold_rows(
 
 @torch.no_grad()
 def _grow(state: ModelState, matched: Match, cold_rows: Mapping[str, Parts]) -> None:
-    for name, value in {**state.tensors, **state.row_states}.items():
+    for name, value in state.tensors.items():
         parts = getattr(value, "parts", None)
         table = table_in_name(name)
         if table not in matched.grown or parts is None:

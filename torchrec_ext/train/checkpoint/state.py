@@ -10,7 +10,7 @@ Parts: this rank's rectangles of a tensor, saved and loaded by torch.distributed
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -75,11 +75,19 @@ class Parts:
     Args:
         shape: shape of the whole tensor.
         parts: rectangles of this rank; may be empty.
+        widths: of an optimizer's numbers per row, such as row-wise Adagrad's sum: how many of the table's columns each
+            column here stands for; empty for other tensors.
     """
 
-    def __init__(self, shape: Sequence[int], parts: Sequence[LocalShard]) -> None:
+    def __init__(
+        self,
+        shape: Sequence[int],
+        parts: Sequence[LocalShard],
+        widths: Sequence[int] = (),
+    ) -> None:
         self.shape = torch.Size(shape)
         self.parts = [shard for shard in parts if shard.tensor.numel()]
+        self.widths = tuple(widths)
 
     def size(self) -> torch.Size:
         """The shape of the whole tensor; torch.distributed.checkpoint compares it with the saved one."""
@@ -90,7 +98,7 @@ class Parts:
         shards = []
         for number, shard in enumerate(self.parts):
             shards.append(LocalShard(function(shard.tensor, number), shard.offsets))
-        return Parts(self.shape, shards)
+        return Parts(self.shape, shards, self.widths)
 
     def rectangle(self, offsets: Sequence[int]) -> Tensor:
         """Returns the whole rectangle beginning at ``offsets``, to load into."""
@@ -212,46 +220,24 @@ def _own_storage(block: Tensor) -> Tensor:
 
 
 @dataclass
-class RowState:
-    """An optimizer's number per row and part of the columns, such as row-wise Adagrad's sum.
-
-    Args:
-        widths: number of columns of each part, in order.
-        parts: this rank's numbers, (rows, 1), by their first row and the index of their part.
-        rows: number of rows of the table.
-    """
-
-    widths: tuple[int, ...]
-    rows: int
-    parts: list[LocalShard] = field(default_factory=list)
-
-
-@dataclass
 class ModelState:
     """The tensors of a model and its optimizers, as views: writing them changes the model.
 
     Args:
         tensors: tensors by name; of tables this rank's rows.
-        row_states: numbers per row by name.
         tables: (rows, D) and dtype by table name, on every rank alike.
         paths: path of each table's weight in the unsharded model.
         kernels: kernels that count steps for Adam's bias correction, by the name of their count.
     """
 
     tensors: State
-    row_states: dict[str, RowState]
     tables: dict[str, tuple[int, int, str]]
     paths: dict[str, str]
     kernels: dict[str, Any]
 
     def everything(self) -> State:
-        """Returns the tensors, row states, (rows, parts) each, and copies of the kernels' step counts."""
-        state = dict(self.tensors)
-        for name, row_state in self.row_states.items():
-            state[name] = Parts(
-                (row_state.rows, len(row_state.widths)), row_state.parts
-            )
-        return state | self.counted()
+        """Returns the tensors, and copies of the kernels' step counts."""
+        return self.tensors | self.counted()
 
     def counted(self) -> State:
         """Returns the kernels' step counts, () float32 each, as in torch.optim."""
@@ -298,7 +284,6 @@ def model_state(
             and not isinstance(value, ShardedTensor)
         ):
             tensors[f"dense.{key}"] = value.detach()
-    rows: dict[str, RowState] = {}
     for single in _split_combined(optimizer):
         torch_optimizer = getattr(single, "_optimizer", None)
         # A load fills tensors in place, so the state must be there before the first
@@ -314,9 +299,10 @@ def model_state(
                 single.state.get(parameter, {}), configs.get(key)
             ).items():
                 if key in configs:
-                    _add_table_state(
-                        tensors, rows, configs[key], slot, value, parameter
-                    )
+                    name = f"tables.{configs[key].name}.{slot}"
+                    if slot != "step":
+                        value = _table_state(configs[key], value, parameter)
+                    tensors[name] = value
                 else:
                     tensors[f"dense.{key}@{slot}"] = value
     kernels = {}
@@ -327,7 +313,7 @@ def model_state(
         if f"tables.{table}.exp_avg" in tensors and step not in tensors:
             kernels[step] = kernel
     paths = {config.name: path for path, config in configs.items()}
-    return ModelState(tensors, rows, tables, paths, kernels)
+    return ModelState(tensors, tables, paths, kernels)
 
 
 def copy_of_weights(model: nn.Module) -> State:
@@ -393,55 +379,51 @@ def _slots(
     return slots
 
 
-def _add_table_state(
-    tensors: State,
-    rows: dict[str, RowState],
-    config: BaseEmbeddingConfig,
-    slot: str,
-    value: Any,
-    weight: Any,
-) -> None:
-    name = f"tables.{config.name}.{slot}"
+def _table_state(config: BaseEmbeddingConfig, value: Any, weight: Any) -> Parts:
+    """Returns the state of a table's optimizer: a number per weight, (rows, D), or per row and part of the columns."""
     shape = (config.num_embeddings, config.embedding_dim)
-    if slot == "step":
-        tensors[name] = value
-    elif isinstance(value, ShardedTensor):
-        # By the offsets of the weights, because a number per row has no columns.
-        shards = [
-            LocalShard(piece.tensor, tuple(of_weight.metadata.shard_offsets))
-            for piece, of_weight in zip(
-                value.local_shards(), weight.local_shards(), strict=True
-            )
-        ]
-        if value.size() == weight.size():
-            tensors[name] = Parts(shape, shards)
-        else:
-            rows[name] = _row_state(config, weight, shards)
-    elif value.shape == shape:
-        tensors[name] = Parts(shape, [LocalShard(value, (0, 0))])
-    else:
-        rows[name] = RowState(
-            (config.embedding_dim,),
-            config.num_embeddings,
-            [LocalShard(value.view(-1, 1), (0, 0))],
+    if not isinstance(value, ShardedTensor):
+        if value.shape == shape:
+            return Parts(shape, [LocalShard(value, (0, 0))])
+        column = LocalShard(value.view(-1, 1), (0, 0))
+        return Parts((shape[0], 1), [column], widths=shape[1:])
+    # By the offsets of the weights, because a number per row has no columns.
+    shards = [
+        LocalShard(piece.tensor, tuple(of_weight.metadata.shard_offsets))
+        for piece, of_weight in zip(
+            value.local_shards(), weight.local_shards(), strict=True
         )
+    ]
+    if value.size() == weight.size():
+        return Parts(shape, shards)
+    widths = column_widths(
+        (shard.shard_offsets, shard.shard_sizes)
+        for shard in weight.metadata().shards_metadata
+    )
+    starts = list(widths)
+    parts = [
+        LocalShard(tensor.view(-1, 1), (row, starts.index(column)))
+        for tensor, (row, column) in shards
+        if tensor.numel()
+    ]
+    return Parts((shape[0], len(widths)), parts, widths=tuple(widths.values()))
 
 
-def _row_state(
-    config: BaseEmbeddingConfig, weight: ShardedTensor, shards: Iterable[LocalShard]
-) -> RowState:
-    widths = {}
-    for metadata in weight.metadata().shards_metadata:
-        # A rank may have a shard without rows, whose columns are no part.
-        if metadata.shard_sizes[0]:
-            widths[metadata.shard_offsets[1]] = metadata.shard_sizes[1]
-    widths = dict(sorted(widths.items()))
-    places = list(widths)
-    parts = []
-    for tensor, (row, column) in shards:
-        if tensor.numel():
-            parts.append(LocalShard(tensor.view(-1, 1), (row, places.index(column))))
-    return RowState(tuple(widths.values()), config.num_embeddings, parts)
+def column_widths(
+    shards: Iterable[tuple[Sequence[int], Sequence[int]]],
+) -> dict[int, int]:
+    """Returns the width of each part of a table's columns by its first column, in order.
+
+    Args:
+        shards: (row, column) where each shard begins, and its (rows, columns).
+
+    Example:
+        >>> column_widths([((0, 4), (9, 8)), ((0, 0), (9, 4))])
+        {0: 4, 4: 8}
+    """
+    # A rank may have a shard without rows, whose columns are no part.
+    widths = {start[1]: size[1] for start, size in shards if size[0]}
+    return dict(sorted(widths.items()))
 
 
 def _kernels(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import StorageReader, StorageWriter
@@ -16,9 +14,10 @@ from torch.distributed.checkpoint import StorageReader, StorageWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as Files
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -26,35 +25,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torchrec_ext.sealed import MeasuredStream, yield_to_others
-
-# The names in a `.metadata` of tensors. Any other name was put there to run code.
-_ALLOWED_NAMES = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata",
-        "TensorStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "MetadataIndex",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {
-        "Size",
-        "float64",
-        "float32",
-        "float16",
-        "bfloat16",
-        "int64",
-        "int32",
-        "int16",
-        "int8",
-        "uint8",
-        "bool",
-    },
-    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
-}
 
 
 class CheckpointError(ValueError):
@@ -71,128 +41,94 @@ def cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-# Opcodes of pickle that no index has: some reserve any amount of memory, others call
-# more than `_ALLOWED_NAMES`.
-_REFUSED_OPCODES = {
-    pickle.BYTEARRAY8,
-    pickle.NEXT_BUFFER,
-    pickle.READONLY_BUFFER,
-    pickle.PERSID,
-    pickle.BINPERSID,
-    pickle.INST,
-    pickle.OBJ,
-}
-_REFUSED_OPCODES |= {pickle.EXT1, pickle.EXT2, pickle.EXT4}
-
-
-class _Unpickler(pickle._Unpickler):
-    """Pickle's Python unpickler: the C one reserves gigabytes for its memo if a number in the file says so."""
-
-    dispatch: ClassVar[dict[int, Any]] = {
-        code: load
-        for code, load in pickle._Unpickler.dispatch.items()
-        if bytes([code]) not in _REFUSED_OPCODES
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in _ALLOWED_NAMES.get(module, ()):
-            raise pickle.UnpicklingError(
-                f"it names {module}.{name}, which no checkpoint needs"
-            )
-        return super().find_class(module, name)
-
-    def load_build(self) -> None:
-        """Refuses pickle's BUILD on a class, because it could alter the class for the entire process."""
-        if isinstance(self.stack[-2], type):  # type: ignore[attr-defined]
-            raise pickle.UnpicklingError(f"it changes {self.stack[-2].__name__} itself")  # type: ignore[attr-defined]
-        super().load_build()  # type: ignore[misc]
-
-    dispatch[pickle.BUILD[0]] = load_build
-
-
-def read_metadata(data: bytes, where: str) -> Metadata:
-    """Reads the index in a ``.metadata`` file without running its code, as torch itself would.
-
-    Args:
-        data: bytes of the file.
-        where: path of the file, for messages.
-
-    Raises:
-        CheckpointError: it is damaged, or was made to run code.
-    """
-    try:
-        metadata = _Unpickler(io.BytesIO(data)).load()
-    except Exception as error:
-        # A damaged pickle raises almost anything.
-        raise CheckpointError(
-            f"{where} is not the index of a checkpoint: {error}; do not load it"
-        ) from None
-    if not isinstance(metadata, Metadata):
-        raise CheckpointError(
-            f"{where} is not the index of a checkpoint: it holds a {type(metadata).__name__}; do not load it"
-        )
-    if not _is_valid(metadata):
-        raise CheckpointError(
-            f"{where} is not the index of a checkpoint: a part of it is of another kind; do not load it"
-        )
-    return metadata
-
-
-def _is_valid(metadata: Metadata) -> bool:
-    """Returns whether every tensor of an index has a shape, a dtype, and chunks in files next to it."""
-    try:
-        # The file may hold anything, so nothing here relies on the types that torch
-        # declares.
-        tensors: dict[Any, Any] = metadata.state_dict_metadata
-        chunks: dict[Any, Any] = metadata.storage_data
-        for name, tensor in tensors.items():
-            if not isinstance(name, str) or not isinstance(
-                tensor, TensorStorageMetadata
-            ):
-                return False
-            if not isinstance(tensor.properties.dtype, torch.dtype):
-                return False
-            sizes: list[Any] = [tensor.size]
-            for chunk in tensor.chunks:
-                sizes += [chunk.offsets, chunk.sizes]
-            for size in sizes:
-                if not isinstance(size, torch.Size) or any(
-                    number < 0 for number in size
-                ):
-                    return False
-        for index, chunk in chunks.items():
-            if not isinstance(index, MetadataIndex) or index.fqn not in tensors:
-                return False
-            if not isinstance(chunk.relative_path, str) or "/" in chunk.relative_path:
-                return False
-            if not (chunk.offset >= 0 and chunk.length >= 0):
-                return False
-        return True
-    except (AttributeError, TypeError, ValueError):
-        return False
-
-
-class _Reader(FsspecReader):
-    """torch's reader, whose own ``read_metadata`` would run code."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = self._get_metadata_path(kwargs.get("rank"))
-        with self.fs.create_stream(path, "rb") as stream:
-            metadata = read_metadata(stream.read(), str(path))
-        # The same as in torch's own read_metadata, whose last lines this replaces.
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
 def is_url(folder: str) -> bool:
     """Returns whether a folder is an address for fsspec."""
     return "://" in folder
 
 
-def reader(folder: str) -> StorageReader:
-    """Returns a reader of the tensors in ``folder``."""
-    return _Reader(folder)
+class _Place(NamedTuple):
+    """Bytes of a chunk, with the attributes that torch's reader asks for."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: None = None
+
+
+def index_as_json(index: Metadata) -> dict[str, Any]:
+    """Returns dtype, size and chunks of each tensor of torch's index: torch's own file of it is a pickle."""
+    tensors: dict[str, Any] = {}
+    for name, tensor in index.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata), "a state has tensors alone"
+        chunks = []
+        for chunk in tensor.chunks:
+            place = index.storage_data[MetadataIndex(name, chunk.offsets)]
+            where = [place.relative_path, place.offset, place.length]
+            chunks.append([list(chunk.offsets), list(chunk.sizes), *where])
+        dtype = str(tensor.properties.dtype).removeprefix("torch.")
+        tensors[name] = [dtype, list(tensor.size), chunks]
+    return tensors
+
+
+def index_from_json(tensors: Mapping[str, Any], where: str) -> Metadata:
+    """Returns torch's index of :func:`index_as_json`.
+
+    Args:
+        tensors: JSON values of any form.
+        where: path of their file, for messages.
+
+    Raises:
+        CheckpointError: they are no index.
+    """
+    metadata: dict[str, Any] = {}
+    places = {}
+    try:
+        for name, (dtype, size, chunks) in tensors.items():
+            properties = TensorProperties(dtype=_DTYPES[dtype])
+            found = []
+            for offsets, sizes, file, start, length in chunks:
+                chunk = ChunkStorageMetadata(_size(offsets), _size(sizes))
+                if "/" in file or _size([start, length]) != (start, length):
+                    raise ValueError(file)
+                found.append(chunk)
+                index = MetadataIndex(name, chunk.offsets)
+                places[index] = _Place(file, start, length)
+            metadata[name] = TensorStorageMetadata(properties, _size(size), found)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise CheckpointError(
+            f"{where} has no index of tensors: one of them has another form; do not load it"
+        ) from None
+    return Metadata(metadata, storage_data=places)
+
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+
+
+def _size(numbers: Any) -> torch.Size:
+    size = torch.Size(numbers)
+    if any(number < 0 for number in size):
+        raise ValueError(numbers)
+    return size
+
+
+class _Reader(FsspecReader):
+    """torch's reader with a given index: torch's own file of it is a pickle, which could run code."""
+
+    def __init__(self, folder: str, index: Metadata) -> None:
+        super().__init__(folder)
+        self._index = index
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._index
+
+
+def reader(folder: str, index: Metadata) -> StorageReader:
+    """Returns a reader of the tensors in ``folder`` that ``index`` lists."""
+    return _Reader(folder, index)
 
 
 class _Measured(Files):
@@ -241,7 +177,7 @@ class _Writer(FsspecWriter):
         self,
         folder: str,
         make_room: Callable[[int], None],
-        seal: Callable[[dict[str, Any]], None],
+        seal: Callable[[dict[str, Any], Metadata], None],
     ) -> None:
         super().__init__(folder)
         self.fs = _Measured()
@@ -282,19 +218,19 @@ class _Writer(FsspecWriter):
             written.append([each for each in of_rank if each.index != _DIGESTS])
         super().finish(metadata, written)
         # Torch's index is written last of its files, by this rank.
-        self._seal({**digests, **self.fs.digests})
+        self._seal({**digests, **self.fs.digests}, metadata)
 
 
 def writer(
     folder: str,
     make_room: Callable[[int], None],
-    seal: Callable[[dict[str, Any]], None],
+    seal: Callable[[dict[str, Any], Metadata], None],
 ) -> StorageWriter:
     """Returns a writer of tensors to ``folder``: one file per rank, synced before it is closed.
 
     Args:
         folder: path or address.
         make_room: called on rank 0, with the bytes of all ranks, before any is written.
-        seal: called on rank 0, with size and SHA-256 of each file by name, when all are written.
+        seal: called on rank 0, when all are written, with size and SHA-256 of each file by name, and the index.
     """
     return _Writer(folder, make_room, seal)

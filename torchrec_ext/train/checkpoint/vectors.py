@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchrec_ext.distributed.tables import local_shards
 from torchrec_ext.tensor_file import Shape, TensorWriter
@@ -200,7 +200,7 @@ def publish_weights(
         # each tensor.
         with TensorWriter(file, shapes) as out:
             for name, saved_name in names.items():
-                for row, block in _read_blocks(path, saved_name, metadata[saved_name]):
+                for row, block in _read_blocks(path, saved_name, index):
                     out.write(name, row, block)
                     if progress is not None:
                         progress(block.nbytes)
@@ -226,8 +226,9 @@ def _weight_names(
             yield name.removeprefix("dense."), name
 
 
-def _read_blocks(path: str, name: str, metadata: Any) -> Iterator[tuple[int, Tensor]]:
+def _read_blocks(path: str, name: str, index: Metadata) -> Iterator[tuple[int, Tensor]]:
     """Reads each saved block of a tensor: yields its first row, and its rows."""
+    metadata: Any = index.state_dict_metadata[name]
     size = tuple(metadata.size)
     starts = [0]
     end = 0
@@ -246,7 +247,7 @@ def _read_blocks(path: str, name: str, metadata: Any) -> Iterator[tuple[int, Ten
             target = Parts(size, [LocalShard(block, offsets)])
         dcp.load(
             {name: target},
-            storage_reader=reader(path),
+            storage_reader=reader(path, index),
             planner=LoadPlanner(),
             no_dist=True,
         )

@@ -1,6 +1,6 @@
 """Progress: shows a run's mean loss and throughput since the last record, as a bar or in lines.
 
-RunFolder: the files of a run: its configuration, its metrics as JSON lines and TensorBoard events, and a picture.
+RunFolder: the files of a run: its configuration, its metrics as JSON lines and as TensorBoard events.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from torchrec_ext.batch import ENDLESS
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.terminal import step_line, terminal
 from torchrec_ext.train.config import Record
-from torchrec_ext.train.report.figures import BLUE, RED, figure_with_panels, save_figure
 
 # Steps to sum in one go: fewer small operations on the device.
 _STEPS_PER_SUM = 32
@@ -261,7 +260,7 @@ def _readable(name: str, value: float) -> str:
 
 
 class RunFolderError(ValueError):
-    """The folder cannot be written to, or a library for its pictures is missing."""
+    """The folder cannot be written to, or TensorBoard is missing."""
 
 
 class RunFolder:
@@ -272,9 +271,6 @@ class RunFolder:
         config: settings that are written to ``config.json``.
         replace: write over another run in the folder, as a restarted rank does with its own.
 
-    Attributes:
-        title: what was trained on what, above the picture.
-
     Raises:
         RunFolderError: the folder cannot be made or written to, or holds another run.
     """
@@ -283,8 +279,6 @@ class RunFolder:
         self, path: Path, config: Mapping[str, Any], *, replace: bool = False
     ) -> None:
         self.path = path
-        self.records: list[Record] = []
-        self.title = str(config.get("name", path.name))
         # Before anything is written: with the extra installed, the same folder is tried
         # again.
         event_writer = _event_writer()
@@ -310,7 +304,6 @@ class RunFolder:
 
     def log(self, record: Record) -> None:
         """Appends a record to ``metrics.jsonl`` and its figures to TensorBoard; the kind ``error`` is the last."""
-        self.records.append(record)
         # JSON has no nan, which is the mean loss of no step.
         as_json = {
             name: None
@@ -335,30 +328,10 @@ class RunFolder:
             text += "\n"
         (self.path / name).write_text(text)
 
-    def close(
-        self,
-        baselines: Mapping[str, float] | None = None,
-        *,
-        baseline_name: str = "popularity",
-    ) -> Path:
-        """Closes the files and draws ``training.png``.
-
-        Args:
-            baselines: figures by name on the same held-out rows, drawn as dashed lines, such as those of the popularity
-                ranking.
-            baseline_name: name of these figures in the legend.
-        """
+    def close(self) -> None:
+        """Closes the files."""
         self._metrics.close()
         self._events.close()
-        picture = self.path / "training.png"
-        draw_training(
-            self.records,
-            picture,
-            baselines or {},
-            baseline_name,
-            self.title,
-        )
-        return picture
 
 
 def records_of(records: Sequence[Record], kind: str) -> list[Record]:
@@ -366,52 +339,11 @@ def records_of(records: Sequence[Record], kind: str) -> list[Record]:
     return [record for record in records if record["kind"] == kind]
 
 
-def draw_training(
-    records: list[Record],
-    path: Path,
-    baselines: Mapping[str, float],
-    baseline_name: str = "popularity",
-    title: str = "",
-) -> None:
-    """Draws the loss over steps, and one panel per evaluated figure with a line at the early stop's best epoch."""
-    train = records_of(records, "train")
-    evaluations = records_of(records, "eval")
-    names = []
-    if evaluations:
-        last = evaluations[-1].items()
-        names = [name for name, value in last if isinstance(value, float)]
-    best = [record for record in evaluations if record.get("best")][-1:]
-    figure, axes = figure_with_panels(1 + len(names), (4.2 * (1 + len(names)), 3.4))
-    figure.suptitle(title)
-    axes[0].plot(
-        [record["step"] for record in train],
-        [record["loss"] for record in train],
-        color=BLUE,
-    )
-    axes[0].set(title="training loss", xlabel="step")
-    steps = [record["step"] for record in evaluations]
-    for axis, name in zip(axes[1:], names, strict=True):
-        values = [record[name] for record in evaluations]
-        axis.plot(steps, values, marker="o", color=BLUE, label="model")
-        if name in baselines:
-            axis.axhline(
-                baselines[name], linestyle="--", color=RED, label=baseline_name
-            )
-        for record in best:
-            label = f"best: epoch {record['epoch']}"
-            axis.axvline(record["step"], linestyle=":", color="gray", label=label)
-        axis.legend(frameon=False)
-        axis.set(title=f"{name}, validation", xlabel="step")
-    save_figure(figure, path)
-
-
 def _event_writer() -> Any:
     try:
-        import matplotlib.figure  # noqa: F401  (needed at the end: better to miss it now)
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise RunFolderError(
-            "the run folder's TensorBoard events and picture need the extra 'report': pip install "
-            "'torchrec-ext[report]'"
+            "the run folder's TensorBoard events need the extra 'report': pip install 'torchrec-ext[report]'"
         ) from None
     return SummaryWriter

@@ -1,15 +1,9 @@
-"""Steps: chooses TorchRec's pipeline, a plain step where ranks do not meet, or a captured step if that pays off.
-
-with_best_threads(): chooses the number of compute threads by measuring the run's first steps, instead of taking the
-number of cores.
-"""
+"""Steps: chooses TorchRec's pipeline, a plain step where ranks do not meet, or a captured step if that pays off."""
 
 from __future__ import annotations
 
-import math
-import os
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -28,110 +22,10 @@ from torchrec_ext.capture.executors import StepExecutor, engine_for
 from torchrec_ext.capture.policy import WATCHED, CapturePolicy, Compile
 from torchrec_ext.capture.sharded import ShardedSource
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
-from torchrec_ext.distributed.runtime import Runtime, gather_objects, max_over_ranks
+from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import EveryStep
-from torchrec_ext.train.config import Threads
 from torchrec_ext.train.step.plain import PlainStep
 from torchrec_ext.train.step.precision import Context, LossScaling
-
-_SECONDS = 2.0  # of measurement, over all numbers of threads
-_FEWEST_STEPS, _MOST_STEPS = 4, 200  # steps for each number
-Item = TypeVar("Item")
-
-
-def numbers(cores: int) -> list[int]:
-    """Returns the numbers of threads to try on ``cores``: 1, 2, 4 ... and all of them.
-
-    Example:
-        >>> numbers(1), numbers(6)
-        ([1], [1, 2, 4, 6])
-    """
-    return sorted({min(1 << power, cores) for power in range(cores.bit_length() + 1)})
-
-
-def with_best_threads(
-    items: Iterator[Item],
-    run: Callable[[Iterable[Item]], Iterator[Any]],
-    runtime: Runtime,
-    say: Callable[[str], None],
-) -> Iterator[Any]:
-    """Trains on the first of ``items`` with several numbers of threads, and keeps the fastest number.
-
-    If the items end before any measurement, the number is unchanged. All ranks call it and try the same numbers on
-    equally many steps. They choose the number with the fastest slowest rank. Before that each process is pinned to its
-    share of the host's cores. A small network gets slower with more threads than it can use, and many times slower if
-    other processes need the cores.
-
-    Args:
-        items: batches; the rest stays in the iterator.
-        run: trains on some of the batches.
-        runtime: rank and device of this process.
-        say: receives a line with the result.
-    """
-    initial_threads = torch.get_num_threads()
-    cores = pin(runtime)
-    thread_counts = numbers(len(cores))
-    # the first steps are slow once, so they are not measured
-    yield from run(islice(items, 3))
-    step = yield from _measure(run(islice(items, _FEWEST_STEPS)))
-    # Ranks that went by their own times would make unequal numbers of steps.
-    step = max_over_ranks(step, runtime)
-    count = _FEWEST_STEPS
-    if math.isfinite(step):
-        count = min(
-            max(int(_SECONDS / len(thread_counts) / step), _FEWEST_STEPS), _MOST_STEPS
-        )
-    times = {}
-    for number in thread_counts:
-        torch.set_num_threads(number)
-        seconds = yield from _measure(run(islice(items, count)))
-        seconds = max_over_ranks(seconds, runtime)
-        # It is infinite if the epoch was over before.
-        if math.isfinite(seconds):
-            times[number] = seconds
-    best = min(times, key=times.__getitem__, default=initial_threads)
-    torch.set_num_threads(best)
-    measured = ", ".join(
-        f"{number}: {seconds * 1e3:.2f} ms" for number, seconds in times.items()
-    )
-    basis = "as before: the epoch was over before a step could be measured"
-    if measured:
-        basis = f"a step with {measured}"
-    say(f"threads: {best} ({basis}); each process is pinned to {len(cores)} core(s)")
-
-
-def _measure(outputs: Iterator[Any]) -> Generator[Any, None, float]:
-    """Yields the outputs; returns the seconds per step, infinity without any step."""
-    start = time.perf_counter()
-    count = 0
-    for output in outputs:
-        count += 1
-        yield output
-    if not count:
-        return math.inf
-    return (time.perf_counter() - start) / count
-
-
-def pin(runtime: Runtime) -> list[int]:
-    """Binds all threads of this process to its share of the host's cores, and returns the cores. Collective."""
-    cores = sorted(os.sched_getaffinity(0))
-    if runtime.local_world_size == 1:
-        return cores
-    first = runtime.rank - runtime.local_rank
-    of_ranks = gather_objects(cores, runtime.world_size)
-    of_host = of_ranks[first : first + runtime.local_world_size]
-    # Slurm and taskset give each rank cores of its own, which are its share already.
-    if any(each != cores for each in of_host):
-        return cores
-    share = len(cores) // runtime.local_world_size
-    if share == 0:
-        return cores[:1]
-    # Ranks of a host get disjoint cores: threads of two ranks on one core would slow
-    # both down.
-    local = cores[runtime.local_rank * share : (runtime.local_rank + 1) * share]
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), local)
-    return local
 
 
 def plain_step(
@@ -180,7 +74,6 @@ class StepsConfig:
         compile: ``auto``, ``off`` or ``require``, as in a :class:`TrainConfig`.
         total: number of remaining steps of the run.
         made: number of steps of the run before them.
-        threads: ``auto`` measures the best number on the first steps, on a CPU.
         context: makes the context of a captured step's forward, the same as in the pipeline.
         scaling: scales the loss, the same as in the pipeline's forward and optimizer; such steps are not captured.
         take_time: called before work that may take minutes.
@@ -191,7 +84,6 @@ class StepsConfig:
     compile: Compile
     total: int
     made: int = 0
-    threads: Threads = "given"
     context: Context = nullcontext
     scaling: LossScaling | None = None
     take_time: Callable[[], None] = lambda: None
@@ -239,9 +131,6 @@ class Steps:
         if config.compile == "off":
             self._policy.reason = "train.compile=off"
         self._step: CapturedStep | None = None
-        self._threads = config.threads
-        if runtime.device.type != "cpu":
-            self._threads = "given"
         together = runtime.world_size > 1 and not ranks.takes_local_steps
         self._plain = plain_step(
             model,
@@ -286,9 +175,6 @@ class Steps:
             inside = on_gpu and capture_policy.HAS_TRITON and not stays_eager
             loader = _DrawnSteps(loader, inside=inside)
         items = watch(loader)
-        if self._threads == "auto":
-            self._threads = "given"
-            yield from with_best_threads(items, self._eager, self._runtime, self._say)
         while not policy.is_decided:
             watched = islice(items, policy.steps_to_watch - len(policy.eager_seconds))
             yield from self._timed(self._eager(watched), policy.eager_seconds)

@@ -116,8 +116,6 @@ class FreshRows:
                 if name.endswith(".weight"):
                     by_table = weights
                 by_table.setdefault(table, []).extend(value.parts)
-        for name, row_state in state.row_states.items():
-            self._states.setdefault(table_in_name(name), []).extend(row_state.parts)
         return weights
 
     def _drawn(self, table: str, ids: Tensor) -> Tensor:
