@@ -170,7 +170,7 @@ def answered(folder: Path) -> list[float]:
     return Scorer(bundle).recommend(request).scores
 
 
-@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "two_tower", "bst"))
+@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "two_tower"))
 def test_a_recipe_trains_exports_and_answers(recipe: str, tmp_path: Path) -> None:
     run_ranks(trained, 1, recipe, "export=require", tmp_path, timeout_s=300)
     figures = json.loads((tmp_path / "summary.json").read_text())["test"]

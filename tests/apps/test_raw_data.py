@@ -429,7 +429,7 @@ def test_a_csv_with_broken_lines_becomes_a_service(
     by_id = scorer.recommend(RecommendRequest(user={"user_id": 3}, k=30))
     assert (by_id.items, by_id.scores) == (answer.items, answer.scores)
     nobody = scorer.recommend(RecommendRequest(user={"user_id": 99}, k=1))
-    assert nobody.cold.unknown_user
+    assert nobody.unknown_user
     with pytest.raises(RequestError, match=r"history_items.*an empty list is"):
         scorer.recommend(RecommendRequest(user={"user_id": 99, "timestamp": 9}, k=1))
 
@@ -439,7 +439,7 @@ def test_a_csv_with_broken_lines_becomes_a_service(
     assert embed.main([bundle, "--tower", "query", "--out", str(store)]) == 0
     stored = Scorer(Bundle.load(bundle), vectors=StoredUsers(store))
     from_store = stored.recommend(RecommendRequest(user={"user_id": 3}, k=30))
-    assert (from_store.cold.vector, from_store.items) == ("store", answer.items)
+    assert (from_store.vector, from_store.items) == ("store", answer.items)
     items = pq.read_table(ready / "raw" / "items.parquet")
     longer = tmp_path / "items.parquet"
     pq.write_table(

@@ -295,7 +295,7 @@ def test_a_user_who_is_named_by_id_is_the_whole_raw_row_without_what_was_taken(
             for user in (named, whole)
         )
         assert by_id.scores == pytest.approx(by_row.scores, abs=1e-6)
-        assert not by_id.cold.unknown_user
+        assert not by_id.unknown_user
         answer = scorer.recommend(RecommendRequest(user=named, k=ITEMS)).items
         assert set(answer) == {item for item in items if (who, item) not in clicked}
     with pytest.raises(

@@ -96,12 +96,6 @@ def three_towers() -> nn.Module:
     return model
 
 
-def one_table() -> nn.Module:
-    user = Tower([bag("user_id", USERS), bag("films", ITEMS, "history")], [8])
-    item = Tower([bag("films", ITEMS, "item_id")], [8])
-    return TowerModel({"user": user, "item": item}, TopMLP([8, 8]))
-
-
 def half() -> nn.Module:
     tables = [bag("history", ITEMS, data_type=DataType.FP16), bag("user_id", USERS)]
     towers = {"user": Tower(tables, [8]), "item": item_tower(8)}
@@ -172,7 +166,8 @@ class Bags(nn.Module):
 
 
 def own_tower() -> nn.Module:
-    return TowerModel({"user": Bags(), "item": item_tower(8)}, TopMLP([8, 8]))  # type: ignore[dict-item]
+    item = Tower([bag("films", ITEMS, "item_id"), bag("genres", 6)], [8])
+    return TowerModel({"user": Bags(), "item": item}, TopMLP([8, 8]))  # type: ignore[dict-item]
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
@@ -181,7 +176,6 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
         for name in ("top_nn", "dot", "cosine", "gmf", "dcn", "fm", "deepfm")
     },
     "three towers": three_towers,
-    "one table": one_table,
     "half": half,
     "bst": transformer(),
     "bst of concatenated steps": transformer(combine="concat", layers=2),

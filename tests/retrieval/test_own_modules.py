@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -155,12 +157,13 @@ class Case(NamedTuple):
     query: list[str]
     item: list[str]
     product: bool = False
+    oov: Mapping[str, int] = MappingProxyType({})
 
 
 CASES = {
     "two networks": Case(Networks, ["profile"], ["content"]),
     "item first": Case(lambda: Networks("content"), ["profile"], ["content"]),
-    "layers of pairs": Case(Mixed, ["user", "profile"], ["item"]),
+    "layers of pairs": Case(Mixed, ["user", "profile"], ["item"], oov={"user": 3}),
     "sessions": Case(Sessions, ["history"], ["item", "price"], product=True),
     "offsets": Case(Biased, ["user"], ["item"]),
     "attention": Case(Attentive, ["history"], ["item"]),
@@ -190,13 +193,24 @@ def made(case: Case) -> nn.Module:
     return case.model()
 
 
-def exported(name: str, folder: Path, **options: Any) -> tuple[nn.Module, Bundle]:
-    case = CASES[name]
-    model = made(case)
-    catalogue = Catalogue(ids=np.arange(ITEMS) + FIRST, features=table(case.item))
-    export(model, folder, catalogue=catalogue, queries=table(case.query), **options)
-    assert model.training
-    return model, Bundle.load(folder)
+Bundles = Callable[[str], tuple[nn.Module, Bundle]]
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
+    """The model of a case and its bundle, which is exported once."""
+
+    @functools.cache
+    def exported(name: str) -> tuple[nn.Module, Bundle]:
+        case, folder = CASES[name], tmp_path_factory.mktemp("own") / "bundle"
+        model = made(case)
+        catalogue = Catalogue(ids=np.arange(ITEMS) + FIRST, features=table(case.item))
+        queries = table(case.query)
+        export(model, folder, catalogue=catalogue, queries=queries, oov_ids=case.oov)
+        assert model.training
+        return model, Bundle.load(folder)
+
+    return exported
 
 
 @torch.no_grad()
@@ -217,9 +231,9 @@ def row(case: Case, user: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name", mostly_slow(CASES, "two networks", "sessions", "attention")
 )
-def test_what_is_served_is_what_was_trained(name: str, tmp_path: Path) -> None:
+def test_what_is_served_is_what_was_trained(name: str, bundles: Bundles) -> None:
     case = CASES[name]
-    model, bundle = exported(name, tmp_path / "bundle")
+    model, bundle = bundles(name)
     assert (bundle.metric == "product") == case.product
     scorer, ids = Scorer(bundle), list(range(FIRST, FIRST + ITEMS))
     users = [0, 3, 7, 9, 12, 20, USERS - 1]
@@ -235,7 +249,7 @@ def test_what_is_served_is_what_was_trained(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(logits, expected.numpy(), rtol=0, atol=allowed)
         best = scorer.recommend(RecommendRequest(user=row(case, user), k=5))
         assert best.items == [ids[index] for index in expected.topk(5).indices.tolist()]
-        assert not best.cold.unknown_features
+        assert not best.unknown_features
     items = [
         {column: COLUMNS[column][index].tolist() for column in case.item}
         for index in (0, 3)
@@ -317,9 +331,9 @@ def test_a_dlrm_of_torchrec_is_served_as_it_was_trained(tmp_path: Path) -> None:
 
 
 def test_the_items_half_of_the_first_layer_is_applied_before_a_row_is_stored(
-    tmp_path: Path,
+    bundles: Bundles,
 ) -> None:
-    model, bundle = exported("two networks", tmp_path / "bundle")
+    model, bundle = bundles("two networks")
     assert bundle.rows.shape == (ITEMS, 6)
     with torch.no_grad():
         content = torch.from_numpy(COLUMNS["content"])
@@ -327,45 +341,43 @@ def test_the_items_half_of_the_first_layer_is_applied_before_a_row_is_stored(
     np.testing.assert_allclose(bundle.rows, half.numpy(), rtol=0, atol=1e-6)
 
 
-def test_a_table_of_both_sides_is_kept_once(tmp_path: Path) -> None:
-    _, bundle = exported("sessions", tmp_path / "bundle")
+def test_a_table_of_both_sides_is_kept_once(bundles: Bundles) -> None:
+    _, bundle = bundles("sessions")
     assert list(bundle.manifest.content["tables"]) == ["items"]
 
 
 def test_an_unknown_id_is_refused_or_read_as_the_row_that_the_user_names(
-    tmp_path: Path,
+    bundles: Bundles,
 ) -> None:
     case = CASES["layers of pairs"]
-    nobody = row(CASES["layers of pairs"], 0) | {"user": USERS}
-    model, strict = exported("layers of pairs", tmp_path / "strict")
-    with pytest.raises(
-        RequestError, match=rf"{USERS} is no row of .* 0 to {USERS - 1}"
-    ):
-        Scorer(strict).score(ScoreRequest(user=nobody, items=[FIRST]))
+    model, bundle = bundles("layers of pairs")
+    scorer, nobody = Scorer(bundle), row(case, 0) | {"user": USERS}
     with pytest.raises(RequestError, match=r"oov_ids={'item': ROW}"):
-        Scorer(strict).score(ScoreRequest(user=row(case, 0), items=[FIRST, 7]))
-    _, named = exported(
-        "layers of pairs", tmp_path / "named", oov_ids={"user": 3, "item": 0}
-    )
-    scores = Scorer(named).score(ScoreRequest(user=nobody, items=[FIRST, 7]))
-    assert scores.cold.unknown_features == ["user"]
-    assert scores.unknown_items == [7]
-    columns = {"user": torch.tensor([3, 3]), "item": torch.tensor([ITEMS - 1, 0])}
+        scorer.score(ScoreRequest(user=nobody, items=[FIRST, 7]))
+    scores = scorer.score(ScoreRequest(user=nobody, items=[FIRST]))
+    assert scores.unknown_features == ["user"]
+    columns = {"user": torch.tensor([3]), "item": torch.tensor([ITEMS - 1])}
     with torch.no_grad():
         expected = model.eval()(
-            **columns, profile=torch.from_numpy(COLUMNS["profile"])[[0, 0]]
+            **columns, profile=torch.from_numpy(COLUMNS["profile"])[[0]]
         ).flatten()
     assert scores.scores == pytest.approx(expected.tolist(), abs=1e-5)
+    _, strict = bundles("sessions")
+    nobody = {"history": [1, 2, 3, ITEMS]}
+    with pytest.raises(
+        RequestError, match=rf"{ITEMS} is no row of .* 0 to {ITEMS - 1}"
+    ):
+        Scorer(strict).score(ScoreRequest(user=nobody, items=[FIRST]))
 
 
 def test_a_new_item_reads_the_row_of_unknown_ids_or_is_refused_by_name(
     tmp_path: Path,
 ) -> None:
-    case = CASES["layers of pairs"]
-    model = made(case)
+    torch.manual_seed(0)
+    model = Whole()
     new = {"item": np.append(COLUMNS["item"], ITEMS + 7)}
     catalogue = Catalogue(ids=np.arange(ITEMS + 1), features=pa.table(new))
-    both: Any = {"catalogue": catalogue, "queries": table(case.query)}
+    both: Any = {"catalogue": catalogue, "queries": table(["user"])}
     with pytest.raises(
         ValueError,
         match=rf"column 'item': {ITEMS + 7} is no row of .* oov_ids={{'item': ROW}}",
@@ -376,11 +388,20 @@ def test_a_new_item_reads_the_row_of_unknown_ids_or_is_refused_by_name(
     bundle = Bundle.load(tmp_path / "bundle")
     zero = int((COLUMNS["item"] == 0).argmax())
     np.testing.assert_allclose(bundle.rows[ITEMS], bundle.rows[zero], atol=1e-6)
+    known = ScoreRequest(user={"user": 4}, items=[*range(ITEMS), -7])
+    scored = Scorer(bundle).score(known)
+    assert scored.unknown_items == [-7]
+    # A table that is read whole too, in the graphs, is served as it was trained.
+    items = torch.from_numpy(COLUMNS["item"][[*range(ITEMS), zero]])
+    expected = model(torch.full((ITEMS + 1,), 4), items)
+    np.testing.assert_allclose(scored.scores, expected.detach().numpy(), atol=1e-5)
 
 
-def test_columns_that_no_side_reads_leave_its_digest(tmp_path: Path) -> None:
+def test_columns_that_no_side_reads_leave_its_digest(
+    bundles: Bundles, tmp_path: Path
+) -> None:
     case = CASES["two networks"]
-    model, bundle = exported("two networks", tmp_path / "bundle")
+    model, bundle = bundles("two networks")
     queries = table(case.query).append_column("note", pa.array(["x"] * USERS))
     catalogue = Catalogue(
         ids=np.arange(ITEMS),
@@ -392,21 +413,12 @@ def test_columns_that_no_side_reads_leave_its_digest(tmp_path: Path) -> None:
     assert more.candidate_digest == bundle.candidate_digest
 
 
-def test_lists_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
-    _, sessions = exported("sessions", tmp_path / "sessions")
+def test_lists_that_do_not_fit_are_refused_by_name(bundles: Bundles) -> None:
+    _, sessions = bundles("sessions")
     with pytest.raises(
         RequestError, match=r"'history', row 0: 2 .*must be a list of 4"
     ):
         Scorer(sessions).score(ScoreRequest(user={"history": [1, 2]}, items=[FIRST]))
-
-
-def test_a_declared_metric_is_checked(tmp_path: Path) -> None:
-    _, bundle = exported("sessions", tmp_path / "bundle", metric="cosine")
-    assert bundle.manifest.content["loss_metric"] == "cosine"
-    with pytest.raises(
-        BundleError, match=r"metric='dot': the logits are no products .* aten\.relu"
-    ):
-        exported("two networks", tmp_path / "none", metric="dot")
 
 
 class Crossed(nn.Module):
@@ -473,19 +485,6 @@ class Whole(nn.Module):
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
         mean = self.item.weight.mean(0)
         return (self.user(user) * (self.item(item) - mean)).sum(1)
-
-
-def test_a_table_that_is_read_whole_too_is_served(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = Whole()
-    catalogue = Catalogue(ids=np.arange(ITEMS), features=table(["item"]))
-    export(model, tmp_path / "b", catalogue=catalogue, queries=table(["user"]))
-    bundle = Bundle.load(tmp_path / "b")
-    query = bundle.query.embed({"user": [4]})[0]
-    expected = model(torch.full((ITEMS,), 4), torch.from_numpy(COLUMNS["item"]))
-    np.testing.assert_allclose(
-        bundle.logits(query, np.arange(ITEMS)), expected.detach().numpy(), atol=1e-5
-    )
 
 
 RAGGED = pa.table({"content": [[0.0] * (1 + index % 2) for index in range(ITEMS)]})

@@ -177,4 +177,4 @@ def test_unknown_values_are_flagged(bundle: Bundle, log: Path) -> None:
     user = {**requests(log)[-1], "user": "nobody", "history_items": [999_999]}
     user["history_times"] = user["history_times"][:1]
     answer = Scorer(bundle).score(ScoreRequest(user=user, items=[100]))
-    assert sorted(answer.cold.unknown_features) == ["history", "user"]
+    assert sorted(answer.unknown_features) == ["history", "user"]

@@ -57,7 +57,7 @@ def test_recommends_the_models_best(small: Small, scorer: Scorer) -> None:
         places = np.searchsorted(small.ids, answer.items)
         logits = small.logits(query, small.rows[places])
         np.testing.assert_allclose(answer.scores, logits, rtol=1e-5, atol=1e-5)
-        assert (answer.cold.user, answer.cold.unknown_user) == ("known", False)
+        assert (answer.user, answer.unknown_user) == ("known", False)
     seen = RecommendRequest(user={"user": 3}, k=50, exclude_seen=False)
     assert len(scorer.recommend(seen).items) == 50
 
@@ -145,8 +145,8 @@ def test_a_user_who_has_seen_all_gets_nothing(tmp_path: Path) -> None:
 def test_new_users(small: Small, scorer: Scorer) -> None:
     nobody = scorer.recommend(RecommendRequest(user={"user": 77}, k=5))
     assert nobody.items == best(small, small.query(0, [], 0), 5)
-    assert nobody.cold.unknown_user
-    assert nobody.cold.user == "new"
+    assert nobody.unknown_user
+    assert nobody.user == "new"
     features = {"history": [3, 4], "age": 1.5, "user": 0}
     new = scorer.recommend(RecommendRequest(user=features, k=5))
     assert new.items == best(small, small.query(0, [3, 4], 1.5), 5)
@@ -252,14 +252,14 @@ def test_stored_vectors(small: Small, bundle: Bundle, tmp_path: Path) -> None:
     )
     scorer = Scorer(bundle, StoredUsers(folder))
     stored = scorer.recommend(RecommendRequest(user={"user": 5}, k=4))
-    assert stored.cold.vector == "store"
+    assert stored.vector == "store"
     assert stored.items == best(small, other, 4, leave=[4])
     for request in (
         RecommendRequest(user={"user": 5}, vector="live"),
         RecommendRequest(user={"user": 5, "age": 0.5}),
         RecommendRequest(user={"user": 6}),
     ):
-        assert scorer.recommend(request).cold.vector == "live"
+        assert scorer.recommend(request).vector == "live"
     write_store(
         folder,
         [(np.array([5]), other[None])],
@@ -269,7 +269,7 @@ def test_stored_vectors(small: Small, bundle: Bundle, tmp_path: Path) -> None:
         overwrite=True,
     )
     foreign = Scorer(bundle, StoredUsers(folder))
-    assert foreign.recommend(RecommendRequest(user={"user": 5})).cold.vector == "live"
+    assert foreign.recommend(RecommendRequest(user={"user": 5})).vector == "live"
 
 
 def test_swaps_never_mix_two_bundles(bundle: Bundle, tmp_path: Path) -> None:
@@ -280,12 +280,13 @@ def test_swaps_never_mix_two_bundles(bundle: Bundle, tmp_path: Path) -> None:
     expected = {
         each.digest: Scorer(each).recommend(request) for each in (bundle, other)
     }
-    scorer = Scorer(bundle)
+    scorers = [Scorer(bundle), Scorer(other)]
+    live = [scorers[0]]
     wrong: list[Any] = []
 
     def ask() -> None:
         for _ in range(200):
-            answer = scorer.recommend(request)
+            answer = live[0].recommend(request)
             if answer != expected[answer.bundle]:
                 wrong.append(answer)
 
@@ -293,7 +294,7 @@ def test_swaps_never_mix_two_bundles(bundle: Bundle, tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for number in range(60):
-        scorer.swap((bundle, other)[number % 2])
+        live[0] = scorers[number % 2]
     for thread in threads:
         thread.join()
     assert not wrong

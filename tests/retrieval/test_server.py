@@ -27,7 +27,6 @@ from torchrec_ext.retrieval.scorer import (
     Scorer,
     ScoreRequest,
 )
-from torchrec_ext.retrieval.server.structs import column_type
 from torchrec_ext.retrieval.store import write_store
 
 pytestmark = pytest.mark.launch
@@ -62,7 +61,7 @@ def test_answers_are_the_scorers(client: Client, folder: Path) -> None:
     )
     assert (got["items"], got["titles"]) == (wanted.items, wanted.titles)
     assert got["scores"] == wanted.scores
-    assert (got["asked"], got["answered"], got["liked"]) == (7, 7, wanted.liked)
+    assert (got["asked"], got["liked"]) == (7, wanted.liked)
     assert (got["user"], got["vector"], got["bundle"]) == (
         "known",
         "live",
@@ -88,13 +87,13 @@ MILLION = list(range(1_000_000))
     ("path", "body", "status", "field"),
     [
         (RECOMMEND, {"user": {"user": "x"}}, 422, "user.user"),
-        (RECOMMEND, {"user": {"usr": 1}}, 422, "user"),
+        (RECOMMEND, {"user": {"usr": 1}}, 422, "user.usr"),
         (RECOMMEND, {"user": {"user": 1, "age": [1]}}, 422, "user.age"),
-        (RECOMMEND, {"user": {"user": 1, "history": [1, "a"]}}, 422, "user.history[1]"),
+        (RECOMMEND, {"user": {"user": 1, "history": [1, "a"]}}, 422, "user.history"),
         (RECOMMEND, {"user": {"user": 1, "age": None}}, 422, "user.age"),
         (RECOMMEND, b'{"user": {"user": 1, "age": NaN}}', 400, None),
-        (RECOMMEND, b'{"user": {"user": 1, "age": 1e999}}', 422, "user.age"),
-        (RECOMMEND, b'{"user": ' * 5000, 422, "user.user"),
+        (RECOMMEND, b'{"user": {"user": 1, "age": 1e999}}', 422, "user[...]"),
+        (RECOMMEND, b'{"user": ' * 5000, 400, None),
         (RECOMMEND, b'{"user": {"\xb7": 1}}', 400, None),
         ("/v1/embed", b'{"rows": [' + b'{"a": ' * 20_000, 400, None),
         (RECOMMEND, b"\xff", 400, None),
@@ -114,20 +113,21 @@ MILLION = list(range(1_000_000))
             RECOMMEND,
             {"user": {"user": 1}, "filter": {"year": ["a"]}},
             422,
-            "filter.year[0]",
+            "filter.year",
         ),
         (RECOMMEND, {"user": {"user": 1}, "exclude": [1]}, 422, None),
         (RECOMMEND, {"user": {"user": 1}, "vector": "redis"}, 422, "vector"),
         ("/v1/score", {"user": {"user": 1}, "items": []}, 422, "items"),
-        ("/v1/score", {"user": {"user": 1}, "items": ["a"]}, 422, "items[0]"),
+        ("/v1/score", {"user": {"user": 1}, "items": ["a"]}, 422, "items"),
         ("/v1/nearest", {"item": 7}, 422, "item"),
-        ("/v1/embed", {"rows": [{"user": 1}, {"usr": 2}]}, 422, "rows[1]"),
+        ("/v1/embed", {"rows": [{"user": 1}, {"usr": 2}]}, 422, "rows[1].usr"),
+        ("/v1/embed", {"rows": [{"user": 1}, {"age": 2}]}, 422, "rows"),
         ("/v1/embed", {"rows": [{"user": 1}] * 257}, 422, "rows"),
         (
             "/v1/embed",
             {"rows": [{"item": "x"}], "side": "candidate"},
             422,
-            "rows[0].item",
+            "rows.item",
         ),
         ("/v1/nothing", {}, 404, None),
         ("/healthz", {}, 405, None),
@@ -167,8 +167,8 @@ def test_the_description_holds_every_route_and_its_examples_answer(
     user = described["components"]["schemas"]["User"]
     assert set(user["properties"]) == {"user", "history", "age"}
     assert user["additionalProperties"] is False
-    rows = described["components"]["schemas"]["Embed"]["properties"]["rows"]["items"]
-    names = [each["$ref"].rpartition("/")[2] for each in rows["anyOf"]]
+    rows = described["components"]["schemas"]["EmbedRequest"]["properties"]["rows"]
+    names = [each["$ref"].rpartition("/")[2] for each in rows["items"]["anyOf"]]
     assert names == ["User", "Item"]
 
 
@@ -220,13 +220,11 @@ def times() -> dict[str, Any]:
 
 @pytest.mark.parametrize("raw", times())
 def test_json_can_say_every_value_of_a_file(raw: str) -> None:
-    """The struct's type takes it, null too, and the reader of files reads it."""
+    """As a request is decoded, the reader of files reads it."""
     for value in times()[raw]:
-        decoded = msgspec.json.decode(json.dumps(value), type=column_type(raw))
-        assert decoded == value
+        (decoded,) = msgspec.json.decode(json.dumps([value]))
         array = read_array("column", [decoded], raw)
         assert array.drop_null().to_pylist() or value == []
-    assert msgspec.json.decode(b"null", type=column_type(raw)) is None
 
 
 def test_token_and_hosts(folder: Path, tmp_path: Path) -> None:

@@ -306,11 +306,6 @@ class Columns:
             rows = rows[~self._unseen[name][rows]]
         return rows[rows != column.oov][:most].tolist()  # type: ignore[no-any-return]
 
-    def share_ids(self, name: str, other: str) -> bool:
-        """Returns whether two raw columns hold ids of one vocabulary."""
-        mine = {id(each) for each in self._vocabularies(name)}
-        return any(id(each) in mine for each in self._vocabularies(other))
-
     def _vocabularies(self, raw: str) -> list[Vocabulary]:
         if self._steps is None:
             return []
@@ -330,8 +325,8 @@ def _sources(steps: FittedPreprocessor, name: str) -> set[str]:
 _PLAIN: Mapping[str | None, set[type]] = {
     "int64": {int},
     "list<int64>": {int},
-    "float32": {float},
-    "float64": {float},
+    "float32": {float, int},
+    "float64": {float, int},
 }
 _KNOWN = np.zeros(1, np.bool_)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,13 @@ from typing import Any
 import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.retrieval.split import GraphSplit, Part
 
-GRAPHS = ("query", "candidate", "pairs")
+# The graphs, and the name of the output of each.
+GRAPHS = {"query": "vector", "candidate": "row", "pairs": "logits"}
 _MOST_BYTES = 2**31 - 1  # of a protobuf message
 
 
@@ -34,7 +35,7 @@ class Graphs:
     def __init__(self, split: GraphSplit) -> None:
         require_onnx()
         self.split = split
-        self._models = {name: _onnx(getattr(split, name), name) for name in GRAPHS}
+        self._models = _onnx(split)
 
     def renew(self, weights: Mapping[str, Tensor]) -> None:
         """Writes the numbers of other weights, by path in the model, into the graphs."""
@@ -44,9 +45,10 @@ class Graphs:
         for name, model in self._models.items():
             part: Part = getattr(self.split, name)
             for tensor in model.graph.initializer:
-                if tensor.name not in part.constants:
+                node = part.constants.get(tensor.name.removeprefix(f"{name}."))
+                if node is None:
                     continue
-                value = values[part.constants[tensor.name]].cpu().contiguous().numpy()
+                value = values[node].cpu().contiguous().numpy()
                 if list(value.shape) != list(tensor.dims):
                     raise BundleError(
                         f"graph '{name}': weight of shape {list(value.shape)}, was {list(tensor.dims)}; export anew"
@@ -61,22 +63,40 @@ class Graphs:
             )
 
 
-def _onnx(part: Part, name: str) -> Any:
-    size = sum(value.nbytes for value in part.module.buffers())
+class _Together(nn.Module):
+    """The three parts side by side, so that one run of torch's exporter writes them all."""
+
+    def __init__(self, split: GraphSplit) -> None:
+        super().__init__()
+        self.query = split.query.module
+        self.candidate = split.candidate.module
+        self.pairs = split.pairs.module
+
+    def forward(
+        self, query: Sequence[Tensor], candidate: Sequence[Tensor], pairs: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query(*query), self.candidate(*candidate), self.pairs(*pairs)
+
+
+def _onnx(split: GraphSplit) -> dict[str, Any]:
+    """Returns the ONNX model of each part."""
+    together = _Together(split)
+    size = sum(value.nbytes for value in together.buffers())
     if size > _MOST_BYTES:
         raise BundleError(
-            f"graph '{name}': {size / 2**30:.1f} GiB of weights, ONNX holds 2; look large tables up by an nn.Embedding "
-            "of a column, which keeps them outside"
+            f"model: {size / 2**30:.1f} GiB of weights outside of tables, ONNX holds 2; look large tables up by an "
+            "nn.Embedding of a column, which keeps them outside"
         )
+    parts: list[Part] = [getattr(split, name) for name in GRAPHS]
     try:
         with _quiet(), torch.no_grad():
             program: Any = torch.onnx.export(
-                part.module,
-                part.examples,
-                input_names=part.inputs,
-                output_names=["logits" if name == "pairs" else _OUTPUTS[name]],
+                together,
+                tuple(part.examples for part in parts),
+                input_names=[name for part in parts for name in part.inputs],
+                output_names=list(GRAPHS.values()),
                 dynamo=True,
-                dynamic_shapes=part.dynamic,
+                dynamic_shapes=tuple(part.dynamic for part in parts),
                 optimize=False,
                 verbose=False,
             )
@@ -87,26 +107,54 @@ def _onnx(part: Part, name: str) -> Any:
             cause = cause.__cause__
         first = str(cause).strip().partition("\n")[0][:300]
         raise BundleError(
-            f"model: the {name} half cannot be an ONNX graph: {type(cause).__name__}: {first}; use another of torch's "
+            f"model: forward cannot be an ONNX graph: {type(cause).__name__}: {first}; use another of torch's "
             "operators there"
         ) from None
-    model = program.model_proto
-    # Nodes hold the stack of their tracing, with local paths.
-    model.ClearField("metadata_props")
-    for each in (
-        *model.graph.node,
-        *model.graph.value_info,
-        *model.graph.input,
-        *model.graph.output,
-        *model.graph.initializer,
-    ):
+    return {
+        name: _cut_out(program.model_proto, part.inputs, output)
+        for part, (name, output) in zip(parts, GRAPHS.items(), strict=True)
+    }
+
+
+def _cut_out(model: Any, inputs: Sequence[str], output: str) -> Any:
+    """Returns the part of an ONNX model that computes ``output`` from ``inputs``."""
+    from onnx import helper
+
+    needed = {output}
+    nodes = []
+    for node in reversed(model.graph.node):
+        if needed.isdisjoint(node.output):
+            continue
+        needed.update(_read_by(node))
+        # Nodes hold the stack of their tracing, with local paths.
+        node.ClearField("metadata_props")
+        node.ClearField("doc_string")
+        nodes.append(node)
+    values = {each.name: each for each in (*model.graph.input, *model.graph.output)}
+    graph = helper.make_graph(
+        nodes[::-1],
+        output,
+        [values[name] for name in inputs],
+        [values[output]],
+        [each for each in model.graph.initializer if each.name in needed],
+    )
+    # The values' and weights' shapes alone, without such notes.
+    for each in (*graph.input, *graph.output, *graph.initializer):
         each.ClearField("metadata_props")
         each.ClearField("doc_string")
-    model.graph.ClearField("metadata_props")
-    return model
+    return helper.make_model(
+        graph, opset_imports=model.opset_import, ir_version=model.ir_version
+    )
 
 
-_OUTPUTS = {"query": "query", "candidate": "row"}
+def _read_by(node: Any) -> Iterator[str]:
+    """Yields the names of all values that a node reads, those in its branches too."""
+    yield from node.input
+    for attribute in node.attribute:
+        for branch in (attribute.g, *attribute.graphs):
+            for inner in branch.node:
+                yield from _read_by(inner)
+            yield from (each.name for each in branch.output)
 
 
 def require_onnx() -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from torchrec_ext.retrieval.bundle import Bundle, Floats, GraphError, Side
 from torchrec_ext.retrieval.catalogue import NOT, Id, IdArray
@@ -22,11 +22,9 @@ from torchrec_ext.retrieval.search import (
     open_search,
     rank,
 )
+from torchrec_ext.retrieval.store import StoredUsers
 from torchrec_ext.schema.validation import DataError, did_you_mean, listed
 
-Parameters = ParamSpec("Parameters")
-_Result = TypeVar("_Result")
-_MOST_NAMES = 5  # most ids in a message
 _BLOCK = 2**16
 
 
@@ -38,16 +36,11 @@ class RequestError(ValueError):
         self.field = field
 
 
-class UserVectors(Protocol):
-    """Stored outputs of the query side by user id; see :class:`~torchrec_ext.retrieval.store.StoredUsers`."""
-
-    def find(self, user: Id, tower: str) -> Floats | None:
-        """Returns the (Wq,) vector of a user by the side with that digest, or None."""
-        ...
+class _Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecommendRequest:
+class RecommendRequest(_Request, frozen=True, kw_only=True):
     """Asks for the best items of a user.
 
     Args:
@@ -70,32 +63,22 @@ class RecommendRequest:
     user: Mapping[str, Any]
     k: int = 10
     candidates: Sequence[Id] | None = None
-    filter: Mapping[str, Sequence[Id]] = field(default_factory=dict)
+    filter: Mapping[str, Sequence[Id]] = {}
     exclude_seen: bool = True
     vector: Literal["auto", "live"] = "auto"
     titles: bool = False
     liked: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("k", 1), ("liked", 0)):
-            value = getattr(self, name)
-            if value < least:
-                raise RequestError(name, f"{value}: must be {least} or more")
-        if self.candidates is not None and not len(self.candidates):
-            raise RequestError(
-                "candidates",
-                "the list is empty, so nothing could be answered; leave it out for the whole catalogue",
-            )
+        _check_least("k", self.k, 1)
+        _check_least("liked", self.liked, 0)
+        if self.candidates is not None:
+            _check_list("candidates", self.candidates)
         for name, values in self.filter.items():
-            if not isinstance(values, list | tuple) or not values:
-                raise RequestError(
-                    f"filter.{name}",
-                    "must be a list of one value or more; leave it out for no filter",
-                )
+            _check_list(f"filter.{name}", values)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScoreRequest:
+class ScoreRequest(_Request, frozen=True, kw_only=True):
     """Asks for the model's logits of a user and some items.
 
     Args:
@@ -112,12 +95,10 @@ class ScoreRequest:
     vector: Literal["auto", "live"] = "auto"
 
     def __post_init__(self) -> None:
-        if not len(self.items):
-            raise RequestError("items", "the list is empty; give one id or more")
+        _check_list("items", self.items)
 
 
-@dataclass(frozen=True, kw_only=True)
-class EmbedRequest:
+class EmbedRequest(_Request, frozen=True, kw_only=True):
     """Asks for the outputs of the query side or of the candidate side.
 
     Args:
@@ -132,12 +113,10 @@ class EmbedRequest:
     side: Literal["query", "candidate"] = "query"
 
     def __post_init__(self) -> None:
-        if not len(self.rows):
-            raise RequestError("rows", "the list is empty; give one row or more")
+        _check_list("rows", self.rows)
 
 
-@dataclass(frozen=True, kw_only=True)
-class NearestRequest:
+class NearestRequest(_Request, frozen=True, kw_only=True):
     """Asks for the items nearest to an item: those with the greatest cosine of the stored rows.
 
     Args:
@@ -154,37 +133,42 @@ class NearestRequest:
     titles: bool = False
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise RequestError("k", f"{self.k}: must be 1 or more")
+        _check_least("k", self.k, 1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ColdStart:
-    """Says how much of a user was not in training.
-
-    Args:
-        user: whether the user's id is ``known``: a trained row is its own, or no tower reads ids and the bundle's
-            users have it; else ``new``.
-        unknown_user: whether the user's id is missing, or not among the bundle's users.
-        unknown_features: columns with a value mapped to the out-of-vocabulary row.
-        vector: source of the user's vector.
-    """
-
-    user: Literal["known", "new"] = "known"
-    unknown_user: bool = False
-    unknown_features: Sequence[str] = ()
-    vector: Literal["live", "store"] = "live"
+def _check_least(field: str, value: int, least: int) -> None:
+    if value < least:
+        raise RequestError(field, f"{value}: must be {least} or more")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recommendation:
+def _check_list(field: str, values: Any) -> None:
+    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+        raise RequestError(
+            field, "must be a list of one value or more; leave it out for no limit"
+        )
+
+
+class _OfUser(Struct, kw_only=True, omit_defaults=True):
+    user: Literal["known", "new"]
+    unknown_user: bool
+    unknown_features: list[str]
+    vector: Literal["live", "store"]
+    bundle: str
+    unknown_items: list[Id]
+
+
+class Recommendation(_OfUser, kw_only=True, omit_defaults=True):
     """The best K items of a user, with the model's logits.
 
     Args:
         items: (K,) ids, the best first.
         scores: (K,) logits.
         asked: ``k`` of the request; K is smaller if fewer items are left.
-        cold: how much of the user was not in training.
+        user: whether the user's id is ``known``: a trained row is its own, or no tower reads ids and the bundle's
+            users have it; else ``new``.
+        unknown_user: whether the user's id is missing, or not among the bundle's users.
+        unknown_features: columns with a value mapped to the out-of-vocabulary row.
+        vector: source of the user's vector, ``live`` or ``store``.
         unknown_items: ids of the request that the catalogue lacks, each once. Candidates among them are scored as the
             unknown item.
         titles: (K,) titles, if requested and known.
@@ -196,35 +180,26 @@ class Recommendation:
     items: list[Id]
     scores: list[float]
     asked: int
-    cold: ColdStart
-    bundle: str
-    unknown_items: list[Id] = field(default_factory=list)
-    titles: list[str] = field(default_factory=list)
-    liked: list[Id] = field(default_factory=list)
-    liked_titles: list[str] = field(default_factory=list)
+    titles: list[str] = []
+    liked: list[Id] = []
+    liked_titles: list[str] = []
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scores:
+class Scores(_OfUser, kw_only=True):
     """Logits of the N items of a request, in their order; for the other fields see :class:`Recommendation`."""
 
     scores: list[float]
-    cold: ColdStart
-    bundle: str
-    unknown_items: list[Id] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Embedded:
+class Embedded(Struct, kw_only=True):
     """(B, W) outputs of a side, and each row's columns with a value mapped to the out-of-vocabulary row."""
 
-    vectors: Floats
+    vectors: list[list[float]]
     unknown_features: list[list[str]]
     bundle: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Nearest:
+class Nearest(Struct, kw_only=True, omit_defaults=True):
     """The K items nearest to an item, the nearest first; see :class:`NearestRequest`.
 
     Args:
@@ -236,22 +211,30 @@ class Nearest:
 
     items: list[Id]
     scores: list[float]
-    titles: list[str]
     bundle: str
+    titles: list[str] = []
 
 
 class _User(NamedTuple):
-    """A user of a request: vector (Wq,), how much of it is new, and the row in the bundle's users, -1 if unknown."""
+    """A user of a request: vector (Wq,), the answer's fields about it, and the row in the bundle's users, or -1."""
 
     vector: Floats
-    cold: ColdStart
+    fields: dict[str, Any]
     row: int
 
 
-class _Ready:
-    """One bundle with everything an answer needs, immutable; see :class:`Scorer` for arguments."""
+class Scorer:
+    """Answers requests with one bundle.
 
-    def __init__(self, bundle: Bundle, vectors: UserVectors | None) -> None:
+    A request runs the query side once, or takes a stored vector. It searches the catalogue under its filters, or takes
+    the request's candidates. The candidate side does not run. Any number of threads may ask.
+
+    Args:
+        bundle: bundle that answers.
+        vectors: store of users' vectors, or None.
+    """
+
+    def __init__(self, bundle: Bundle, vectors: StoredUsers | None = None) -> None:
         self.bundle = bundle
         self.digest = bundle.digest
         self._vectors = vectors
@@ -266,7 +249,12 @@ class _Ready:
             self._id_features = bundle.query.columns.features_of(self._key)
 
     def recommend(self, request: RecommendRequest) -> Recommendation:
-        """See :meth:`Scorer.recommend`."""
+        """Returns the best items of one user.
+
+        Raises:
+            RequestError: the request cannot be answered as it is.
+            ScoreError: the bundle gives an item a score that is NaN or infinite.
+        """
         user = self._user(request.user, request.vector)
         excluded, unknown = self._positions(
             f"filter.{NOT}", request.filter.get(NOT, ())
@@ -281,9 +269,7 @@ class _Ready:
                 if mask is None:
                     mask = np.ones(len(self.bundle.rows), np.bool_)
                 mask[excluded] = False
-            scores, positions = _checked(
-                self._search.search, user.vector, request.k, mask
-            )
+            scores, positions = self._search.search(user.vector, request.k, mask)
             items = self._ids.ids(positions)
         else:
             items, scores, positions, more = self._among(
@@ -294,9 +280,8 @@ class _Ready:
             items=items,
             scores=scores.tolist(),
             asked=request.k,
-            cold=user.cold,
-            bundle=self.digest,
             unknown_items=list(dict.fromkeys(unknown)),
+            **user.fields,
             titles=self._titles(positions) if request.titles else [],
             **self._liked(request, user),
         )
@@ -314,9 +299,10 @@ class _Ready:
         candidates = request.candidates
         positions, unknown = self._positions("candidates", candidates)
         if len(set(candidates)) < len(candidates):
+            ((twice, _),) = Counter(candidates).most_common(1)
             raise RequestError(
                 "candidates",
-                f"{_list_duplicates(candidates)} more than once; give each candidate once",
+                f"{str(twice)[:60]!r} is there more than once; give each candidate once",
             )
         is_known = positions >= 0
         # An unknown item has no attribute, so a filter drops it.
@@ -334,28 +320,27 @@ class _Ready:
         return items, scores[best], positions[chosen][best], unknown
 
     def score(self, request: ScoreRequest) -> Scores:
-        """See :meth:`Scorer.score`."""
+        """Returns the model's logits for one user and some items; raises as :meth:`recommend`."""
         user = self._user(request.user, request.vector)
         positions, unknown = self._positions("items", request.items)
         return Scores(
             scores=self._logits(user, positions, unknown).tolist(),
-            cold=user.cold,
-            bundle=self.digest,
             unknown_items=list(dict.fromkeys(unknown)),
+            **user.fields,
         )
 
     def embed(self, request: EmbedRequest) -> Embedded:
-        """See :meth:`Scorer.embed`."""
+        """Returns outputs of a side; raises as :meth:`recommend`."""
         rows = list(request.rows)
         side = self.bundle.candidate
         if request.side == "query":
             side = self.bundle.query
-            rows = [
-                self._columns(row, self._row(row, where), where)
-                for row, where in _numbered(rows)
-            ]
-        for row, where in _numbered(rows):
-            _check_row(side, row, where)
+        for index, row in enumerate(rows):
+            where = f"rows[{index}]"
+            if request.side == "query":
+                rows[index] = self._columns(row, self._row(row, where), where)
+            else:
+                _check_names(row, side.columns.raw, None, where)
         read = _read(side, rows, "rows")
         vectors = _vectors(side, read, "rows")
         if not np.isfinite(vectors).all():
@@ -365,13 +350,13 @@ class _Ready:
                 "the vector is not finite: a feature is too large; send smaller numbers",
             )
         return Embedded(
-            vectors=vectors,
+            vectors=vectors.tolist(),
             unknown_features=[_unknown(read, row) for row in range(len(rows))],
             bundle=self.digest,
         )
 
     def nearest(self, request: NearestRequest) -> Nearest:
-        """See :meth:`Scorer.nearest`."""
+        """Returns the items nearest to an item; raises as :meth:`recommend`."""
         position, unknown = self._positions("item", [request.item])
         if unknown:
             raise RequestError(
@@ -416,23 +401,31 @@ class _Ready:
         ):
             stored = self._vectors.find(user[key], self.bundle.query_digest)
             if stored is not None and len(stored) == self.bundle.query.width:
-                cold = ColdStart(unknown_user=row < 0, vector="store")
-                return _User(stored, cold, row)
+                return self._checked(stored, "known", [], "store", row)
         side = self.bundle.query
-        columns = self._columns(user, row, "user")
-        read = _read(side, [columns], "user")
-        query = _vectors(side, read, "user")[0]
-        _checked(check_query, query)
+        read = _read(side, [self._columns(user, row, "user")], "user")
         unknown = _unknown(read, 0)
         is_new = row < 0
         if self._id_features:
             is_new = not set(self._id_features).isdisjoint(unknown)
-        cold = ColdStart(
-            user="new" if is_new else "known",
-            unknown_user=self.bundle.users is not None and row < 0,
-            unknown_features=unknown,
-        )
-        return _User(query, cold, row)
+        vector = _vectors(side, read, "user")[0]
+        return self._checked(vector, "new" if is_new else "known", unknown, "live", row)
+
+    def _checked(
+        self, vector: Floats, user: str, unknown: list[str], source: str, row: int
+    ) -> _User:
+        try:
+            check_query(vector)
+        except QueryError as error:
+            raise RequestError("user", str(error)) from None
+        fields = {
+            "user": user,
+            "unknown_user": self.bundle.users is not None and row < 0,
+            "unknown_features": unknown,
+            "vector": source,
+            "bundle": self.digest,
+        }
+        return _User(vector, fields, row)
 
     def _row(self, user: Mapping[str, Any], where: str) -> int:
         """Returns a user's row in the bundle's users, -1 if unknown."""
@@ -453,14 +446,7 @@ class _Ready:
         """Returns one row of the query side's columns: the request's values override the user's stored ones."""
         raw = self.bundle.query.columns.raw
         table = self.bundle.users
-        for name in user:
-            if name not in raw and name != self._key:
-                hint = did_you_mean(
-                    name[:50], raw, f"it reads {listed(raw)}", cutoff=0.5
-                )
-                raise RequestError(
-                    f"{where}.{name[:50]}", f"the model reads no such column; {hint}"
-                )
+        _check_names(user, raw, self._key, where)
         if raw.keys() <= user.keys():
             return user
         stored: dict[str, Any] = {}
@@ -539,44 +525,19 @@ class _Ready:
         return {"liked": self._ids.ids(positions), "liked_titles": titles}
 
 
-def _checked(
-    function: Callable[Parameters, _Result],
-    *arguments: Parameters.args,
-    **options: Parameters.kwargs,
-) -> _Result:
-    try:
-        return function(*arguments, **options)
-    except QueryError as error:
-        raise RequestError("user", str(error)) from None
-
-
-def _numbered(
-    rows: Sequence[Mapping[str, Any]],
-) -> list[tuple[Mapping[str, Any], str]]:
-    return [(row, f"rows[{index}]") for index, row in enumerate(rows)]
-
-
-def _check_row(side: Side, row: Mapping[str, Any], where: str) -> None:
-    raw = side.columns.raw
-    missing = [name for name in raw if name not in row]
-    if missing:
-        raise RequestError(
-            f"{where}.{missing[0]}",
-            f"it is missing; the model reads {listed(raw)}, of which missing: {listed(missing)}"
-            + ("; an empty list is []" if raw[missing[0]].startswith("list") else ""),
-        )
+def _check_names(
+    row: Mapping[str, Any], raw: Mapping[str, str], key: str | None, where: str
+) -> None:
+    for name in row:
+        if name not in raw and name != key:
+            hint = did_you_mean(name[:50], raw, f"it reads {listed(raw)}", cutoff=0.5)
+            raise RequestError(
+                f"{where}.{name[:50]}", f"the model reads no such column; {hint}"
+            )
 
 
 def _read(side: Side, rows: Sequence[Mapping[str, Any]], where: str) -> Read:
     """Reads rows, each with all columns."""
-    for index, row in enumerate(rows):
-        place = where if len(rows) == 1 and where == "user" else f"{where}[{index}]"
-        _check_row(side, row, place)
-        for name, value in row.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise RequestError(
-                    f"{place}.{name}", f"{value}: must be a finite number"
-                )
     try:
         if len(rows) == 1:
             return side.columns.read_row(rows[0])
@@ -603,65 +564,3 @@ def _vectors(side: Side, read: Read, where: str) -> Floats:
 
 def _unknown(read: Read, row: int) -> list[str]:
     return [name for name, mask in read.unknown.items() if mask[row]]
-
-
-def _list_duplicates(ids: Sequence[Id]) -> str:
-    """Lists repeated ids for a message, in the order of their second occurrence."""
-    earlier_ids: set[Id] = set()
-    duplicates: dict[Id, None] = {}
-    for each in ids:
-        if each in earlier_ids:
-            duplicates[each] = None
-        earlier_ids.add(each)
-    names = ", ".join(repr(each)[:40] for each in list(duplicates)[:_MOST_NAMES])
-    if len(duplicates) > _MOST_NAMES:
-        return f"{names} and {len(duplicates) - _MOST_NAMES} others"
-    return names
-
-
-class Scorer:
-    """Answers requests with one bundle, and with another from the moment :meth:`swap` returns.
-
-    A request runs the query side once, or takes a stored vector. It searches the catalogue under its filters, or takes
-    the request's candidates. The candidate side does not run. Any number of threads may ask and swap: each answer
-    comes from one bundle and has its digest.
-
-    Args:
-        bundle: bundle that answers.
-        vectors: store of users' vectors, or None.
-    """
-
-    def __init__(self, bundle: Bundle, vectors: UserVectors | None = None) -> None:
-        self._vectors = vectors
-        self._ready = _Ready(bundle, vectors)
-
-    @property
-    def bundle(self) -> Bundle:
-        """Current bundle."""
-        return self._ready.bundle
-
-    def swap(self, bundle: Bundle) -> None:
-        """Replaces the bundle. Requests in progress finish with the previous one."""
-        # One assignment, which is atomic: a request reads the bundle once and keeps it.
-        self._ready = _Ready(bundle, self._vectors)
-
-    def recommend(self, request: RecommendRequest) -> Recommendation:
-        """Returns the best items of one user.
-
-        Raises:
-            RequestError: the request cannot be answered as it is.
-            ScoreError: the bundle gives an item a score that is NaN or infinite.
-        """
-        return self._ready.recommend(request)
-
-    def score(self, request: ScoreRequest) -> Scores:
-        """Returns the model's logits for one user and some items; raises as :meth:`recommend`."""
-        return self._ready.score(request)
-
-    def embed(self, request: EmbedRequest) -> Embedded:
-        """Returns outputs of a side; raises as :meth:`recommend`."""
-        return self._ready.embed(request)
-
-    def nearest(self, request: NearestRequest) -> Nearest:
-        """Returns the items nearest to an item; raises as :meth:`recommend`."""
-        return self._ready.nearest(request)

@@ -539,12 +539,16 @@ class _Builder:
         self.graph.eliminate_dead_code()
         self.graph.lint()
         leaves = [self.split.leaves[node] for node in self.leaves]
-        many = Dim("rows", min=2)
+        if leaves:
+            # Each side has a number of rows of its own.
+            side = "candidate" if leaves[0].candidate else "query"
+            many = Dim(f"{side}_rows", min=2)
+            dynamic = tuple(leaf.axes(many) for leaf in leaves)
         return Part(
             module=fx.GraphModule(self.root, self.graph).eval(),
-            inputs=inputs or [leaf.name for leaf in leaves],
+            inputs=inputs or [leaf.input for leaf in leaves],
             examples=examples or tuple(leaf.example() for leaf in leaves),
-            dynamic=dynamic or tuple(leaf.axes(many) for leaf in leaves),
+            dynamic=dynamic,
             constants=self.constants,
             fixed=self.fixed,
             width=width,

@@ -89,10 +89,15 @@ class Leaf:
     table: str = ""
     pooling: str = ""
 
+    @property
+    def input(self) -> str:
+        """Name of the graph's input; no other value of any graph has it."""
+        return f"{'candidate' if self.candidate else 'query'}.{self.name}"
+
     def as_json(self) -> dict[str, Any]:
         """Returns the manifest's entry."""
         values: dict[str, Any] = {
-            "input": self.name,
+            "input": self.input,
             "kind": self.kind,
             "column": self.column,
         }

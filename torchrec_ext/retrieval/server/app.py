@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
+import re
 import signal
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any, get_type_hints
 from urllib.parse import urlsplit
 
 import msgspec
@@ -31,11 +32,11 @@ from torchrec_ext.retrieval.scorer import (
     RecommendRequest,
     RequestError,
     Scorer,
+    ScoreRequest,
 )
 from torchrec_ext.retrieval.search import ScoreError
-from torchrec_ext.retrieval.server import structs
-from torchrec_ext.retrieval.server.describe import bundle_page, example_user
-from torchrec_ext.retrieval.server.settings import ServerConfig
+from torchrec_ext.retrieval.server.describe import bundle_page, openapi
+from torchrec_ext.retrieval.server.settings import Limits, ServerConfig
 from torchrec_ext.retrieval.server.telemetry import (
     Log,
     Metrics,
@@ -94,20 +95,24 @@ class Refusal(Exception):  # noqa: N818  (an answer to a caller is not an error 
     ) -> None:
         super().__init__(message)
         self.status = status
-        body = structs.ErrorBody(code=code, message=message[:_LONGEST], field=field)
-        self.body = structs.ErrorAnswer(error=body)
+        self.body = {"error": {"code": code, "message": message[:_LONGEST]}}
+        if field is not None:
+            self.body["error"]["field"] = field
         self.headers = dict(headers or {})
         if status in _LATER:
             self.headers["Retry-After"] = "1"
 
 
-class _Live(NamedTuple):
-    """A bundle that answers: its scorer, and the decoder of each kind of request."""
-
-    bundle: Bundle
-    scorer: Scorer
-    routes: Mapping[str, structs.Operation]
-    decoders: Mapping[str, msgspec.json.Decoder[Any]]
+# What each path asks, and the scorer's method that answers.
+_ASKED: Mapping[str, tuple[type[msgspec.Struct], Callable[[Scorer, Any], Any]]] = {
+    "/v1/recommend": (RecommendRequest, Scorer.recommend),
+    "/v1/score": (ScoreRequest, Scorer.score),
+    "/v1/nearest": (NearestRequest, Scorer.nearest),
+    "/v1/embed": (EmbedRequest, Scorer.embed),
+}
+_DECODERS = {path: msgspec.json.Decoder(kind) for path, (kind, _) in _ASKED.items()}
+# A name of a field is the caller's text.
+_PLACE = re.compile(r"^(.*?) - at `\$\.?(.*)`$", re.DOTALL)
 
 
 class Served:
@@ -135,22 +140,13 @@ class Served:
             self.swap,
             self._refuse,
         )
-        self.live = self._make_live(self.watch.load())
-        self.log("ready", bundle=self.live.bundle.digest[:12])
-
-    def _make_live(self, bundle: Bundle) -> _Live:
-        scorer = Scorer(bundle, self.vectors)
-        example = example_user(bundle, private=self.settings.is_private)
-        routes = structs.routes_of(bundle, self.settings, example)
-        decoders = {
-            path: msgspec.json.Decoder(route.body) for path, route in routes.items()
-        }
-        return _Live(bundle, scorer, routes, decoders)
+        self.scorer = Scorer(self.watch.load(), self.vectors)
+        self.log("ready", bundle=self.scorer.digest[:12])
 
     def swap(self, bundle: Bundle) -> None:
         """Takes another bundle into service. Requests in progress finish with the previous one."""
         # One assignment, so that a request never mixes two bundles.
-        self.live = self._make_live(bundle)
+        self.scorer = Scorer(bundle, self.vectors)
         self.refused = None
         self.metrics.swaps.labels("loaded").inc()
         self.log("bundle_loaded", bundle=bundle.digest[:12])
@@ -171,25 +167,20 @@ class Served:
         return hmac.compare_digest(authorization.encode(), expected)
 
     async def answer(self, request: Request) -> Response:
-        """Parses a request by the live bundle's columns, and answers it."""
-        live = self.live
+        """Answers a request by the live bundle."""
+        scorer = self.scorer
         path = request.scope["path"]
         content = await self._content(request)
         try:
-            body = live.decoders[path].decode(content)
-            wanted = live.routes[path].request(body)
-            if isinstance(wanted, RecommendRequest):
-                answer: Any = live.scorer.recommend(wanted)
-            elif isinstance(wanted, EmbedRequest):
-                answer = live.scorer.embed(wanted)
-            elif isinstance(wanted, NearestRequest):
-                answer = live.scorer.nearest(wanted)
-            else:
-                answer = live.scorer.score(wanted)
+            wanted = _DECODERS[path].decode(content)
+            _check_limits(wanted, self.settings.limits)
+            answer = _ASKED[path][1](scorer, wanted)
         except msgspec.ValidationError as error:
-            message, field = structs.field_of(error)
-            text = f"{field}: {message}" if field else message
-            raise Refusal(422, "invalid", text, field=field or None) from None
+            if isinstance(error.__cause__, RequestError):
+                raise _invalid(error.__cause__) from None
+            found = _PLACE.match(str(error))
+            message, field = found.groups() if found else (str(error), "")
+            raise _invalid(RequestError(field, message)) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Refusal(
                 400,
@@ -197,14 +188,13 @@ class Served:
                 f"the body is not JSON ({str(error)[:100]}); send an object",
             ) from None
         except RequestError as error:
-            raise Refusal(422, "invalid", str(error), field=error.field) from None
+            raise _invalid(error) from None
         except ScoreError as error:
-            self.log("score_refused", bundle=live.bundle.digest[:12])
+            self.log("score_refused", bundle=scorer.digest[:12])
             raise Refusal(500, "bundle", str(error)) from None
-        cold = getattr(answer, "cold", None)
-        if cold is not None and cold.unknown_user:
+        if getattr(answer, "unknown_user", False):
             self.metrics.cold.inc()
-        return _json(structs.answer_struct(answer))
+        return _json(answer)
 
     async def _content(self, request: Request) -> bytes:
         kind = request.headers.get("content-type", "application/json")
@@ -233,7 +223,7 @@ class Served:
 
     async def describe_bundle(self, request: Request) -> Response:
         """Describes the live bundle for people and the page."""
-        return _json(bundle_page(self.live.bundle, self.settings))
+        return _json(bundle_page(self.scorer.bundle, self.settings))
 
     async def healthz(self, request: Request) -> Response:
         """Reports a running process."""
@@ -248,12 +238,12 @@ class Served:
             reason = _REFUSED
         stores = {}
         if self.vectors is not None:
-            fits = self.vectors.tower == self.live.bundle.query_digest
+            fits = self.vectors.tower == self.scorer.bundle.query_digest
             stores["store"] = self.vectors.available and fits
         return _json(
             {
                 "status": "ready",
-                "bundle": self.live.bundle.digest,
+                "bundle": self.scorer.digest,
                 "refused": reason,
                 "vectors": stores,
             }
@@ -270,7 +260,32 @@ class Served:
 
     async def description(self, request: Request) -> Response:
         """Returns the OpenAPI description for the live bundle."""
-        return _json(structs.openapi(self.live.routes, self.settings))
+        routes = {
+            path: (kind, get_type_hints(method)["return"], method.__doc__ or "")
+            for path, (kind, method) in _ASKED.items()
+        }
+        return _json(openapi(self.scorer.bundle, routes, self.settings))
+
+
+def _check_limits(wanted: Any, limits: Limits) -> None:
+    """Refuses a request beyond a limit, by RequestError with the field."""
+    sizes = {"k": (getattr(wanted, "k", 1), limits.k)}
+    lists: dict[str, Any] = dict(getattr(wanted, "filter", {}))
+    lists = {f"filter.{name}": values for name, values in lists.items()}
+    for name in ("candidates", "items", "rows"):
+        lists[name] = getattr(wanted, name, None) or ()
+    for name, values in lists.items():
+        most = limits.rows if name == "rows" else limits.candidates
+        sizes[name] = len(values), most
+    for name, (size, most) in sizes.items():
+        if size > most:
+            what = f"{size}: the limit is {most}; ask for less, in several requests"
+            raise RequestError(name, what)
+
+
+def _invalid(error: RequestError) -> Refusal:
+    message = str(error) if error.field else str(error).removeprefix(": ")
+    return Refusal(422, "invalid", message, field=error.field or None)
 
 
 def _json(
@@ -296,8 +311,7 @@ def _page(name: str, kind: str) -> Any:
 
 def application(served: Served) -> ASGIApp:
     """Returns the ASGI application of a worker."""
-    asked = served.live.routes
-    routes = [Route(path, served.answer, methods=["POST"]) for path in asked]
+    routes = [Route(path, served.answer, methods=["POST"]) for path in _ASKED]
     gets = {
         "/v1/bundle": served.describe_bundle,
         "/healthz": served.healthz,
@@ -324,7 +338,7 @@ def application(served: Served) -> ASGIApp:
 
     app = Starlette(routes=routes, lifespan=lifespan)
     app.router.redirect_slashes = False
-    return Guard(app, served, frozenset([*asked, *gets]))
+    return Guard(app, served, frozenset([*_ASKED, *gets]))
 
 
 async def _end_with_parent(parent: int) -> None:

@@ -1,16 +1,19 @@
-"""What the page shows of a bundle: example features, known values of columns, titles."""
+"""What the server says of a bundle: a page's values, an example of a request, and the OpenAPI description."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+from msgspec import Struct
+
+from torchrec_ext.data.preprocess.columns import element, is_list_column
 from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.catalogue import CATEGORIES
+from torchrec_ext.retrieval.catalogue import CATEGORIES, NOT
 from torchrec_ext.retrieval.server.settings import ServerConfig
 
 _MOST_NAMED = 1_000  # most values of a column to list
-_FEW = 100  # most values of a column of a user, unless its values are items: others may be ids of people
 _SAMPLE = 200  # number of user ids offered by the page
 _NEUTRAL: Mapping[str, Any] = {
     "int64": 0,
@@ -20,10 +23,34 @@ _NEUTRAL: Mapping[str, Any] = {
     "string": "",
 }
 _A_DAY = "2024-01-01"  # of a column of times
+_SCHEMAS: Mapping[str, Any] = {
+    "int64": {"type": "integer"},
+    "float32": {"type": "number"},
+    "float64": {"type": "number"},
+    "bool": {"type": "boolean"},
+    "string": {"type": "string"},
+}
+_TIME = {
+    "type": ["string", "integer"],
+    "description": "a time in ISO 8601, or a whole number in the column's unit",
+}
+_STATUSES = {
+    "400": "the body is not JSON",
+    "401": "the token is missing or wrong",
+    "413": "the body is too long",
+    "422": "a field is wrong; the message names it",
+    "503": "the worker has too many connections; ask again",
+}
+_PAGES = {
+    "/v1/bundle": "Describes the live bundle.",
+    "/healthz": "Says that the process runs.",
+    "/readyz": "Says which bundle answers, and whether a newer one was refused.",
+    "/metrics": "Figures for Prometheus, summed over workers.",
+}
 
 
 def bundle_page(bundle: Bundle, settings: ServerConfig) -> dict[str, Any]:
-    """Describes a bundle for people and the page. Includes user ids only if the server is private."""
+    """Describes a bundle for people and the page; ids of users and known values of columns only on a private server."""
     private = settings.is_private
     users: dict[str, Any] = {
         "user_key": None,
@@ -36,11 +63,14 @@ def bundle_page(bundle: Bundle, settings: ServerConfig) -> dict[str, Any]:
         users.update(user_key=bundle.users.key, user_kind=ids.kind, users=len(ids))
         if private:
             users["sample_users"] = ids.ids(range(min(_SAMPLE, len(ids))))
-    column_values = known_values(bundle, private=private)
+    known: dict[str, list[Any]] = {}
     titles = {}
-    for name, values in column_values.items():
-        texts = _item_titles(bundle, values)
-        if texts:
+    for name, kind in bundle.query.columns.raw.items():
+        known[name] = []
+        # Any of a person's columns may hold ids of people.
+        if private:
+            known[name] = bundle.query.columns.known_values(name, _MOST_NAMED)
+        if is_list_column(kind) and (texts := _item_titles(bundle, known[name])):
             titles[name] = texts
     categories: list[Any] = []
     if CATEGORIES in bundle.items.attributes:
@@ -53,56 +83,20 @@ def bundle_page(bundle: Bundle, settings: ServerConfig) -> dict[str, Any]:
         **users,
         "columns": dict(bundle.query.columns.raw),
         "example_user": example_user(bundle, private=private),
-        "known_values": column_values,
+        "known_values": known,
         "known_titles": titles,
         "categories": categories,
         "limits": vars(settings.limits),
     }
 
 
-def known_values(bundle: Bundle, *, private: bool) -> dict[str, list[Any]]:
-    """Returns the known values of a user's raw columns of ids, by column, where they are few or are items.
-
-    Other values are accepted as well, and count as unknown.
-
-    Args:
-        bundle: live bundle.
-        private: whether no stranger reads them. Without a table of users any column may hold ids of people.
-    """
-    columns = {}
-    for name, kind in bundle.query.columns.raw.items():
-        if _holds_users(bundle, name):
-            continue
-        values = bundle.query.columns.known_values(name, _MOST_NAMED)
-        are_few = 0 < len(values) <= _FEW and (private or bundle.users is not None)
-        # Only lists of them: a single number may be the id of a person, although an
-        # item has it too.
-        are_items = kind.startswith("list<") and bool(_item_titles(bundle, values))
-        if are_few or are_items:
-            columns[name] = values
-    return columns
-
-
-def _holds_users(bundle: Bundle, name: str) -> bool:
-    """Returns whether a raw column holds ids of the bundle's users."""
-    if bundle.users is None:
-        return False
-    key = bundle.users.key
-    return name == key or bundle.query.columns.share_ids(name, key)
-
-
-def _item_titles(bundle: Bundle, values: Sequence[Any]) -> list[str]:
-    """Returns the titles of a column's known values, if these are ids of the catalogue; else an empty list."""
-    kind = str if bundle.items.ids.kind == "str" else int
-    # Other columns have whole numbers too, such as a code of two values: those are no
-    # items.
-    is_whole = 2 * len(values) > min(len(bundle.items), _MOST_NAMED)
-    if not is_whole or set(map(type, values)) != {kind}:
+def _item_titles(bundle: Bundle, values: list[Any]) -> list[str]:
+    """Returns the titles of a column's values, if all are ids of the catalogue; else an empty list."""
+    try:
+        positions = bundle.items.ids.positions(values)
+    except ValueError:  # of another type than the catalogue's ids
         return []
-    positions = bundle.items.ids.positions(values)
-    if positions.min() < 0:
-        return []
-    return bundle.items.titles_of(positions)
+    return bundle.items.titles_of(positions) if positions.min(initial=0) >= 0 else []
 
 
 def example_user(bundle: Bundle, *, private: bool) -> dict[str, Any]:
@@ -110,7 +104,7 @@ def example_user(bundle: Bundle, *, private: bool) -> dict[str, Any]:
 
     Args:
         bundle: live bundle.
-        private: see :func:`known_values`.
+        private: whether no stranger reads them: only then are known values of columns among them.
     """
     columns = bundle.query.columns
     features: dict[str, Any] = {}
@@ -122,15 +116,116 @@ def example_user(bundle: Bundle, *, private: bool) -> dict[str, Any]:
         if bundle.users is not None and name == bundle.users.key:
             continue
         value = features.get(name)
-        if value is None:
+        if value is None and is_list_column(kind):
+            # A bag may be empty, other lists have one length.
+            value = [0] * bundle.query.list_widths().get(name, 0)
+        elif value is None:
             value = _NEUTRAL.get(kind, _A_DAY)
-            if kind.startswith("list<"):
-                # A bag may be empty, other lists have one length.
-                value = [0] * bundle.query.list_widths().get(name, 0)
-            is_shown = not _holds_users(bundle, name) and (
-                private or bundle.users is not None
-            )
-            if is_shown and kind in ("int64", "string"):
+            if private and kind in ("int64", "string"):
                 value = next(iter(columns.known_values(name, 1)), value)
         example[name] = value
     return example
+
+
+def openapi(
+    bundle: Bundle,
+    routes: Mapping[str, tuple[type[Struct], type[Struct], str]],
+    settings: ServerConfig,
+) -> dict[str, Any]:
+    """Returns the OpenAPI 3.1 description of a server.
+
+    Args:
+        bundle: live bundle.
+        routes: by path, the struct of a request, that of its answer, and what it does.
+        settings: settings of the server.
+    """
+    template = "#/components/schemas/{name}"
+    structs = [each for route in routes.values() for each in route[:2]]
+    found, parts = msgspec.json.schema_components(structs, ref_template=template)
+    schemas = dict(zip(structs, found, strict=True))
+    user = dict(bundle.query.columns.raw)
+    if bundle.users is not None:
+        user[bundle.users.key] = bundle.users.ids.kind.replace("str", "string")
+    parts["User"] = _rows(user)
+    parts["Item"] = _rows(bundle.candidate.columns.raw)
+    names = [*bundle.items.attributes, NOT]
+    parts["Filter"] = _rows(dict.fromkeys(names, "list<>"))
+    references = {name: {"$ref": template.format(name=name)} for name in parts}
+    either = {
+        "type": "array",
+        "items": {"anyOf": [references["User"], references["Item"]]},
+    }
+    for kind, _, _ in routes.values():
+        properties = parts[kind.__name__]["properties"]
+        changes = {
+            "user": references["User"],
+            "filter": references["Filter"],
+            "rows": either,
+        }
+        properties.update(
+            {name: changes[name] for name in changes if name in properties}
+        )
+    paths: dict[str, Any] = {}
+    for path, (kind, answer, summary) in routes.items():
+        operation: dict[str, Any] = {
+            "summary": summary.partition(";")[0].partition("\n")[0].strip(),
+            "requestBody": {
+                "required": True,
+                "content": {
+                    "application/json": {
+                        "schema": schemas[kind],
+                        "example": _example(bundle, kind, settings),
+                    }
+                },
+            },
+            "responses": {
+                "200": {
+                    "description": "the answer",
+                    "content": {"application/json": {"schema": schemas[answer]}},
+                },
+                **{status: {"description": why} for status, why in _STATUSES.items()},
+            },
+        }
+        if settings.token is not None:
+            operation["security"] = [{"token": []}]
+        paths[path] = {"post": operation}
+    for path, summary in _PAGES.items():
+        answers = {"200": {"description": "it"}}
+        paths[path] = {"get": {"summary": summary, "responses": answers}}
+    described: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "torchrec_ext", "version": "2"},
+        "paths": paths,
+        "components": {"schemas": parts},
+    }
+    if settings.token is not None:
+        token = {"token": {"type": "http", "scheme": "bearer"}}
+        described["components"]["securitySchemes"] = token
+    return described
+
+
+def _rows(raw: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the schema of an object with these columns."""
+    properties = {}
+    for name, kind in raw.items():
+        schema = _SCHEMAS.get(element(kind), _TIME)
+        if is_list_column(kind):
+            schema = {"type": "array", "items": schema}
+        properties[name] = schema
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _example(
+    bundle: Bundle, kind: type[Struct], settings: ServerConfig
+) -> dict[str, Any]:
+    """Returns a body of a kind of request that the bundle answers."""
+    user = example_user(bundle, private=settings.is_private)
+    known: Mapping[str, Any] = user
+    # Ids of users are for private callers alone.
+    if bundle.users is not None and settings.is_private and len(bundle.users):
+        known = {bundle.users.key: bundle.users.ids.ids([0])[0]}
+    items = bundle.items.ids.ids(range(min(2, len(bundle.items))))
+    values = {"user": known, "items": items, "item": items[0], "rows": [user]}
+    fields = kind.__struct_fields__
+    example = {name: each for name, each in values.items() if name in fields}
+    return {**example, "k": 3} if "k" in fields else example

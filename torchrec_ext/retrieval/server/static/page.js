@@ -214,10 +214,10 @@ function showAnswer(found, ms) {
   at("latency").textContent = `${ms.toFixed(1)} ms`;
   at("latency").title = "from the browser's request to the whole answer";
   at("latency").hidden = false;
-  let who = `${found.answered} recommendations`;
+  let who = `${found.items.length} recommendations`;
   if (isNew) who += " for someone new";
   else if (found.unknown_user) who = "This user is unknown: the answer is the model's for someone new";
-  const fewer = found.answered < found.asked ? `, all that are left of ${found.asked}` : "";
+  const fewer = found.items.length < found.asked ? `, all that are left of ${found.asked}` : "";
   const cold = found.unknown_features.length ? ` (never seen in training: ${found.unknown_features.join(", ")})` : "";
   say(`${who}${fewer}${cold}.`);
 }
