@@ -25,7 +25,6 @@ from torchrec_ext.diagnose.findings import (
     Facts,
     LineFacts,
     LoaderFacts,
-    RankWaits,
     Trial,
     WideOps,
     gain_of,
@@ -98,7 +97,7 @@ def test_a_cause_that_has_no_time_to_explain_is_not_a_finding() -> None:
     assert causes(recorded) == []
 
 
-@pytest.mark.parametrize("name", sorted(set(EVERY) - {"ranks"}))
+@pytest.mark.parametrize("name", sorted(EVERY))
 def test_facts_that_lack_experiments_give_fewer_findings_and_no_error(
     name: str,
 ) -> None:
@@ -392,20 +391,6 @@ def test_large_tables_that_no_experiment_looked_at_are_not_called_healthy() -> N
     diagnosis = Diagnosis(unknown)
     assert diagnosis.verdict == "noisy"
     assert "not known (a round takes 9 s already)" in diagnosis.noisy
-
-
-def test_ranks_that_only_exchange_wait_for_none_of_them() -> None:
-    late = Diagnosis(RECORDED["ranks"])
-    assert "the other ranks wait for rank 1: its batches take longer" in str(late)
-    assert "docs/parallel.md" in str(late)
-    waits = [
-        RankWaits(rank=rank, data_s=1e-4, blocked_s=20e-3, compute_s=5e-3)
-        for rank in range(2)
-    ]
-    assert "the ranks exchange" in Diagnosis(Facts(ranks=waits)).findings[0].title
-    calm = [dataclasses.replace(each, blocked_s=1e-4) for each in waits]
-    assert Diagnosis(Facts(ranks=calm)).verdict == "products"
-    assert str(Diagnosis(Facts(ranks=calm), rank=1)) == ""
 
 
 def test_the_json_holds_what_the_page_says() -> None:

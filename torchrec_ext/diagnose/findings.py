@@ -159,16 +159,6 @@ class Between:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankWaits:
-    """Seconds of an iteration of a rank: in its batch, blocked in its step, and computing."""
-
-    rank: int
-    data_s: float
-    blocked_s: float
-    compute_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Facts:
     """Results of the experiments on a step.
 
@@ -211,7 +201,6 @@ class Facts:
         cores: cores that this process may use.
         busy: cores that others kept busy; None if unknown.
         between: calls between steps.
-        ranks: waits of every rank, in order; empty for one process alone.
         seconds: seconds of the wall clock that the experiments took.
         not_measured: reasons by experiment that is missing.
         notes: what else a reader must know, one sentence each.
@@ -249,7 +238,6 @@ class Facts:
     cores: int = 1
     busy: float | None = None
     between: Sequence[Between] = ()
-    ranks: Sequence[RankWaits] = ()
     seconds: float = 0.0
     not_measured: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: Sequence[str] = ()

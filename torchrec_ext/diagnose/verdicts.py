@@ -28,7 +28,6 @@ from torchrec_ext.diagnose.findings import (
     Remedy,
     gain_of,
     in_ms,
-    size_of,
 )
 from torchrec_ext.diagnose.trials import ADOPT, WORKER
 from torchrec_ext.diagnose.your_line import (
@@ -43,7 +42,6 @@ from torchrec_ext.diagnose.your_line import (
 
 NOISY = 0.6  # spread of iterations above which there is no verdict
 _IDLE = 0.3  # cores that others may keep busy where threads of this process have theirs
-_RANKS = "docs/parallel.md"  # the page about several ranks
 
 
 def loader_waits(facts: Facts) -> Finding | None:
@@ -304,48 +302,6 @@ def between_steps(facts: Facts) -> Finding | None:
     )
 
 
-def ranks(facts: Facts) -> Finding | None:
-    """Ranks wait for one of them, or exchange for long."""
-    if len(facts.ranks) < 2:
-        return None
-    own = [each.data_s + each.compute_s for each in facts.ranks]
-    whole = fmean(each.data_s + each.blocked_s + each.compute_s for each in facts.ranks)
-    slow = max(range(len(own)), key=own.__getitem__)
-    others = [seconds for rank, seconds in enumerate(own) if rank != slow]
-    more = own[slow] - median(others)
-    blocked = median(
-        [each.blocked_s for each in facts.ranks if each.rank != slow] or [0.0]
-    )
-    cost = min(more, blocked) / whole
-    advice = f"give each rank the same rows and ids; {_RANKS} has the page about several ranks"
-    if cost >= MEDIUM:
-        rank = facts.ranks[slow]
-        rest = [each for each in facts.ranks if each.rank != slow]
-        late = rank.data_s - median([each.data_s for each in rest])
-        where = "its batches" if late > 0.5 * more else "its step"
-        title = f"the other ranks wait for rank {slow}: {where} take longer"
-    else:
-        cost = fmean(each.blocked_s for each in facts.ranks) / whole
-        title = "the ranks exchange, and none of them is late"
-        advice = f"exchange less often or fewer bytes; {_RANKS} has the page about several ranks"
-    if cost < LEAST:
-        return None
-    evidence = [
-        f"rank {each.rank}: {in_ms(each.data_s)} in its batch, {in_ms(each.compute_s)} computing, "
-        f"{in_ms(each.blocked_s)} blocked in its step"
-        for each in facts.ranks[:8]
-    ]
-    return Finding(
-        cause="ranks",
-        title=title,
-        evidence=tuple(evidence),
-        remedies=(Remedy(name=advice, changes=Change.OTHER),),
-        cost=cost,
-        size=size_of(cost),
-        least=cost,
-    )
-
-
 CAUSES: tuple[Callable[[Facts], Finding | None], ...] = (
     debug_mode,
     loader_waits,
@@ -360,7 +316,6 @@ CAUSES: tuple[Callable[[Facts], Finding | None], ...] = (
     garbage,
     slow_autocast,
     between_steps,
-    ranks,
     all_items,
 )
 
