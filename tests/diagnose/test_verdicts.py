@@ -12,7 +12,6 @@ import pytest
 
 from tests.diagnose.recorded import (
     DRIFT,
-    HEALTHY,
     LINES,
     RECORDED,
     ROWS,
@@ -262,17 +261,6 @@ def test_rows_that_are_not_read_cost_no_more_than_their_optimizer_explains() -> 
         steps(66.0, small_tables=50.0, optimizer=1.0), tables=(TABLE,), ops=60
     )
     assert "untouched_rows" not in [each.cause for each in findings(recorded)]
-
-
-def test_a_softmax_over_all_items_is_an_offer_with_the_sampled_one() -> None:
-    every = WideOps(line="loss.py:3 in loss", rows=60_000, seconds=85e-3)
-    diagnosis = Diagnosis(dataclasses.replace(HEALTHY, all_items=(every,)))
-    (finding,) = diagnosis.findings
-    assert (finding.cause, finding.size) == ("your_line", "offer")
-    assert diagnosis.verdict == "products"
-    assert "an offer: loss.py:3 in loss: a softmax over 60,000 items" in str(diagnosis)
-    few = dataclasses.replace(every, seconds=5e-3)
-    assert not findings(dataclasses.replace(HEALTHY, all_items=(few,)))
 
 
 def test_collections_that_are_seldom_and_long_count_by_their_mean() -> None:

@@ -163,7 +163,6 @@ def _with_seconds_of_ops(facts: Facts, loop: TrainingLoop, counted: Counted) -> 
         work_s=factor * counted.sizes.work(),
         product_s=factor * counted.product_s,
         whole_tables=counted.sizes.whole_tables(rows, factor),
-        all_items=counted.sizes.all_items(factor),
         double_s=factor * sum(double.values()),
         double_line=max(double, key=double.__getitem__, default=""),
         lines=[

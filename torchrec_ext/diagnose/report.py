@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import Any
 
-from torchrec_ext.diagnose.findings import Facts, Finding, Gain, gain_of
+from torchrec_ext.diagnose.findings import Facts, Gain, gain_of
 from torchrec_ext.diagnose.trials import trials
 from torchrec_ext.diagnose.verdicts import findings, too_noisy
 
@@ -28,7 +28,7 @@ class Diagnosis:
         compare: times the step as it was and another one; None if nothing can be run any more.
 
     Attributes:
-        findings: causes of lost time, the greatest first; then offers, which change the mathematics.
+        findings: causes of lost time, the greatest first.
         trials: changes that were run, with their gains.
         noisy: why there is no verdict; empty if there is one.
         batches: what to train on afterwards; the batches as given, but for an iterator.
@@ -107,7 +107,8 @@ def _page(diagnosis: Diagnosis) -> list[str]:
     if diagnosis.noisy:
         lines += ["", *_wrapped(diagnosis.noisy)]
     for number, finding in enumerate(diagnosis.findings, 1):
-        lines += ["", f"{number}. {finding.title} ({_size(finding)})"]
+        cost = f"{finding.size}, {finding.cost:.0%} of an iteration"
+        lines += ["", f"{number}. {finding.title} ({cost})"]
         for sentence in finding.evidence:
             lines += _wrapped(sentence, "   ")
         for remedy in finding.remedies:
@@ -142,12 +143,6 @@ def _not_measured(facts: Facts) -> list[str]:
     return [f"{', '.join(each)}: {why}" for why, each in names.items()]
 
 
-def _size(finding: Finding) -> str:
-    if finding.size == "offer":
-        return "offer"
-    return f"{finding.size}, {finding.cost:.0%} of an iteration"
-
-
 def _headline(diagnosis: Diagnosis) -> str:
     text = _cause(diagnosis)
     facts = diagnosis.facts
@@ -166,8 +161,6 @@ def _cause(diagnosis: Diagnosis) -> str:
         return "no verdict"
     if diagnosis.verdict != "products":
         return diagnosis.findings[0].title
-    if diagnosis.findings and diagnosis.findings[0].size == "offer":
-        return f"no fault, and an offer: {diagnosis.findings[0].title}"
     faster = [each.name for each in diagnosis.trials if each.gain.helps == "yes"]
     if faster:
         return f"no cause stands out, and it is faster with: {', '.join(faster)}"

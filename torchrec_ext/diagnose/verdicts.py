@@ -31,7 +31,6 @@ from torchrec_ext.diagnose.findings import (
 )
 from torchrec_ext.diagnose.trials import ADOPT, WORKER
 from torchrec_ext.diagnose.your_line import (
-    all_items,
     debug_mode,
     double_floats,
     garbage,
@@ -316,25 +315,23 @@ CAUSES: tuple[Callable[[Facts], Finding | None], ...] = (
     garbage,
     slow_autocast,
     between_steps,
-    all_items,
 )
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
-    """Returns the findings of at least a twentieth of an iteration, the largest first, offers last."""
-    found: list[tuple[tuple[bool, bool, float], Finding]] = []
+    """Returns the findings of at least a twentieth of an iteration, the largest first."""
+    found: list[tuple[tuple[bool, float], Finding]] = []
     for rule in CAUSES:
         finding = rule(facts)
         if finding is not None and finding.cost >= LEAST:
             # A debugging mode comes first: it lengthens what the other causes are
-            # measured by. Offers come last: they change what is learned.
-            order = finding.size == "offer", rule is not debug_mode, -finding.cost
-            found.append((order, finding))
+            # measured by.
+            found.append(((rule is not debug_mode, -finding.cost), finding))
     return tuple(finding for _, finding in sorted(found, key=lambda each: each[0]))
 
 
 def faults(facts: Facts) -> list[Finding]:
-    """Returns the findings of .15 of an iteration and more, without offers."""
+    """Returns the findings of .15 of an iteration and more."""
     return [each for each in findings(facts) if each.size in ("large", "medium")]
 
 
