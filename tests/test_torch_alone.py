@@ -81,15 +81,6 @@ def ran(python: Path, tmp_path: Path, code: str, *words: str) -> str:
     return done.stdout
 
 
-def test_nothing_else_is_there(python: Path, tmp_path: Path) -> None:
-    code = """
-from importlib.util import find_spec
-names = "torch numpy tqdm torchrec fbgemm_gpu tensordict torchmetrics torchx pyarrow safetensors duckdb".split()
-print(*[name for name in names if find_spec(name)])
-"""
-    assert ran(python, tmp_path, code) == "torch numpy tqdm\n"
-
-
 SETS = """
 import torch
 from torch import nn
@@ -127,31 +118,25 @@ loss_fn = nn.BCEWithLogitsLoss()
 """
 
 
-def test_an_adopted_training_with_rows_ends_captured(
-    python: Path, tmp_path: Path
-) -> None:
-    code = f"""{SETS}
-import sys
-import torchrec_ext
-from torchrec_ext import Rows, adopt
-from torchrec_ext.adopt import AdoptedStep, CannotAdopt, Popular, Uniform
-
-rows = Rows({{"user": data.user, "item": data.item, "label": torch.ones(len(data))}}, 64, drop_last=True)
-step = adopt(
-    model, optimizer, lambda user, item, label: loss_fn(model(user, item), label), compile="require", rows=rows
-)
-losses = [float(loss) for _ in range(2) for loss in step.epoch()]
-print(step.describe().split()[0], losses[-1] < losses[0] / 2, "torchrec" in sys.modules)
-"""
-    assert ran(python, tmp_path, code).splitlines()[-1] == "captured True False"
-
-
-def test_a_slow_loop_is_explained(python: Path, tmp_path: Path) -> None:
-    code = f"""{SETS}
+ALONE = (
+    SETS
+    + """
 import sys
 import time
+from importlib.util import find_spec
+
+import torchrec_ext
 from torch.utils.data import DataLoader
-from torchrec_ext import why_slow
+from torchrec_ext import Rows, adopt, why_slow
+from torchrec_ext.adopt import AdoptedStep, CannotAdopt, Popular, Uniform
+from torchrec_ext.networks import Stack
+
+names = "torch numpy tqdm torchrec fbgemm_gpu tensordict torchmetrics torchx pyarrow safetensors duckdb".split()
+print("there:", *[name for name in names if find_spec(name)])
+
+
+def loss(user, item, label):
+    return loss_fn(model(user, item), label)
 
 
 def collate(rows):
@@ -159,13 +144,30 @@ def collate(rows):
     return torch.utils.data.default_collate(rows)
 
 
-found = why_slow(
-    model, optimizer, lambda user, item, label: loss_fn(model(user, item), label),
-    DataLoader(data, 64, collate_fn=collate), budget_s=3,
-)
-print("torchrec" in sys.modules, found.verdict)
+found = why_slow(model, optimizer, loss, DataLoader(data, 64, collate_fn=collate), budget_s=1)
+print("verdict:", found.verdict)
+rows = Rows({"user": data.user, "item": data.item, "label": torch.ones(len(data))}, 64, drop_last=True)
+step = adopt(model, optimizer, loss, compile="require", rows=rows)
+losses = [float(loss) for _ in range(2) for loss in step.epoch()]
+print("adopted:", step.describe().split()[0], losses[-1] < losses[0] / 2)
+stacked = Stack([Net(), Net()], lambda net, *batch: loss_fn(net(*batch), torch.ones(64)), [1e-2, 3e-2], compile=False)
+print("stacked:", *[len(stacked.step(data.user[:64], data.item[:64]))])
+print("loaded:", "torchrec" in sys.modules)
 """
-    assert ran(python, tmp_path, code).splitlines()[-1] == "False loader_waits"
+)
+
+
+def test_a_training_is_diagnosed_adopted_and_stacked(
+    python: Path, tmp_path: Path
+) -> None:
+    lines = ran(python, tmp_path, ALONE).splitlines()
+    assert [line for line in lines if not line.startswith("adopt:")] == [
+        "there: torch numpy tqdm",
+        "verdict: loader_waits",
+        "adopted: captured True",
+        "stacked: 2",
+        "loaded: False",
+    ]
 
 
 def test_a_script_is_diagnosed(python: Path, tmp_path: Path) -> None:
@@ -178,57 +180,9 @@ for epoch in range(100):
         loss_fn(model(user, item), label).backward()
         optimizer.step()
 """
-    output = ran(python, tmp_path, code, "-m", "torchrec_ext.diagnose", "--budget", "5")
+    output = ran(python, tmp_path, code, "-m", "torchrec_ext.diagnose", "--budget", "1")
     assert "why is my training slow?" in output
     assert "4 times the batch" in output
-
-
-def test_plain_networks_are_stacked(python: Path, tmp_path: Path) -> None:
-    """K networks by one step learn what each learns alone."""
-    code = """
-import torch
-from torch import nn
-from torchrec_ext.networks import Stack
-
-
-def net(seed):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-
-
-def batches():
-    draws = torch.Generator().manual_seed(0)
-    for _ in range(20):
-        dense = torch.randn(32, 4, generator=draws)
-        yield dense, (dense.sum(1) > 0).float()
-
-
-def loss(network, dense, label):
-    return nn.functional.binary_cross_entropy_with_logits(network(dense).squeeze(1), label)
-
-
-alone, networks, rates = [net(0), net(1)], [net(0), net(1)], [1e-2, 3e-2]
-for network, rate in zip(alone, rates):
-    optimizer = torch.optim.Adam(network.parameters(), rate)
-    for batch in batches():
-        optimizer.zero_grad()
-        loss(network, *batch).backward()
-        optimizer.step()
-stacked = Stack(networks, loss, rates, compile=False)
-for batch in batches():
-    stacked.step(*batch)
-stacked.unstack()
-pairs = zip(alone, networks)
-print(max(float((p - q).detach().abs().max()) for a, b in pairs for p, q in zip(a.parameters(), b.parameters())) < 2e-6)
-try:
-    Stack([nn.Linear(4, 2), nn.Linear(4, 3)], loss, rates)
-except ValueError as error:
-    print(str(error).split(":")[0])
-"""
-    assert ran(python, tmp_path, code).splitlines() == [
-        "True",
-        "out_features is 3 in network 1, 2 in network 0",
-    ]
 
 
 def test_what_needs_torchrec_names_the_extra(python: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Compare runs in one table and one picture: `python -m torchx_apps.compare runs/grid`, or RUN RUN RUN.
+"""Compare runs in one table: `python -m torchx_apps.compare runs/grid`, or RUN RUN RUN.
 
 Runs are read as they are, so that any will do: the members of a grid, or trainings that were started one by one. What
 sets them apart is read from their settings.
@@ -24,7 +24,7 @@ class CompareOptions:
 
     Args:
         runs: run folders, or a folder of run folders.
-        out: folder of results.txt, results.json and networks.png; by default the folder of the runs.
+        out: folder of results.txt and results.json; by default the folder of the runs.
     """
 
     runs: Positional[tuple[Path, ...]]

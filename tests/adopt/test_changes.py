@@ -43,6 +43,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CAPTURE_S", "CAPTURE_S_PER_CALL"):
         monkeypatch.setattr(adopted, name, {"cpu": 0.0, "cuda": 0.0})
     monkeypatch.setattr(policy, "WATCHED", 2)
+    monkeypatch.setattr(policy, "PATIENCE", 0)
     monkeypatch.setattr(adopted.StepWatch, "_report", lambda watch: None)
 
 
@@ -780,7 +781,7 @@ def trained(program: Program, compile_: Any) -> tuple[Any, list[float], AdoptedS
 
     world = World(model, optimizer, plain)
     loss = plain if program.loss is None else program.loss(world)
-    step = adopt(model, optimizer, loss, compile=compile_, patience=0)
+    step = adopt(model, optimizer, loss, compile=compile_)
     generator, losses = torch.Generator().manual_seed(1), []
     for number in range(STEPS):
         if number >= CHANGED and not (number - CHANGED) % program.every:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -51,9 +50,9 @@ def positives(
 class Interactions(Dataset):
     """The second user's Dataset: a row is a positive with four negatives."""
 
-    def __init__(self, rows: int = 1500, *, replace: bool = True) -> None:
+    def __init__(self, rows: int = 1500) -> None:
         user, item, context = positives(rows)
-        self.items, self.replace = ITEMS, replace
+        self.items = ITEMS
         self.user = torch.from_numpy(user)
         self.item = torch.from_numpy(item)
         self.context = torch.from_numpy(context)
@@ -71,7 +70,7 @@ class Interactions(Dataset):
 
     def draw(self, user: int) -> list[int]:
         rest = np.setdiff1d(np.arange(self.items), np.fromiter(self.known[user], int))
-        return np.random.choice(rest, NEGATIVES, replace=self.replace).tolist()
+        return np.random.choice(rest, NEGATIVES).tolist()
 
     def __getitem__(self, row: int) -> tuple[Tensor, ...]:
         user = int(self.user[row])
@@ -127,15 +126,12 @@ def follows(counts: np.ndarray, expected: np.ndarray) -> bool:
     return abs(statistic - cells.sum() + 1) < 5 * np.sqrt(2 * cells.sum())
 
 
-@pytest.mark.parametrize("replace", [True, False])
-def test_the_second_users_dataset_gives_its_batches_and_its_distribution(
-    replace: bool,
-) -> None:
-    data = Interactions(replace=replace)
-    rows = declared(data, 256, negatives=uniform(replace=replace), shuffle=False)
+def test_the_second_users_dataset_gives_its_batches_and_its_distribution() -> None:
+    data = Interactions()
+    rows = declared(data, 256, shuffle=False)
     loader = loader_of(data, 256, shuffle=False)
     rows.check(loader)
-    counts, epochs, repeated = np.zeros(ITEMS, np.int64), 10, 0
+    counts, epochs = np.zeros(ITEMS, np.int64), 10
     first = list(loader)
     for _ in range(epochs):
         for ours, theirs in zip(rows, first, strict=True):
@@ -145,10 +141,8 @@ def test_the_second_users_dataset_gives_its_batches_and_its_distribution(
             items = ours[1].view(-1, 1 + NEGATIVES)
             assert torch.equal(items[:, 0], theirs[1].view(-1, 1 + NEGATIVES)[:, 0])
             drawn = items[:, 1:].numpy()
-            repeated += sum(len(set(row)) < NEGATIVES for row in drawn.tolist())
             counts += np.bincount(drawn.reshape(-1), minlength=ITEMS)
     assert follows(counts, expected_counts(data, epochs))
-    assert (repeated > 0) == replace
 
 
 def test_repeats_of_declared_rows_are_known_so_that_a_step_looks_them_up_once() -> None:
@@ -297,13 +291,6 @@ def test_a_value_that_is_another_is_refused_with_its_row(name: str) -> None:
     with pytest.raises(CannotAdopt, match=re.escape(text)) as refused:
         declared(data).check(loader_of(data))
     assert len(str(refused.value)) <= 200
-
-
-def test_negatives_that_repeat_in_a_row_are_no_draws_without_repeats() -> None:
-    data = Interactions()
-    rows = declared(data, negatives=uniform(replace=False))
-    with pytest.raises(CannotAdopt, match="is drawn twice in the row"):
-        rows.check(loader_of(data))
 
 
 @pytest.mark.parametrize(
@@ -459,25 +446,6 @@ def test_repeats_of_a_made_batch_are_those_that_are_said_and_tried() -> None:
 
 def drawn_rows(batch_size: int, **more: Any) -> Rows:
     return declared(Interactions(), batch_size, **more)
-
-
-def test_draws_without_repeats_are_equally_likely_in_every_order() -> None:
-    columns = {
-        "user": torch.zeros(30_000, dtype=torch.int64),
-        "item": torch.full((30_000,), 3),
-    }
-    law = Uniform([2, 3, 5, 7, 11, 13], draws=3, exclude=TAKEN, replace=False)
-    rows = Rows(
-        columns,
-        30_000,
-        make=lambda row: row["negatives"],
-        negatives=law,
-        shuffle=False,
-    )
-    (drawn,) = rows
-    outcomes = collections.Counter(map(tuple, drawn.tolist()))
-    assert set(outcomes) == set(itertools.permutations([2, 5, 7, 11, 13], 3))
-    assert follows(np.array(list(outcomes.values())), np.full(60, 500.0))
 
 
 def test_draws_are_a_function_of_seed_epoch_and_row_alone() -> None:
@@ -655,7 +623,6 @@ def test_every_row_is_on_one_rank_and_all_take_equal_steps(
             Uniform(5, exclude={u: {0, 1, 2, 3, 4} for u in range(USERS)}, by="user"),
             "has 0 items left to draw from (5 items",
         ),
-        (Popular(ITEMS, counted="item", replace=False), "Popular(replace=False)"),
         (Popular(ITEMS), "counted='': must be a column"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A grid: its members are roles of one job, each an ordinary training; one table and picture from their own records."""
+"""A grid: its members are roles of one job, each an ordinary training; one table from their own records."""
 
 import json
 import os
@@ -174,7 +174,6 @@ def result(
         {"kind": "eval", "epoch": 1, "step": 3, "auc": auc - 0.1},
         {"kind": "eval", "epoch": 2, "step": 6, "auc": auc},
     ]
-    loss = [{"epoch": 1, "step": 3, "loss": 0.6}, {"epoch": 2, "step": 6, "loss": 0.5}]
     figures = {} if ended == "diverged" else {"auc": auc if test is None else test}
     return Result(
         name=name,
@@ -183,7 +182,6 @@ def result(
         epochs=2,
         validation=validation,
         test=figures,
-        loss=loss,
         seconds=1.5,
     )
 
@@ -272,9 +270,8 @@ def test_any_runs_are_compared_by_the_settings_that_set_them_apart(
     }
     header = (tmp_path / "grid" / "results.txt").read_text().splitlines()[0]
     assert header.split()[:2] == ["member", "train.seed"]
-    assert (tmp_path / "grid" / "networks.png").read_bytes()[:4] == b"\x89PNG"
     left = {path.name for path in (tmp_path / "grid").iterdir() if path.is_file()}
-    assert left == {"results.txt", "results.json", "networks.png"}
+    assert left == {"results.txt", "results.json"}
 
 
 @pytest.mark.unit

@@ -6,9 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 WIDTH, ROWS = 6, 160
@@ -175,60 +173,3 @@ class Late(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         ctx.move()
         return gradient, None
-
-
-class OnRanks(NamedTuple):
-    """A program of one rank under DDP, whose clock its spans move by a millisecond each."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    loss: Callable[..., Tensor]
-    batches: Any
-
-
-def on_ranks(clock: Clock, rank: int, cause: str = "", by: float = 20.0) -> OnRanks:
-    """Rank 1 takes so many milliseconds longer in the span that the cause names, or each rank in its turn.
-
-    ``everywhere`` names all spans of a step; ``lists`` gives rank 1 ten times the ids, for which it takes longer.
-    """
-    torch.manual_seed(0)
-    model = DistributedDataParallel(
-        nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
-    )
-    generator = torch.Generator().manual_seed(rank)
-    batches: list[tuple[Tensor, ...]] = [
-        (torch.randn(16, 8, generator=generator), torch.full((16, 1), float(number)))
-        for number in range(8)
-    ]
-
-    if cause == "lists":
-        batches = [
-            (*batch, torch.zeros(500 if rank == 1 else 50, dtype=torch.int64))
-            for batch in batches
-        ]
-
-    def more(span: str) -> float:
-        spans = {
-            "everywhere": ("forward", "backward", "optimizer"),
-            "lists": ("forward", "backward"),
-        }
-        return by if rank == 1 and span in spans.get(cause, (cause,)) else 0.0
-
-    def loss(x: Tensor, y: Tensor, *_: Tensor) -> Tensor:
-        turn = cause == "rotating" and int(y[0]) % dist.get_world_size() == rank
-        clock.compute(1 + more("forward") + by * turn)
-        made = Late.apply(model(x), lambda: clock.compute(1 + more("backward")))  # type: ignore[no-untyped-call]
-        if cause == "unmerged":
-            for _ in range(12):
-                dist.all_reduce(torch.ones(3))
-        return (made - y).square().mean()
-
-    class Batches:
-        def __iter__(self) -> Iterator[Any]:
-            for batch in batches:
-                clock.compute(0.01 + more("input"))
-                yield batch
-
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    optimizer.register_step_pre_hook(lambda *_: clock.compute(1 + more("optimizer")))
-    return OnRanks(model, optimizer, loss, Batches())

@@ -8,7 +8,6 @@ from torchrec_ext.diagnose.findings import (
     Facts,
     LineFacts,
     LoaderFacts,
-    RankWaits,
     TableFacts,
     WideOps,
 )
@@ -106,12 +105,6 @@ RECORDED: dict[str, Facts] = {
                 op_s=1.4e-3,
             ),
         ),
-    ),
-    "ranks": Facts(
-        ranks=(
-            RankWaits(rank=0, data_s=0.1e-3, blocked_s=20e-3, compute_s=5e-3),
-            RankWaits(rank=1, data_s=20e-3, blocked_s=1e-3, compute_s=5e-3),
-        )
     ),
 }
 # Facts of one cause each whose verdict is your_line, with what the title says.

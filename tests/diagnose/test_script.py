@@ -1,4 +1,4 @@
-"""A script's own loop, taken without a change to the script; and two reports that are compared."""
+"""A script's own loop, taken without a change to the script."""
 
 import json
 import textwrap
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from torchrec_ext.diagnose.__main__ import compare_reports, main
+from torchrec_ext.diagnose.__main__ import main
 from torchrec_ext.diagnose.script import Loop, run_script
 
 pytestmark = pytest.mark.unit
@@ -156,10 +156,9 @@ def test_a_script_of_several_ranks_is_refused_in_one_line(
     assert main([written(tmp_path, "")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "torchrun started 2 ranks" in line
-    assert "why_slow.step(step, batches) in the script, on every rank" in line
 
 
-def test_a_script_is_diagnosed_with_its_arguments_and_its_report_compared(
+def test_a_script_is_diagnosed_with_its_arguments(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     body = f"assert sys.argv[1:] == ['--epochs', '3']\n{SCRIPTS['at the top']}\nraise SystemExit('not reached')"
@@ -183,51 +182,6 @@ def test_a_script_is_diagnosed_with_its_arguments_and_its_report_compared(
     assert made["facts"]["optimizers"] == ["SGD"]
     assert made["facts"]["rows"] == 8
     assert any(line.startswith("train.py:") for line, _ in made["facts"]["op_lines"])
-    assert main(["--compare", str(report), str(report)]) == 0
-    assert capsys.readouterr().out.startswith("within the limit: an iteration takes")
-
-
-def reports(folder: Path, *steps_s: list[float]) -> list[Path]:
-    """Writes a report for each of some lists of seconds of a step."""
-    paths = []
-    for number, seconds in enumerate(steps_s):
-        rounds = [{"data": 0.0, "step": each} for each in seconds]
-        made = {"findings": [], "facts": {"rounds": rounds, "between": []}}
-        paths.append(folder / f"{number}.json")
-        paths[-1].write_text(json.dumps(made))
-    return paths
-
-
-@pytest.mark.parametrize(
-    ("scale", "slower"), [(1.0, 0), (1.03, 0), (1.08, 1), (0.6, 0)]
-)
-def test_a_report_that_is_slower_by_more_than_the_limit_is_said_to_be(
-    scale: float, slower: int, tmp_path: Path
-) -> None:
-    usual = [1.0, 1.01, 0.99, 1.02, 0.98]
-    paths = reports(tmp_path, usual, [scale * each for each in usual])
-    assert main(["--compare", *map(str, paths), "--limit", "5"]) == slower
-
-
-def test_rounds_that_are_spread_far_do_not_make_a_report_slower(tmp_path: Path) -> None:
-    paths = reports(tmp_path, [1.0, 2.0, 0.5, 1.0, 3.0], [1.2, 2.0, 0.5, 1.2, 3.0])
-    assert compare_reports(paths[0], paths[1], 0.0) == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "limit", "message"),
-    [
-        ("no json", 5.0, r"before\.json: holds no report of a diagnosis"),
-        ("{}", 5.0, r"before\.json: holds no report of a diagnosis"),
-        ("{}", -1.0, "--limit -1: must be a percentage of 0 or more"),
-    ],
-)
-def test_wrong_reports_and_limits_are_refused(
-    text: str, limit: float, message: str, tmp_path: Path
-) -> None:
-    (tmp_path / "before.json").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        compare_reports(tmp_path / "before.json", tmp_path / "before.json", limit)
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_the_script_runs(

@@ -12,7 +12,6 @@ import pytest
 
 from tests.diagnose.recorded import (
     DRIFT,
-    HEALTHY,
     LINES,
     RECORDED,
     ROWS,
@@ -25,7 +24,6 @@ from torchrec_ext.diagnose.findings import (
     Facts,
     LineFacts,
     LoaderFacts,
-    RankWaits,
     Trial,
     WideOps,
     gain_of,
@@ -98,7 +96,7 @@ def test_a_cause_that_has_no_time_to_explain_is_not_a_finding() -> None:
     assert causes(recorded) == []
 
 
-@pytest.mark.parametrize("name", sorted(set(EVERY) - {"ranks"}))
+@pytest.mark.parametrize("name", sorted(EVERY))
 def test_facts_that_lack_experiments_give_fewer_findings_and_no_error(
     name: str,
 ) -> None:
@@ -265,17 +263,6 @@ def test_rows_that_are_not_read_cost_no_more_than_their_optimizer_explains() -> 
     assert "untouched_rows" not in [each.cause for each in findings(recorded)]
 
 
-def test_a_softmax_over_all_items_is_an_offer_with_the_sampled_one() -> None:
-    every = WideOps(line="loss.py:3 in loss", rows=60_000, seconds=85e-3)
-    diagnosis = Diagnosis(dataclasses.replace(HEALTHY, all_items=(every,)))
-    (finding,) = diagnosis.findings
-    assert (finding.cause, finding.size) == ("your_line", "offer")
-    assert diagnosis.verdict == "products"
-    assert "an offer: loss.py:3 in loss: a softmax over 60,000 items" in str(diagnosis)
-    few = dataclasses.replace(every, seconds=5e-3)
-    assert not findings(dataclasses.replace(HEALTHY, all_items=(few,)))
-
-
 def test_collections_that_are_seldom_and_long_count_by_their_mean() -> None:
     """One round of ten has a collection of 60 ms for each of its steps."""
     rounds = [
@@ -392,20 +379,6 @@ def test_large_tables_that_no_experiment_looked_at_are_not_called_healthy() -> N
     diagnosis = Diagnosis(unknown)
     assert diagnosis.verdict == "noisy"
     assert "not known (a round takes 9 s already)" in diagnosis.noisy
-
-
-def test_ranks_that_only_exchange_wait_for_none_of_them() -> None:
-    late = Diagnosis(RECORDED["ranks"])
-    assert "the other ranks wait for rank 1: its batches take longer" in str(late)
-    assert "docs/parallel.md" in str(late)
-    waits = [
-        RankWaits(rank=rank, data_s=1e-4, blocked_s=20e-3, compute_s=5e-3)
-        for rank in range(2)
-    ]
-    assert "the ranks exchange" in Diagnosis(Facts(ranks=waits)).findings[0].title
-    calm = [dataclasses.replace(each, blocked_s=1e-4) for each in waits]
-    assert Diagnosis(Facts(ranks=calm)).verdict == "products"
-    assert str(Diagnosis(Facts(ranks=calm), rank=1)) == ""
 
 
 def test_the_json_holds_what_the_page_says() -> None:

@@ -366,29 +366,6 @@ def test_each_wait_for_the_device_is_counted_at_the_users_line() -> None:
     assert facts.syncs == 4
 
 
-def test_ops_that_only_feed_values_to_python_are_counted_with_them_at_whatever_line() -> (
-    None
-):
-    """Norms of four gradients and the share of right signs are read by Python alone; the loss is trained by too."""
-    model, optimizer, _, given = mlp()
-
-    def step(x: Tensor, y: Tensor) -> list[float]:
-        optimizer.zero_grad()
-        made = model(x)
-        signs = made > 0
-        right = signs.float().mean()
-        loss = (made - y).square()
-        loss.backward(torch.ones_like(loss))
-        norms = [each.grad.norm() for each in model.parameters()]
-        optimizer.step()
-        return [float(each) for each in (*norms, right, loss.sum())]
-
-    facts = why_slow.step(step, given).facts
-    assert facts.syncs == 6
-    assert facts.sync_ops == 6 + 4 + 3 + 1  # values, norms, what makes `right`, the sum
-    assert len(facts.sync_lines) == 1
-
-
 def test_ops_of_function_transforms_and_of_sparse_tensors_are_counted() -> None:
     model, optimizer, loss, given = mlp()
     sparse = torch.eye(64).to_sparse()
@@ -848,15 +825,12 @@ def test_some_rows_of_a_large_batch_are_no_rows_of_a_table() -> None:
     assert not facts.whole_tables
 
 
-def test_64_bit_floats_and_a_softmax_over_a_catalogue_are_seen() -> None:
+def test_64_bit_floats_are_seen() -> None:
     layer = nn.Linear(8, 3_000).double()
     optimizer = torch.optim.SGD(layer.parameters(), 1e-3)
     given = [torch.randn(64, 8, dtype=torch.float64)] * 4
-    facts = why_slow(
-        layer, optimizer, lambda x: -torch.log_softmax(layer(x), 1)[:, 0].mean(), given
-    ).facts
+    facts = why_slow(layer, optimizer, lambda x: layer(x).square().mean(), given).facts
     assert facts.double_s > 0.8 * facts.op_s
-    assert [each.rows for each in facts.all_items] == [3_000]
     assert not why_slow(*mlp()).facts.double_s
 
 

@@ -6,7 +6,6 @@ import sys
 import types
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -401,39 +400,3 @@ def test_new_optimizer_state_stays_between_experiments_as_zeros_and_goes_at_the_
     assert not any(value.any() for value in values)
     state.restore()
     assert not optimizer.state
-
-
-def test_files_that_a_step_writes_are_named_on_the_page(tmp_path: Path) -> None:
-    model, optimizer, _, batches = mlp()
-    with (
-        (tmp_path / "log.csv").open("w", buffering=1) as log,
-        (tmp_path / "lock").open("w") as lock,
-    ):
-
-        def step(x: Tensor, y: Tensor) -> None:
-            optimizer.zero_grad()
-            (model(x) - y).square().mean().backward()
-            optimizer.step()
-            log.write("1.0\n")
-            os.utime(lock.fileno())  # as if another process had opened it
-            (tmp_path / "last.json").write_text("{}")
-            torch.save(
-                {"weights": [parameter.detach() for parameter in model.parameters()]},
-                tmp_path / "best.pt",
-            )
-
-        notes = why_slow.step(step, batches).facts.notes
-    (note,) = (
-        each for each in notes if each.startswith("the step wrote to files for real")
-    )
-    assert all(
-        str(tmp_path / name) in note for name in ("best.pt", "last.json", "log.csv")
-    )
-    assert str(tmp_path / "lock") not in note
-    # Of this test's folder: what pytest itself writes meanwhile, such as its output
-    # into a file, is no step's.
-    assert [
-        each
-        for each in why_slow(*mlp()).facts.notes
-        if "wrote to files" in each and str(tmp_path) in each
-    ] == []

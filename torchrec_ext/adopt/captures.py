@@ -52,7 +52,6 @@ from torchrec_ext.adopt.updates import (
     StepCall,
     lag_of,
     updated_parameters,
-    why_dense,
 )
 from torchrec_ext.adopt.user_step import UserStep
 from torchrec_ext.adopt.verify import StepComparison, Verification
@@ -86,7 +85,6 @@ class Captures:
         selects: whether the forward selects by masks.
         draws_random: whether the forward draws random numbers.
         too_many_shapes: why batches of some shapes stay eager; empty if none do.
-        after_eager: whether the step before was eager, so that there are gradients to drop.
         seconds: seconds of all captures.
     """
 
@@ -109,7 +107,6 @@ class Captures:
         self._shapes: list[Shapes] = []  # of captured batches
         self._refused: Counter[Shapes] = Counter()
         self._has_waited = False
-        self.after_eager = True
         self.seconds = 0.0
 
     # --- which step
@@ -199,9 +196,7 @@ class Captures:
             )
         user_step = self._user_step
         dense_tables = {
-            name: why_dense(line, rules[name][3].kind)
-            for name, line in self.matrices.items()
-            if name in names
+            name: line for name, line in self.matrices.items() if name in names
         }
         tables = {
             name
@@ -332,9 +327,7 @@ class Captures:
         run = self._prepared(update, call)
         number = call.graph.number
         self.current = update
-        snapshot = self._verification.snapshot(
-            update, number, call, after_eager=self.after_eager
-        )
+        snapshot = self._verification.snapshot(update, number, call)
         if snapshot is not None and self.draws_random:
             # Op by op, the step draws the same random numbers as the eager one.
             run = call.graph.module
@@ -406,7 +399,6 @@ class Captures:
         """Ends a captured step: marks rows that are behind."""
         assert self.current is not None
         self.current.lag.begin()
-        self.after_eager = False
 
     def settle(self) -> None:
         """Updates rows that no step has read lately."""

@@ -329,7 +329,7 @@ class ForwardWatch(TorchFunctionMode):
         args: the batch.
         calls: number of torch calls.
         look_ups: rows that look-ups read of each parameter, by its id.
-        matrices: the line that reads a parameter otherwise, by its id; it ends with ``*`` if all such are L2 terms.
+        matrices: the line that reads a parameter otherwise, by its id.
         random: whether the forward draws random numbers.
         selects: whether the forward calls masked_select.
         problem: what stands in the way of a captured step; empty if nothing was seen.
@@ -407,19 +407,7 @@ class ForwardWatch(TorchFunctionMode):
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
             return
         for each in read:
-            mark = "*" if _is_penalty(func, leaves, each) else ""
-            if each not in self.matrices or not mark:
-                self.matrices[each] = f"{with_text(user_line())}{mark}"
-
-
-def _is_penalty(func: Any, leaves: Sequence[Any], parameter: int) -> bool:
-    """Whether a call squares a parameter or takes its norm, as an L2 term of a loss does."""
-    name = getattr(func, "__name__", "").removeprefix("linalg_")
-    rest = [leaf for leaf in leaves[1:] if leaf is not None and leaf is not False]
-    if name in ("mul", "__mul__"):
-        return [id(leaf) for leaf in rest] == [parameter]
-    squares = ("pow", "square", "norm", "vector_norm", "__pow__")
-    return name in squares and rest in ([], [2], ["fro"])
+            self.matrices.setdefault(each, with_text(user_line()))
 
 
 def check_arguments(clip_norm: float, compile_: Compile, **counts: int) -> None:

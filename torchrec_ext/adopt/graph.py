@@ -160,8 +160,8 @@ class _IdRanges(NamedTuple):
     computed: list[tuple[int, str]]
 
 
-def _bad_id(ids: Tensor, rows: int, table: str) -> str:
-    """Says which of some ids is outside of a table; empty if none is."""
+def bad_id(ids: Tensor, rows: int, table: str) -> str:
+    """Names an id outside of a table; empty if there is none."""
     if not ids.numel():
         return ""
     least, most = torch.aminmax(ids)
@@ -414,11 +414,11 @@ class StepGraph:
         """
         given, part, computed = self._id_ranges
         for index, known in given.items():
-            if bad := _bad_id(tensors[index], *known):
+            if bad := bad_id(tensors[index], *known):
                 return bad
         if part is not None:
             for ids, known in zip(part(*tensors), computed, strict=True):
-                if bad := _bad_id(ids, *known):
+                if bad := bad_id(ids, *known):
                     return bad
         return ""
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -42,7 +42,6 @@ from torchrec_ext.capture.captured import RareShapeError
 from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.executors import engine_for
 from torchrec_ext.capture.policy import (
-    PATIENCE,
     CapturePolicy,
     Compile,
     milliseconds,
@@ -55,7 +54,6 @@ from torchrec_ext.observe.user_lines import first_line, module_line
 CAPTURE_S = {"cpu": 8.0, "cuda": 10.0}
 CAPTURE_S_PER_CALL = {"cpu": 0.4, "cuda": 0.2}
 RESTARTS = 3  # captures that are given up because the model was changed, before steps stay eager
-SMALL_MS = 5.0  # captured steps up to this may be faster on one thread: .7 ms against 1.7 on two, of 75 k parameters
 _ANOMALY = (
     "torch.autograd.set_detect_anomaly is on, in which eager steps take several times as long; captured steps do not "
     "look for NaN in gradients, and stop at a loss that is not finite"
@@ -73,7 +71,6 @@ def adopt(
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     compile: Compile = "auto",  # noqa: A002
     verify: int = 3,
-    patience: int = PATIENCE,
 ) -> AdoptedStep:
     """Returns a step that trains ``model`` like the user's own loop, captured if it pays.
 
@@ -87,7 +84,6 @@ def adopt(
         compile: ``auto`` captures once eager steps have taken as long as a capture does, and says why where it cannot;
             ``require`` captures the third step, or raises; ``off`` leaves all steps eager.
         verify: number of captured steps that are compared with the eager ones on the same batch and weights.
-        patience: eager steps of another shape than the first, such as an epoch's last batch, before it is captured too.
 
     Raises:
         CannotAdopt: an argument is not what it must be; with ``compile="require"``, also whatever cannot be captured.
@@ -118,7 +114,7 @@ def adopt(
         raise CannotAdopt(
             f"loss is a {type(loss).__name__}; give a function from a batch to the loss"
         )
-    check_arguments(clip_norm, compile, verify=verify, patience=patience)
+    check_arguments(clip_norm, compile, verify=verify)
     for name, module in model.named_modules():
         if (
             clip_norm
@@ -132,9 +128,7 @@ def adopt(
             )
     user_step = UserStep(model, optimizers, loss, autocast, float(clip_norm))
 
-    return AdoptedStep(
-        user_step, rows=rows, compile_=compile, verify=verify, patience=patience
-    )
+    return AdoptedStep(user_step, rows=rows, compile_=compile, verify=verify)
 
 
 class AdoptedStep:
@@ -155,12 +149,11 @@ class AdoptedStep:
         rows: Rows | None,
         compile_: Compile,
         verify: int,
-        patience: int,
     ) -> None:
         self._user_step = user_step
         self.optimizers = tuple(user_step.optimizers)
         self.after_step: list[Callable[[], None]] = []
-        self._policy = CapturePolicy(compile_, user_step.note, patience=patience)
+        self._policy = CapturePolicy(compile_, user_step.note)
         if compile_ == "off":
             self._policy.reason = "compile='off'"
         self._verify = verify
@@ -244,7 +237,6 @@ class AdoptedStep:
         self._user_step.begin_step()
         result = self._any_step(batch)
         self._user_step.drop_gradients()
-        self._verification.end_step()
         for call in self.after_step:
             call()
         return result
@@ -273,12 +265,6 @@ class AdoptedStep:
         Nobody needs to call it: whoever reads a weight or state that is behind causes it.
         """
         self._captures.settle()
-
-    @contextmanager
-    def settled(self) -> Iterator[nn.Module]:
-        """Gives the model with all rows updated, for an evaluation or for saving."""
-        self.settle()
-        yield self._user_step.model
 
     def describe(self) -> str:
         """Describes whether steps are eager or captured and why, and how each table is updated."""
@@ -388,7 +374,6 @@ class AdoptedStep:
     ) -> tuple[Tensor, Any]:
         """Makes the eager step in place of a captured one, and gives the capture up if the two differ."""
         eager, difference = self._verification.compare(captured, batch)
-        self._captures.after_eager = True
         if difference:
             text = f"a captured step differs from the eager one on the same batch in {difference}"
             self._stay_eager(CannotAdopt(text))
@@ -440,9 +425,7 @@ class AdoptedStep:
             self._stay_eager(error)
         elif not is_rare:
             self._policy.note(f"batches of one kind stay eager: {error}")
-        result = self._user_step.eager(batch)
-        self._captures.after_eager = True
-        return result
+        return self._user_step.eager(batch)
 
     def _broken_by(self, error: BaseException | None, batch: AnyBatch) -> Exception:
         """Returns the error of a captured step that failed half way; no step follows it."""
@@ -589,12 +572,20 @@ class StepWatch:
     def _report(self) -> None:
         policy = self._policy
         policy.is_reported = True
-        hint = _thread_hint(policy.captured_s, self._user_step.device)
         if policy.is_slower:
-            times = f"{1e3 * policy.captured_s:.3g} ms, and an eager one {1e3 * policy.eager_s:.3g} ms"
-            self.problem = f"a captured step takes {times}{hint}"
+            self.problem = (
+                f"a captured step takes {milliseconds(policy.captured_s)}, and an eager one "
+                f"{milliseconds(policy.eager_s)}; try torch.set_num_threads(1) before the first step"
+            )
         else:
-            self._user_step.say(_gain(policy, self._captures.seconds) + hint)
+            text = f"captured {policy.describe_captured()}"
+            # The first two steps say nothing of later ones.
+            if len(policy.eager_seconds) > 2:
+                times = policy.eager_s / policy.captured_s
+                text += f", eager {milliseconds(policy.eager_s)} ({times:.2g}x)"
+            self._user_step.say(
+                f"{text}; capturing took {self._captures.seconds:.1f} s"
+            )
 
     def _check_readers(self) -> None:
         """Compares the cost of readers of whole tables with eager steps."""
@@ -636,25 +627,3 @@ def _capture_seconds(device: torch.device, calls: int = 0) -> float:
     """Returns about how long the capture of a forward of so many torch calls takes."""
     kind = "cuda" if device.type == "cuda" else "cpu"
     return CAPTURE_S[kind] + CAPTURE_S_PER_CALL[kind] * calls
-
-
-def _thread_hint(captured_s: float, device: torch.device) -> str:
-    """Returns advice to use one thread for small steps, or nothing."""
-    threads = torch.get_num_threads()
-    if device.type != "cpu" or threads == 1 or 1e3 * captured_s >= SMALL_MS:
-        return ""
-    return f"; {threads} threads meet after every kernel, try torch.set_num_threads(1) before the first step"
-
-
-def _gain(policy: CapturePolicy, capture_s: float) -> str:
-    """Says how much faster captured steps are, and after how many steps the capture has paid."""
-    compared = paid = ""
-    saved_s = policy.eager_s - policy.captured_s
-    # The first two steps say nothing of later ones.
-    if len(policy.eager_seconds) > 2:
-        times = policy.eager_s / policy.captured_s
-        gain = f"{times:.1f}x" if times >= 1 else f"{times:.2f}x, slower"
-        compared = f", eager {milliseconds(policy.eager_s)} ({gain})"
-        if saved_s > 0:
-            paid = f", paid after {two_digits(capture_s / saved_s):,} steps"
-    return f"captured {policy.describe_captured()}{compared}; capturing took {capture_s:.1f} s{paid}"

@@ -22,17 +22,6 @@ from torchrec_ext.adopt.user_step import UserStep
 from torchrec_ext.capture.compiled import CompiledCall
 from torchrec_ext.capture.memory import StepMemory, UpdatedParameter
 
-# How an L2 term of the loss is written so that a table is moved row by row, by the kind
-# of optimizer.
-_WITHOUT_CLOSED_FORM = (
-    "which has no closed form for rows that are not read; the decay of AdamW has one"
-)
-_PENALTIES = {
-    "sgd": "which weight_decay of SGD, twice the factor of the square, does row by row",
-    "adam": _WITHOUT_CLOSED_FORM,
-    "adagrad": _WITHOUT_CLOSED_FORM,
-}
-
 
 class GroupSettings(Mapping[str, Any]):
     """A group of an optimizer's settings by its index: load_state_dict puts other dicts in their place."""
@@ -108,13 +97,6 @@ class CapturedUpdate:
         for name, why in self.dense_tables.items():
             ways.append(f"as a dense layer: {name} ({why})")
         return "; ".join(filter(None, ways))
-
-
-def why_dense(line: str, kind: str) -> str:
-    """Returns why a table is updated as a dense layer; ``line`` ends with ``*`` if it is an L2 term."""
-    if line.endswith("*"):
-        return f"{line[:-1]} is an L2 term over all rows, {_PENALTIES[kind]}"
-    return line
 
 
 def updated_parameters(

@@ -1,11 +1,10 @@
-"""Verification: compares captured steps with eager ones on the same batch, for as long as the training lasts.
+"""Verification: compares captured steps with eager ones on the same batch: the first ones, and some later.
 
 step_difference(): names what differs by more than rounding.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -22,8 +21,10 @@ from torchrec_ext.capture.memory import StepMemory, UpdatedParameter
 from torchrec_ext.capture.policy import CapturePolicy
 from torchrec_ext.observe.state_copy import random_state, set_random_state
 
-_CHECKED = 0.01  # of the time since the capture goes to comparing steps with eager ones; as much after pauses
-_PAUSE_S = 0.1  # between two steps
+# Of so many captured steps one is compared, and of so many one that follows a reader: whoever evaluates or saves may
+# have changed what no guard sees.
+_EVERY = 1_000
+_EVERY_READ = 100
 
 
 class Verification:
@@ -39,44 +40,30 @@ class Verification:
         self._user_step = user_step
         self._policy = policy
         self._steps = steps
-        self._began = self._last = time.perf_counter()
-        self._is_after_pause = False
-        # of comparisons, by whether they followed a pause
-        self._seconds = {False: 0.0, True: 0.0}
+        self._number = 0  # of captured steps
+        self._last = 0  # number of the one compared last
+        self._updates = 0  # of all rows, for readers, as of the last step
+        self._after_reads = 0  # comparisons
 
     def begin(self, update: CapturedUpdate, key: Any, *, is_first: bool) -> None:
         """Plans the comparisons that follow the capture of a graph."""
         update.unverified[key] = self._steps if is_first else min(self._steps, 1)
-        self._began = time.perf_counter()
-
-    def end_step(self) -> None:
-        """Notes when a step ended: a pause may follow."""
-        self._last = time.perf_counter()
 
     def snapshot(
-        self, update: CapturedUpdate, key: Any, call: Any, *, after_eager: bool
+        self, update: CapturedUpdate, key: Any, call: StepCall
     ) -> Snapshot | None:
-        """Returns copies to take the next captured step back, or None if it is not compared.
-
-        Args:
-            update: the captured steps.
-            key: key of the graph.
-            call: the call of the graph.
-            after_eager: whether the step before was eager.
-        """
-        if update.unverified[key] or self._is_due(update, after_eager=after_eager):
-            return Snapshot(update.memory, call.outer())
-        return None
-
-    def _is_due(self, update: CapturedUpdate, *, after_eager: bool) -> bool:
-        """Whether time is left for a comparison: somebody may have changed things since, above all in a pause."""
-        now = time.perf_counter()
-        # Rows were behind after the last captured step, so somebody has read them.
-        is_read = not (update.lag.active or after_eager)
-        self._is_after_pause = is_read or now - self._last > _PAUSE_S
-        return bool(self._steps) and self._seconds[self._is_after_pause] < _CHECKED * (
-            now - self._began
-        )
+        """Returns copies to take the next captured step back, or None if it is not compared."""
+        self._number += 1
+        is_read = update.lag.count != self._updates
+        self._updates = update.lag.count
+        if not update.unverified[key]:
+            is_read &= self._after_reads * _EVERY_READ <= self._number
+            is_due = is_read or self._number - self._last >= _EVERY
+            if not (self._steps and is_due):
+                return None
+            self._after_reads += is_read
+        self._last = self._number
+        return Snapshot(update.memory, call.outer())
 
     def compare(
         self, captured: StepComparison, batch: AnyBatch
@@ -86,7 +73,6 @@ class Verification:
         Returns:
             Loss and output of the eager step, and what differs by more than rounding; empty if nothing does.
         """
-        began = time.perf_counter()
         user_step = self._user_step
         update = captured.update
         memory = update.memory
@@ -122,8 +108,6 @@ class Verification:
                 far = far or f"'{name}', which has a gradient now and had none before"
         if not far and update.unverified[captured.key]:
             update.unverified[captured.key] -= 1
-        elif not far:
-            self._seconds[self._is_after_pause] += time.perf_counter() - began
         return eager, far
 
     def _response_to_rounding(
@@ -332,7 +316,6 @@ def response_to_rounding(
     first: dict[str, Tensor] = {}
     noise: dict[str, float] = {}
     try:
-        write_back(memory, outer, before)
         for run in range(1 + _SHIFTS):
             write_back(memory, outer, before)
             begun = dict(before)

@@ -57,11 +57,10 @@ class CapturePolicy:
     Args:
         compile: ``auto`` captures if it pays, ``require`` captures after two eager steps, ``off`` never.
         note: receives each note for the user once.
-        patience: eager steps of a rare shape of batch before it is captured too; by default :data:`PATIENCE`.
 
     Attributes:
         compile: see above.
-        patience: see above; 0 unless ``compile`` is ``auto``.
+        patience: eager steps of a rare shape of batch before it is captured too; 0 unless ``compile`` is ``auto``.
         reason: why steps stay eager; empty while that is open.
         since: number of the first captured step.
         is_decided: whether the choice is made, so that no more eager steps are watched.
@@ -74,13 +73,9 @@ class CapturePolicy:
         self,
         compile: Compile,  # noqa: A002 -- the setting's name
         note: Callable[[str], None],
-        *,
-        patience: int | None = None,
     ) -> None:
         self.compile: Compile = compile
-        self.patience = 0
-        if compile == "auto":
-            self.patience = PATIENCE if patience is None else patience
+        self.patience = PATIENCE if compile == "auto" else 0
         self.reason = ""
         self._note = note
         self._notes: set[str] = set()

@@ -17,7 +17,6 @@ from torchrec_ext.diagnose.findings import (
     LineFacts,
     Remedy,
     Round,
-    Size,
     gain_of,
     in_ms,
     size_of,
@@ -160,7 +159,6 @@ def finding_of(
     evidence: Sequence[str],
     remedies: Sequence[Remedy],
     seconds: Callable[[Round], float],
-    size: Size | None = None,
 ) -> Finding:
     """Makes a finding; its cost is the median over rounds of its share of an iteration."""
     cost = facts.share(seconds)
@@ -170,6 +168,6 @@ def finding_of(
         evidence=tuple(evidence),
         remedies=tuple(remedies),
         cost=cost,
-        size=size or size_of(cost),
+        size=size_of(cost),
         least=gain_of(facts.shares(seconds)).low if facts.rounds else 0.0,
     )

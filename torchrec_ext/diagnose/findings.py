@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Literal, NamedTuple
 
 Round = Mapping[str, float]
-Size = Literal["large", "medium", "small", "offer"]
+Size = Literal["large", "medium", "small"]
 LARGE, MEDIUM, LEAST = 0.33, 0.15, 0.05  # shares of an iteration
 # A gain below it is none: nobody should spend an afternoon on 5 %.
 UNDER = 1.05
@@ -80,7 +80,7 @@ class LineFacts:
         seconds: sampled seconds of an iteration at this line, and in what it calls that is not the user's.
         ops: aten ops that it makes.
         op_s: seconds inside of these.
-        sync_ops: ops of these that bring values to Python, or that feed ops of this line that do.
+        sync_ops: ops of these that bring values to Python, and up to ten others for each.
     """
 
     name: str
@@ -109,11 +109,11 @@ class TableFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class WideOps:
-    """A line with ops over all rows of a table of which few are read, or over all items of a catalogue.
+    """A line with ops over all rows of a table of which few are read.
 
     Args:
         line: the user's line.
-        rows: rows of the table, or items.
+        rows: rows of the table.
         read: rows that a step looks up.
         seconds: seconds of a step inside of these ops.
         backward_s: seconds inside of such ops in backward.
@@ -159,16 +159,6 @@ class Between:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankWaits:
-    """Seconds of an iteration of a rank: in its batch, blocked in its step, and computing."""
-
-    rank: int
-    data_s: float
-    blocked_s: float
-    compute_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Facts:
     """Results of the experiments on a step.
 
@@ -188,13 +178,12 @@ class Facts:
         op_lines: the user's lines that make most ops, with their number.
         syncs: ops of a step that bring a value to Python, on a GPU all that wait for it.
         sync_lines: the user's lines that do so, with their number.
-        sync_ops: these, and ops of the same lines that feed them.
+        sync_ops: these, and up to ten other ops of the same lines for each.
         op_s: seconds of a step inside of ops; 0 if unknown.
         work_s: seconds of these that ops on many numbers take beyond an op on few of them.
         lines: the user's lines at which most of an iteration goes, as sampled.
         sampled_s: seconds of an iteration while lines were sampled.
         whole_tables: lines that work on all rows of a table of which few are read.
-        all_items: softmaxes over many items.
         double_s: seconds of a step inside of ops of 64-bit floats.
         double_line: the user's line that takes most of these.
         modes: debugging modes of autograd that are on.
@@ -211,7 +200,6 @@ class Facts:
         cores: cores that this process may use.
         busy: cores that others kept busy; None if unknown.
         between: calls between steps.
-        ranks: waits of every rank, in order; empty for one process alone.
         seconds: seconds of the wall clock that the experiments took.
         not_measured: reasons by experiment that is missing.
         notes: what else a reader must know, one sentence each.
@@ -232,7 +220,6 @@ class Facts:
     lines: Sequence[LineFacts] = ()
     sampled_s: float = 0.0
     whole_tables: Sequence[WideOps] = ()
-    all_items: Sequence[WideOps] = ()
     double_s: float = 0.0
     double_line: str = ""
     modes: Sequence[str] = ()
@@ -249,7 +236,6 @@ class Facts:
     cores: int = 1
     busy: float | None = None
     between: Sequence[Between] = ()
-    ranks: Sequence[RankWaits] = ()
     seconds: float = 0.0
     not_measured: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: Sequence[str] = ()
@@ -347,8 +333,7 @@ class Finding:
         evidence: what was measured, a sentence each.
         remedies: what to do about it, the best first.
         cost: share of an iteration that would go with the cause.
-        size: ``large`` from a third of an iteration on, ``medium`` from .15, else ``small``; ``offer`` for what is no
-            fault but changes the mathematics.
+        size: ``large`` from a third of an iteration on, ``medium`` from .15, else ``small``.
         least: the share that three of four rounds reach; 0 if rounds do not measure it.
     """
 

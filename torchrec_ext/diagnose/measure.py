@@ -1,10 +1,9 @@
-"""measure(): all experiments on a loop of one process; rank_waits(): the waits of several ranks in their own loop."""
+"""measure(): all experiments on a loop of one process."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from torchrec_ext.diagnose.batches import row_count
@@ -21,9 +19,7 @@ from torchrec_ext.diagnose.findings import (
     Facts,
     LineFacts,
     LoaderFacts,
-    RankWaits,
     Round,
-    in_ms,
 )
 from torchrec_ext.diagnose.loop import (
     TrainingLoop,
@@ -42,7 +38,6 @@ from torchrec_ext.diagnose.variants import (
     worker_turns,
 )
 from torchrec_ext.observe.clock import busy_elsewhere
-from torchrec_ext.observe.files import FilesWritten
 from torchrec_ext.observe.machine import compiled_graphs, device_spans, device_use
 from torchrec_ext.observe.user_lines import described
 
@@ -51,16 +46,11 @@ SAMPLE_S = 1.5
 # A table is small with so many rows for each id that a step reads, and is made so for
 # the experiment.
 _SMALL_TABLE = 5
-# Times the usual batch, and seconds, from which on the longest one is named.
-_BURST, _BURST_S = (10, 0.05)
 _LINES = 20  # that are kept
-_RANK_STEPS = 16  # iterations of several ranks
 Calls = Mapping[str, tuple[Callable[[], object], int]]
 
 
-def measure(
-    loop: TrainingLoop, budget_s: float, between: Calls, files: FilesWritten
-) -> Facts:
+def measure(loop: TrainingLoop, budget_s: float, between: Calls) -> Facts:
     """Makes all experiments of one process."""
     began = time.perf_counter()
     busy_cores = busy_elsewhere()
@@ -103,10 +93,9 @@ def measure(
                 f"torch.compile made {graphs} graphs during steps whose batches have one shape; drop_last=True and "
                 "dynamic=True keep it from that"
             )
-        lines, sampled_s = _sample_lines(loop, counted, files)
+        lines, sampled_s = _sample_lines(loop, counted)
     else:
         rounds = data_alone(loop, budget_s)
-    loop.notes += _burst_notes(loop.source.seconds, rounds)
     worker = _time_worker(loop, rounds)
     runs = _time_between(loop, between)
     kernels, device_busy = _watch_device(loop, rounds)
@@ -174,7 +163,6 @@ def _with_seconds_of_ops(facts: Facts, loop: TrainingLoop, counted: Counted) -> 
         work_s=factor * counted.sizes.work(),
         product_s=factor * counted.product_s,
         whole_tables=counted.sizes.whole_tables(rows, factor),
-        all_items=counted.sizes.all_items(factor),
         double_s=factor * sum(double.values()),
         double_line=max(double, key=double.__getitem__, default=""),
         lines=[
@@ -184,7 +172,7 @@ def _with_seconds_of_ops(facts: Facts, loop: TrainingLoop, counted: Counted) -> 
 
 
 def _sample_lines(
-    loop: TrainingLoop, counted: Counted, files: FilesWritten
+    loop: TrainingLoop, counted: Counted
 ) -> tuple[Sequence[LineFacts], float]:
     """Returns the user's lines with the most time, and the seconds of an iteration."""
     missing = loop.not_measured
@@ -199,8 +187,6 @@ def _sample_lines(
     def sample() -> Round:
         nonlocal seconds
         samples, iterations = sampled(loop, SAMPLE_S)
-        # torch.save opens its file in C++, of which Python's audit hook hears nothing.
-        files.paths |= samples.saved
         seconds = sum(samples.seconds.values()) / iterations
         for (phase, line), spent in samples.seconds.items():
             # A line without a text is none of the user's, such as that of garbage
@@ -291,47 +277,3 @@ def _parameters_of(optimizers: Sequence[Optimizer]) -> dict[int, Any]:
         for group in optimizer.param_groups:
             parameters |= {id(parameter): parameter for parameter in group["params"]}
     return parameters
-
-
-def _burst_notes(seconds: Sequence[float], rounds: Sequence[Round]) -> list[str]:
-    """Notes a batch that took many times the usual one: a loader that reads ahead also fills up between rounds."""
-    usual = statistics.median([each.get("data", 0.0) for each in rounds] or [0.0])
-    longest = max(seconds, default=0.0)
-    if longest <= max(_BURST * usual, _BURST_S):
-        return []
-    return [
-        f"the longest of {len(seconds):,} batches took {in_ms(longest)}, their mean is "
-        f"{in_ms(statistics.fmean(seconds))}: the loader works in bursts, of which rounds see a part; "
-        "time a whole epoch too"
-    ]
-
-
-def rank_waits(loop: TrainingLoop) -> list[RankWaits]:
-    """Runs the ranks' own loop, and returns the waits of each."""
-    if loop.cuda:
-        raise ValueError(
-            "why_slow on several ranks with CUDA: kernels wait there, and no thread; use torch.profiler on each rank"
-        )
-    loop.iterate()
-    loop.iterate()
-    data = []
-    blocked = []
-    computed = []
-    for _ in range(_RANK_STEPS):
-        cpu_s = time.thread_time()
-        parts = loop.iterate()
-        # What the thread computed in a batch is that batch's.
-        cpu_s = time.thread_time() - cpu_s - (parts["data"] - parts["sleep"])
-        compute_s = min(parts["step"], max(0.0, cpu_s))
-        data.append(parts["data"])
-        computed.append(compute_s)
-        blocked.append(parts["step"] - compute_s)
-    own = RankWaits(
-        rank=dist.get_rank(),
-        data_s=statistics.median(data),
-        blocked_s=statistics.median(blocked),
-        compute_s=statistics.median(computed),
-    )
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
-    return gathered

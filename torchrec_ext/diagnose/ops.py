@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from torchrec_ext.diagnose.findings import TableFacts, WideOps
-from torchrec_ext.diagnose.loop import calls_of_autograd
 from torchrec_ext.observe.ops import tensors_in, waits_for_device
 from torchrec_ext.observe.reached import every_module, named_modules
 from torchrec_ext.observe.user_lines import SampledLine, lines_of, owner_of, stack_of
@@ -47,22 +46,27 @@ _LOOK_UP_BACKWARDS = (
     "_index_put_impl_",
     "new_zeros",
 )
-_SOFTMAX = ("_log_softmax", "_softmax", "logsumexp")
 _PRODUCTS = set(flop_registry)
-# Entries from which on a dimension may be a table's or a catalogue's.
+# Entries from which on a dimension may be a table's.
 _LARGE_SIZE = 2_048
 _FEW = 1_024  # numbers on which an op does no work worth mention
 _WHOLE = 5  # a step reads few rows of a table that has so many times as many
+_FEEDING = 10  # ops of a line that feed a value which it brings to Python, at most
 _COUNTING_S = 1.0  # seconds of counted steps after which none is counted again
 
 
 @dataclasses.dataclass
 class OpsOfLine:
-    """The ops of a line in a step, seconds inside of them, and those that only feed values to Python."""
+    """The ops of a line in a step, seconds inside of them, and those that bring values to Python."""
 
     ops: int = 0
     seconds: float = 0.0
-    feeding: int = 0
+    syncs: int = 0
+
+    @property
+    def feeding(self) -> int:
+        """The ops that bring values to Python, and those of this line that are taken to feed them."""
+        return min(self.ops, (1 + _FEEDING) * self.syncs)
 
 
 class Sizes:
@@ -77,8 +81,6 @@ class Sizes:
         self._looked_up: Counter[int] = Counter()  # ids by rows of their tensor
         # Seconds of ops on a floating tensor of so many rows, by line.
         self._by_rows: defaultdict[tuple[int, str], float] = defaultdict(float)
-        self._by_size: defaultdict[int, float] = defaultdict(float)
-        self._softmax: dict[int, str] = {}
         # Rows that a sparse product mixes, so that each row needs the others.
         self._mixed: set[int] = set()
         self._few: list[float] = []
@@ -122,14 +124,6 @@ class Sizes:
             ):
                 for count in rows:
                     self._by_rows[count, line] += seconds
-        if name in _SOFTMAX and tensors[0].dim():
-            # logsumexp takes a list of dimensions.
-            dimension = args[1][0] if isinstance(args[1], list) else args[1]
-            self._softmax.setdefault(tensors[0].shape[dimension], line)
-        # A set, because an op counts once for a size that several of its tensors have.
-        for size in set(chain.from_iterable(each.shape for each in tensors)):
-            if size >= _LARGE_SIZE:
-                self._by_size[size] += seconds
         # A single number, such as a Python float, makes no op a 64-bit one.
         if any(each.dtype == torch.float64 and each.numel() > 1 for each in tensors):
             self.double[line] += seconds
@@ -169,14 +163,6 @@ class Sizes:
                 )
         return found
 
-    def all_items(self, factor: float) -> list[WideOps]:
-        """Returns the softmaxes over many items."""
-        return [
-            WideOps(line=line, rows=size, seconds=factor * self._by_size[size])
-            for size, line in self._softmax.items()
-            if size >= _LARGE_SIZE
-        ]
-
 
 class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts and times the aten ops of a step by the user's lines, its products, and the look-ups of its tables.
@@ -208,9 +194,6 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reads: Counter[nn.Module] = Counter()
         self.modes: set[str] = set()
         self.autocast_line = ""
-        self._flow = Flow()
-        self._line_of_op: list[OpsOfLine] = []
-        self._sync_ops: list[int] = []
         self._thread = threading.get_ident()
 
     def __torch_dispatch__(
@@ -232,8 +215,6 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ops_of_line = self.by_line.setdefault(users_line, OpsOfLine())
         ops_of_line.ops += 1
         ops_of_line.seconds += seconds
-        self._line_of_op.append(ops_of_line)
-        number = self._flow.add(func, (args, kwargs), result)
         packet = func._overloadpacket
         of_torch = line in ("backward", "optimizer")
         # The mode sees ops of both devices, and a model may have parts on the CPU.
@@ -245,7 +226,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
             waits = packet.__name__ in _TO_PYTHON and not of_torch
         if waits:
             self.syncs[users_line.name] += 1
-            self._sync_ops.append(number)
+            ops_of_line.syncs += 1
         inputs = [each for each in args if isinstance(each, Tensor)]
         is_recorded = torch.is_grad_enabled() and any(
             each.requires_grad for each in inputs
@@ -269,7 +250,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def watching(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Notes the look-ups of tables and the starts of backward meanwhile."""
+        """Notes the look-ups of tables meanwhile."""
 
         def read(module: nn.Module, args: Any, kwargs: Any) -> None:
             ids = ids_in(args, kwargs)
@@ -277,7 +258,6 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.reads[module] += ids.numel()
 
         with ExitStack() as stack:
-            stack.enter_context(calls_of_autograd(self._flow.using))
             autocast = stack.enter_context(AutocastLine())
             tables = {}
             # Two roots may hold one module, whose ids count once.
@@ -289,8 +269,6 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 stack.callback(hook.remove)
             yield
         self.autocast_line = autocast.name
-        for number in self._flow.feeding(self._sync_ops):
-            self._line_of_op[number].feeding += 1
 
     def tables(self, modules: Sequence[nn.Module]) -> list[tuple[TableFacts, Any]]:
         """Returns the tables that were read, with their modules."""
@@ -339,87 +317,6 @@ class AutocastLine(TorchFunctionMode):
         if not self.name and any(enabled):
             self.name = lines_of(stack_of(sys._getframe(1)))[1].name
         return func(*args, **(kwargs or {}))
-
-
-class Flow:
-    """The flow of results from op to op in a step.
-
-    Ops are numbered in their order. A tensor is recognised by its Python object and its storage together, since Python
-    and torch use each of them again. A tensor that no op was seen to return, such as one that autograd has saved,
-    counts as the result of every op that wrote to its storage.
-    """
-
-    def __init__(self) -> None:
-        self._readers: list[set[int]] = []  # by op
-        self._used: set[int] = set()  # ops whose results are read by more than ops
-        self._results: dict[
-            int, tuple[int, int]
-        ] = {}  # storage and op by id of a tensor
-        self._writers: dict[int, list[int]] = {}  # ops by storage
-
-    def add(self, func: Any, arguments: Any, result: Any) -> int:
-        """Adds an op, and returns its number."""
-        number = len(self._readers)
-        self._readers.append(set())
-        inputs = tensors_in(arguments)
-        outputs = tensors_in(result)
-        for tensor in inputs:
-            for writer in self._writers_of(tensor):
-                self._readers[writer].add(number)
-        objects = {id(tensor) for tensor in inputs}
-        storages = {_storage_of(tensor) for tensor in inputs}
-        writes = func._schema.is_mutable
-        if writes and not outputs:
-            self._used.add(number)
-        for tensor in outputs:
-            storage = _storage_of(tensor)
-            if writes and id(tensor) in objects:
-                # It writes into a parameter, or into a sum over steps, which outlives
-                # the step.
-                if storage not in self._writers:
-                    self._used.add(number)
-                self._writers.setdefault(storage, []).append(number)
-            # A view of an input is written by the writers of that.
-            elif storage not in storages:
-                self._writers[storage] = [number]
-            self._results[id(tensor)] = storage, number
-        return number
-
-    def _writers_of(self, tensor: Tensor) -> list[int]:
-        storage = _storage_of(tensor)
-        storage_of_result, number = self._results.get(id(tensor), (0, 0))
-        # Python uses the id of a dead tensor again, so its storage must be the same
-        # too.
-        if storage_of_result == storage:
-            return [number]
-        return self._writers.get(storage, [])
-
-    def using(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function that also notes its tensors as used outside of ops."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            for tensor in tensors_in((args, kwargs)):
-                self._used.update(self._writers_of(tensor))
-            return function(*args, **kwargs)
-
-        return call
-
-    def feeding(self, last: Collection[int]) -> set[int]:
-        """Returns these ops, and all ops whose results only they and each other read."""
-        ops = set(last)
-        for number in reversed(range(len(self._readers))):
-            readers = self._readers[number]
-            if readers and readers <= ops and number not in self._used:
-                ops.add(number)
-        return ops
-
-
-def _storage_of(tensor: Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except NotImplementedError:
-        # it has none, as a sparse one and that of a function transform
-        return id(tensor)
 
 
 def count_ops(call: Callable[[], object], modules: Sequence[nn.Module]) -> Counted:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import Any
 
-from torchrec_ext.diagnose.findings import Facts, Finding, Gain, gain_of
+from torchrec_ext.diagnose.findings import Facts, Gain, gain_of
 from torchrec_ext.diagnose.trials import trials
 from torchrec_ext.diagnose.verdicts import findings, too_noisy
 
@@ -26,26 +26,20 @@ class Diagnosis:
     Args:
         facts: what was measured.
         compare: times the step as it was and another one; None if nothing can be run any more.
-        rank: rank that holds it. The pages of other ranks than 0 are empty, so that a program prints it once.
 
     Attributes:
-        findings: causes of lost time, the greatest first; then offers, which change the mathematics.
+        findings: causes of lost time, the greatest first.
         trials: changes that were run, with their gains.
         noisy: why there is no verdict; empty if there is one.
         batches: what to train on afterwards; the batches as given, but for an iterator.
     """
 
-    def __init__(
-        self, facts: Facts, compare: Compare | None = None, rank: int = 0
-    ) -> None:
+    def __init__(self, facts: Facts, compare: Compare | None = None) -> None:
         self.facts = facts
         self._compare = compare
-        self._rank = rank
         self.findings = findings(facts)
         self.trials = trials(facts)
-        self.noisy = ""
-        if not facts.ranks:
-            self.noisy = too_noisy(facts) if facts.rounds else "nothing was measured"
+        self.noisy = too_noisy(facts) if facts.rounds else "nothing was measured"
         self.batches: Iterable[Any] = ()
 
     @property
@@ -53,14 +47,14 @@ class Diagnosis:
         """The cause with the largest cost, if that is .15 of an iteration or more.
 
         It is ``loader_waits``, ``loader_rows``, ``launches``, ``untouched_rows``, ``host_syncs``, ``threads``,
-        ``your_line``, ``between_steps`` or ``ranks``; ``products`` where nothing is wrong, and the step is its own
+        ``your_line`` or ``between_steps``; ``products`` where nothing is wrong, and the step is its own
         work. ``noisy`` where nothing can be said, ``step failed`` if the step could not be run, and ``loop failed`` if
         it raised later.
         """
         for name in ("step", "loop"):
             if name in self.facts.not_measured:
                 return f"{name} failed"
-        if self.noisy or not (self.facts.ranks or self.facts.has("step")):
+        if self.noisy or not self.facts.has("step"):
             return "noisy"
         for finding in self.findings:
             if finding.size in ("large", "medium"):
@@ -83,11 +77,11 @@ class Diagnosis:
             seconds: seconds of the wall clock for the turns.
 
         Raises:
-            ValueError: this diagnosis holds no program, or several ranks measured it.
+            ValueError: this diagnosis holds no program.
         """
         if self._compare is None:
             raise ValueError(
-                "realised: this diagnosis holds no program, only facts; call why_slow again, in one process"
+                "realised: this diagnosis holds no program, only facts; call why_slow again"
             )
         turns = self._compare(step, batches, seconds)
         return gain_of([before / after for before, after in turns])
@@ -104,7 +98,7 @@ class Diagnosis:
         return json.dumps(values, default=str)
 
     def __str__(self) -> str:
-        return "\n".join(_page(self)) if self._rank == 0 else ""
+        return "\n".join(_page(self))
 
 
 def _page(diagnosis: Diagnosis) -> list[str]:
@@ -113,7 +107,8 @@ def _page(diagnosis: Diagnosis) -> list[str]:
     if diagnosis.noisy:
         lines += ["", *_wrapped(diagnosis.noisy)]
     for number, finding in enumerate(diagnosis.findings, 1):
-        lines += ["", f"{number}. {finding.title} ({_size(finding)})"]
+        cost = f"{finding.size}, {finding.cost:.0%} of an iteration"
+        lines += ["", f"{number}. {finding.title} ({cost})"]
         for sentence in finding.evidence:
             lines += _wrapped(sentence, "   ")
         for remedy in finding.remedies:
@@ -148,12 +143,6 @@ def _not_measured(facts: Facts) -> list[str]:
     return [f"{', '.join(each)}: {why}" for why, each in names.items()]
 
 
-def _size(finding: Finding) -> str:
-    if finding.size == "offer":
-        return "offer"
-    return f"{finding.size}, {finding.cost:.0%} of an iteration"
-
-
 def _headline(diagnosis: Diagnosis) -> str:
     text = _cause(diagnosis)
     facts = diagnosis.facts
@@ -172,10 +161,6 @@ def _cause(diagnosis: Diagnosis) -> str:
         return "no verdict"
     if diagnosis.verdict != "products":
         return diagnosis.findings[0].title
-    if facts.ranks:
-        return "nothing is wrong: no rank waits for another one"
-    if diagnosis.findings and diagnosis.findings[0].size == "offer":
-        return f"no fault, and an offer: {diagnosis.findings[0].title}"
     faster = [each.name for each in diagnosis.trials if each.gain.helps == "yes"]
     if faster:
         return f"no cause stands out, and it is faster with: {', '.join(faster)}"

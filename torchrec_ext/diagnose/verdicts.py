@@ -28,11 +28,9 @@ from torchrec_ext.diagnose.findings import (
     Remedy,
     gain_of,
     in_ms,
-    size_of,
 )
 from torchrec_ext.diagnose.trials import ADOPT, WORKER
 from torchrec_ext.diagnose.your_line import (
-    all_items,
     debug_mode,
     double_floats,
     garbage,
@@ -43,7 +41,6 @@ from torchrec_ext.diagnose.your_line import (
 
 NOISY = 0.6  # spread of iterations above which there is no verdict
 _IDLE = 0.3  # cores that others may keep busy where threads of this process have theirs
-_RANKS = "docs/parallel.md"  # the page about several ranks
 
 
 def loader_waits(facts: Facts) -> Finding | None:
@@ -304,48 +301,6 @@ def between_steps(facts: Facts) -> Finding | None:
     )
 
 
-def ranks(facts: Facts) -> Finding | None:
-    """Ranks wait for one of them, or exchange for long."""
-    if len(facts.ranks) < 2:
-        return None
-    own = [each.data_s + each.compute_s for each in facts.ranks]
-    whole = fmean(each.data_s + each.blocked_s + each.compute_s for each in facts.ranks)
-    slow = max(range(len(own)), key=own.__getitem__)
-    others = [seconds for rank, seconds in enumerate(own) if rank != slow]
-    more = own[slow] - median(others)
-    blocked = median(
-        [each.blocked_s for each in facts.ranks if each.rank != slow] or [0.0]
-    )
-    cost = min(more, blocked) / whole
-    advice = f"give each rank the same rows and ids; {_RANKS} has the page about several ranks"
-    if cost >= MEDIUM:
-        rank = facts.ranks[slow]
-        rest = [each for each in facts.ranks if each.rank != slow]
-        late = rank.data_s - median([each.data_s for each in rest])
-        where = "its batches" if late > 0.5 * more else "its step"
-        title = f"the other ranks wait for rank {slow}: {where} take longer"
-    else:
-        cost = fmean(each.blocked_s for each in facts.ranks) / whole
-        title = "the ranks exchange, and none of them is late"
-        advice = f"exchange less often or fewer bytes; {_RANKS} has the page about several ranks"
-    if cost < LEAST:
-        return None
-    evidence = [
-        f"rank {each.rank}: {in_ms(each.data_s)} in its batch, {in_ms(each.compute_s)} computing, "
-        f"{in_ms(each.blocked_s)} blocked in its step"
-        for each in facts.ranks[:8]
-    ]
-    return Finding(
-        cause="ranks",
-        title=title,
-        evidence=tuple(evidence),
-        remedies=(Remedy(name=advice, changes=Change.OTHER),),
-        cost=cost,
-        size=size_of(cost),
-        least=cost,
-    )
-
-
 CAUSES: tuple[Callable[[Facts], Finding | None], ...] = (
     debug_mode,
     loader_waits,
@@ -360,26 +315,23 @@ CAUSES: tuple[Callable[[Facts], Finding | None], ...] = (
     garbage,
     slow_autocast,
     between_steps,
-    ranks,
-    all_items,
 )
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
-    """Returns the findings of at least a twentieth of an iteration, the largest first, offers last."""
-    found: list[tuple[tuple[bool, bool, float], Finding]] = []
+    """Returns the findings of at least a twentieth of an iteration, the largest first."""
+    found: list[tuple[tuple[bool, float], Finding]] = []
     for rule in CAUSES:
         finding = rule(facts)
         if finding is not None and finding.cost >= LEAST:
             # A debugging mode comes first: it lengthens what the other causes are
-            # measured by. Offers come last: they change what is learned.
-            order = finding.size == "offer", rule is not debug_mode, -finding.cost
-            found.append((order, finding))
+            # measured by.
+            found.append(((rule is not debug_mode, -finding.cost), finding))
     return tuple(finding for _, finding in sorted(found, key=lambda each: each[0]))
 
 
 def faults(facts: Facts) -> list[Finding]:
-    """Returns the findings of .15 of an iteration and more, without offers."""
+    """Returns the findings of .15 of an iteration and more."""
     return [each for each in findings(facts) if each.size in ("large", "medium")]
 
 

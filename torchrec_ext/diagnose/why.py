@@ -29,13 +29,12 @@ from torchrec_ext.diagnose.loop import (
     TrainingLoop,
     steps_of_turn,
 )
-from torchrec_ext.diagnose.measure import Calls, measure, rank_waits
+from torchrec_ext.diagnose.measure import Calls, measure
 from torchrec_ext.diagnose.report import Compare, Diagnosis
 from torchrec_ext.diagnose.variants import (
     IDLE,
 )
 from torchrec_ext.observe.clock import ThreadClock, busy_elsewhere
-from torchrec_ext.observe.files import FilesWritten
 from torchrec_ext.observe.put_back import copy_mapping
 from torchrec_ext.observe.reached import content_of
 from torchrec_ext.observe.state_copy import StateCopy
@@ -51,9 +50,6 @@ class _WhySlow:
 
     Called with a model, its optimizer, ``loss(*batch)``, which returns the mean loss or a pair with it first, and the
     batches: an iterable such as a DataLoader. :meth:`step` takes any step function instead.
-
-    Several ranks call it in the same place. It then runs their own loop, and says from its waits whether they wait for
-    one of them.
 
     All that the step changes is put back bit for bit, see :class:`StateCopy`. The rounds take ``budget_s``
     seconds, the first four up to three times as long: without them there is no verdict. Some more are taken to count
@@ -196,41 +192,33 @@ def _diagnosed(
     roots = (*roots, *(function for function, _ in between.values()))
     # A list has no position in an epoch that would have to be put back.
     loader = None if isinstance(batches, list | tuple) else batches
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if captured is not None and num_ranks > 1:
+    if dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
-            f"capture=True on {num_ranks} ranks: adopt captures the step of one process; leave it out, or run one rank"
+            f"why_slow on {dist.get_world_size()} ranks: it diagnoses the step of one process; run one rank, and "
+            "read `ranks_wait` of a recipe's records, or take torch.profiler"
         )
-    files = FilesWritten()
     with ExitStack() as stack:
-        note = stack.enter_context(_threads_beside_others()) if num_ranks == 1 else ""
+        note = stack.enter_context(_threads_beside_others())
         state = StateCopy(*roots, loader=loader)
         stack.callback(state.restore)
         clock = stack.enter_context(ThreadClock())
-        stack.enter_context(files)
         loop = TrainingLoop(fn, batches, state, clock)
         loop.notes += filter(None, [note])
-        if num_ranks > 1:
-            facts = Facts(ranks=rank_waits(loop), notes=loop.notes)
-        else:
-            facts = measure(loop, budget_s, between, files)
-    notes = [*facts.notes, *filter(None, [files.note()]), *state.changed_data()]
+        facts = measure(loop, budget_s, between)
+    notes = [*facts.notes, *state.changed_data()]
     # By now the program has its own number of threads again.
     own_threads = torch.get_num_threads()
     facts = dataclasses.replace(facts, notes=notes, own_threads=own_threads)
-    compare: Compare | None = partial(
+    compare: Compare = partial(
         _compare,
         fn,
         loop.source.again(),
         (*roots, loader),
         between_s=facts.mean_between(),
     )
-    if captured is not None and compare is not None:
+    if captured is not None:
         facts = _with_captured(facts, captured, state, compare)
-    if num_ranks > 1:
-        compare = None
-    rank = dist.get_rank() if num_ranks > 1 else 0
-    diagnosis = Diagnosis(facts, compare, rank)
+    diagnosis = Diagnosis(facts, compare)
     diagnosis.batches = loop.source.handed_back()
     loop.source.close()
     return diagnosis

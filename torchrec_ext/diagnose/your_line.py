@@ -8,7 +8,6 @@ from functools import partial
 from statistics import fmean
 
 from torchrec_ext.diagnose.costs import (
-    beyond_ops,
     changed_seconds,
     changed_text,
     finding_of,
@@ -18,21 +17,18 @@ from torchrec_ext.diagnose.costs import (
     whole_table_seconds,
 )
 from torchrec_ext.diagnose.findings import (
-    LARGE,
     UNDER,
     Change,
     Facts,
     Finding,
     Remedy,
     Round,
-    Size,
     in_ms,
 )
 
 # Share of an iteration that such lines take together; what samples say of less is not
 # sure.
 _LEAST_LINES = 0.1
-_SAMPLED_ITEMS = 1_024  # items to which a softmax over all of them is compared
 
 
 def held(facts: Facts) -> Finding | None:
@@ -62,9 +58,8 @@ def _your_line(
     evidence: Sequence[str],
     remedy: Remedy,
     seconds: Callable[[Round], float],
-    size: Size | None = None,
 ) -> Finding:
-    return finding_of(facts, "your_line", title, evidence, [remedy], seconds, size)
+    return finding_of(facts, "your_line", title, evidence, [remedy], seconds)
 
 
 def debug_mode(facts: Facts) -> Finding | None:
@@ -182,24 +177,3 @@ def slow_autocast(facts: Facts) -> Finding | None:
         remedy,
         lambda each: each["step"] - changed_seconds(each, "no_autocast"),
     )
-
-
-def all_items(facts: Facts) -> Finding | None:
-    """A softmax over all items: an offer, since sampling some of them is another loss."""
-    if not facts.all_items or not facts.has("data", "step"):
-        return None
-    most = max(facts.all_items, key=lambda each: each.seconds)
-
-    def seconds(each: Round) -> float:
-        spent = most.seconds * beyond_ops(facts, each)
-        return (1 - _SAMPLED_ITEMS / most.rows) * min(each["step"], spent)
-
-    if facts.share(seconds) < LARGE:
-        return None
-    evidence = f"ops over {most.rows:,} items take {in_ms(most.seconds)} of a step"
-    remedy = Remedy(
-        name=f"score the positive and {_SAMPLED_ITEMS:,} sampled items, with the logQ correction",
-        changes=Change.OTHER,
-    )
-    title = f"{most.line}: a softmax over {most.rows:,} items is most of the step"
-    return _your_line(facts, title, [evidence], remedy, seconds, "offer")

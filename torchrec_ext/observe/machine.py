@@ -10,8 +10,6 @@ import torchrec_ext.needs_torch  # noqa: F401
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from torchrec_ext.observe.intervals import length, union
-
 
 def device_use(spans: Collection[tuple[float, float]]) -> float:
     """Returns the share of the time between the first and the last span inside of spans; 0 for none.
@@ -22,8 +20,13 @@ def device_use(spans: Collection[tuple[float, float]]) -> float:
     """
     if not spans:
         return 0.0
-    whole = max(end for _, end in spans) - min(start for start, _ in spans)
-    return length(union(spans)) / whole if whole else 0.0
+    first = min(spans)[0]
+    busy = 0.0
+    reached = first
+    for start, end in sorted(spans):
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return busy / (reached - first) if reached > first else 0.0
 
 
 def device_spans(call: Callable[[], object]) -> list[tuple[float, float]]:

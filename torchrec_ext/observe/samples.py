@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import sys
 import threading
@@ -12,8 +11,6 @@ from collections import defaultdict
 from pathlib import Path
 
 import torchrec_ext.needs_torch  # noqa: F401
-
-import torch
 
 from torchrec_ext.observe.user_lines import SampledLine, Stack, lines_of, stack_of
 
@@ -38,12 +35,10 @@ class Samples:
 
     Attributes:
         seconds: seconds by part (``data`` or ``step``) and line.
-        saved: files that ``torch.save`` was seen to write.
     """
 
     def __init__(self) -> None:
         self.seconds: defaultdict[tuple[str, SampledLine], float] = defaultdict(float)
-        self.saved: set[str] = set()
         self._stacks: defaultdict[Stack, float] = defaultdict(float)
         self._collected: defaultdict[Stack, float] = defaultdict(float)
         self._began = 0.0
@@ -96,10 +91,3 @@ class Samples:
             while due <= now:
                 due += generator.uniform(0.2, 1.8) * _SAMPLE_EVERY_S
             self._stacks[tuple(stack_of(frame))] += due - past
-            # The path that torch.save writes is an argument of its frame.
-            while frame is not None and frame.f_code is not torch.save.__code__:
-                frame = frame.f_back
-            if frame is not None and isinstance(
-                frame.f_locals.get("f"), str | os.PathLike
-            ):
-                self.saved.add(os.fspath(frame.f_locals["f"]))

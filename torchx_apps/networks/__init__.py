@@ -1,1 +1,1 @@
-"""The members of a grid: each an ordinary training, then a table and a picture of all."""
+"""The members of a grid: each an ordinary training, then a table of all."""

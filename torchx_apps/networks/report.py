@@ -1,4 +1,4 @@
-"""compare(): a table and a picture of several runs, from their own records; the best of them is named."""
+"""compare(): a table of several runs, from their own records; the best of them is named."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 from tabulate import tabulate
 
 from torchrec_ext.train.config import Record
-from torchrec_ext.train.report.figures import figure_with_panels, save_figure
 from torchx_apps.recipes.saved_job import CONFIG
 
 _LOWER_IS_BETTER = ("loss", "log_loss", "ne")
@@ -37,7 +36,6 @@ class Result:
         epochs: number of epochs that the run was trained for.
         validation: figures of each evaluation, with ``epoch`` and ``step``.
         test: figures on the test part, with the weights that the run ended with.
-        loss: training loss of each record, with ``epoch`` and ``step``.
         seconds: time from start to end in seconds.
         folder: the run folder.
         message: reason for an early end.
@@ -50,7 +48,6 @@ class Result:
     epochs: int = 0
     validation: list[Record] = field(default_factory=list)
     test: dict[str, float] = field(default_factory=dict)
-    loss: list[Record] = field(default_factory=list)
     seconds: float = 0.0
     folder: str = ""
     message: str = ""
@@ -58,11 +55,11 @@ class Result:
 
 
 def compare(runs: Sequence[Path], out: Path) -> Result | None:
-    """Prints the table of some runs, and writes it with the picture into a folder; returns the best run.
+    """Prints the table of some runs, and writes it into a folder; returns the best run.
 
     Args:
         runs: run folders; those without settings have not begun, and are left out with a note.
-        out: folder of ``results.txt``, ``results.json`` and ``networks.png``.
+        out: folder of ``results.txt`` and ``results.json``.
     """
     results = []
     for run in runs:
@@ -81,7 +78,6 @@ def compare(runs: Sequence[Path], out: Path) -> Result | None:
     out.mkdir(parents=True, exist_ok=True)
     _replace(out / "results.txt", text + "\n")
     _replace(out / "results.json", json.dumps(document, indent=2) + "\n")
-    draw(out / "networks.png", results)
     print(f"\n{text}\n")
     if best is not None:
         print(f"best: {best.name} (*), by {_how(results)}; run folder: {best.folder}")
@@ -90,7 +86,7 @@ def compare(runs: Sequence[Path], out: Path) -> Result | None:
         if result.ended == DIVERGED:
             print(f"{result.name}: {result.message}")
     print(
-        f"all run folders: {out} (table: results.txt, picture: networks.png)",
+        f"all run folders: {out} (table: results.txt)",
         flush=True,
     )
     return best
@@ -145,9 +141,6 @@ def result_of(
         epochs -= 1
     elif summary:
         ended = "stopped early" if last["kind"] == "stop" else "all epochs"
-    losses = []
-    for record in _of_kind(records, "train"):
-        losses.append({key: record[key] for key in ("epoch", "step", "loss")})
     return Result(
         name=run.name,
         settings=settings,
@@ -155,7 +148,6 @@ def result_of(
         epochs=epochs,
         validation=_of_kind(records, "eval"),
         test=dict(summary.get("test", {})),
-        loss=losses,
         seconds=summary.get("seconds", 0.0),
         folder=str(run),
         message=last.get("message", ""),
@@ -291,67 +283,3 @@ def _how(results: Sequence[Result]) -> str:
     if part == "test":
         return f"{part} {name}, as this set has no validation rows"
     return f"{part} {name}"
-
-
-def draw(path: Path, results: Sequence[Result]) -> None:
-    """Draws the training loss and every validation figure against epochs, with a line for each run.
-
-    A figure with one point of each run is drawn as bars. The title names the best.
-    """
-    from matplotlib import colormaps
-
-    best = best_of(results)
-    figures = _all_figures(results, "validation")
-    figure, axes = figure_with_panels(
-        1 + len(figures), (4.4 * (1 + len(figures)) + 2.2, 3.8)
-    )
-    if best is not None:
-        name, part, _ = chosen_by(results)
-        figure.suptitle(
-            f"best of {len(results)}: {best.name}, {part} {name} {_figures(best, part)[name]:.4f}"
-        )
-    colours = colormaps["viridis"].resampled(max(len(results), 2))
-    panels = {"training loss": [_loss_points(result) for result in results]}
-    for name in figures:
-        panels[f"{name}, validation"] = [_points(result, name) for result in results]
-    for axis, (title, curves) in zip(axes, panels.items(), strict=True):
-        are_bars = max(map(len, curves), default=0) == 1
-        for index, (result, points) in enumerate(zip(results, curves, strict=True)):
-            style = {"color": colours(index), "linewidth": 1.2, "label": result.name}
-            if result is best:
-                style |= {"linewidth": 2.6, "label": f"{result.name} *"}
-            epochs = [epoch for epoch, _ in points]
-            values = [value for _, value in points]
-            if are_bars:
-                # A run without the figure keeps its place.
-                bar = axis.bar([index], values or [0.0], **style)
-                axis.bar_label(bar, fmt="%.4f", fontsize=8)
-            else:
-                marker = "" if axis is axes[0] else "o"
-                axis.plot(epochs, values, marker=marker, markersize=3, **style)
-        axis.set(title=title, xlabel="" if are_bars else "epoch")
-        if are_bars:
-            axis.set_xticks([])
-    axes[-1].legend(
-        frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5)
-    )
-    new = path.with_name(f".{os.getpid()}.{path.name}")
-    save_figure(figure, new)
-    new.replace(path)
-
-
-def _points(result: Result, name: str) -> list[tuple[float, float]]:
-    """Returns a figure of each evaluation that has it, against epochs."""
-    return [
-        (record["epoch"], record[name])
-        for record in result.validation
-        if name in record
-    ]
-
-
-def _loss_points(result: Result) -> list[tuple[float, float]]:
-    """Returns the training loss of each record, against epochs."""
-    steps = max((record["step"] for record in result.loss), default=1) / max(
-        result.epochs, 1
-    )
-    return [(record["step"] / steps, record["loss"]) for record in result.loss]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,25 +16,10 @@ from torch.utils.data import (
 )
 
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.rows.law import NegativeDraws
-from torchrec_ext.adopt.rows.order import RowOrder
 from torchrec_ext.observe.put_back import copy_global_generators
 
-
-class DeclaredRows(Protocol):
-    """What is compared of :class:`Rows`, whose attributes these are."""
-
-    batch_size: int
-    num_rows: int
-    names: tuple[str, ...]
-    order: RowOrder
-    negatives: NegativeDraws | None
-
-    def batch(self, indices: Tensor, draws: Tensor | None = None) -> Any:
-        """Makes the batch of rows."""
-
-    def draw(self, indices: Tensor) -> Tensor | None:
-        """Returns the negatives of rows."""
+if TYPE_CHECKING:
+    from torchrec_ext.adopt.rows.rows import Rows
 
 
 # Where a batch holds the drawn ids, by its number of rows; see _places().
@@ -43,7 +28,7 @@ Places = dict[int, tuple[int, Tensor] | None]
 _AT_ONCE = 4096  # rows that are compared at a time, in whole batches of the loader
 
 
-def compare_rows(rows: DeclaredRows, loader: DataLoader[Any]) -> str:
+def compare_rows(rows: Rows, loader: DataLoader[Any]) -> str:
     """Compares rows with a loader; see :meth:`Rows.check`."""
     per_row = _check_settings(rows, loader)
     size = max(1, _AT_ONCE // rows.batch_size) * rows.batch_size
@@ -74,7 +59,7 @@ def compare_rows(rows: DeclaredRows, loader: DataLoader[Any]) -> str:
 _APART = "; a positive and its negatives come in one batch, which the loader shuffles"
 
 
-def _check_settings(rows: DeclaredRows, loader: DataLoader[Any]) -> int:
+def _check_settings(rows: Rows, loader: DataLoader[Any]) -> int:
     """Returns how many rows of the Dataset are one row: 1, or 1 + n with a row for each instance.
 
     Raises:
@@ -135,9 +120,7 @@ def _check_settings(rows: DeclaredRows, loader: DataLoader[Any]) -> int:
     return per_row
 
 
-def _compare(
-    rows: DeclaredRows, indices: Tensor, batch: Any, known_places: Places
-) -> None:
+def _compare(rows: Rows, indices: Tensor, batch: Any, known_places: Places) -> None:
     """Raises CannotAdopt if a batch of the loader is not the one of ``indices`` (B,), whatever was drawn."""
     theirs, structure = pytree.tree_flatten(batch)
     draws = None
@@ -160,7 +143,7 @@ def _is_flat(batch: Any, leaves: list[Any]) -> bool:
     return type(batch) in (tuple, list) and len(batch) == len(leaves)
 
 
-def _name(rows: DeclaredRows, number: int) -> str:
+def _name(rows: Rows, number: int) -> str:
     return rows.names[number] if rows.names else f"tensor {number}"
 
 
@@ -202,7 +185,7 @@ def _compare_tensor(name: str, indices: Tensor, our: Any, their: Any) -> None:
 
 
 def _drawn_ids(
-    rows: DeclaredRows, indices: Tensor, theirs: list[Any], known_places: Places
+    rows: Rows, indices: Tensor, theirs: list[Any], known_places: Places
 ) -> Tensor:
     """Returns the ids (B, n) that the loader's Dataset drew, read where a batch of ours holds its own.
 
@@ -242,7 +225,7 @@ def _drawn_ids(
     return drawn.long()
 
 
-def _places(rows: DeclaredRows, indices: Tensor) -> tuple[int, Tensor] | None:
+def _places(rows: Rows, indices: Tensor) -> tuple[int, Tensor] | None:
     """Returns the tensor of a batch that holds the drawn ids, and their flat positions (B x n,) in their order.
 
     None if no other ids could be drawn.

@@ -19,9 +19,7 @@ from torch import Tensor
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.data.negatives.in_step import TensorDraws
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
-from torchrec_ext.data.negatives.random import stream, uniform
 from torchrec_ext.data.negatives.samplers import (
-    PROPOSED,
     PopularityNegatives,
     RejectionNegatives,
     UniformNegatives,
@@ -41,7 +39,6 @@ class Law(ABC):
     draws: int = field(default=1, kw_only=True)
     exclude: Taken = field(default=None, kw_only=True)
     by: str | None = field(default=None, kw_only=True)
-    replace: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         if (
@@ -83,7 +80,6 @@ class Uniform(Law):
             that has the same ``user``. A mapping such as ``{user: {item, ...}}``: the items of the row's user. None:
             every item can be drawn, the positive too.
         by: column whose values are the keys of a mapping ``exclude``.
-        replace: whether a row's draws can hold an item twice, as in ``numpy.random.choice``.
 
     Raises:
         ValueError: ``draws`` is below 1.
@@ -91,8 +87,7 @@ class Uniform(Law):
 
     def text(self) -> str:
         """See :meth:`Law.text`."""
-        repeats = "with" if self.replace else "without"
-        return f"uniform, {repeats} repeats in a row"
+        return "uniform, with repeats in a row"
 
     def sampler(
         self, ids: Ids, users: Ids, items: Ids, columns: TensorColumns
@@ -128,10 +123,6 @@ class Popular(Law):
         self, ids: Ids, users: Ids, items: Ids, columns: TensorColumns
     ) -> RejectionNegatives:
         """See :meth:`Law.sampler`."""
-        if not self.replace:
-            raise CannotAdopt(
-                "Popular(replace=False): draws by popularity repeat; use Uniform, or __getitems__"
-            )
         numbers, there = numbers_of(ids, integers(columns, self.counted, "counted"))
         counts = np.bincount(numbers[there], minlength=len(ids) + 1)
         return PopularityNegatives(
@@ -301,45 +292,21 @@ class NegativeDraws:
         # A key above those of the pairs reads the row of the users who have taken
         # nothing, as -1 does.
         self.keys = self.exclusion.keys
-        counts = self.known.known(self.keys)
-        least = 1 if self.law.replace else self.count
-        short = len(self.ids) - counts < least
+        short = self.known.known(self.keys) == len(self.ids)
         if short.any():
-            row = int(short.argmax())
             raise CannotAdopt(
-                f"row {row} has {len(self.ids) - counts[row]} items left to draw from ({len(self.ids)} "
-                f"items, {self.exclusion.text}), {least} are needed: leave such rows out, or exclude less"
+                f"row {int(short.argmax())} has 0 items left to draw from ({len(self.ids)} items, "
+                f"{self.exclusion.text}): leave such rows out, or exclude less"
             )
 
     def draw(self, rows: Ids, epoch: int) -> Ids:
         """Returns (B, n) ids for ``rows`` (B,)."""
         keys = self.keys[rows]
-        if self.law.replace:
-            return self.ids[self._sampler.draw(keys, rows, epoch, self.count).ids - 1]
-        # Draws the j-th item among the free ones left by the draws before it; every
-        # order is as likely.
-        numbers = uniform(
-            stream(self._sampler.seed, epoch, PROPOSED),
-            rows[:, None],
-            np.arange(self.count),
-        )
-        free = self.known.free(keys)
-        ranks = np.empty((len(rows), self.count), np.int64)
-        for index in range(self.count):
-            free_left = free - index
-            rank = np.minimum(
-                (numbers[:, index] * free_left).astype(np.int64), free_left - 1
-            )
-            # From the least on: each item drawn before moves the free ones above it
-            # down by one.
-            for before in np.sort(ranks[:, :index], axis=1).T:
-                rank += rank >= before
-            ranks[:, index] = rank
-        return self.ids[self.known.nth_free(keys[:, None], ranks) - 1]
+        return self.ids[self._sampler.draw(keys, rows, epoch, self.count).ids - 1]
 
     def in_step(self) -> TensorDraws | None:
         """Returns the same draws as torch ops; None where numpy alone makes them."""
-        if not self.law.replace or not TensorDraws.fits(self._sampler):
+        if not TensorDraws.fits(self._sampler):
             return None
         assert isinstance(self._sampler, UniformNegatives)
         return TensorDraws(self._sampler, self.keys, self.ids, self.count)
@@ -353,15 +320,9 @@ class NegativeDraws:
         numbers, there = numbers_of(self.ids, drawn.reshape(-1))
         numbers = numbers.reshape(drawn.shape)
         taken = self.known.contains(self.keys[rows][:, None], numbers)
-        repeated = np.zeros(drawn.shape, np.bool_)
-        if not self.law.replace:
-            order = drawn.argsort(axis=1, kind="stable")
-            same = np.diff(np.take_along_axis(drawn, order, 1), axis=1) == 0
-            np.put_along_axis(repeated, order[:, 1:], same, 1)
         for is_wrong, what in (
             (~there.reshape(drawn.shape), f"is none of {describe_ids(self.ids)}"),
             (taken, "is excluded"),
-            (repeated, "is drawn twice in the row, with replace=False"),
         ):
             if is_wrong.any():
                 row, index = np.unravel_index(int(is_wrong.argmax()), drawn.shape)
