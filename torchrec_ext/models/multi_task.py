@@ -15,7 +15,7 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.models.tower_model import Loss, Prediction, TowerModel
 from torchrec_ext.modules.config import TaskRows
 from torchrec_ext.modules.interaction import InteractionLayer, TopMLP
-from torchrec_ext.modules.layers import Activation, BatchNorm, Normalization
+from torchrec_ext.modules.layers import Activation, Normalization, row_weights
 from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, OutOfRange
@@ -75,11 +75,11 @@ class MultiTaskTop(TopMLP):
         )
         self.serve = list(serve)
 
-    def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
+    def forward(self, outputs: list[Tensor]) -> Tensor:
         """Returns (B,) logits of the tasks to serve, from the towers' outputs; see :meth:`of_tasks`."""
         if self.serve == [0]:
-            return super().forward(outputs, weights)
-        return logit_of_product(self.of_tasks(outputs, weights)[:, self.serve])
+            return super().forward(outputs)
+        return logit_of_product(self.of_tasks(outputs)[:, self.serve])
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
         """Returns (B, N) logits of every query (B, D1) with every candidate (N, D2)."""
@@ -94,18 +94,14 @@ class MultiTaskTop(TopMLP):
         """The bias of each task's logit, (1,), in order."""
         return [*super().last_biases, *(head.bias for head in self.further)]  # type: ignore[list-item]
 
-    def of_tasks(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
+    def of_tasks(self, outputs: list[Tensor]) -> Tensor:
         """Returns (B, T) logits of the towers' outputs, (B, D) of any D each."""
         *layers, first = self.mlp
         hidden = self.activation(torch.cat(outputs, dim=1))
         # Layer by layer, because TorchRec's pipelines trace modules of the model, and a
         # slice of a Sequential is none.
         for layer in layers:
-            hidden = (
-                layer(hidden, weights)
-                if isinstance(layer, BatchNorm)
-                else layer(hidden)
-            )
+            hidden = layer(hidden)
         logits = [head(hidden) for head in (first, *self.further)]
         return torch.cat(logits, dim=1)
 
@@ -219,10 +215,10 @@ class MultiTaskModel(TowerModel):
 
     def forward(self, batch: TowerBatch) -> tuple[Tensor, TaskPredictions]:  # type: ignore[override]
         """Returns the weighted sum of the losses, (), to call backward on, and the :class:`TaskPredictions`."""
-        learned = self.of_tasks(
-            self.interaction.of_tasks(self.outputs(batch), batch.weights),  # type: ignore[operator]
-            batch,
-        )
+        outputs = self.outputs(batch)
+        with row_weights(batch.weights):
+            logits = self.interaction.of_tasks(outputs)  # type: ignore[operator]
+        learned = self.of_tasks(logits, batch)
         # By index, because TorchRec's pipeline traces this method with stand-ins that
         # cannot be iterated.
         losses = learned[0]

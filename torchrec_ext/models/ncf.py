@@ -156,9 +156,7 @@ class NCFTower(Tower):
         self.mlp = nn.Sequential(OrderedDict(linear=linear))
         self.out_features = gmf_dim + hidden
 
-    def combine(
-        self, blocks: Sequence[Tensor], weights: Tensor | None = None
-    ) -> Tensor:
+    def combine(self, blocks: Sequence[Tensor]) -> Tensor:
         """Returns (B, G + H) of the blocks of columns, of which the first is the GMF half's embedding."""
         # Not concatenated and split again, which took a tenth of an eager step.
         gmf, *others = blocks

@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.modules.interaction import Interaction as Interaction
 from torchrec_ext.modules.interaction import InteractionLayer, interaction_layer
-from torchrec_ext.modules.layers import reads_lengths, weighs_rows
+from torchrec_ext.modules.layers import reads_lengths, row_weights
 from torchrec_ext.modules.look_ups import LookUps
 from torchrec_ext.modules.losses import PairwiseLoss, bce
 from torchrec_ext.modules.tower import Activation, Normalization, Tower, Towers
@@ -59,8 +59,7 @@ class TowerModel(nn.Module):
 
     Args:
         towers: modules by name, in the order of the interaction's inputs.
-        interaction: module from the list of tower outputs, each (B, D), to logits (B,); one with a :class:`BatchNorm`
-            should also take ``weights`` (B,) of the rows and pass them on.
+        interaction: module from the list of tower outputs, each (B, D), to logits (B,).
         loss: function from (logits, batch) to the loss, ().
         shared: names of towers whose input several rows share, such as the user's beside 1 + N candidates: they run
             once per shared row, and their outputs are repeated. Logits and gradients do not change.
@@ -98,7 +97,6 @@ class TowerModel(nn.Module):
         self.look_ups = LookUps(
             towers, self._shared_columns, device or torch.device("cpu")
         )
-        self._weighs_rows = weighs_rows(interaction)
         self._reads_lengths = reads_lengths(interaction)
 
     def begin_at(self, shares: Sequence[float]) -> list[float]:
@@ -212,12 +210,12 @@ class TowerModel(nn.Module):
 
     def logits(self, batch: TowerBatch) -> Tensor:
         """Returns the logits of the batch, (B,)."""
+        outputs = self.outputs(batch)
         options: dict[str, Any] = {}
-        if self._weighs_rows:
-            options["weights"] = batch.weights
         if self._reads_lengths:
             options["host_lengths"] = batch.host_lengths
-        return self.interaction(self.outputs(batch), **options)  # type: ignore[no-any-return]
+        with row_weights(batch.weights):
+            return self.interaction(outputs, **options)  # type: ignore[no-any-return]
 
     def forward(self, batch: TowerBatch) -> tuple[Tensor, Prediction]:
         """Returns the loss, (), to call backward on, and the :class:`Prediction`."""

@@ -288,14 +288,9 @@ class TopMLP(InteractionLayer):
         """The bias of the logit, (1,)."""
         return [self.mlp[-1].bias]  # type: ignore[list-item]
 
-    def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Returns (B,) logits of the towers' outputs, (B, D) of any D each.
-
-        Args:
-            outputs: output of each tower, in order.
-            weights: (B,) weight of each row for batch normalisation, see :class:`BatchNorm`.
-        """
-        return self.mlp(self.activation(torch.cat(outputs, dim=1)), weights).squeeze(1)  # type: ignore[no-any-return]
+    def forward(self, outputs: list[Tensor]) -> Tensor:
+        """Returns (B,) logits of the towers' outputs, (B, D) of any D each."""
+        return self.mlp(self.activation(torch.cat(outputs, dim=1))).squeeze(1)  # type: ignore[no-any-return]
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
         """See :meth:`InteractionLayer.score_all`.
@@ -362,14 +357,9 @@ class DeepCross(InteractionLayer):
         """The bias of the logit, (1,)."""
         return [self.mlp[-1].bias]  # type: ignore[list-item]
 
-    def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Returns (B,) logits of the towers' outputs, (B, D) of any D each.
-
-        Args:
-            outputs: output of each tower, in order.
-            weights: (B,) weight of each row for batch normalisation, see :class:`BatchNorm`.
-        """
-        return self.mlp(self.cross(torch.cat(outputs, dim=1)), weights).squeeze(1)  # type: ignore[no-any-return]
+    def forward(self, outputs: list[Tensor]) -> Tensor:
+        """Returns (B,) logits of the towers' outputs, (B, D) of any D each."""
+        return self.mlp(self.cross(torch.cat(outputs, dim=1))).squeeze(1)  # type: ignore[no-any-return]
 
 
 class FactorizationMachine(InteractionLayer):
@@ -462,9 +452,9 @@ class DeepFM(InteractionLayer):
         """The bias of the machine's logit, (1,); the deep half's logit is added to it."""
         return self.machine.last_biases
 
-    def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Returns (B,) logits of the towers' outputs, each (B, D); for ``weights`` (B,) see :class:`BatchNorm`."""
-        return self.machine(outputs) + self.deep(outputs, weights)  # type: ignore[no-any-return]
+    def forward(self, outputs: list[Tensor]) -> Tensor:
+        """Returns (B,) logits of the towers' outputs, each (B, D)."""
+        return self.machine(outputs) + self.deep(outputs)  # type: ignore[no-any-return]
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
         """Returns (B, N) logits of every query (B, (T - 1) x D) with every candidate (N, D)."""
