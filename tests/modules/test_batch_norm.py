@@ -164,7 +164,6 @@ def model_of(top: str, shared: tuple[str, ...]) -> TowerModel:
             [8, 8, 4],
             dense=["age"],
             normalization="batch",
-            residual=True,
         ),
         "item": Tower([table("item_id", ITEMS)], [8, 4], normalization="batch"),
     }

@@ -133,14 +133,6 @@ def activation_layer(name: Activation) -> nn.Module:
     return _ACTIVATIONS[name]()
 
 
-class Residual(nn.Sequential):
-    """Adds its input to the output of its layers (He et al. 2016)."""
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- nn.Sequential's own name
-        """Returns (B, D) from (B, D)."""
-        return input + super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
-
-
 def reads_lengths(module: nn.Module) -> bool:
     """Returns whether a tower or an interaction takes the ``host_lengths`` of the batch's bags."""
     # By the signature, so that a tower of the user's own needs no argument that it does
@@ -155,7 +147,6 @@ def mlp(
     activation: Activation = "relu",
     normalization: Normalization = "none",
     dropout: float = 0.0,
-    residual: bool = False,
 ) -> nn.Sequential:
     """Makes linear layers with normalisation, activation and dropout between them, and none after the last.
 
@@ -166,14 +157,13 @@ def mlp(
         normalization: layer before each activation: ``layer`` (Ba et al. 2016), ``batch`` (over the rows of all ranks
             without padding, see :class:`BatchNorm`) or ``none``.
         dropout: share of values set to 0 after each activation.
-        residual: whether to add the input of each hidden layer that is as wide as its output.
 
     Raises:
-        ValueError: a width below 1, a wrong name, or ``residual`` where no hidden layer is as wide as its input.
+        ValueError: a width below 1, or a wrong name.
 
     Example:
-        >>> [type(layer).__name__ for layer in mlp(8, [8, 4, 2], normalization="layer", residual=True)]
-        ['Residual', 'Linear', 'LayerNorm', 'ReLU', 'Linear']
+        >>> [type(layer).__name__ for layer in mlp(8, [4, 2], normalization="layer")]
+        ['Linear', 'LayerNorm', 'ReLU', 'Linear']
     """
     if not widths or min(widths) < 1:
         raise ValueError(
@@ -183,28 +173,17 @@ def mlp(
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout}: must be at least 0 and below 1")
     hidden = [in_features, *widths[:-1]]
-    if residual and not any(before == width for before, width in pairwise(hidden)):
-        raise ValueError(
-            f"residual=True with an input of width {in_features} and widths={list(widths)}: no hidden "
-            "layer is as wide as its input; give two neighbours one width"
-        )
     layers: list[nn.Module] = []
     for before, width in pairwise(hidden):
         # Batch normalisation subtracts the mean, and a bias with it.
-        block: list[nn.Module] = [
-            nn.Linear(before, width, bias=normalization != "batch")
-        ]
+        layers.append(nn.Linear(before, width, bias=normalization != "batch"))
         if normalization == "layer":
-            block.append(nn.LayerNorm(width))
+            layers.append(nn.LayerNorm(width))
         elif normalization == "batch":
-            block.append(BatchNorm(width))
-        block.append(activation_layer(activation))
+            layers.append(BatchNorm(width))
+        layers.append(activation_layer(activation))
         if dropout:
-            block.append(nn.Dropout(dropout))
-        if residual and before == width:
-            # As wide as its input, so that both can be added.
-            block = [Residual(*block)]
-        layers += block
+            layers.append(nn.Dropout(dropout))
     # Called for its check: a wrong name must raise even without hidden layers.
     activation_layer(activation)
     return nn.Sequential(*layers, nn.Linear(hidden[-1], widths[-1]))

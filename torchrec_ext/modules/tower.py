@@ -107,7 +107,6 @@ class Tower(nn.Module):
         activation: activation between the layers of the MLP.
         normalization: layer before each activation: ``layer``, ``batch`` or ``none``.
         dropout: share of values set to 0 after each activation.
-        residual: whether to add the input of each hidden layer that is as wide as its output.
 
     Raises:
         ValueError: neither tables nor dense columns, a table with the name of a method of ModuleDict (``items``), one
@@ -123,7 +122,6 @@ class Tower(nn.Module):
         activation: Activation = "relu",
         normalization: Normalization = "none",
         dropout: float = 0.0,
-        residual: bool = False,
     ) -> None:
         super().__init__()
         self.dense = dense_names(dense)
@@ -152,7 +150,6 @@ class Tower(nn.Module):
                 activation=activation,
                 normalization=normalization,
                 dropout=dropout,
-                residual=residual,
             )
 
     def forward(self, vectors: Vectors, dense: Tensor) -> Tensor:
