@@ -98,16 +98,25 @@ def test_an_environment_keeps_its_triple_and_what_fits(
     fake = installs(monkeypatch, environment("cuda", fbgemm_gpu_cpu="1.8.0"))
     monkeypatch.setenv("TORCHREC_EXT_VARIANT", "cpu")
     doctor.install("cpu")
-    assert fake.seen[1].endswith(
-        "uninstall --quiet --yes fbgemm-gpu-cpu fbgemm-gpu torch"
-    )
+    assert fake.seen == [
+        "torch==2.13.0+cpu",
+        "py -m pip uninstall --quiet --yes fbgemm-gpu-cpu fbgemm-gpu",
+        "torch==2.13.0 fbgemm-gpu-cpu==1.8.0",
+    ]
+    fake = installs(monkeypatch, environment())
+    doctor.install("cuda")
+    assert fake.seen[0].endswith("uninstall --quiet --yes fbgemm-gpu-cpu torch")
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize(
     ("flags", "found", "says"),
     [
-        (["--stack", "2.15"], environment(), "there is no fbgemm for torch 2.15"),
+        (
+            ["--install", "--stack", "2.15"],
+            environment(),
+            "there is no fbgemm for torch 2.15",
+        ),
         (
             ["--install"],
             stack.Installed(versions={"torch": "2.15.0"}, torch_build="cuda"),
@@ -139,7 +148,7 @@ def test_a_mismatch_and_an_import_that_fails_end_with_1_and_a_repair(
     assert doctor.main(["--no-import"]) == 1
     out = capsys.readouterr().out
     assert "WRONG torchrec" in out.splitlines()[-2]
-    assert out.splitlines()[-1].startswith("repair: py -m pip install --no-deps torch")
+    assert out.splitlines()[-1] == "repair: py -m torchrec_ext.doctor --install"
     assert "TORCHREC_EXT_VARIANT=cuda" in out, "the GPU is left idle"
     monkeypatch.setattr(stack, "installed", environment)
     done = subprocess.CompletedProcess([], -6, "", "ImportError: cannot open\n")

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 TORCHREC = {"torchrec", "fbgemm_gpu", "tensordict", "torchmetrics"}
 OTHERS = {"torch", "torchx", *TORCHREC}
 # They work where nothing is installed.
-SET_UP = {"stack", "needs_torch", "exports", "probe", "doctor"}
+SET_UP = {"stack", "needs_torch", "exports", "doctor"}
 # Private by their underscore alone: public in Python's own documentation.
 PYTHONS = {
     *("_replace", "_asdict", "_fields", "_getframe", "_current_frames", "_exit"),

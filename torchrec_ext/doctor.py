@@ -53,10 +53,8 @@ def pip(*words: str) -> None:
     Raises:
         InstallError: see :func:`run`.
     """
-    quiet = ["--quiet"]
-    if words[0] == "install":
-        # Bytecode for everything costs 40 s; the first import writes what is used.
-        quiet.append("--no-compile")
+    # Bytecode for everything costs 40 s; the first import writes what is used.
+    quiet = ["--quiet", "--no-compile"] if words[0] == "install" else ["--quiet"]
     run(" ".join(words), [*PIP, words[0], *quiet, *words[1:]])
 
 
@@ -72,18 +70,33 @@ def install(variant: Variant, named: Triple | None = None) -> None:
     """
     current = stack.installed()
     if named is None and (newer := stack.newer_torch(current)):
+        line = stack.doctor_line(stack.DEFAULTS[variant])
         raise InstallError(
-            f"torch {newer} is installed, and there is no fbgemm for it; to replace it: "
-            f"{stack.repair(current, variant)}"
+            f"torch {newer} is installed, and there is no fbgemm for it; to replace it: {line}"
         )
     triple = named or stack.installed_triple(current, variant)
-    torch = ""
-    if "torch" in [each.name for each in stack.mismatches(current, variant, triple)]:
-        torch = f"torch=={triple.torch}"
-        if variant == "cpu":
-            _install_cpu_torch(torch)
-    for words in stack.pip_lines(current, variant, triple, torch):
-        pip(*words)
+    wrong = stack.mismatches(current, variant, triple)
+    out = []
+    if stack.FBGEMM_NAME[variant] in wrong:
+        # Both builds unpack into one folder, so neither is whole beside the other.
+        out = [name for name in stack.FBGEMM_NAME.values() if name in current.versions]
+    if "torch" in wrong and variant == "cpu":
+        _install_cpu_torch(f"torch=={triple.torch}")
+    elif "torch" in wrong and current.torch_build == "cpu":
+        # pip would keep the CPU build, whose version is the same but for a suffix.
+        out.append("torch")
+    if out:
+        pip("uninstall", "--yes", *out)
+    pins = stack.requirements(variant, triple)
+    added = []
+    for name in wrong:
+        if name != "torchrec":
+            added.append(f"{name}=={pins[name]}" if pins[name] else name)
+    if added:
+        pip("install", *added)
+    if "torchrec" in wrong:
+        # Its own dependencies name the CUDA build of fbgemm on every machine.
+        pip("install", "--no-deps", f"torchrec=={triple.torchrec}")
 
 
 def _install_cpu_torch(torch: str) -> None:
@@ -114,16 +127,17 @@ def report(triple: Triple, variant: Variant) -> list[str]:
     """Returns a line for each part of this environment."""
     names = (os.environ.get("CXX", ""), "g++", "clang++", "c++")
     compiler = next(filter(None, map(shutil.which, filter(None, names))), None)
+    gpus = stack.gpu_nodes()
     lines = [
         f"python           {platform.python_version()}  {sys.executable}",
-        f"devices          {variant}  {', '.join(stack.gpu_nodes()) or 'no GPU'}",
+        f"devices          {variant}  {', '.join(gpus) or 'no GPU'}",
         f"C++              {compiler or 'none: torch.compile needs one (apt install g++)'}",
     ]
     versions = stack.installed().versions
     for name, expected in stack.requirements(variant, triple).items():
         found = versions.get(name, "nothing")
         lines.append(f"{name:<16} {found}  (expected {expected or 'any version'})")
-    if variant == "cpu" and stack.gpu_nodes():
+    if variant == "cpu" and gpus:
         lines.append(
             "note             the cpu builds leave the GPU idle; to change that: TORCHREC_EXT_VARIANT=cuda "
             f"{stack.doctor_line()}"
@@ -131,10 +145,38 @@ def report(triple: Triple, variant: Variant) -> list[str]:
     return lines
 
 
+# Run as a separate process, because a mixed triple may end it without an exception. To take
+# torch down in order would cost half a second.
+_PROBE = """
+import os, sys, time
+start = time.perf_counter()
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+table = EmbeddingBagConfig(name="t", embedding_dim=2, num_embeddings=4, feature_names=["f"])
+bags = EmbeddingBagCollection(tables=[table], device=device)
+with torch.no_grad():
+    bags.embedding_bags["t"].weight.copy_(torch.arange(8.0).reshape(4, 2))
+ids = KeyedJaggedTensor(keys=["f"], values=torch.tensor([1, 3]), lengths=torch.tensor([2]))
+answer = bags(ids.to(device)).values()[0].tolist()
+if answer != [8.0, 10.0]:
+    sys.exit(f"a look-up gave {answer} instead of [8.0, 10.0]")
+print(f"import           the triple imports and looks rows up, {time.perf_counter() - start:.1f} s")
+shared = "ready: ranks of one host use it in place of sockets"
+try:
+    from torchrec_ext.distributed.shared_memory import library
+    library.load()
+except (ImportError, RuntimeError) as error:
+    shared = error
+print(f"shared memory    {shared}", flush=True)
+os._exit(0)
+"""
+
+
 def probe() -> tuple[bool, str]:
-    """Imports the triple in another process and looks a row up; returns whether it could, and its last line."""
+    """Imports the triple in another process and looks a row up; returns whether it could, and its output."""
     done = subprocess.run(
-        [sys.executable, "-m", "torchrec_ext.probe"],
+        [sys.executable, "-c", _PROBE],
         # pip installs without bytecode: the first import writes what is needed of it.
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
         capture_output=True,
@@ -143,7 +185,6 @@ def probe() -> tuple[bool, str]:
     )
     if not done.returncode:
         return True, done.stdout.strip()
-    # A mixed triple can end the process inside a shared object, without an exception.
     last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
     return False, f"import: {last} (status {done.returncode})"
 
@@ -155,14 +196,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 when healthy, 1 when not, 2 for a wrong flag.
     """
     flags = _parser().parse_args(argv)
-    first, last = stack.PYTHONS
     try:
-        if not first <= sys.version_info[:2] <= last:
-            raise InstallError(
-                f"this is Python {platform.python_version()}, the stack needs 3.{first[1]} to 3.{last[1]}"
-            )
-        named = stack.triple_by_name(flags.stack) if flags.stack else None
         if flags.install:
+            named = stack.triple_by_name(flags.stack) if flags.stack else None
             variant = stack.wanted_variant(stack.installed())
             print(f"installing for {variant} into {sys.prefix}", file=sys.stderr)
             install(variant, named)
@@ -178,10 +214,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (InstallError, ValueError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 1
-    triple = named or stack.installed_triple(current, variant)
+    triple = stack.installed_triple(current, variant)
     print(*report(triple, variant), sep="\n")
-    wrong = [str(each) for each in stack.mismatches(current, variant, triple)]
-    line = stack.repair(current, variant, named)
+    wrong = list(stack.mismatches(current, variant, triple).values())
+    line = stack.doctor_line()
     if not wrong and flags.really_import:
         healthy, found = probe()
         if healthy:
@@ -189,8 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             wrong = [found]
             names = f"torch {stack.FBGEMM_NAME[variant]} torchrec"
-            uninstall = f"{stack.interpreter()} -m pip uninstall -y {names}"
-            line = f"{uninstall} && {stack.doctor_line()}"
+            line = f"{stack.interpreter()} -m pip uninstall -y {names} && {line}"
     for each in wrong:
         print(f"WRONG {each}")
     print(f"repair: {line}" if wrong else "healthy")
@@ -204,13 +239,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     flag = parser.add_argument
     flag("--install", action="store_true", help="install or repair the triple first")
-    names = ", ".join(
-        f"{each.name} (torchrec {each.torchrec})" for each in stack.TRIPLES
-    )
+    names = ", ".join(each.name for each in stack.TRIPLES)
     flag("--stack", metavar="TORCH", help=f"the triple by its torch: {names}")
     flag("--editable", metavar="DIR", help="with --install: this folder too: '.[dev]'")
-    shared = "also compile shared memory between ranks of one host, half a minute"
-    flag("--with-shared-memory", action="store_true", help=shared)
+    flag(
+        "--with-shared-memory",
+        action="store_true",
+        help="also compile shared memory between ranks of one host, half a minute",
+    )
     flag(
         "--import",
         dest="really_import",

@@ -31,7 +31,6 @@ NEEDS: Mapping[str, str | None] = {
     "tqdm": None,
     "pyre-extensions": None,
 }
-PYTHONS = ((3, 10), (3, 13))
 UNREADABLE = "unreadable metadata"
 
 
@@ -75,18 +74,6 @@ class Installed:
     torch_build: Variant | None = None
 
 
-class Mismatch(NamedTuple):
-    """One package, the version that is installed, and the one that fits."""
-
-    name: str
-    found: str
-    expected: str
-
-    def __str__(self) -> str:
-        """Returns it in words."""
-        return f"{self.name}: found {self.found}, expected {self.expected}"
-
-
 def requirements(variant: Variant, triple: Triple) -> dict[str, str | None]:
     """Returns the version of each package of the stack, None for any, in order of installation."""
     versions: dict[str, str | None] = {
@@ -121,20 +108,13 @@ def triple_by_name(name: str) -> Triple:
 
 
 def installed_triple(current: Installed, variant: Variant) -> Triple:
-    """Returns the triple of most of the installed versions, torch's if in doubt; if none fits, the variant's."""
-
-    def agreement(triple: Triple) -> tuple[int, bool]:
-        expected = {"torch": triple.torch, "torchrec": triple.torchrec}
-        expected |= dict.fromkeys(FBGEMM_NAME.values(), triple.fbgemm)
-        equal = [
-            name
-            for name, version in expected.items()
-            if _minor(current.versions.get(name, "")) == _minor(version)
-        ]
-        return len(equal), "torch" in equal
-
-    best = max(TRIPLES, key=agreement)
-    return best if any(agreement(best)) else DEFAULTS[variant]
+    """Returns the triple of the installed torch, else of the installed TorchRec, else the variant's."""
+    for name in ("torch", "torchrec"):
+        found = _minor(current.versions.get(name, ""))
+        for triple in TRIPLES:
+            if _minor(getattr(triple, name)) == found:
+                return triple
+    return DEFAULTS[variant]
 
 
 def _minor(version: str) -> str:
@@ -257,72 +237,27 @@ def torch_fits(current: Installed, variant: Variant) -> bool:
     return current.torch_build == "cuda" and not beside_cuda and asked_variant() is None
 
 
-def mismatches(
-    current: Installed, variant: Variant, triple: Triple
-) -> tuple[Mismatch, ...]:
-    """Compares the installed builds with a triple; empty when they fit."""
-    wrong = []
+def mismatches(current: Installed, variant: Variant, triple: Triple) -> dict[str, str]:
+    """Returns a line about each package that does not fit a triple, by its name, in order of installation."""
+    other = FBGEMM_NAME["cuda" if variant == "cpu" else "cpu"]
+    wrong = {}
     for name, version in requirements(variant, triple).items():
         found = current.versions.get(name, "nothing")
-        fits = name in current.versions and found != UNREADABLE
-        fits = fits and version in (None, found.partition("+")[0])
         expected = version or "any version"
+        is_right = found not in ("nothing", UNREADABLE)
+        is_right &= version in (None, found.partition("+")[0])
         if name == "torch":
-            fits = fits and torch_fits(current, variant)
+            is_right &= torch_fits(current, variant)
             expected = f"{version} for {variant}"
-            if current.torch_build:
-                found = f"{found} for {current.torch_build}"
-        other = FBGEMM_NAME["cuda" if variant == "cpu" else "cpu"]
+            found += f" for {current.torch_build}" if current.torch_build else ""
         # Both unpack into one folder: removing one takes files of the other along.
         if name == FBGEMM_NAME[variant] and other in current.versions:
-            fits = False
+            is_right = False
             found = f"{other} {current.versions[other]}"
             expected = f"{version} alone"
-        if not fits:
-            wrong.append(Mismatch(name, found, expected))
-    return tuple(wrong)
-
-
-def pip_lines(
-    current: Installed, variant: Variant, triple: Triple, torch: str = ""
-) -> list[list[str]]:
-    """Returns the arguments of each pip that mends an environment, in their order.
-
-    Args:
-        current: what is installed.
-        variant: the builds to install.
-        triple: the versions to install.
-        torch: pip's requirement of a torch to install too; by default torch is left alone.
-    """
-    wrong = [mismatch.name for mismatch in mismatches(current, variant, triple)]
-    pins = requirements(variant, triple)
-    out = []
-    if FBGEMM_NAME[variant] in wrong:
-        out = [name for name in FBGEMM_NAME.values() if name in current.versions]
-    if torch and current.torch_build and not torch_fits(current, variant):
-        out.append("torch")
-    lines = [["uninstall", "--yes", *out]] if out else []
-    added = [torch] if torch else []
-    for name in wrong:
-        if name not in ("torch", "torchrec"):
-            added.append(f"{name}=={pins[name]}" if pins[name] else name)
-    if added:
-        lines.append(["install", *added])
-    if "torchrec" in wrong:
-        # Its own dependencies name the CUDA build of fbgemm on every machine.
-        lines.append(["install", "--no-deps", f"torchrec=={triple.torchrec}"])
-    return lines
-
-
-def repair(current: Installed, variant: Variant, named: Triple | None = None) -> str:
-    """Returns the one line to type: pip's where torch is right, else the doctor's, which finds a CPU build of torch."""
-    triple = named or installed_triple(current, variant)
-    wrong = [mismatch.name for mismatch in mismatches(current, variant, triple)]
-    if "torch" in wrong:
-        return doctor_line(named or (triple if newer_torch(current) else None))
-    python = interpreter()
-    lines = pip_lines(current, variant, triple)
-    return " && ".join(f"{python} -m pip {shlex.join(words)}" for words in lines)
+        if not is_right:
+            wrong[name] = f"{name}: found {found}, expected {expected}"
+    return wrong
 
 
 def doctor_line(named: Triple | None = None) -> str:
@@ -334,11 +269,8 @@ def doctor_line(named: Triple | None = None) -> str:
 
 
 def interpreter() -> str:
-    """Returns the running interpreter as a user in this folder would type it."""
-    path = Path(sys.executable)
-    if path.is_relative_to(Path.cwd()):
-        path = path.relative_to(Path.cwd())
-    return shlex.quote(str(path))
+    """Returns the running interpreter as a shell takes it."""
+    return shlex.quote(sys.executable)
 
 
 def require_torch() -> None:
@@ -400,16 +332,11 @@ def torchrec_problem(current: Installed, variant: Variant) -> str | None:
             f'pip install "torchrec-ext[sharded-{variant}]"'
         )
     triple = installed_triple(current, variant)
-    wrong = mismatches(current, variant, triple)
+    wrong = list(mismatches(current, variant, triple).values())
     if not wrong:
         return None
-    line = repair(current, variant)
-    if len(wrong) == 1 and "&&" not in line:
-        return f"beside torch {current.versions.get('torch')}, {wrong[0]}: {line}"
-    three = ("torch", *FBGEMM_NAME.values(), "torchrec")
-    found = [f"{name} {v}" for name, v in current.versions.items() if name in three]
-    fits = " ".join(f"{name} {v}" for name, v in triple._asdict().items())
-    return f"found {', '.join(found)}; what fits is {fits}: {doctor_line()}"
+    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return f"{wrong[0]}{more}: {doctor_line()}"
 
 
 def _is_unchecked() -> bool:

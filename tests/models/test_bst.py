@@ -18,25 +18,14 @@ from torchrec.modules.embedding_configs import (
 from tests.contracts import run_ranks
 from tests.modules.test_session_encoder import same_weights
 from tests.sharded import Case, alone, check_equal, on_ranks
-from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.loader.loader import (
-    ChunkLoader,
-    LoaderConfig,
-    training_loader,
-)
-from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.session import bst
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import Jagged
-from torchrec_ext.train.loop import TrainConfig, train
-from torchrec_ext.train.metrics import ClassificationMetrics
 
 META = torch.device("meta")
 ITEMS, GAPS, WIDTH, S = 10, 8, 16, 4
@@ -180,95 +169,6 @@ def test_whether_the_target_is_in_the_session_is_learned() -> None:
     )
 
 
-def clicked(runtime: Runtime) -> tuple[float, float]:
-    """AUC of the held-out items among drawn ones, by a model of history and item alone, and that of popularity."""
-    data = planted_data(users=400, items=60, clusters=4, history_length=8)
-    torch.manual_seed(0)
-    items = EmbeddingConfig(
-        name="item_id",
-        num_embeddings=data.vocab["item_id"],
-        embedding_dim=16,
-        feature_names=["history", "item_id"],
-    )
-    model = bst(
-        [items],
-        session=["history"],
-        target=["item_id"],
-        max_length=8,
-        heads=2,
-        top_widths=(32,),
-        device=META,
-    )
-    schema = model.schema()
-    ranks = {"rank": runtime.rank, "world_size": runtime.world_size}
-    parallel, optimizer = hybrid_parallel(
-        model, runtime, optimizer=OptimizerConfig(tables_lr=0.1, dense_lr=2e-3)
-    )
-    loader = training_loader(
-        data, schema, LoaderConfig(batch_size=256, negatives=2), **ranks
-    )
-    train(parallel, optimizer, loader, runtime, TrainConfig(epochs=2))
-    parallel.eval()
-    held_out = ChunkLoader(
-        data.rows("test"),
-        schema,
-        config=LoaderConfig(batch_size=4096, negatives=4, shuffle=False),
-        items=data.items,
-        negatives=UniformNegatives(data.drawable(), *data.taken()),
-        **ranks,
-    )
-    popularity = torch.from_numpy(data.popularity).float()
-    with torch.no_grad():
-        outputs = [
-            (
-                parallel.module(batch)[1],
-                batch.sparse["item_id"].to_padded_dense(1)[:, 0].long(),
-            )
-            for batch in held_out
-        ]
-    columns = [
-        torch.cat([getattr(output, name) for output, _ in outputs])
-        for name in ("logits", "labels", "weights")
-    ]
-    popular = torch.cat([popularity[ids] for _, ids in outputs])
-    learned, beside = ClassificationMetrics(), ClassificationMetrics()
-    learned.update(*columns)
-    beside.update(popular, *columns[1:])
-    return learned.compute(runtime)["auc"], beside.compute(runtime)["auc"]
-
-
-@pytest.mark.slow
-def test_clicks_are_learned_with_the_loader_and_the_loop_of_the_other_recipes() -> None:
-    """Every rank pads, draws negatives and sees users without a history."""
-    (learned, popular), other = run_ranks(clicked, 2)
-    assert (learned, popular) == other
-    assert learned > 0.63
-    assert learned > popular + 0.08
-
-
-@pytest.mark.unit
-def test_a_second_tower_of_the_name_is_refused() -> None:
-    items = EmbeddingConfig(
-        name="item_id",
-        embedding_dim=16,
-        num_embeddings=9,
-        feature_names=["history", "item_id"],
-    )
-    user = Tower(
-        [
-            EmbeddingBagConfig(
-                name="user_id",
-                num_embeddings=9,
-                embedding_dim=8,
-                feature_names=["user_id"],
-            )
-        ],
-        [8],
-    )
-    with pytest.raises(ValueError, match="others names a tower 'session'"):
-        bst([items], session=["history"], target=["item_id"], others={"session": user})
-
-
 @pytest.mark.unit
 def test_with_concat_the_target_stands_in_the_slot_of_its_table() -> None:
     """The logits are those of torch's transformer over steps that are concatenated by hand, the target's gap zeros."""
@@ -375,12 +275,3 @@ def test_with_lengths_from_the_host_logits_are_the_same(longest: int) -> None:
                     batch, host_lengths=lengths | {"gap": torch.full((24,), 9)}
                 )
             )
-
-
-@pytest.mark.unit
-def test_without_positions_the_target_has_a_vector_of_its_own() -> None:
-    """A time gap of 0 would have one; without it an item of the session and the target would be alike."""
-    model = small(position="none")
-    loss, _ = model(next(batches(1)))
-    loss.backward()
-    assert bool(model.interaction.target.grad.any())  # type: ignore[union-attr]

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.contracts import gather_state, run_ranks
 from tests.examples import redrawn, table
@@ -219,53 +219,6 @@ def test_a_run_without_tables_is_saved_and_goes_on_bit_for_bit(tmp_path: Path) -
     parts = run_ranks(attempt, 2, str(tmp_path / "parts"), 3)[0]
     for name, value in whole.items():
         assert torch.equal(parts[name], value), name
-
-
-def plain(runtime: Runtime) -> dict[str, Tensor]:
-    model = nn.Linear(4, 1)
-    nn.init.ones_(model.weight)
-    parallel, optimizer = hybrid_parallel(model, runtime, optimizer=SGD)
-    optimizer.zero_grad()
-    parallel(torch.full((2, 4), float(runtime.rank))).sum().backward()
-    optimizer.step()
-    return {name: value.detach() for name, value in parallel.module.named_parameters()}
-
-
-def test_a_plain_module_is_data_parallel() -> None:
-    for state in run_ranks(plain, 2):
-        # the mean gradient is 2 x (0 + 1) / 2
-        assert state["weight"].tolist() == [[0.5] * 4]
-
-
-def test_columns_in_memory_in_files_and_in_a_batch_make_one_batch(
-    tmp_path: Path,
-) -> None:
-    model, made = dense_model(), columns(ROWS)
-    lists = pa.list_(pa.float32())
-    fixed = pa.FixedSizeListArray.from_arrays(
-        pa.array(made["content"].ravel()), CONTENT
-    )
-    pq.write_table(
-        pa.table(
-            {
-                "profile": pa.array(list(made["profile"]), lists),
-                "content": fixed,
-                "label": made["label"],
-            }
-        ),
-        tmp_path / "rows.parquet",
-    )
-    config = LoaderConfig(batch_size=ROWS, negatives=0, label="label", shuffle=False)
-    chunk = Chunk(
-        {name: Column(made[name]) for name in ("profile", "content", "label")}
-    )
-    (in_memory,) = ChunkLoader(chunk, model.schema(), config=config)
-    (from_files,) = ChunkLoader(ParquetSource(tmp_path), model.schema(), config=config)
-    (on_device,) = ChunkLoader(chunk, model.schema(), config=config, device="cpu")
-    by_hand = next(batches(model))
-    for batch in (in_memory, from_files, on_device):
-        assert torch.equal(batch.dense, by_hand.dense)
-        assert torch.equal(batch.labels, by_hand.labels)
 
 
 def test_a_row_with_too_few_numbers_is_named(tmp_path: Path) -> None:

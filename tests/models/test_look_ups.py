@@ -6,10 +6,9 @@ from torch import Tensor, nn
 from torchrec import PoolingType
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from tests.examples import ITEMS, assert_every_gradient
-from tests.models.merged_models import DIM, ROWS, bags, batch, listed, model, towers
+from tests.examples import assert_every_gradient
+from tests.models.merged_models import DIM, bags, batch, listed, model, towers
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.optim.config import OptimizerConfig, Override
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.session_tower import SessionSteps
@@ -57,14 +56,6 @@ def test_each_feature_of_each_table_has_the_rows_of_its_bags(kind: str) -> None:
     assert_every_gradient(made, rows)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_tower_alone_is_embedded_as_among_all(kind: str) -> None:
-    made, rows = model(kind), batch(kind, 0, [1])
-    together = made.towers(made.look_ups(rows, list(made.towers)), rows)
-    for name, expected in together.items():
-        torch.testing.assert_close(made.embed(name, rows), expected, rtol=0, atol=0)
-
-
 def test_a_tower_alone_looks_up_the_collections_that_it_reads_and_no_other() -> None:
     made, rows, seen = model("shared"), batch("shared", 0, [0]), set()
     for name, collection in made.look_ups.collections.items():
@@ -89,18 +80,6 @@ def test_tables_over_the_same_rows_are_one_collection() -> None:
     assert item.name == "item"
     assert item.feature_names == ["history", "likes", "item_id"]
     assert len(collections["plain"]["rows"].embedding_bag_configs()) == 8  # type: ignore[operator]
-
-
-def test_an_optimizer_finds_tables_by_name() -> None:
-    config = OptimizerConfig(
-        per_table={"item_id": Override(kind="sgd", lr=0.3), "user_*": Override(lr=0.2)}
-    )
-    found = config.for_tables(model("plain"))
-    assert (found["item_id"].kind, found["user_id"].lr, found["maker"].lr) == (
-        "sgd",
-        0.2,
-        0.05,
-    )
 
 
 @pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
@@ -180,11 +159,3 @@ def test_a_tower_of_a_users_own_shares_tables_with_others() -> None:
     ids = {name: Jagged(torch.tensor([3])) for name in ("likes", "item_id")}
     rows = made.schema().assemble(ids, labels=torch.zeros(1))
     torch.testing.assert_close(made.embed("own", rows), 2 * made.embed("user", rows))
-
-
-def test_the_examples_have_what_their_laws_need() -> None:
-    assert [len(tower.tables) for tower in towers("plain").values()] == [4, 4]
-    rows = batch("shared", 0, [0])
-    assert rows.joint is not None
-    assert (len(rows), rows.joint.stride()) == (ROWS, 2 * ROWS + 16)
-    assert int(rows.joint.values().max()) < ITEMS

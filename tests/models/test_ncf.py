@@ -1,7 +1,7 @@
 """ContextualNCF: the published size, the paper's network, user and context computed once, sharded equals unsharded."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrec import EmbeddingBagConfig
 
 from tests.contracts import run_ranks
-from tests.examples import META, assert_every_gradient, redrawn
+from tests.examples import META, redrawn
 from tests.models.merged_models import by_table
 from tests.sharded import Case, Learned, alone, check_equal, on_ranks
 from torchrec_ext.batch import TowerBatch
@@ -154,22 +154,6 @@ def test_logits_are_those_of_the_network_as_published() -> None:
 
 
 @pytest.mark.unit
-def test_every_parameter_receives_a_gradient() -> None:
-    made = model()
-    assert_every_gradient(made, next(batches(1)))
-
-
-@pytest.mark.unit
-def test_without_context_it_is_neumf_over_the_two_ids() -> None:
-    made = ContextualNCF(100, 50, mlp_dim=16, mlp_widths=(32, 16, 8))
-    assert (made.schema().keys, made.schema().dense) == (["user_id", "item_id"], ())
-    assert (
-        sum(p.numel() for p in made.parameters())
-        == 150 * 24 + (32 * 32 + 32) + (32 * 16 + 16) + (16 * 8 + 8) + 17
-    )
-
-
-@pytest.mark.unit
 @pytest.mark.parametrize("mlp_widths", [(32, 16, 8), (64,)])
 def test_the_whole_catalogue_scores_as_the_pairs_do(
     mlp_widths: tuple[int, ...],
@@ -233,32 +217,11 @@ def test_first_values_are_the_papers() -> None:
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: ContextualNCF(5, 5, gmf_dim=0), "gmf_dim=0: must be 1 or more"),
-        (
-            lambda: ContextualNCF(5, 5, mlp_widths=()),
-            "mlp_widths=[]: the MLP half needs at least one layer",
-        ),
-        (
-            lambda: ContextualNCF(5, 5, embedding_std=0.0),
-            "embedding_std=0.0: must be greater than 0",
-        ),
-        (
-            lambda: ContextualNCF(5, 5, context_tables=[table("item_id_mlp", 5)]),
-            "two tables are called 'item_id_mlp', with",
-        ),
-        (
-            lambda: ContextualNCF(5, 5, activation="step"),
-            "activation='step': must be one of",
-        ),  # type: ignore[arg-type]
-    ],
-)
-def test_a_wrong_declaration_is_refused(make: Callable[[], object], text: str) -> None:
-    with pytest.raises(ValueError) as error:
-        make()
-    assert text in str(error.value)
+def test_a_wrong_declaration_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"mlp_widths=\[\]: the MLP half needs"):
+        ContextualNCF(5, 5, mlp_widths=())
+    with pytest.raises(ValueError, match="two tables are called 'item_id_mlp', with"):
+        ContextualNCF(5, 5, context_tables=[table("item_id_mlp", 5)])
 
 
 def shared_model(device: torch.device | None = None) -> ContextualNCF:

@@ -15,7 +15,7 @@ from tests.settings import with_settings
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.modules.config import METRICS
 from torchrec_ext.modules.interaction import INTERACTIONS
-from torchrec_ext.modules.losses import LOSSES, check_fed
+from torchrec_ext.modules.losses import LOSSES
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer
 from torchx_apps.jobs.training import run_training
@@ -129,31 +129,3 @@ def test_every_loss_learns_planted_tastes(name: str) -> None:
     )
     (outcome,) = run_ranks(trained, 1, job)
     assert outcome["test"]["ndcg@10"] > 1.4 * outcome["baseline"]["ndcg@10"]
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("metric", [None, "dot"])
-@pytest.mark.parametrize(("negatives", "label"), [(0, None), (4, None), (0, "label")])
-def test_a_refused_loss_is_named_with_those_that_fit(
-    name: str, metric: str | None, negatives: int, label: str | None
-) -> None:
-    rows = {"negatives": negatives, "label": label, "metric": metric}
-    # Rows of label 1 alone are refused by their task, an interaction without a metric
-    # by its model.
-    kind = LOSSES[name]
-    if (
-        kind.fits(**rows)
-        or not (kind.pairwise or kind.shared)
-        or (kind.shared and not negatives)
-    ):
-        check_fed(name, **rows)
-        return
-    fitting = [other for other, each in LOSSES.items() if each.fits(**rows)]
-    with pytest.raises(
-        ValueError, match=rf"^model\.loss={name} with loader\."
-    ) as error:
-        check_fed(name, **rows)
-    assert not fitting or str(error.value).endswith(
-        f"take model.loss={' or '.join(fitting)}"
-    )

@@ -192,15 +192,6 @@ def test_a_dropped_candidate_is_itself_and_known_items_are_no_negatives(
     torch.testing.assert_close(model(rows)[0], torch.stack(expected).mean())
 
 
-@pytest.mark.unit
-def test_known_items_need_the_users() -> None:
-    model, rows, _ = sampled([1, 2, 3], [3, 4, 5], [3, 4, 5], 3)
-    with pytest.raises(
-        ValueError, match=r"known=.*make the loader with the model's schema\(\)"
-    ):
-        model(dataclasses.replace(rows, users=None))
-
-
 def of_loader(runtime: Runtime, sampling: str, is_known: bool) -> list[float]:
     """The losses of an epoch on a loader's batches, on which the towers' tables stay as they are."""
     data = planted_data(users=60, items=50, clusters=4, history_length=1)
@@ -269,13 +260,6 @@ def test_the_hardest_candidates_alone_are_trained() -> None:
     for loss in ("catalogue", "in_batch"):
         with pytest.raises(ValueError, match=r"hardest=(-1|2)"):
             retrieval(loss=loss, hardest=-1 if loss == "in_batch" else 2)
-
-
-@pytest.mark.unit
-def test_in_evaluation_rows_are_not_compared() -> None:
-    model = retrieval().eval()
-    _, together = model(batch())
-    torch.testing.assert_close(together.logits, model.logits(batch()))
 
 
 LABELS, WEIGHTS = np.array([1.0, 0.0, 0.5, 1.0, 0.0]), np.array([1.0, 2.0, 0.5])

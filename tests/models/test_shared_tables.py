@@ -21,7 +21,7 @@ from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.schema import DataError, Jagged
+from torchrec_ext.schema import Jagged
 from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
 QUERIES, WIDTH, STEPS = 6, 4, 8
@@ -189,22 +189,6 @@ def test_a_bad_id_of_a_joint_key_is_named_as_any() -> None:
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("shared", [False, True])
-def test_each_tower_is_embedded_alone(shared: bool) -> None:
-    made, batch = model(shared), next(batches(1, shared))
-    assert made.embed("user", batch).shape == (
-        QUERIES if shared else QUERIES * WIDTH,
-        8,
-    )
-    outputs = made.outputs(batch)
-    torch.testing.assert_close(made.embed("item", batch), outputs[1])
-    user = made.embed("user", batch)
-    torch.testing.assert_close(
-        user if batch.shared is None else user[batch.shared.index], outputs[0]
-    )
-
-
-@pytest.mark.unit
 def test_three_towers_of_which_two_are_shared_read_one_table() -> None:
     towers = {
         name: Tower([items(*features)], [4])
@@ -283,24 +267,6 @@ def test_tables_of_one_name_that_differ_are_refused_with_both_shown(
     with pytest.raises(ValueError, match="two tables are called 'item'") as error:
         TowerModel(towers, TopMLP([8, 8]))
     assert text in str(error.value)
-
-
-@pytest.mark.unit
-def test_without_an_index_every_row_is_its_own_and_a_wrong_one_is_refused() -> None:
-    schema = model(True).schema()
-    sparse = {name: Jagged(torch.tensor([1, 2])) for name in schema.keys}
-    dense, labels = {"age": torch.zeros(2), "price": torch.zeros(2)}, torch.zeros(2)
-    batch = schema.assemble(sparse, dense, labels=labels)
-    assert batch.shared is not None
-    assert batch.shared.index.tolist() == [0, 1]
-    with pytest.raises(DataError, match=r"\(B,\) = \(2,\), places from 0 to 1"):
-        schema.assemble(
-            sparse,
-            dense,
-            labels=labels,
-            index=torch.tensor([0, 2]),
-            shared_rows=torch.arange(2),
-        )
 
 
 @pytest.mark.unit

@@ -26,7 +26,7 @@ from torchrec_ext.modules.interaction import (
     TopMLP,
     interaction_layer,
 )
-from torchrec_ext.modules.layers import BatchNorm, mlp
+from torchrec_ext.modules.layers import BatchNorm, row_weights
 from torchrec_ext.modules.tower import Tower
 
 WIDTH, ROWS = 5, 12
@@ -38,13 +38,14 @@ def rows_of(seed: int = 0, count: int = ROWS) -> Tensor:
 
 
 def learned(
-    layer: nn.Module, rows: Tensor, real: slice, *weights: Tensor
+    layer: nn.Module, rows: Tensor, real: slice, weights: Tensor | None = None
 ) -> dict[str, Tensor]:
     """What two training steps on ``rows`` leave, and the last output and gradient of those that are ``real``."""
     layer.double().train()
     for _ in range(2):
         values = rows.clone().requires_grad_()
-        output = layer(values, *weights)
+        with row_weights(weights):
+            output = layer(values)
         layer.zero_grad()
         output[real].square().mul(torch.arange(1, 1 + WIDTH)).sum().backward()
     result = {"output": output[real].detach(), "gradient": values.grad[real]}
@@ -74,8 +75,10 @@ def test_a_weight_counts_a_row_so_often_and_its_unit_does_not_matter() -> None:
     mean, variance = often.mean(dim=0), often.var(dim=0, unbiased=False)
     for unit in (1.0, 1e-3):
         layer = BatchNorm(WIDTH).double().train()
+        with row_weights(weights * unit):
+            output = layer(rows)
         torch.testing.assert_close(
-            layer(rows, weights * unit), (rows - mean) / (variance + layer.eps).sqrt()
+            output, (rows - mean) / (variance + layer.eps).sqrt()
         )
         torch.testing.assert_close(layer.running_mean, 0.1 * mean)
         independent = float(weights.sum() ** 2 / (weights**2).sum())
@@ -87,7 +90,8 @@ def test_a_weight_counts_a_row_so_often_and_its_unit_does_not_matter() -> None:
 @pytest.mark.unit
 def test_a_batch_without_any_row_that_counts_leaves_the_statistics_alone() -> None:
     layer = BatchNorm(WIDTH).train()
-    output = layer(rows_of().float(), torch.zeros(ROWS))
+    with row_weights(torch.zeros(ROWS)):
+        output = layer(rows_of().float())
     assert torch.isfinite(output).all()
     assert torch.equal(layer.running_mean, torch.zeros(WIDTH))
     assert torch.equal(layer.running_var, torch.ones(WIDTH))
@@ -96,13 +100,15 @@ def test_a_batch_without_any_row_that_counts_leaves_the_statistics_alone() -> No
 @pytest.mark.unit
 def test_in_evaluation_and_under_autocast_it_is_torchs_layer() -> None:
     ours, theirs, rows = BatchNorm(WIDTH), nn.BatchNorm1d(WIDTH), rows_of().float()
-    for layer, options in ((ours, (torch.ones(ROWS),)), (theirs, ())):
-        with torch.autocast("cpu", torch.bfloat16):
-            half = layer.train()(rows.bfloat16(), *options)
+    for layer in (ours, theirs):
+        with torch.autocast("cpu", torch.bfloat16), row_weights(torch.ones(ROWS)):
+            half = layer.train()(rows.bfloat16())
         assert half.dtype == torch.bfloat16
     torch.testing.assert_close(ours.running_mean, theirs.running_mean)
     torch.testing.assert_close(ours.running_var, theirs.running_var)
-    assert torch.equal(ours.eval()(rows, torch.zeros(ROWS)), ours(rows))
+    with row_weights(torch.zeros(ROWS)):
+        evaluated = ours.eval()(rows)
+    assert torch.equal(evaluated, ours(rows))
 
 
 def on_rank(
@@ -145,6 +151,9 @@ TOPS: dict[str, Make] = {
         if "normalization" in inspect.signature(kind).parameters
     },
     "tasks": lambda widths: MultiTaskTop(widths, 2, (8, 4), normalization="batch"),
+    "own": lambda widths: nn.Sequential(
+        TopMLP(widths, (8,), normalization="batch"), nn.Identity()
+    ),
 }
 
 
@@ -155,7 +164,6 @@ def model_of(top: str, shared: tuple[str, ...]) -> TowerModel:
             [8, 8, 4],
             dense=["age"],
             normalization="batch",
-            residual=True,
         ),
         "item": Tower([table("item_id", ITEMS)], [8, 4], normalization="batch"),
     }
@@ -222,17 +230,6 @@ def test_a_network_learns_nothing_of_its_padding(
 
 
 @pytest.mark.unit
-def test_a_batch_norm_that_would_count_padding_is_refused() -> None:
-    towers = model_of("top_nn", ()).towers
-    top = nn.Sequential(TopMLP([4, 4], (8,), normalization="batch"))
-    refused = (
-        "Sequential.forward takes no weights, and its batch norm would count padding"
-    )
-    with pytest.raises(ValueError, match=refused):
-        TowerModel(dict(towers.items()), top)
-
-
-@pytest.mark.unit
 def test_a_shared_row_counts_as_often_as_it_is_read() -> None:
     """With weighted rows, but for the running variance, whose effective number of rows is that of shared rows."""
     results = []
@@ -258,12 +255,3 @@ def test_a_shared_row_counts_as_often_as_it_is_read() -> None:
         torch.testing.assert_close(
             results[1][name], value, msg=name, atol=1e-5, rtol=1e-4
         )
-
-
-@pytest.mark.unit
-def test_layers_without_statistics_take_no_weights() -> None:
-    layers = mlp(4, [8, 8, 2], normalization="layer", residual=True, dropout=0.5).eval()
-    rows = torch.rand(3, 4)
-    assert torch.equal(layers(rows, torch.zeros(3)), layers(rows))
-    top = TopMLP([4, 4], (8,)).train()
-    assert top([rows, rows]).shape == (3,)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tests.contracts import run_ranks
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.modules.losses import in_batch_softmax
-from torchrec_ext.modules.softmax import gather_rows, in_batch_negatives
+from torchrec_ext.modules.softmax import in_batch_negatives
 
 B, EXTRA, ITEMS, DIM = 12, 6, 15, 5
 
@@ -94,54 +94,6 @@ def test_the_mean_over_ranks_is_one_process_with_the_concatenated_batch(
         )
 
 
-def gathered(runtime: Runtime) -> dict[str, Any]:
-    ids = torch.tensor([[4, 1, 0], [1, 2, 1 << 40]])[runtime.rank]
-    rows = torch.full((3, 2), runtime.rank + 1.0)
-    made = in_batch_negatives(
-        rows,
-        ids,
-        log_q=torch.tensor([-0.1, -0.2, -torch.inf]) * (1 + runtime.rank),
-        queries=2,
-    )
-    return made._asdict()
-
-
-def test_every_rank_sees_the_candidates_of_all_in_rank_order() -> None:
-    for rank, made in enumerate(run_ranks(gathered, 2)):
-        assert made["ids"].tolist() == [4, 1, 0, 1, 2, 1 << 40]
-        assert made["candidates"][:, 0].tolist() == [1, 1, 1, 2, 2, 2]
-        assert made["targets"].tolist() == [3 * rank, 3 * rank + 1]
-        assert made["log_q"].dtype == torch.float32
-        torch.testing.assert_close(
-            made["log_q"], torch.tensor([-0.1, -0.2, 0.0, -0.2, -0.4, -torch.inf])
-        )
-        excluded = {
-            (row, column) for row, column in made["excluded"].nonzero().tolist()
-        }
-        hits = {0: {(1, 3)}, 1: {(0, 1)}}[rank]
-        assert excluded == {(0, 2), (1, 2)} | hits
-
-
-def uneven(runtime: Runtime, what: str) -> str:
-    rank = runtime.rank
-    embeddings = torch.zeros(3, 2 + (rank if what == "width" else 0))
-    log_q = torch.zeros(3) if what == "log_q" and rank else None
-    with pytest.raises(ValueError, match="must be the same on every rank") as error:
-        in_batch_negatives(embeddings, torch.tensor([1, 2, 3]), log_q=log_q)
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("what", "name"),
-    [
-        ("width", r"D of the embeddings: [2, 3]"),
-        ("log_q", "log_q given: [False, True]"),
-    ],
-)
-def test_what_cannot_be_gathered_is_refused_on_every_rank(what: str, name: str) -> None:
-    assert all(message.startswith(name) for message in run_ranks(uneven, 2, what))
-
-
 def nothing(runtime: Runtime) -> list[Any]:
     """Rank 1 has no row at all; the gradient of what rank 0 sees of it is empty."""
     rows = torch.ones(2 - 2 * runtime.rank, 3, requires_grad=True)
@@ -205,35 +157,9 @@ def test_only_padding_is_left_out_and_what_is_unknown_has_its_own_log_q() -> Non
 
 
 @pytest.mark.unit
-def test_one_process_gathers_nothing() -> None:
-    rows = torch.randn(3, 2, requires_grad=True)
-    assert gather_rows(rows) is rows
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"embeddings": torch.zeros(2, 4)}, r"embeddings: shape \(2, 4\) with 3 ids"),
-        ({"ids": torch.zeros(3)}, r"ids: torch.float32 of shape \(3,\); must be int64"),
-        (
-            {"log_q": torch.zeros(2)},
-            r"log_q: shape \(2,\), must be \(B \+ M,\) = \(3,\)",
-        ),
-        (
-            {"present": torch.ones(2, dtype=torch.bool)},
-            r"present: shape \(2,\), must be \(B \+ M,\) = \(3,\)",
-        ),
-        ({"queries": 4}, r"queries=4: must be 0 to 3"),
-        ({"rows": 2}, r"rows=2: this rank has 3 candidates; rows must be the most"),
-    ],
-)
-def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        in_batch_negatives(
-            **{
-                "embeddings": torch.zeros(3, 4),
-                "ids": torch.zeros(3, dtype=torch.int64),
-            }
-            | options
-        )
+def test_one_id_for_each_embedding() -> None:
+    ids = torch.arange(3)
+    with pytest.raises(ValueError, match="embeddings: 2 rows, ids: 3; give one"):
+        in_batch_negatives(torch.zeros(2, 4), ids)
+    with pytest.raises(ValueError, match="present: 2 rows, ids: 3; give one"):
+        in_batch_negatives(torch.zeros(3, 4), ids, present=torch.ones(2) > 0)

@@ -175,7 +175,7 @@ def test_crossing_layers_are_those_of_the_paper() -> None:
         ),
         (
             lambda: DeepFM([4, 8]),
-            "or more of equal width, got (B, 4), (B, 8); give them one last width, or use TopMLP or DeepCross",
+            "or more of equal width, got (B, 4), (B, 8); give them one last width, or use TopMLP",
         ),
         (
             lambda: TopMLP([8, 0]),

@@ -7,7 +7,13 @@ import torch
 
 from tests.examples import batches
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.modules.losses import bce, bpr
+from torchrec_ext.modules.losses import (
+    LOSSES,
+    bce,
+    bpr,
+    check_fed,
+    sampled_softmax,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -90,15 +96,6 @@ def test_bpr_equals_its_closed_form() -> None:
     )
 
 
-def test_bpr_orders_a_pair_whatever_the_level_of_its_logits() -> None:
-    logits, made = doubled(GROUPS, [1.0, 3.0, 1.0], 3)
-    torch.testing.assert_close(
-        bpr(logits, made, negatives=2), bpr(logits + 5, made, negatives=2)
-    )
-    tied = bpr(logits[6:].detach(), doubled(GROUPS[6:], [2.0], 3)[1], negatives=2)
-    assert float(tied) == pytest.approx(math.log(2), rel=1e-14)
-
-
 def test_wrong_arguments_are_named() -> None:
     logits, made = doubled(GROUPS, [1.0, 3.0, 0.0], 3)
     with pytest.raises(
@@ -106,11 +103,23 @@ def test_wrong_arguments_are_named() -> None:
         match=r"logits: shape \(9, 1\) for a batch of 9 rows; must be \(B,\) = \(9,\): squeeze the last axis",
     ):
         bce(logits[:, None], made)
-    with pytest.raises(
-        ValueError, match=r"negatives=3 with 9 logits: must be those of the loader"
-    ):
-        bpr(logits, made, negatives=3)
-    with pytest.raises(ValueError, match=r"logits: shape \(6,\) for a batch of 9 rows"):
-        bpr(logits[:6], made, negatives=2)
-    with pytest.raises(ValueError, match=r"negatives=0 with 9 logits"):
-        bpr(logits, made, negatives=0)
+    for negatives in (0, 3):
+        with pytest.raises(ValueError, match=rf"negatives={negatives} with 9 logits"):
+            bpr(logits, made, negatives=negatives)
+    with pytest.raises(ValueError, match="no log_q to correct by"):
+        sampled_softmax(logits, made, negatives=2)
+
+
+@pytest.mark.parametrize("label", [None, "clicked"])
+@pytest.mark.parametrize("negatives", [0, 4])
+@pytest.mark.parametrize("name", LOSSES)
+def test_rows_that_a_loss_cannot_learn_from_are_named(
+    name: str, negatives: int, label: str | None
+) -> None:
+    kind = LOSSES[name]
+    is_refused = bool(negatives) if kind.shared else bool(label or not negatives)
+    if not (kind.pairwise or kind.shared) or not is_refused:
+        check_fed(name, negatives=negatives, label=label)
+        return
+    with pytest.raises(ValueError, match=rf"^model\.loss={name} with loader\."):
+        check_fed(name, negatives=negatives, label=label)

@@ -152,7 +152,7 @@ def test_a_sequence_longer_than_the_limit_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"heads": 3}, "heads=3: must divide the width of a step, D=8; choose 2"),
+        ({"heads": 3}, "heads=3: must divide the width of a step, D=8"),
         ({"layers": 0}, "layers=0: must be 1 or more"),
         ({"position": "middle"}, "position='middle': must be one of start, end, none"),
     ],

@@ -96,25 +96,6 @@ def test_the_correction_makes_repeated_candidates_the_softmax_over_all_items() -
     assert float((biased - made).abs().min()) > 0.05
 
 
-def test_sampling_by_any_law_estimates_the_gradient_of_the_whole_softmax() -> None:
-    """Corrected, many popularity draws give the full gradient; uncorrected they do not."""
-    generator = torch.Generator().manual_seed(0)
-    items, samples = 20, 20_000
-    scores = torch.randn(items, generator=generator)
-    q = torch.softmax(2 * torch.randn(items, generator=generator), 0)
-    whole = torch.softmax(scores, 0)
-    drawn = torch.multinomial(q, samples, replacement=True, generator=generator)
-    for log_q, close in ((q.log(), True), (torch.zeros(items), False)):
-        logits = scores[drawn].requires_grad_()
-        softmax_losses(
-            logits[None], torch.tensor([0]), log_q=log_q[drawn]
-        ).sum().backward()
-        assert logits.grad is not None
-        logits.grad[0] += 1  # the positive's own share
-        estimate = torch.zeros(items).index_add_(0, drawn, logits.grad)
-        assert (float((estimate - whole).abs().max()) < 0.02) == close
-
-
 @pytest.mark.parametrize("hardest", [1, 3, 6, 20])
 def test_the_hardest_are_those_with_the_greatest_corrected_logits(hardest: int) -> None:
     generator = torch.Generator().manual_seed(hardest)
@@ -148,120 +129,12 @@ def test_the_hardest_are_those_with_the_greatest_corrected_logits(hardest: int) 
     assert (moved <= 1 + hardest).all()
 
 
-def test_an_excluded_candidate_gets_no_gradient() -> None:
-    logits = torch.randn(2, 3, requires_grad=True)
-    excluded = torch.tensor([[False, True, False], [False, False, True]])
-    softmax_losses(logits, torch.tensor([0, 1]), excluded=excluded).sum().backward()
-    assert logits.grad is not None
-    assert (logits.grad[excluded] == 0).all()
-    assert torch.autograd.gradcheck(
-        lambda x: softmax_losses(
-            x, torch.tensor([0, 1]), excluded=excluded, temperature=0.3
-        ),
-        (logits,),
-    )
-
-
 def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(
-        ValueError, match=r"negatives=3 with 6 logits: must be those of the loader"
-    ):
-        sampled_softmax(torch.zeros(6), rows(None, [1.0, 1.0], 3), negatives=3)
-    with pytest.raises(
-        ValueError, match=r"no log_q to correct by; let the loader draw.*correct=False"
-    ):
-        sampled_softmax(torch.zeros(6), rows(None, [1.0, 1.0], 3), negatives=2)
-    with pytest.raises(ValueError, match=r"temperature=0.0: must be greater than 0"):
-        softmax_losses(torch.zeros(1, 2), torch.tensor([0]), temperature=0.0)
-
-
-def test_shapes_that_do_not_fit_are_named() -> None:
     in_batch = in_batch_negatives(torch.zeros(3, 4), torch.tensor([1, 2, 3]), queries=2)
     ones = torch.ones(2)
-    with pytest.raises(
-        ValueError,
-        match=r"queries: shape \(3, 4\), weights: \(2,\); must be \(B, D\) = \(2, 4\) and \(B,\) = \(2,\)",
-    ):
-        in_batch_softmax(
-            torch.zeros(3, 4), in_batch, weights=ones, total_weight=ones.sum()
-        )
-    with pytest.raises(
-        ValueError, match=r"queries: shape \(2, 5\).*candidates of width 4"
-    ):
+    with pytest.raises(ValueError, match=r"queries: shape \(2, 5\).*of width 4"):
         in_batch_softmax(
             torch.zeros(2, 5), in_batch, weights=ones, total_weight=ones.sum()
         )
-    with pytest.raises(ValueError, match=r"weights: \(2, 1\); must be"):
-        in_batch_softmax(
-            torch.zeros(2, 4), in_batch, weights=ones[:, None], total_weight=ones.sum()
-        )
-    with pytest.raises(
-        ValueError,
-        match=r"log_q: shape \(2,\), logits: \(2, 3\); must be one for each candidate",
-    ):
-        softmax_losses(torch.zeros(2, 3), torch.tensor([0, 1]), log_q=torch.zeros(2))
-    with pytest.raises(ValueError, match=r"excluded: shape \(3,\), logits: \(2, 3\)"):
-        softmax_losses(
-            torch.zeros(2, 3),
-            torch.tensor([0, 1]),
-            excluded=torch.zeros(3, dtype=torch.bool),
-        )
-
-
-def vectors(count: int = 64) -> tuple[Tensor, Tensor, Tensor]:
-    """Vectors that bfloat16 holds, and log q that it does not, such as -20.37."""
-    generator = torch.Generator().manual_seed(2)
-    queries, items = (
-        torch.randn(count, 16, generator=generator, dtype=torch.float32).bfloat16()
-        for _ in range(2)
-    )
-    return queries, items, torch.linspace(-20.37, -3.14, count, dtype=torch.float32)
-
-
-def in_batch_loss(
-    queries: Tensor, items: Tensor, log_q: Tensor, autocast: bool
-) -> tuple[Tensor, list[Tensor]]:
-    queries, items = (vectors.detach().requires_grad_() for vectors in (queries, items))
-    weights = torch.ones(len(queries), dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        negatives = in_batch_negatives(
-            items, torch.arange(1, 1 + len(items)), log_q=log_q
-        )
-        loss = in_batch_softmax(
-            queries,
-            negatives,
-            weights=weights,
-            total_weight=weights.sum(),
-            temperature=0.3,
-        )
-    return loss.detach(), list(torch.autograd.grad(loss, [queries, items]))
-
-
-def test_under_autocast_the_scores_of_a_batch_are_float32() -> None:
-    queries, items, log_q = vectors()
-    expected, grads = in_batch_loss(
-        queries.float(), items.float(), log_q, autocast=False
-    )
-    for half in (queries, items), (queries.float(), items.float()):
-        loss, own = in_batch_loss(*half, log_q, autocast=True)
-        assert loss.dtype == torch.float32
-        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-        for mine, right in zip(own, grads, strict=True):
-            torch.testing.assert_close(mine, right.to(mine.dtype))
-
-
-def test_under_autocast_the_scores_of_samples_are_float32() -> None:
-    queries, _, log_q = vectors()
-    for logits, autocast in ((queries[:, :3], True), (queries[:, :3].float(), False)):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            losses = softmax_losses(
-                logits,
-                torch.zeros(64, dtype=torch.int64),
-                log_q=log_q[:3],
-                temperature=0.3,
-            )
-        assert losses.dtype == torch.float32
-        expected = torch.log_softmax(
-            queries[:, :3].double() / 0.3 - log_q[:3].double(), dim=1
-        )[:, 0]
-        torch.testing.assert_close(losses.double(), -expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"temperature=0.0: must be greater than 0"):
+        softmax_losses(torch.zeros(1, 2), torch.tensor([0]), temperature=0.0)

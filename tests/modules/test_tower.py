@@ -10,7 +10,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_ext.models.tower_model import TowerModel
-from torchrec_ext.modules.layers import Residual, mlp
+from torchrec_ext.modules.layers import mlp
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import Jagged
 
@@ -44,9 +44,8 @@ def every_parameter_moves(module: nn.Module, loss: Tensor) -> None:
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "tanh"])
 @pytest.mark.parametrize("normalization", ["none", "layer", "batch"])
-@pytest.mark.parametrize("residual", [False, True])
 def test_every_parameter_of_an_mlp_receives_a_gradient(
-    activation: str, normalization: str, residual: bool
+    activation: str, normalization: str
 ) -> None:
     torch.manual_seed(0)
     layers = mlp(
@@ -54,29 +53,8 @@ def test_every_parameter_of_an_mlp_receives_a_gradient(
         [8, 16, 4],
         activation=activation,
         normalization=normalization,
-        residual=residual,
     )  # type: ignore[arg-type]
     every_parameter_moves(layers, layers(torch.randn(64, 8)).square().sum())
-
-
-def test_a_residual_layer_adds_its_input_and_the_last_layer_does_not() -> None:
-    layers = mlp(4, [4, 4, 4], residual=True)
-    first, second, last = layers
-    assert isinstance(first, Residual)
-    x = torch.randn(3, 4)
-    hidden = x + torch.relu(first[0](x))
-    hidden = hidden + torch.relu(second[0](hidden))
-    torch.testing.assert_close(layers(x), last(hidden))
-
-
-def test_layers_stand_in_the_order_linear_norm_activation_dropout() -> None:
-    kinds = [
-        type(layer).__name__
-        for layer in mlp(
-            4, [6, 2], activation="gelu", normalization="layer", dropout=0.5
-        )
-    ]
-    assert kinds == ["Linear", "LayerNorm", "GELU", "Dropout", "Linear"]
 
 
 def vectors(tower: Tower, batch: int = 2) -> dict[str, Tensor]:
@@ -115,7 +93,7 @@ def test_rows_looked_up_one_by_one_are_pooled_as_the_table_says(
 
 def test_a_tower_trains_every_parameter() -> None:
     torch.manual_seed(0)
-    tower = Tower([bags("a"), bags("b")], [8, 4], normalization="layer", residual=True)
+    tower = Tower([bags("a"), bags("b")], [8, 4], normalization="layer")
     every_parameter_moves(
         tower, tower(vectors(tower), torch.empty(2, 0)).square().sum()
     )
@@ -152,14 +130,19 @@ def test_a_tower_reads_half_precision_as_float32(data_type: DataType) -> None:
             lambda: mlp(4, [1], dropout=1.0),
             "dropout=1.0: must be at least 0 and below 1",
         ),
-        (
-            lambda: mlp(4, [8, 4], residual=True),
-            "residual=True with an input of width 4 and widths=[8, 4]: no hidden layer",
-        ),
         (lambda: Tower([], [4]), "a Tower needs a table or a dense column"),
         (
             lambda: Tower([bags("a"), listed("b")], [4]),  # type: ignore[list-item]
             "table 'b': a EmbeddingConfig, which does not pool; give an EmbeddingBagConfig",
+        ),
+        # A torch ModuleDict would raise KeyError: attribute 'items' already exists.
+        (
+            lambda: Tower([bags("items")], [4]),
+            "table 'items': TorchRec keeps tables in a torch ModuleDict, where this name is taken",
+        ),
+        (
+            lambda: Tower([bags("item", dim=-3)], [4]),
+            "table 'item': embedding_dim=-3, must be 1 or more",
         ),
     ],
 )
@@ -199,13 +182,3 @@ def test_a_table_without_columns_is_refused(dim: int) -> None:
         ValueError, match=f"table 'item': embedding_dim={dim}, must be 1 or more"
     ):
         Tower([table], [4])
-
-
-def test_a_table_that_cannot_be_made_is_named_with_its_size() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"table 'ad', num_embeddings=4,611,686,018,427,387,904: 73,786,976,294\.8 GB of weights",
-    ):
-        TowerModel(
-            {"a": Tower([bags("user"), bags("ad", rows=2**62)], (4,))}, nn.Module()
-        )

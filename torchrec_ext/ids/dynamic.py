@@ -34,9 +34,8 @@ class DynamicIds:
         tables: settings of each table, by name.
         every: steps between two admissions; meanwhile new ids wait and read row 0. An admission costs about a
             millisecond whatever it admits: 8 pays where steps are short or ranks several.
-        group: the ranks that share the ids; by default all ranks of the job, if there is a process group. Ids in the
-            host's memory are exchanged over gloo, also where the job has NCCL.
-        device: device of the index, by default the host's memory.
+        group: the ranks that share the ids; by default all ranks of the job, if there is a process group. Ids are in
+            the host's memory, and are exchanged over gloo, also where the job has NCCL.
 
     Attributes:
         ranks: the ranks that share the ids.
@@ -60,7 +59,6 @@ class DynamicIds:
         *,
         every: int = 1,
         group: dist.ProcessGroup | None = None,
-        device: torch.device | None = None,
     ) -> None:
         if not tables:
             raise ValueError(
@@ -68,27 +66,25 @@ class DynamicIds:
             )
         if every < 1:
             raise ValueError(f"every={every}: must be 1 step or more")
-        self._device = device or torch.device("cpu")
         self._every = every
-        self.ranks = IdRanks(group, self._device)
+        self.ranks = IdRanks(group)
         self._admit_after = torch.tensor(
-            [policy.admit_after for policy in tables.values()], device=self._device
+            [policy.admit_after for policy in tables.values()]
         )
         self.now = 0
         self.counts = dict.fromkeys(
             ("lookups", "unknown", "admitted", "evicted", "refused", "forgotten"), 0
         )
-        self._no_ids = torch.empty(0, dtype=torch.int64, device=self._device)
+        self._no_ids = torch.empty(0, dtype=torch.int64)
         # Look-ups of this rank that found no row since the last admission: table, id,
         # number; (n, 3).
         self._waiting = self._no_ids.view(0, 3)
         capacities = [policy.capacity for policy in tables.values()]
-        first_rows = [0, *accumulate(capacities[:-1])]
-        self._starts = torch.tensor(first_rows, device=self._device)
+        self._starts = torch.tensor([0, *accumulate(capacities[:-1])])
         # One memory for all tables, because each step writes into those of all.
-        self._sightings = Sightings(sum(capacities), self._device)
+        self._sightings = Sightings(sum(capacities))
         self._tables = _row_pools(tables, self._sightings)
-        self._index = _empty_index(self._tables, self._device)
+        self._index = _empty_index(self._tables)
 
     @property
     def names(self) -> list[str]:
@@ -287,33 +283,31 @@ class DynamicIds:
         """Continues from a state of :meth:`state_dict`, on any number of ranks; a table may have more rows than before.
 
         Raises:
-            ValueError: the state is of other tables, of more rows, or damaged.
+            ValueError: the state is of other tables, or of more rows.
         """
         saved = state["tables"]
-        _check_saved_tables(saved, self._tables, state["now"])
+        _check_saved_tables(saved, self._tables)
         self.now = state["now"]
         self.counts = dict(state["counts"])
         self._sightings.drop()
-        waiting = state["waiting"].to(self._device, copy=True)
+        waiting = state["waiting"].clone()
         # Tables are numbered as they were given, which may be another order than before.
         numbers = list(map(self.names.index, saved))
         waiting[:, 0] = waiting.new_tensor(numbers)[waiting[:, 0]]
-        # States of earlier releases hold EMPTY, too.
-        waiting = waiting[waiting[:, 1] != EMPTY]
         # What waits is a sum over ranks, so one rank has it all.
         if not self.ranks.is_first:
             waiting = waiting[:0]
         self._waiting = waiting
-        self._index = _empty_index(self._tables, self._device)
+        self._index = _empty_index(self._tables)
         for table in self._tables:
             table.load_state_dict(saved[table.name], is_first=self.ranks.is_first)
         _insert_saved(self._index, self._tables, saved)
 
 
-def _empty_index(tables: Sequence[RowPool], device: torch.device) -> IdIndex:
+def _empty_index(tables: Sequence[RowPool]) -> IdIndex:
     policies = [table.policy for table in tables]
     sizes = [policy.capacity + policy.most_candidates for policy in policies]
-    return IdIndex(sizes, device)
+    return IdIndex(sizes)
 
 
 def _insert_saved(
@@ -324,8 +318,8 @@ def _insert_saved(
         state = saved[table.name]
         rows = table.live_rows()
         table.candidates = len(state["candidates"])
-        ids = torch.cat([table.id_of[rows], state["candidates"].to(rows.device)])
-        values = torch.cat([rows, state["candidate_values"].to(rows.device)])
+        ids = torch.cat([table.id_of[rows], state["candidates"]])
+        values = torch.cat([rows, state["candidate_values"]])
         index.insert(ids, torch.full_like(ids, number), values)
 
 
@@ -399,9 +393,7 @@ def _warn_of_refused(table: RowPool, step: int, count: int) -> None:
     )
 
 
-def _check_saved_tables(
-    saved: Mapping[str, Any], tables: Sequence[RowPool], now: int
-) -> None:
+def _check_saved_tables(saved: Mapping[str, Any], tables: Sequence[RowPool]) -> None:
     names = [table.name for table in tables]
     if set(saved) != set(names):
         raise ValueError(
@@ -414,23 +406,6 @@ def _check_saved_tables(
                 f"table '{table.name}': capacity={table.policy.capacity:,}, but {capacity:,} rows were saved; a "
                 f"table may only grow: set capacity={capacity} or more"
             )
-        _check_saved(table.name, saved[table.name], now)
-
-
-def _check_saved(name: str, saved: Mapping[str, Any], now: int) -> None:
-    """Refuses a saved table by which no eviction could be decided."""
-    wrong = int((~saved["score"].isfinite()).sum())
-    if wrong:
-        raise ValueError(
-            f"table '{name}': {wrong:,} saved scores are not finite, so that no eviction can be decided; load an "
-            "earlier checkpoint"
-        )
-    last = int(saved["seen"].max())
-    if last > now:
-        raise ValueError(
-            f"table '{name}': an id was seen at step {last:,}, but the saved clock stands at {now:,}; load the ids of "
-            "one checkpoint, whose clock goes with them"
-        )
 
 
 def _candidate_values(sightings: Tensor) -> Tensor:
@@ -456,7 +431,7 @@ def _sum_equal(triples: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, T
     if len(both) and tables.min() != tables.max():
         order = order[torch.argsort(tables, stable=True)]
     in_order = both[order]
-    begins = torch.ones(len(both), dtype=torch.bool, device=both.device)
+    begins = torch.ones(len(both), dtype=torch.bool)
     begins[1:] = (in_order[1:, :2] != in_order[:-1, :2]).any(1)
     places = torch.empty_like(order)
     places[order] = begins.cumsum(0) - 1

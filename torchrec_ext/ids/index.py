@@ -21,9 +21,8 @@ EMPTY = torch.iinfo(torch.int64).min
 _WAYS = 5  # ids in a bucket
 _WORDS = 8  # 64-bit words in a bucket: five ids, five 32-bit values, and 4 bytes that are not used
 _FIRST_VALUE = 2 * _WAYS  # 32-bit word of the first value
-# Two choices fill buckets of five to .53 without moving an id, and to this share if one
-# id may move.
-_MOST_FULL = 0.65
+# Two choices fill buckets of five to .53, so nearly no table has to be rebuilt.
+_MOST_FULL = 0.5
 _GROWTH = 1.25
 
 
@@ -52,28 +51,22 @@ class IdIndex:
 
     Args:
         sizes: number of ids that each table will hold; a table that outgrows it is rebuilt with more buckets.
-        device: device of the index.
 
     Attributes:
-        rebuilt: how often a table got more buckets.
         lines: the buckets, (N, 8) int64.
     """
 
-    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
-        self._device = device
+    def __init__(self, sizes: Sequence[int]) -> None:
         self._buckets = [
             max(2, math.ceil(size / (_WAYS * _MOST_FULL))) for size in sizes
         ]
-        self.rebuilt = 0
         self._allocate()
 
     def _allocate(self) -> None:
         starts = [sum(self._buckets[:table]) for table in range(len(self._buckets))]
-        self._first = torch.tensor(starts, device=self._device)
-        self._size = torch.tensor(self._buckets, device=self._device)
-        self.lines = torch.zeros(
-            (sum(self._buckets), _WORDS), dtype=torch.int64, device=self._device
-        )
+        self._first = torch.tensor(starts)
+        self._size = torch.tensor(self._buckets)
+        self.lines = torch.zeros(sum(self._buckets), _WORDS, dtype=torch.int64)
         self.lines[:, :_WAYS] = EMPTY
         # The same memory as single words: ids by 64 bits, values by 32.
         self._words = self.lines.view(-1)
@@ -87,11 +80,7 @@ class IdIndex:
             # Bags of any length make many layouts, of which none returns.
             if len(self._layouts) >= 8:
                 self._layouts = {}
-            repeats = torch.tensor(key, device=self._device)
-            numbers = torch.arange(len(key), device=self._device)
-            self._layouts[key] = self.of(
-                torch.repeat_interleave(numbers, repeats, output_size=sum(key))
-            )
+            self._layouts[key] = self.of(torch.repeat_interleave(torch.tensor(key)))
         return self._layouts[key]
 
     def of(self, table: Tensor) -> Layout:
@@ -168,7 +157,7 @@ class IdIndex:
                 values[chosen],
             )
             stuck = rest[room[rest] == 0]
-            if len(stuck) and not self._make_room(torch.cat([one[stuck], two[stuck]])):
+            if len(stuck):
                 self._rebuild(int(table[stuck[0]]))
             ids = ids[rest]
             table = table[rest]
@@ -178,38 +167,10 @@ class IdIndex:
         self._words[_id_word(slots)] = ids
         self._halves[_value_word(slots)] = values.int()
 
-    def _make_room(self, full: Tensor) -> bool:
-        """Moves one id of each of the ``full`` buckets into its other bucket, if that has room; whether any moved."""
-        full = torch.unique(full)
-        table = torch.bucketize(full, self._first, right=True) - 1
-        bucket = full.repeat_interleave(_WAYS)
-        ids = self._ids_in(full).reshape(-1)
-        one, two = buckets_of(ids, self.of(table.repeat_interleave(_WAYS)))
-        other = torch.where(one == bucket, two, one)
-        # All ids of a full bucket are there, so none is EMPTY.
-        room = (self._ids_in(other) == EMPTY).sum(1)
-        most_room, way = room.view(-1, _WAYS).max(1)
-        movable = (torch.arange(len(full), device=full.device) * _WAYS + way)[
-            most_room > 0
-        ]
-        order, leads = _one_each(other[movable])
-        moved = movable[order[leads]]
-        target = other[moved]
-        source = bucket[moved] * _WAYS + moved % _WAYS
-        values = self.values(source)
-        self._put(
-            target * _WAYS + (self._ids_in(target) == EMPTY).int().argmax(1),
-            ids[moved],
-            values,
-        )
-        self.remove(source)
-        return bool(len(moved))
-
     def _rebuild(self, table: int) -> None:
         """Gives a table more buckets, and inserts all ids anew."""
         everything = self.items()
         self._buckets[table] = math.ceil(self._buckets[table] * _GROWTH)
-        self.rebuilt += 1
         self._allocate()
         self.insert(everything.ids, everything.table, everything.values)
 
@@ -254,9 +215,8 @@ def _value_word(slots: Tensor) -> Tensor:
 
 def _one_each(buckets: Tensor) -> tuple[Tensor, Tensor]:
     """Returns an order that puts equal buckets beside each other, and whether each is the first of its bucket there."""
-    # Stable, so that the result is alike on every device.
     order = torch.argsort(buckets, stable=True)
     in_order = buckets[order]
-    leads = torch.ones(len(buckets), dtype=torch.bool, device=buckets.device)
+    leads = torch.ones(len(buckets), dtype=torch.bool)
     leads[1:] = in_order[1:] != in_order[:-1]
     return order, leads

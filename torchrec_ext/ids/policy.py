@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from torchrec_ext.schema.validation import check_choice, check_least
+
 Evict = Literal["lfu", "lru"]
 # An index value has 32 bits, of which one is a candidate's mark and one the sign.
 _MOST_ROWS = 2**31 - 1
@@ -27,8 +29,6 @@ class Dynamic:
             rows, every 16,000 look-ups. Infinity counts all alike, and keeps what was popular once.
         ttl: steps after which an id that was not seen loses its row in any case; 0 for never.
         share: share of the rows that an eviction frees: few at a time, but not one by one.
-        candidates: ids that may be counted before their admission; beyond it, those not seen lately are forgotten. By
-            default as many as rows.
 
     Raises:
         ValueError: a setting out of its range.
@@ -40,41 +40,31 @@ class Dynamic:
     half_life: float = 16.0
     ttl: int = 0
     share: float = 1 / 64
-    candidates: int | None = None
 
     def __post_init__(self) -> None:
-        if not 2 <= self.capacity <= _MOST_ROWS:
-            raise ValueError(
-                f"capacity={self.capacity:,}: must be from 2 to {_MOST_ROWS:,} rows, of which row 0 is that of unknown "
-                "ids"
-            )
-        if not 1 <= self.admit_after <= MOST_SIGHTINGS:
-            raise ValueError(
-                f"admit_after={self.admit_after:,}: must be from 1 to {MOST_SIGHTINGS:,} sightings"
-            )
-        if self.evict not in get_args(Evict):
-            raise ValueError(
-                f"evict={self.evict!r}: must be one of {', '.join(get_args(Evict))}"
-            )
-        if not self.half_life > 0:
-            raise ValueError(
-                f"half_life={self.half_life}: must be above 0 look-ups for each row; inf forgets nothing"
-            )
-        if self.ttl < 0:
-            raise ValueError(
-                f"ttl={self.ttl}: must be 0 or more steps; 0 evicts no id for its age"
-            )
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share={self.share}: must be above 0 and at most 1")
-        if self.candidates is not None and self.candidates < 0:
-            raise ValueError(f"candidates={self.candidates}: must be 0 or more ids")
+        check_choice("evict", self.evict, get_args(Evict))
+        check_least("ttl", self.ttl, 0)
+        for name, fits, rule in (
+            (
+                "capacity",
+                2 <= self.capacity <= _MOST_ROWS,
+                f"from 2 to {_MOST_ROWS:,} rows, of which row 0 is that of unknown ids",
+            ),
+            (
+                "admit_after",
+                1 <= self.admit_after <= MOST_SIGHTINGS,
+                f"from 1 to {MOST_SIGHTINGS:,} sightings",
+            ),
+            ("half_life", self.half_life > 0, "above 0; inf forgets nothing"),
+            ("share", 0 < self.share <= 1, "above 0 and at most 1"),
+        ):
+            if not fits:
+                raise ValueError(f"{name}={getattr(self, name):,}: must be {rule}")
 
     @property
     def most_candidates(self) -> int:
-        """Number of ids that are counted before their admission."""
-        if self.admit_after == 1:
-            return 0
-        return self.capacity if self.candidates is None else self.candidates
+        """Number of ids that are counted before their admission; beyond it, those not seen lately are forgotten."""
+        return 0 if self.admit_after == 1 else self.capacity
 
 
 class IdsChangedError(ValueError):

@@ -25,17 +25,15 @@ class IdRanks:
     """The ranks of a group, by default all of the job; its methods are collective.
 
     Args:
-        group: the ranks' process group.
-        device: device of the ids; those in the host's memory are exchanged over gloo, also where the job has NCCL.
+        group: the ranks' process group; ids are exchanged over gloo, also where the job has NCCL.
 
     Attributes:
         several: whether there are two or more.
         is_first: whether this is the first of them.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        if group is None and device.type == "cpu":
-            group = host_group()
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        group = group or host_group()
         self._group = group
         self.several = _are_several(group)
         self.is_first = not self.several or dist.get_rank(group) == 0
@@ -56,7 +54,7 @@ class IdRanks:
         """Returns the (n, 3) int64 rows of all ranks, one rank after the other; n may differ."""
         if not self.several:
             return rows
-        count = torch.tensor([len(rows)], device=rows.device)
+        count = torch.tensor([len(rows)])
         counts = count.new_zeros(dist.get_world_size(self._group))
         dist.all_gather_into_tensor(counts, count, group=self._group)
         padded = rows.new_zeros(int(counts.max()), 3)

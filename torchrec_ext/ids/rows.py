@@ -26,17 +26,15 @@ class Sightings:
 
     Args:
         rows: number of rows.
-        device: device of the counts.
 
     Attributes:
         number: sightings of each row, (rows,) int32; who reads them sets them to 0.
         step: last step that saw each row, (rows,) int32.
     """
 
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self.number = torch.zeros(rows, dtype=torch.int32, device=device)
+    def __init__(self, rows: int) -> None:
+        self.number = torch.zeros(rows, dtype=torch.int32)
         self.step = torch.zeros_like(self.number)
-        self._device = device
         # Look-ups that are not counted yet: their step, and their rows.
         self._uncounted: list[tuple[int, Tensor]] = []
 
@@ -56,14 +54,12 @@ class Sightings:
         steps, pieces = zip(*self._uncounted, strict=True)
         self._uncounted = []
         places = torch.cat(pieces)
-        lengths = torch.tensor([len(piece) for piece in pieces], device=self._device)
-        numbers = torch.tensor(steps, dtype=torch.int32, device=self._device)
+        lengths = torch.tensor([len(piece) for piece in pieces])
+        numbers = torch.tensor(steps, dtype=torch.int32)
         # Expanded, not repeated: a tensor of ones would be read from memory.
-        one = torch.ones((), dtype=torch.int32, device=self._device)
+        one = torch.ones((), dtype=torch.int32)
         self.number.scatter_add_(0, places, one.expand(len(places)))
-        step_of_each = torch.repeat_interleave(
-            numbers, lengths, output_size=len(places)
-        )
+        step_of_each = torch.repeat_interleave(numbers, lengths)
         # The greatest, because places repeat and a plain scatter may write any of them
         # last.
         self.step.scatter_reduce_(0, places, step_of_each, "amax")
@@ -96,7 +92,6 @@ class RowPool:
         self.has_warned = False
         self._sightings = sightings
         self._seen = seen
-        self._device = seen.device
         self.id_of = torch.full_like(seen, EMPTY, dtype=torch.int64)
         # Look-ups of all ranks so far.
         self._lookups = 0
@@ -106,7 +101,7 @@ class RowPool:
         self._age = torch.zeros_like(self._score)
         # Rows are given out in a permuted order, so this counts the first of them.
         self._used = 1
-        self._freed = torch.empty(0, dtype=torch.int64, device=self._device)
+        self._freed = torch.empty(0, dtype=torch.int64)
 
     @property
     def live(self) -> int:
@@ -134,7 +129,7 @@ class RowPool:
         The most frequent ids come first: in ascending order, the first rank of a row-wise table would hold them all.
         """
         last = min(self._used + count, self.policy.capacity)
-        places = torch.arange(self._used, last, device=self._device)
+        places = torch.arange(self._used, last)
         self._used = last
         return spread_rows(places, self.policy.capacity)
 
@@ -162,7 +157,7 @@ class RowPool:
         can_go = (self.id_of != EMPTY) & (self._seen < now)
         count = min(count, int(can_go.sum()))
         if not count:
-            return torch.empty(0, dtype=torch.int64, device=self._device)
+            return torch.empty(0, dtype=torch.int64)
         if self.policy.evict == "lfu":
             silence = (now - self._seen).double() * (self._lookups / now)
             rank = expected_sightings(

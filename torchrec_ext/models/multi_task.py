@@ -15,7 +15,7 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.models.tower_model import Loss, Prediction, TowerModel
 from torchrec_ext.modules.config import TaskRows
 from torchrec_ext.modules.interaction import InteractionLayer, TopMLP
-from torchrec_ext.modules.layers import Activation, BatchNorm, Normalization
+from torchrec_ext.modules.layers import Activation, Normalization, row_weights
 from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, OutOfRange
@@ -75,11 +75,11 @@ class MultiTaskTop(TopMLP):
         )
         self.serve = list(serve)
 
-    def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
+    def forward(self, outputs: list[Tensor]) -> Tensor:
         """Returns (B,) logits of the tasks to serve, from the towers' outputs; see :meth:`of_tasks`."""
         if self.serve == [0]:
-            return super().forward(outputs, weights)
-        return logit_of_product(self.of_tasks(outputs, weights)[:, self.serve])
+            return super().forward(outputs)
+        return logit_of_product(self.of_tasks(outputs)[:, self.serve])
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
         """Returns (B, N) logits of every query (B, D1) with every candidate (N, D2)."""
@@ -89,23 +89,14 @@ class MultiTaskTop(TopMLP):
         # multiplies the tasks.
         return InteractionLayer.score_all(self, query, candidates)
 
-    @property
-    def last_biases(self) -> list[Tensor]:
-        """The bias of each task's logit, (1,), in order."""
-        return [*super().last_biases, *(head.bias for head in self.further)]  # type: ignore[list-item]
-
-    def of_tasks(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
+    def of_tasks(self, outputs: list[Tensor]) -> Tensor:
         """Returns (B, T) logits of the towers' outputs, (B, D) of any D each."""
         *layers, first = self.mlp
         hidden = self.activation(torch.cat(outputs, dim=1))
         # Layer by layer, because TorchRec's pipelines trace modules of the model, and a
         # slice of a Sequential is none.
         for layer in layers:
-            hidden = (
-                layer(hidden, weights)
-                if isinstance(layer, BatchNorm)
-                else layer(hidden)
-            )
+            hidden = layer(hidden)
         logits = [head(hidden) for head in (first, *self.further)]
         return torch.cat(logits, dim=1)
 
@@ -152,8 +143,6 @@ class MultiTaskModel(TowerModel):
         towers: see :class:`TowerModel`.
         top: network over the towers' outputs, with T heads.
         tasks: weight of each of the T tasks' losses, greater than 0, by task; the loss is the weighted sum.
-        losses: function from (logits, batch) to the loss of each task, by task, whose ``batch.labels`` are the task's;
-            binary cross entropy where not given.
         rows: rows by which further tasks are learned: ``all``; ``positive``, those whose first label is 1, such as the
             conversions among clicks, where other rows count 0 in the mean over the batch; or ``product``, all rows, of
             which the product of the first and the further head's probability is compared with the further label, which
@@ -176,24 +165,20 @@ class MultiTaskModel(TowerModel):
         top: MultiTaskTop,
         *,
         tasks: Mapping[str, float],
-        losses: Mapping[str, Loss] | None = None,
         rows: TaskRows = "all",
         shared: Sequence[str] = (),
         device: torch.device | None = None,
     ) -> None:
-        losses = losses or {}
-        _check(top, tasks, losses)
+        _check(top, tasks)
         check_choice("rows", rows, get_args(TaskRows))
         super().__init__(towers, top, shared=shared, device=device)
         self.tasks = dict(tasks)
         self.rows = rows
-        self.of_tasks = _TaskLosses(
-            {name: losses.get(name, bce) for name in tasks}, rows
-        )
+        self.of_tasks = _TaskLosses(rows)
 
     def head_losses(self) -> list[Loss]:
         """Returns the loss of each task."""
-        return list(self.of_tasks.losses.values())
+        return [bce] * len(self.tasks)
 
     def begin_at(self, shares: Sequence[float]) -> list[float]:
         """See :meth:`TowerModel.begin_at`; further heads begin at the share among positives if they predict that."""
@@ -209,20 +194,16 @@ class MultiTaskModel(TowerModel):
         out_of_range: OutOfRange = "error",
         oov_ids: Mapping[str, int] | None = None,
     ) -> BatchSchema:
-        """See :meth:`TowerModel.schema`; labels may have any value if one of the losses is not binary cross entropy."""
-        binary = all(loss is bce for loss in self.of_tasks.losses.values())
-        return dataclasses.replace(
-            super().schema(out_of_range=out_of_range, oov_ids=oov_ids),
-            tasks=tuple(self.tasks)[1:],
-            label_range=(0.0, 1.0) if binary else None,
-        )
+        """See :meth:`TowerModel.schema`."""
+        schema = super().schema(out_of_range=out_of_range, oov_ids=oov_ids)
+        return dataclasses.replace(schema, tasks=tuple(self.tasks)[1:])
 
     def forward(self, batch: TowerBatch) -> tuple[Tensor, TaskPredictions]:  # type: ignore[override]
         """Returns the weighted sum of the losses, (), to call backward on, and the :class:`TaskPredictions`."""
-        learned = self.of_tasks(
-            self.interaction.of_tasks(self.outputs(batch), batch.weights),  # type: ignore[operator]
-            batch,
-        )
+        outputs = self.outputs(batch)
+        with row_weights(batch.weights):
+            logits = self.interaction.of_tasks(outputs)  # type: ignore[operator]
+        learned = self.of_tasks(logits, batch)
         # By index, because TorchRec's pipeline traces this method with stand-ins that
         # cannot be iterated.
         losses = learned[0]
@@ -253,9 +234,8 @@ class MultiTaskModel(TowerModel):
 class _TaskLosses(nn.Module):
     """The losses of all tasks, as a module to keep TorchRec's pipelines from tracing into it."""
 
-    def __init__(self, losses: Mapping[str, Loss], rows: TaskRows) -> None:
+    def __init__(self, rows: TaskRows) -> None:
         super().__init__()
-        self.losses = dict(losses)
         self.rows = rows
 
     def forward(
@@ -277,18 +257,16 @@ class _TaskLosses(nn.Module):
             ]
             logits = torch.stack([first, *products], dim=1)
         losses = []
-        for task, loss in enumerate(self.losses.values()):
+        for task in range(labels.shape[1]):
             # A loss knows one task, so it sees the task's labels as the batch's.
             rows = dataclasses.replace(
                 batch, labels=labels[:, task], weights=weights[:, task], targets=None
             )
-            losses.append(loss(logits[:, task], rows))
+            losses.append(bce(logits[:, task], rows))
         return torch.stack(losses), logits, weights
 
 
-def _check(
-    top: MultiTaskTop, tasks: Mapping[str, float], losses: Mapping[str, Loss]
-) -> None:
+def _check(top: MultiTaskTop, tasks: Mapping[str, float]) -> None:
     heads = 1 + len(top.further)
     if len(tasks) != heads:
         raise ValueError(
@@ -299,8 +277,3 @@ def _check(
             raise ValueError(
                 f"tasks: {name}={weight}: the weight of a loss must be greater than 0; leave the task out instead"
             )
-    unknown = sorted(set(losses) - set(tasks))
-    if unknown:
-        raise ValueError(
-            f"losses names {unknown}, which are no tasks; the tasks are {list(tasks)}"
-        )

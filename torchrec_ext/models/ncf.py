@@ -53,7 +53,7 @@ class ContextualNCF(TowerModel):
         device: device of the tables; ``meta`` declares them without memory.
 
     Raises:
-        ValueError: a width below 1, an ``embedding_std`` that is not positive, two tables of one name.
+        ValueError: a width below 1, two tables of one name.
 
     Example:
         >>> hours = EmbeddingBagConfig(name="hour", feature_names=["hour"], num_embeddings=25, embedding_dim=4)
@@ -83,18 +83,9 @@ class ContextualNCF(TowerModel):
         shared: Sequence[str] = (),
         device: torch.device | None = None,
     ) -> None:
-        for name, value in (("gmf_dim", gmf_dim), ("mlp_dim", mlp_dim)):
-            if value < 1:
-                raise ValueError(
-                    f"{name}={value}: must be 1 or more, and a multiple of 4 to be sharded"
-                )
         if not mlp_widths or min(mlp_widths) < 1:
             raise ValueError(
                 f"mlp_widths={list(mlp_widths)}: the MLP half needs at least one layer and every width 1 or more"
-            )
-        if not embedding_std > 0:
-            raise ValueError(
-                f"embedding_std={embedding_std}: must be greater than 0, or users times items starts and stays at 0"
             )
         ids = partial(
             _id_tables, widths={"gmf": gmf_dim, "mlp": mlp_dim}, std=embedding_std
@@ -156,9 +147,7 @@ class NCFTower(Tower):
         self.mlp = nn.Sequential(OrderedDict(linear=linear))
         self.out_features = gmf_dim + hidden
 
-    def combine(
-        self, blocks: Sequence[Tensor], weights: Tensor | None = None
-    ) -> Tensor:
+    def combine(self, blocks: Sequence[Tensor]) -> Tensor:
         """Returns (B, G + H) of the blocks of columns, of which the first is the GMF half's embedding."""
         # Not concatenated and split again, which took a tenth of an eager step.
         gmf, *others = blocks
@@ -200,11 +189,6 @@ class NCFHead(InteractionLayer):
         bound = math.sqrt(3 / self.predict.in_features)
         nn.init.uniform_(self.predict.weight, -bound, bound)
         nn.init.zeros_(self.predict.bias)
-
-    @property
-    def last_biases(self) -> list[Tensor]:
-        """The bias of the logit, (1,)."""
-        return [self.predict.bias]
 
     def forward(self, outputs: list[Tensor]) -> Tensor:
         """Returns (B,) logits of the two towers' outputs, each (B, G + H)."""

@@ -107,9 +107,7 @@ class RetrievalModel(TowerModel):
 
     def expect_rows(self, *, negatives: int, label: str | None = None) -> None:
         """See :meth:`TowerModel.expect_rows`; drawn negatives would count as positives."""
-        check_fed(
-            self.in_batch.name, negatives=negatives, label=label, metric=self._metric()
-        )
+        check_fed(self.in_batch.name, negatives=negatives, label=label)
         self.in_batch.labelled = label is not None
 
     def leave_out_counts(self) -> None:

@@ -12,8 +12,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.modules.interaction import Interaction as Interaction
-from torchrec_ext.modules.interaction import InteractionLayer, interaction_layer
-from torchrec_ext.modules.layers import reads_lengths, weighs_rows
+from torchrec_ext.modules.interaction import interaction_layer
+from torchrec_ext.modules.layers import reads_lengths, row_weights
 from torchrec_ext.modules.look_ups import LookUps
 from torchrec_ext.modules.losses import PairwiseLoss, bce
 from torchrec_ext.modules.tower import Activation, Normalization, Tower, Towers
@@ -59,8 +59,7 @@ class TowerModel(nn.Module):
 
     Args:
         towers: modules by name, in the order of the interaction's inputs.
-        interaction: module from the list of tower outputs, each (B, D), to logits (B,); one with a :class:`BatchNorm`
-            should also take ``weights`` (B,) of the rows and pass them on.
+        interaction: module from the list of tower outputs, each (B, D), to logits (B,).
         loss: function from (logits, batch) to the loss, ().
         shared: names of towers whose input several rows share, such as the user's beside 1 + N candidates: they run
             once per shared row, and their outputs are repeated. Logits and gradients do not change.
@@ -98,7 +97,6 @@ class TowerModel(nn.Module):
         self.look_ups = LookUps(
             towers, self._shared_columns, device or torch.device("cpu")
         )
-        self._weighs_rows = weighs_rows(interaction)
         self._reads_lengths = reads_lengths(interaction)
 
     def begin_at(self, shares: Sequence[float]) -> list[float]:
@@ -124,10 +122,9 @@ class TowerModel(nn.Module):
             raise ValueError(
                 f"shares: {len(shares)}, heads: {len(losses)}; give one share of positives for each head"
             )
+        biases = getattr(self.interaction, "last_biases", [])[-len(losses) :]
         # Not strict: an interaction without a bias has none to set.
-        for share, loss, bias in zip(
-            shares, losses, getattr(self.interaction, "last_biases", []), strict=False
-        ):
+        for share, loss, bias in zip(shares, losses, biases, strict=False):
             if not 0 < share < 1:
                 raise ValueError(
                     f"shares: {share}: must be above 0 and below 1, since the log-odds of others are not finite"
@@ -148,21 +145,12 @@ class TowerModel(nn.Module):
             ValueError: the loss cannot learn from such rows.
         """
         if isinstance(self.loss.function, PairwiseLoss):
-            self.loss.function.expect_rows(
-                negatives=negatives, label=label, metric=self._metric()
-            )
+            self.loss.function.expect_rows(negatives=negatives, label=label)
 
     @property
     def calibrated(self) -> bool:
         """Whether the logits are trained to be log-odds of the label, as log loss and calibration assume."""
         return not isinstance(self.loss.function, PairwiseLoss)
-
-    def _metric(self) -> str | None:
-        return (
-            self.interaction.metric
-            if isinstance(self.interaction, InteractionLayer)
-            else None
-        )
 
     def head_losses(self) -> list[Loss]:
         """Returns the loss of each head."""
@@ -212,12 +200,12 @@ class TowerModel(nn.Module):
 
     def logits(self, batch: TowerBatch) -> Tensor:
         """Returns the logits of the batch, (B,)."""
+        outputs = self.outputs(batch)
         options: dict[str, Any] = {}
-        if self._weighs_rows:
-            options["weights"] = batch.weights
         if self._reads_lengths:
             options["host_lengths"] = batch.host_lengths
-        return self.interaction(self.outputs(batch), **options)  # type: ignore[no-any-return]
+        with row_weights(batch.weights):
+            return self.interaction(outputs, **options)  # type: ignore[no-any-return]
 
     def forward(self, batch: TowerBatch) -> tuple[Tensor, Prediction]:
         """Returns the loss, (), to call backward on, and the :class:`Prediction`."""
@@ -241,7 +229,6 @@ def two_tower(
     activation: Activation = "relu",
     normalization: Normalization = "none",
     dropout: float = 0.0,
-    residual: bool = False,
     loss: Loss = bce,
     shared: Sequence[str] = (),
     device: torch.device | None = None,
@@ -261,7 +248,6 @@ def two_tower(
         activation: activation between layers.
         normalization: layer before each activation between layers: ``layer``, ``batch`` or ``none``.
         dropout: share of values set to 0 after each activation.
-        residual: whether to add the input of each hidden layer of a tower that is as wide as its output.
         loss: function from (logits, batch) to the loss, ().
         shared: towers that run once for the rows that share their input, usually ``("user",)``.
         device: device of the tables; ``meta`` declares them without memory.
@@ -292,7 +278,6 @@ def two_tower(
             tables,
             tower_widths,
             dense=dense,
-            residual=residual,
             **layers,
         )
     widths = [tower.out_features for tower in towers.values()]

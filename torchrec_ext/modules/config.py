@@ -69,14 +69,6 @@ class LossKind:
         function: Callable[..., Any] = resolve_name(self.path)
         return function
 
-    def fits(self, *, negatives: int, label: str | None, metric: str | None) -> bool:
-        """Returns whether it can learn from such rows under such an interaction; see :func:`check_fed`."""
-        if self.shared:
-            return negatives == 0 and metric is not None
-        if self.pairwise:
-            return negatives > 0 and not label
-        return negatives > 0 or bool(label)
-
 
 # What model.loss of a recipe may be, in the order in which a message lists them.
 LOSSES: Mapping[str, LossKind] = {

@@ -78,7 +78,7 @@ def query_and_candidate(interaction: str, widths: Sequence[int]) -> tuple[int, i
 
 
 def equal_width(
-    interaction: str, widths: Sequence[int], *, towers: int | None = None, remedy: str
+    interaction: str, widths: Sequence[int], *, towers: int | None = None
 ) -> int:
     """Returns D, the common width of all towers.
 
@@ -86,7 +86,6 @@ def equal_width(
         interaction: class name for the message.
         widths: width of each tower's output.
         towers: number of towers that the interaction takes; None for two or more.
-        remedy: interactions that the message recommends instead.
 
     Raises:
         ValueError: towers of different widths, or not as many as ``towers``.
@@ -96,7 +95,7 @@ def equal_width(
     if wrong_number or len(set(widths)) > 1 or min(widths) < 1:
         raise ValueError(
             f"{interaction} needs {many} of equal width, got {shapes(widths) or 'none'}; give them one last width, or "
-            f"use {remedy}"
+            "use TopMLP, which takes any"
         )
     return widths[0]
 
@@ -126,8 +125,12 @@ class InteractionLayer(nn.Module):
 
     @property
     def last_biases(self) -> list[Tensor]:
-        """The bias of each logit, (1,) each, which training begins at the share of positives; none without a bias."""
-        return []
+        """The bias (1,) of each layer with one output, those of the logits last; none without such a layer."""
+        return [
+            layer.bias
+            for layer in self.modules()
+            if isinstance(layer, nn.Linear) and layer.out_features == 1
+        ]
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
         """Returns (B, N) logits of every query (B, D1) with every candidate (N, D2).
@@ -145,13 +148,7 @@ class InteractionLayer(nn.Module):
             [query.expand(pair_shape), candidate.expand(pair_shape)], dim=2
         )
         outputs = list(torch.split(pairs.flatten(0, 1), self.widths, dim=1))
-        logits = self.forward(outputs)
-        if logits.shape != (len(outputs[0]),):
-            shape = tuple(logits.shape)
-            raise ValueError(
-                f"{type(self).__name__}.forward gives {shape} for {len(outputs[0])} rows; return (B,) logits"
-            )
-        return logits.view(pairs.shape[:2])  # type: ignore[no-any-return]
+        return self.forward(outputs).view(pairs.shape[:2])  # type: ignore[no-any-return]
 
 
 class DotProduct(InteractionLayer):
@@ -166,9 +163,7 @@ class DotProduct(InteractionLayer):
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
-        equal_width(
-            "DotProduct", widths, towers=self.towers, remedy="TopMLP, which takes any"
-        )
+        equal_width("DotProduct", widths, towers=self.towers)
 
     def forward(self, outputs: list[Tensor]) -> Tensor:
         """Returns (B,) logits of the towers' outputs [(B, D), (B, D)]."""
@@ -193,9 +188,7 @@ class Cosine(InteractionLayer):
 
     def __init__(self, widths: Sequence[int], *, temperature: float = 0.1) -> None:
         super().__init__()
-        equal_width(
-            "Cosine", widths, towers=self.towers, remedy="TopMLP, which takes any"
-        )
+        equal_width("Cosine", widths, towers=self.towers)
         if not temperature > 0:
             raise ValueError(
                 f"temperature={temperature}: must be greater than 0; 0.05 to 0.2 is usual"
@@ -224,18 +217,8 @@ class GeneralizedMF(InteractionLayer):
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
-        width = equal_width(
-            "GeneralizedMF",
-            widths,
-            towers=self.towers,
-            remedy="TopMLP, which takes any",
-        )
+        width = equal_width("GeneralizedMF", widths, towers=self.towers)
         self.linear = nn.Linear(width, 1)
-
-    @property
-    def last_biases(self) -> list[Tensor]:
-        """The bias of the logit, (1,)."""
-        return [self.linear.bias]
 
     def forward(self, outputs: list[Tensor]) -> Tensor:
         """Returns (B,) logits of the towers' outputs [(B, D), (B, D)]."""
@@ -283,19 +266,9 @@ class TopMLP(InteractionLayer):
             activation_layer(activation) if activate_input else nn.Identity()
         )
 
-    @property
-    def last_biases(self) -> list[Tensor]:
-        """The bias of the logit, (1,)."""
-        return [self.mlp[-1].bias]  # type: ignore[list-item]
-
-    def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Returns (B,) logits of the towers' outputs, (B, D) of any D each.
-
-        Args:
-            outputs: output of each tower, in order.
-            weights: (B,) weight of each row for batch normalisation, see :class:`BatchNorm`.
-        """
-        return self.mlp(self.activation(torch.cat(outputs, dim=1)), weights).squeeze(1)  # type: ignore[no-any-return]
+    def forward(self, outputs: list[Tensor]) -> Tensor:
+        """Returns (B,) logits of the towers' outputs, (B, D) of any D each."""
+        return self.mlp(self.activation(torch.cat(outputs, dim=1))).squeeze(1)  # type: ignore[no-any-return]
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
         """See :meth:`InteractionLayer.score_all`.
@@ -357,19 +330,9 @@ class DeepCross(InteractionLayer):
             dropout=dropout,
         )
 
-    @property
-    def last_biases(self) -> list[Tensor]:
-        """The bias of the logit, (1,)."""
-        return [self.mlp[-1].bias]  # type: ignore[list-item]
-
-    def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Returns (B,) logits of the towers' outputs, (B, D) of any D each.
-
-        Args:
-            outputs: output of each tower, in order.
-            weights: (B,) weight of each row for batch normalisation, see :class:`BatchNorm`.
-        """
-        return self.mlp(self.cross(torch.cat(outputs, dim=1)), weights).squeeze(1)  # type: ignore[no-any-return]
+    def forward(self, outputs: list[Tensor]) -> Tensor:
+        """Returns (B,) logits of the towers' outputs, (B, D) of any D each."""
+        return self.mlp(self.cross(torch.cat(outputs, dim=1))).squeeze(1)  # type: ignore[no-any-return]
 
 
 class FactorizationMachine(InteractionLayer):
@@ -384,16 +347,9 @@ class FactorizationMachine(InteractionLayer):
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
-        self.width = equal_width(
-            "FactorizationMachine", widths, remedy="TopMLP or DeepCross, which take any"
-        )
+        self.width = equal_width("FactorizationMachine", widths)
         self.first_order = nn.Linear(sum(widths), 1)
         self.second_order = deepfm.FactorizationMachine()
-
-    @property
-    def last_biases(self) -> list[Tensor]:
-        """The bias of the logit, (1,)."""
-        return [self.first_order.bias]
 
     def forward(self, outputs: list[Tensor]) -> Tensor:
         """Returns (B,) logits of the towers' outputs, each (B, D)."""
@@ -457,14 +413,9 @@ class DeepFM(InteractionLayer):
             activate_input=activate_input,
         )
 
-    @property
-    def last_biases(self) -> list[Tensor]:
-        """The bias of the machine's logit, (1,); the deep half's logit is added to it."""
-        return self.machine.last_biases
-
-    def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Returns (B,) logits of the towers' outputs, each (B, D); for ``weights`` (B,) see :class:`BatchNorm`."""
-        return self.machine(outputs) + self.deep(outputs, weights)  # type: ignore[no-any-return]
+    def forward(self, outputs: list[Tensor]) -> Tensor:
+        """Returns (B,) logits of the towers' outputs, each (B, D)."""
+        return self.machine(outputs) + self.deep(outputs)  # type: ignore[no-any-return]
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
         """Returns (B, N) logits of every query (B, (T - 1) x D) with every candidate (N, D)."""

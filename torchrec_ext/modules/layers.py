@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import pairwise
 from typing import get_args
 
@@ -15,6 +17,26 @@ from torchrec_ext.modules.config import Activation as Activation
 from torchrec_ext.modules.config import Normalization as Normalization
 from torchrec_ext.modules.softmax import gather_rows
 from torchrec_ext.schema.validation import check_choice
+
+_ROW_WEIGHTS: ContextVar[Tensor | None] = ContextVar("row_weights", default=None)
+
+
+@contextmanager
+def row_weights(weights: Tensor | None) -> Iterator[None]:
+    """Has each :class:`BatchNorm` that runs inside weight its rows by ``weights`` (B,); None weights all alike.
+
+    A context, as torch's autocast is, so that no network has to pass them on to its layers.
+    """
+    token = _ROW_WEIGHTS.set(weights)
+    try:
+        yield
+    finally:
+        _ROW_WEIGHTS.reset(token)
+
+
+def normalises(module: nn.Module) -> bool:
+    """Returns whether a tower or an interaction normalises over its batch."""
+    return any(isinstance(layer, BatchNorm) for layer in module.modules())
 
 
 class BatchNorm(nn.BatchNorm1d):
@@ -34,8 +56,9 @@ class BatchNorm(nn.BatchNorm1d):
 
     process_group: dist.ProcessGroup | None = None
 
-    def forward(self, input: Tensor, weights: Tensor | None = None) -> Tensor:  # noqa: A002 -- nn.BatchNorm1d's own name
-        """Returns (B, D) from (B, D); training weights the rows by ``weights`` (B,), by default all 1."""
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- nn.BatchNorm1d's own name
+        """Returns (B, D) from (B, D); training weights the rows as :func:`row_weights` says, by default all by 1."""
+        weights = _ROW_WEIGHTS.get()
         alone = (
             not dist.is_initialized() or dist.get_world_size(self.process_group) == 1
         )
@@ -110,43 +133,6 @@ def activation_layer(name: Activation) -> nn.Module:
     return _ACTIVATIONS[name]()
 
 
-class Layers(nn.Sequential):
-    """``nn.Sequential`` with the rows' weights passed to layers that normalise over the batch."""
-
-    def forward(self, input: Tensor, weights: Tensor | None = None) -> Tensor:  # noqa: A002 -- nn.Sequential's own name
-        """Returns (B, D') from (B, D); for ``weights`` (B,) see :class:`BatchNorm`."""
-        for layer in self:
-            input = (  # noqa: A001
-                layer(input, weights)
-                if isinstance(layer, BatchNorm | Layers)
-                else layer(input)
-            )
-        return input
-
-
-class Residual(Layers):
-    """Adds its input to the output of its layers (He et al. 2016)."""
-
-    def forward(self, input: Tensor, weights: Tensor | None = None) -> Tensor:  # noqa: A002 -- nn.Sequential's own name
-        """Returns (B, D) from (B, D); for ``weights`` (B,) see :class:`BatchNorm`."""
-        return input + super().forward(input, weights)
-
-
-def weighs_rows(module: nn.Module) -> bool:
-    """Returns whether a tower or an interaction normalises over its batch, and so takes the rows' ``weights``.
-
-    Raises:
-        ValueError: it normalises over its batch, and its ``forward`` takes no ``weights``.
-    """
-    normalises = any(isinstance(layer, BatchNorm) for layer in module.modules())
-    if normalises and "weights" not in inspect.signature(module.forward).parameters:
-        raise ValueError(
-            f"{type(module).__name__}.forward takes no weights, and its batch norm would count padding; add "
-            "weights=None, and pass it to the layers"
-        )
-    return normalises
-
-
 def reads_lengths(module: nn.Module) -> bool:
     """Returns whether a tower or an interaction takes the ``host_lengths`` of the batch's bags."""
     # By the signature, so that a tower of the user's own needs no argument that it does
@@ -161,8 +147,7 @@ def mlp(
     activation: Activation = "relu",
     normalization: Normalization = "none",
     dropout: float = 0.0,
-    residual: bool = False,
-) -> Layers:
+) -> nn.Sequential:
     """Makes linear layers with normalisation, activation and dropout between them, and none after the last.
 
     Args:
@@ -172,14 +157,13 @@ def mlp(
         normalization: layer before each activation: ``layer`` (Ba et al. 2016), ``batch`` (over the rows of all ranks
             without padding, see :class:`BatchNorm`) or ``none``.
         dropout: share of values set to 0 after each activation.
-        residual: whether to add the input of each hidden layer that is as wide as its output.
 
     Raises:
-        ValueError: a width below 1, a wrong name, or ``residual`` where no hidden layer is as wide as its input.
+        ValueError: a width below 1, or a wrong name.
 
     Example:
-        >>> [type(layer).__name__ for layer in mlp(8, [8, 4, 2], normalization="layer", residual=True)]
-        ['Residual', 'Linear', 'LayerNorm', 'ReLU', 'Linear']
+        >>> [type(layer).__name__ for layer in mlp(8, [4, 2], normalization="layer")]
+        ['Linear', 'LayerNorm', 'ReLU', 'Linear']
     """
     if not widths or min(widths) < 1:
         raise ValueError(
@@ -189,28 +173,17 @@ def mlp(
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout}: must be at least 0 and below 1")
     hidden = [in_features, *widths[:-1]]
-    if residual and not any(before == width for before, width in pairwise(hidden)):
-        raise ValueError(
-            f"residual=True with an input of width {in_features} and widths={list(widths)}: no hidden "
-            "layer is as wide as its input; give two neighbours one width"
-        )
     layers: list[nn.Module] = []
     for before, width in pairwise(hidden):
         # Batch normalisation subtracts the mean, and a bias with it.
-        block: list[nn.Module] = [
-            nn.Linear(before, width, bias=normalization != "batch")
-        ]
+        layers.append(nn.Linear(before, width, bias=normalization != "batch"))
         if normalization == "layer":
-            block.append(nn.LayerNorm(width))
+            layers.append(nn.LayerNorm(width))
         elif normalization == "batch":
-            block.append(BatchNorm(width))
-        block.append(activation_layer(activation))
+            layers.append(BatchNorm(width))
+        layers.append(activation_layer(activation))
         if dropout:
-            block.append(nn.Dropout(dropout))
-        if residual and before == width:
-            # As wide as its input, so that both can be added.
-            block = [Residual(*block)]
-        layers += block
+            layers.append(nn.Dropout(dropout))
     # Called for its check: a wrong name must raise even without hidden layers.
     activation_layer(activation)
-    return Layers(*layers, nn.Linear(hidden[-1], widths[-1]))
+    return nn.Sequential(*layers, nn.Linear(hidden[-1], widths[-1]))

@@ -43,7 +43,7 @@ class LookUps(nn.Module):
         device: device of the tables; ``meta`` declares them without memory.
 
     Raises:
-        ValueError: tables of one name that differ, or a table that does not fit memory.
+        ValueError: tables of one name that differ.
     """
 
     def __init__(
@@ -162,28 +162,9 @@ class _Halves(nn.Module):
 def _collection(
     tables: list[Any], device: torch.device
 ) -> EmbeddingBagCollection | EmbeddingCollection:
-    try:
-        if isinstance(tables[0], EmbeddingConfig):
-            return EmbeddingCollection(tables=tables, device=device)
-        return EmbeddingBagCollection(tables=tables, device=device)
-    except RuntimeError as error:
-        # torch's allocators name bytes, but no table.
-        raise _too_large(tables, error) from error
-
-
-def _too_large(tables: Sequence[BaseEmbeddingConfig], error: RuntimeError) -> Exception:
-    """Returns an error about the largest table, or ``error`` itself if memory is not its cause."""
-    if not any(
-        words in str(error)
-        for words in ("allocate memory", "out of memory", "overflowed")
-    ):
-        return error
-    table = max(tables, key=lambda table: table.num_embeddings * table.embedding_dim)
-    size = 4 * table.num_embeddings * table.embedding_dim
-    return ValueError(
-        f"table '{table.name}', num_embeddings={table.num_embeddings:,}: {size / 1e9:,.1f} GB of weights do not fit "
-        'here; map ids to rows by rec.data.preprocess, or shard with device="meta"'
-    )
+    if isinstance(tables[0], EmbeddingConfig):
+        return EmbeddingCollection(tables=tables, device=device)
+    return EmbeddingBagCollection(tables=tables, device=device)
 
 
 def _bags_of(batch: TowerBatch, rows: str) -> KeyedJaggedTensor:

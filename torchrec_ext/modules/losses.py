@@ -9,8 +9,8 @@ A new loss is a function here and a line in LOSSES of config.py, which says what
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import get_args
 
 import torch
@@ -172,20 +172,10 @@ def softmax_losses(
             equal the last of them; 0 for all.
 
     Raises:
-        ValueError: shapes that do not fit together, a temperature that is not positive, a negative ``hardest``.
+        ValueError: a temperature that is not positive, a negative ``hardest``.
     """
     _check_temperature(temperature)
     check_least("hardest", hardest, 0)
-    # Broadcasting would take a log_q of the queries, or a mask of other candidates,
-    # without a word.
-    for name, values, shapes in (
-        ("log_q", log_q, (logits.shape, logits.shape[1:])),
-        ("excluded", excluded, (logits.shape,)),
-    ):
-        if values is not None and values.shape not in shapes:
-            raise ValueError(
-                f"{name}: shape {tuple(values.shape)}, logits: {tuple(logits.shape)}; must be one for each candidate"
-            )
     scores = to_float32(logits) / temperature
     if log_q is not None:
         scores = scores - log_q
@@ -241,54 +231,29 @@ def _check_temperature(temperature: float) -> None:
         )
 
 
-def check_fed(
-    loss: str, *, negatives: int, label: str | None, metric: str | None
-) -> None:
-    """Refuses rows unsuitable for a pairwise loss, or for one over the batch.
+def check_fed(loss: str, *, negatives: int, label: str | None) -> None:
+    """Refuses rows unsuitable for a pairwise loss, or for one over the batch or the catalogue.
 
     Args:
         loss: a name in LOSSES.
         negatives: N that the loader draws for each positive.
         label: column of the rows' own labels; None if every row is a positive.
-        metric: what an index may search the model's interaction by; see :class:`InteractionLayer`.
 
     Raises:
-        ValueError: such rows; it names the losses that can learn from them.
-
-    Example:
-        >>> check_fed("bpr", negatives=0, label="clicked", metric="dot")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ...
-        ValueError: model.loss=bpr with loader.label='clicked': it compares ...; take ... in_batch or catalogue
+        ValueError: such rows.
     """
     kind = LOSSES[loss]
-    if kind.pairwise and negatives > 0 and not label:
-        return
-    if not kind.pairwise and (negatives == 0 or not kind.shared):
-        return
-    if label and kind.pairwise:
-        rows = f"loader.label={label!r}"
-        why = "it compares each positive with drawn negatives, and these rows have labels of their own"
-        remedies = []
-    elif kind.pairwise:
-        rows = "loader.negatives=0"
-        why = "it compares each positive with its own drawn negatives"
-        remedies = ["set loader.negatives to 1 or more"]
-    else:
-        rows = f"loader.negatives={negatives}"
-        why = "each row is a positive and a negative of the others, so drawn negatives would count as positives"
-        if kind.catalogue:
-            why = "all items are negatives of each positive already"
-        remedies = ["set loader.negatives=0"]
-    # Only what these rows and this interaction can feed, so that the remedy works.
-    others = [
-        name
-        for name, kind in LOSSES.items()
-        if kind.fits(negatives=negatives, label=label, metric=metric)
-    ]
-    if others:
-        remedies.append(f"take model.loss={' or '.join(others)}")
-    raise ValueError(f"model.loss={loss} with {rows}: {why}; {', or '.join(remedies)}")
+    if kind.pairwise and (label or not negatives):
+        setting = f"loader.label={label!r}" if label else "loader.negatives=0"
+        raise ValueError(
+            f"model.loss={loss} with {setting}: it compares each positive with its own drawn negatives; set "
+            "loader.negatives to 1 or more and no loader.label, or take model.loss=bce"
+        )
+    if kind.shared and negatives:
+        raise ValueError(
+            f"model.loss={loss} with loader.negatives={negatives}: drawn negatives would count as positives; set "
+            "loader.negatives=0"
+        )
 
 
 class PairwiseLoss(nn.Module):
@@ -298,8 +263,8 @@ class PairwiseLoss(nn.Module):
 
     Args:
         name: one of LOSSES that is pairwise.
-        temperature: divisor of the logits, for a loss that takes one.
-        correct: correct for how likely each candidate was drawn, for a loss that can.
+        temperature: divisor of the logits of ``sampled_softmax``.
+        correct: correct ``sampled_softmax`` for how likely each candidate was drawn.
 
     Attributes:
         negatives: N, which :meth:`expect_rows` sets; 0 before.
@@ -309,24 +274,21 @@ class PairwiseLoss(nn.Module):
         self, name: str, *, temperature: float = 1.0, correct: bool = True
     ) -> None:
         super().__init__()
-        settings = {"temperature": temperature, "correct": correct}
         self.name = name
         self.negatives = 0
         self.function = LOSSES[name].function
-        parameters = inspect.signature(self.function).parameters
-        self.settings = {
-            key: value for key, value in settings.items() if key in parameters
-        }
+        if name == "sampled_softmax":
+            self.function = partial(
+                self.function, temperature=temperature, correct=correct
+            )
 
-    def expect_rows(
-        self, *, negatives: int, label: str | None, metric: str | None
-    ) -> None:
+    def expect_rows(self, *, negatives: int, label: str | None) -> None:
         """Sets N, before the first step.
 
         Raises:
             ValueError: rows that :func:`check_fed` refuses.
         """
-        check_fed(self.name, negatives=negatives, label=label, metric=metric)
+        check_fed(self.name, negatives=negatives, label=label)
         self.negatives = negatives
 
     def forward(self, logits: Tensor, batch: TowerBatch) -> Tensor:
@@ -334,9 +296,7 @@ class PairwiseLoss(nn.Module):
         # Rows of an evaluation have labels of their own and no groups.
         if not self.training:
             return bce(logits, batch)
-        loss: Tensor = self.function(
-            logits, batch, negatives=self.negatives, **self.settings
-        )
+        loss: Tensor = self.function(logits, batch, negatives=self.negatives)
         return loss
 
 

@@ -313,7 +313,7 @@ class SessionEncoder(nn.Module):
         check_least("heads", heads)
         if width % heads:
             raise ValueError(
-                f"heads={heads}: must divide the width of a step, D={width}; choose {_nearest_divisor(width, heads)}"
+                f"heads={heads}: must divide the width of a step, D={width}"
             )
         check_choice("position", position, get_args(Position))
         self.width = width
@@ -385,8 +385,3 @@ def from_end(steps: Tensor, lengths: Tensor) -> Tensor:
     places = lengths[:, None] - 1 - torch.arange(steps.shape[1], device=steps.device)
     index = places.clamp(min=0)[:, :, None].expand(-1, -1, steps.shape[2])
     return torch.where(places[:, :, None] >= 0, steps.gather(1, index), 0.0)
-
-
-def _nearest_divisor(width: int, heads: int) -> int:
-    divisors = [number for number in range(1, width + 1) if width % number == 0]
-    return min(divisors, key=lambda number: abs(number - heads))

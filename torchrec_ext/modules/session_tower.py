@@ -204,11 +204,6 @@ class SessionTop(InteractionLayer):
             dropout=dropout,
         )
 
-    @property
-    def last_biases(self) -> list[Tensor]:
-        """The bias of the logit, (1,)."""
-        return [self.mlp[-1].bias]  # type: ignore[list-item]
-
     def forward(
         self, outputs: list[Tensor], host_lengths: Mapping[str, Tensor] | None = None
     ) -> Tensor:

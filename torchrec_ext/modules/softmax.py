@@ -54,7 +54,6 @@ def in_batch_negatives(
     rows: int | None = None,
     present: Tensor | None = None,
     is_known: Callable[[Tensor], Tensor] | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> InBatch:
     """Gathers the candidates of all ranks, and finds the negatives of each query.
 
@@ -74,11 +73,9 @@ def in_batch_negatives(
         present: (B + M,) bool, whether each row has a candidate and is not padding; by default ids other than 0.
         is_known: function from items (C,) to (B, C) bool, whether each query's user is known to have taken each item,
             such as ``lambda items: known.contains(users[:, None], items)``.
-        group: ranks that exchange their candidates; by default all.
 
     Raises:
-        ValueError: shapes that do not fit together on this rank; or, on every rank unless ``rows`` is given, embeddings
-            of different widths or log_q on some ranks only.
+        ValueError: shapes that do not fit together.
 
     Example:
         >>> made = in_batch_negatives(torch.eye(4), torch.tensor([7, 8, 7, 5]), queries=3)
@@ -87,18 +84,23 @@ def in_batch_negatives(
     """
     size = len(ids)
     count = size if queries is None else queries
-    _check(embeddings, ids, log_q, count, rows, present)
-    # An exchange of sizes, for which a GPU is waited.
-    if rows is None:
-        rows = _greatest(embeddings, log_q, group)
     if present is None:
         present = ids != 0
+    for name, values in (("embeddings", embeddings[:, 0]), ("present", present)):
+        if values.shape != ids.shape:
+            raise ValueError(
+                f"{name}: {len(values)} rows, ids: {size}; give one for each id"
+            )
+    # An exchange of sizes, for which a GPU is waited.
+    if rows is None:
+        rows = int(_gather(torch.tensor([size], device=ids.device), None).max())
     ids = torch.where(present, ids, _PADDING)
     if log_q is not None:
         log_q = _pad(log_q, rows)
-    ids, log_q = _gather_facts(_pad(ids, rows, _PADDING), log_q, group)
+    ids, log_q = _gather_facts(_pad(ids, rows, _PADDING), log_q)
     # The candidates of all ranks stand in rank order, P of each.
-    targets = torch.arange(count, device=ids.device) + _rank(group) * rows
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    targets = torch.arange(count, device=ids.device) + rank * rows
     padding = ids == _PADDING
     items = ids.clamp(min=0)
     excluded = (ids == ids[targets][:, None]) | padding
@@ -109,9 +111,7 @@ def in_batch_negatives(
     if log_q is not None:
         # 0 x inf would reach the loss.
         log_q = log_q.masked_fill(padding & log_q.isinf(), 0.0)
-    return InBatch(
-        gather_rows(_pad(embeddings, rows), group), targets, excluded, log_q, items
-    )
+    return InBatch(gather_rows(_pad(embeddings, rows)), targets, excluded, log_q, items)
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -146,48 +146,25 @@ class _GatherRows(torch.autograd.Function):
 
 
 def _gather(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if _ranks(group) == 1:
+        return rows
     all_rows = rows.new_empty(_ranks(group) * len(rows), *rows.shape[1:])
     _ALL_GATHER(all_rows, rows.contiguous(), group=group)
     return all_rows
 
 
-def _gather_facts(
-    ids: Tensor, log_q: Tensor | None, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor | None]:
+def _gather_facts(ids: Tensor, log_q: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Exchanges ids and log_q of all ranks at once; float64 travels as the int64 of the same bits."""
-    if _ranks(group) == 1:
+    if _ranks(None) == 1:
         return ids, log_q
     columns = [ids]
     if log_q is not None:
         columns.append(log_q.detach().double().view(torch.int64))
-    both = _gather(torch.stack(columns, dim=1), group)
+    both = _gather(torch.stack(columns, dim=1), None)
     ids = both[:, 0]
     if log_q is None:
         return ids, None
     return ids, both[:, 1].contiguous().view(torch.float64).to(log_q.dtype)
-
-
-def _greatest(
-    embeddings: Tensor, log_q: Tensor | None, group: dist.ProcessGroup | None
-) -> int:
-    """Returns P; its check raises on every rank if it does on one."""
-    if _ranks(group) == 1:
-        return len(embeddings)
-    local = torch.tensor(
-        [[*embeddings.shape, log_q is not None]], device=embeddings.device
-    )
-    sizes = _gather(local, group).tolist()
-    # On all ranks, because an error on one alone would leave the others waiting.
-    facts = {
-        "D of the embeddings": [size[1] for size in sizes],
-        "log_q given": [bool(size[2]) for size in sizes],
-    }
-    for name, by_rank in facts.items():
-        if len(set(by_rank)) > 1:
-            raise ValueError(
-                f"{name}: {by_rank} on ranks 0 to {len(sizes) - 1}; must be the same on every rank"
-            )
-    return int(max(size[0] for size in sizes))
 
 
 def _pad(rows: Tensor, size: int, value: int = 0) -> Tensor:
@@ -198,42 +175,6 @@ def _pad(rows: Tensor, size: int, value: int = 0) -> Tensor:
 
 def _ranks(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(group) if dist.is_initialized() else 1
-
-
-def _rank(group: dist.ProcessGroup | None) -> int:
-    return dist.get_rank(group) if dist.is_initialized() else 0
-
-
-def _check(
-    embeddings: Tensor,
-    ids: Tensor,
-    log_q: Tensor | None,
-    queries: int,
-    rows: int | None,
-    present: Tensor | None,
-) -> None:
-    size = len(ids)
-    if embeddings.dim() != 2 or len(embeddings) != size:
-        raise ValueError(
-            f"embeddings: shape {tuple(embeddings.shape)} with {size} ids; must be (B + M, D) with one row for each id"
-        )
-    if ids.dtype != torch.int64 or ids.dim() != 1:
-        raise ValueError(
-            f"ids: {ids.dtype} of shape {tuple(ids.shape)}; must be int64 of shape (B + M,); convert them with .long()"
-        )
-    for name, values in (("log_q", log_q), ("present", present)):
-        if values is not None and values.shape != ids.shape:
-            raise ValueError(
-                f"{name}: shape {tuple(values.shape)}, must be (B + M,) = {tuple(ids.shape)}; give one for each id"
-            )
-    if not 0 <= queries <= size:
-        raise ValueError(
-            f"queries={queries}: must be 0 to {size}, the number of ids; the first rows belong to the queries"
-        )
-    if rows is not None and size > rows:
-        raise ValueError(
-            f"rows={rows}: this rank has {size} candidates; rows must be the most that any rank has, the same on all"
-        )
 
 
 def to_float32(values: Tensor) -> Tensor:

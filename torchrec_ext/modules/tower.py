@@ -18,10 +18,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.modules.layers import Activation as Activation
-from torchrec_ext.modules.layers import Layers, reads_lengths, weighs_rows
 from torchrec_ext.modules.layers import Normalization as Normalization
 from torchrec_ext.modules.layers import activation_layer as activation_layer
 from torchrec_ext.modules.layers import mlp as mlp
+from torchrec_ext.modules.layers import normalises, reads_lengths, row_weights
 from torchrec_ext.schema.array_columns import dense_names
 
 
@@ -107,7 +107,6 @@ class Tower(nn.Module):
         activation: activation between the layers of the MLP.
         normalization: layer before each activation: ``layer``, ``batch`` or ``none``.
         dropout: share of values set to 0 after each activation.
-        residual: whether to add the input of each hidden layer that is as wide as its output.
 
     Raises:
         ValueError: neither tables nor dense columns, a table with the name of a method of ModuleDict (``items``), one
@@ -123,7 +122,6 @@ class Tower(nn.Module):
         activation: Activation = "relu",
         normalization: Normalization = "none",
         dropout: float = 0.0,
-        residual: bool = False,
     ) -> None:
         super().__init__()
         self.dense = dense_names(dense)
@@ -152,19 +150,10 @@ class Tower(nn.Module):
                 activation=activation,
                 normalization=normalization,
                 dropout=dropout,
-                residual=residual,
             )
 
-    def forward(
-        self, vectors: Vectors, dense: Tensor, weights: Tensor | None = None
-    ) -> Tensor:
-        """Returns (B, D).
-
-        Args:
-            vectors: embeddings of its tables.
-            dense: (B, Fd), this tower's dense columns.
-            weights: (B,) weight of each row for batch normalisation; by default all 1.
-        """
+    def forward(self, vectors: Vectors, dense: Tensor) -> Tensor:
+        """Returns (B, D) of the embeddings of its tables and its dense columns (B, Fd)."""
         blocks = []
         for key, pooling in self._poolings:
             block = vectors[key]
@@ -175,22 +164,11 @@ class Tower(nn.Module):
             blocks.append(block.to(dense.dtype))
         if self.dense:
             blocks.append(dense)
-        return self.combine(blocks, weights)
+        return self.combine(blocks)
 
-    def combine(
-        self, blocks: Sequence[Tensor], weights: Tensor | None = None
-    ) -> Tensor:
-        """Returns (B, D) of the blocks of columns: pooled bags, then dense columns; (B, width) each.
-
-        Args:
-            blocks: at least one block.
-            weights: (B,) weight of each row for batch normalisation; by default all 1.
-        """
-        side_by_side = beside(blocks)
-        # Without layers the MLP is an Identity, which takes no weights.
-        if isinstance(self.mlp, Layers):
-            return self.mlp(side_by_side, weights)  # type: ignore[no-any-return]
-        return self.mlp(side_by_side)  # type: ignore[no-any-return]
+    def combine(self, blocks: Sequence[Tensor]) -> Tensor:
+        """Returns (B, D) of one or more blocks of columns: pooled bags, then dense columns; (B, width) each."""
+        return self.mlp(beside(blocks))  # type: ignore[no-any-return]
 
 
 def beside(blocks: Sequence[Tensor]) -> Tensor:
@@ -230,13 +208,13 @@ class Reads(NamedTuple):
     Attributes:
         shared: whether it reads the batch's shared rows rather than its rows.
         dense: columns of their dense matrix.
-        weights: whether it takes the rows' weights.
+        normalises: whether it normalises over the rows, and so needs their weights.
         lengths: whether it takes the lengths of the rows' bags.
     """
 
     shared: bool
     dense: slice
-    weights: bool = False
+    normalises: bool = False
     lengths: bool = False
 
 
@@ -274,7 +252,7 @@ class Towers(nn.ModuleDict):
             self.reads[name] = Reads(
                 is_shared,
                 slice(start, stop),
-                weighs_rows(tower),
+                normalises(tower),
                 reads_lengths(tower) and not is_shared,
             )
         _check_columns(self)
@@ -315,16 +293,15 @@ class Towers(nn.ModuleDict):
                 if batch.shared is None or not reads.shared
                 else batch.shared.dense
             )
-            # Only what a tower takes: one of the user's own may know none of these
-            # arguments.
+            # Only what a tower takes: one of the user's own may not know this argument.
             options: dict[str, Any] = {}
-            if reads.weights:
-                options["weights"] = (
-                    batch.shared_weights if reads.shared else batch.weights
-                )
             if reads.lengths:
                 options["host_lengths"] = batch.host_lengths
-            outputs[name] = self[name](vectors, dense[:, reads.dense], **options)
+            weights = None
+            if reads.normalises:
+                weights = batch.shared_weights if reads.shared else batch.weights
+            with row_weights(weights):
+                outputs[name] = self[name](vectors, dense[:, reads.dense], **options)
         return outputs
 
 
