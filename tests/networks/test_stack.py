@@ -298,3 +298,22 @@ def test_other_numbers_of_rates_and_other_optimizers_are_refused() -> None:
         ValueError, match=r"SGD with momentum=0\.9 has no captured form"
     ):
         Stack([NCF(0), NCF(1)], loss, RATES[:2], torch.optim.SGD, momentum=0.9)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_step_is_one_graph_and_equals_that_op_by_op() -> None:
+    stacks = []
+    for compiles in (True, False):
+        networks = [NCF(seed).cuda() for seed in range(3)]
+        stacks.append(Stack(networks, loss, RATES, compile=compiles))
+    for number, batch in enumerate(batches()):
+        here = [each.cuda() for each in batch]
+        for stacked in stacks:
+            stacked.schedule(factor(number))
+        graph, op_by_op = (stacked.step(*here) for stacked in stacks)
+        torch.testing.assert_close(graph, op_by_op, rtol=1e-5, atol=1e-6)
+    members = zip(*(stacked.unstack() for stacked in stacks), strict=True)
+    for graph_member, other in members:
+        pairs = zip(graph_member.parameters(), other.parameters(), strict=True)
+        for one, two in pairs:
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)

@@ -57,7 +57,12 @@ from torchrec_ext.adopt.user_step import UserStep
 from torchrec_ext.adopt.verify import StepComparison, Verification
 from torchrec_ext.capture import executors
 from torchrec_ext.capture.captured import MOST_GRAPHS, RareShapeError
-from torchrec_ext.capture.compiled import TRACERS, CompiledCall, without_gradients
+from torchrec_ext.capture.compiled import (
+    TRACERS,
+    CompiledCall,
+    replayed,
+    without_gradients,
+)
 from torchrec_ext.capture.memory import RowTable, StepMemory
 from torchrec_ext.capture.step import StepPart, parts_of, trained
 from torchrec_ext.distributed.row_rule import row_by_row
@@ -376,7 +381,10 @@ class Captures:
         start = time.perf_counter()
         device = update.memory.device
         if device.type == "cuda":
-            update.runs[number] = _cuda_graphs(call)
+            graph = call.graph
+            update.runs[number] = replayed(
+                graph.module, call.tensors, list(graph.of_batch), graph.outer
+            )
         else:
             update.runs[number] = executors.compile_graph(
                 call.graph.module, list(call.tensors)
@@ -513,45 +521,6 @@ def _step_of(
         return value, pytree.tree_map_only(Tensor, Tensor.detach, output)
 
     return step
-
-
-def _cuda_graphs(call: StepCall) -> Callable[..., Sequence[Any]]:
-    """Returns a graph's ops as CUDA graphs, one for each place of what is neither the batch's nor the memory's."""
-    of_batch = list(call.graph.of_batch)
-    rest = [
-        index for index in range(len(call.tensors)) if index not in call.graph.of_batch
-    ]
-    graphs: dict[tuple[int, ...], executors.Run] = {}
-
-    def step(*tensors: Tensor) -> list[Any]:
-        # A parameter that an eager backward has passed keeps a node of autograd on that
-        # backward's stream, which a capture refuses: another leaf of its memory has none.
-        inputs = {
-            index: tensor.detach().requires_grad_() if tensor.requires_grad else tensor
-            for index, tensor in zip([*rest, *of_batch], tensors, strict=True)
-        }
-        with torch.enable_grad():
-            return list(call.graph.module(*(inputs[i] for i in range(len(inputs)))))
-
-    def fuse(_: list[Tensor]) -> Callable[..., list[Any]]:
-        compiled = executors.compile_graph(call.graph.module, call.tensors)
-
-        def fused(*tensors: Tensor) -> list[Any]:
-            inputs = dict(zip([*rest, *of_batch], tensors, strict=True))
-            return list(compiled(*(inputs[i] for i in range(len(inputs)))))
-
-        return fused
-
-    def run(*tensors: Tensor) -> Sequence[Any]:
-        addresses = tuple(tensors[index].data_ptr() for index in call.graph.outer)
-        given = [tensors[index] for index in of_batch]
-        if addresses not in graphs:
-            graphs[addresses] = executors.cuda_graph(
-                step, [tensors[index] for index in rest], given, fuse
-            )
-        return graphs[addresses](given)
-
-    return run
 
 
 def _more_shapes(captured: Sequence[Shapes], shapes: Shapes) -> str:

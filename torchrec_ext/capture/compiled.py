@@ -35,22 +35,81 @@ TRACERS = ("torch._dynamo", "torch._subclasses", "torch.fx.experimental")
 SKIPPED = re.compile(r"the function `(\w+)` in file `([^`]+)`")
 
 
-def compiled(step: Callable[..., Any], look: Look = lambda *_: None) -> CompiledCall:
-    """Returns a step that inductor has compiled, on a CPU.
+def compiled(
+    step: Callable[..., Any],
+    look: Look = lambda *_: None,
+    memory: Sequence[Tensor] = (),
+) -> CompiledCall:
+    """Returns a step that inductor has compiled; on a GPU it is one CUDA graph.
 
     Args:
         step: function of a batch that calls :func:`~torchrec_ext.capture.step.trained`; what it reads besides stands in
             cells of its own.
         look: see :data:`Look`.
+        memory: what stays at its address from step to step, for a GPU; all else is copied into the graph in each.
     """
+    stays = set(map(id, memory))
 
     def backend(
         graph: fx.GraphModule, examples: list[Tensor]
     ) -> Callable[..., Sequence[Any]]:
-        look(graph, real_inputs(graph, examples))
-        return executors.compile_graph(without_gradients(graph), examples)
+        real = real_inputs(graph, examples)
+        look(graph, real)
+        graph = without_gradients(graph)
+        if not any(each.is_cuda for each in memory):
+            return executors.compile_graph(graph, examples)
+        of_batch = [at for at, each in enumerate(real) if id(each) not in stays]
+        return replayed(graph, real, of_batch, ())
 
     return CompiledCall(step, backend)
+
+
+def replayed(
+    module: fx.GraphModule,
+    examples: Sequence[Tensor],
+    of_batch: Sequence[int],
+    outer: Sequence[int],
+) -> Callable[..., Sequence[Any]]:
+    """Returns a graph's ops as CUDA graphs, one for each place of what may move between calls.
+
+    Args:
+        module: the graph.
+        examples: its inputs.
+        of_batch: indices of the inputs that are copied into the CUDA graph in each call.
+        outer: indices of the others that may be elsewhere in a later call.
+    """
+    rest = [index for index in range(len(examples)) if index not in of_batch]
+    order = [*rest, *of_batch]
+    graphs: dict[tuple[int, ...], executors.Run] = {}
+
+    def in_place(tensors: Sequence[Tensor]) -> list[Tensor]:
+        inputs = dict(zip(order, tensors, strict=True))
+        return [inputs[index] for index in range(len(inputs))]
+
+    def step(*tensors: Tensor) -> list[Any]:
+        # A parameter that an eager backward has passed keeps a node of autograd on that
+        # backward's stream, which a capture refuses: another leaf of its memory has none.
+        inputs = [
+            each.detach().requires_grad_() if each.requires_grad else each
+            for each in in_place(tensors)
+        ]
+        with torch.enable_grad():
+            return list(module(*inputs))
+
+    def fuse(_: list[Tensor]) -> Callable[..., list[Any]]:
+        fused = executors.compile_graph(module, examples)
+        return lambda *tensors: list(fused(*in_place(tensors)))
+
+    def run(*tensors: Tensor) -> Sequence[Any]:
+        addresses = tuple(tensors[index].data_ptr() for index in outer)
+        given = [tensors[index] for index in of_batch]
+        if addresses not in graphs:
+            graphs[addresses] = executors.cuda_graph(
+                step, [tensors[index] for index in rest], given, fuse
+            )
+        return graphs[addresses](given)
+
+    return run
 
 
 def without_gradients(graph: fx.GraphModule) -> fx.GraphModule:

@@ -116,7 +116,9 @@ class Stack:
                 self._states[name] = [torch.full_like(values, fill) for _ in kinds]
                 values.requires_grad_()
         self._step = self._made()
-        self._compiled = compiled(self._step) if compile else None
+        memory = [self._count, self._rates, self._factor, *self._values.values()]
+        memory += [each for state in self._states.values() for each in state]
+        self._compiled = compiled(self._step, memory=memory) if compile else None
         self._shapes: list[Any] = []
         # Number of a batch's tensor, rows and name of each look-up, if all ids are the batch's.
         self._given: list[tuple[int, int, str]] | None = None
