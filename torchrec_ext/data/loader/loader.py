@@ -91,15 +91,6 @@ def _check(config: LoaderConfig, sampler: Sampler | None, *, has_items: bool) ->
                 f"loader.device={config.device!r} with a loss over the catalogue: set negatives=0, leave the others out"
             )
         return
-    sizes = (config.shared_negatives, config.batch_size)
-    if (
-        isinstance(sampler, MixedNegatives)
-        and (sampler.extra, sampler.batch_size) != sizes
-    ):
-        raise ValueError(
-            f"MixedNegatives(extra={sampler.extra}, batch_size={sampler.batch_size}) with loader.shared_negatives="
-            f"{sizes[0]} and loader.batch_size={sizes[1]}: log_q would be of other batches; give both the same"
-        )
     if (config.negatives and (sampler is None or shared)) or (
         config.shared_negatives and not shared
     ):
@@ -328,7 +319,9 @@ class ChunkLoader(Epochs):
             config, batch_size=min(config.batch_size, max(rows, 1))
         )
         if isinstance(negatives, MixedNegatives):
-            negatives = negatives.of_batch(fitting_config.batch_size)
+            negatives = negatives.of_batch(
+                fitting_config.batch_size, config.shared_negatives
+            )
         place = None if device is None else torch.device(device)
         self._rows: Batches
         if sessions is None:
