@@ -104,6 +104,7 @@ def run(recipe: str, folder: Path, out: Path, *overrides: str) -> dict[str, floa
         f"data.folder={folder.parent}",
         "train.epochs=1",
         "device=cpu",
+        "train.compile=off",
         *overrides,
     ]
     run_training(with_settings(load_recipe(recipe), sets), out)
@@ -291,8 +292,10 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "recipe",
     [
         "two_tower",
-        "contextual_ncf",
-        *(pytest.param(r, marks=pytest.mark.slow) for r in ("ncf", "n_tower")),
+        *(
+            pytest.param(recipe, marks=pytest.mark.slow)
+            for recipe in ("contextual_ncf", "ncf", "n_tower")
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*have an unknown user or item")

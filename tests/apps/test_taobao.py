@@ -45,6 +45,7 @@ SMALL = {
             "model.embedding_dim=16",
         ),
         *("model.heads=2", "model.dropout=0", "optimizer.dense_lr=0.003"),
+        "train.compile=off",
     ),
     "multi_task": (
         *(
@@ -54,6 +55,7 @@ SMALL = {
             "optimizer.tables=adam",
         ),
         *("optimizer.tables_lr=0.01", "optimizer.dense_lr=0.003"),
+        "train.compile=off",
     ),
 }
 

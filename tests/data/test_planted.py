@@ -53,17 +53,6 @@ def test_no_ranking_of_planted_data_beats_the_true_preferences_by_more_than_chan
     )
 
 
-def test_the_user_and_item_features_carry_the_signal() -> None:
-    data = planted_data(users=300, items=100, clusters=5)
-    genre = data.items["genres"].pool[data.items["genres"].windows.starts]  # type: ignore[union-attr]
-    kind, taste = (
-        genre[data.rows("train")["item_id"].values],
-        data.rows("train")["occupation"].values,
-    )
-    assert (kind == taste).mean() > 0.5
-    assert abs(np.corrcoef(data.rows("train")["age"].values, taste)[0, 1]) > 0.5
-
-
 def test_the_seed_decides_everything() -> None:
     one, same, other = (
         planted_data(users=60, items=80, seed=seed) for seed in (1, 1, 2)

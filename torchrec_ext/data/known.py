@@ -1,6 +1,6 @@
 """Known pairs of a prepared folder: who took what in a split, written once, sorted, and read by memory map.
 
-KnownWriter: writes the pairs of a split while its rows are written; known_pairs(): reads those of some users.
+write_known(): writes the pairs of a split; keys_of(): reads those of some users.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from torchrec_ext.data.columns import Int64
+from torchrec_ext.data.preprocess.rows import Connection, batches
 from torchrec_ext.schema import DataError
 
 # Folder of the pairs beside the rows.
 KNOWN = "known"
-# Keys that are compared or copied at a time.
-_AT_ONCE = 1 << 20
 
 
 def known_path(folder: Path, split: str, *, sessions: bool = False) -> Path:
@@ -24,55 +23,30 @@ def known_path(folder: Path, split: str, *, sessions: bool = False) -> Path:
     return folder / KNOWN / f"{split}{'-sessions' if sessions else ''}.npy"
 
 
-class KnownWriter:
+def write_known(path: Path, con: Connection, pairs: str, width: int) -> None:
     """Writes pairs as sorted numbers, user * width + item, each once.
 
     Args:
         path: file to write.
+        con: connection of DuckDB, which sorts more pairs than memory holds.
+        pairs: SQL of the pairs, ``u`` and ``i``; those of the unknown user or item are left out.
         width: rows of the items' table.
     """
-
-    def __init__(self, path: Path, width: int) -> None:
-        self._path = path
-        self._width = width
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._unsorted = path.with_suffix(".unsorted")
-        self._unsorted.touch()
-
-    def add(self, users: Int64, items: Int64) -> None:
-        """Adds pairs; those of the unknown user or item are left out."""
-        known = (users > 0) & (items > 0)
-        with self._unsorted.open("ab") as file:
-            np.unique(users[known] * self._width + items[known]).tofile(file)
-
-    def close(self) -> None:
-        """Sorts the pairs in the file itself, which may be larger than the memory."""
-        keys = np.zeros(0, np.int64)
-        if self._unsorted.stat().st_size:
-            keys = np.memmap(self._unsorted, np.int64, "r+")
-            keys.sort()
-        starts = range(0, len(keys), _AT_ONCE)
-        count = sum(int(_first(keys, start).sum()) for start in starts)
-        if not count:
-            np.save(self._path, np.zeros(0, np.int64))
-        else:
-            out = np.lib.format.open_memmap(self._path, "w+", np.int64, (count,))
-            place = 0
-            for start in starts:
-                once = keys[start : start + _AT_ONCE][_first(keys, start)]
-                out[place : place + len(once)] = once
-                place += len(once)
-            out.flush()
-        self._unsorted.unlink()
-
-
-def _first(keys: Int64, start: int) -> np.ndarray:
-    """Says of the keys from ``start`` on whether each is the first of its value."""
-    some = keys[start : start + _AT_ONCE]
-    before = keys[max(start - 1, 0) : start + len(some) - 1]
-    if start == 0:
-        return np.concatenate([[True], some[1:] != before])
-    return np.asarray(some != before)
+    path.parent.mkdir(exist_ok=True)
+    con.execute(
+        f"CREATE OR REPLACE TEMP TABLE known_pairs AS SELECT DISTINCT u * {width} + i AS key FROM ({pairs}) "
+        "WHERE u > 0 AND i > 0 ORDER BY key"
+    )
+    ((count,),) = con.sql("SELECT count(*) FROM known_pairs").fetchall()
+    if not count:
+        np.save(path, np.zeros(0, np.int64))
+        return
+    out = np.lib.format.open_memmap(path, "w+", np.int64, (count,))
+    place = 0
+    for batch in batches(con, "FROM known_pairs"):
+        out[place : place + len(batch)] = batch.column(0).to_numpy()
+        place += len(batch)
+    out.flush()
 
 
 def known_keys(path: Path) -> Int64:

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.features import RawColumns, owned_columns
-from torchrec_ext.data.known import KnownWriter, known_path
+from torchrec_ext.data.known import known_path, write_known
 from torchrec_ext.data.preprocess import (
     Categorify,
     FillMissing,
@@ -36,6 +36,7 @@ from torchrec_ext.data.preprocess import (
     Vocabulary,
 )
 from torchrec_ext.data.preprocess.fitted import requests_sql
+from torchrec_ext.data.preprocess.numeric import rounded
 from torchrec_ext.data.preprocess.rows import (
     ROW,
     Connection,
@@ -45,6 +46,7 @@ from torchrec_ext.data.preprocess.rows import (
     named,
     open_source,
     table,
+    view_of,
 )
 from torchrec_ext.data.preprocess.step import quoted
 from torchrec_ext.data.preprocess.times import Feature
@@ -216,98 +218,77 @@ def steps_of(raw: RawSet) -> list[Step]:
     return steps
 
 
+@dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Counts of a prepared folder's rows, made while they are written; no reader has to count them again.
+    """Counts of a split of a prepared folder; no reader has to count its rows again.
 
     Args:
-        fitted: preprocessor that makes the rows.
-        roles: roles of the columns.
-        folder: the prepared folder, which gets the pairs of users and items.
-        split: name of the split.
+        rows: number of rows.
+        unknown: share of zeros per id column; in a list column of its elements.
+        labels: weight of all rows, ``total``, and of the positives of each label among all rows and among those with
+            label 1.
+        popularity: number of positives of each row of the items' table; none without items.
     """
 
-    def __init__(
-        self, fitted: FittedPreprocessor, roles: Roles, folder: Path, split: str
-    ) -> None:
-        self.rows = 0
-        self._user = roles.user
-        width = fitted.vocab.get(roles.item or "", 0)
-        self._known: dict[bool, KnownWriter] = {}
-        if width and roles.user in fitted.vocab:
-            tables = fitted.vocabularies
-            for sessions in (False, True):
-                if not sessions or tables.get(SESSION) == tables[str(roles.item)]:
-                    path = known_path(folder, split, sessions=sessions)
-                    self._known[sessions] = KnownWriter(path, width)
-        self._zeros = dict.fromkeys(fitted.vocab, 0)
-        self._ids = dict.fromkeys(fitted.vocab, 0)
-        names = [roles.label, *roles.tasks]
-        self._labels = [name for name in names if name in fitted.keep]
-        self._weight = roles.weight
-        # The weights of positives among all rows and among those with label 1, by
-        # label, and of all rows.
-        self._every = np.zeros(len(self._labels))
-        self._clicked = np.zeros(len(self._labels))
-        self._total = 0.0
-        self._item = roles.item
-        self.popularity = np.zeros(fitted.vocab.get(roles.item or "", 0), np.int64)
+    rows: int
+    unknown: Mapping[str, float]
+    labels: Mapping[str, Any]
+    popularity: Int64
 
-    def add(self, batch: pa.RecordBatch) -> None:
-        """Counts a batch."""
-        self.rows += batch.num_rows
-        for name in self._zeros:
-            column = batch.column(name)
-            ids = column.flatten() if pa.types.is_list(column.type) else column
-            self._zeros[name] += len(ids) - int(np.count_nonzero(ids.to_numpy()))
-            self._ids[name] += len(ids)
-        weights = np.ones(batch.num_rows)
-        if self._weight:
-            weights = batch.column(self._weight).to_numpy().astype(np.float64)
-        self._total += float(weights.sum())
-        positive = np.ones(batch.num_rows, dtype=bool)
-        if self._labels:
-            columns = [batch.column(name).cast(pa.float64()) for name in self._labels]
-            labels = np.stack([column.to_numpy() for column in columns])
-            self._every += (labels * weights).sum(1)
-            self._clicked += (labels * labels[0] * weights).sum(1)
-            positive = labels[0] > 0
-        if self._item and len(self.popularity):
-            items = batch.column(self._item).to_numpy()[positive]
-            self.popularity += np.bincount(items, minlength=len(self.popularity))
-            self._add_known(batch.filter(pa.array(positive)), items)
 
-    def _add_known(self, batch: pa.RecordBatch, items: Int64) -> None:
-        for sessions, writer in self._known.items():
-            users = batch.column(self._user).to_numpy()
-            writer.add(users, items)
-            if sessions:
-                lists = batch.column(SESSION)
-                lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
-                writer.add(users.repeat(lengths), lists.flatten().to_numpy())
-
-    def close(self) -> None:
-        """Writes the pairs of users and items."""
-        for writer in self._known.values():
-            writer.close()
-
-    @property
-    def unknown(self) -> dict[str, float]:
-        """The share of zeros per id column; in a list column of its elements."""
-        return {
-            name: zeros / max(self._ids[name], 1) for name, zeros in self._zeros.items()
-        }
-
-    @property
-    def labels(self) -> dict[str, Any]:
-        """The weight of all rows, and of the positives of each label."""
-        sums = zip(self._labels, self._every, self._clicked, strict=True)
-        return {
-            "total": self._total,
+def count_split(
+    fitted: FittedPreprocessor, roles: Roles, folder: Path, split: str, con: Connection
+) -> Counts:
+    """Counts the rows of a split that is written, and writes its pairs of users and items."""
+    rows = view_of(folder / split, con)
+    weight = f"CAST({quoted(roles.weight)} AS DOUBLE)" if roles.weight else "1.0"
+    kept = [name for name in (roles.label, *roles.tasks) if name in fitted.keep]
+    labels = [f"CAST({quoted(name)} AS DOUBLE)" for name in kept]
+    figures = ["count(*)", f"sum({weight})"]
+    for label in labels:
+        figures += [
+            f"sum({label} * {weight})",
+            f"sum({label} * {labels[0]} * {weight})",
+        ]
+    (found,) = con.sql(f"SELECT {', '.join(figures)} FROM {rows}").fetchall()
+    count, total, *sums = found
+    unknown = {}
+    for name in fitted.vocab:
+        is_list = pa.types.is_list(fitted.schema.field(name).type)
+        values = f"unnest({quoted(name)})" if is_list else quoted(name)
+        ((share,),) = con.sql(
+            f"SELECT avg(CAST(id = 0 AS DOUBLE)) FROM (SELECT {values} AS id FROM {rows})"
+        ).fetchall()
+        unknown[name] = share or 0.0
+    width = fitted.vocab.get(roles.item or "", 0)
+    popularity = np.zeros(width, np.int64)
+    if roles.item and width:
+        positive = f"FROM {rows} WHERE {labels[0] if labels else 1.0} > 0"
+        item = quoted(roles.item)
+        items = table(con, f"SELECT {item} AS i, count(*) AS n {positive} GROUP BY ALL")
+        popularity[items["i"].to_numpy()] = items["n"].to_numpy()
+        if roles.user in fitted.vocab:
+            user = quoted(str(roles.user))
+            pairs = f"SELECT {user} AS u, {item} AS i {positive}"
+            write_known(known_path(folder, split), con, pairs, width)
+            if fitted.vocabularies.get(SESSION) == fitted.vocabularies[roles.item]:
+                pairs += f" UNION ALL SELECT {user}, unnest({SESSION}) {positive}"
+                path = known_path(folder, split, sessions=True)
+                write_known(path, con, pairs, width)
+    return Counts(
+        rows=count,
+        unknown=unknown,
+        labels={
+            "total": rounded(total),
             "positives": {
-                name: {"of_all": float(every), "of_positive": float(clicked)}
-                for name, every, clicked in sums
+                name: {"of_all": rounded(every), "of_positive": rounded(clicked)}
+                for name, every, clicked in zip(
+                    kept, sums[::2], sums[1::2], strict=True
+                )
             },
-        }
+        },
+        popularity=popularity,
+    )
 
 
 def write_set(folder: Path, raw: RawSet) -> None:
@@ -396,14 +377,14 @@ def write_folder(
     fitted.save(folder / PREPROCESSOR)
     counts = {}
     for split, source in splits.items():
-        counted = counts[split] = Counts(fitted, roles, folder, split)
-
-        def see(batch: pa.RecordBatch, split: str = split) -> None:
-            counts[split].add(batch)
-            watch(split, batch.num_rows)
-
-        fitted.transform(source, folder / split, events=events, con=con, watch=see)
-        counted.close()
+        fitted.transform(
+            source,
+            folder / split,
+            events=events,
+            con=con,
+            watch=lambda batch, split=split: watch(split, batch.num_rows),  # type: ignore[misc]
+        )
+        counts[split] = count_split(fitted, roles, folder, split, con)
     raw = write_raw_rows(fitted, list(splits.values()), roles, con, events)
     popularity = next(iter(counts.values())).popularity
     if len(popularity):

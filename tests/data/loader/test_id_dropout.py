@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch import Tensor
 from torchrec import EmbeddingBagConfig, PoolingType
 
 from tests.examples import META, table
@@ -168,27 +167,6 @@ def test_the_choice_is_the_same_on_any_number_of_ranks_and_at_any_batch_size(
     assert small_steps[: 32 * 4 * len(alone)] == [
         bag for batch in alone for bag in batch
     ]
-
-
-@pytest.mark.unit
-def test_epochs_seeds_and_features_differ() -> None:
-    data = small()
-    schema = model(data, shared=False).schema()
-
-    def dropped(name: str, number: int = 0, seed: int = 0) -> Tensor:
-        made = IdDropout(
-            loader(data, schema, shuffle=False, negatives=0),
-            schema,
-            {name: 0.5},
-            seed=seed,
-        )
-        return torch.tensor(
-            [bag == [0] for bag in joined(epoch(made, (name,), number), name)]
-        )
-
-    chosen = dropped("item_id")
-    for other in (dropped("item_id", 1), dropped("item_id", 0, 1), dropped("user_id")):
-        assert 0.4 < float((chosen == other).double().mean()) < 0.6
 
 
 @pytest.mark.unit

@@ -9,21 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.examples import table
 from tests.small_sets import planted_data
-from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.loader.config import LoaderConfig, Sampling
 from torchrec_ext.data.loader.loader import (
-    ChunkLoader,
-    training_loader,
     training_negatives,
 )
-from torchrec_ext.models.retrieval import RetrievalModel
-from torchrec_ext.models.tower_model import TowerModel
-from torchrec_ext.modules.interaction import DotProduct
 from torchrec_ext.modules.losses import softmax_losses
-from torchrec_ext.modules.tower import Tower
 
 pytestmark = pytest.mark.unit
 DATA = planted_data(users=60, items=50, clusters=4, history_length=1)
@@ -39,47 +30,6 @@ def config_of(name: str, **options: Any) -> LoaderConfig:
     return LoaderConfig(
         **{"batch_size": 32, "sampling": name, "prefetch": 0} | drawn | options
     )  # type: ignore[arg-type]
-
-
-def model_of(name: str) -> TowerModel | RetrievalModel:
-    torch.manual_seed(0)
-    towers = {
-        "user": Tower([table("user_id", 61)], (8,)),
-        "item": Tower([table("item_id", 51)], (8,)),
-    }
-    return (RetrievalModel if (name == "mixed") else TowerModel)(
-        towers, DotProduct([8, 8])
-    )  # type: ignore[arg-type]
-
-
-def loader_of(name: str, **options: Any) -> ChunkLoader:
-    schema = model_of(name).schema()
-    return training_loader(DATA, schema, config_of(name, **options))
-
-
-def negatives_of(batch: TowerBatch) -> Int64:
-    return np.asarray(batch.ids("item_id")[batch.labels == 0])
-
-
-@pytest.mark.parametrize("name", get_args(Sampling))
-def test_each_sampler_draws_for_a_step_that_trains(name: str) -> None:
-    loader, model = loader_of(name), model_of(name).train()
-    batch = next(iter(loader))
-    assert len(batch) == (32 + EXTRA if (name == "mixed") else 32 * (1 + EACH))
-    assert batch.log_q is not None
-    assert 1 <= negatives_of(batch).min() <= negatives_of(batch).max() <= DATA.num_items
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss, _ = model(batch)
-    loss.backward()
-    optimizer.step()
-    assert torch.isfinite(loss)
-    # A bias that all candidates share has no gradient under a softmax.
-    assert all(
-        not torch.equal(value, before[key])
-        for key, value in model.state_dict().items()
-        if not key.endswith("bias")
-    )
 
 
 DRAWS, USER = 20_000, 9

@@ -72,13 +72,6 @@ def test_a_million_places_count_no_known_item_of_a_query() -> None:
     assert places > 1_000_000
 
 
-def test_an_item_that_no_batch_holds_comes_from_the_uniform_part_alone() -> None:
-    counts = COUNTS % 2
-    q = np.exp(MixedNegatives(ITEMS, 16, 48, counts).log_q(np.array([2, 3])))
-    assert q[0] == pytest.approx(16 / 64 / ITEMS)
-    assert q[1] == pytest.approx((48 / counts.sum() + 16 / ITEMS) / 64)
-
-
 def test_wrong_settings_are_named() -> None:
     with pytest.raises(ValueError, match="extra=0: must be 1 or more"):
         MixedNegatives(5, 0, 3, np.ones(6, np.int64))

@@ -16,21 +16,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast, get_args
 from urllib.parse import unquote
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from torchrec_ext.data.columns import Chunk, Column, concatenate_rows, with_elements
+from torchrec_ext.data.columns import Chunk, concatenate_rows, with_elements
 from torchrec_ext.data.files.arrow import Kind, as_column, kind_of
 from torchrec_ext.data.files.arrow import RowGroup as RowGroup
-from torchrec_ext.data.files.arrow import Source as Source
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.array_columns import element_of
 from torchrec_ext.schema.validation import did_you_mean, listed
@@ -229,7 +226,7 @@ class ParquetSource:
             )
 
     def digest(self) -> str:
-        """See :meth:`Source.digest`; from footers, and from blocks of local files."""
+        """Returns a text, most likely different for other rows: of footers, and of blocks of local files."""
         digest = hashlib.sha256()
         for file, opening in zip(self.files, self._openings, strict=True):
             digest.update(opening.evidence)
@@ -249,22 +246,14 @@ class ParquetSource:
     def dataset(self) -> ds.Dataset:
         """All files for Arrow and DuckDB to scan; hive partitions are texts."""
         options = ds.ParquetFragmentScanOptions(page_checksum_verification=True)
-        form = ds.ParquetFileFormat(default_fragment_scan_options=options)
-        texts = [pa.field(name, pa.string()) for name in self._partitions]
-        schema = pa.schema([*self._openings[0].schema, *texts])
-        parts = []
-        for remote, files in groupby(self.files, lambda file: file.remote):
-            found = list(files)
-            parts.append(
-                ds.FileSystemDataset.from_paths(
-                    [file.path for file in found],
-                    schema=schema,
-                    format=form,
-                    filesystem=remote or fs.LocalFileSystem(),
-                    partitions=[_partition_of(file) for file in found],
-                )
-            )
-        return parts[0] if len(parts) == 1 else ds.UnionDataset(schema, parts)
+        texts = pa.schema([(name, pa.string()) for name in self._partitions])
+        return ds.dataset(
+            [file.path for file in self.files],
+            schema=pa.schema([*self._openings[0].schema, *texts]),
+            format=ds.ParquetFileFormat(default_fragment_scan_options=options),
+            filesystem=self.files[0].remote,
+            partitioning=ds.partitioning(texts, flavor="hive"),
+        )
 
     def _opening(self, file: DataFile) -> _Opening:
         with self._file(file) as opened:
@@ -323,7 +312,11 @@ class ParquetSource:
         )
 
     def require(self, columns: Mapping[str, Sequence[Kind]]) -> dict[str, Kind]:
-        """See :meth:`Source.require`; a column must also have the same type in all files."""
+        """Returns the kinds of the columns.
+
+        Raises:
+            DataError: a file lacks a column, or has another kind or another type than the first file.
+        """
         return {name: self._require(name, kinds) for name, kinds in columns.items()}
 
     def _require(self, name: str, kinds: Sequence[Kind]) -> Kind:
@@ -354,7 +347,7 @@ class ParquetSource:
         return element.column
 
     def read(self, group: RowGroup, names: Sequence[str]) -> Chunk:
-        """See :meth:`Source.read`.
+        """Reads and checks the columns ``names`` of one group; views of Arrow's memory if the layout allows.
 
         Raises:
             DataError: the file is gone or damaged, or a value is null; the message names file, row group, column, row.
@@ -374,7 +367,7 @@ class ParquetSource:
     def parts(
         self, group: RowGroup, names: Sequence[str], start: int, size: int
     ) -> Iterator[Chunk]:
-        """See :meth:`Source.parts`.
+        """Reads a group from row ``start`` on in parts ending at multiples of ``size``, never all of it at once.
 
         Raises:
             DataError: see :meth:`read`.
@@ -420,9 +413,13 @@ class ParquetSource:
             name: as_column(part, name, table.column(name), self._fill)
             for name in stored
         }
-        for name in names:
-            if name in self._partitions:
-                columns[name] = self._partition(part, name)
+        for name, kind in self._partitions.items():
+            if name in names:
+                text = self.files[part.file].partitions[name]
+                value = None if text == NULL_PARTITION else text
+                texts = pa.repeat(pa.scalar(value, pa.string()), part.rows)
+                array = texts.cast(kind)
+                columns[name] = as_column(part, name, array, self._fill)
         return with_elements(Chunk(columns), names, part.name, part.first)
 
     def _table(
@@ -454,15 +451,6 @@ class ParquetSource:
             return False
         return True
 
-    def _partition(self, part: RowGroup, name: str) -> Column:
-        text = self.files[part.file].partitions[name]
-        kind = self._partitions[name]
-        if text == NULL_PARTITION:
-            return as_column(part, name, pa.nulls(part.rows, kind), self._fill)
-        if pa.types.is_integer(kind):
-            return Column(np.full(part.rows, int(text)))
-        return Column(np.full(part.rows, text, dtype=object))
-
 
 def _sample(file: DataFile) -> bytes:
     """Returns blocks from all over a file; another file most likely differs in them."""
@@ -489,15 +477,6 @@ def _partition_types(files: Sequence[DataFile]) -> dict[str, pa.DataType]:
         are_whole = all(text.removeprefix("-").isdecimal() for text in texts)
         types[name] = pa.int64() if are_whole else pa.string()
     return types
-
-
-def _partition_of(file: DataFile) -> ds.Expression:
-    """Returns the values of a file's hive partitions as a condition that all of its rows fulfil."""
-    condition = ds.scalar(True)
-    for name, text in file.partitions.items():
-        column = ds.field(name)
-        condition &= column.is_null() if text == NULL_PARTITION else column == text
-    return condition
 
 
 def _unreadable(file: DataFile, error: Exception) -> DataError:

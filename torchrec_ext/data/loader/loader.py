@@ -17,7 +17,7 @@ import torch
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.data.columns import Chunk, Column, sample_digest, with_elements
-from torchrec_ext.data.files.arrow import Source
+from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.config import LoaderConfig as LoaderConfig
 from torchrec_ext.data.loader.config import Sampling as Sampling
 from torchrec_ext.data.loader.epochs import Epochs, Share
@@ -91,15 +91,6 @@ def _check(config: LoaderConfig, sampler: Sampler | None, *, has_items: bool) ->
                 f"loader.device={config.device!r} with a loss over the catalogue: set negatives=0, leave the others out"
             )
         return
-    sizes = (config.shared_negatives, config.batch_size)
-    if (
-        isinstance(sampler, MixedNegatives)
-        and (sampler.extra, sampler.batch_size) != sizes
-    ):
-        raise ValueError(
-            f"MixedNegatives(extra={sampler.extra}, batch_size={sampler.batch_size}) with loader.shared_negatives="
-            f"{sizes[0]} and loader.batch_size={sizes[1]}: log_q would be of other batches; give both the same"
-        )
     if (config.negatives and (sampler is None or shared)) or (
         config.shared_negatives and not shared
     ):
@@ -126,7 +117,7 @@ class Batches(Protocol):
 
 
 def batches_of(
-    chunk: Chunk | Source,
+    chunk: Chunk | ParquetSource,
     schema: BatchSchema,
     config: LoaderConfig,
     items: Chunk | None,
@@ -257,7 +248,7 @@ class ChunkLoader(Epochs):
     negatives are drawn for their rows: :class:`StreamPlan` says in which order, and what each rank reads.
 
     Args:
-        chunk: all rows, the same on every rank; or a :class:`Source` of them, such as :class:`ParquetSource`.
+        chunk: all rows, the same on every rank; or a :class:`ParquetSource` of them.
         schema: the columns that the model reads.
         config: see :class:`LoaderConfig`.
         items: row i holds the features of item i.
@@ -286,7 +277,7 @@ class ChunkLoader(Epochs):
 
     def __init__(
         self,
-        chunk: Chunk | Source,
+        chunk: Chunk | ParquetSource,
         schema: BatchSchema,
         *,
         config: LoaderConfig,
@@ -328,7 +319,9 @@ class ChunkLoader(Epochs):
             config, batch_size=min(config.batch_size, max(rows, 1))
         )
         if isinstance(negatives, MixedNegatives):
-            negatives = negatives.of_batch(fitting_config.batch_size)
+            negatives = negatives.of_batch(
+                fitting_config.batch_size, config.shared_negatives
+            )
         place = None if device is None else torch.device(device)
         self._rows: Batches
         if sessions is None:

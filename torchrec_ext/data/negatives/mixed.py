@@ -51,9 +51,9 @@ class MixedNegatives:
         self._log_q = np.log(q).astype(np.float32)
         self._counts = counts
 
-    def of_batch(self, size: int) -> MixedNegatives:
-        """Returns the same draws beside ``size`` positives per step, of an epoch that fills no larger batch."""
-        return MixedNegatives(self.num_items, self.extra, size, self._counts, self.seed)
+    def of_batch(self, size: int, extra: int) -> MixedNegatives:
+        """Returns ``extra`` draws beside ``size`` positives per step, as a loader makes them."""
+        return MixedNegatives(self.num_items, extra, size, self._counts, self.seed)
 
     def draw(
         self, epoch: int, step: int, *, rank: int = 0, world_size: int = 1
