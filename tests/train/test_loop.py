@@ -116,40 +116,6 @@ def test_every_rank_returns_the_same_history_and_rank_0_alone_logs_it() -> None:
     assert ranks[1]["logged"] == []
 
 
-def waited(runtime: Runtime) -> list[float]:
-    """Two epochs by a clock that a batch takes forward by 1, on rank 1 by 2, and a forward pass by 4."""
-    clock = [0.0]
-
-    class Slow(Batches):
-        def __iter__(self) -> Iterator[TowerBatch]:
-            for batch in super().__iter__():
-                clock[0] += 1 + runtime.rank
-                yield batch
-
-    def forward(*_: object) -> None:
-        clock[0] += 4
-
-    parallel, optimizer = hybrid_parallel(small_model(), runtime)
-    parallel.register_forward_pre_hook(forward)
-    with mock.patch.object(time, "perf_counter", side_effect=lambda: clock[0]):
-        history = train(
-            parallel,
-            optimizer,
-            Slow(runtime, 6),
-            runtime,
-            TrainConfig(epochs=2, log_every=6, compile="off"),
-        )
-    return [record["data_wait"] for record in history if record["kind"] == "train"]
-
-
-def test_the_share_of_time_in_which_a_rank_waited_for_its_batches_is_recorded() -> None:
-    (alone,) = run_ranks(waited, 1)
-    assert alone == [pytest.approx(1 / 5)] * 2
-    first, second = run_ranks(waited, 2)
-    # Each rank divides the longest wait of all, rank 1's, by its time.
-    assert (first, second) == ([pytest.approx(2 / 5)] * 2, [pytest.approx(2 / 6)] * 2)
-
-
 def slept(runtime: Runtime) -> list[dict[str, Any]]:
     """Two epochs by a clock: a batch takes 1, asleep, a forward 3, of which rank 1 sleeps 2."""
     clock, asleep = [0.0], [0.0]
@@ -291,17 +257,6 @@ def test_an_evaluation_between_epochs_changes_no_bit_of_what_is_learned(
         torch.equal(value, without["state"][name])
         for name, value in with_it["state"].items()
     )
-
-
-def epochs_chosen(runtime: Runtime) -> list[int]:
-    parallel, optimizer = hybrid_parallel(small_model(META), runtime)
-    loader = Batches(runtime, 2)
-    train(parallel, optimizer, loader, runtime, TrainConfig(epochs=3))
-    return loader.epochs
-
-
-def test_every_epoch_chooses_its_order_before_it_is_read() -> None:
-    assert run_ranks(epochs_chosen, 1) == [[0, 1, 2]]
 
 
 @pytest.mark.unit

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from torchrec_ext.capture.policy import TrainingDivergedError
 from torchrec_ext.schema import BatchSchema, DataError
+from torchrec_ext.schema.validation import listed
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import (
     CheckpointFolder,
@@ -221,11 +222,24 @@ def ended(folder: Path) -> bool:
     """Whether a run has ended: all epochs trained, stopped early, or diverged."""
     if (folder / "summary.json").exists():
         return True
-    metrics = folder / "metrics.jsonl"
-    if not metrics.exists():
-        return False
-    lines = metrics.read_text().splitlines()
-    return bool(lines) and json.loads(lines[-1])["kind"] == "error"
+    # The last line may have been cut short by a kill.
+    with suppress(OSError, ValueError, IndexError):
+        last = (folder / "metrics.jsonl").read_text().splitlines()[-1]
+        return bool(json.loads(last)["kind"] == "error")
+    return False
+
+
+def records_before(checkpoint: str, run: Path) -> list[str]:
+    """Returns the lines of a run's ``metrics.jsonl`` up to one of its checkpoints."""
+    count = read_checkpoint_manifest(checkpoint)["content"]["position"]["records"]
+    lines: list[str] = []
+    # A line that was being written when the run was killed is none.
+    with suppress(OSError, ValueError, RecursionError):
+        for line in (run / "metrics.jsonl").read_text().splitlines():
+            # The others are of the process, and no part of the course of the training.
+            if json.loads(line)["kind"] in ("train", "eval", "stop"):
+                lines.append(line)
+    return lines[:count]
 
 
 def find_checkpoint(
@@ -244,54 +258,38 @@ def find_checkpoint(
     """
     # A folder of checkpoints, or a run folder with one; else the location is a
     # checkpoint itself.
-    for root in (location, f"{location.rstrip('/')}/{CHECKPOINTS}"):
-        folder = CheckpointFolder(root)
+    for folder in _folders_at(location):
+        steps = together.on_main(folder.steps)
         if which == "last":
             path = newest_good(folder, together)
             if path is not None:
                 return path
-        else:
-            steps = together.on_main(folder.steps)
-            if steps:
-                return _chosen(folder, which, steps, together)
+        elif steps:
+            step: Any = best_step(folder, together)
+            if which != "best":
+                step = int(which) if which.isdecimal() else None
+            message: str | None = "there is no such checkpoint"
+            if step in steps:
+                message = damage(folder.path(step), together)
+            if message is None:
+                return folder.path(step)
+            raise CheckpointError(
+                f"--checkpoint {which}: {message}; give last, or one of the steps {listed(map(str, sorted(steps)))}; "
+                "best is of runs with train.early_stop.metric"
+            )
     message = damage(location, together)
+    if message is None and which != "last":
+        message = f"is one checkpoint, and there is no {which!r} of it"
     if message is not None:
         raise CheckpointError(
             f"{flag}{location}: {message}; give a run folder, or a checkpoint in one"
         )
-    if which != "last":
-        raise CheckpointError(
-            f"{flag}{location} is one checkpoint: there is no {which!r} of it; give the run folder"
-        )
     return location if is_url(location) else str(Path(location).absolute())
 
 
-def _chosen(
-    folder: CheckpointFolder,
-    which: str,
-    steps: Sequence[int],
-    together: CheckpointRanks,
-) -> str:
-    listed = ", ".join(map(str, sorted(steps)))
-    if which == "best":
-        step = best_step(folder, together)
-        if step is None:
-            raise CheckpointError(
-                "--checkpoint best: no evaluation of this run was marked as the best; train with "
-                f"train.early_stop.metric, or give last or one of the steps {listed}"
-            )
-    else:
-        step = int(which) if which.isdecimal() else None
-    if step is None or step not in steps:
-        raise CheckpointError(
-            f"--checkpoint {which}: there is no such checkpoint; give best, last or one of the steps {listed}"
-        )
-    message = damage(folder.path(step), together)
-    if message is not None:
-        raise CheckpointError(
-            f"--checkpoint {which}: {message}; give last, or one of the steps {listed}"
-        )
-    return folder.path(step)
+def _folders_at(location: str) -> list[CheckpointFolder]:
+    roots = (location, f"{location.rstrip('/')}/{CHECKPOINTS}")
+    return [CheckpointFolder(root) for root in roots]
 
 
 def best_step(folder: CheckpointFolder, together: CheckpointRanks) -> int | None:
@@ -326,9 +324,8 @@ def checkpoint_to_export(
             "--checkpoint ", which, together
         ), f"as given by --checkpoint {which}"
     if which is None:
-        roots = (location, f"{location.rstrip('/')}/{CHECKPOINTS}")
         # Both are asked on every rank, because the question is collective.
-        marked = [best_step(CheckpointFolder(root), together) for root in roots]
+        marked = [best_step(folder, together) for folder in _folders_at(location)]
         which = "best" if restores and marked != [None, None] else "last"
     text = f"of step {which}" if which.isdecimal() else f"the {which}"
     path = find_checkpoint("", location, together, which)

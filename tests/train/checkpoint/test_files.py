@@ -221,11 +221,9 @@ def test_what_is_no_plain_file_is_named_and_the_one_before_used(
 
 
 def test_another_format_names_the_version_that_reads_it() -> None:
-    for version, message in (
-        (99, "is of format 99, this version reads 2: update torchrec-ext"),
-        (1, "is of format 1, this version reads 2: torchrec-ext 0.1.0 reads it"),
-    ):
+    for version in (99, 1):
         data = json.dumps({"format": version, "sha256": "0"}).encode()
+        message = f"is of format {version}, this version reads 2: take the release"
         with pytest.raises(CheckpointError, match=message) as error:
             manifest.opened(data, "m")
         assert len(str(error.value)) <= 200
@@ -386,7 +384,7 @@ def test_another_model_is_refused_by_its_first_differences(tmp_path: Path) -> No
         Checkpointer(str(tmp_path / "other"), HERE).load(path, model_state(model))
     said = str(caught.value)
     assert "dense.towers.user.mlp.0.weight is (20, 33), saved as (16, 33)" in said
-    assert re.search(r"; and \d+ more$", said)
+    assert re.search(r", \d+ difference\(s\): .* \.\.\.$", said)
     assert len(said) <= 200
     assert values(model) - {1.0}, "nothing was written"
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.capture.test_captured import distance, farthest, stepped, whole
 from tests.contracts import gather_state, pipeline_alone, run_ranks
@@ -25,7 +24,7 @@ from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import Prediction
 from torchrec_ext.train.loop import TrainConfig, train
-from torchrec_ext.train.step.plain import PlainStep, _one_each
+from torchrec_ext.train.step.plain import PlainStep
 
 OPTIMIZERS: dict[str, OptimizerConfig] = {
     "adam": OptimizerConfig(tables="adam", tables_lr=0.01, tables_l2=0.01),
@@ -229,26 +228,3 @@ def test_what_kernels_do_otherwise_is_left_to_them(found: dict[str, Any]) -> Non
         "table 'user_id' is sharded, or not fp32",
         "'weighted' takes means of weighted rows",
     ]
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    ("lengths", "weights", "expected"),
-    [
-        ([1, 1], None, True),
-        ([2, 0], None, False),
-        ([1, 0], None, False),
-        ([], None, True),
-        ([1, 1], [1.0, 1.0], False),
-    ],
-)
-def test_bags_of_one_id_each_are_known_by_their_lengths(
-    lengths: list[int], weights: Any, expected: bool
-) -> None:
-    bags = KeyedJaggedTensor(
-        keys=["a"],
-        values=torch.zeros(sum(lengths), dtype=torch.int64),
-        lengths=torch.tensor(lengths, dtype=torch.int32),
-        weights=None if weights is None else torch.tensor(weights),
-    )
-    assert _one_each(bags) is expected

@@ -8,7 +8,6 @@ agree on a checkpoint. check_shared() refuses, before the first step, a folder t
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -77,13 +76,9 @@ def opened(data: bytes, where: str) -> dict[str, Any]:
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
         raise CheckpointError(f"{where} is damaged: it is not a manifest") from None
     if isinstance(version, int) and version != MANIFEST_FORMAT:
-        remedy = (
-            "torchrec-ext 0.1.0 reads it, and its torchx_apps.publish keeps the weights"
-        )
-        if version > MANIFEST_FORMAT:
-            remedy = "update torchrec-ext"
         raise CheckpointError(
-            f"{where} is of format {version}, this version reads {MANIFEST_FORMAT}: {remedy}"
+            f"{where} is of format {version}, this version reads {MANIFEST_FORMAT}: take the release that wrote it (1: "
+            "0.1.0), whose torchx_apps.publish keeps the weights"
         )
     # The bytes are compared too: JSON with, for example, a key given twice has the same
     # content under other bytes.
@@ -219,8 +214,11 @@ class CheckpointFolder:
     def noted(self, name: str) -> Any:
         """Returns the content written by :meth:`note`; None if it is missing or damaged."""
         # Behind an address there is no atomic write, so a note may be cut short.
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            return json.loads(self.read(name))
+        with (
+            contextlib.suppress(OSError, ValueError, RecursionError),
+            _open(self.files, f"{self.root}/{name}") as stream,
+        ):
+            return json.loads(stream.read())
         return None
 
     def write(self, name: str, content: bytes) -> None:
@@ -228,11 +226,6 @@ class CheckpointFolder:
         # There may be no checkpoint yet.
         self.files.makedirs(self.root, exist_ok=True)
         self._write(f"{self.root}/{name}", content)
-
-    def read(self, name: str) -> bytes:
-        """Returns the bytes of a file next to the checkpoints; raises OSError without it."""
-        with _open(self.files, f"{self.root}/{name}") as stream:
-            return bytes(stream.read())
 
     def lock(self) -> None:
         """Keeps other jobs from writing here until :meth:`unlock` or the end of this process.
@@ -346,8 +339,7 @@ class CheckpointRanks:
         return outcome
 
 
-# A guard against files that are no manifest. The records of millions of steps fit: a
-# manifest that was written must be read, or the run begins anew.
+# A guard against files that are no manifest.
 _MAX_MANIFEST_BYTES = 2**30
 _MANIFEST_TYPES = {
     "step": int,
@@ -363,21 +355,22 @@ def read_checkpoint_manifest(path: str) -> dict[str, Any]:
     """Returns the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: there is none, or it is damaged or of a newer format.
+        CheckpointError: there is none, or it is damaged or of another format.
     """
     where = f"{path}/{MANIFEST_NAME}"
-    saved = opened(
-        _read_bytes(where, f"; is '{path}' a checkpoint?", _MAX_MANIFEST_BYTES), where
-    )
-    missing = [
-        name
-        for name, kind in _MANIFEST_TYPES.items()
-        if not isinstance(saved.get(name), kind)
-    ]
-    if missing:
+    try:
+        with _open(*url_to_fs(where)) as stream:
+            data: bytes = stream.read(_MAX_MANIFEST_BYTES)
+    except OSError as error:
         raise CheckpointError(
-            f"{where} is not the manifest of a checkpoint: it lacks {', '.join(missing)}"
-        )
+            f"{where} cannot be read: {error.strerror or error}; is '{path}' a checkpoint?"
+        ) from None
+    saved = opened(data, where)
+    for name, kind in _MANIFEST_TYPES.items():
+        if not isinstance(saved.get(name), kind):
+            raise CheckpointError(
+                f"{where} is not the manifest of a checkpoint: it lacks {name}"
+            )
     return saved
 
 
@@ -436,24 +429,6 @@ def newest_good(
         if together.rank == 0:
             say(f"checkpoint step {step}: {wrong}; the one before it is used")
     return None
-
-
-def _read_bytes(where: str, hint: str = "", max_bytes: int | None = None) -> bytes:
-    try:
-        files, path = url_to_fs(where)
-        # One byte more shows that the file is too large; -1 reads all of it.
-        count = -1 if max_bytes is None else max_bytes + 1
-        with _open(files, path) as stream:
-            data: bytes = stream.read(count)
-        if max_bytes is not None and len(data) > max_bytes:
-            raise OSError(
-                errno.EFBIG, f"it has more than the {max_bytes:,} bytes that are read"
-            )
-        return data
-    except OSError as error:
-        raise CheckpointError(
-            f"{where} cannot be read: {error.strerror or error}{hint}"
-        ) from None
 
 
 def check_shared(folder: CheckpointFolder, together: CheckpointRanks) -> None:
