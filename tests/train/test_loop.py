@@ -1,7 +1,5 @@
 """train(): what it records, when it stops, and that an evaluation leaves no trace in what is learned."""
 
-import contextlib
-import io
 import time
 import types
 from collections.abc import Iterator
@@ -11,17 +9,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.fx
-from torch import nn
-from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
 from tests.contracts import gather_state, run_ranks
-from tests.examples import DIM, ITEMS, META, USERS, batches, small_model, table
+from tests.examples import META, batches, small_model
 from tests.small_sets import checkerboard_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.loader.loader import LoaderConfig, training_loader
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.models.tower_model import Prediction
 from torchrec_ext.train.loop import TrainConfig, check_output, train
 from torchrec_ext.train.report.progress import _Sleep, time_shares
 from torchx_apps.recipes import TwoTowerConfig, build_two_tower
@@ -57,23 +52,20 @@ def recorded(runtime: Runtime) -> dict[str, Any]:
         data, model.schema(), config, rank=runtime.rank, world_size=runtime.world_size
     )
     logged: list[Any] = []
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        history = train(
-            parallel,
-            optimizer,
-            loader,
-            runtime,
-            TrainConfig(epochs=3, log_every=3, eval_every=2),
-            evaluate=lambda: {"auc": 0.5, "training": parallel.training},
-            log=logged.append,
-        )
+    history = train(
+        parallel,
+        optimizer,
+        loader,
+        runtime,
+        TrainConfig(epochs=3, log_every=3, eval_every=2),
+        evaluate=lambda: {"auc": 0.5, "training": parallel.training},
+        log=logged.append,
+    )
     return {
         "history": history,
         "logged": logged,
         "rows": data.rows("train").num_rows * 3,
         "steps": len(loader),
-        "said": said.getvalue(),
     }
 
 
@@ -158,57 +150,18 @@ def test_sleep_that_is_no_wait_for_a_batch_is_a_ranks_share_in_collectives() -> 
     assert not any("ranks_wait" in record for record in alone)
 
 
-def test_every_sharded_module_of_the_recipe_is_pipelined() -> None:
-    assert all("not pipelined" not in rank["said"] for rank in run_ranks(recorded, 2))
+def foreign(runtime: Runtime) -> str:
+    parallel, optimizer = hybrid_parallel(small_model(META), runtime)
+    loader = Batches(runtime, 3)
+    loader._own = [torch.zeros(2)]  # type: ignore[list-item]
+    with pytest.raises(ValueError) as error:
+        train(parallel, optimizer, loader, runtime, TrainConfig(epochs=1))
+    return str(error.value)
 
 
-@torch.fx.wrap
-def made_anew(sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(
-        keys=sparse.keys(), values=sparse.values(), lengths=sparse.lengths()
-    )
-
-
-class Detour(nn.Module):
-    """A model that hands its tables something else than an attribute of the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        tables = [
-            table("user_id", USERS),
-            table("history", ITEMS),
-            table("item_id", ITEMS),
-        ]
-        self.inner = EmbeddingBagCollection(tables=tables, device=META)
-        self.top = nn.Linear(3 * DIM, 1)
-
-    def forward(self, batch: TowerBatch) -> Any:
-        logits = self.top(self.inner(made_anew(batch.sparse)).values()).squeeze(1)
-        loss = logits.square().mean()
-        return loss, Prediction(
-            loss.detach(), logits.detach(), batch.labels, batch.weights
-        )
-
-
-def detoured(runtime: Runtime) -> str:
-    parallel, optimizer = hybrid_parallel(Detour(), runtime)
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        train(parallel, optimizer, Batches(runtime, 3), runtime, TrainConfig(epochs=1))
-    foreign = Batches(runtime, 3)
-    foreign._own = [torch.zeros(2)]  # type: ignore[list-item]
-    with pytest.raises(
-        ValueError, match=r"train\(\): the loader gives a Tensor, must be TowerBatches"
-    ):
-        train(parallel, optimizer, foreign, runtime, TrainConfig(epochs=1))
-    return said.getvalue()
-
-
-def test_a_module_that_is_not_pipelined_is_named_once_by_rank_0() -> None:
-    said = run_ranks(detoured, 2)
-    assert said[0].count("not pipelined: ") == 1
-    assert "inner: their input dist does not overlap with the step before" in said[0]
-    assert "not pipelined" not in said[1]
+def test_a_loader_of_something_else_is_refused() -> None:
+    (told,) = run_ranks(foreign, 1)
+    assert told.startswith("train(): the loader gives a Tensor, must be TowerBatches")
 
 
 def learned(runtime: Runtime, evaluated: bool) -> dict[str, Any]:

@@ -6,7 +6,6 @@ otherwise the job would hang in the last step.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ from torchrec_ext.train.report.progress import Progress, Window
 from torchrec_ext.train.report.trace import StepTrace, check_fits
 from torchrec_ext.train.step.choose import Steps, StepsConfig
 from torchrec_ext.train.step.fresh_rows import FreshRows
-from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
+from torchrec_ext.train.step.pipeline import make_pipeline
 from torchrec_ext.train.step.precision import (
     LossScaling,
     forward_context,
@@ -53,16 +52,6 @@ def scaling(
             "overflow; set sync.mode=every_step, or train.amp=bf16"
         )
     return LossScaling(optimizer, runtime.device)
-
-
-def warn_unpipelined(paths: list[str]) -> None:
-    """Warns of sharded modules without overlap in the pipeline."""
-    if paths:
-        print(
-            f"not pipelined: {', '.join(paths)}: their input dist does not overlap with the step before; pass them an "
-            "attribute of the batch unchanged",
-            file=sys.stderr,
-        )
 
 
 class SizedBatches(Sized, Protocol):
@@ -421,8 +410,6 @@ class _Run:
         self.guard.see(output.loss)
         if self.trace is not None and self.trace.step():
             records.progress.say(f"the trace of a step is in {self.trace.folder}")
-        if records.progress.first and self.runtime.is_main and self.steps.piped:
-            warn_unpipelined(unpipelined(self.steps.pipeline, self.model))
         if step % self.config.log_every == 0 or self.at.done == len(self.loader):
             self._record_window()
         # After the record, whose rates are those of the step just made.

@@ -202,21 +202,14 @@ class Progress:
             disable=self._terminal is None,
             dynamic_ncols=True,
         )
-        self._steps = 0
 
     @property
     def is_bounded(self) -> bool:
         """Whether the run has an end."""
         return self._total is not None
 
-    @property
-    def first(self) -> bool:
-        """Whether this process has made exactly one step."""
-        return self._steps == 1
-
     def advance(self) -> None:
         """Advances by one step."""
-        self._steps += 1
         self._bar.update()
 
     def show(self, record: dict[str, Any]) -> None:
