@@ -54,12 +54,6 @@ def scaling(
     return LossScaling(optimizer, runtime.device)
 
 
-class SizedBatches(Sized, Protocol):
-    """An iterable of batches with a length."""
-
-    def __iter__(self) -> Iterator[TowerBatch]: ...
-
-
 def check_even(loader: Sized, runtime: Runtime) -> None:
     """Checks that the ranks' loaders have one length; all ranks call it.
 
@@ -77,7 +71,7 @@ def check_even(loader: Sized, runtime: Runtime) -> None:
         )
 
 
-def exactly(loader: SizedBatches, *, after: int = 0) -> Iterator[TowerBatch]:
+def exactly(loader: Loader, *, after: int = 0) -> Iterator[TowerBatch]:
     """Yields an epoch's batches, and checks that they are ``len(loader)`` in all; the first is number ``after`` + 1.
 
     Raises:

@@ -101,7 +101,7 @@ def data_wait(records: Sequence[Record]) -> float:
 
 def report_start(task: Task, runtime: Runtime, amp: str) -> None:
     """Prints the data, the ranks and the precision ``amp`` as soon as they are known: the next stage takes seconds."""
-    print(describe_data(task))
+    print(f"data: {task.describe()}")
     ranks = f"ranks: {runtime.world_size} on {runtime.device.type} over {collectives_of(runtime)}"
     precision = "" if amp == "off" else f", dense layers in {amp}"
     print(f"{ranks}, {runtime.threads} thread(s) each{precision}")
@@ -119,11 +119,6 @@ def collectives_of(runtime: Runtime) -> str:
         if runtime.shares_memory
         else runtime.backend
     )
-
-
-def describe_data(task: Task) -> str:
-    """Describes a task's data."""
-    return f"data: {task.describe()}"
 
 
 class Tested(NamedTuple):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
-from torchrec_ext.distributed.runtime import Runtime, peak_resident
+from torchrec_ext.distributed.runtime import Runtime, gather_objects, peak_resident
 from torchrec_ext.distributed.tables import tables_of
 from torchrec_ext.schema.validation import listed
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
@@ -251,10 +251,7 @@ def peak_memory(runtime: Runtime) -> list[float]:
         used = torch.cuda.max_memory_allocated(runtime.device) / 2**20
     else:
         used = peak_resident() / 2**20
-    local = torch.tensor([used], device=runtime.device)
-    ranks = [torch.zeros_like(local) for _ in range(runtime.world_size)]
-    dist.all_gather(ranks, local)
-    return torch.cat(ranks).tolist()
+    return gather_objects(used, runtime.world_size)
 
 
 def open_run(

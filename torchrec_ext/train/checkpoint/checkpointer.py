@@ -88,9 +88,8 @@ class Checkpointer:
             CheckpointError: the previous save has failed, on every rank alike.
         """
         self.wait()
-        # Torch would warn of the files; the ranks meet below before they look.
-        if self._runtime.is_main and self.folder.begun(step):
-            self.folder.begin(step)
+        # Torch would warn of files of an earlier save; the ranks meet before they look.
+        self.together.on_main(lambda: self.folder.empty(step))
         # A copy, because it is written while the run goes on.
         own_content = json.loads(json.dumps(content or {}))
         about = {

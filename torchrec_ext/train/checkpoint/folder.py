@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import secrets
-import socket
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -107,7 +105,8 @@ class CheckpointFolder:
     def __init__(self, folder: str) -> None:
         self.remote = is_url(folder)
         try:
-            self.files, self.root = _file_system(folder)
+            where = folder if self.remote else str(Path(folder).absolute())
+            self.files, self.root = url_to_fs(where)
         except Exception as error:
             # Each driver has errors of its own: not installed, no such protocol, no
             # network, no right.
@@ -133,9 +132,14 @@ class CheckpointFolder:
             (step for step in self._begun() if self._is_whole(step)), reverse=True
         )
 
-    def begun(self, step: int) -> bool:
-        """Returns whether there is a checkpoint after ``step`` steps, complete or not."""
-        return bool(self.files.exists(self.path(step)))
+    def empty(self, step: int) -> None:
+        """Removes the files of a checkpoint, manifest first, and leaves its folder, which other ranks may have made."""
+        path = self.path(step)
+        if self._is_whole(step):
+            self.files.rm(f"{path}/{MANIFEST_NAME}")
+        if self.files.exists(path):
+            for file in self.files.find(path):
+                self.files.rm(file)
 
     def begin(self, step: int) -> None:
         """Makes an empty folder for the checkpoint after ``step`` steps.
@@ -146,11 +150,7 @@ class CheckpointFolder:
         path = self.path(step)
         try:
             self.files.makedirs(path, exist_ok=True)
-            # Emptied, manifest first, and not removed: the other ranks have made it, too.
-            if self._is_whole(step):
-                self.files.rm(f"{path}/{MANIFEST_NAME}")
-            for file in self.files.find(path):
-                self.files.rm(file)
+            self.empty(step)
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint folder '{path}' cannot be made: {error.strerror or error}"
@@ -177,11 +177,9 @@ class CheckpointFolder:
 
     def remove(self, step: int) -> None:
         """Removes a checkpoint, manifest first, so that an incomplete one never counts."""
-        path = self.path(step)
-        if self._is_whole(step):
-            self.files.rm(f"{path}/{MANIFEST_NAME}")
-        if self.files.exists(path):
-            self.files.rm(path, recursive=True)
+        self.empty(step)
+        if self.files.exists(self.path(step)):
+            self.files.rm(self.path(step), recursive=True)
 
     def set_aside(self, step: int) -> str | None:
         """Renames every checkpoint newer than ``step``, out of reach of resume and pruning.
@@ -238,30 +236,22 @@ class CheckpointFolder:
         if self._lock is not None or self.remote:
             return
         folder = f"checkpoint folder '{self.root}'"
+        remedy = "or give this one another --run_dir"
         try:
             self.files.makedirs(self.root, exist_ok=True)
-            # Not "w", because the file may hold the name of another process, for the
-            # message.
-            file = open(f"{self.root}/lock", "a+")  # noqa: SIM115  (held until unlock)
+            file = open(f"{self.root}/lock", "a")  # noqa: SIM115  (held until unlock)
+            is_free = take_lock(file)
         except OSError as error:
             raise CheckpointError(
-                f"{folder} cannot be written: {error.strerror or error}"
+                f"{folder} cannot be written or locked: {error.strerror or error}; mount its file system with locks, "
+                f"{remedy}"
             ) from None
-        try:
-            if take_lock(file):
-                file.truncate(0)
-                file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-                file.flush()
-                self._lock = file
-                return
-            file.seek(0)
-            why = f"is being written by {file.read().strip() or 'another process'}; stop that job"
-        except OSError as error:
-            why = (
-                f"cannot be locked ({error.strerror}); mount its file system with locks"
+        if not is_free:
+            file.close()
+            raise CheckpointError(
+                f"{folder} is being written by another job; stop that job, {remedy}"
             )
-        file.close()
-        raise CheckpointError(f"{folder} {why}, or give this one another --run_dir")
+        self._lock = file
 
     def unlock(self) -> None:
         """Lets other jobs write here."""
@@ -285,14 +275,6 @@ class CheckpointFolder:
             return []
         names = [_name_of(path) for path in self.files.ls(self.root, detail=False)]
         return [int(match[1]) for match in map(_STEP_NAME.fullmatch, names) if match]
-
-
-def _file_system(folder: str) -> tuple[AbstractFileSystem, str]:
-    """Returns the file system of a path or an address, and the folder's path there."""
-    if not is_url(folder):
-        folder = str(Path(folder).absolute())
-    files, root = url_to_fs(folder)
-    return files, root
 
 
 def _name_of(path: str) -> str:
