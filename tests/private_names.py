@@ -85,11 +85,6 @@ PRIVATE_NAMES = (
         "https://github.com/pytorch/pytorch/issues/188772",
     ),
     PrivateNames(
-        "torch/distributed/checkpoint/filesystem.py",
-        ("_get_metadata_path",),
-        "a checkpoint's metadata is a pickle: it is read by a reader that runs no code",
-    ),
-    PrivateNames(
         "torch/distributed/_shard/sharded_tensor/api.py",
         (
             "ShardedTensor",
@@ -249,19 +244,9 @@ PRIVATE_NAMES = (
         "the configs of a sharded collection have no public way",
     ),
     PrivateNames(
-        "torchrec/distributed/dist_data.py",
-        ("_pg", "_codecs"),
-        "sharders: on gloo, unequal pieces of a reduce-scatter are padded",
-    ),
-    PrivateNames(
         "torchrec/distributed/model_parallel.py",
         ("_dmp_wrapped_module",),
         "sync reaches DDP",
-    ),
-    PrivateNames(
-        "torchrec/distributed/train_pipeline/train_pipelines.py",
-        ("_pipelined_modules",),
-        "pipeline: which modules overlap their input dist",
     ),
     PrivateNames(
         "torchrec/distributed/embedding_types.py",

@@ -1,4 +1,4 @@
-"""with_settings(): a config with changes as a table of a test writes them, ``loader.batch_size=64``."""
+"""as_words(), with_settings(): settings as a table of a test writes them, ``loader.batch_size=64``."""
 
 from collections.abc import Iterable
 from typing import TypeVar
@@ -8,8 +8,8 @@ from torchx_apps.config import changed
 Config = TypeVar("Config")
 
 
-def with_settings(config: Config, changes: Iterable[str]) -> Config:
-    """A copy of a config with ``key=value`` changes; commas stand between the values of a tuple."""
+def as_words(changes: Iterable[str]) -> list[str]:
+    """The words of a command line for ``key=value`` changes; commas stand between the values of a tuple."""
     words = []
     for change in changes:
         key, _, text = change.partition("=")
@@ -17,4 +17,9 @@ def with_settings(config: Config, changes: Iterable[str]) -> Config:
             words.append(f"--{change}")
         else:
             words += [f"--{key}", *text.split(",")]
-    return changed(config, words)
+    return words
+
+
+def with_settings(config: Config, changes: Iterable[str]) -> Config:
+    """A copy of a config with changes."""
+    return changed(config, as_words(changes))

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torchrec.distributed.types import ShardedModule
 
 from tests.contracts import gather_state
 from torchrec_ext.batch import TowerBatch
@@ -15,7 +16,7 @@ from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections, initialise_tables
-from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
+from torchrec_ext.train.step.pipeline import make_pipeline
 
 SEED = 7
 META = torch.device("meta")
@@ -152,3 +153,18 @@ def assert_close(
             atol=atol,
             msg=lambda text, name=name: f"{name}: {text}",
         )
+
+
+def unpipelined(pipeline: Any, model: nn.Module) -> list[str]:
+    """Paths of sharded modules whose input dist does not overlap with the step before; known after the first step."""
+    pipelined = set(map(id, pipeline._pipelined_modules))
+    paths = []
+    inside: tuple[str, ...] = ()
+    for path, module in model.named_modules():
+        # A module inside of another sharded module has its input dist in that one.
+        if not isinstance(module, ShardedModule) or path.startswith(inside):
+            continue
+        inside += (f"{path}.",)
+        if id(module) not in pipelined:
+            paths.append(path)
+    return paths

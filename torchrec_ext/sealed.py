@@ -20,15 +20,11 @@ import stat
 import sys
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, BinaryIO
 
 # Bytes that are read and hashed at a time.
 _BLOCK = 2**22
-# Bytes from which on a thread hashes a block.
-_LARGE = 2**20
 _HOST = socket.gethostname()
 
 
@@ -148,72 +144,33 @@ def measure_stream(stream: BinaryIO) -> dict[str, Any]:
 
 
 class MeasuredStream:
-    """Measures size and SHA-256 of a file while it is written, without reading it again.
-
-    A thread hashes a block while the caller's thread writes it.
+    """Measures size and SHA-256 of a file while it is written, without reading it again; all else is the stream's.
 
     Args:
-        stream: stream that is open for writing, at its beginning; :meth:`close` closes it.
+        stream: stream that is open for writing, at its beginning.
 
     Example:
         >>> import io
-        >>> with MeasuredStream(io.BytesIO()) as stream:
-        ...     _ = stream.write(b"abc")
-        >>> stream.measured == measure_stream(io.BytesIO(b"abc"))
-        True
+        >>> stream = MeasuredStream(io.BytesIO())
+        >>> stream.write(b"abc"), stream.measured == measure_stream(io.BytesIO(b"abc"))
+        (3, True)
     """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._sha = hashlib.sha256()
         self._size = 0
-        # One thread, because a digest takes its blocks in order.
-        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="sha256")
 
     def write(self, data: Any) -> int:
         """Writes and hashes a block of bytes, and returns their number."""
         block = memoryview(data)
-        if block.nbytes < _LARGE:
-            self._sha.update(block)
-            self._stream.write(block)
-        else:
-            hashed = self._hashing.submit(self._sha.update, block)
-            try:
-                self._stream.write(block)
-            finally:
-                # Waits, because afterwards the memory of the block is the caller's
-                # again.
-                hashed.result()
+        self._sha.update(block)
+        self._stream.write(block)
         self._size += block.nbytes
         return block.nbytes
 
-    def tell(self) -> int:
-        """Returns the number of bytes written so far."""
-        return self._size
-
-    def flush(self) -> None:
-        """Hands all bytes to the file."""
-        self._stream.flush()
-
-    def fileno(self) -> int:
-        """Returns the file's descriptor; raises like the stream if it has none."""
-        return int(self._stream.fileno())
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._hashing.shutdown()
-        self._stream.close()
-
-    def __enter__(self) -> MeasuredStream:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
     @property
     def measured(self) -> dict[str, Any]:

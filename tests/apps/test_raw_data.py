@@ -191,9 +191,8 @@ def test_the_digest_of_texts_is_that_of_older_runs_and_minds_where_a_text_ends(
 
     def digest(*texts: str) -> Any:
         data = SimpleNamespace(vocab={}, id_values={"shop": of(list(texts))})
-        return meaning_of_ids(SimpleNamespace(data=data, prepared=None))["values"][
-            "shop"
-        ]
+        task: Any = SimpleNamespace(data=data, prepared=None)
+        return meaning_of_ids(task)["shop"]["values"]
 
     for texts in (["a"], ["a", "", "\u00e9", "b", "c", "d", ""]):
         assert digest(*texts) == [
@@ -227,9 +226,7 @@ def test_a_column_whose_steps_have_changed_is_refused_by_a_new_run_too(
     tmp_path: Path,
 ) -> None:
     def rows(**origins: str) -> Any:
-        prepared = SimpleNamespace(
-            digest="", preprocessor=SimpleNamespace(origins=origins)
-        )
+        prepared = SimpleNamespace(preprocessor=SimpleNamespace(origins=origins))
         return SimpleNamespace(
             data=SimpleNamespace(vocab={"shop": 9}, id_values={}), prepared=prepared
         )

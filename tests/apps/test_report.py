@@ -69,14 +69,14 @@ def test_a_model_that_is_better_is_told_nothing(
 
 
 def trained(
-    data: float = 0.0, ranks: float | None = None, seconds: float = 100.0, **more: Any
+    data: float = 0.0, ranks: float | None = None, seconds: float = 100.0
 ) -> report.Trained:
     """A training whose steps took 100 s in all."""
     record = {"kind": "train", "rows": 1_000, "rows_per_s": 10.0, "data_wait": data}
     record |= (
         {} if ranks is None else {"ranks_wait": ranks, "waits": [[data, ranks]] * 2}
     )
-    return report.Trained(history=[record], seconds=seconds, **more)
+    return report.Trained(history=[record], seconds=seconds)
 
 
 def test_a_share_that_is_out_of_order_is_named() -> None:
@@ -87,9 +87,6 @@ def test_a_share_that_is_out_of_order_is_named() -> None:
         "the share that is most out of order"
     )
     assert "(train.eval_every)" in trained(seconds=210.0).hint()
-    assert trained(seconds=210.0, whole=False).hint() == "", (
-        "the time of earlier attempts is not known"
-    )
     short = {"kind": "train", "rows": 10, "rows_per_s": 10.0, "data_wait": 0.9}
     assert report.Trained(history=[short], seconds=1.0).hint() == "", (
         "a second of steps"

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,33 @@ def test_a_run_goes_on_in_its_own_folder_and_never_in_one_of_another_recipe(
     assert tests[0] == tests[1]
 
 
+def test_a_run_goes_on_with_the_records_up_to_its_checkpoint(tmp_path: Path) -> None:
+    settings = [*SHORT, "train.epochs=2", "train.log_every=2", "checkpoint.steps=5"]
+    job = with_settings(load_recipe("two_tower"), settings)
+    run_training(job, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    steps = sorted((tmp_path / "run" / CHECKPOINTS).glob("step-*"))
+    for newer in steps[1:]:
+        shutil.rmtree(newer)
+    # What was being written when the run was killed.
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "tra')
+    run_training(job, tmp_path / "run")
+    run_training(job, tmp_path / "other", resume=str(steps[0]))
+    whole, *others = (
+        [
+            {name: record.get(name) for name in ("kind", "step", "loss", "hr@10")}
+            for record in map(
+                json.loads, (run / "metrics.jsonl").read_text().splitlines()
+            )
+            if record["kind"] != "steps"
+        ]
+        for run in (tmp_path / name for name in ("whole", "run", "other"))
+    )
+    assert others == [whole, whole]
+
+
 def test_a_run_without_checkpoints_that_has_ended_is_not_written_over(
     tmp_path: Path,
 ) -> None:
@@ -155,7 +183,7 @@ def test_best_last_and_steps_of_a_run_are_found_and_others_told(tmp_path: Path) 
     assert found(None) == found("last") == (6, "the last")
     with pytest.raises(
         CheckpointError,
-        match=r"--checkpoint best: no evaluation of this run was marked .* one of the steps 3, 6",
+        match=r"--checkpoint best: there is no such .* steps 3, 6; best is of runs with",
     ):
         found("best")
     checkpointer.mark_best(3, {"best": 0.9})
@@ -170,6 +198,6 @@ def test_best_last_and_steps_of_a_run_are_found_and_others_told(tmp_path: Path) 
     assert (int(path[-10:]), text) == (3, "the named")
     with pytest.raises(
         CheckpointError,
-        match=r"--checkpoint 5: there is no such checkpoint; give best, last or one of the steps 3, 6",
+        match=r"--checkpoint 5: there is no such checkpoint; give last, or one of the steps 3",
     ):
         found("5")

@@ -23,13 +23,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.contracts import _CONTEXT, free_ports
+from tests.settings import as_words
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer
 from torchrec_ext.train.checkpoint.folder import CheckpointFolder, read_index
 from torchx_apps import train_stream
-from torchx_apps.config import as_words
-from torchx_apps.recipes.by_name import load_recipe
-from torchx_apps.recipes.events import EVENT_RECIPES
 
 SLOW = pytest.mark.slow
 KILLS, SERVER_KILLS, EVENTS = 32, 8, 16_000
@@ -50,7 +48,7 @@ def flags(log: Path, run: Path, *more: str) -> list[str]:
     return [
         f"--data.folder={log}",
         f"--run_dir={run}",
-        *as_words(load_recipe("two_tower", EVENT_RECIPES), SETS),
+        *as_words(SETS),
         *more,
     ]
 

@@ -234,7 +234,7 @@ def test_small_tables_are_on_every_rank_by_default_and_the_plan_says_why() -> No
         ),
         (
             "evaluation.metrics=hit@10",
-            r"metrics: 'hit@10' must be .*; did you mean hr@10\?",
+            r"metrics: 'hit@10' must be .*Hit is hr",
         ),
         (
             "evaluation.metrics=recall@0",

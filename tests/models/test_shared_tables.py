@@ -11,7 +11,7 @@ from torchrec import EmbeddingBagConfig, PoolingType
 
 from tests.contracts import run_ranks
 from tests.examples import DIM, ITEMS, META, USERS, gradients, redrawn, table
-from tests.sharded import Case, alone, check_equal, on_ranks
+from tests.sharded import Case, alone, check_equal, on_ranks, unpipelined
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -22,7 +22,7 @@ from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import Jagged
-from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
+from torchrec_ext.train.step.pipeline import make_pipeline
 
 QUERIES, WIDTH, STEPS = 6, 4, 8
 LEARNING = OptimizerConfig(

@@ -98,7 +98,8 @@ def stopped(runtime: Runtime) -> Any:
         else [0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
     )
     loader = Batches(runtime, 2)
-    config = TrainConfig(epochs=6, early_stop=EarlyStop(metric="auc", patience=2))
+    stop = EarlyStop(metric="auc", patience=2, restore=False)
+    config = TrainConfig(epochs=6, early_stop=stop)
     history = train(
         parallel,
         optimizer,
@@ -138,22 +139,26 @@ def test_all_ranks_end_at_the_same_step_by_the_figures_of_rank_0() -> None:
     assert [record["epoch"] for record in first if record.get("best") is True] == [1, 2]
 
 
-def watching_nothing(runtime: Runtime) -> str:
+def refused(runtime: Runtime) -> list[str]:
     parallel, optimizer = hybrid_parallel(small_model(META), runtime)
-    try:
-        train(
-            parallel,
-            optimizer,
-            Batches(runtime, 1),
-            runtime,
-            TrainConfig(early_stop=EarlyStop(metric="auc")),
-        )
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    config = TrainConfig(early_stop=EarlyStop(metric="auc"))
+    told = []
+    for evaluate in (None, lambda: {"auc": 0.5}):
+        with pytest.raises(ValueError) as error:
+            train(
+                parallel,
+                optimizer,
+                Batches(runtime, 1),
+                runtime,
+                config,
+                evaluate=evaluate,
+            )
+        told.append(str(error.value))
+    return told
 
 
-def test_watching_a_figure_that_nothing_evaluates_is_refused_at_the_start() -> None:
-    assert run_ranks(watching_nothing, 1) == [
-        "train.early_stop.metric='auc', but nothing is evaluated: pass evaluate"
-    ]
+def test_what_cannot_be_watched_or_restored_is_refused_at_the_start() -> None:
+    ((nothing, unsaved),) = run_ranks(refused, 1)
+    assert nothing.startswith("train.early_stop.metric='auc', but nothing is evaluated")
+    assert unsaved.startswith("train.early_stop.metric='auc': the best weights are")
+    assert len(unsaved) <= 200

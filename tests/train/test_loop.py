@@ -1,7 +1,5 @@
 """train(): what it records, when it stops, and that an evaluation leaves no trace in what is learned."""
 
-import contextlib
-import io
 import time
 import types
 from collections.abc import Iterator
@@ -11,17 +9,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.fx
-from torch import nn
-from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
 from tests.contracts import gather_state, run_ranks
-from tests.examples import DIM, ITEMS, META, USERS, batches, small_model, table
+from tests.examples import META, batches, small_model
 from tests.small_sets import checkerboard_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.loader.loader import LoaderConfig, training_loader
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.models.tower_model import Prediction
 from torchrec_ext.train.loop import TrainConfig, check_output, train
 from torchrec_ext.train.report.progress import _Sleep, time_shares
 from torchx_apps.recipes import TwoTowerConfig, build_two_tower
@@ -57,23 +52,20 @@ def recorded(runtime: Runtime) -> dict[str, Any]:
         data, model.schema(), config, rank=runtime.rank, world_size=runtime.world_size
     )
     logged: list[Any] = []
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        history = train(
-            parallel,
-            optimizer,
-            loader,
-            runtime,
-            TrainConfig(epochs=3, log_every=3, eval_every=2),
-            evaluate=lambda: {"auc": 0.5, "training": parallel.training},
-            log=logged.append,
-        )
+    history = train(
+        parallel,
+        optimizer,
+        loader,
+        runtime,
+        TrainConfig(epochs=3, log_every=3, eval_every=2),
+        evaluate=lambda: {"auc": 0.5, "training": parallel.training},
+        log=logged.append,
+    )
     return {
         "history": history,
         "logged": logged,
         "rows": data.rows("train").num_rows * 3,
         "steps": len(loader),
-        "said": said.getvalue(),
     }
 
 
@@ -114,40 +106,6 @@ def test_every_rank_returns_the_same_history_and_rank_0_alone_logs_it() -> None:
         record for record in ranks[0]["logged"] if record["kind"] != "steps"
     ] == ranks[0]["history"]
     assert ranks[1]["logged"] == []
-
-
-def waited(runtime: Runtime) -> list[float]:
-    """Two epochs by a clock that a batch takes forward by 1, on rank 1 by 2, and a forward pass by 4."""
-    clock = [0.0]
-
-    class Slow(Batches):
-        def __iter__(self) -> Iterator[TowerBatch]:
-            for batch in super().__iter__():
-                clock[0] += 1 + runtime.rank
-                yield batch
-
-    def forward(*_: object) -> None:
-        clock[0] += 4
-
-    parallel, optimizer = hybrid_parallel(small_model(), runtime)
-    parallel.register_forward_pre_hook(forward)
-    with mock.patch.object(time, "perf_counter", side_effect=lambda: clock[0]):
-        history = train(
-            parallel,
-            optimizer,
-            Slow(runtime, 6),
-            runtime,
-            TrainConfig(epochs=2, log_every=6, compile="off"),
-        )
-    return [record["data_wait"] for record in history if record["kind"] == "train"]
-
-
-def test_the_share_of_time_in_which_a_rank_waited_for_its_batches_is_recorded() -> None:
-    (alone,) = run_ranks(waited, 1)
-    assert alone == [pytest.approx(1 / 5)] * 2
-    first, second = run_ranks(waited, 2)
-    # Each rank divides the longest wait of all, rank 1's, by its time.
-    assert (first, second) == ([pytest.approx(2 / 5)] * 2, [pytest.approx(2 / 6)] * 2)
 
 
 def slept(runtime: Runtime) -> list[dict[str, Any]]:
@@ -192,57 +150,18 @@ def test_sleep_that_is_no_wait_for_a_batch_is_a_ranks_share_in_collectives() -> 
     assert not any("ranks_wait" in record for record in alone)
 
 
-def test_every_sharded_module_of_the_recipe_is_pipelined() -> None:
-    assert all("not pipelined" not in rank["said"] for rank in run_ranks(recorded, 2))
+def foreign(runtime: Runtime) -> str:
+    parallel, optimizer = hybrid_parallel(small_model(META), runtime)
+    loader = Batches(runtime, 3)
+    loader._own = [torch.zeros(2)]  # type: ignore[list-item]
+    with pytest.raises(ValueError) as error:
+        train(parallel, optimizer, loader, runtime, TrainConfig(epochs=1))
+    return str(error.value)
 
 
-@torch.fx.wrap
-def made_anew(sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(
-        keys=sparse.keys(), values=sparse.values(), lengths=sparse.lengths()
-    )
-
-
-class Detour(nn.Module):
-    """A model that hands its tables something else than an attribute of the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        tables = [
-            table("user_id", USERS),
-            table("history", ITEMS),
-            table("item_id", ITEMS),
-        ]
-        self.inner = EmbeddingBagCollection(tables=tables, device=META)
-        self.top = nn.Linear(3 * DIM, 1)
-
-    def forward(self, batch: TowerBatch) -> Any:
-        logits = self.top(self.inner(made_anew(batch.sparse)).values()).squeeze(1)
-        loss = logits.square().mean()
-        return loss, Prediction(
-            loss.detach(), logits.detach(), batch.labels, batch.weights
-        )
-
-
-def detoured(runtime: Runtime) -> str:
-    parallel, optimizer = hybrid_parallel(Detour(), runtime)
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        train(parallel, optimizer, Batches(runtime, 3), runtime, TrainConfig(epochs=1))
-    foreign = Batches(runtime, 3)
-    foreign._own = [torch.zeros(2)]  # type: ignore[list-item]
-    with pytest.raises(
-        ValueError, match=r"train\(\): the loader gives a Tensor, must be TowerBatches"
-    ):
-        train(parallel, optimizer, foreign, runtime, TrainConfig(epochs=1))
-    return said.getvalue()
-
-
-def test_a_module_that_is_not_pipelined_is_named_once_by_rank_0() -> None:
-    said = run_ranks(detoured, 2)
-    assert said[0].count("not pipelined: ") == 1
-    assert "inner: their input dist does not overlap with the step before" in said[0]
-    assert "not pipelined" not in said[1]
+def test_a_loader_of_something_else_is_refused() -> None:
+    (told,) = run_ranks(foreign, 1)
+    assert told.startswith("train(): the loader gives a Tensor, must be TowerBatches")
 
 
 def learned(runtime: Runtime, evaluated: bool) -> dict[str, Any]:
@@ -291,17 +210,6 @@ def test_an_evaluation_between_epochs_changes_no_bit_of_what_is_learned(
         torch.equal(value, without["state"][name])
         for name, value in with_it["state"].items()
     )
-
-
-def epochs_chosen(runtime: Runtime) -> list[int]:
-    parallel, optimizer = hybrid_parallel(small_model(META), runtime)
-    loader = Batches(runtime, 2)
-    train(parallel, optimizer, loader, runtime, TrainConfig(epochs=3))
-    return loader.epochs
-
-
-def test_every_epoch_chooses_its_order_before_it_is_read() -> None:
-    assert run_ranks(epochs_chosen, 1) == [[0, 1, 2]]
 
 
 @pytest.mark.unit

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tests.contracts import gather_state, run_ranks
 from tests.examples import META, batches, small_model
-from tests.settings import with_settings
 from tests.train.test_loop import Batches
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -63,44 +62,6 @@ def test_a_schedule_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=why):
         Schedule(**changes)
-
-
-@pytest.mark.unit
-def test_schedules_and_early_stops_can_be_given_on_the_command_line() -> None:
-    changed = with_settings(
-        TrainConfig(),
-        [
-            "tables_schedule.kind=linear",
-            "tables_schedule.floor=0.5",
-            "dense_schedule.warmup=50",
-            "early_stop.metric=auc",
-            "early_stop.patience=2",
-            "early_stop.min_delta=1e-3",
-        ],
-    )
-    assert (
-        changed.tables_schedule.kind,
-        changed.tables_schedule.floor,
-        changed.dense_schedule.warmup,
-    ) == (
-        "linear",
-        0.5,
-        50,
-    )
-    assert (
-        changed.early_stop.metric,
-        changed.early_stop.patience,
-        changed.early_stop.min_delta,
-    ) == ("auc", 2, 1e-3)
-    for item, why in [
-        ("early_stop=auc", r"did you mean --early_stop\.metric"),
-        ("early_stop.metrik=auc", r"did you mean --early_stop\.metric"),
-        ("early_stop.mode=up", r"'up'"),
-        ("dense_schedule.kind=cosin", r"'cosin'"),
-        ("dense_schedule.floor=2", r"floor=2.0: must be between 0 and 1"),
-    ]:
-        with pytest.raises(ValueError, match=why):
-            with_settings(TrainConfig(), [item])
 
 
 TABLES = Schedule(kind="linear", warmup=3)

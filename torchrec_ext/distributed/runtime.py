@@ -4,7 +4,7 @@ available_memory(): bytes that this host, or the container that a process runs i
 
 peak_resident(): bytes of the most memory that this process has had resident.
 
-gather_objects(), max_over_ranks(): values of all ranks, on every rank.
+gather_objects(): the values of all ranks, on every rank.
 
 calm_gloo(): keeps gloo's threads from interrupting each other where ranks are as many as cores.
 """
@@ -221,15 +221,6 @@ def gather_objects(
     if world_size > 1:
         dist.all_gather_object(values, value, group=group)
     return values
-
-
-def max_over_ranks(value: float, runtime: Runtime) -> float:
-    """Returns the greatest value of all ranks, on every rank. Collective."""
-    if runtime.world_size == 1:
-        return value
-    greatest = torch.tensor(value, dtype=torch.float64, device=runtime.device)
-    dist.all_reduce(greatest, dist.ReduceOp.MAX)
-    return float(greatest)
 
 
 def choose_device(

@@ -348,7 +348,7 @@ class ShardedSequences(ShardedEmbeddingCollection):
 def _refuse_unequal_batches(_: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Refuses batches whose gradients gloo cannot gather; a hook before a row-wise output dist."""
     sizes = inputs[1].batch_size_per_rank if len(inputs) > 1 and inputs[1] else []
-    if len(set(sizes)) > 1:
+    if len(set(sizes)) > 1 and torch.is_grad_enabled():
         raise ValueError(
             f"row_wise tables over gloo: ranks have batches of {listed(map(str, sizes))} rows; drop or pad "
             "the last ones, or shard table_wise"

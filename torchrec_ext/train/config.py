@@ -148,14 +148,9 @@ class EvaluationConfig:
         for text in self.metrics:
             name, _, k = text.strip().partition("@")
             if name not in get_args(Figure) or not k.isdecimal() or int(k) < 1:
-                # RecBole's names of the same figures: Hit, Recall, NDCG.
-                meant = name.lower().replace("hit", "hr")
-                question = ""
-                if k and meant != name and meant in get_args(Figure):
-                    question = f"; did you mean {meant}@{k}?"
                 raise ValueError(
                     f"metrics: '{text}' must be a figure and a number of items shown, such as recall@20; figures are "
-                    f"{', '.join(get_args(Figure))}{question}"
+                    f"{', '.join(get_args(Figure))} (RecBole's Hit is hr)"
                 )
             figures.append((cast(Figure, name), int(k)))
         return figures

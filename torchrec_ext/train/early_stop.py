@@ -6,10 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.runtime import Runtime, gather_objects
 from torchrec_ext.train.config import EarlyStop
 
 
@@ -45,7 +42,7 @@ class EarlyStopWatch:
             )
         # Figures may differ between ranks by rounding, and ranks that decide
         # differently would deadlock.
-        value = self._broadcast(record[name])
+        value = gather_objects(record[name], self._runtime.world_size)[0]
         if math.isnan(value):
             raise ValueError(
                 f"train.early_stop.metric={name!r}: the figure is nan at step {record['step']}, so nothing can be "
@@ -102,12 +99,3 @@ class EarlyStopWatch:
     def told(self, best: Mapping[str, Any]) -> str:
         """Returns the name of the best evaluation for messages."""
         return f"epoch {best['best_epoch']} ({self._config.metric} {best['best']:.4f})"
-
-    def _broadcast(self, value: float) -> float:
-        if self._runtime.world_size == 1:
-            return value
-        value_of_main = torch.tensor(
-            value, dtype=torch.float64, device=self._runtime.device
-        )
-        dist.broadcast(value_of_main, src=0)
-        return float(value_of_main)

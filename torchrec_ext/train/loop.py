@@ -6,10 +6,9 @@ otherwise the job would hang in the last step.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -24,7 +23,6 @@ from torchrec_ext.distributed.sync import EveryStep, SyncConfig, synchronised
 from torchrec_ext.distributed.sync import UnevenStepsError as UnevenStepsError
 from torchrec_ext.schema.validation import listed
 from torchrec_ext.train.checkpoint.run import Position, RunCheckpoints
-from torchrec_ext.train.checkpoint.state import State, copy_of_weights, put_weights_back
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.config import TrainConfig as TrainConfig
 from torchrec_ext.train.early_stop import EarlyStopWatch
@@ -33,7 +31,7 @@ from torchrec_ext.train.report.progress import Progress, Window
 from torchrec_ext.train.report.trace import StepTrace, check_fits
 from torchrec_ext.train.step.choose import Steps, StepsConfig
 from torchrec_ext.train.step.fresh_rows import FreshRows
-from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
+from torchrec_ext.train.step.pipeline import make_pipeline
 from torchrec_ext.train.step.precision import (
     LossScaling,
     forward_context,
@@ -56,22 +54,6 @@ def scaling(
     return LossScaling(optimizer, runtime.device)
 
 
-def warn_unpipelined(paths: list[str]) -> None:
-    """Warns of sharded modules without overlap in the pipeline."""
-    if paths:
-        print(
-            f"not pipelined: {', '.join(paths)}: their input dist does not overlap with the step before; pass them an "
-            "attribute of the batch unchanged",
-            file=sys.stderr,
-        )
-
-
-class SizedBatches(Sized, Protocol):
-    """An iterable of batches with a length."""
-
-    def __iter__(self) -> Iterator[TowerBatch]: ...
-
-
 def check_even(loader: Sized, runtime: Runtime) -> None:
     """Checks that the ranks' loaders have one length; all ranks call it.
 
@@ -89,7 +71,7 @@ def check_even(loader: Sized, runtime: Runtime) -> None:
         )
 
 
-def exactly(loader: SizedBatches, *, after: int = 0) -> Iterator[TowerBatch]:
+def exactly(loader: Loader, *, after: int = 0) -> Iterator[TowerBatch]:
     """Yields an epoch's batches, and checks that they are ``len(loader)`` in all; the first is number ``after`` + 1.
 
     Raises:
@@ -193,16 +175,16 @@ def train(
         observer: sees the output of each step, and adds figures to the records of kind ``train``.
 
     Returns:
-        The records, the same on every rank but for throughput. Each has ``kind``, ``epoch``, counted from 1, and
-        ``step``. ``train``: ``loss``, ``rows`` and ``rows_per_s`` over all ranks since the record before;
-        ``data_wait``, the share of that time spent waiting for batches, on the rank that waited longest;
-        ``ranks_wait``, the share in collectives, see :meth:`Window.take`; the learning rates if a
-        schedule changes them; and the figures of dynamic ids, see :meth:`DynamicIdLoader.figures`. ``eval``: the
-        figures, and ``best`` if it is the best so far by the early stop's metric. ``stop``, the last one after an early
-        stop: its ``metric``, ``best``, ``best_epoch``, ``best_step`` and a ``message``. Before a diverged run ends,
-        ``log`` gets one of kind ``error`` with its ``message``. Two kinds are logged but not returned: ``steps`` says
-        whether steps were ``captured``, with the milliseconds of a step, and ``restore`` that the weights are those of
-        the best evaluation.
+        The records, the same on every rank but for throughput; of a resumed run those since then, of an endless one
+        none. Each has ``kind``, ``epoch``, counted from 1, and ``step``. ``train``: ``loss``, ``rows`` and
+        ``rows_per_s`` over all ranks since the record before; ``data_wait``, the share of that time spent waiting for
+        batches, on the rank that waited longest; ``ranks_wait``, the share in collectives, see :meth:`Window.take`;
+        the learning rates if a schedule changes them; and the figures of dynamic ids, see
+        :meth:`DynamicIdLoader.figures`. ``eval``: the figures, and ``best`` if it is the best so far by the early
+        stop's metric. ``stop``, the last one after an early stop: its ``metric``, ``best``, ``best_epoch``,
+        ``best_step`` and a ``message``. Before a diverged run ends, ``log`` gets one of kind ``error`` with its
+        ``message``. Two kinds are logged but not returned: ``steps`` says whether steps were ``captured``, with the
+        milliseconds of a step, and ``restore`` that the weights are those of the best evaluation.
 
     Raises:
         TrainingDivergedError: the loss is not finite, on every rank alike.
@@ -212,9 +194,16 @@ def train(
     """
     config = config or TrainConfig()
     sync = sync or SyncConfig()
-    if config.early_stop.metric and evaluate is None:
+    stop_early = config.early_stop
+    if stop_early.metric and evaluate is None:
         raise ValueError(
-            f"train.early_stop.metric={config.early_stop.metric!r}, but nothing is evaluated: pass evaluate"
+            f"train.early_stop.metric={stop_early.metric!r}, but nothing is evaluated: pass evaluate"
+        )
+    saves = checkpoints is not None and checkpoints.saves
+    if stop_early.metric and stop_early.restore and not saves:
+        raise ValueError(
+            f"train.early_stop.metric={stop_early.metric!r}: the best weights are restored from a checkpoint, but none "
+            "is saved; pass checkpoints, or set train.early_stop.restore=false"
         )
     check_even(loader, runtime)
     check_fits(config.trace_steps, config.epochs * len(loader))
@@ -246,16 +235,17 @@ def train(
         run.steps.finish()
         run.restore_best()
         run.close()
-    return run.at.history
+    return run.records.history
 
 
 @dataclass
 class _Records:
-    """The records of a run: kept in the history of its position, shown, and logged."""
+    """The records of a run: kept in a history, unless the run is endless, shown, and logged."""
 
     at: Position
     progress: Progress
     log: Callable[[Record], None]
+    history: list[Record] = field(default_factory=list)
 
     def stamped(self, kind: str, **figures: Any) -> Record:
         """Returns a record of this moment."""
@@ -264,7 +254,9 @@ class _Records:
 
     def keep(self, record: Record) -> None:
         """Adds a record to the history."""
-        self.at.history.append(record)
+        self.at.records += 1
+        if self.progress.is_bounded:
+            self.history.append(record)
         self.progress.show(record)
         self.log(record)
 
@@ -314,7 +306,6 @@ class _Run:
             )
         self.watch = EarlyStopWatch(config.early_stop, runtime)
         self.window = Window(runtime)
-        self.best: State = {}
         self.over = False
         self.at = Position()
         # Before the forward, the pipeline and Steps are made: they begin at the
@@ -336,9 +327,6 @@ class _Run:
             # be repeated.
             self.schedule.last_epoch = self.at.step - 1
             self.schedule.step()
-        # The log of a resumed run begins with the records of the run before.
-        for record in self.at.history:
-            self.records.log(record)
         # This checkpoint was written after an evaluation: the next epoch begins, unless
         # the early stop ended the run.
         if self.at.ended:
@@ -416,8 +404,6 @@ class _Run:
         self.guard.see(output.loss)
         if self.trace is not None and self.trace.step():
             records.progress.say(f"the trace of a step is in {self.trace.folder}")
-        if records.progress.first and self.runtime.is_main and self.steps.piped:
-            warn_unpipelined(unpipelined(self.steps.pipeline, self.model))
         if step % self.config.log_every == 0 or self.at.done == len(self.loader):
             self._record_window()
         # After the record, whose rates are those of the step just made.
@@ -465,27 +451,17 @@ class _Run:
         self.at.ended = True
         if self.checkpoints is not None:
             self.checkpoints.after_epoch(self, last=last or self.over, best=best)
-        # A checkpoint of the best evaluation can be loaded again, so weights are kept
-        # in memory only without one.
-        saves = self.checkpoints is not None and self.checkpoints.saves
-        if best and self.config.early_stop.restore and not saves:
-            self.best = copy_of_weights(self.model)
         self.at.begin(self.at.epoch + 1)
 
     def restore_best(self) -> None:
         """Restores the weights of the best evaluation if an early stop asks for it; all ranks call it."""
         self.pause()
         best = self.watch.better_than(self.at.step)
-        if best is None:
+        if best is None or self.checkpoints is None:
             return
-        restored = bool(self.best)
-        if restored:
-            put_weights_back(self.model, self.best)
-        elif self.checkpoints is not None:
-            restored = self.checkpoints.load_weights(self.model, best["best_step"])
         name = self.watch.told(best)
         message = f"restored {name}"
-        if not restored:
+        if not self.checkpoints.load_weights(self.model, best["best_step"]):
             message = f"{name} was the best, but its checkpoint is gone: the weights are those of the last step"
         self.records.tell(
             {

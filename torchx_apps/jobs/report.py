@@ -43,18 +43,16 @@ _WHERE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A training as it went.
+    """A training as it went, since it was resumed if it was.
 
     Args:
-        history: records, also those of earlier attempts that it was resumed from.
-        seconds: seconds that this attempt took, evaluations included.
-        whole: whether this attempt began with the first step.
+        history: records.
+        seconds: seconds that it took, evaluations included.
         collectives: over what the ranks' collectives went.
     """
 
     history: Sequence[Record]
     seconds: float
-    whole: bool = True
     collectives: str = "gloo"
 
     @property
@@ -64,17 +62,15 @@ class Trained:
 
     @property
     def steps_s(self) -> float:
-        """Seconds spent in steps, in all attempts."""
+        """Seconds spent in steps."""
         return float(
             sum(record["rows"] / record["rows_per_s"] for record in self.records)
         )
 
     @property
-    def outside(self) -> float | None:
-        """Share of the seconds outside steps; None if earlier attempts are not recorded."""
-        if not self.whole or not self.seconds:
-            return None
-        return max(0.0, 1 - self.steps_s / self.seconds)
+    def outside(self) -> float:
+        """Share of the seconds outside steps."""
+        return max(0.0, 1 - self.steps_s / self.seconds) if self.seconds else 0.0
 
     def hint(self) -> str:
         """Returns a hint on an excessive share of the time; empty if there is none, or steps were few.
@@ -87,7 +83,7 @@ class Trained:
         shares = {
             **time_shares(self.history),
             "data": data_wait(self.records),
-            "outside": self.outside or 0.0,
+            "outside": self.outside,
         }
         much = {
             name: shares.get(name, 0.0) / limit for name, limit in _TOO_MUCH.items()
@@ -105,7 +101,7 @@ def data_wait(records: Sequence[Record]) -> float:
 
 def report_start(task: Task, runtime: Runtime, amp: str) -> None:
     """Prints the data, the ranks and the precision ``amp`` as soon as they are known: the next stage takes seconds."""
-    print(describe_data(task))
+    print(f"data: {task.describe()}")
     ranks = f"ranks: {runtime.world_size} on {runtime.device.type} over {collectives_of(runtime)}"
     precision = "" if amp == "off" else f", dense layers in {amp}"
     print(f"{ranks}, {runtime.threads} thread(s) each{precision}")
@@ -123,11 +119,6 @@ def collectives_of(runtime: Runtime) -> str:
         if runtime.shares_memory
         else runtime.backend
     )
-
-
-def describe_data(task: Task) -> str:
-    """Describes a task's data."""
-    return f"data: {task.describe()}"
 
 
 class Tested(NamedTuple):
@@ -157,7 +148,8 @@ def finish_training(
     """
     figures, baseline, example, memory = tested
     records = trained.records
-    rate = sum(record["rows"] for record in records) / trained.steps_s
+    # A run that was resumed after its last step has none.
+    rate = sum(record["rows"] for record in records) / (trained.steps_s or 1.0)
     shares = time_shares(trained.history)
     if beside.rule:
         print(f"\n{beside.rule}", end="")

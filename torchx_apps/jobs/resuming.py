@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from torchrec_ext.capture.policy import TrainingDivergedError
 from torchrec_ext.schema import BatchSchema, DataError
+from torchrec_ext.schema.validation import listed
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import (
     CheckpointFolder,
@@ -78,26 +79,35 @@ def _raw_kind(task: Task, name: str, dynamic: Collection[str]) -> str | None:
     return whole_numbers if pa.types.is_integer(task.raw_values(name).type) else text
 
 
-def meaning_of_ids(task: Task, dynamic: Collection[str] = ()) -> dict[str, Any]:
-    """Describes the values behind a task's ids and numbers, for a checkpoint's manifest.
+def meaning_of_ids(
+    task: Task, dynamic: Collection[str] = (), first: Mapping[str, int] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Describes what a task's ids and numbers stand for by column, for a checkpoint's manifest.
 
-    That is the preprocessor's digest, the digest of the steps that each of its columns comes from, and each column's
-    number of values and their digest. A column in which a value is its id has None, one of ``dynamic`` the kind of its
-    ids, which mean themselves.
+    Args:
+        task: the task.
+        dynamic: columns with dynamic ids, which mean themselves: they have the kind of their ids for a digest.
+        first: numbers of first values to describe, by column; by default all.
+
+    Returns:
+        ``steps``, the digest of the steps that a column comes from; ``values``, the number of its values and their
+        digest, or None if a value is its id.
     """
+    origins = {} if task.prepared is None else task.prepared.preprocessor.origins
     id_values = task.data.id_values
-    values: dict[str, Any] = dict.fromkeys([*task.data.vocab, *id_values])
-    for name in values:
-        kind = _raw_kind(task, name, dynamic)
+    columns = {}
+    for name in {**origins, **task.data.vocab, **id_values}:
+        described = None
+        kind = None
+        if name in task.data.vocab or name in id_values:
+            kind = _raw_kind(task, name, dynamic)
         if kind is not None:
-            values[name] = [0, kind]
+            described = [0, kind]
         elif name in id_values:
-            values[name] = [len(id_values[name]), _digest_of(id_values[name])]
-    return {
-        "preprocessor": _preprocessor_of(task),
-        "columns": _origins_of(task),
-        "values": values,
-    }
+            values = id_values[name][: (first or {}).get(name)]
+            described = [len(values), _digest_of(values)]
+        columns[name] = {"steps": origins.get(name), "values": described}
+    return columns
 
 
 def check_ids_stay(
@@ -121,69 +131,45 @@ def check_ids_stay(
     Raises:
         DataError: an id or a number stands for another value than in training, or what is recorded cannot be read.
     """
-    where = checkpoint
     then = read_checkpoint_manifest(checkpoint)["content"].get(MEANING)
     if then is None:
         if together.rank == 0:
-            print(f"note: {where}: does not say what its ids stand for: not compared")
+            print(
+                f"note: {checkpoint}: does not say what its ids stand for: not compared"
+            )
         return
     dynamic = [] if schema is None else schema.dynamic
-    now = _preprocessor_of(task)
-    if not (later or dynamic) and then["preprocessor"] != now:
-        raise DataError(
-            f"{where}: its ids are of another preprocessor ({then['preprocessor'][:12]}) than these rows' "
-            f"({now[:12] or 'none'}); give the rows of then, --data.name FOLDER, or train anew in another folder"
-        )
-    origins = _origins_of(task)
-    for name in sorted(then["columns"].keys() & origins.keys()):
-        if then["columns"][name] != origins[name]:
-            raise DataError(
-                f"{where}: column '{name}' came from other steps or rows: its values stand for something "
-                "else; preprocess with FittedPreprocessor.transform of then"
+    first = {}
+    for name, column in then.items():
+        if later and column["values"]:
+            first[name] = column["values"][0]
+    now = meaning_of_ids(task, dynamic, first)
+    for name in sorted(then.keys() & now.keys()):
+        before, after = then[name]["values"], now[name]["values"]
+        steps = {then[name]["steps"], now[name]["steps"]} - {None}
+        if len(steps) > 1:
+            difference = (
+                "came from other steps or rows: its values stand for something else"
             )
-    for name, recorded in then["values"].items():
-        values = task.data.id_values.get(name)
-        if recorded is not None and recorded[1] in _RAW_KINDS:
-            kind = _raw_kind(task, name, dynamic)
-            if kind != recorded[1]:
-                raise DataError(
-                    f"{where}: column '{name}' had dynamic ids in training, which were {recorded[1]}, and has "
-                    f"{kind or 'none'} now; set ids.features.{name}.capacity and give such rows, or train anew"
-                )
+        elif before == after:
             continue
-        if (
+        elif before and before[1] in _RAW_KINDS:
+            has = after[1] if after and after[1] in _RAW_KINDS else "none"
+            difference = f"had dynamic ids in training, which were {before[1]}, and has {has} now"
+        elif (
             schema is not None
             and dynamic
             and set(schema.keys).isdisjoint(task.same_ids(name))
         ):
             # No table has a row of these ids.
             continue
-        if recorded is None or values is None:
-            stay = values is None and (recorded is None or name not in task.data.vocab)
         else:
-            count, digest = recorded
-            counts = len(values) >= count if later else len(values) == count
-            stay = counts and _digest_of(values[:count]) == digest
-        if not stay:
-            had = (
-                "no numbering of its own"
-                if recorded is None
-                else f"{recorded[0]:,} values"
-            )
-            raise DataError(
-                f"{where}: column '{name}' had {had} in training, whose ids now stand for others; give "
-                "rows by FittedPreprocessor.transform of the first run, or train anew"
-            )
-
-
-def _origins_of(task: Task) -> dict[str, str]:
-    """Returns the digest of the steps behind each column of a task's rows; none without a preprocessor."""
-    return {} if task.prepared is None else dict(task.prepared.preprocessor.origins)
-
-
-def _preprocessor_of(task: Task) -> str:
-    """Returns the digest of the preprocessor of a task's rows; empty without a preprocessor."""
-    return "" if task.prepared is None else task.prepared.digest
+            had = f"{before[0]:,} values" if before else "no numbering of its own"
+            difference = f"had {had} in training, whose ids now stand for others"
+        raise DataError(
+            f"{checkpoint}: column '{name}' {difference}; give rows by FittedPreprocessor.transform of the first "
+            "run, or train anew"
+        )
 
 
 _TEXTS_AT_ONCE = 65_536
@@ -221,11 +207,24 @@ def ended(folder: Path) -> bool:
     """Whether a run has ended: all epochs trained, stopped early, or diverged."""
     if (folder / "summary.json").exists():
         return True
-    metrics = folder / "metrics.jsonl"
-    if not metrics.exists():
-        return False
-    lines = metrics.read_text().splitlines()
-    return bool(lines) and json.loads(lines[-1])["kind"] == "error"
+    # The last line may have been cut short by a kill.
+    with suppress(OSError, ValueError, IndexError):
+        last = (folder / "metrics.jsonl").read_text().splitlines()[-1]
+        return bool(json.loads(last)["kind"] == "error")
+    return False
+
+
+def records_before(checkpoint: str, run: Path) -> list[str]:
+    """Returns the lines of a run's ``metrics.jsonl`` up to one of its checkpoints."""
+    count = read_checkpoint_manifest(checkpoint)["content"]["position"]["records"]
+    lines: list[str] = []
+    # A line that was being written when the run was killed is none.
+    with suppress(OSError, ValueError, RecursionError):
+        for line in (run / "metrics.jsonl").read_text().splitlines():
+            # The others are of the process, and no part of the course of the training.
+            if json.loads(line)["kind"] in ("train", "eval", "stop"):
+                lines.append(line)
+    return lines[:count]
 
 
 def find_checkpoint(
@@ -244,54 +243,38 @@ def find_checkpoint(
     """
     # A folder of checkpoints, or a run folder with one; else the location is a
     # checkpoint itself.
-    for root in (location, f"{location.rstrip('/')}/{CHECKPOINTS}"):
-        folder = CheckpointFolder(root)
+    for folder in _folders_at(location):
+        steps = together.on_main(folder.steps)
         if which == "last":
             path = newest_good(folder, together)
             if path is not None:
                 return path
-        else:
-            steps = together.on_main(folder.steps)
-            if steps:
-                return _chosen(folder, which, steps, together)
+        elif steps:
+            step: Any = best_step(folder, together)
+            if which != "best":
+                step = int(which) if which.isdecimal() else None
+            message: str | None = "there is no such checkpoint"
+            if step in steps:
+                message = damage(folder.path(step), together)
+            if message is None:
+                return folder.path(step)
+            raise CheckpointError(
+                f"--checkpoint {which}: {message}; give last, or one of the steps {listed(map(str, sorted(steps)))}; "
+                "best is of runs with train.early_stop.metric"
+            )
     message = damage(location, together)
+    if message is None and which != "last":
+        message = f"is one checkpoint, and there is no {which!r} of it"
     if message is not None:
         raise CheckpointError(
             f"{flag}{location}: {message}; give a run folder, or a checkpoint in one"
         )
-    if which != "last":
-        raise CheckpointError(
-            f"{flag}{location} is one checkpoint: there is no {which!r} of it; give the run folder"
-        )
     return location if is_url(location) else str(Path(location).absolute())
 
 
-def _chosen(
-    folder: CheckpointFolder,
-    which: str,
-    steps: Sequence[int],
-    together: CheckpointRanks,
-) -> str:
-    listed = ", ".join(map(str, sorted(steps)))
-    if which == "best":
-        step = best_step(folder, together)
-        if step is None:
-            raise CheckpointError(
-                "--checkpoint best: no evaluation of this run was marked as the best; train with "
-                f"train.early_stop.metric, or give last or one of the steps {listed}"
-            )
-    else:
-        step = int(which) if which.isdecimal() else None
-    if step is None or step not in steps:
-        raise CheckpointError(
-            f"--checkpoint {which}: there is no such checkpoint; give best, last or one of the steps {listed}"
-        )
-    message = damage(folder.path(step), together)
-    if message is not None:
-        raise CheckpointError(
-            f"--checkpoint {which}: {message}; give last, or one of the steps {listed}"
-        )
-    return folder.path(step)
+def _folders_at(location: str) -> list[CheckpointFolder]:
+    roots = (location, f"{location.rstrip('/')}/{CHECKPOINTS}")
+    return [CheckpointFolder(root) for root in roots]
 
 
 def best_step(folder: CheckpointFolder, together: CheckpointRanks) -> int | None:
@@ -326,9 +309,8 @@ def checkpoint_to_export(
             "--checkpoint ", which, together
         ), f"as given by --checkpoint {which}"
     if which is None:
-        roots = (location, f"{location.rstrip('/')}/{CHECKPOINTS}")
         # Both are asked on every rank, because the question is collective.
-        marked = [best_step(CheckpointFolder(root), together) for root in roots]
+        marked = [best_step(folder, together) for folder in _folders_at(location)]
         which = "best" if restores and marked != [None, None] else "last"
     text = f"of step {which}" if which.isdecimal() else f"the {which}"
     path = find_checkpoint("", location, together, which)

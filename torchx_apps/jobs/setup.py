@@ -20,7 +20,11 @@ from torchrec_ext.data.loader.id_dropout import IdDropout
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.explain import explain
-from torchrec_ext.distributed.plan.planner import free_tables, plan_sharding
+from torchrec_ext.distributed.plan.planner import (
+    SMALL_NOTE,
+    plan_sharding,
+    small_tables_whole,
+)
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.retrieval import RetrievalModel
 from torchrec_ext.models.tower_model import TowerModel
@@ -211,7 +215,7 @@ def _check_local_steps(job: Job, runtime: Runtime) -> None:
 def plan_job(job: Job, model: nn.Module, runtime: Runtime) -> tuple[ShardingPlan, str]:
     """Plans the model's tables; returns the plan and its explanation."""
     rows = job.loader.rank_rows(runtime.world_size)
-    constraints, whole = free_tables(model, runtime, job.plan, job.optimizer, job.sync)
+    constraints = small_tables_whole(model, runtime, job.plan, job.optimizer, job.sync)
     plan = plan_sharding(
         model,
         runtime,
@@ -221,7 +225,8 @@ def plan_job(job: Job, model: nn.Module, runtime: Runtime) -> tuple[ShardingPlan
         constraints=constraints,
     )
     hosts = runtime.world_size // runtime.local_world_size
-    lines = [explain(plan, model, runtime.world_size), whole]
+    lines = [explain(plan, model, runtime.world_size)]
+    lines.append(SMALL_NOTE if constraints else "")
     lines.append(hosts_note(job.plan.sharding, hosts))
     return plan, "\n".join(filter(None, lines))
 

@@ -49,8 +49,6 @@ from torchx_apps.tasks.job import Job, schema_settings
 from torchx_apps.tasks.stream_figures import Predictions
 
 BUNDLES, CURRENT = "bundles", "current"
-# Records that a checkpoint keeps; beyond it the older half is thinned out.
-_MOST_RECORDS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -437,14 +435,6 @@ class StreamCheckpoints(RunCheckpoints):
         run.at.ended = False
         self.save(run)
         self._publisher.publish(run)
-
-    def save(self, run: CheckpointedRun) -> None:
-        """Begins to save; see :meth:`RunCheckpoints.save`."""
-        records = run.at.history
-        if len(records) > _MOST_RECORDS:
-            half = len(records) // 2
-            records[:half] = records[:half:2]
-        super().save(run)
 
 
 def _check_writable(folder: Path) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
-from torchrec_ext.distributed.runtime import Runtime, peak_resident
+from torchrec_ext.distributed.runtime import Runtime, gather_objects, peak_resident
 from torchrec_ext.distributed.tables import tables_of
 from torchrec_ext.schema.validation import listed
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
@@ -37,6 +37,7 @@ from torchx_apps.jobs.resuming import (
     hinting_at_resume,
     meaning_of_ids,
     new_run,
+    records_before,
     say_how_to_resume,
 )
 from torchx_apps.jobs.setup import (
@@ -163,7 +164,6 @@ def run_training(
         trained = report.Trained(
             history=history,
             seconds=seconds,
-            whole=not run.checkpoint,
             collectives=report.collectives_of(runtime),
         )
         tested = _tested(folder, task, evaluator, runtime)
@@ -251,10 +251,7 @@ def peak_memory(runtime: Runtime) -> list[float]:
         used = torch.cuda.max_memory_allocated(runtime.device) / 2**20
     else:
         used = peak_resident() / 2**20
-    local = torch.tensor([used], device=runtime.device)
-    ranks = [torch.zeros_like(local) for _ in range(runtime.world_size)]
-    dist.all_gather(ranks, local)
-    return torch.cat(ranks).tolist()
+    return gather_objects(used, runtime.world_size)
 
 
 def open_run(
@@ -270,6 +267,7 @@ def open_run(
     path, begun = decided
     checkpointer = None
     checkpoint = None
+    former = path
     if job.checkpoint.saves or resume or begun:
         root = job.checkpoint.folder or str(path / CHECKPOINTS)
         checkpointer = Checkpointer(root, runtime, keep=job.checkpoint.keep)
@@ -283,10 +281,12 @@ def open_run(
         # A run that was started again has saved more than the path that it was given.
         if checkpoint is None and resume:
             checkpoint = find_checkpoint("--resume ", resume, together)
-            run = Path(checkpoint).parent
-            if run.name == CHECKPOINTS:
-                run = run.parent
-            together.on_main(lambda: check_recipe(f"--resume {resume}", run, job.name))
+            former = Path(checkpoint).parent
+            if former.name == CHECKPOINTS:
+                former = former.parent
+            together.on_main(
+                lambda: check_recipe(f"--resume {resume}", former, job.name)
+            )
         if runtime.is_main and checkpoint:
             print(f"resuming from {checkpoint}", flush=True)
         if runtime.is_main and job.checkpoint.saves and not checkpoint:
@@ -300,7 +300,8 @@ def open_run(
         # its first checkpoint. One that has ended without checkpoints is refused.
         unfinished = begun and not ended(path)
         replace = checkpoint is not None or unfinished
-        folder = RunFolder(path, settings_of(job), replace=replace)
+        before = records_before(checkpoint, former) if checkpoint else []
+        folder = RunFolder(path, settings_of(job), replace=replace, before=before)
         tracking = Tracking.start(path, settings_of(job), member=member)
     return _Run(
         path=path,

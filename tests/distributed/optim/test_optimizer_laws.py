@@ -238,11 +238,6 @@ REFUSED: list[tuple[Any, OptimizerConfig, str]] = [
         OptimizerConfig(tables="adam"),
         "table 'item_rows': FBGEMM has no kernel of adam for the cpu; set optimizer.per_table.item_rows.kind=adagrad,",
     ),
-    (
-        small_model,
-        OptimizerConfig(tables="adam", tables_l2=0.1),
-        "optimizer.tables=adagrad, optimizer.tables_lr=0.05, optimizer.tables_l2=0",
-    ),
 ]
 
 

@@ -7,7 +7,7 @@ import math
 import os
 import types
 import unittest.mock
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -28,49 +28,27 @@ from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.optim.sharded import kernels_of
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.draft import Draft, PlanError
-from torchrec_ext.distributed.plan.explain import bytes_per_weight
+from torchrec_ext.distributed.plan.draft import PlanError
 from torchrec_ext.distributed.plan.storage import state_storage
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.tables import collections, tables_of
+from torchrec_ext.distributed.tables import collections
 
 ROWS = 512  # of a rank and step, so that each of 512 ranks gets an id of every batch
 HOST = 8
+K, M = 1_000, 1_000_000
+Tables = dict[str, tuple[int, int]]  # rows and columns by name
 
 
-class TableSize(NamedTuple):
-    """A table: its name, ``rows`` and ``dim`` columns, and the mean number of ``ids`` of a row of the data."""
-
-    name: str
-    rows: int
-    dim: int
-    ids: float
-
-
-def parse_tables(text: str) -> list[TableSize]:
-    """Parses a text such as ``ad=300Mx64,history=12Kx64x20``."""
-    units = {"K": "000", "M": "000000"}
-    sizes = []
-    for item in text.split(","):
-        name, _, size = item.partition("=")
-        rows, dim, ids = [*size.split("x"), "1"][:3]
-        number = int(rows[:-1] + units.get(rows[-1], rows[-1]))
-        sizes.append(TableSize(name, number, int(dim), float(ids)))
-    return sizes
-
-
-def tables_model(
-    sizes: Sequence[TableSize], data_type: DataType = DataType.FP32
-) -> torch.nn.Module:
+def tables_model(sizes: Tables, data_type: DataType = DataType.FP32) -> torch.nn.Module:
     configs = [
         EmbeddingBagConfig(
-            name=size.name,
-            feature_names=[size.name],
-            num_embeddings=size.rows,
-            embedding_dim=size.dim,
+            name=name,
+            feature_names=[name],
+            num_embeddings=rows,
+            embedding_dim=dim,
             data_type=data_type,
         )
-        for size in sizes
+        for name, (rows, dim) in sizes.items()
     ]
     return torch.nn.ModuleDict(
         {"tables": EmbeddingBagCollection(tables=configs, device=META)}
@@ -78,12 +56,8 @@ def tables_model(
 
 
 @contextmanager
-def simulated(rank: int, world_size: int, device: str) -> Iterator[Runtime]:
-    """One rank of a job on hosts of 8, whose other ranks do not exist."""
-    local_rank = rank % HOST
-    where = (
-        torch.device(device, local_rank) if device == "cuda" else torch.device(device)
-    )
+def simulated(rank: int, world_size: int) -> Iterator[Runtime]:
+    """One rank of a job on hosts of 8 GPUs, whose other ranks do not exist."""
     # TorchRec keeps the groups of a host and across hosts in globals.
     groups = unittest.mock.patch.multiple(comm, _INTRA_PG=None, _CROSS_PG=None)
     # Rank 0, which does not exist, says in it that TorchRec does not check its
@@ -96,51 +70,13 @@ def simulated(rank: int, world_size: int, device: str) -> Iterator[Runtime]:
         try:
             yield Runtime(
                 rank=rank,
-                local_rank=local_rank,
+                local_rank=rank % HOST,
                 world_size=world_size,
                 local_world_size=HOST,
-                device=where,
+                device=torch.device("cuda", rank % HOST),
             )
         finally:
             dist.destroy_process_group()
-
-
-class Planned(NamedTuple):
-    """Bytes of a rank by a plan: of its GPU and its host, and of these weights, optimizer state and buffers."""
-
-    rank: int
-    device: int
-    host: int
-    weights: int
-    state: int
-
-    @property
-    def buffers(self) -> int:
-        """What passes through the rank in a step, and what is cached from its host."""
-        return self.device + self.host - self.weights - self.state
-
-
-def planned(
-    draft: Draft, model: torch.nn.Module, optimizer: OptimizerConfig, world_size: int
-) -> list[Planned]:
-    """The first, the fullest and the last rank."""
-    ranks = [Planned(rank, 0, 0, 0, 0) for rank in range(world_size)]
-    tables = {table.name: table for table in tables_of(model)}
-    choices = optimizer.for_tables(model)
-    for option in draft.options:
-        table, choice = tables[option.name], choices[option.name]
-        for shard in option.shards:
-            state = state_storage(choice, shard.size, option.compute_kernel, "cuda")
-            before = ranks[shard.rank]
-            ranks[shard.rank] = Planned(
-                shard.rank,
-                before.device + shard.storage.hbm,
-                before.host + shard.storage.ddr,
-                before.weights + math.prod(shard.size) * bytes_per_weight(table),
-                before.state + state.hbm + state.ddr,
-            )
-    fullest = max(ranks, key=lambda rank: rank.device + rank.host)
-    return [ranks[number] for number in sorted({0, fullest.rank, world_size - 1})]
 
 
 class Memory(NamedTuple):
@@ -187,37 +123,26 @@ def allocated(
 ) -> Memory:
     """What the kernels of a rank allocate, on a GPU that does not exist."""
     sizes: dict[str, int] = {}
-    with simulated(rank, world_size, "cuda") as runtime:
+    with simulated(rank, world_size) as runtime:
         # Its mesh of ranks has numbers to read, which fake tensors have not.
         env = ShardingEnv.from_process_group(dist.GroupMember.WORLD)
+        here = "torchrec_ext.distributed.parallel"
+        gpu = types.SimpleNamespace(total_memory=80 * GB)
         with ExitStack() as stack:
+            for what, told in (
+                # The first values of a table take many operations, and no memory.
+                (f"{here}.initialise_tables", {}),
+                # Other ranks are not there to be asked; this one speaks for all.
+                (f"{here}.gather_objects", {"side_effect": lambda own, n: [own] * n}),
+                # FBGEMM asks how much memory is left for a cache.
+                ("torch.cuda.get_device_properties", {"return_value": gpu}),
+                ("torch.cuda.memory_reserved", {"return_value": 0}),
+            ):
+                stack.enter_context(unittest.mock.patch(what, **told))
             stack.enter_context(
                 unittest.mock.patch.object(
                     ShardingEnv, "from_process_group", return_value=env
                 )
-            )
-            # The first values of a table take many operations, and no memory.
-            stack.enter_context(
-                unittest.mock.patch(
-                    "torchrec_ext.distributed.parallel.initialise_tables"
-                )
-            )
-            # Other ranks are not there to be asked; this one speaks for all.
-            stack.enter_context(
-                unittest.mock.patch(
-                    "torchrec_ext.distributed.parallel.gather_objects",
-                    side_effect=lambda value, ranks: [value] * ranks,
-                )
-            )
-            # FBGEMM asks how much memory is left for a cache.
-            gpu = types.SimpleNamespace(total_memory=80 * GB)
-            stack.enter_context(
-                unittest.mock.patch(
-                    "torch.cuda.get_device_properties", return_value=gpu
-                )
-            )
-            stack.enter_context(
-                unittest.mock.patch("torch.cuda.memory_reserved", return_value=0)
             )
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(NoDevice())
@@ -238,105 +163,108 @@ def allocated(
     return Memory(sum(sizes.values()) - host, host, *parts)
 
 
-PLANS = {
-    "table_wise": ("ad=20Mx64,item=12Mx64,place=90Kx32", {"sharding": "table_wise"}),
-    "row_wise": ("ad=300Mx64,item=12Mx64,place=90Kx32", {"sharding": "row_wise"}),
-    "grid": ("ad=30Mx64,item=12Mx128", {"sharding": "grid_shard", "kernel": "fused"}),
-    "a cache on the GPU": (
-        "ad=300Mx64",
-        {
-            "sharding": "row_wise",
-            "kernel": "fused_uvm_caching",
-            "cache_load_factor": 0.1,
-        },
+CACHED = {
+    "sharding": "row_wise",
+    "kernel": "fused_uvm_caching",
+    "cache_load_factor": 0.1,
+}
+PLANS: dict[str, tuple[Tables, dict[str, Any]]] = {
+    "table_wise": (
+        {"ad": (20 * M, 64), "item": (12 * M, 64), "place": (90 * K, 32)},
+        {"sharding": "table_wise"},
     ),
-    "300 M x 64": ("ad=300Mx64", {}),
+    "row_wise": (
+        {"ad": (300 * M, 64), "item": (12 * M, 64), "place": (90 * K, 32)},
+        {"sharding": "row_wise"},
+    ),
+    "grid": (
+        {"ad": (30 * M, 64), "item": (12 * M, 128)},
+        {"sharding": "grid_shard", "kernel": "fused"},
+    ),
+    "a cache on the GPU": ({"ad": (300 * M, 64)}, CACHED),
+    "300 M x 64": ({"ad": (300 * M, 64)}, {}),
 }
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_rank_of_512_allocates_what_the_plan_says(name: str) -> None:
-    tables, config = PLANS[name]
-    check_memory(tables, config, "row_wise_adagrad", 512)
+    check_memory(*PLANS[name], "row_wise_adagrad", 512)
 
 
 def test_a_cache_has_rows_as_wide_as_its_widest_table() -> None:
-    cached = {
-        "sharding": "row_wise",
-        "kernel": "fused_uvm_caching",
-        "cache_load_factor": 0.1,
-    }
-    check_memory("narrow=300Mx8,wide=1Mx128", cached, "row_wise_adagrad", 512)
-    model = tables_model(parse_tables("narrow=300Mx8,wide=1Mx128"))
-    small = topology(8, 8, hbm_gb=1)
+    tables = {"narrow": (300 * M, 8), "wide": (M, 128)}
+    check_memory(tables, CACHED, "row_wise_adagrad", 512)
+    small, sgd = topology(8, 8, hbm_gb=1), OptimizerConfig(tables="sgd")
     with pytest.raises(
-        PlanError,
-        match=r"no sharding plan fits 8 rank\(s\) of 870\.40 MiB",
+        PlanError, match=r"no sharding plan fits 8 rank\(s\) of 870\.40 MiB"
     ):
-        drafted(model, small, PlanConfig(**cached), OptimizerConfig(tables="sgd"), ROWS)
+        drafted(tables_model(tables), small, PlanConfig(**CACHED), sgd, ROWS)
 
 
 def check_memory(
-    tables: str,
+    tables: Tables,
     config: Mapping[str, Any],
     kind: str,
     world_size: int,
     data_type: DataType = DataType.FP32,
 ) -> None:
-    sizes = parse_tables(tables)
-    model = tables_model(sizes, data_type)
+    """Compares the first, the fullest and the last rank of a plan with what their kernels allocate."""
+    model = tables_model(tables, data_type)
     optimizer = OptimizerConfig(tables=kind)  # type: ignore[arg-type]
-    draft = drafted(
-        model, topology(world_size, HOST), PlanConfig(**config), optimizer, ROWS
-    )
-    for rank in planned(draft, model, optimizer, world_size):
+    devices = topology(world_size, HOST)
+    draft = drafted(model, devices, PlanConfig(**config), optimizer, ROWS)
+    choices = optimizer.for_tables(model)
+    number = 4 if data_type == DataType.FP32 else 2
+    # By rank: bytes of GPU, host, weights, state, and of ids and embeddings on their way.
+    planned: dict[int, list[int]] = {}
+    for option in draft.options:
+        for shard in option.shards:
+            kernel = option.compute_kernel
+            state = state_storage(choices[option.name], shard.size, kernel, "cuda")
+            sums = planned.setdefault(shard.rank, [0] * 5)
+            for at, size in enumerate(
+                (
+                    shard.storage.hbm,
+                    shard.storage.ddr,
+                    math.prod(shard.size) * number,
+                    state.hbm + state.ddr,
+                    passing_bytes(
+                        option.sharding_type, shard.size[1], world_size, number
+                    ),
+                )
+            ):
+                sums[at] += size
+    fullest = max(planned, key=lambda rank: sum(planned[rank][:2]))
+    for rank in {min(planned), fullest, max(planned)}:
+        gpu, host, weights, state_bytes, passing = planned[rank]
         memory = allocated(
-            tables_model(sizes, data_type),
-            optimizer,
-            draft.plan,
-            rank.rank,
-            world_size,
+            tables_model(tables, data_type), optimizer, draft.plan, rank, world_size
         )
-        assert (memory.weights, memory.state) == (rank.weights, rank.state)
-        assert memory.host == rank.host
+        assert (memory.weights, memory.state) == (weights, state_bytes)
+        assert memory.host == host
         # Buffers are ids and embeddings on their way, and what is cached. A cache has
         # sets of 32 rows.
-        passing = 0
-        for option in draft.options:
-            for shard in option.shards:
-                if shard.rank == rank.rank:
-                    passing += passing_bytes(
-                        option.sharding_type, shard.size[1], world_size, data_type
-                    )
-        cached = rank.buffers - passing
-        row_bytes = 4 * max(size.dim for size in sizes) + 16
-        assert abs(memory.cache - cached) <= 32 * row_bytes
-        assert memory.gpu - memory.cache == rank.device - rank.buffers
+        buffers = gpu + host - weights - state_bytes
+        row_bytes = 4 * max(dim for _, dim in tables.values()) + 16
+        assert abs(memory.cache - (buffers - passing)) <= 32 * row_bytes
+        assert memory.gpu - memory.cache == gpu - buffers
 
 
-def passing_bytes(
-    sharding: str, columns: int, world_size: int, data_type: DataType = DataType.FP32
-) -> int:
+def passing_bytes(sharding: str, columns: int, world_size: int, number: int) -> int:
     """Bytes of ids and embeddings of a step, with one id of each row."""
-    spread = {"row_wise": world_size, "grid_shard": HOST, "table_row_wise": HOST}.get(
-        sharding, 1
-    )
-    width = 4 if data_type == DataType.FP32 else 2
-    return ROWS * world_size * 8 // spread + ROWS * world_size * columns * width
+    hosts = {"row_wise": world_size, "grid_shard": HOST, "table_row_wise": HOST}
+    ids = ROWS * world_size * 8 // hosts.get(sharding, 1)
+    return ids + ROWS * world_size * columns * number
 
 
 @pytest.mark.parametrize("kernel", ["fused", "fused_uvm"])
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "lazy_adam"])
 def test_state_lies_where_the_plan_says(kind: str, kernel: str) -> None:
-    check_memory("a=1Mx64", {"sharding": "column_wise", "kernel": kernel}, kind, 16)
+    config = {"sharding": "column_wise", "kernel": kernel}
+    check_memory({"a": (M, 64)}, config, kind, 16)
 
 
 def test_the_state_of_tables_in_16_bits_has_32() -> None:
+    config = {"sharding": "row_wise", "kernel": "fused"}
     for kind in ("row_wise_adagrad", "adagrad"):
-        check_memory(
-            "a=1Mx64",
-            {"sharding": "row_wise", "kernel": "fused"},
-            kind,
-            16,
-            DataType.FP16,
-        )
+        check_memory({"a": (M, 64)}, config, kind, 16, DataType.FP16)

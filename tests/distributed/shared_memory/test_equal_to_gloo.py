@@ -5,7 +5,8 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,136 +45,102 @@ def numbers(
     )
 
 
+def in_place(tensor: Callable[[], Tensor], collective: Any, *more: Any) -> Call:
+    """A call that writes its result into the tensor that it sends."""
+
+    def call(group: dist.ProcessGroup) -> list[Tensor]:
+        own = tensor()
+        collective(own, *more, group=group)
+        return [own]
+
+    return call
+
+
+def into(
+    output: Callable[[], Any], collective: Any, sent: Callable[[], Any], *more: Any
+) -> Call:
+    """A call that writes its result into other memory, one tensor or several."""
+
+    def call(group: dist.ProcessGroup) -> list[Tensor]:
+        found = output()
+        collective(found, sent(), *more, group=group)
+        return found if isinstance(found, list) else [found]
+
+    return call
+
+
 def of_shape(
     rank: int, size: int, shape: tuple[int, ...], dtype: torch.dtype
-) -> Iterator[tuple[str, Call]]:
+) -> dict[str, Call]:
     """Every collective on tensors of a shape; rank a sends rank b (3a + 5b) % 7 sevenths where splits are uneven."""
-    rest = shape[1:]
-    unit = max(1, shape[0] // 7) if shape[0] else 0
+    count, *rest = shape
+    unit = max(1, count // 7) if count else 0
+    ranks = range(size)
 
-    def fresh(*leading: int) -> Tensor:
-        return numbers(torch.Generator().manual_seed(rank), (*leading, *rest), dtype)
+    def fresh(rows: int) -> Tensor:
+        return numbers(torch.Generator().manual_seed(rank), (rows, *rest), dtype)
+
+    def empty(rows: int) -> Tensor:
+        return torch.empty((rows, *rest), dtype=dtype)
 
     def rows(a: int, b: int) -> int:
         return (3 * a + 5 * b) % 7 * unit
 
-    into = [rows(rank, peer) for peer in range(size)]
-    out_of = [rows(peer, rank) for peer in range(size)]
-
-    def all_reduce(op: Any) -> Call:
-        def call(group: dist.ProcessGroup) -> list[Tensor]:
-            tensor = fresh(shape[0])
-            dist.all_reduce(tensor, op, group=group)
-            return [tensor]
-
-        return call
-
+    given = [rows(rank, peer) for peer in ranks]
+    taken = [rows(peer, rank) for peer in ranks]
+    own, all_own = partial(fresh, count), partial(fresh, size * count)
+    one, of_all = partial(empty, count), partial(empty, size * count)
+    exchange = dist.all_to_all_single
+    cases = {
+        "broadcast": in_place(own, dist.broadcast, size - 1),
+        "all_gather": into(lambda: [one() for _ in ranks], dist.all_gather, own),
+        "all_gather_into_tensor": into(of_all, dist.all_gather_into_tensor, own),
+        "reduce_scatter_tensor": into(one, dist.reduce_scatter_tensor, all_own),
+        "reduce_scatter": into(
+            one, dist.reduce_scatter, lambda: list(all_own().tensor_split(size))
+        ),
+        "all_to_all_single uneven": into(
+            partial(empty, sum(taken)),
+            exchange,
+            partial(fresh, sum(given)),
+            taken,
+            given,
+        ),
+        "all_to_all_single even": into(of_all, exchange, all_own),
+    }
     for op in ("SUM", "MIN", "MAX", "PRODUCT"):
-        if op == "SUM" or shape[0] < 300_000:
-            yield f"all_reduce {op}", all_reduce(getattr(dist.ReduceOp, op))
-
-    def broadcast(group: dist.ProcessGroup) -> list[Tensor]:
-        tensor = fresh(shape[0])
-        dist.broadcast(tensor, size - 1, group=group)
-        return [tensor]
-
-    yield "broadcast", broadcast
-
-    def all_gather(group: dist.ProcessGroup) -> list[Tensor]:
-        outputs = [torch.empty(shape, dtype=dtype) for _ in range(size)]
-        dist.all_gather(outputs, fresh(shape[0]), group=group)
-        return outputs
-
-    yield "all_gather", all_gather
-
-    def all_gather_into_tensor(group: dist.ProcessGroup) -> list[Tensor]:
-        output = torch.empty((size * shape[0], *rest), dtype=dtype)
-        dist.all_gather_into_tensor(output, fresh(shape[0]), group=group)
-        return [output]
-
-    yield "all_gather_into_tensor", all_gather_into_tensor
-
-    def reduce_scatter_tensor(group: dist.ProcessGroup) -> list[Tensor]:
-        output = torch.empty(shape, dtype=dtype)
-        dist.reduce_scatter_tensor(output, fresh(size * shape[0]), group=group)
-        return [output]
-
-    yield "reduce_scatter_tensor", reduce_scatter_tensor
-
-    def reduce_scatter(group: dist.ProcessGroup) -> list[Tensor]:
-        output = torch.empty(shape, dtype=dtype)
-        dist.reduce_scatter(
-            output, list(fresh(size * shape[0]).tensor_split(size)), group=group
-        )
-        return [output]
-
-    yield "reduce_scatter", reduce_scatter
-
-    def all_to_all_single(group: dist.ProcessGroup) -> list[Tensor]:
-        output = torch.empty((sum(out_of), *rest), dtype=dtype)
-        dist.all_to_all_single(output, fresh(sum(into)), out_of, into, group=group)
-        return [output]
-
-    yield "all_to_all_single uneven", all_to_all_single
-
-    def all_to_all_even(group: dist.ProcessGroup) -> list[Tensor]:
-        output = torch.empty((size * shape[0], *rest), dtype=dtype)
-        dist.all_to_all_single(output, fresh(size * shape[0]), group=group)
-        return [output]
-
-    yield "all_to_all_single even", all_to_all_even
+        if op == "SUM" or count < 300_000:
+            kind = getattr(dist.ReduceOp, op)
+            cases[f"all_reduce {op}"] = in_place(own, dist.all_reduce, kind)
+    return cases
 
 
-def of_other_kinds(rank: int, size: int) -> Iterator[tuple[str, Call]]:
+def of_other_kinds(rank: int, size: int) -> dict[str, Call]:
     """Layouts, means, objects, functional collectives, and what gloo keeps."""
 
     def transposed(group: dist.ProcessGroup) -> list[Tensor]:
-        tensor = numbers(
-            torch.Generator().manual_seed(rank), (40, 30), torch.float32
-        ).t()
+        draw = torch.Generator().manual_seed(rank)
+        tensor = numbers(draw, (40, 30), torch.float32).t()
         outputs = [torch.empty(40, 30).t() for _ in range(size)]
         dist.all_gather(outputs, tensor, group=group)
         dist.all_reduce(tensor, group=group)
         return [tensor, *outputs]
-
-    yield "transposed", transposed
-
-    def mean(group: dist.ProcessGroup) -> list[Tensor]:
-        tensor = torch.full((5,), rank + 1.0)
-        dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group)
-        return [tensor]
-
-    yield "all_reduce AVG", mean
-
-    def bits(group: dist.ProcessGroup) -> list[Tensor]:
-        tensor = torch.tensor([rank + 1])
-        dist.all_reduce(tensor, dist.ReduceOp.BOR, group=group)
-        return [tensor]
-
-    yield "all_reduce BOR", bits
 
     def objects(group: dist.ProcessGroup) -> list[Tensor]:
         values: list[Any] = [None] * size
         dist.all_gather_object(values, {"rank": rank, "text": "x" * rank}, group=group)
         return [torch.tensor([value["rank"] for value in values])]
 
-    yield "all_gather_object", objects
-
     def rooted(group: dist.ProcessGroup) -> list[Tensor]:
         tensor = torch.full((5,), float(rank))
-        outputs = [torch.empty(5) for _ in range(size)] if rank == 0 else None
+        outputs = given = None
+        if rank == 0:
+            outputs = [torch.empty(5) for _ in range(size)]
+            given = [torch.full((5,), float(peer)) for peer in range(size)]
         dist.gather(tensor, outputs, dst=0, group=group)
-        dist.scatter(
-            tensor,
-            [torch.full((5,), float(peer)) for peer in range(size)]
-            if rank == 0
-            else None,
-            group=group,
-        )
+        dist.scatter(tensor, given, group=group)
         dist.reduce(tensor, 0, group=group)
         return [*(outputs or []), *([tensor] if rank == 0 else [])]
-
-    yield "gather, scatter, reduce", rooted
 
     def sent(group: dist.ProcessGroup) -> list[Tensor]:
         tensor = torch.full((3,), 7.0 * rank)
@@ -183,28 +150,36 @@ def of_other_kinds(rank: int, size: int) -> Iterator[tuple[str, Call]]:
             dist.send(tensor, 0, group=group)
         return [tensor]
 
-    yield "send, recv", sent
-
     def several(group: dist.ProcessGroup) -> list[Tensor]:
         tensors = [torch.full((5,), rank + 1.0), torch.ones(3, 2)]
         dist.all_reduce_coalesced(tensors, group=group)
         return tensors
 
-    yield "all_reduce_coalesced", several
-
     def functions(group: dist.ProcessGroup) -> list[Tensor]:
         tensor = numbers(torch.Generator().manual_seed(rank), (8,), torch.float32)
-        return [
-            functional.wait_tensor(functional.all_reduce(tensor, "sum", group)),
-            functional.wait_tensor(functional.all_gather_tensor(tensor, 0, group)),
-            functional.wait_tensor(
-                functional.reduce_scatter_tensor(
-                    tensor[: 8 // size * size], "sum", 0, group
-                )
-            ),
-        ]
+        even = tensor[: 8 // size * size]
+        works = (
+            functional.all_reduce(tensor, "sum", group),
+            functional.all_gather_tensor(tensor, 0, group),
+            functional.reduce_scatter_tensor(even, "sum", 0, group),
+        )
+        return [functional.wait_tensor(work) for work in works]
 
-    yield "functional", functions
+    ops = dist.ReduceOp
+    return {
+        "transposed": transposed,
+        "all_reduce AVG": in_place(
+            lambda: torch.full((5,), rank + 1.0), dist.all_reduce, ops.AVG
+        ),
+        "all_reduce BOR": in_place(
+            lambda: torch.tensor([rank + 1]), dist.all_reduce, ops.BOR
+        ),
+        "all_gather_object": objects,
+        "gather, scatter, reduce": rooted,
+        "send, recv": sent,
+        "all_reduce_coalesced": several,
+        "functional": functions,
+    }
 
 
 def difference(one: list[Tensor], other: list[Tensor], *, exact: bool) -> str:
@@ -232,12 +207,12 @@ def compared(
     assert shares_memory(shared)
     assert not shares_memory(gloo)  # type: ignore[arg-type]
     rank, size = runtime.rank, runtime.world_size
-    cases = list(of_other_kinds(rank, size))
+    cases = list(of_other_kinds(rank, size).items())
     for dtype, shape in itertools.product(dtypes, shapes):
         if shape[0] < 300_000 or dtype in (torch.float32, torch.bfloat16, torch.int64):
             cases += [
                 (f"{name} {dtype} {shape}", call)
-                for name, call in of_shape(rank, size, shape, dtype)
+                for name, call in of_shape(rank, size, shape, dtype).items()
             ]
     found: Counter[str] = Counter()
     for name, call in cases:

@@ -21,7 +21,6 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from tests.contracts import _CONTEXT
 from tests.examples import NO_MANIFESTS, small_model
@@ -131,14 +130,6 @@ def test_what_is_saved_is_as_it_was_when_the_save_began(tmp_path: Path) -> None:
     assert values(found) == {1.0}
 
 
-def test_a_file_of_another_step_is_found(two: Path, tmp_path: Path) -> None:
-    shutil.copytree(two, tmp_path / "c")
-    checkpointer = Checkpointer(str(tmp_path / "c"), HERE)
-    one, other = (Path(checkpointer.folder.path(step)) for step in (1, 2))
-    shutil.copy(one / "__0_0.distcp", other / "__0_0.distcp")
-    assert "__0_0.distcp is damaged" in str(damage(str(other), checkpointer.together))
-
-
 class Bomb:
     def __reduce__(self) -> Any:
         return os.mkdir, ("exploded",)
@@ -221,11 +212,9 @@ def test_what_is_no_plain_file_is_named_and_the_one_before_used(
 
 
 def test_another_format_names_the_version_that_reads_it() -> None:
-    for version, message in (
-        (99, "is of format 99, this version reads 2: update torchrec-ext"),
-        (1, "is of format 1, this version reads 2: torchrec-ext 0.1.0 reads it"),
-    ):
+    for version in (99, 1):
         data = json.dumps({"format": version, "sha256": "0"}).encode()
+        message = f"is of format {version}, this version reads 2: take the release"
         with pytest.raises(CheckpointError, match=message) as error:
             manifest.opened(data, "m")
         assert len(str(error.value)) <= 200
@@ -293,20 +282,6 @@ def test_a_run_that_begins_anew_where_another_one_has_saved_keeps_its_own(
     )
 
 
-def test_an_address_sets_aside_what_lay_ahead_too() -> None:
-    folder = CheckpointFolder("memory://checkpoints/back")
-    for step in (1, 2, 3):
-        folder.begin(step)
-        folder.seal(step, {})
-    folder.set_aside(1)
-    assert folder.steps() == [1]
-    assert sorted(folder.files.find(folder.root)) == [
-        f"{folder.root}/{name}/manifest.json"
-        for name in ("aside-0000000002", "aside-0000000003", "step-0000000001")
-    ]
-    assert folder.clean() == []
-
-
 def _save_again(folder: str) -> None:
     checkpointer = Checkpointer(folder, HERE)
     checkpointer.save(2, model_state(filled(4)))
@@ -363,7 +338,7 @@ def test_a_file_system_without_locks_is_told_as_that(
     monkeypatch.setattr(sealed.fcntl, "flock", refuse)
     with pytest.raises(
         CheckpointError,
-        match=r"cannot be locked \(No locks available\); mount its file system .*--run_dir",
+        match=r"or locked: No locks available; mount its file system .*--run_dir",
     ):
         Checkpointer(str(tmp_path), HERE)
 
@@ -372,7 +347,7 @@ def test_two_jobs_do_not_write_one_folder(tmp_path: Path) -> None:
     first = Checkpointer(str(tmp_path), HERE)
     with pytest.raises(
         CheckpointError,
-        match=rf"is being written by process {os.getpid()} on .*--run_dir",
+        match=r"is being written by another job; .*--run_dir",
     ):
         Checkpointer(str(tmp_path), HERE)
     first.close()
@@ -386,7 +361,7 @@ def test_another_model_is_refused_by_its_first_differences(tmp_path: Path) -> No
         Checkpointer(str(tmp_path / "other"), HERE).load(path, model_state(model))
     said = str(caught.value)
     assert "dense.towers.user.mlp.0.weight is (20, 33), saved as (16, 33)" in said
-    assert re.search(r"; and \d+ more$", said)
+    assert re.search(r", \d+ difference\(s\): .* \.\.\.$", said)
     assert len(said) <= 200
     assert values(model) - {1.0}, "nothing was written"
 
@@ -494,29 +469,6 @@ def test_an_address_without_a_driver_is_refused_in_one_line(
         match=f"^checkpoint folder '{address}' cannot be opened .*check the address, its driver",
     ):
         CheckpointFolder(address)
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
-)
-def test_a_block_is_written_from_the_memory_that_holds_it(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(state, "_BLOCK_BYTES", 100 * dtype.itemsize)  # 25 rows
-    table = torch.arange(240).view(60, 4).to(dtype)
-    planner = SavePlanner()
-    planner.state_dict = {
-        "tables.a.weight": Parts((160, 4), [LocalShard(table, (100, 0))])
-    }
-    for start, end in ((0, 25), (25, 50), (50, 60)):
-        block = planner.lookup_object(
-            MetadataIndex("tables.a.weight", torch.Size((100 + start, 0)))
-        )
-        assert block.dtype == dtype
-        assert torch.equal(block, table[start:end])
-        assert block.data_ptr() == table[start:end].data_ptr()
-        # torch copies a tensor whose storage holds more
-        assert block.untyped_storage().size() == block.nbytes
 
 
 @pytest.mark.parametrize("rows", [60, 100, 130])

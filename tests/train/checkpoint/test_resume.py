@@ -134,9 +134,9 @@ def run(
         early_stop=EarlyStop(metric="hr", patience=9),
         compile="off",
     )
-    message, history = "", []
+    message, logged = "", []
     try:
-        history = train(
+        train(
             parallel,
             optimizer,
             loader,
@@ -146,9 +146,11 @@ def run(
             checkpoints=RunCheckpoints(checkpointer, saving, resume=path),
             stop=stop,
             observer=counted,
+            log=logged.append,
         )
     except RunStoppedError as stopped:
         message = str(stopped)
+    history = [record for record in logged if record["kind"] in ("train", "eval")]
     for record in history:
         for name in ("rows_per_s", "data_wait", "ranks_wait"):
             record.pop(name, None)
@@ -219,7 +221,8 @@ def test_stopped_and_resumed_equals_never_stopped_bit_for_bit(
     assert sum(part["steps"] for part in parts) == whole["steps"], (
         "no step was made twice"
     )
-    assert parts[-1]["history"] == whole["history"]
+    history = [record for part in parts for record in part["history"]]
+    assert history == whole["history"]
     assert parts[-1]["state"].keys() == whole["state"].keys()
     for name, value in whole["state"].items():
         assert torch.equal(parts[-1]["state"][name], value), name
@@ -266,7 +269,8 @@ def test_a_run_that_goes_back_keeps_what_it_saves_and_sets_aside_what_lay_ahead(
         f"aside-{s:010d}" for s in sorted(first) if s > back
     ]
     assert "set aside: the checkpoints of step " in outcome["output"]
-    assert outcome["history"] == whole["history"]
+    history = outcome["history"]
+    assert history == whole["history"][-len(history) :]
     for name, value in whole["state"].items():
         assert torch.equal(outcome["state"][name], value), name
 
@@ -275,9 +279,11 @@ def test_on_other_ranks_the_same_samples_are_seen_once(tmp_path: Path) -> None:
     folder = str(tmp_path / "moved")
     whole = run_ranks(run, 2, str(tmp_path / "whole"))
     seen: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    history: list[dict[str, Any]] = []
     # The first two stop between two records, which are of three steps each.
     for world_size, stop_after, resume in ((2, 4, False), (1, 6, True), (4, 0, True)):
         ranks = run_ranks(run, world_size, folder, resume, stop_after)
+        history += ranks[0]["history"]
         # a pipeline reads ahead of the step at which it stops
         own = list(ranks[0]["rows"])[: ranks[0]["steps"]]
         for step in own:
@@ -291,7 +297,7 @@ def test_on_other_ranks_the_same_samples_are_seen_once(tmp_path: Path) -> None:
     )
     for name, value in whole[0]["state"].items():
         torch.testing.assert_close(ranks[0]["state"][name], value, rtol=0, atol=1e-5)
-    for record, other in zip(ranks[0]["history"], whole[0]["history"], strict=True):
+    for record, other in zip(history, whole[0]["history"], strict=True):
         for key in ("kind", "epoch", "step", "rows"):
             assert record.get(key) == other.get(key), (
                 "a record that was begun on other ranks is completed"

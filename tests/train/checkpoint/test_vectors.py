@@ -81,9 +81,9 @@ def test_rows_of_a_matrix_are_ids_in_order(tmp_path: Path) -> None:
         (
             np.array([3, USERS]),
             VECTORS[:2],
-            f"id {USERS} in row 1 is no row of table 'user_id', which has {USERS}",
+            f"id {USERS} is no row of table 'user_id', which has {USERS}",
         ),
-        (np.array([3, -1]), VECTORS[:2], "id -1 in row 1 is no row of table 'user_id'"),
+        (np.array([3, -1]), VECTORS[:2], "id -1 is no row of table 'user_id'"),
         (
             np.array([3]),
             VECTORS[:1, :8].copy(),

@@ -16,7 +16,6 @@ from torchrec_ext.train.metrics import (
     Question,
     hits_by,
     popularity_hits,
-    query_figures,
     ranking_metrics,
 )
 from torchrec_ext.train.metrics.hits import first_gains
@@ -94,27 +93,6 @@ def test_figures_of_any_grades_are_those_of_a_plain_list(
     assert list(ranking_metrics(hits, at(k)).values()) == pytest.approx(list(expected))
 
 
-def test_figures_are_those_of_torchmetrics() -> None:
-    retrieval = pytest.importorskip("torchmetrics.retrieval")
-    draw = torch.Generator().manual_seed(0)
-    grades = torch.randint(4, (30, 40), generator=draw)
-    scores = torch.rand(30, 40, generator=draw)
-    rows, items = grades.nonzero().unbind(1)
-    question = Question(
-        targets=items, target_rows=rows, grades=grades[rows, items], not_items=()
-    )
-    hits = hits_by(lambda block: scores[block].clone(), question, 40, k=10)
-    queries = torch.arange(30)[:, None].expand(-1, 40)
-    for name, metric, wanted in (
-        ("ndcg", retrieval.RetrievalNormalizedDCG(top_k=10), grades),
-        ("recall", retrieval.RetrievalRecall(top_k=10), grades > 0),
-        ("precision", retrieval.RetrievalPrecision(top_k=10), grades > 0),
-        ("hr", retrieval.RetrievalHitRate(top_k=10), grades > 0),
-    ):
-        value = float(metric(scores, wanted, indexes=queries))
-        assert ranking_metrics(hits, [(name, 10)])[f"{name}@10"] == pytest.approx(value)
-
-
 def test_each_of_equal_scores_is_equally_often_at_each_place() -> None:
     """Of 6 candidates 4 tie behind one: over many queries each has each of the places 2 to 5 in a quarter of them."""
     queries = 8_000
@@ -140,25 +118,6 @@ def test_ties_fall_alike_in_every_block_and_run(device: torch.device) -> None:
         assert torch.equal(part, whole[start:])
 
 
-@given(
-    values=st.lists(
-        st.floats(width=32, allow_nan=False, allow_infinity=False),
-        min_size=2,
-        max_size=8,
-        unique=True,
-    )
-)
-def test_unequal_scores_are_in_order(values: list[float]) -> None:
-    scores = torch.tensor([values])
-    gains = first_gains(scores, scores, len(values))
-    assert gains[0].tolist() == sorted(values, reverse=True)
-
-
-def test_candidates_that_are_left_out_are_at_no_place() -> None:
-    scores = torch.tensor([[-torch.inf, 2.0, -torch.inf]])
-    assert first_gains(scores, torch.ones(1, 3), 5).tolist() == [[1, 0, 0, 0, 0]]
-
-
 def some_hits() -> Hits:
     generator = torch.Generator().manual_seed(0)
     gains = (torch.rand(40, 20, generator=generator) < 0.2).float()
@@ -175,14 +134,6 @@ def test_several_k_are_those_of_each() -> None:
         part = {name: found[name] for name in found if name.endswith(f"@{k}")}
         assert part == ranking_metrics(some_hits(), at(k))
     assert found["recall@1"] < found["recall@5"] < found["recall@20"]
-
-
-def test_every_query_has_its_own_figures() -> None:
-    found = query_figures(some_hits(), [("recall", 5)])["recall@5"]
-    assert found.shape == (40,)
-    assert (
-        float(found.mean()) == ranking_metrics(some_hits(), [("recall", 5)])["recall@5"]
-    )
 
 
 def test_popularity_ranks_by_counts_of_any_size() -> None:

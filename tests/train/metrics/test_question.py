@@ -5,6 +5,7 @@ The figures of RecBole and of He et al. 2017 are published ones.
 
 import dataclasses
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.contracts import run_ranks
 from tests.small_sets import planted_data
@@ -258,79 +259,33 @@ def ranked(runtime: Runtime, interaction: str, sharding: str) -> dict[str, Any]:
     ]
     with torch.no_grad():
         scores = parallel.module.interaction(pairs).view(len(queries), -1)
-    hits = metrics.model_hits(
-        parallel.module, runtime, users, items, asked(data), k=len(ids)
-    )
-    return {"gains": hits.gains, "scores": scores}
+    question, rank = asked(data), partial(metrics.model_hits, parallel.module, runtime)
+    hits = rank(users, items, question, k=len(ids))
+    some = rank(users, items, among(question), k=len(ids))
+    if runtime.world_size == 1:
+        with pytest.raises(
+            ValueError, match=r"queries: \d+ rows on rank 0, must be 41 of"
+        ):
+            rank(users[:-1], items, question)
+    return {
+        "gains": hits.gains,
+        "scores": scores,
+        "among": some.gains.argmax(1).tolist(),
+    }
 
 
-class Products(nn.Module):
-    """The product of the sum of the queries' towers with the item's."""
-
-    def forward(self, outputs: list[Tensor]) -> Tensor:
-        return (sum(outputs[:-1]) * outputs[-1]).sum(1)
-
-    def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
-        return query.unflatten(1, (-1, candidates.shape[1])).sum(1) @ candidates.T
-
-
-class Vectors:
-    """A batch of vectors."""
-
-    def __init__(self, dense: Tensor) -> None:
-        self.dense = dense
-
-    def to(self, device: torch.device) -> "Vectors":
-        return self
-
-
-class Lookup:
-    """A model whose batches are vectors already."""
-
-    interaction = Products()
-
-    def embed(self, tower: str, batch: Vectors) -> Tensor:
-        return {"user": 1.0, "context": 2.0, "item": 3.0}[tower] * batch.dense
-
-
-def drawn() -> tuple[Tensor, Tensor, Question, Question]:
-    """Vectors of 21 users and 30 items; a target among 9 candidates of each user, and among all."""
-    generator = torch.Generator().manual_seed(0)
-    users, items = (torch.randn(n, 6, generator=generator) for n in (21, 30))
-    ids = torch.randint(-1, 30, (21, 10), generator=generator)
-    targets = ids[:, 0].abs()
-    among = Question(targets=targets, candidates=ids[:, 1:])
-    return users, items, among, Question(targets=targets, not_items=())
-
-
-def ranked_vectors(runtime: Runtime, towers: tuple[str, ...]) -> list[list[int]]:
-    """The place of each target, from 0, among given candidates, and among all."""
-    users, items, *questions = drawn()
-    parts: Any = [
-        [
-            (Vectors(rows[share.rows]), share.keep)
-            for share in own_share(len(rows), runtime, block=4)
-        ]
-        for rows in (users, items)
-    ]
-    model: Any = Lookup()
-    places = []
-    for question in questions:
-        hits = metrics.model_hits(model, runtime, *parts, question, k=30, towers=towers)
-        assert bool((hits.gains.sum(1) == 1).all())
-        places.append(hits.gains.argmax(1).tolist())
-    return places
+def among(question: Question) -> Question:
+    """Each target among nine drawn candidates, some of them padding."""
+    draw = torch.Generator().manual_seed(0)
+    candidates = torch.randint(-1, 53, (len(question.targets), 9), generator=draw)
+    return Question(targets=question.targets, candidates=candidates)
 
 
 MODELS = [("top_nn", "auto"), ("dot", "row_wise")]
-TOWERS = [("user", "item"), ("user", "context", "item")]
 
 
-def all_ranked(runtime: Runtime) -> tuple[list[dict[str, Any]], list[list[list[int]]]]:
-    return (
-        [ranked(runtime, *model) for model in MODELS],
-        [ranked_vectors(runtime, towers) for towers in TOWERS],
-    )
+def all_ranked(runtime: Runtime) -> list[dict[str, Any]]:
+    return [ranked(runtime, *model) for model in MODELS]
 
 
 def places(scores: Tensor, question: Question, margin: float) -> list[int]:
@@ -349,30 +304,25 @@ def places(scores: Tensor, question: Question, margin: float) -> list[int]:
 
 # Row-wise tables refuse a look-up of nothing, which rows that do not divide by ranks
 # and blocks would ask for.
-def test_any_number_of_ranks_and_towers_ranks_like_a_plain_loop() -> None:
+def test_any_number_of_ranks_ranks_like_a_plain_loop() -> None:
     question = asked(small())
-    users, items, among, whole = drawn()
-    better = [
-        {item for item in range(30) if user @ items[item] > user @ items[target]}
-        for user, target in zip(users, whole.targets.tolist(), strict=True)
-    ]
-    assert among.candidates is not None
-    expected = [
-        [
-            len(rivals & set(own))
-            for rivals, own in zip(better, among.candidates.tolist(), strict=True)
-        ],
-        [len(rivals) for rivals in better],
-    ]
-    assert len(set(expected[0])) > 4
+    expected: list[dict[str, Any]] = []
     for world_size in (1, 2, 3):
-        outcomes = run_ranks(all_ranked, world_size)
-        for by_model, by_towers in outcomes:
-            assert by_towers == [expected, expected]
-            for own, first in zip(by_model, outcomes[0][0], strict=True):
+        for outcomes in run_ranks(all_ranked, world_size):
+            expected = expected or outcomes
+            for own, first in zip(outcomes, expected, strict=True):
                 assert torch.equal(own["gains"], first["gains"])
-        for model in outcomes[0][0]:
-            check_places(model["gains"], model["scores"], question)
+                assert own["among"] == first["among"]
+    for model in expected:
+        check_places(model["gains"], model["scores"], question)
+        drawn = among(question)
+        assert drawn.candidates is not None
+        for query, target in enumerate(drawn.targets.tolist()):
+            scores = model["scores"][query]
+            rivals = {*drawn.candidates[query].tolist()} - {target, -1}
+            better = sum(float(scores[item] > scores[target] + 1e-6) for item in rivals)
+            least = sum(float(scores[item] > scores[target] - 1e-6) for item in rivals)
+            assert better <= model["among"][query] <= least
 
 
 def check_places(gains: Tensor, scores: Tensor, question: Question) -> None:
@@ -388,22 +338,6 @@ def check_places(gains: Tensor, scores: Tensor, question: Question) -> None:
     assert float(found.double().mean()) > 0.9
     assert float((least == most).double().mean()) > 0.9
     assert len(better.unique()) > 10, "not all alike"
-
-
-@pytest.mark.unit
-def test_too_few_queries_are_told() -> None:
-    users, items, *questions = drawn()
-    for question in questions:
-        with pytest.raises(
-            ValueError, match="queries: 20 rows on rank 0, must be 21 of 21; make a"
-        ):
-            metrics.model_hits(
-                Lookup(),  # type: ignore[arg-type]
-                Runtime(),
-                [(Vectors(users[:20]), 20)],  # type: ignore[list-item]
-                [(Vectors(items), 30)],  # type: ignore[list-item]
-                question,
-            )
 
 
 def test_the_figures_of_recbole_on_its_own_split() -> None:

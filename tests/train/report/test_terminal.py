@@ -1,5 +1,6 @@
 """A line that moves where stderr is a terminal, and plain lines anywhere."""
 
+import contextlib
 import fcntl
 import io
 import os
@@ -7,6 +8,7 @@ import pty
 import struct
 import sys
 import termios
+import time
 
 import pytest
 
@@ -37,7 +39,12 @@ def test_a_terminal_gets_a_moving_line_and_the_output_plain_ones(
     progress.show(EVAL)
     progress.close()
     sys.stderr.flush()
-    drawn = os.read(owner, 10_000).decode()
+    drawn = ""
+    end = time.monotonic() + 5
+    # What was written comes a little later, and in parts.
+    while "1/4" not in drawn and time.monotonic() < end:
+        with contextlib.suppress(BlockingIOError):
+            drawn += os.read(owner, 10_000).decode()
     sys.stderr.close()
     os.close(owner)
     assert "\r" in drawn

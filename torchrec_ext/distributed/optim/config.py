@@ -109,14 +109,18 @@ class Choice:
     l2: float = 0.0
     decays_all_rows: bool = False
 
+    def _arguments(self) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"lr": self.lr}
+        if self.kind != "sgd":
+            arguments["eps"] = self.eps
+        return arguments
+
     def fused(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         """Returns the class and arguments for TorchRec's choice of an FBGEMM kernel, without weight decay."""
         from torchrec_ext.distributed.optim.kinds import FUSED
 
         # FBGEMM's own weight decay follows another rule for each optimizer.
-        arguments: dict[str, Any] = {"lr": self.lr}
-        if self.kind != "sgd":
-            arguments["eps"] = self.eps
+        arguments = self._arguments()
         if self.kind in _ADAM:
             arguments |= {"beta1": self.betas[0], "beta2": self.betas[1]}
         return FUSED[self.kind], arguments
@@ -125,9 +129,7 @@ class Choice:
         """Returns the class and arguments of the torch optimizer with the same rule, without weight decay."""
         from torchrec_ext.distributed.optim.kinds import UNFUSED
 
-        arguments: dict[str, Any] = {"lr": self.lr}
-        if self.kind != "sgd":
-            arguments["eps"] = self.eps
+        arguments = self._arguments()
         if self.kind in _ADAM:
             arguments["betas"] = self.betas
         if self.l2:

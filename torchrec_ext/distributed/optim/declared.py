@@ -5,9 +5,8 @@ chosen_optimizer(): what the caller has declared by TorchRec's own ``apply_optim
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
@@ -167,50 +166,31 @@ def shardings(
         ValueError: a table is to be sharded, and nothing runs its optimizer on the device.
     """
     result = {}
-    refused: list[BaseEmbeddingConfig] = []
-    can_be_whole = True
     for table in tables:
         sharding = asked[table.name]
-        if not has_kernel(choices[table.name], device) and sharding != "data_parallel":
-            whole = refused_because(table, "data_parallel", device) is None
-            if sharding != "auto" or not whole:
-                refused.append(table)
-                can_be_whole &= whole
+        choice = choices[table.name]
+        if not has_kernel(choice, device) and sharding != "data_parallel":
+            can_be_whole = refused_because(table, "data_parallel", device) is None
+            if sharding != "auto" or not can_be_whole:
+                raise ValueError(_without_kernel(table, choice, device, can_be_whole))
             sharding = "data_parallel"
         result[table.name] = sharding
-    if refused:
-        raise ValueError(_without_kernel(refused, choices, device, can_be_whole))
     return result
 
 
 def _without_kernel(
-    tables: Sequence[BaseEmbeddingConfig],
-    choices: Mapping[str, Choice],
-    device: str,
-    can_be_whole: bool,
+    table: BaseEmbeddingConfig, choice: Choice, device: str, can_be_whole: bool
 ) -> str:
-    """Explains that no kernel runs these tables' optimizer, with all that must be set to train them sharded."""
-    name = tables[0].name
-    choice = choices[name]
+    """Explains that no kernel runs a table's optimizer, and what to set."""
     rule = "weight decay" if choice.weight_decay else choice.kind
-    fixes = []
-    if not has_kernel(dataclasses.replace(choice, weight_decay=0.0), device):
-        # The rates of Adam are too low for Adagrad.
-        fixes += ["kind=adagrad", "lr=0.05"]
+    prefix = f"optimizer.per_table.{table.name}."
+    # The rates of Adam are too low for Adagrad.
+    remedy = f"{prefix}kind=adagrad, {prefix}lr=0.05"
     if choice.weight_decay:
-        fixes.append("weight_decay=0")
-    if choice.l2:
-        fixes.append("l2=0")
-    whole = f"plan.tables.{name}.sharding=data_parallel"
-    who = f"table '{name}'"
-    prefix = f"optimizer.per_table.{name}."
-    if len(tables) > 1:
-        whole = "plan.sharding=data_parallel"
-        who += f" and {len(tables) - 1} more"
-        prefix = "optimizer.tables_"
-    settings = [(prefix + fix).replace("tables_kind", "tables") for fix in fixes]
-    remedies = ([whole] if can_be_whole else []) + [", ".join(settings)]
-    return f"{who}: FBGEMM has no kernel of {rule} for the {device}; set {', or '.join(remedies)}"
+        remedy = f"{prefix}weight_decay=0"
+    if can_be_whole:
+        remedy = f"plan.tables.{table.name}.sharding=data_parallel, or {remedy}"
+    return f"table '{table.name}': FBGEMM has no kernel of {rule} for the {device}; set {remedy}"
 
 
 def has_kernel(choice: Choice, device: str) -> bool:

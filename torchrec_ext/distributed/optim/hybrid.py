@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
@@ -62,29 +63,22 @@ class HybridOptimizer(CombinedOptimizer):
         self.clip_norm = clip_norm
         self.table_choices = table_choices or {}
         self.layer_choices = layer_choices or {}
-        self._unfused: list[Any] = []
-        self._unfused_groups: list[dict[str, Any]] = []
-        for _, keyed in (*tables, *dense):
-            self._unfused += keyed.params.values()
-            self._unfused_groups += keyed.param_groups
-        self.dense_groups: list[dict[str, Any]] = []
-        for _, keyed in dense:
-            self.dense_groups += keyed.param_groups
+        self.replicated_tables: list[Any] = _joined(
+            keyed.params.values() for _, keyed in tables
+        )
+        self.dense_parameters: list[Any] = _joined(
+            keyed.params.values() for _, keyed in dense
+        )
+        self._unfused = [*self.replicated_tables, *self.dense_parameters]
+        self._tables = set(self.replicated_tables)
+        self.dense_groups = _joined(keyed.param_groups for _, keyed in dense)
+        self._unfused_groups = _joined(keyed.param_groups for _, keyed in tables)
+        self._unfused_groups += self.dense_groups
         # By identity, because two groups may have equal settings.
         dense_ids = set(map(id, self.dense_groups))
         self.table_groups: list[dict[str, Any]] = [
             group for group in self.param_groups if id(group) not in dense_ids
         ]
-        self._tables: set[Any] = set()
-        for _, keyed in tables:
-            self._tables.update(keyed.params.values())
-        self.replicated_tables: list[nn.Parameter] = []
-        self.dense_parameters: list[nn.Parameter] = []
-        for weight in self._unfused:
-            if weight in self._tables:
-                self.replicated_tables.append(weight)
-            else:
-                self.dense_parameters.append(weight)
         self.apart = False
         # Not torch's step hooks: with super().step() they would be called twice.
         self.after_step: list[Callable[[], None]] = []
@@ -122,6 +116,10 @@ class HybridOptimizer(CombinedOptimizer):
                     parameter.index_copy_(0, rows, parameter[rows] * factor)
                 else:
                     parameter.mul_(factor)
+
+
+def _joined(parts: Iterable[Iterable[Any]]) -> list[Any]:
+    return list(chain.from_iterable(parts))
 
 
 @torch.no_grad()

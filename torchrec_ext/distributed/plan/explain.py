@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
@@ -91,59 +92,42 @@ def _planned(
             yield table, shardings[table.name]
 
 
-def _shards(sharding: ParameterSharding) -> list[tuple[int, list[int], list[int]]]:
-    """Returns (rank, offsets, sizes) of each shard; nothing for a table that its ranks replicate."""
-    spec = sharding.sharding_spec
-    if spec is None:
-        return []
-    return [
-        (shard.placement.rank(), list(shard.shard_offsets), list(shard.shard_sizes))
-        for shard in spec.shards
-    ]
-
-
 def _elements_per_rank(
     table: BaseEmbeddingConfig, sharding: ParameterSharding, world_size: int
 ) -> dict[int, int]:
-    shards = _shards(sharding)
-    # A plan may leave out the ranks of a table that all of them replicate.
-    if not shards:
-        return dict.fromkeys(
-            sharding.ranks or range(world_size),
-            table.num_embeddings * table.embedding_dim,
-        )
+    spec = sharding.sharding_spec
+    # A table that its ranks replicate has no shards, and a plan may leave out its ranks.
+    if spec is None:
+        size = table.num_embeddings * table.embedding_dim
+        return dict.fromkeys(sharding.ranks or range(world_size), size)
     sums: dict[int, int] = {}
-    for rank, _, (height, width) in shards:
-        sums[rank] = sums.get(rank, 0) + height * width
+    for shard in spec.shards:
+        rank = shard.placement.rank()
+        sums[rank] = sums.get(rank, 0) + math.prod(shard.shard_sizes)
     return sums
 
 
 def _where(
     table: BaseEmbeddingConfig, sharding: ParameterSharding, world_size: int
 ) -> str:
-    shards = _shards(sharding)
-    if not shards:
+    spec = sharding.sharding_spec
+    if spec is None:
         ranks = sharding.ranks or []
         if not ranks or len(ranks) >= world_size:
             return "every rank"
         return f"each of the ranks {', '.join(map(str, ranks))}"
-    texts = [
-        f"rank {rank}{_extent(table, offsets, sizes)}"
-        for rank, offsets, sizes in shards[:4]
-    ]
-    if len(shards) > 4:
-        texts.append(f"and {len(shards) - 4} more")
+    texts = []
+    for shard in spec.shards:
+        text = f"rank {shard.placement.rank()}"
+        row, column = shard.shard_offsets
+        height, width = shard.shard_sizes
+        if not height:
+            text += " no rows"
+        elif height < table.num_embeddings:
+            text += f" rows {row}-{row + height - 1}"
+        if width < table.embedding_dim:
+            text += f" columns {column}-{column + width - 1}"
+        texts.append(text)
+    if len(texts) > 4:
+        texts[4:] = [f"and {len(texts) - 4} more"]
     return "; ".join(texts)
-
-
-def _extent(table: BaseEmbeddingConfig, offsets: list[int], sizes: list[int]) -> str:
-    text = ""
-    row, column = offsets
-    height, width = sizes
-    if not height:
-        text += " no rows"
-    elif height < table.num_embeddings:
-        text += f" rows {row}-{row + height - 1}"
-    if width < table.embedding_dim:
-        text += f" columns {column}-{column + width - 1}"
-    return text

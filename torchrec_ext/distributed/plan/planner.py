@@ -1,7 +1,5 @@
 """plan_sharding(): TorchRec's planner on the devices of this job.
 
-free_tables(): constraints for tables whose sharding is left open, the same for a training and for a plan alone.
-
 small_tables_whole(): constraints by which tables that are small all together are on every rank, where it is free.
 """
 
@@ -109,8 +107,19 @@ def plan_sharding(
 SMALL_WEIGHTS = 2**18
 
 
+# A line for the user whose tables are so.
+SMALL_NOTE = (
+    f"plan.sharding=auto: all tables together have {SMALL_WEIGHTS:,} weights or fewer, so each rank has them whole, "
+    "which is faster than an exchange in each step"
+)
+
+
 def small_tables_whole(
-    model: nn.Module, runtime: Runtime, config: PlanConfig, optimizer: OptimizerConfig
+    model: nn.Module,
+    runtime: Runtime,
+    config: PlanConfig,
+    optimizer: OptimizerConfig,
+    sync: SyncConfig | None = None,
 ) -> dict[str, ParameterConstraints]:
     """Returns constraints that replicate every table if all together have few weights.
 
@@ -122,60 +131,31 @@ def small_tables_whole(
         runtime: this process's rank and device.
         config: sharding types that were asked for.
         optimizer: optimizers of the tables; with ``clip_norm`` the norm would then take in the tables.
+        sync: what ranks exchange; the rule was measured for gradients exchanged in every step, the default.
 
     Returns:
         Constraints for :func:`plan_sharding`; none if a table is large, asked for otherwise, or cannot be on every
         rank, or where there is one rank or a GPU.
     """
-    if runtime.world_size == 1 or runtime.device.type != "cpu":
-        return {}
     tables = tables_of(model)
-    requests = config.choices([table.name for table in tables]).values()
-    weights = sum(table.num_embeddings * table.embedding_dim for table in tables)
     replicated = ShardingType.DATA_PARALLEL.value
-    impossible = any(refused_because(table, replicated, "cpu") for table in tables)
+    choices = config.choices([table.name for table in tables]).values()
     free = all(
-        (choice.sharding, choice.kernel) == ("auto", "auto") for choice in requests
+        (choice.sharding, choice.kernel) == ("auto", "auto") for choice in choices
     )
-    # A limit of the norm would take in the tables, which it leaves out while they are
-    # sharded.
-    if weights > SMALL_WEIGHTS or impossible or not free or optimizer.clip_norm:
+    possible = not any(refused_because(table, replicated, "cpu") for table in tables)
+    weights = sum(table.num_embeddings * table.embedding_dim for table in tables)
+    if (
+        runtime.world_size == 1
+        or runtime.device.type != "cpu"
+        or (sync or SyncConfig()) != SyncConfig()
+        or optimizer.clip_norm
+        or weights > SMALL_WEIGHTS
+        or not (free and possible)
+    ):
         return {}
-    return {
-        table.name: ParameterConstraints(sharding_types=[replicated])
-        for table in tables
-    }
-
-
-def free_tables(
-    model: nn.Module,
-    runtime: Runtime,
-    config: PlanConfig,
-    optimizer: OptimizerConfig,
-    sync: SyncConfig,
-) -> tuple[Mapping[str, ParameterConstraints], str]:
-    """Constrains tables without a requested sharding, for a training and for a plan alone.
-
-    Args:
-        model: unsharded model.
-        runtime: ranks to plan for, which need not exist.
-        config: sharding types that were asked for.
-        optimizer: optimizers of the tables.
-        sync: what ranks exchange, and how often.
-
-    Returns:
-        The planner's constraints by table, and a line for the user where they put all tables on every rank, else "".
-    """
-    # The rule was measured for gradients exchanged in every step, the default.
-    if sync != SyncConfig():
-        return {}, ""
-    constraints = small_tables_whole(model, runtime, config, optimizer)
-    if not constraints:
-        return {}, ""
-    return constraints, (
-        f"plan.sharding=auto: all tables together have {SMALL_WEIGHTS:,} weights or fewer, so each rank has them "
-        "whole, which is faster than an exchange in each step"
-    )
+    constraint = ParameterConstraints(sharding_types=[replicated])
+    return {table.name: constraint for table in tables}
 
 
 def on_own_device(plan: ShardingPlan, runtime: Runtime) -> ShardingPlan:

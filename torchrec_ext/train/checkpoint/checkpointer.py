@@ -75,7 +75,6 @@ class Checkpointer:
         state: ModelState,
         extra: State | None = None,
         content: Mapping[str, Any] | None = None,
-        beside: Mapping[str, bytes] | None = None,
     ) -> None:
         """Begins to save in the background, once the previous save has ended.
 
@@ -84,15 +83,13 @@ class Checkpointer:
             state: state of the model and its optimizers.
             extra: further tensors by name, such as random states; a name belongs to one rank, or is equal on all.
             content: further entries of the manifest, ready for JSON, the same on every rank.
-            beside: files to write next to the checkpoints before this one counts, by name; those of rank 0.
 
         Raises:
             CheckpointError: the previous save has failed, on every rank alike.
         """
         self.wait()
-        # Torch would warn of the files; the ranks meet below before they look.
-        if self._runtime.is_main and self.folder.begun(step):
-            self.folder.begin(step)
+        # Torch would warn of files of an earlier save; the ranks meet before they look.
+        self.together.on_main(lambda: self.folder.empty(step))
         # A copy, because it is written while the run goes on.
         own_content = json.loads(json.dumps(content or {}))
         about = {
@@ -103,8 +100,6 @@ class Checkpointer:
         }
 
         def seal(digests: dict[str, Any], index: Metadata) -> None:
-            for name, data in (beside or {}).items():
-                self.folder.write(name, data)
             tensors = index_as_json(index)
             self.folder.seal(step, {**about, "tensors": tensors, "files": digests})
             self.folder.prune(self._keep, self._spared())

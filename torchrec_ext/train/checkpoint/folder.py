@@ -8,12 +8,9 @@ agree on a checkpoint. check_shared() refuses, before the first step, a folder t
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
-import os
 import re
 import secrets
-import socket
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -77,13 +74,9 @@ def opened(data: bytes, where: str) -> dict[str, Any]:
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
         raise CheckpointError(f"{where} is damaged: it is not a manifest") from None
     if isinstance(version, int) and version != MANIFEST_FORMAT:
-        remedy = (
-            "torchrec-ext 0.1.0 reads it, and its torchx_apps.publish keeps the weights"
-        )
-        if version > MANIFEST_FORMAT:
-            remedy = "update torchrec-ext"
         raise CheckpointError(
-            f"{where} is of format {version}, this version reads {MANIFEST_FORMAT}: {remedy}"
+            f"{where} is of format {version}, this version reads {MANIFEST_FORMAT}: take the release that wrote it (1: "
+            "0.1.0), whose torchx_apps.publish keeps the weights"
         )
     # The bytes are compared too: JSON with, for example, a key given twice has the same
     # content under other bytes.
@@ -112,7 +105,8 @@ class CheckpointFolder:
     def __init__(self, folder: str) -> None:
         self.remote = is_url(folder)
         try:
-            self.files, self.root = _file_system(folder)
+            where = folder if self.remote else str(Path(folder).absolute())
+            self.files, self.root = url_to_fs(where)
         except Exception as error:
             # Each driver has errors of its own: not installed, no such protocol, no
             # network, no right.
@@ -138,9 +132,14 @@ class CheckpointFolder:
             (step for step in self._begun() if self._is_whole(step)), reverse=True
         )
 
-    def begun(self, step: int) -> bool:
-        """Returns whether there is a checkpoint after ``step`` steps, complete or not."""
-        return bool(self.files.exists(self.path(step)))
+    def empty(self, step: int) -> None:
+        """Removes the files of a checkpoint, manifest first, and leaves its folder, which other ranks may have made."""
+        path = self.path(step)
+        if self._is_whole(step):
+            self.files.rm(f"{path}/{MANIFEST_NAME}")
+        if self.files.exists(path):
+            for file in self.files.find(path):
+                self.files.rm(file)
 
     def begin(self, step: int) -> None:
         """Makes an empty folder for the checkpoint after ``step`` steps.
@@ -151,11 +150,7 @@ class CheckpointFolder:
         path = self.path(step)
         try:
             self.files.makedirs(path, exist_ok=True)
-            # Emptied, manifest first, and not removed: the other ranks have made it, too.
-            if self._is_whole(step):
-                self.files.rm(f"{path}/{MANIFEST_NAME}")
-            for file in self.files.find(path):
-                self.files.rm(file)
+            self.empty(step)
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint folder '{path}' cannot be made: {error.strerror or error}"
@@ -182,11 +177,9 @@ class CheckpointFolder:
 
     def remove(self, step: int) -> None:
         """Removes a checkpoint, manifest first, so that an incomplete one never counts."""
-        path = self.path(step)
-        if self._is_whole(step):
-            self.files.rm(f"{path}/{MANIFEST_NAME}")
-        if self.files.exists(path):
-            self.files.rm(path, recursive=True)
+        self.empty(step)
+        if self.files.exists(self.path(step)):
+            self.files.rm(self.path(step), recursive=True)
 
     def set_aside(self, step: int) -> str | None:
         """Renames every checkpoint newer than ``step``, out of reach of resume and pruning.
@@ -219,8 +212,11 @@ class CheckpointFolder:
     def noted(self, name: str) -> Any:
         """Returns the content written by :meth:`note`; None if it is missing or damaged."""
         # Behind an address there is no atomic write, so a note may be cut short.
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            return json.loads(self.read(name))
+        with (
+            contextlib.suppress(OSError, ValueError, RecursionError),
+            _open(self.files, f"{self.root}/{name}") as stream,
+        ):
+            return json.loads(stream.read())
         return None
 
     def write(self, name: str, content: bytes) -> None:
@@ -228,11 +224,6 @@ class CheckpointFolder:
         # There may be no checkpoint yet.
         self.files.makedirs(self.root, exist_ok=True)
         self._write(f"{self.root}/{name}", content)
-
-    def read(self, name: str) -> bytes:
-        """Returns the bytes of a file next to the checkpoints; raises OSError without it."""
-        with _open(self.files, f"{self.root}/{name}") as stream:
-            return bytes(stream.read())
 
     def lock(self) -> None:
         """Keeps other jobs from writing here until :meth:`unlock` or the end of this process.
@@ -245,30 +236,22 @@ class CheckpointFolder:
         if self._lock is not None or self.remote:
             return
         folder = f"checkpoint folder '{self.root}'"
+        remedy = "or give this one another --run_dir"
         try:
             self.files.makedirs(self.root, exist_ok=True)
-            # Not "w", because the file may hold the name of another process, for the
-            # message.
-            file = open(f"{self.root}/lock", "a+")  # noqa: SIM115  (held until unlock)
+            file = open(f"{self.root}/lock", "a")  # noqa: SIM115  (held until unlock)
+            is_free = take_lock(file)
         except OSError as error:
             raise CheckpointError(
-                f"{folder} cannot be written: {error.strerror or error}"
+                f"{folder} cannot be written or locked: {error.strerror or error}; mount its file system with locks, "
+                f"{remedy}"
             ) from None
-        try:
-            if take_lock(file):
-                file.truncate(0)
-                file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-                file.flush()
-                self._lock = file
-                return
-            file.seek(0)
-            why = f"is being written by {file.read().strip() or 'another process'}; stop that job"
-        except OSError as error:
-            why = (
-                f"cannot be locked ({error.strerror}); mount its file system with locks"
+        if not is_free:
+            file.close()
+            raise CheckpointError(
+                f"{folder} is being written by another job; stop that job, {remedy}"
             )
-        file.close()
-        raise CheckpointError(f"{folder} {why}, or give this one another --run_dir")
+        self._lock = file
 
     def unlock(self) -> None:
         """Lets other jobs write here."""
@@ -292,14 +275,6 @@ class CheckpointFolder:
             return []
         names = [_name_of(path) for path in self.files.ls(self.root, detail=False)]
         return [int(match[1]) for match in map(_STEP_NAME.fullmatch, names) if match]
-
-
-def _file_system(folder: str) -> tuple[AbstractFileSystem, str]:
-    """Returns the file system of a path or an address, and the folder's path there."""
-    if not is_url(folder):
-        folder = str(Path(folder).absolute())
-    files, root = url_to_fs(folder)
-    return files, root
 
 
 def _name_of(path: str) -> str:
@@ -346,8 +321,7 @@ class CheckpointRanks:
         return outcome
 
 
-# A guard against files that are no manifest. The records of millions of steps fit: a
-# manifest that was written must be read, or the run begins anew.
+# A guard against files that are no manifest.
 _MAX_MANIFEST_BYTES = 2**30
 _MANIFEST_TYPES = {
     "step": int,
@@ -363,21 +337,22 @@ def read_checkpoint_manifest(path: str) -> dict[str, Any]:
     """Returns the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: there is none, or it is damaged or of a newer format.
+        CheckpointError: there is none, or it is damaged or of another format.
     """
     where = f"{path}/{MANIFEST_NAME}"
-    saved = opened(
-        _read_bytes(where, f"; is '{path}' a checkpoint?", _MAX_MANIFEST_BYTES), where
-    )
-    missing = [
-        name
-        for name, kind in _MANIFEST_TYPES.items()
-        if not isinstance(saved.get(name), kind)
-    ]
-    if missing:
+    try:
+        with _open(*url_to_fs(where)) as stream:
+            data: bytes = stream.read(_MAX_MANIFEST_BYTES)
+    except OSError as error:
         raise CheckpointError(
-            f"{where} is not the manifest of a checkpoint: it lacks {', '.join(missing)}"
-        )
+            f"{where} cannot be read: {error.strerror or error}; is '{path}' a checkpoint?"
+        ) from None
+    saved = opened(data, where)
+    for name, kind in _MANIFEST_TYPES.items():
+        if not isinstance(saved.get(name), kind):
+            raise CheckpointError(
+                f"{where} is not the manifest of a checkpoint: it lacks {name}"
+            )
     return saved
 
 
@@ -436,24 +411,6 @@ def newest_good(
         if together.rank == 0:
             say(f"checkpoint step {step}: {wrong}; the one before it is used")
     return None
-
-
-def _read_bytes(where: str, hint: str = "", max_bytes: int | None = None) -> bytes:
-    try:
-        files, path = url_to_fs(where)
-        # One byte more shows that the file is too large; -1 reads all of it.
-        count = -1 if max_bytes is None else max_bytes + 1
-        with _open(files, path) as stream:
-            data: bytes = stream.read(count)
-        if max_bytes is not None and len(data) > max_bytes:
-            raise OSError(
-                errno.EFBIG, f"it has more than the {max_bytes:,} bytes that are read"
-            )
-        return data
-    except OSError as error:
-        raise CheckpointError(
-            f"{where} cannot be read: {error.strerror or error}{hint}"
-        ) from None
 
 
 def check_shared(folder: CheckpointFolder, together: CheckpointRanks) -> None:

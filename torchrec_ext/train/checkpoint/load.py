@@ -6,6 +6,7 @@ optimizer's numbers per row between different splits of a table's columns.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, product
@@ -157,30 +158,19 @@ def _refuse(
         if allowed and partial:
             result.said.append(line)
         else:
-            refused.append((line, allowed))
+            refused.append((allowed, line))
     if not refused:
         return
     remedy = ""
-    if all(allowed for _, allowed in refused):
+    if all(allowed for allowed, _ in refused):
         remedy = "; if meant: --start.partial true, or load(partial=True)"
     name = path.rstrip("/").rpartition("/")[2]
-    header = f"checkpoint '{name}' is of another model: "
+    header = f"checkpoint '{name}' is of another model, {len(refused)} difference(s): "
     # What nothing allows comes first.
-    lines = [line for line, _ in sorted(refused, key=lambda each: each[1])]
+    lines = "; ".join(line for _, line in sorted(refused))
     room = _MOST_CHARACTERS - len(header) - len(remedy)
-    raise CheckpointError(header + _fitting(lines, room) + remedy)
-
-
-def _fitting(lines: Sequence[str], room: int) -> str:
-    """Joins the first lines that fit into ``room`` characters, at least one, and counts the others."""
-    text = ""
-    for count in range(min(len(lines), 8), 0, -1):
-        text = "; ".join(lines[:count])
-        if count < len(lines):
-            text += f"; and {len(lines) - count} more"
-        if len(text) <= room:
-            break
-    return text
+    text = textwrap.shorten(lines, room, placeholder=" ...")
+    raise CheckpointError(f"{header}{text}{remedy}")
 
 
 def inherited(saved: Tensor, widths: Sequence[int], start: int, stop: int) -> Tensor:

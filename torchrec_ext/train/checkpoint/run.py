@@ -1,16 +1,13 @@
 """RunCheckpoints: saves and restores a run, so that it goes on as if it had never stopped.
 
-Records stay out of the checkpoints, whose size therefore does not grow with the run: they are lines in files of
-``_LINES`` next to them, of which a save writes the last.
+Records are the log's, and a checkpoint holds their number alone, so its size does not grow with the run.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -40,8 +37,6 @@ from torchrec_ext.train.checkpoint.storage import CheckpointError
 _TENSOR_KEY = "a tensor of the checkpoint"
 # Beginning of the names of a loader's tensors.
 _LOADER = "loader."
-# Records of a file of records.
-_LINES = 4096
 
 
 @dataclass
@@ -53,14 +48,14 @@ class Position:
         done: number of steps of this epoch so far.
         step: number of steps of the run so far.
         ended: whether the epoch has been evaluated, so that the next one begins.
-        history: the records so far.
+        records: number of records so far.
     """
 
     epoch: int = 0
     done: int = 0
     step: int = 0
     ended: bool = False
-    history: list[dict[str, Any]] = field(default_factory=list)
+    records: int = 0
 
     def begin(self, epoch: int) -> None:
         """Moves to the first step of ``epoch``."""
@@ -126,7 +121,7 @@ class RunCheckpoints:
 
     A resumed run equals the uninterrupted one sample for sample, and on the same plan and ranks bit for bit. A
     checkpoint holds weights, optimizer rows and counts, the loader's position, the random states of each rank
-    (dropout), records and early stopping; schedules follow from the step. On another number of ranks each rank draws
+    (dropout) and early stopping; schedules follow from the step. On another number of ranks each rank draws
     new dropout, and the current record is completed.
 
     Three things are not equal bit for bit:
@@ -158,7 +153,6 @@ class RunCheckpoints:
         self._resume = resume
         self._about = about or {}
         self._last_saved_step: int | None = None
-        self._records = _RecordLog()
 
     @property
     def saves(self) -> bool:
@@ -203,14 +197,7 @@ class RunCheckpoints:
             self._resume, model_state(run.model, run.optimizer), extra
         )
         content = saved["content"]
-        records = read_records(self._resume, content["records"])
-        if records is None and run.runtime.is_main:
-            print(
-                f"note: {_parent(self._resume)}: the records before step {saved['step']:,} are damaged or missing, "
-                "and left out",
-                flush=True,
-            )
-        position = Position(**content["position"], history=records or [])
+        position = Position(**content["position"])
         run.watch.load_state_dict(content["watch"])
         if saved["world_size"] == run.runtime.world_size:
             _restore_rank(extra, run)
@@ -294,19 +281,17 @@ class RunCheckpoints:
             return
         run.settle()
         extra = _state_of_rank(run)
-        beside = self._records.take(run.at.history)
         content = {
             **self._about,
             "versions": package_versions(),
-            "position": _position(run.at),
-            "records": self._records.saved,
+            "position": vars(run.at),
             "watch": run.watch.state_dict(),
             "loader": _without_tensors(
                 run.loader.state_dict(step=run.at.done), "loader", extra
             ),
         }
         self._checkpointer.save(
-            run.at.step, model_state(run.model, run.optimizer), extra, content, beside
+            run.at.step, model_state(run.model, run.optimizer), extra, content
         )
         self._last_saved_step = run.at.step
 
@@ -322,74 +307,6 @@ def load_with_loader(
     tensors = empty_tensors(read_index(path), [_LOADER])
     saved, _ = load_checkpoint(path, model_state(model, optimizer), together, tensors)
     return saved, _with_tensors(saved["content"]["loader"], tensors)
-
-
-class _RecordLog:
-    """Writes a run's records next to its checkpoints, as lines in files of ``_LINES``.
-
-    Attributes:
-        saved: number of records at the last save, and the SHA-256 of their lines, which the checkpoint holds.
-    """
-
-    def __init__(self) -> None:
-        self._begin()
-
-    def _begin(self) -> None:
-        self.saved: dict[str, Any] = {"count": 0, "sha256": ""}
-        self._sha = hashlib.sha256()
-        self._last: Any = None
-        self._open: list[bytes] = []
-
-    def take(self, history: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
-        """Returns the files to write for a run with these records, by name: those with new lines."""
-        count = self.saved["count"]
-        # A stream thins its records: then all are written anew.
-        if count and (len(history) < count or history[count - 1] is not self._last):
-            self._begin()
-            count = 0
-        files = {}
-        for number, record in enumerate(history[count:], count):
-            line = json.dumps(record).encode() + b"\n"
-            self._sha.update(line)
-            self._open.append(line)
-            files[_records_file(number)] = self._open
-            if len(self._open) == _LINES:
-                self._open = []
-        self._last = history[-1] if history else None
-        self.saved = {"count": len(history), "sha256": self._sha.hexdigest()}
-        return {name: b"".join(lines) for name, lines in files.items()}
-
-
-def _records_file(number: int) -> str:
-    return f"records-{number // _LINES:06d}.jsonl"
-
-
-def read_records(path: str, saved: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Returns the records of a run up to a checkpoint; None if they are missing or damaged.
-
-    Args:
-        path: path or address of the checkpoint.
-        saved: its entry ``records``.
-    """
-    folder = CheckpointFolder(_parent(path))
-    sha = hashlib.sha256()
-    records: list[dict[str, Any]] = []
-    with suppress(OSError, ValueError, RecursionError):
-        for start in range(0, saved["count"], _LINES):
-            lines = folder.read(_records_file(start)).splitlines(keepends=True)
-            for line in lines[: saved["count"] - start]:
-                sha.update(line)
-                records.append(json.loads(line))
-        if len(records) == saved["count"] and (
-            not records or sha.hexdigest() == saved["sha256"]
-        ):
-            return records
-    return None
-
-
-def _position(at: Position) -> dict[str, Any]:
-    """Returns a position without its records."""
-    return {name: value for name, value in vars(at).items() if name != "history"}
 
 
 def _parent(path: str) -> str:

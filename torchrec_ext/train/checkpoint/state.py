@@ -316,32 +316,6 @@ def model_state(
     return ModelState(tensors, tables, paths, kernels)
 
 
-def copy_of_weights(model: nn.Module) -> State:
-    """Returns a copy in host memory of this rank's tables, layers and running statistics."""
-
-    # Without copy=True a tensor on the CPU would be returned itself, and change with
-    # the training.
-    def copy(tensor: Tensor, _: int = 0) -> Tensor:
-        return tensor.to("cpu", copy=True)
-
-    return {
-        name: value.map(copy) if isinstance(value, Parts) else copy(value)
-        for name, value in model_state(model).tensors.items()
-    }
-
-
-@torch.no_grad()
-def put_weights_back(model: nn.Module, copies: State) -> None:
-    """Writes a copy of :func:`copy_of_weights` into the model."""
-    for name, value in model_state(model).tensors.items():
-        copy = copies[name]
-        if isinstance(value, Parts) and isinstance(copy, Parts):
-            for shard, saved in zip(value.parts, copy.parts, strict=True):
-                shard.tensor.copy_(saved.tensor)
-        elif isinstance(value, Tensor) and isinstance(copy, Tensor):
-            value.copy_(copy)
-
-
 def _configs_by_path(model: nn.Module) -> Iterator[tuple[str, BaseEmbeddingConfig]]:
     """Yields the path of the weight and the config of each table, with or without a shard on this rank."""
     for path, collection in collections(model):

@@ -146,8 +146,8 @@ class _Measured(Files):
             if mode != "wb":
                 yield stream
                 return
-            with MeasuredStream(stream) as measured:
-                yield measured
+            measured = MeasuredStream(stream)
+            yield measured
             self.digests[_name_of(path)] = measured.measured
 
     def rename(

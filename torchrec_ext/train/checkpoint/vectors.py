@@ -5,7 +5,7 @@ publish_weights(): writes the weights of a checkpoint of any size to one file, b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +56,13 @@ def read_vectors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
         ) from None
 
 
-def load_vectors(
-    model: nn.Module,
-    table: str,
-    path: Path,
-    blocks: Iterable[tuple[Tensor, Tensor]] | None = None,
-) -> int:
+def load_vectors(model: nn.Module, table: str, path: Path) -> int:
     """Loads the vectors of a file into a table; rows without a vector are unchanged.
 
     Args:
         model: model from :func:`hybrid_parallel`, or unsharded; each rank reads the file and writes its own shards.
         table: name of the table.
-        path: file of vectors, see :func:`read_vectors`; with ``blocks``, a name for them.
-        blocks: ids (n,) and vectors (n, D), block by block, instead of a file.
+        path: file of vectors, see :func:`read_vectors`.
 
     Returns:
         The number of vectors.
@@ -78,16 +72,13 @@ def load_vectors(
             it have been written.
     """
     shards = [shard for shard in local_shards(model) if shard.config.name == table]
-    config = None
-    # A rank without a shard reads the file too, and checks what it can.
-    if shards:
-        config = shards[0].config
-    if blocks is None:
-        blocks = read_vectors(path)
     count = 0
     with torch.no_grad():
-        for ids, vectors in blocks:
-            _check_vectors(path, table, config, ids, vectors, count)
+        for ids, vectors in read_vectors(path):
+            # A rank without a shard reads the file too, and checks what it can.
+            wrong = _wrong(table, shards[0].config if shards else None, ids, vectors)
+            if wrong:
+                raise CheckpointError(f"'{path}': {wrong}")
             count += len(ids)
             for shard in shards:
                 local = (ids >= shard.row) & (ids < shard.row + len(shard.tensor))
@@ -98,32 +89,22 @@ def load_vectors(
     return count
 
 
-def _check_vectors(
-    path: Path, table: str, config: object, ids: Tensor, vectors: Tensor, before: int
-) -> None:
+def _wrong(table: str, config: Any, ids: Tensor, vectors: Tensor) -> str:
+    """Says what is wrong with a block of vectors; empty if nothing is."""
     if vectors.ndim != 2 or len(vectors) != len(ids):
-        raise CheckpointError(
-            f"'{path}': {len(ids)} ids with vectors of shape {tuple(vectors.shape)}; they must be (N,) and (N, D)"
-        )
-    bad = (~torch.isfinite(vectors)).any(dim=1).nonzero()
+        return f"{len(ids)} ids with vectors of shape {tuple(vectors.shape)}; they must be (N,) and (N, D)"
+    bad = ids[(~torch.isfinite(vectors)).any(dim=1)]
     if len(bad):
-        raise CheckpointError(
-            f"'{path}': the vector of id {int(ids[bad[0]])} is not finite; leave it out, or mend it"
-        )
+        return f"the vector of id {int(bad[0])} is not finite; leave it out, or mend it"
     if config is None:
-        return
-    rows = config.num_embeddings  # type: ignore[attr-defined]
-    dim = config.embedding_dim  # type: ignore[attr-defined]
+        return ""
+    rows, dim = config.num_embeddings, config.embedding_dim
     if vectors.shape[1] != dim:
-        raise CheckpointError(
-            f"'{path}': vectors are {vectors.shape[1]} wide, and table '{table}' has embedding_dim={dim}"
-        )
-    outside = ((ids < 0) | (ids >= rows)).nonzero()
+        return f"vectors are {vectors.shape[1]} wide, and table '{table}' has embedding_dim={dim}"
+    outside = ids[(ids < 0) | (ids >= rows)]
     if len(outside):
-        row = before + int(outside[0])
-        raise CheckpointError(
-            f"'{path}': id {int(ids[outside[0]])} in row {row} is no row of table '{table}', which has {rows:,}"
-        )
+        return f"id {int(outside[0])} is no row of table '{table}', which has {rows:,}"
+    return ""
 
 
 def _read_numpy(path: Path) -> Iterator[tuple[Tensor, Tensor]]:

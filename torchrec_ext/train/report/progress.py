@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from torchrec_ext.batch import ENDLESS
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.sealed import write_whole
 from torchrec_ext.terminal import step_line, terminal
 from torchrec_ext.train.config import Record
 
@@ -201,16 +202,14 @@ class Progress:
             disable=self._terminal is None,
             dynamic_ncols=True,
         )
-        self._steps = 0
 
     @property
-    def first(self) -> bool:
-        """Whether this process has made exactly one step."""
-        return self._steps == 1
+    def is_bounded(self) -> bool:
+        """Whether the run has an end."""
+        return self._total is not None
 
     def advance(self) -> None:
         """Advances by one step."""
-        self._steps += 1
         self._bar.update()
 
     def show(self, record: dict[str, Any]) -> None:
@@ -270,13 +269,19 @@ class RunFolder:
         path: folder, created if missing.
         config: settings that are written to ``config.json``.
         replace: write over another run in the folder, as a restarted rank does with its own.
+        before: lines of ``metrics.jsonl`` that a run which goes on begins with.
 
     Raises:
         RunFolderError: the folder cannot be made or written to, or holds another run.
     """
 
     def __init__(
-        self, path: Path, config: Mapping[str, Any], *, replace: bool = False
+        self,
+        path: Path,
+        config: Mapping[str, Any],
+        *,
+        replace: bool = False,
+        before: Sequence[str] = (),
     ) -> None:
         self.path = path
         # Before anything is written: with the extra installed, the same folder is tried
@@ -284,11 +289,11 @@ class RunFolder:
         event_writer = _event_writer()
         try:
             path.mkdir(parents=True, exist_ok=True)
-            # Mode x fails if another run is there.
-            mode = "x"
+            metrics = path / "metrics.jsonl"
             if replace:
-                mode = "w"
-            self._metrics = (path / "metrics.jsonl").open(mode)
+                write_whole(metrics, "".join(f"{line}\n" for line in before).encode())
+            # Mode x fails if another run is there.
+            self._metrics = metrics.open("a" if replace else "x")
             (path / "config.json").write_text(
                 json.dumps(config, indent=2, default=str) + "\n"
             )

@@ -204,11 +204,6 @@ class Steps:
         if self._step is not None:
             self._step.settle()
 
-    @property
-    def piped(self) -> bool:
-        """Whether eager steps are the pipeline's."""
-        return self._plain is None
-
     def _eager(self, items: Iterable[_Step]) -> Iterator[Any]:
         batches = map(_batch_of, items)
         if self._plain is None:

@@ -51,24 +51,3 @@ class _Pipeline(TrainPipelineSparseDist[TowerBatch, Any]):
         """Rewrites the model only if there is an input dist to start early, because TorchRec searches every layer."""
         if _has_sharded_modules(self._model):
             super()._pipeline_model(*args, **kwargs)
-
-
-def unpipelined(
-    pipeline: TrainPipelineSparseDist[TowerBatch, Any], model: nn.Module
-) -> list[str]:
-    """Returns paths of sharded modules without overlap of their input dist; available after the first step.
-
-    TorchRec is silent if it cannot follow a module's input by ``getattr`` from the batch. The tables of towers with
-    ranks of their own belong to the towers, one module with a common input dist.
-    """
-    pipelined = set(map(id, pipeline._pipelined_modules))
-    paths = []
-    inside: tuple[str, ...] = ()
-    for path, module in model.named_modules():
-        # A module inside of another sharded module has its input dist in that one.
-        if not isinstance(module, ShardedModule) or path.startswith(inside):
-            continue
-        inside += (f"{path}.",)
-        if id(module) not in pipelined:
-            paths.append(path)
-    return paths
