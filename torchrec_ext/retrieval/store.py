@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from torchrec_ext.data.preprocess.folders import whole_folder
@@ -108,18 +109,6 @@ class Store:
             return None
         vector: Floats = self.vectors[row].astype(np.float32)
         return vector
-
-    def blocks(self, without: Ids | None = None) -> Iterator[Block]:
-        """Yields ids and vectors in their order, but for the ids in ``without``."""
-        ids = self.ids.arrow()
-        for start in range(0, len(self), _BLOCK):
-            block = ids.slice(start, _BLOCK)
-            vectors = self.vectors[start : start + _BLOCK]
-            if without is not None:
-                stays = without.positions(block.to_pylist()) < 0
-                block = block.filter(pa.array(stays))
-                vectors = vectors[stays]
-            yield block, vectors
 
 
 def write_store(
@@ -234,29 +223,30 @@ def refresh_store(
             "the store anew with --out"
         )
     fresh = list(blocks)
-    new_ids = (
-        pa.concat_arrays([Ids.build(ids).arrow() for ids, _ in fresh])
-        if fresh
-        else None
-    )
-    known = store.ids
-    replaced: list[Id] = new_ids.to_pylist() if new_ids is not None else []
-    both = set(replaced) & set(deleted)
-    if both:
-        raise StoreError(
-            f"id {str(next(iter(both)))[:60]} is to be deleted and is among the rows; say one of both"
-        )
+    known = store.ids.arrow()
     try:
-        changed = int((known.positions(replaced) >= 0).sum())
-        removed = int((known.positions(list(deleted)) >= 0).sum())
-    except ValueError as error:
+        arrays = [Ids.build(ids).arrow() for ids, _ in fresh]
+        new = pa.chunked_array(arrays, known.type).combine_chunks()
+        gone = pa.array(list(deleted), known.type)
+    except pa.ArrowException as error:
         raise StoreError(f"{folder}: {error}; give ids of its type") from None
-    added = len(replaced) - changed
-    without = [*deleted, *replaced]
-    kept = store.blocks(Ids.build(_typed(without, known)) if without else None)
+    both = new.filter(pc.is_in(new, gone))
+    if len(both):
+        raise StoreError(
+            f"id {str(both[0])[:60]} is to be deleted and is among the rows; say one of both"
+        )
+
+    def among(ids: Any, others: Any) -> NDArray[np.bool_]:
+        return np.asarray(pc.is_in(ids, others))
+
+    changed = int(among(new, known).sum())
+    removed = int(among(known, gone).sum())
+    stays = np.flatnonzero(~(among(known, gone) | among(known, new)))
 
     def every() -> Iterator[Block]:
-        yield from kept
+        for start in range(0, len(stays), _BLOCK):
+            rows = stays[start : start + _BLOCK]
+            yield known.take(pa.array(rows)), store.vectors[rows]
         yield from fresh
 
     fresh_store = write_store(
@@ -268,13 +258,11 @@ def refresh_store(
         dtype=store.dtype,
         overwrite=True,
     )
-    return fresh_store, {"changed": changed, "added": added, "deleted": removed}
-
-
-def _typed(ids: Sequence[Id], like: Ids) -> pa.Array:
-    return pa.array(
-        list(dict.fromkeys(ids)), pa.int64() if like.kind == "int64" else pa.string()
-    )
+    return fresh_store, {
+        "changed": changed,
+        "added": len(new) - changed,
+        "deleted": removed,
+    }
 
 
 class StoredUsers:
