@@ -177,7 +177,7 @@ SLOW = ("retrieval", "stream")
 
 
 def exported(runtime: Runtime, root: Path, names: list[str]) -> dict[str, Any]:
-    """Exports a bundle of each of these recipes after one epoch; returns what evaluators recommend to the user of a test row."""
+    """Exports a bundle of each of these recipes after one epoch; returns what evaluators recommend."""
     generate_less()
     recommended = {}
     for name in names:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -29,44 +29,22 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListRule:
-    """How a list becomes one of L entries.
-
-    Args:
-        max_length: L; None for that of the longest list of the batch.
-        keep: which entries of a longer list stay, its ``first`` or its ``last``.
-        pad: entry behind those of a shorter list.
-    """
-
-    max_length: int | None
-    keep: Literal["first", "last"] = "last"
-    pad: float = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelColumn:
     """A column that the model reads, as in the manifest.
 
     Args:
         type: its raw type, such as ``int64`` or ``list<float32>``.
-        list: rule for its lists; None for a list that is pooled whole, or for no list.
         rows: rows of the smallest table that it looks up; None for a column of numbers.
         oov: row for ids outside of the table; None refuses them.
-        unseen: rows that training never read; such ids read the row ``oov``.
+        padded: whether its lists, of any length, are padded to one; a list that is pooled whole is not.
+        longest: greatest length of a padded list, of which the most recent entries stay; None for any.
     """
 
     type: str
-    list: ListRule | None = None
     rows: int | None = None
     oov: int | None = None
-    unseen: Sequence[int] | NDArray[np.int64] | None = None
-
-    @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> ModelColumn:
-        """Reads the manifest's entry of a column."""
-        rule = entry.get("list")
-        values = {**entry, "list": None if rule is None else ListRule(**rule)}
-        return cls(**values)
+    padded: bool = False
+    longest: int | None = None
 
 
 class Values(NamedTuple):
@@ -74,6 +52,17 @@ class Values(NamedTuple):
 
     values: NDArray[Any]
     lengths: NDArray[np.int64] | None = None
+
+
+def latest(column: Values, most: int | None) -> Values:
+    """Returns lists cut to their ``most`` last entries."""
+    lengths = column.lengths
+    if lengths is None or most is None or not (lengths > most).any():
+        return column
+    kept = np.minimum(lengths, most)
+    ends = np.repeat(np.cumsum(lengths), lengths)
+    stays = ends - np.arange(len(column.values)) <= np.repeat(kept, lengths)
+    return Values(column.values[stays], kept)
 
 
 class Read(NamedTuple):
@@ -116,11 +105,6 @@ class Columns:
         for name in self.columns:
             if name not in types:
                 raise missing_column("the bundle's rows", name, types.keys())
-        self._unseen = {
-            name: _mask(column.unseen, column.rows)
-            for name, column in self.columns.items()
-            if column.unseen is not None and column.rows is not None
-        }
         self._as_sent = (
             set(self.columns) if self._steps is None else set(self._steps.keep)
         )
@@ -170,9 +154,7 @@ class Columns:
         read = Read({}, {}, 1)
         for name, column, kind in self._plain or ():
             values = _plain_value(row.get(name), kind, column)
-            if values is None or (
-                name in self._unseen and self._unseen[name][values.values].any()
-            ):
+            if values is None:
                 return self.read([row])
             read.columns[name] = values
             if column.rows is not None:
@@ -245,10 +227,6 @@ class Columns:
                 f"column '{name}': {raw_ids[strange][0]} is no row of its table, which has the rows 0 to "
                 f"{column.rows - 1}; send another id, or export the model with oov_ids={{'{name}': ROW}}"
             )
-        unseen = self._unseen.get(name)
-        if unseen is not None:
-            strange = strange | unseen[np.where(strange, 0, raw_ids)]
-            some = bool(np.count_nonzero(strange))
         ids = raw_ids
         if some and column.oov is not None:
             ids = np.where(strange, column.oov, raw_ids)
@@ -302,8 +280,6 @@ class Columns:
             return []
         # A table may have millions of rows, so look at its first ones only.
         rows = np.arange(min(column.rows, 2 * most))
-        if name in self._unseen:
-            rows = rows[~self._unseen[name][rows]]
         return rows[rows != column.oov][:most].tolist()  # type: ignore[no-any-return]
 
     def _vocabularies(self, raw: str) -> list[Vocabulary]:
@@ -347,14 +323,6 @@ def _plain_value(value: Any, kind: str, column: ModelColumn) -> Values | None:
         return None
     lengths = np.array([len(numbers)]) if listed else None
     return Values(np.array(numbers, np.int64 if column.rows else np.float64), lengths)
-
-
-def _mask(rows: Any, size: int) -> NDArray[np.bool_]:
-    """Returns (size,) whether a row is among ``rows``."""
-    rows = np.asarray(rows, np.int64)
-    mask = np.zeros(size, np.bool_)
-    mask[rows[(rows >= 0) & (rows < size)]] = True
-    return mask
 
 
 def _check_finite(name: str, column: Values) -> None:

@@ -20,7 +20,7 @@ class BundleError(ValueError):
     """A bundle cannot be written or must not be used: the message names the file, the problem and the remedy."""
 
 
-FORMAT = 2
+FORMAT = 3
 BUNDLE_MANIFEST = "manifest.json"
 # It may list millions of rows that training never read.
 _MOST_BYTES = 64 * 2**20
@@ -149,16 +149,12 @@ def check_files(
         BundleError: naming the file.
     """
     paths = _files(folder)
-    for name in sorted(listed):
+    for name in sorted(listed.keys() | paths.keys()):
+        path = folder / name
         if name not in paths:
-            # A renamed file is missing under its old name and unlisted under its new
-            # one: name both.
-            unlisted = min(set(paths) - set(listed), default=None)
-            hint = f" (was it renamed to '{unlisted}'?)" if unlisted else ""
             raise BundleError(
-                f"{folder / name}: the manifest lists it, and it is missing{hint}; {ANEW}"
+                f"{path}: the manifest lists it, and it is missing; {ANEW}"
             )
-    for name, path in paths.items():
         if name not in listed:
             raise BundleError(
                 f"{path}: is not in the manifest, so it is not part of this bundle; remove it, or {ANEW}"

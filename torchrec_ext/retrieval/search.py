@@ -89,7 +89,7 @@ class ExactSearch:
         else:
 
             def score(start: int, stop: int) -> Floats:
-                return self._bundle.block_logits(query, start, stop)
+                return self._bundle.pairs(query, self._bundle.rows[start:stop])
 
         for start in range(0, len(self._bundle.rows), step):
             stop = min(start + step, len(self._bundle.rows))

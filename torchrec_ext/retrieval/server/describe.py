@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from torchrec_ext.data.preprocess.columns import element, is_list_column
 from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.catalogue import CATEGORIES, NOT
+from torchrec_ext.retrieval.catalogue import NOT
 from torchrec_ext.retrieval.server.settings import ServerConfig
 
 _MOST_NAMED = 1_000  # most values of a column to list
@@ -72,10 +72,6 @@ def bundle_page(bundle: Bundle, settings: ServerConfig) -> dict[str, Any]:
             known[name] = bundle.query.columns.known_values(name, _MOST_NAMED)
         if is_list_column(kind) and (texts := _item_titles(bundle, known[name])):
             titles[name] = texts
-    categories: list[Any] = []
-    if CATEGORIES in bundle.items.attributes:
-        names = bundle.items.attributes[CATEGORIES].values
-        categories = names.ids(range(len(names)))
     return {
         "digest": bundle.digest,
         "manifest": bundle.manifest.as_json(),
@@ -85,7 +81,6 @@ def bundle_page(bundle: Bundle, settings: ServerConfig) -> dict[str, Any]:
         "example_user": example_user(bundle, private=private),
         "known_values": known,
         "known_titles": titles,
-        "categories": categories,
         "limits": vars(settings.limits),
     }
 
