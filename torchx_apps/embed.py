@@ -72,12 +72,8 @@ def _embed(argv: Sequence[str] | None) -> int:
     _check(options)
     from torchrec_ext.retrieval.bundle import Bundle
     from torchrec_ext.retrieval.manifest import bundle_folder
-    from torchx_apps.jobs.embedding import (
-        TowerRows,
-        embed_files,
-        refresh_files,
-        typed_ids,
-    )
+    from torchrec_ext.retrieval.store import refresh_store, write_store
+    from torchx_apps.jobs.embedding import TowerRows
     from torchx_apps.jobs.tracking import tracked
 
     bundle = Bundle.load(bundle_folder(options.bundle))
@@ -87,17 +83,26 @@ def _embed(argv: Sequence[str] | None) -> int:
         rows = TowerRows(bundle, options.tower, [*options.catalogue], options.id)
     folder = options.out or options.refresh
     assert folder is not None
+    tower = bundle.manifest.content["towers"][options.tower]["digest"]
     with tracked(folder, asdict(options), folder="store") as figures:
+        blocks = rows.blocks() if rows is not None else ()
+        changes = ""
         if options.refresh is None:
             assert rows is not None
-            store = embed_files(rows, folder, options.store or "fp32")
-            changes = ""
+            store = write_store(
+                folder,
+                blocks,
+                tower=tower,
+                side=options.tower,
+                width=rows.width,
+                dtype=options.store or "fp32",
+                overwrite=True,
+            )
         else:
-            towers = bundle.manifest.content["towers"]
-            tower = towers[options.tower]["digest"]
             texts = options.delete.split(",") if options.delete else []
-            deleted = typed_ids([text.strip() for text in texts], folder)
-            store, changes = refresh_files(rows, folder, tower, deleted)
+            deleted = [text.strip() for text in texts]
+            store, counts = refresh_store(folder, blocks, tower=tower, deleted=deleted)
+            changes = ", ".join(f"{count} {what}" for what, count in counts.items())
         width = store.vectors.shape[1]
         result = f"store: {folder} ({len(store):,} x {width} {store.dtype} of the {options.tower} side)"
         if changes:

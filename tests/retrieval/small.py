@@ -165,46 +165,24 @@ class Small:
 
     def content(self, store: str = "fp32") -> dict[str, Any]:
         """Returns the manifest's content but for files, audit and users."""
+
+        def leaf(
+            column: str, kind: str, table: str = "", **more: Any
+        ) -> dict[str, Any]:
+            shape = [] if kind == "column" else [WIDTH]
+            found = {"input": column, "kind": kind, "column": column, "table": table}
+            return {**found, "dtype": "float32", "pooling": "", "shape": shape, **more}
+
+        leaves = {
+            "query": [
+                leaf("user", "rows", "user"),
+                leaf("history", "pooled", "item", pooling="mean"),
+                leaf("age", "column"),
+            ],
+            "candidate": [leaf("item", "rows", "item")],
+        }
         graphs = {
-            "query": {
-                "leaves": [
-                    {
-                        "input": "user",
-                        "kind": "rows",
-                        "column": "user",
-                        "table": "user",
-                        "shape": [WIDTH],
-                    },
-                    {
-                        "input": "history",
-                        "kind": "pooled",
-                        "column": "history",
-                        "table": "item",
-                        "pooling": "mean",
-                        "shape": [WIDTH],
-                    },
-                    {
-                        "input": "age",
-                        "kind": "column",
-                        "column": "age",
-                        "dtype": "float32",
-                        "shape": [],
-                    },
-                ],
-                "width": WIDTH,
-            },
-            "candidate": {
-                "leaves": [
-                    {
-                        "input": "item",
-                        "kind": "rows",
-                        "column": "item",
-                        "table": "item",
-                        "shape": [WIDTH],
-                    }
-                ],
-                "width": WIDTH,
-            },
+            side: {"leaves": found, "width": WIDTH} for side, found in leaves.items()
         }
         items = {"type": "int64", "oov": 0, "rows": self.items + 1}
         columns = {

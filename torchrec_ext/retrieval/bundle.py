@@ -108,17 +108,17 @@ class Side:
                 f"{self._path}: takes {sorted(inputs)}, the manifest fills {sorted(filled)}; {ANEW}"
             )
         for leaf in self._leaves:
-            self._check(leaf["column"], leaf.get("table"))
+            self._check(leaf["column"], leaf["table"])
 
-    def _check(self, name: str, table: str | None) -> None:
+    def _check(self, name: str, table: str) -> None:
         """Refuses a column or a table that is missing, and a table with fewer rows than the column's ids."""
         column = self.columns.columns.get(name)
         largest, rows = 0, 0
         if column is not None and column.rows is not None:
             largest = max(column.rows, (column.oov or 0) + 1)
-        if table is not None and table in self._tables:
+        if table in self._tables:
             rows = len(self._tables[table])
-        if column is None or (table is not None and not 0 < largest <= rows):
+        if column is None or (table and not 0 < largest <= rows):
             raise BundleError(
                 f"{self._path}: column '{name}' has ids up to {largest - 1}, its table '{table}' has {rows} rows; "
                 f"{ANEW}"

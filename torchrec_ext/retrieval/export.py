@@ -605,7 +605,7 @@ def _as_json(column: ModelColumn) -> dict[str, Any]:
 def _digest(side: str, content: Mapping[str, Any], files: Mapping[str, Any]) -> str:
     """Returns the digest of all that computes a side's rows."""
     leaves = content["graphs"][side]["leaves"]
-    tables = {leaf["table"] for leaf in leaves if "table" in leaf}
+    tables = {leaf["table"] for leaf in leaves if leaf["table"]}
     paths = {content["tables"][table]["file"] for table in tables}
     paths |= {f"{side}.onnx"}
     paths |= {path for path in files if path.startswith(f"{PREPROCESSOR}/")}

@@ -76,11 +76,10 @@ class Manifest:
         """
         path = folder / BUNDLE_MANIFEST
         values = _read_json(path)
-        # Checkpoints and stores have a manifest.json too.
+        # Checkpoints have a manifest.json too.
         if not {"seal", "certificate"} & values.keys():
             raise BundleError(
-                f"{path}: belongs to something other than a bundle, such as a checkpoint or a store; give the folder "
-                "that an export made"
+                f"{path}: is of neither a bundle nor a store; give the folder that an export or an embedding made"
             )
         if values.get("format") != FORMAT:
             raise BundleError(
@@ -119,7 +118,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         values = json.loads(read_plain(path, _MOST_BYTES))
     except OSError as error:
         raise BundleError(
-            f"{path}: cannot be read ({error.strerror}); is '{path.parent}' a bundle? An export makes one"
+            f"{path}: cannot be read ({error.strerror}); is '{path.parent}' a bundle or a store?"
         ) from None
     except (ValueError, RecursionError) as error:
         raise BundleError(

@@ -17,8 +17,8 @@ from torchrec_ext.retrieval.columns import Read
 from torchrec_ext.retrieval.search import (
     Mask,
     QueryError,
-    ScoreError,
     check_query,
+    check_scores,
     open_search,
     rank,
 )
@@ -500,12 +500,7 @@ class Scorer:
                     f"{str(unknown[0])[:50]!r} is not in the catalogue, and {error}",
                 ) from None
             logits[positions < 0] = self.bundle.pairs(user.vector, row)[0]
-        if not np.isfinite(logits).all():
-            index = int((~np.isfinite(logits)).argmax())
-            item = self._ids.ids(np.maximum(positions[index : index + 1], 0))[0]
-            raise ScoreError(
-                f"item {str(item)[:60]}: its score is {logits[index]}: the bundle cannot score it; export another one"
-            )
+        check_scores(self.bundle, logits, positions)
         return logits
 
     def _titles(self, positions: Sequence[int] | IdArray) -> list[str]:
@@ -540,12 +535,13 @@ def _read(side: Side, rows: Sequence[Mapping[str, Any]], where: str) -> Read:
     """Reads rows, each with all columns."""
     raw = side.columns.raw
     for index, row in enumerate(rows):
-        if not raw.keys() <= row.keys():
-            name = next(name for name in raw if name not in row)
+        missing = [name for name in raw if name not in row]
+        if missing:
             place = where if where == "user" else f"{where}[{index}]"
             raise RequestError(
-                f"{place}.{name}",
-                f"it is missing; the model reads {listed(raw)}; an empty list is []",
+                f"{place}.{missing[0]}",
+                f"it is missing; the model reads {listed(raw)}, of which missing: {listed(missing)}; an "
+                "empty list is []",
             )
     try:
         if len(rows) == 1:

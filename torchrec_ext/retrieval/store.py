@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,18 @@ from numpy.typing import NDArray
 from torchrec_ext.data.preprocess.folders import whole_folder
 from torchrec_ext.retrieval.bundle import Floats, open_array
 from torchrec_ext.retrieval.catalogue import Id, Ids, read_table, write_table
-from torchrec_ext.retrieval.manifest import BundleError, check_files, file_digests
-from torchrec_ext.sealed import existing_folder, json_digest, read_plain
+from torchrec_ext.retrieval.manifest import (
+    BUNDLE_MANIFEST,
+    BundleError,
+    Manifest,
+    check_files,
+    write_manifest,
+)
+from torchrec_ext.sealed import existing_folder
 
-STORE_FORMAT = 2
-_MANIFEST = "manifest.json"
 _IDS = "ids.arrow"
 _VECTORS = "vectors.npy"
 _DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype("<f4"), "fp16": np.dtype("<f2")}
-_MOST_BYTES = 2**20
 _BLOCK = 2**16
 _LOOK_S = 1.0
 Block = tuple[NDArray[Any] | pa.Array, Floats]
@@ -45,7 +47,7 @@ class Store:
         side: ``query`` or ``candidate``.
     """
 
-    def __init__(self, folder: Path, values: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
         """See :meth:`open`."""
         self.folder = folder
         self.tower = str(values["tower"])
@@ -53,7 +55,7 @@ class Store:
         self.ids = Ids.build(read_table(folder / _IDS)["id"])
         self.vectors = open_array(folder / _VECTORS)
         shape = (len(self.ids), values["width"])
-        if self.vectors.shape != shape or values["rows"] != len(self.ids):
+        if self.vectors.shape != shape:
             raise StoreError(
                 f"{folder}: {self.vectors.shape} vectors for {shape[0]} ids; embed again"
             )
@@ -70,26 +72,20 @@ class Store:
             StoreError: it is missing, damaged, or of another format.
         """
         folder = existing_folder(Path(folder))
-        path = folder / _MANIFEST
         try:
-            values = json.loads(read_plain(path, _MOST_BYTES))
-            if values.get("format") != STORE_FORMAT or "tower" not in values:
+            values = Manifest.open(folder).content
+            if "side" not in values:
                 raise StoreError(
-                    f"{path}: is of another format, or no store's; write the store again by torchx_apps.embed"
+                    f"{folder}: is a bundle, no store; torchx_apps.embed --out makes one of it"
                 )
-            digest = values.pop("digest")
-            if json_digest(values, compact=True) != digest:
-                raise StoreError(f"{path}: was changed or damaged; embed again")
             check_files(folder, values["files"], digests=verify)
             return cls(folder, values)
         except StoreError:
             raise
-        except OSError as error:
-            raise StoreError(
-                f"{path}: cannot be read ({error.strerror}); torchx_apps.embed --out makes a store"
-            ) from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StoreError(f"{folder}: {error}; embed again") from None
+            raise StoreError(
+                f"{error}; torchx_apps.embed --out writes a store"
+            ) from None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -139,23 +135,13 @@ def write_store(
     if dtype not in _DTYPES:
         raise StoreError(f"dtype={dtype!r}: must be one of {', '.join(_DTYPES)}")
     try:
-        with whole_folder(folder, overwrite=overwrite, mark=_MANIFEST) as staging:
+        with whole_folder(folder, overwrite=overwrite, mark=BUNDLE_MANIFEST) as staging:
             ids = _write_vectors(staging / _VECTORS, blocks, width, _DTYPES[dtype])
             if not sum(map(len, ids)):
                 raise StoreError(f"{folder}: there are no rows to write; give some")
             whole = Ids.build(pa.concat_arrays(ids))
             write_table(staging / _IDS, pa.table({"id": whole.arrow()}))
-            values = {
-                "format": STORE_FORMAT,
-                "tower": tower,
-                "side": side,
-                "rows": len(whole),
-                "width": width,
-                "files": file_digests(staging),
-            }
-            digest = json_digest(values, compact=True)
-            text = json.dumps({**values, "digest": digest}, indent=1)
-            (staging / _MANIFEST).write_text(text + "\n")
+            write_manifest(staging, {"tower": tower, "side": side, "width": width}, {})
     except (StoreError, KeyboardInterrupt):
         raise
     except (BundleError, pa.ArrowException) as error:
@@ -208,7 +194,7 @@ def refresh_store(
         folder: folder of the store.
         blocks: ids and vectors that changed or are new.
         tower: digest of the side that made them; must be the store's.
-        deleted: ids to remove.
+        deleted: ids to remove; texts also stand for whole numbers.
 
     Returns:
         The new store, and how many rows were ``changed``, ``added`` and ``deleted``.
@@ -227,7 +213,7 @@ def refresh_store(
     try:
         arrays = [Ids.build(ids).arrow() for ids, _ in fresh]
         new = pa.chunked_array(arrays, known.type).combine_chunks()
-        gone = pa.array(list(deleted), known.type)
+        gone = pa.array(list(deleted)).cast(known.type)
     except pa.ArrowException as error:
         raise StoreError(f"{folder}: {error}; give ids of its type") from None
     both = new.filter(pc.is_in(new, gone))
@@ -317,7 +303,7 @@ class StoredUsers:
     def _look(self) -> object:
         self._next = time.monotonic() + _LOOK_S
         try:
-            status = (existing_folder(self._folder) / _MANIFEST).stat()
+            status = (existing_folder(self._folder) / BUNDLE_MANIFEST).stat()
         except OSError:
             return None
         return status.st_ino, status.st_mtime_ns, status.st_size

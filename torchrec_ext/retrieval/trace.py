@@ -95,20 +95,9 @@ class Leaf:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the manifest's entry."""
-        values: dict[str, Any] = {
-            "input": self.input,
-            "kind": self.kind,
-            "column": self.column,
-        }
-        if self.kind == "column":
-            values["dtype"] = self.dtype
-        if self.kind in ("rows", "pooled"):
-            values["table"] = self.table
-        if self.kind == "pooled":
-            values["pooling"] = self.pooling
-        if self.kind != "lengths":
-            values["shape"] = list(self.shape)
-        return values
+        values = {**vars(self), "input": self.input, "shape": list(self.shape)}
+        left_out = ("name", "candidate")
+        return {key: values[key] for key in values if key not in left_out}
 
     def example(self, rows: int = 3, longest: int = 5) -> Tensor:
         """Returns an input to trace with; no axis is 0 or 1, which torch.export would fix."""

@@ -189,23 +189,14 @@ class LiveWeights:
 
     def dense(self) -> dict[str, Tensor]:
         """Returns, on rank 0, all weights and buffers outside of tables, by their names in the unsharded model."""
-        names_by_rank = self._ranks.gathered(sorted(self._dense))
-        # Each weight that rank 0 lacks is sent by the lowest rank that has it.
-        holder: dict[str, int] = {}
-        for rank, names in enumerate(names_by_rank):
-            for name in names:
-                holder.setdefault(name, rank)
-        own_weights: dict[str, Tensor] = {}
-        if self._ranks.rank != 0:
-            own_weights = {
-                name: self._dense[name]
-                for name, rank in holder.items()
-                if rank == self._ranks.rank
-            }
-        weights_by_name = dict(self._dense)
-        for weights in self._ranks.gathered(own_weights):
-            weights_by_name |= weights
-        return dict(sorted(weights_by_name.items()))
+        names = set(self._ranks.gathered(sorted(self._dense))[0])
+        lacking = {
+            name: value for name, value in self._dense.items() if name not in names
+        }
+        weights = dict(self._dense)
+        for found in self._ranks.gathered(lacking):
+            weights = {**found, **weights}
+        return dict(sorted(weights.items()))
 
     def _values(self, name: str, piece: _Piece, rows: Tensor) -> Tensor:
         if piece.rank != self._ranks.rank:

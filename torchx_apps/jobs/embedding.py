@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pyarrow as pa
 
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.retrieval.bundle import Bundle, Side
-from torchrec_ext.retrieval.catalogue import Id, Ids
+from torchrec_ext.retrieval.catalogue import Ids
 from torchrec_ext.retrieval.manifest import BundleError
-from torchrec_ext.retrieval.store import Block, Store, refresh_store, write_store
+from torchrec_ext.retrieval.store import Block
 from torchrec_ext.schema.validation import DataError
 
 # Rows of a block; a fixed size, because vectors may depend on it in the last bits.
@@ -30,7 +29,6 @@ class TowerRows:
         key: name of the column with the ids.
 
     Attributes:
-        digest: digest of the side.
         unknown: number of rows with a value unknown to training, by column; complete after all blocks.
 
     Raises:
@@ -42,7 +40,6 @@ class TowerRows:
         self, bundle: Bundle, side: str, catalogue: Sequence[str], key: str
     ) -> None:
         self.side = side
-        self.digest = bundle.manifest.content["towers"][side]["digest"]
         self._bundle = bundle
         self._encoder: Side = bundle.query if side == "query" else bundle.candidate
         self.width = self._encoder.width
@@ -117,47 +114,3 @@ def _ids(where: str, name: str, column: pa.ChunkedArray) -> pa.Array:
         return Ids.build(ids).arrow()
     except BundleError as error:
         raise DataError(f"{where}: column '{name}': {error}") from None
-
-
-def embed_files(rows: TowerRows, out: Path, dtype: str) -> Store:
-    """Writes a store of these rows alone.
-
-    Raises:
-        ValueError: a file, a column or a value cannot be taken, or an id occurs twice.
-    """
-    return write_store(
-        out,
-        rows.blocks(),
-        tower=rows.digest,
-        side=rows.side,
-        width=rows.width,
-        dtype=dtype,
-        overwrite=True,
-    )
-
-
-def refresh_files(
-    rows: TowerRows | None, out: Path, tower: str, deleted: Sequence[Id]
-) -> tuple[Store, str]:
-    """Writes changed and new rows over a copy of a store, without deleted ids; returns it, and what was done."""
-    blocks = rows.blocks() if rows is not None else ()
-    store, counts = refresh_store(out, blocks, tower=tower, deleted=deleted)
-    return store, ", ".join(f"{count} {what}" for what, count in counts.items())
-
-
-def typed_ids(texts: Sequence[str], store: Path) -> list[Id]:
-    """Returns ids that somebody typed as those of a store: whole numbers or strings.
-
-    Raises:
-        ValueError: the store's ids are whole numbers, and one is not.
-    """
-    if not texts:
-        return []
-    if Store.open(store, verify=False).ids.kind == "str":
-        return list(texts)
-    for text in texts:
-        if not text.lstrip("-").isdecimal():
-            raise ValueError(
-                f"--delete: {text[:60]!r} is no whole number, and the store's ids are; give its ids by commas"
-            )
-    return list(map(int, texts))
