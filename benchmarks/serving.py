@@ -108,7 +108,6 @@ def make(folder, items, interaction):
             features=users,
             unknown={"user_id": 0, "history": [], "age": 0.0},
             seen=nobody,
-            liked=nobody,
         ),
     )
     return Bundle.load(folder)

@@ -78,7 +78,6 @@ def write_bundle(model: TwoTowers, folder: Path) -> None:
             features=pa.table({"user": users.numpy()}),
             unknown={"user": 0},
             seen=nothing,
-            liked=nothing,
         ),
         overwrite=True,
     )

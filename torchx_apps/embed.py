@@ -20,15 +20,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from tyro.conf import Positional
 
 from torchx_apps.config import parse_options
 from torchx_apps.process import exit_code
-
-if TYPE_CHECKING:
-    from torchrec_ext.retrieval.catalogue import Id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +38,7 @@ class EmbedOptions:
         id: the column with the ids.
         out: folder of the store, written whole; one that is there is replaced.
         refresh: folder of an existing store, of which these rows changed or are new.
-        delete: with refresh, ids to delete, by commas; or X.parquet or FOLDER/ with them in the column id.
+        delete: with refresh, ids to delete, by commas.
         tower: the side of the bundle that embeds the rows.
         store: with out, type of the stored vectors; fp32 where not given.
     """
@@ -75,7 +72,8 @@ def _embed(argv: Sequence[str] | None) -> int:
     _check(options)
     from torchrec_ext.retrieval.bundle import Bundle
     from torchrec_ext.retrieval.manifest import bundle_folder
-    from torchx_apps.jobs.embedding import TowerRows, embed_files, refresh_files
+    from torchrec_ext.retrieval.store import refresh_store, write_store
+    from torchx_apps.jobs.embedding import TowerRows
     from torchx_apps.jobs.tracking import tracked
 
     bundle = Bundle.load(bundle_folder(options.bundle))
@@ -85,16 +83,26 @@ def _embed(argv: Sequence[str] | None) -> int:
         rows = TowerRows(bundle, options.tower, [*options.catalogue], options.id)
     folder = options.out or options.refresh
     assert folder is not None
+    tower = bundle.manifest.content["towers"][options.tower]["digest"]
     with tracked(folder, asdict(options), folder="store") as figures:
+        blocks = rows.blocks() if rows is not None else ()
+        changes = ""
         if options.refresh is None:
             assert rows is not None
-            store = embed_files(rows, folder, options.store or "fp32")
-            changes = ""
+            store = write_store(
+                folder,
+                blocks,
+                tower=tower,
+                side=options.tower,
+                width=rows.width,
+                dtype=options.store or "fp32",
+                overwrite=True,
+            )
         else:
-            towers = bundle.manifest.content["towers"]
-            tower = towers[options.tower]["digest"]
-            deleted = _deleted(options)
-            store, changes = refresh_files(rows, folder, tower, deleted)
+            texts = options.delete.split(",") if options.delete else []
+            deleted = [text.strip() for text in texts]
+            store, counts = refresh_store(folder, blocks, tower=tower, deleted=deleted)
+            changes = ", ".join(f"{count} {what}" for what, count in counts.items())
         width = store.vectors.shape[1]
         result = f"store: {folder} ({len(store):,} x {width} {store.dtype} of the {options.tower} side)"
         if changes:
@@ -110,18 +118,6 @@ def _embed(argv: Sequence[str] | None) -> int:
     return 0
 
 
-def _deleted(options: EmbedOptions) -> list[Id]:
-    from torchx_apps.jobs.embedding import ids_in, typed_ids
-
-    if options.delete is None:
-        return []
-    if _is_path(options.delete):
-        return ids_in([options.delete], options.id)
-    texts = [each.strip() for each in options.delete.split(",")]
-    assert options.refresh is not None, "_check has seen to it"
-    return typed_ids(texts, options.refresh)
-
-
 def _check(options: EmbedOptions) -> None:
     """Refuses incompatible flags."""
     if (options.out is None) == (options.refresh is None):
@@ -135,18 +131,8 @@ def _check(options: EmbedOptions) -> None:
         raise ValueError(
             f"--store {options.store}: is for --out; a store keeps its type when it is refreshed"
         )
-    if not options.id and (options.catalogue or _is_path(options.delete or "")):
+    if not options.id and options.catalogue:
         raise ValueError("--id: name the column with the ids")
-
-
-def _is_path(deleted: str) -> bool:
-    """Whether the text of ``--delete`` has the form of parquet paths rather than ids; no file need exist.
-
-    Example:
-        >>> _is_path("gone.parquet"), _is_path("gone/"), _is_path("17,18")
-        (True, True, False)
-    """
-    return deleted.endswith(".parquet") or "/" in deleted
 
 
 def _counts_text(unknown: Counter[str]) -> str:

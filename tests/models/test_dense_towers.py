@@ -295,7 +295,6 @@ def exported(folder: Path) -> tuple[TowerModel, Bundle]:
             features=pa.table({"user_id": keys, "profile": profile}),
             unknown={"user_id": 0, "profile": [0.0] * PROFILE},
             seen=none,
-            liked=none,
         ),
     )
     return model, Bundle.load(folder)

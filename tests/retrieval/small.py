@@ -112,16 +112,11 @@ class Small:
         dtype = np.float32 if store == "fp32" else np.float16
         np.save(folder / "rows.npy", self.rows.astype(dtype))
         self._write_graphs(folder)
-        genres = [
-            list(GENRES[: 1 + place % len(GENRES)]) for place in range(self.items)
-        ]
         catalogue = Catalogue(
             ids=self.ids,
             features=pa.table({"item": np.arange(1, self.items + 1)}),
             titles=[f"Film {item}" for item in self.ids] if titles else None,
-            categories=genres,
-            attributes=attributes
-            or pa.table({"year": 1990 + np.arange(self.items) % 5}),
+            attributes=attributes or self.attributes(),
         )
         catalogue.write(folder)
         named = self.users()
@@ -133,7 +128,7 @@ class Small:
         content = self.content(store)
         content["audit"] = parity
         if users:
-            content["users"] = {"rows": USERS, "key": "user", "unknown": {}}
+            content["users"] = {"rows": USERS, "key": "user"}
         manifest = write_manifest(folder, content, {"parity": {}, "versions": {}})
         if certify:
             found = Bundle.open(folder).audit()
@@ -156,8 +151,13 @@ class Small:
             ),
             unknown={"user": 0, "history": [], "age": 0.0},
             seen=pa.array([[row] for row in range(USERS)]),
-            liked=pa.array([[row, row + 1] for row in range(USERS)]),
         )
+
+    def attributes(self) -> pa.Table:
+        """Returns the genres and years of the items."""
+        places = range(self.items)
+        genres = [list(GENRES[: 1 + place % len(GENRES)]) for place in places]
+        return pa.table({"genres": genres, "year": 1990 + np.arange(self.items) % 5})
 
     def known(self, user: int) -> Any:
         """Returns the (W,) query of one of the 20 users."""
@@ -165,46 +165,24 @@ class Small:
 
     def content(self, store: str = "fp32") -> dict[str, Any]:
         """Returns the manifest's content but for files, audit and users."""
+
+        def leaf(
+            column: str, kind: str, table: str = "", **more: Any
+        ) -> dict[str, Any]:
+            shape = [] if kind == "column" else [WIDTH]
+            found = {"input": column, "kind": kind, "column": column, "table": table}
+            return {**found, "dtype": "float32", "pooling": "", "shape": shape, **more}
+
+        leaves = {
+            "query": [
+                leaf("user", "rows", "user"),
+                leaf("history", "pooled", "item", pooling="mean"),
+                leaf("age", "column"),
+            ],
+            "candidate": [leaf("item", "rows", "item")],
+        }
         graphs = {
-            "query": {
-                "leaves": [
-                    {
-                        "input": "user",
-                        "kind": "rows",
-                        "column": "user",
-                        "table": "user",
-                        "shape": [WIDTH],
-                    },
-                    {
-                        "input": "history",
-                        "kind": "pooled",
-                        "column": "history",
-                        "table": "item",
-                        "pooling": "mean",
-                        "shape": [WIDTH],
-                    },
-                    {
-                        "input": "age",
-                        "kind": "column",
-                        "column": "age",
-                        "dtype": "float32",
-                        "shape": [],
-                    },
-                ],
-                "width": WIDTH,
-            },
-            "candidate": {
-                "leaves": [
-                    {
-                        "input": "item",
-                        "kind": "rows",
-                        "column": "item",
-                        "table": "item",
-                        "shape": [WIDTH],
-                    }
-                ],
-                "width": WIDTH,
-            },
+            side: {"leaves": found, "width": WIDTH} for side, found in leaves.items()
         }
         items = {"type": "int64", "oov": 0, "rows": self.items + 1}
         columns = {
@@ -236,12 +214,7 @@ class Small:
             },
             "store": store,
             "index": {"kind": "exact", "recall": 1.0},
-            "items": {
-                "rows": self.items,
-                "key": "item",
-                "titles": True,
-                "attributes": ["categories", "year"],
-            },
+            "items": {"rows": self.items},
             "users": None,
         }
 

@@ -86,7 +86,7 @@ def test_logits_are_the_models(metric: str, tmp_path: Path) -> None:
 def test_a_pairs_logit_does_not_depend_on_its_neighbours(folder: Path) -> None:
     bundle = Bundle.load(folder)
     query = bundle.query.embed(Small().users().features)[0]
-    every = bundle.block_logits(query, 0, 50)
+    every = bundle.pairs(query, bundle.rows)
     for size in (1, 2, 3, 15, 16, 17, 31, 50):
         positions = np.random.default_rng(size).permutation(50)[:size]
         np.testing.assert_array_equal(bundle.logits(query, positions), every[positions])
@@ -244,7 +244,7 @@ def edited(copy: Path) -> None:
         (external, "external data"),
         (cut, "it is cut or changed"),
         (cut_and_resealed, "rows.npy"),
-        (other_format, "format 1, this package reads 2"),
+        (other_format, "format 1, this package reads 3"),
         (fewer_items, "items.arrow has 50 items, the manifest says 49"),
         (no_numpy_file, "rows.npy"),
         (short_table, "its table 'user' has 5 rows"),
@@ -268,7 +268,7 @@ def test_other_bundles_are_refused(
     [
         ({"user": 1, "history": []}, "column 'age' is missing"),
         ({"user": 1, "history": [], "age": float("nan")}, "column 'age', row 0"),
-        ({"user": 1, "history": [], "age": 1e39}, "column 'age', row 0"),
+        ({"user": 1, "history": [], "age": 1e39}, "column 'age': a value is beyond"),
         ({"user": "a", "history": [], "age": 0}, "column 'user', row 0: value 'a'"),
         ({"user": None, "history": [], "age": 0}, "column 'user', row 0"),
         ({"user": 1, "history": 3, "age": 0}, "column 'history', row 0"),
@@ -314,13 +314,11 @@ def test_serving_needs_no_torch(folder: Path) -> None:
 
 def test_lists_are_cut_and_padded() -> None:
     from torchrec_ext.retrieval.bundle import _padded
-    from torchrec_ext.retrieval.columns import ListRule, Values
+    from torchrec_ext.retrieval.columns import Values, latest
 
     values = Values(np.array([1, 2, 3, 4, 5]), np.array([3, 0, 2]))
-    last = _padded("h", values, ListRule(max_length=2, keep="last", pad=9), [])
-    assert last.tolist() == [[2, 3], [9, 9], [4, 5]]
-    first = _padded("h", values, ListRule(max_length=2, keep="first", pad=9), [])
-    assert first.tolist() == [[1, 2], [9, 9], [4, 5]]
+    cut = latest(values, 2)
+    assert _padded(cut, 2).tolist() == [[2, 3], [0, 0], [4, 5]]
+    assert _padded(values, None).tolist() == [[1, 2, 3], [0, 0, 0], [4, 5, 0]]
     alone = Values(np.array([1, 2, 3]), np.array([3]))
-    assert _padded("h", alone, ListRule(max_length=2), []).tolist() == [[2, 3]]
-    assert _padded("h", alone, ListRule(max_length=4), []).tolist() == [[1, 2, 3, 0]]
+    assert _padded(alone, 4).tolist() == [[1, 2, 3, 0]]

@@ -163,7 +163,7 @@ class Case(NamedTuple):
 CASES = {
     "two networks": Case(Networks, ["profile"], ["content"]),
     "item first": Case(lambda: Networks("content"), ["profile"], ["content"]),
-    "layers of pairs": Case(Mixed, ["user", "profile"], ["item"], oov={"user": 3}),
+    "layers of pairs": Case(Mixed, ["user", "profile"], ["item"], oov={"user": 5}),
     "sessions": Case(Sessions, ["history"], ["item", "price"], product=True),
     "offsets": Case(Biased, ["user"], ["item"]),
     "attention": Case(Attentive, ["history"], ["item"]),
@@ -356,7 +356,7 @@ def test_an_unknown_id_is_refused_or_read_as_the_row_that_the_user_names(
         scorer.score(ScoreRequest(user=nobody, items=[FIRST, 7]))
     scores = scorer.score(ScoreRequest(user=nobody, items=[FIRST]))
     assert scores.unknown_features == ["user"]
-    columns = {"user": torch.tensor([3]), "item": torch.tensor([ITEMS - 1])}
+    columns = {"user": torch.tensor([5]), "item": torch.tensor([ITEMS - 1])}
     with torch.no_grad():
         expected = model.eval()(
             **columns, profile=torch.from_numpy(COLUMNS["profile"])[[0]]

@@ -105,7 +105,7 @@ def test_refusals(tmp_path: Path) -> None:
         refresh_store(folder, [([7], vectors(1))], tower="u")
     with pytest.raises(StoreError, match=r"id 7 is to be deleted and is among"):
         refresh_store(folder, [([7], vectors(1))], tower="t", deleted=[7])
-    with pytest.raises(StoreError, match=r"ids here are whole numbers"):
+    with pytest.raises(StoreError, match=r"give ids of its type"):
         refresh_store(folder, [(["a"], vectors(1))], tower="t")
     with pytest.raises(StoreError, match=r"cannot be read"):
         Store.open(tmp_path / "none")

@@ -23,10 +23,10 @@ from torchrec_ext.retrieval.catalogue import (
 )
 from torchrec_ext.retrieval.columns import (
     Columns,
-    ListRule,
     ModelColumn,
     Rows,
     Values,
+    latest,
 )
 from torchrec_ext.retrieval.manifest import (
     ANEW,
@@ -96,9 +96,7 @@ class Side:
         self._tables = tables
         self._leaves: Sequence[Mapping[str, Any]] = entry["leaves"]
         columns = {
-            column: ModelColumn.from_json(
-                {**values, "unseen": _unseen(folder, values.get("unseen"))}
-            )
+            column: ModelColumn(**values)
             for column, values in content["columns"][name].items()
         }
         self.columns = Columns(columns, content["raw"][name], preprocessor)
@@ -110,27 +108,20 @@ class Side:
                 f"{self._path}: takes {sorted(inputs)}, the manifest fills {sorted(filled)}; {ANEW}"
             )
         for leaf in self._leaves:
-            self._check(leaf)
+            self._check(leaf["column"], leaf["table"])
 
-    def _check(self, leaf: Mapping[str, Any]) -> None:
-        column = self.columns.columns.get(leaf["column"])
-        table = leaf.get("table")
-        if column is None or (table is not None and table not in self._tables):
+    def _check(self, name: str, table: str) -> None:
+        """Refuses a column or a table that is missing, and a table with fewer rows than the column's ids."""
+        column = self.columns.columns.get(name)
+        largest, rows = 0, 0
+        if column is not None and column.rows is not None:
+            largest = max(column.rows, (column.oov or 0) + 1)
+        if table in self._tables:
+            rows = len(self._tables[table])
+        if column is None or (table and not 0 < largest <= rows):
             raise BundleError(
-                f"{self._path}: input '{leaf['input']}' reads column '{leaf['column']}' and table {table!r}, and the "
-                f"bundle lacks one; {ANEW}"
-            )
-        if table is None:
-            return
-        # Ids are checked against the column's rows, so the table must have them.
-        rows = len(self._tables[table])
-        largest = max(column.rows or 0, (column.oov or 0) + 1)
-        if column.list is not None:
-            largest = max(largest, int(column.list.pad) + 1)
-        if column.rows is None or largest > rows:
-            raise BundleError(
-                f"{self._path}: column '{leaf['column']}' has ids up to {largest - 1}, its table '{table}' has "
-                f"{rows} rows; {ANEW}"
+                f"{self._path}: column '{name}' has ids up to {largest - 1}, its table '{table}' has {rows} rows; "
+                f"{ANEW}"
             )
 
     def __call__(self, columns: Mapping[str, Values]) -> Floats:
@@ -153,7 +144,7 @@ class Side:
         for leaf in self._leaves:
             column = self.columns.columns[leaf["column"]]
             is_array = leaf["kind"] == "column" and column.type.startswith("list<")
-            if is_array and column.list is None:
+            if is_array and not column.padded:
                 widths[str(leaf["column"])] = int(leaf["shape"][0])
         return widths
 
@@ -169,52 +160,44 @@ class Side:
         name = leaf["column"]
         column = self.columns.columns[name]
         values = columns[name]
-        rule = column.list
-        if kind == "lengths":
-            assert values.lengths is not None
-            lengths = values.lengths
-            if rule is not None and rule.max_length is not None:
-                lengths = np.minimum(lengths, rule.max_length)
-            return lengths.astype(np.int64, copy=False)
         if kind == "pooled":
             return _pooled(self._tables[leaf["table"]], values, leaf["pooling"])
-        dense = _padded(name, values, rule, leaf["shape"])
+        if column.padded:
+            values = latest(values, column.longest)
+        if kind == "lengths":
+            assert values.lengths is not None
+            return values.lengths.astype(np.int64, copy=False)
+        dense = values.values
+        if column.padded:
+            dense = _padded(values, column.longest)
+        elif values.lengths is not None:
+            dense = _matrix(name, values, leaf["shape"][0])
         if kind == "rows":
             found = self._tables[leaf["table"]].take(dense, axis=0, mode="clip")
             return found.astype(np.float32, copy=False)
         return dense.astype(leaf["dtype"], copy=False)
 
 
-def _padded(
-    name: str, values: Values, rule: ListRule | None, shape: Sequence[int]
-) -> NDArray[Any]:
-    """Returns (B,) values, or (B, L) of lists."""
+def _matrix(name: str, values: Values, width: int) -> NDArray[Any]:
+    """Returns (B, W) numbers of lists of one length."""
     lengths = values.lengths
-    if lengths is None:
-        return values.values
-    if rule is None:
-        # An array column: each row has as many numbers.
-        width = int(shape[0])
-        if (lengths != width).any():
-            row = int((lengths != width).argmax())
-            raise DataError(
-                f"column '{name}', row {row}: {lengths[row]} numbers, must be a list of {width}; send as many"
-            )
-        return values.values.reshape(len(lengths), width)
-    size = rule.max_length
+    assert lengths is not None
+    if (lengths != width).any():
+        row = int((lengths != width).argmax())
+        raise DataError(
+            f"column '{name}', row {row}: {lengths[row]} numbers, must be a list of {width}; send as many"
+        )
+    return values.values.reshape(len(lengths), width)
+
+
+def _padded(values: Values, size: int | None) -> NDArray[Any]:
+    """Returns (B, L) entries of lists, with zeros behind those of shorter ones."""
+    lengths = values.lengths
+    assert lengths is not None
     if size is None:
         size = max(1, int(lengths.max(initial=0)))
-    padded = np.full((len(lengths), size), rule.pad, values.values.dtype)
-    sizes = np.minimum(lengths, size)
-    starts = np.cumsum(lengths) - lengths
-    if rule.keep == "last":
-        starts = starts + lengths - sizes
-    if len(lengths) == 1:
-        padded[0, : sizes[0]] = values.values[starts[0] : starts[0] + sizes[0]]
-        return padded
-    place = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    owner = np.repeat(np.arange(len(lengths)), sizes)
-    padded[owner, place] = values.values[np.repeat(starts, sizes) + place]
+    padded = np.zeros((len(lengths), size), values.values.dtype)
+    padded[np.arange(size) < lengths[:, None]] = values.values
     return padded
 
 
@@ -247,13 +230,6 @@ def _run(session: Any, path: Path, inputs: Mapping[str, NDArray[Any]]) -> NDArra
     if output.dtype != np.float32:
         raise BundleError(f"{path}: gives {output.dtype}, must be float32; {ANEW}")
     return output
-
-
-def _unseen(folder: Path, entry: Any) -> Any:
-    """Returns the rows of the manifest's entry: a list, or a file of them."""
-    if not isinstance(entry, str):
-        return entry
-    return open_array(folder / entry)
 
 
 def open_array(path: Path) -> NDArray[Any]:
@@ -297,46 +273,6 @@ def _shaped(path: Path, shape: tuple[int, int], dtype: str) -> NDArray[Any]:
     return array
 
 
-class PairGraph:
-    """The part of a model that depends on both sides of a pair: ``pairs.onnx``.
-
-    Args:
-        folder: folder of the bundle.
-        threads: threads of the graph.
-    """
-
-    def __init__(self, folder: Path, *, threads: int = 1) -> None:
-        self._path = folder / "pairs.onnx"
-        self._session = open_graph(self._path, threads=threads)
-        names = sorted(each.name for each in self._session.get_inputs())
-        if names != ["query", "rows"]:
-            raise BundleError(
-                f"{self._path}: takes {names}, must take ['query', 'rows']; {ANEW}"
-            )
-
-    def __call__(self, query: Floats, rows: NDArray[Any]) -> Floats:
-        """Returns the (N,) logits of a query (Wq,) with stored rows (N, Wc)."""
-        size = len(rows)
-        if size % ROWS_STEP or rows.dtype != np.float32:
-            padded = np.empty(
-                (-(-size // ROWS_STEP) * ROWS_STEP, rows.shape[1]), np.float32
-            )
-            padded[:size] = rows
-            padded[size:] = 0
-            rows = padded
-        return self.of_whole_steps(query, rows)[:size]
-
-    def of_whole_steps(self, query: Floats, rows: Floats) -> Floats:
-        """Returns the (N,) logits; N is a multiple of ``ROWS_STEP``."""
-        inputs = {"query": query.reshape(1, -1), "rows": rows}
-        logits = _run(self._session, self._path, inputs)
-        if logits.shape != (len(rows),):
-            raise BundleError(
-                f"{self._path}: gives {logits.shape} for {len(rows)} rows, must be ({len(rows)},); {ANEW}"
-            )
-        return logits
-
-
 class Bundle:
     """An open, immutable bundle; any number of threads may read it. It needs neither torch nor a GPU.
 
@@ -358,12 +294,18 @@ class Bundle:
         preprocessor = None
         if (folder / PREPROCESSOR).is_dir():
             preprocessor = FittedPreprocessor.load(folder / PREPROCESSOR)
-        tables = open_tables(folder, content)
+        self._tables = tables = open_tables(folder, content)
         self.query, self.candidate = (
             Side(folder, name, content, tables, preprocessor, threads=threads)
             for name in ("query", "candidate")
         )
-        self._pairs = PairGraph(folder, threads=threads)
+        self._path = folder / "pairs.onnx"
+        self._session = open_graph(self._path, threads=threads)
+        names = sorted(each.name for each in self._session.get_inputs())
+        if names != ["query", "rows"]:
+            raise BundleError(
+                f"{self._path}: takes {names}, must take ['query', 'rows']; {ANEW}"
+            )
         self.items = ItemTable.open(folder)
         count = content["items"]["rows"]
         if len(self.items) != count:
@@ -445,7 +387,23 @@ class Bundle:
 
     def pairs(self, query: Floats, rows: NDArray[Any]) -> Floats:
         """Returns the (N,) logits of a query (Wq,) with stored rows (N, Wc), or (N, Wc) float32 of any items."""
-        return self._pairs(query, rows)
+        size = len(rows)
+        if size % ROWS_STEP or rows.dtype != np.float32:
+            whole = -(-size // ROWS_STEP) * ROWS_STEP
+            padded = np.empty((whole, rows.shape[1]), np.float32)
+            padded[:size] = rows
+            padded[size:] = 0
+            rows = padded
+        return self._of_whole_steps(query, rows)[:size]
+
+    def _of_whole_steps(self, query: Floats, rows: Floats) -> Floats:
+        inputs = {"query": query.reshape(1, -1), "rows": rows}
+        logits = _run(self._session, self._path, inputs)
+        if logits.shape != (len(rows),):
+            raise BundleError(
+                f"{self._path}: gives {logits.shape} for {len(rows)} rows, must be ({len(rows)},); {ANEW}"
+            )
+        return logits
 
     def logits(self, query: Floats, positions: IdArray) -> Floats:
         """Returns the (N,) logits of a query (Wq,) with the items at positions (N,)."""
@@ -454,12 +412,7 @@ class Bundle:
         rows = np.empty((whole, self.rows.shape[1]), self.rows.dtype)
         rows[size:] = 0
         np.take(self.rows, positions, axis=0, out=rows[:size], mode="clip")
-        rows = rows.astype(np.float32, copy=False)
-        return self._pairs.of_whole_steps(query, rows)[:size]
-
-    def block_logits(self, query: Floats, start: int, stop: int) -> Floats:
-        """Returns the logits of a query (Wq,) with the items at positions ``start`` to ``stop - 1``."""
-        return self._pairs(query, self.rows[start:stop])
+        return self._of_whole_steps(query, rows.astype(np.float32, copy=False))[:size]
 
     def check_values(self) -> None:
         """Refuses NaN and infinity in stored rows and tables: a digest proves that a value is unchanged, not usable.
@@ -474,7 +427,7 @@ class Bundle:
                 f"{self.folder / ROWS}: the row of item {str(item)[:60]} (position {row}) holds NaN or infinity; train "
                 "with finite values, and export again"
             )
-        for name, table in open_tables(self.folder, self.manifest.content).items():
+        for name, table in self._tables.items():
             row = _first_nonfinite(table)
             if row is not None:
                 raise BundleError(
@@ -492,19 +445,17 @@ class Bundle:
         """
         path = self.folder / AUDIT
         table = read_table(path)
-        names = set(table.column_names)
-        if not len(table) or not {POSITION, LOGIT} <= names:
-            raise BundleError(
-                f"{path}: has no pairs, so nothing is proven by it; {ANEW}"
-            )
+        if not {POSITION, LOGIT} <= set(table.column_names):
+            raise BundleError(f"{path}: has no pairs, so nothing is proven; {ANEW}")
         queries = table.drop_columns([POSITION, LOGIT])
         allowed = float(self.manifest.content["audit"]["tolerance"])
         batch = self._audited(path, queries)
         greatest = 0.0
         pairs = 0
-        for index in range(len(table)):
-            positions = _flat(table[POSITION][index], np.int64)
-            expected = _flat(table[LOGIT][index], np.float32)
+        both = zip(table[POSITION].to_pylist(), table[LOGIT].to_pylist(), strict=True)
+        for index, (places, logits) in enumerate(both):
+            positions = np.array(places or [], np.int64)
+            expected = np.array(logits or [], np.float32)
             inside = (positions >= 0) & (positions < len(self.rows))
             if len(positions) != len(expected) or not inside.all():
                 raise BundleError(
@@ -512,10 +463,10 @@ class Bundle:
                 )
             alone = self._audited(path, queries.slice(index, 1))
             for query in (alone[0], batch[index]):
-                logits = self.logits(query, positions)
-                difference = np.abs(logits - expected).max(initial=0.0)
+                difference = np.abs(self.logits(query, positions) - expected)
                 # NaN must not pass as a small difference.
-                greatest = max(greatest, float(np.nan_to_num(difference, nan=np.inf)))
+                worst = np.nan_to_num(difference, nan=np.inf).max(initial=0.0)
+                greatest = max(greatest, float(worst))
             pairs += len(positions)
         if not greatest <= allowed:
             raise BundleError(
@@ -531,13 +482,6 @@ class Bundle:
             return self.query.embed(queries)
         except DataError as error:
             raise BundleError(f"{path}: {error}; {ANEW}") from None
-
-
-def _flat(cell: Any, dtype: type[np.generic]) -> NDArray[Any]:
-    values = cell.values
-    if values is None:
-        return np.zeros(0, dtype)
-    return values.to_numpy(zero_copy_only=False).astype(dtype)  # type: ignore[no-any-return]
 
 
 def _first_nonfinite(rows: NDArray[Any]) -> int | None:

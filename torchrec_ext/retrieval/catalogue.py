@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from torchrec_ext.data.preprocess.columns import raw_type
 from torchrec_ext.retrieval.manifest import ANEW, BundleError
-from torchrec_ext.schema.validation import did_you_mean, listed
+from torchrec_ext.schema.validation import listed
 
 IdArray = NDArray[np.int64]
 Id = int | str
@@ -28,15 +28,13 @@ USERS = "users.arrow"
 ID = "id"
 TITLE = "title"
 TRAINED = "trained"
-CATEGORIES = "categories"
 NOT = "not"  # in a filter: ids to leave out
 _RESERVED = (ID, TITLE, TRAINED, NOT)
 ATTRIBUTE_TYPES = ("int64", "string", "list<int64>", "list<string>")
 _SEEN = "__seen__"
-_LIKED = "__liked__"
 _USER = "__id__"
 _BATCH_ROWS = 65_536
-_MOST_NAMES = 1_000  # most values to search for one with a similar spelling
+_MOST_NAMES = 20  # most values in a message
 _DENSE = 64  # a value of 1 in 64 items or more has a bit for every item, others have a list of positions
 
 
@@ -48,20 +46,18 @@ class Catalogue:
         ids: (I,) int64 or str ids.
         features: I rows with the raw columns of the candidate tower.
         titles: (I,) titles for display, or None.
-        categories: (I,) lists of names to filter by, as the attribute ``categories``, or None.
-        attributes: I rows of further columns to filter by: whole numbers, text or lists of them; None for none.
+        attributes: I rows of columns to filter by: whole numbers, text or lists of them; None for none.
         trained: ids in the training rows, or None. All of them must be among ``ids``.
     """
 
     ids: NDArray[Any]
     features: pa.Table
     titles: Sequence[str] | None = None
-    categories: Sequence[Sequence[str]] | None = None
     attributes: pa.Table | None = None
     trained: NDArray[Any] | None = None
 
     def __post_init__(self) -> None:
-        names = ("features", "titles", "categories", "attributes")
+        names = ("features", "titles", "attributes")
         _check_lengths(
             "catalogue", vars(self), names, "give one for each item, in their order"
         )
@@ -96,9 +92,6 @@ class Catalogue:
             positions = self.id_map.positions(self.trained.tolist())
             trained[positions[positions >= 0]] = True
             columns[TRAINED] = pa.array(trained)
-        if self.categories is not None:
-            names = pa.list_(pa.string())
-            columns[CATEGORIES] = pa.array(self.categories, type=names)
         for field in self.attributes.schema if self.attributes is not None else ():
             if field.name in columns or field.name in _RESERVED:
                 raise BundleError(
@@ -122,8 +115,7 @@ class NamedUsers:
         ids: (U,) int64 or str ids.
         features: U rows with raw columns of the query towers; a request's own values take precedence.
         unknown: raw columns of an unknown user.
-        seen: (U,) lists of positions of items a user has taken.
-        liked: (U,) lists of positions of items a user has liked, oldest first, for display.
+        seen: (U,) lists of positions of items a user has taken, oldest first.
     """
 
     key: str
@@ -131,10 +123,9 @@ class NamedUsers:
     features: pa.Table
     unknown: Mapping[str, Any]
     seen: pa.Array
-    liked: pa.Array
 
     def __post_init__(self) -> None:
-        names = ("features", "seen", "liked")
+        names = ("features", "seen")
         _check_lengths("users", vars(self), names, "give one for each user")
         missing = [
             name for name in self.features.column_names if name not in self.unknown
@@ -147,9 +138,7 @@ class NamedUsers:
     def write(self, folder: Path) -> None:
         """Writes the users of a bundle; the last row is the user of whom nothing is known."""
         columns: dict[str, Any] = {_USER: Ids.build(self.ids).arrow()}
-        lists = pa.list_(pa.int32())
-        columns[_SEEN] = self.seen.cast(lists)
-        columns[_LIKED] = self.liked.cast(lists)
+        columns[_SEEN] = self.seen.cast(pa.list_(pa.int32()))
         for name in self.features.column_names:
             columns[name] = self.features[name]
         table = pa.table(columns).replace_schema_metadata(None)
@@ -343,7 +332,11 @@ class Attribute:
         """
         codes = self.values.positions(values)
         if codes.min(initial=0) < 0:
-            raise ValueError(self._explain(values[int(codes.argmin())]))
+            value = str(values[int(codes.argmin())])[:50]
+            some = map(str, self.values.ids(range(min(_MOST_NAMES, len(self.values)))))
+            raise ValueError(
+                f"no item has {value!r}; there are {listed(some) or 'no values'}"
+            )
         mask = self._mask([code for code in codes.tolist() if code not in self._bits])
         for code in codes.tolist():
             if code in self._bits:
@@ -356,15 +349,6 @@ class Attribute:
         for code in codes:
             mask[self._positions[self._bounds[code] : self._bounds[code + 1]]] = True
         return mask
-
-    def _explain(self, value: Id) -> str:
-        names = list(
-            map(str, self.values.ids(range(min(_MOST_NAMES, len(self.values)))))
-        )
-        remedy = did_you_mean(
-            str(value)[:50], names, f"there are {listed(names) or 'no values'}"
-        )
-        return f"no item has {str(value)[:50]!r}; {remedy}"
 
 
 class ItemTable:
@@ -419,11 +403,9 @@ class ItemTable:
             ValueError: the items have no such attribute.
         """
         if name not in self.attributes:
-            names = [*self.attributes, NOT]
-            remedy = did_you_mean(
-                name[:50], names, f"there are {listed(names)}", cutoff=0.5
+            raise ValueError(
+                f"the items have no such attribute; there are {listed([*self.attributes, NOT])}"
             )
-            raise ValueError(f"the items have no such attribute; {remedy}")
         return self.attributes[name]
 
 
@@ -437,8 +419,8 @@ class UserTable:
 
     def __init__(self, key: str, table: pa.Table) -> None:
         self.key = key
-        self._items = table.select([_SEEN, _LIKED])
-        self._features = table.drop_columns([_USER, _SEEN, _LIKED])
+        self._seen = table[_SEEN]
+        self._features = table.drop_columns([_USER, _SEEN])
         # The last row is for unknown users.
         self.ids = Ids.build(table[_USER].slice(0, len(table) - 1))
 
@@ -450,15 +432,14 @@ class UserTable:
         """Opens the users of a bundle of ``items`` items; raises BundleError if they are damaged."""
         path = folder / USERS
         table = read_table(path)
-        if not {_USER, _SEEN, _LIKED} <= set(table.column_names) or not len(table):
+        if not {_USER, _SEEN} <= set(table.column_names) or not len(table):
             raise BundleError(f"{path}: holds no users with their items; {ANEW}")
-        for name in (_SEEN, _LIKED):
-            bounds = pc.min_max(pc.list_flatten(table[name])).as_py()
-            least, most = bounds["min"], bounds["max"]
-            if least is not None and not 0 <= least <= most < items:
-                raise BundleError(
-                    f"{path}: column '{name}' has positions {least} to {most}, must be 0 to {items - 1}; {ANEW}"
-                )
+        bounds = pc.min_max(pc.list_flatten(table[_SEEN])).as_py()
+        least, most = bounds["min"], bounds["max"]
+        if least is not None and not 0 <= least <= most < items:
+            raise BundleError(
+                f"{path}: has items at positions {least} to {most}, must be 0 to {items - 1}; {ANEW}"
+            )
         return cls(key, table)
 
     def features(self, row: int) -> dict[str, list[Any]]:
@@ -471,15 +452,8 @@ class UserTable:
         return self._features.slice(start, stop - start)
 
     def seen(self, row: int) -> IdArray:
-        """Returns positions of the items a user has taken, to leave out of recommendations; none for row -1."""
-        return self._list(_SEEN, row)
-
-    def liked(self, row: int) -> IdArray:
-        """Returns positions of the items a user has liked, oldest first; none for row -1."""
-        return self._list(_LIKED, row)
-
-    def _list(self, column: str, row: int) -> IdArray:
-        positions = self._items[column][row].values if row >= 0 else None
+        """Returns positions of the items a user has taken, oldest first; none for row -1."""
+        positions = self._seen[row].values if row >= 0 else None
         if positions is None:
             return np.zeros(0, np.int64)
         return positions.to_numpy(zero_copy_only=False).astype(np.int64)  # type: ignore[no-any-return]
@@ -490,7 +464,7 @@ def filterable(features: pa.Table, key: str) -> pa.Table:
     names = []
     for field in features.schema:
         if (
-            field.name not in (key, CATEGORIES, *_RESERVED)
+            field.name not in (key, *_RESERVED)
             and raw_type(field.type) in ATTRIBUTE_TYPES
         ):
             names.append(field.name)

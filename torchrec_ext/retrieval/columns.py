@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,11 +15,7 @@ from numpy.typing import NDArray
 
 from torchrec_ext.data.preprocess.categorical import Vocabulary
 from torchrec_ext.data.preprocess.columns import (
-    column_of,
-    flat,
     missing_column,
-    read_array,
-    valid_of,
 )
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.schema.validation import DataError, listed
@@ -29,44 +25,22 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListRule:
-    """How a list becomes one of L entries.
-
-    Args:
-        max_length: L; None for that of the longest list of the batch.
-        keep: which entries of a longer list stay, its ``first`` or its ``last``.
-        pad: entry behind those of a shorter list.
-    """
-
-    max_length: int | None
-    keep: Literal["first", "last"] = "last"
-    pad: float = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelColumn:
     """A column that the model reads, as in the manifest.
 
     Args:
         type: its raw type, such as ``int64`` or ``list<float32>``.
-        list: rule for its lists; None for a list that is pooled whole, or for no list.
         rows: rows of the smallest table that it looks up; None for a column of numbers.
         oov: row for ids outside of the table; None refuses them.
-        unseen: rows that training never read; such ids read the row ``oov``.
+        padded: whether its lists, of any length, are padded to one; a list that is pooled whole is not.
+        longest: greatest length of a padded list, of which the most recent entries stay; None for any.
     """
 
     type: str
-    list: ListRule | None = None
     rows: int | None = None
     oov: int | None = None
-    unseen: Sequence[int] | NDArray[np.int64] | None = None
-
-    @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> ModelColumn:
-        """Reads the manifest's entry of a column."""
-        rule = entry.get("list")
-        values = {**entry, "list": None if rule is None else ListRule(**rule)}
-        return cls(**values)
+    padded: bool = False
+    longest: int | None = None
 
 
 class Values(NamedTuple):
@@ -76,12 +50,22 @@ class Values(NamedTuple):
     lengths: NDArray[np.int64] | None = None
 
 
+def latest(column: Values, most: int | None) -> Values:
+    """Returns lists cut to their ``most`` last entries."""
+    lengths = column.lengths
+    if lengths is None or most is None or not (lengths > most).any():
+        return column
+    kept = np.minimum(lengths, most)
+    ends = np.repeat(np.cumsum(lengths), lengths)
+    stays = ends - np.arange(len(column.values)) <= np.repeat(kept, lengths)
+    return Values(column.values[stays], kept)
+
+
 class Read(NamedTuple):
     """B rows of the model's columns; ``unknown`` has for each column of ids (B,) whether any id of a row is unknown."""
 
     columns: dict[str, Values]
     unknown: dict[str, NDArray[np.bool_]]
-    size: int
 
 
 class Columns:
@@ -103,30 +87,19 @@ class Columns:
         preprocessor: FittedPreprocessor | None = None,
     ) -> None:
         self.columns = dict(columns)
-        self._steps: FittedPreprocessor | None = None
-        self.raw = {name: raw[name] for name in raw if name in columns}
-        types: Mapping[str, str] = raw
-        if preprocessor is not None:
-            types = preprocessor.outputs
-            self._steps = steps = preprocessor.only(self.columns)
-            self.raw = {
-                **steps.request_columns,
-                **{name: steps.raw[name] for name in steps.keep},
-            }
+        if preprocessor is None:
+            kept = [name for name in raw if name in columns]
+            preprocessor = FittedPreprocessor.of([], raw, kept)
         for name in self.columns:
-            if name not in types:
-                raise missing_column("the bundle's rows", name, types.keys())
-        self._unseen = {
-            name: _mask(column.unseen, column.rows)
-            for name, column in self.columns.items()
-            if column.unseen is not None and column.rows is not None
+            if name not in preprocessor.outputs:
+                raise missing_column("the bundle's rows", name, preprocessor.outputs)
+        self._steps = steps = preprocessor.only(self.columns)
+        self.raw = {
+            **steps.request_columns,
+            **{name: steps.raw[name] for name in steps.keep},
         }
-        self._as_sent = (
-            set(self.columns) if self._steps is None else set(self._steps.keep)
-        )
         self._plain: list[tuple[str, ModelColumn, str]] | None = None
-        kinds = {self.raw.get(name) for name in self.columns}
-        if self._steps is None and kinds <= _PLAIN.keys():
+        if not steps.steps and set(self.raw.values()) <= _PLAIN.keys():
             self._plain = [
                 (name, column, self.raw[name]) for name, column in self.columns.items()
             ]
@@ -146,33 +119,25 @@ class Columns:
             if name not in by_column:
                 raise missing_column("the request", name, by_column.keys())
         columns = self._model_columns(by_column)
-        sizes = {
-            name: len(each.values if each.lengths is None else each.lengths)
-            for name, each in columns.items()
-        }
-        if len(set(sizes.values())) > 1:
-            raise DataError(
-                f"the request's columns have different numbers of rows, {sizes}; send one entry per row in each"
-            )
         unknown = {}
         for name, column in self.columns.items():
-            if column.rows is None:
-                _check_finite(name, columns[name])
-            else:
+            if column.rows is not None:
                 columns[name], unknown[name] = self._ids(name, column, columns[name])
-        return Read(columns, unknown, next(iter(sizes.values()), 0))
+            elif not (np.abs(columns[name].values) <= _FLOAT32_MAX).all():
+                raise DataError(
+                    f"column '{name}': a value is beyond float32; send a smaller number"
+                )
+        return Read(columns, unknown)
 
     def read_row(self, row: Mapping[str, Any]) -> Read:
         """Reads one raw row, a value by column; see :meth:`read`.
 
         Plain numbers and known ids, as in most requests, take a third of the time.
         """
-        read = Read({}, {}, 1)
+        read = Read({}, {})
         for name, column, kind in self._plain or ():
             values = _plain_value(row.get(name), kind, column)
-            if values is None or (
-                name in self._unseen and self._unseen[name][values.values].any()
-            ):
+            if values is None:
                 return self.read([row])
             read.columns[name] = values
             if column.rows is not None:
@@ -194,33 +159,17 @@ class Columns:
         return {name: [row[name] for row in rows] for name in names}
 
     def _model_columns(self, rows: Mapping[str, Any]) -> dict[str, Values]:
-        columns = {}
-        if self._steps is not None:
-            try:
-                processed = self._steps.online(rows)
-            except DataError as error:
-                raise self._of_raw(rows, error) from None
-            for name, column in processed.items():
-                lengths = column.lengths if column.ragged else None
-                columns[name] = Values(column.values, lengths)
-            return columns
-        for name, kind in self.raw.items():
-            array = read_array(name, rows[name], kind)
-            if flat(array).null_count:
-                index = int((~valid_of(flat(array))).argmax())
-                raise DataError(
-                    f"column '{name}', row {column_of(array).row_of(index)}: there is no value; send one, or leave the "
-                    "row out"
-                )
-            column = column_of(array)
-            columns[name] = Values(
-                column.values, column.lengths if column.ragged else None
-            )
-        return columns
+        try:
+            processed = self._steps.online(rows)
+        except DataError as error:
+            raise self._of_raw(rows, error) from None
+        return {
+            name: Values(column.values, column.lengths if column.ragged else None)
+            for name, column in processed.items()
+        }
 
     def _of_raw(self, rows: Mapping[str, Any], error: DataError) -> DataError:
         """Returns the error of a row with the request's own columns in it, if it names a computed one."""
-        assert self._steps is not None
         if any(f"column '{name}'" in str(error) for name in self.raw):
             return error
         for name in self.columns:
@@ -245,16 +194,12 @@ class Columns:
                 f"column '{name}': {raw_ids[strange][0]} is no row of its table, which has the rows 0 to "
                 f"{column.rows - 1}; send another id, or export the model with oov_ids={{'{name}': ROW}}"
             )
-        unseen = self._unseen.get(name)
-        if unseen is not None:
-            strange = strange | unseen[np.where(strange, 0, raw_ids)]
-            some = bool(np.count_nonzero(strange))
         ids = raw_ids
         if some and column.oov is not None:
             ids = np.where(strange, column.oov, raw_ids)
         unknown = strange
         if column.oov is not None and not (
-            sent.lengths is not None and name in self._as_sent
+            sent.lengths is not None and name in self._steps.keep
         ):
             # The row alone stands for an unknown id, but a list may be padded with it.
             unknown = ids == column.oov
@@ -288,32 +233,19 @@ class Columns:
     def features_of(self, raw: str) -> list[str]:
         """Returns the columns of ids that a raw column alone makes."""
         ids = [name for name, column in self.columns.items() if column.rows is not None]
-        if self._steps is None:
-            return [name for name in ids if name == raw]
-        steps = self._steps
-        return [name for name in ids if _sources(steps, name) == {raw}]
+        return [name for name in ids if _sources(self._steps, name) == {raw}]
 
     def known_values(self, name: str, most: int) -> list[Any]:
         """Returns up to ``most`` values of a raw column of ids that have a row of their own; none for other columns."""
-        for vocabulary in self._vocabularies(name):
-            return vocabulary.values[:most].to_pylist()  # type: ignore[no-any-return]
+        for step, state in self._steps.pairs:
+            if isinstance(state, Vocabulary) and name in step.reads:
+                return state.values[:most].to_pylist()  # type: ignore[no-any-return]
         column = self.columns.get(name)
-        if column is None or column.rows is None or name not in self._as_sent:
+        if column is None or column.rows is None or name not in self._steps.keep:
             return []
         # A table may have millions of rows, so look at its first ones only.
         rows = np.arange(min(column.rows, 2 * most))
-        if name in self._unseen:
-            rows = rows[~self._unseen[name][rows]]
         return rows[rows != column.oov][:most].tolist()  # type: ignore[no-any-return]
-
-    def _vocabularies(self, raw: str) -> list[Vocabulary]:
-        if self._steps is None:
-            return []
-        return [
-            state
-            for step, state in self._steps.pairs
-            if isinstance(state, Vocabulary) and raw in step.reads
-        ]
 
 
 def _sources(steps: FittedPreprocessor, name: str) -> set[str]:
@@ -347,31 +279,3 @@ def _plain_value(value: Any, kind: str, column: ModelColumn) -> Values | None:
         return None
     lengths = np.array([len(numbers)]) if listed else None
     return Values(np.array(numbers, np.int64 if column.rows else np.float64), lengths)
-
-
-def _mask(rows: Any, size: int) -> NDArray[np.bool_]:
-    """Returns (size,) whether a row is among ``rows``."""
-    rows = np.asarray(rows, np.int64)
-    mask = np.zeros(size, np.bool_)
-    mask[rows[(rows >= 0) & (rows < size)]] = True
-    return mask
-
-
-def _check_finite(name: str, column: Values) -> None:
-    values = column.values
-    if values.dtype.kind != "f":
-        return
-    # Written so, because NaN is below nothing.
-    wrong = ~(np.abs(values) <= _FLOAT32_MAX)
-    if np.count_nonzero(wrong):
-        index = int(wrong.argmax())
-        raise DataError(
-            f"column '{name}', row {_row_of(index, column.lengths)}: value {values[index]} is not finite in float32; "
-            "send a number"
-        )
-
-
-def _row_of(index: int, lengths: NDArray[np.int64] | None) -> int:
-    if lengths is None:
-        return index
-    return int(np.cumsum(lengths).searchsorted(index, side="right"))

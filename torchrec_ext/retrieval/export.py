@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -96,12 +97,10 @@ def export(
     preprocessor: FittedPreprocessor | None = None,
     candidate: str | None = None,
     oov_ids: Mapping[str, int] | None = None,
-    unseen: Mapping[str, Sequence[int]] | None = None,
     rows: Mapping[str, Tensor] | None = None,
     store: str = "fp32",
     index: str = "exact",
     recall: float = 0.95,
-    metric: str | None = None,
     details: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     renewal: Renewal | None = None,
@@ -124,16 +123,11 @@ def export(
         candidate: name of the candidate tower; by default the model's last.
         oov_ids: out-of-vocabulary row of each feature, for requests, queries and the catalogue; by default 0, or none
             for a module of your own, so that unknown ids are refused. Training must have moved that row.
-        unseen: rows of a feature's table that training never read, by feature. Such an id in a request takes the
-            out-of-vocabulary row. Use it if ids are rows; a ``preprocessor`` leaves such ids out of its
-            vocabulary.
         rows: rows of a table that the bundle holds, (n,) int64, by table; all rows by default. The bundle's ids are
             places among them: 0 for the first of these rows, and so on.
         store: numbers of the stored rows: ``fp32`` or ``fp16``.
         index: ``exact``, or the text of a FAISS ``index_factory``, for logits that are products.
         recall: required recall of an approximate index against exact search.
-        metric: ``dot`` or ``cosine`` for a module of your own whose logits are products, which is checked; by default
-            found out.
         details: JSON values for the certificate, such as the run and its figures.
         overwrite: replace an earlier bundle.
         renewal: keeps the graphs for the next export of this model, which only writes new numbers into them.
@@ -161,7 +155,6 @@ def export(
         types=_types(queries, catalogue.features, preprocessor),
         candidates=frozenset(catalogue.features.column_names),
         oov_ids=oov_ids or {},
-        unseen=unseen or {},
         rows=rows or {},
     )
     unwrapped = get_unwrapped_module(model)
@@ -175,7 +168,7 @@ def export(
                 raise BundleError(
                     "preprocessor: not for a module of your own; give the columns as the module's forward reads them"
                 )
-            network = OwnNetwork(model, queries, catalogue.features, given, metric)
+            network = OwnNetwork(model, queries, catalogue.features, given)
         content = _Content(
             network=network,
             catalogue=catalogue,
@@ -266,7 +259,6 @@ def _types(
     """Returns the raw types of the model's columns."""
     if preprocessor is not None:
         return dict(preprocessor.outputs)
-    # A column of both tables has the query's type.
     return _raw_types(items) | _raw_types(queries)
 
 
@@ -349,7 +341,8 @@ class _Content:
         rows, positions = self.audited
         queries = self.queries.take(pa.array(rows.repeat(AUDITED_ITEMS)))
         items = self.catalogue.features.take(pa.array(positions.ravel()))
-        columns = self._read("query", queries) | self._read("candidate", items)
+        columns = self.sides["query"].read(queries).columns
+        columns |= self.sides["candidate"].read(items).columns
         logits = self.network.logits(columns, positions.size)
         if not bool(torch.isfinite(logits).all()):
             raise BundleError(
@@ -375,10 +368,15 @@ class _Content:
                     f"{float(alone):.6g} among 3: it depends on other rows; compute it from its own columns"
                 )
 
-    def _read(self, side: str, table: pa.Table) -> dict[str, Values]:
-        columns = self.network.columns[side]
-        raw = {} if self.preprocessor is not None else _raw_types(table)
-        return Columns(columns, raw, self.preprocessor).read(table).columns
+    @cached_property
+    def sides(self) -> dict[str, Columns]:
+        """What reads each side's columns from raw ones."""
+        # A column of both tables has the query's type.
+        raw = _raw_types(self.catalogue.features) | _raw_types(self.queries)
+        return {
+            side: Columns(columns, raw, self.preprocessor)
+            for side, columns in self.network.columns.items()
+        }
 
     # Files
 
@@ -403,7 +401,9 @@ class _Content:
         self.catalogue.write(folder)
         if self.users is not None:
             self.users.write(folder)
-        columns = {side: self._columns(folder, side) for side in SIDES}
+        users = None
+        if self.users is not None:
+            users = {"rows": len(self.users.ids), "key": self.users.key}
         content: dict[str, Any] = {
             "metric": "product" if split.product else "top_nn",
             "loss_metric": self.network.metric,
@@ -415,12 +415,15 @@ class _Content:
                 }
                 for side in SIDES
             },
-            "columns": columns,
-            "raw": {side: self._raw(side) for side in SIDES},
+            "columns": {
+                side: {name: _as_json(each) for name, each in sorted(columns.items())}
+                for side, columns in self.network.columns.items()
+            },
+            "raw": {side: each.raw for side, each in self.sides.items()},
             "tables": tables,
             "store": self.store,
-            "items": self._items(),
-            "users": self._users(),
+            "items": {"rows": len(self.catalogue.ids)},
+            "users": users,
         }
         self._write_rows(folder, content)
         content["index"] = self._index(folder, content)
@@ -500,53 +503,9 @@ class _Content:
             self.renewal.graphs = graphs
             self.renewal.leaves = leaves
         else:
-            module = self.network.module(dense)
-            graphs.renew(dict([*module.named_parameters(), *module.named_buffers()]))
+            graphs.renew(self.network.weights(dense))
         graphs.write(folder)
         return graphs.split
-
-    def _columns(self, folder: Path, side: str) -> dict[str, Any]:
-        entries = {}
-        for name, column in sorted(self.network.columns[side].items()):
-            entries[name] = _column_json(folder, name, column)
-        return entries
-
-    def _raw(self, side: str) -> dict[str, str]:
-        """Returns the raw columns of a request and their types."""
-        names = self.network.columns[side]
-        columns = Columns(names, self._all_raw, self.preprocessor)
-        return dict(columns.raw)
-
-    @property
-    def _all_raw(self) -> dict[str, str]:
-        return _raw_types(self.catalogue.features) | _raw_types(self.queries)
-
-    def _items(self) -> dict[str, Any]:
-        attributes = []
-        if self.catalogue.categories is not None:
-            attributes.append("categories")
-        if self.catalogue.attributes is not None:
-            attributes += self.catalogue.attributes.column_names
-        return {
-            "rows": len(self.catalogue.ids),
-            "key": self._item_key(),
-            "titles": self.catalogue.titles is not None,
-            "attributes": attributes,
-        }
-
-    def _item_key(self) -> str:
-        """Returns the raw column that holds the items' ids, if one does."""
-        ids = pa.array(self.catalogue.ids)
-        for name in self.catalogue.features.column_names:
-            column = self.catalogue.features[name].combine_chunks()
-            if column.type == ids.type and column.equals(ids):
-                return str(name)
-        return "id"
-
-    def _users(self) -> dict[str, Any] | None:
-        if self.users is None:
-            return None
-        return {"rows": len(self.users.ids), "key": self.users.key}
 
     def _side(self, folder: Path, name: str, content: Mapping[str, Any]) -> Side:
         return Side(
@@ -581,41 +540,38 @@ class _Content:
     def _prove(
         self, folder: Path, content: dict[str, Any], expected: NDArray[np.float32]
     ) -> Parity:
-        """Audits the bundle by the trained model's logits (Q, A), and writes its own ones for whoever loads it.
+        """Compares the bundle with the trained model's logits (Q, A), and writes its own ones for whoever loads it.
 
         Both differ in their last digits, which depend on the ranks of the model; a bundle's digest must not.
         """
-        share = ROUNDED if self.store == "fp16" else self.rounding
-        parity = self._audit(folder, content, expected, share)
         rows, positions = self.audited
+        queries = self.queries.take(pa.array(rows)).select(
+            list(content["raw"]["query"])
+        )
         bundle = Bundle(folder, Manifest(content=content, certificate={}))
-        queries = bundle.query.embed(self.queries.take(pa.array(rows)))
-        pairs = zip(queries, positions, strict=True)
+        pairs = zip(bundle.query.embed(queries), positions, strict=True)
         own = np.stack([bundle.logits(query, items) for query, items in pairs])
-        self._audit(folder, content, own, TOLERANCE)
+        greatest = float(np.abs(expected).max())
+        share = ROUNDED if self.store == "fp16" else self.rounding
+        parity = Parity(
+            own.size, float(np.abs(own - expected).max()), max(share * greatest, 1e-6)
+        )
+        if not parity.greatest_difference <= parity.allowed:
+            raise BundleError(
+                f"model: {own.size} logits of the bundle differ from the model's by up to "
+                f"{parity.greatest_difference:.3g}, allowed is {parity.allowed:.3g}; report it with the model"
+            )
+        lists = (pa.list_(pa.int32()), pa.list_(pa.float32()))
+        queries = queries.append_column(
+            POSITION, pa.array(positions.tolist(), lists[0])
+        )
+        queries = queries.append_column(LOGIT, pa.array(own.tolist(), lists[1]))
+        write_table(folder / AUDIT, queries)
+        tolerance = max(TOLERANCE * float(np.abs(own).max()), 1e-6)
+        content["audit"] = {"pairs": own.size, "tolerance": tolerance}
+        # Each alone too, as requests come.
+        bundle.audit()
         return parity
-
-    def _audit(
-        self,
-        folder: Path,
-        content: dict[str, Any],
-        logits: NDArray[np.float32],
-        share: float,
-    ) -> Parity:
-        """Writes audited requests with logits (Q, A), and compares the bundle with them."""
-        rows, positions = self.audited
-        raw = self._raw("query")
-        table = self.queries.take(pa.array(rows)).select(list(raw))
-        table = table.append_column(
-            POSITION, pa.array(positions.tolist(), pa.list_(pa.int32()))
-        )
-        table = table.append_column(
-            LOGIT, pa.array(logits.tolist(), pa.list_(pa.float32()))
-        )
-        write_table(folder / AUDIT, table)
-        tolerance = max(share * float(np.abs(logits).max()), 1e-6)
-        content["audit"] = {"pairs": logits.size, "tolerance": tolerance}
-        return Bundle(folder, Manifest(content=content, certificate={})).audit()
 
     def _index(self, folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
         if self.index == "exact":
@@ -642,32 +598,17 @@ def _shape_of(array: NDArray[Any]) -> dict[str, Any]:
     return {"rows": rows, "width": width, "dtype": str(array.dtype)}
 
 
-def _column_json(folder: Path, name: str, column: ModelColumn) -> dict[str, Any]:
-    entry: dict[str, Any] = {"type": column.type}
-    if column.list is not None:
-        entry["list"] = vars(column.list)
-    for key in ("rows", "oov"):
-        if getattr(column, key) is not None:
-            entry[key] = getattr(column, key)
-    if column.unseen is not None and len(column.unseen):
-        # A file, because it may list millions of rows.
-        (folder / "unseen").mkdir(exist_ok=True)
-        number = len(list((folder / "unseen").iterdir()))
-        path = f"unseen/{number:03}.npy"
-        np.save(folder / path, np.asarray(column.unseen, np.int64), allow_pickle=False)
-        entry["unseen"] = path
-    return entry
+def _as_json(column: ModelColumn) -> dict[str, Any]:
+    return {key: value for key, value in vars(column).items() if value is not None}
 
 
 def _digest(side: str, content: Mapping[str, Any], files: Mapping[str, Any]) -> str:
     """Returns the digest of all that computes a side's rows."""
     leaves = content["graphs"][side]["leaves"]
-    tables = {leaf["table"] for leaf in leaves if "table" in leaf}
+    tables = {leaf["table"] for leaf in leaves if leaf["table"]}
     paths = {content["tables"][table]["file"] for table in tables}
     paths |= {f"{side}.onnx"}
-    paths |= {
-        path for path in files if path.startswith((f"{PREPROCESSOR}/", "unseen/"))
-    }
+    paths |= {path for path in files if path.startswith(f"{PREPROCESSOR}/")}
     return json_digest(
         {
             "files": {path: files[path]["sha256"] for path in sorted(paths)},

@@ -41,7 +41,7 @@ class Graphs:
         """Writes the numbers of other weights, by path in the model, into the graphs."""
         from onnx import numpy_helper
 
-        values = self.split.numbers(weights)
+        values = self.split.trace.numbers(weights)
         for name, model in self._models.items():
             part: Part = getattr(self.split, name)
             for tensor in model.graph.initializer:
@@ -68,9 +68,9 @@ class _Together(nn.Module):
 
     def __init__(self, split: GraphSplit) -> None:
         super().__init__()
-        self.query = split.query.module
-        self.candidate = split.candidate.module
-        self.pairs = split.pairs.module
+        self.query = split.query
+        self.candidate = split.candidate
+        self.pairs = split.pairs
 
     def forward(
         self, query: Sequence[Tensor], candidate: Sequence[Tensor], pairs: Any

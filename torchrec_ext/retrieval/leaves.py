@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
@@ -44,7 +45,7 @@ from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.session_tower import SessionSteps
 from torchrec_ext.modules.tower import Padded
 from torchrec_ext.retrieval.catalogue import even_rows
-from torchrec_ext.retrieval.columns import ListRule, ModelColumn, Values
+from torchrec_ext.retrieval.columns import ModelColumn, Values, latest
 from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.retrieval.split import GraphSplit
 from torchrec_ext.retrieval.trace import Leaf
@@ -63,14 +64,12 @@ class Given:
         types: raw type of each of the model's columns.
         candidates: names of the columns that the catalogue has.
         oov_ids: out-of-vocabulary row of each column.
-        unseen: rows that training never read, by column.
         rows: rows of a table that the bundle holds, by table.
     """
 
     types: Mapping[str, str]
     candidates: frozenset[str] = frozenset()
     oov_ids: Mapping[str, int] = field(default_factory=dict)
-    unseen: Mapping[str, Sequence[int]] = field(default_factory=dict)
     rows: Mapping[str, Tensor] = field(default_factory=dict)
 
     def is_list(self, column: str) -> bool:
@@ -81,6 +80,60 @@ class Given:
                 f"{listed(sorted(self.types))}"
             )
         return self.types[column].startswith("list<")
+
+
+def _leaves_of(
+    table: BaseEmbeddingConfig, column: str, candidate: bool, shape: tuple[Any, ...]
+) -> list[Leaf]:
+    """Returns the leaves of a feature of an embedding table; ``shape`` is that of its ids in a row: (), or (L,)."""
+    leaf = Leaf(
+        name=f"{column}@{table.name}",
+        kind="rows",
+        column=column,
+        candidate=candidate,
+        shape=(*shape, table.embedding_dim),
+        table=table.name,
+    )
+    if not shape:
+        return [leaf]
+    if isinstance(table, EmbeddingBagConfig):
+        pooling = "mean" if table.pooling == PoolingType.MEAN else "sum"
+        return [
+            dataclasses.replace(
+                leaf, kind="pooled", shape=(table.embedding_dim,), pooling=pooling
+            )
+        ]
+    lengths = Leaf(
+        name=f"lengths of {column}",
+        kind="lengths",
+        column=column,
+        candidate=candidate,
+        dtype="int64",
+    )
+    return [leaf, lengths]
+
+
+def _columns_of(
+    leaves: Sequence[Leaf], given: Given, sizes: Mapping[str, int], oov: int | None
+) -> dict[str, dict[str, ModelColumn]]:
+    """Returns the columns behind leaves by side and name; ``oov`` is the row of unknown ids where none is given."""
+    columns: dict[str, dict[str, ModelColumn]] = {"query": {}, "candidate": {}}
+    padded = {leaf.column for leaf in leaves if leaf.kind == "lengths"}
+    for leaf in leaves:
+        of_side = columns["candidate" if leaf.candidate else "query"]
+        name = leaf.column
+        given.is_list(name)
+        column = of_side.get(name, ModelColumn(type=given.types[name]))
+        if leaf.table:
+            # Ids must be rows of each table that they look up.
+            rows = min(sizes[leaf.table], column.rows or sizes[leaf.table])
+            row = given.oov_ids.get(name, oov)
+            known = row is not None and row >= 0
+            column = dataclasses.replace(column, rows=rows, oov=row if known else None)
+            if leaf.kind == "rows" and name in padded:
+                column = dataclasses.replace(column, padded=True, longest=leaf.shape[0])
+        of_side[name] = column
+    return columns
 
 
 class TowerNetwork:
@@ -130,18 +183,21 @@ class TowerNetwork:
             and model.calibrated
             and all(loss is bce for loss in model.head_losses())
         )
-        self._leaves: dict[str, Leaf] = {}
-        self.columns: dict[str, dict[str, ModelColumn]] = {"query": {}, "candidate": {}}
+        leaves: list[Leaf] = []
         if isinstance(model, NextItemModel):
             length = model.network.encoder.max_length
-            self._list(model.table, SESSION, candidate == SESSION, length)
-            self._row(model.table, CANDIDATES, candidate != SESSION)
+            of_items = candidate != SESSION
+            leaves += _leaves_of(model.table, SESSION, not of_items, (length,))
+            leaves += _leaves_of(model.table, CANDIDATES, of_items, ())
         else:
             self._towers = copy.deepcopy(model.towers).cpu()
             for name, tower in self._towers.items():
-                self._read(tower, name == candidate)
-        self.leaves = list(self._leaves.values())
+                leaves += self._read(tower, name == candidate)
+        self.leaves = list({leaf.name: leaf for leaf in leaves}.values())
         self.tables = {leaf.table for leaf in self.leaves if leaf.table}
+        sizes = {table.name: table.num_embeddings for table in tables_of(model)}
+        sizes |= {table: len(rows) for table, rows in given.rows.items()}
+        self.columns = _columns_of(leaves, given, sizes, 0)
         both = sorted(set(self.columns["query"]) & set(self.columns["candidate"]))
         if both:
             raise BundleError(
@@ -149,89 +205,18 @@ class TowerNetwork:
                 "stored; give it to one side"
             )
 
-    # Leaves
-
-    def _read(self, tower: Any, candidate: bool) -> None:
-        longest = None
-        if isinstance(tower, SessionSteps):
-            longest = tower.max_length
+    def _read(self, tower: Any, candidate: bool) -> Iterator[Leaf]:
+        longest = tower.max_length if isinstance(tower, SessionSteps) else None
         for table in tower.tables:
             for feature in table.feature_names:
-                listed_ids = self._given.is_list(feature)
-                if isinstance(table, EmbeddingBagConfig):
-                    if listed_ids:
-                        self._bag(table, feature, candidate)
-                    else:
-                        self._row(table, feature, candidate)
-                elif listed_ids:
-                    self._list(table, feature, candidate, longest)
-                else:
-                    self._row(table, feature, candidate)
+                shape = (longest,) if self._given.is_list(feature) else ()
+                yield from _leaves_of(table, feature, candidate, shape)
         widths = widths_of(tower.dense, self._given.types.keys())
         for name in source_columns(tower.dense, self._given.types.keys()):
             shape = (widths[name],) if name in widths else ()
-            self._given.is_list(name)
-            self._add(
-                Leaf(
-                    name=name,
-                    kind="column",
-                    column=name,
-                    candidate=candidate,
-                    shape=shape,
-                )
+            yield Leaf(
+                name=name, kind="column", column=name, candidate=candidate, shape=shape
             )
-            self._column(name, candidate)
-
-    def _add(self, leaf: Leaf) -> None:
-        self._leaves.setdefault(leaf.name, leaf)
-
-    def _column(self, name: str, candidate: bool, **values: Any) -> None:
-        side = self.columns["candidate" if candidate else "query"]
-        before = side.get(name, ModelColumn(type=self._given.types[name]))
-        rows = values.pop("rows", None)
-        if rows is not None and before.rows is not None:
-            rows = min(rows, before.rows)
-        changes = {key: value for key, value in values.items() if value is not None}
-        side[name] = dataclasses.replace(before, rows=rows, **changes)
-
-    def _ids(
-        self, table: BaseEmbeddingConfig, name: str, candidate: bool, **values: Any
-    ) -> None:
-        held = self._given.rows.get(table.name)
-        rows = table.num_embeddings if held is None else len(held)
-        oov = self._given.oov_ids.get(name, 0)
-        self._column(
-            name,
-            candidate,
-            rows=rows,
-            oov=oov if oov >= 0 else None,
-            unseen=self._given.unseen.get(name),
-            **values,
-        )
-
-    def _row(self, table: BaseEmbeddingConfig, name: str, candidate: bool) -> None:
-        self._ids(table, name, candidate)
-        self._add(_rows_leaf(table, name, candidate, (table.embedding_dim,)))
-
-    def _bag(self, table: EmbeddingBagConfig, name: str, candidate: bool) -> None:
-        self._ids(table, name, candidate)
-        self._add(_bag_leaf(table, name, candidate))
-
-    def _list(
-        self, table: BaseEmbeddingConfig, name: str, candidate: bool, most: int | None
-    ) -> None:
-        rule = ListRule(max_length=most)
-        self._ids(table, name, candidate, list=rule)
-        self._add(_rows_leaf(table, name, candidate, (most, table.embedding_dim)))
-        self._add(
-            Leaf(
-                name=f"lengths of {name}",
-                kind="lengths",
-                column=name,
-                candidate=candidate,
-                dtype="int64",
-            )
-        )
 
     # Logits and parts
 
@@ -241,15 +226,18 @@ class TowerNetwork:
         schema = dataclasses.replace(self.model.schema(), tasks=())
         sparse = {}
         for feature in schema.sparse:
-            values, lengths = columns[feature.name]
+            name = feature.name
+            column = self.columns["query"].get(name) or self.columns["candidate"][name]
+            # Of a list the most recent ids: the model reads no further.
+            values, lengths = latest(columns[name], column.longest)
             ids = torch.from_numpy(np.array(values, np.int64))
             held = self._given.rows.get(feature.tables[0])
             if held is not None:
                 ids = held[ids]
-            counts = (
-                None if lengths is None else torch.from_numpy(lengths.astype(np.int32))
-            )
-            sparse[feature.name] = self._truncated(feature.name, Jagged(ids, counts))
+            counts = None
+            if lengths is not None:
+                counts = torch.from_numpy(lengths.astype(np.int32))
+            sparse[name] = Jagged(ids, counts)
         dense = {
             leaf.column: _matrix(columns[leaf.column])
             for leaf in self.leaves
@@ -262,26 +250,13 @@ class TowerNetwork:
         outputs = [self.model.embed(name, batch) for name in (SESSION, "item")]
         return self.model.interaction(outputs).float().cpu()  # type: ignore[no-any-return]
 
-    def _truncated(self, name: str, bags: Jagged) -> Jagged:
-        """Keeps the most recent ids of a list that the model reads no further."""
-        column = self.columns["query"].get(name) or self.columns["candidate"][name]
-        most = None if column.list is None else column.list.max_length
-        if most is None or bags.lengths is None:
-            return bags
-        kept = bags.lengths.clamp(max=most)
-        ends = bags.lengths.cumsum(0).long().repeat_interleave(bags.lengths.long())
-        place = ends - torch.arange(len(bags.values))
-        stays = place <= kept.repeat_interleave(bags.lengths.long())
-        return Jagged(bags.values[stays], kept)
+    def weights(self, dense: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Returns weights by their paths in the module of :meth:`split`."""
+        return dense
 
     def split(self, dense: Mapping[str, Tensor]) -> GraphSplit:
-        """Returns the model in parts, with dense weights by their names in the unsharded model."""
-        return GraphSplit(self.module(dense), self.leaves)
-
-    def module(self, dense: Mapping[str, Tensor]) -> nn.Module:
-        """Returns the model as one module by leaves, on the CPU."""
-        memo: dict[int, Any] = {}
-        interaction = copy.deepcopy(self.model.interaction, memo).cpu()
+        """Returns the model in parts, on the CPU, with dense weights by their names in the unsharded model."""
+        interaction = copy.deepcopy(self.model.interaction).cpu()
         module: nn.Module
         if isinstance(self.model, NextItemModel):
             network = copy.deepcopy(self.model.network).cpu()
@@ -290,7 +265,7 @@ class TowerNetwork:
             module = _TowersByLeaves(self._towers, interaction, self._given)
         missing, _ = module.load_state_dict(dict(dense), strict=False, assign=True)
         assert not missing, f"no weights of {missing}"
-        return module.eval()
+        return GraphSplit(module.eval(), self.leaves)
 
 
 class _TowersByLeaves(nn.Module):
@@ -377,13 +352,8 @@ class _LeafCollection(nn.Module):
         return {name: _full_bags(value) for name, value in named.items()}
 
 
-def _full_bags(rows: Any) -> JaggedTensor:
+def _full_bags(rows: Tensor) -> JaggedTensor:
     """Returns lists of one length (B, L, D), or one row each (B, D), as a JaggedTensor."""
-    if isinstance(rows, Padded):
-        raise BundleError(
-            "model: a tower of your own reads lists of any length by an EmbeddingCollection; pool them by an "
-            "EmbeddingBagCollection, or give the module itself, whose lists have one length"
-        )
     longest = rows.shape[1] if rows.dim() == 3 else 1
     lengths = torch.full((rows.shape[0],), longest)
     return JaggedTensor(values=rows.reshape(-1, rows.shape[-1]), lengths=lengths)
@@ -407,24 +377,18 @@ def _beside(
     rows: Tensor,
 ) -> Tensor:
     """Returns (B, Fd) dense columns side by side, an array column as a whole where its elements are in order."""
-    widths = widths_of(names, types.keys())
     blocks = []
-    place = 0
-    while place < len(names):
-        name = names[place]
-        column = source_columns([name], types.keys())[0]
-        width = widths.get(column, 0)
-        whole = [f"{column}[{index}]" for index in range(width)]
-        if column == name:
-            blocks.append(leaves[name][:, None])
-            place += 1
-        elif list(names[place : place + width]) == whole:
-            blocks.append(leaves[column])
-            place += width
+    widths = widths_of(names, types.keys())
+    by_column = groupby(names, lambda name: source_columns([name], types.keys())[0])
+    for column, group in by_column:
+        value, elements = leaves[column], list(group)
+        if column not in widths:
+            value = value[:, None]
         else:
-            index = whole.index(name)
-            blocks.append(leaves[column][:, index : index + 1])
-            place += 1
+            whole = [f"{column}[{index}]" for index in range(widths[column])]
+            if elements != whole:
+                value = value[:, [whole.index(name) for name in elements]]
+        blocks.append(value)
     if not blocks:
         return rows.new_zeros((rows.shape[0], 0), dtype=torch.float32)
     return torch.cat(blocks, dim=1)
@@ -443,34 +407,6 @@ def _without_tables(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def _rows_leaf(
-    table: BaseEmbeddingConfig,
-    column: str,
-    candidate: bool,
-    shape: tuple[int | None, ...],
-) -> Leaf:
-    return Leaf(
-        name=f"{column}@{table.name}",
-        kind="rows",
-        column=column,
-        candidate=candidate,
-        shape=shape,
-        table=table.name,
-    )
-
-
-def _bag_leaf(table: EmbeddingBagConfig, column: str, candidate: bool) -> Leaf:
-    return Leaf(
-        name=f"{column}@{table.name}",
-        kind="pooled",
-        column=column,
-        candidate=candidate,
-        shape=(table.embedding_dim,),
-        table=table.name,
-        pooling="mean" if table.pooling == PoolingType.MEAN else "sum",
-    )
-
-
 class OwnNetwork:
     """A module of the user's own, or a DLRM of TorchRec, whose forward takes columns.
 
@@ -479,7 +415,6 @@ class OwnNetwork:
         queries: rows of raw columns of the queries.
         catalogue: rows of raw columns of the candidates.
         given: what is known of the columns.
-        metric: ``dot`` or ``cosine`` if the logits are products, which is checked; None to find out.
 
     Attributes: see :class:`TowerNetwork`.
     """
@@ -487,12 +422,7 @@ class OwnNetwork:
     calibrated = False
 
     def __init__(
-        self,
-        model: nn.Module,
-        queries: pa.Table,
-        catalogue: pa.Table,
-        given: Given,
-        metric: str | None,
+        self, model: nn.Module, queries: pa.Table, catalogue: pa.Table, given: Given
     ) -> None:
         # Brings lagging rows of an adopted step up to date, or raises with a remedy.
         model.state_dict()
@@ -523,8 +453,14 @@ class OwnNetwork:
         for name in columns:
             table = tables[name]
             candidate = name in given.candidates
-            if name in self._features:
-                leaves += self._collected(name, table, candidate)
+            for config in self._features.get(name, ()):
+                # A bag may have any length, other lists have one.
+                shape: tuple[int, ...] = ()
+                if given.is_list(name):
+                    shape = (0,)
+                    if not isinstance(config, EmbeddingBagConfig):
+                        shape = tuple(_example(name, table).shape[1:])
+                leaves.append(_leaves_of(config, name, candidate, shape)[0])
             values = _example(name, table)
             self._dtypes[name] = str(values.dtype).removeprefix("torch.")
             leaves.append(
@@ -538,27 +474,19 @@ class OwnNetwork:
                 )
             )
             examples[name] = values
-        local = _OwnByLeaves(
-            _without_tables(self.model), self._call, columns, self._features
-        )
+        module = _without_tables(self.model).cpu()
+        local = _OwnByLeaves(module, self._call, columns, self._features)
         for leaf in leaves:
             examples.setdefault(leaf.name, leaf.example(_EXAMPLE_ROWS))
-        self._split = GraphSplit(local.eval(), leaves, examples)
-        split = self._split
+        self._split = split = GraphSplit(local.eval(), leaves, examples)
         self.leaves = [*split.query.leaves, *split.candidate.leaves]
-        if metric is not None and not split.product:
-            raise BundleError(
-                f"metric={metric!r}: the logits are no products of two vectors, because of {split.why_no_product}; "
-                "leave metric out"
-            )
-        self.metric = metric or ("dot" if split.product else "top_nn")
-        self.columns = self._columns_of(split)
-        self.tables = {
-            leaf.table
-            for part in (split.query, split.candidate)
-            for leaf in part.leaves
-            if leaf.table
-        }
+        self.metric = "dot" if split.product else "top_nn"
+        self.tables = {leaf.table for leaf in self.leaves if leaf.table}
+        sizes = {config.name: config.num_embeddings for config in configs}
+        state = dict(self.model.named_parameters())
+        for name, path in split.tables.items():
+            sizes[name] = len(state[path.removeprefix("model.")])
+        self.columns = _columns_of(self.leaves, given, sizes, None)
 
     def _inputs(self, names: Sequence[str]) -> tuple[str, list[str]]:
         """Returns the name of forward's dict argument (empty if it takes columns by name), and the columns to give."""
@@ -593,65 +521,21 @@ class OwnNetwork:
             )
         return "", [name for name in parameters if name in names]
 
-    def _collected(self, name: str, table: pa.Table, candidate: bool) -> list[Leaf]:
-        """Returns the leaves of a feature of the module's embedding collections."""
-        leaves = []
-        listed_ids = self._given.is_list(name)
-        for config in self._features[name]:
-            width = config.embedding_dim
-            if isinstance(config, EmbeddingBagConfig) and listed_ids:
-                leaves.append(_bag_leaf(config, name, candidate))
-            elif listed_ids:
-                length = _example(name, table).shape[1]
-                leaves.append(_rows_leaf(config, name, candidate, (length, width)))
-            else:
-                leaves.append(_rows_leaf(config, name, candidate, (width,)))
-        return leaves
-
-    def _columns_of(self, split: GraphSplit) -> dict[str, dict[str, ModelColumn]]:
-        columns: dict[str, dict[str, ModelColumn]] = {"query": {}, "candidate": {}}
-        sizes = {config.name: config.num_embeddings for config in tables_of(self.model)}
-        state = dict(self.model.named_parameters())
-        sizes |= {
-            table: len(state[path.removeprefix("model.")])
-            for table, path in split.tables.items()
-        }
-        for side, part in (("query", split.query), ("candidate", split.candidate)):
-            for leaf in part.leaves:
-                name = leaf.column
-                before = columns[side].get(name)
-                rows = [] if before is None or before.rows is None else [before.rows]
-                if leaf.table:
-                    rows.append(sizes[leaf.table])
-                oov = self._given.oov_ids.get(name, -1)
-                columns[side][name] = ModelColumn(
-                    type=self._given.types[name],
-                    rows=min(rows) if rows else None,
-                    oov=oov if rows and oov >= 0 else None,
-                    unseen=self._given.unseen.get(name) if rows else None,
-                )
-        return columns
-
     @torch.no_grad()
     def logits(self, columns: Mapping[str, Values], size: int) -> Tensor:
         """Returns (B,) logits of the trained model for B rows of all columns. Collective if it is sharded."""
         device = _device(self.model)
         if isinstance(self.model, DLRM):
             keys = [name for name in columns if name in self._features]
-            ids = [
-                torch.from_numpy(np.array(columns[name].values, np.int64))
-                for name in keys
-            ]
-            counts = []
-            for name in keys:
-                lengths = columns[name].lengths
-                ones = np.ones(size, np.int32)
-                counts.append(
-                    torch.from_numpy(
-                        ones if lengths is None else lengths.astype(np.int32)
-                    )
-                )
-            keyed = KeyedJaggedTensor(keys, torch.cat(ids), lengths=torch.cat(counts))
+            ids = np.concatenate([columns[name].values for name in keys])
+            ones = np.ones(size, np.int64)
+            lengths = [columns[name].lengths for name in keys]
+            counts = [ones if each is None else each for each in lengths]
+            keyed = KeyedJaggedTensor(
+                keys,
+                torch.from_numpy(ids.astype(np.int64)),
+                lengths=torch.from_numpy(np.concatenate(counts).astype(np.int32)),
+            )
             dense = _matrix(columns[_DENSE]).to(device)
             return self.model(dense, keyed.to(device)).reshape(-1).float().cpu()  # type: ignore[no-any-return]
         values = {
@@ -667,13 +551,13 @@ class OwnNetwork:
             ) from None
         return logits.reshape(-1).float().cpu()  # type: ignore[no-any-return]
 
+    def weights(self, dense: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """See :meth:`TowerNetwork.weights`."""
+        return {f"model.{name}": value for name, value in dense.items()}
+
     def split(self, dense: Mapping[str, Tensor]) -> GraphSplit:
         """Returns the model in parts."""
         return self._split
-
-    def module(self, dense: Mapping[str, Tensor]) -> nn.Module:
-        """Returns the model by leaves, for its weights."""
-        return _OwnByLeaves(self.model, self._call, [], {})
 
 
 class _OwnByLeaves(nn.Module):

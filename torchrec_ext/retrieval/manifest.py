@@ -20,7 +20,7 @@ class BundleError(ValueError):
     """A bundle cannot be written or must not be used: the message names the file, the problem and the remedy."""
 
 
-FORMAT = 2
+FORMAT = 3
 BUNDLE_MANIFEST = "manifest.json"
 # It may list millions of rows that training never read.
 _MOST_BYTES = 64 * 2**20
@@ -76,11 +76,10 @@ class Manifest:
         """
         path = folder / BUNDLE_MANIFEST
         values = _read_json(path)
-        # Checkpoints and stores have a manifest.json too.
+        # Checkpoints have a manifest.json too.
         if not {"seal", "certificate"} & values.keys():
             raise BundleError(
-                f"{path}: belongs to something other than a bundle, such as a checkpoint or a store; give the folder "
-                "that an export made"
+                f"{path}: is of neither a bundle nor a store; give the folder that an export or an embedding made"
             )
         if values.get("format") != FORMAT:
             raise BundleError(
@@ -119,7 +118,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         values = json.loads(read_plain(path, _MOST_BYTES))
     except OSError as error:
         raise BundleError(
-            f"{path}: cannot be read ({error.strerror}); is '{path.parent}' a bundle? An export makes one"
+            f"{path}: cannot be read ({error.strerror}); is '{path.parent}' a bundle or a store?"
         ) from None
     except (ValueError, RecursionError) as error:
         raise BundleError(
@@ -149,16 +148,12 @@ def check_files(
         BundleError: naming the file.
     """
     paths = _files(folder)
-    for name in sorted(listed):
+    for name in sorted(listed.keys() | paths.keys()):
+        path = folder / name
         if name not in paths:
-            # A renamed file is missing under its old name and unlisted under its new
-            # one: name both.
-            unlisted = min(set(paths) - set(listed), default=None)
-            hint = f" (was it renamed to '{unlisted}'?)" if unlisted else ""
             raise BundleError(
-                f"{folder / name}: the manifest lists it, and it is missing{hint}; {ANEW}"
+                f"{path}: the manifest lists it, and it is missing; {ANEW}"
             )
-    for name, path in paths.items():
         if name not in listed:
             raise BundleError(
                 f"{path}: is not in the manifest, so it is not part of this bundle; remove it, or {ANEW}"

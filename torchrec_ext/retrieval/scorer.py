@@ -17,13 +17,13 @@ from torchrec_ext.retrieval.columns import Read
 from torchrec_ext.retrieval.search import (
     Mask,
     QueryError,
-    ScoreError,
     check_query,
+    check_scores,
     open_search,
     rank,
 )
 from torchrec_ext.retrieval.store import StoredUsers
-from torchrec_ext.schema.validation import DataError, did_you_mean, listed
+from torchrec_ext.schema.validation import DataError, listed
 
 _BLOCK = 2**16
 
@@ -54,7 +54,7 @@ class RecommendRequest(_Request, frozen=True, kw_only=True):
         vector: ``live`` always runs the query side; ``auto`` takes a stored vector if one exists and the request has
             no features.
         titles: return the items' titles too.
-        liked: number of the user's liked items to return as well.
+        liked: number of the user's latest items to return as well.
 
     Raises:
         RequestError: ``k`` below 1, or an empty list of candidates or of values.
@@ -172,7 +172,7 @@ class Recommendation(_OfUser, kw_only=True, omit_defaults=True):
         unknown_items: ids of the request that the catalogue lacks, each once. Candidates among them are scored as the
             unknown item.
         titles: (K,) titles, if requested and known.
-        liked: ids of items the user liked, the latest first, if requested and known.
+        liked: ids of the user's items, the latest first, if requested and known.
         liked_titles: titles of the liked items.
         bundle: digest of the bundle that answered.
     """
@@ -408,8 +408,8 @@ class Scorer:
         is_new = row < 0
         if self._id_features:
             is_new = not set(self._id_features).isdisjoint(unknown)
-        vector = _vectors(side, read, "user")[0]
-        return self._checked(vector, "new" if is_new else "known", unknown, "live", row)
+        query = _vectors(side, read, "user")[0]
+        return self._checked(query, "new" if is_new else "known", unknown, "live", row)
 
     def _checked(
         self, vector: Floats, user: str, unknown: list[str], source: str, row: int
@@ -500,12 +500,7 @@ class Scorer:
                     f"{str(unknown[0])[:50]!r} is not in the catalogue, and {error}",
                 ) from None
             logits[positions < 0] = self.bundle.pairs(user.vector, row)[0]
-        if not np.isfinite(logits).all():
-            index = int((~np.isfinite(logits)).argmax())
-            item = self._ids.ids(np.maximum(positions[index : index + 1], 0))[0]
-            raise ScoreError(
-                f"item {str(item)[:60]}: its score is {logits[index]}: the bundle cannot score it; export another one"
-            )
+        check_scores(self.bundle, logits, positions)
         return logits
 
     def _titles(self, positions: Sequence[int] | IdArray) -> list[str]:
@@ -520,7 +515,7 @@ class Scorer:
         """Returns the requested number of the user's liked items, the latest first, and their titles."""
         if not request.liked or self.bundle.users is None or user.row < 0:
             return {}
-        positions = self.bundle.users.liked(user.row)[::-1][: request.liked]
+        positions = self.bundle.users.seen(user.row)[::-1][: request.liked]
         titles = self.bundle.items.titles_of(positions) if request.titles else []
         return {"liked": self._ids.ids(positions), "liked_titles": titles}
 
@@ -530,14 +525,24 @@ def _check_names(
 ) -> None:
     for name in row:
         if name not in raw and name != key:
-            hint = did_you_mean(name[:50], raw, f"it reads {listed(raw)}", cutoff=0.5)
             raise RequestError(
-                f"{where}.{name[:50]}", f"the model reads no such column; {hint}"
+                f"{where}.{name[:50]}",
+                f"the model reads no such column; it reads {listed(raw)}",
             )
 
 
 def _read(side: Side, rows: Sequence[Mapping[str, Any]], where: str) -> Read:
     """Reads rows, each with all columns."""
+    raw = side.columns.raw
+    for index, row in enumerate(rows):
+        missing = [name for name in raw if name not in row]
+        if missing:
+            place = where if where == "user" else f"{where}[{index}]"
+            raise RequestError(
+                f"{place}.{missing[0]}",
+                f"it is missing; the model reads {listed(raw)}, of which missing: {listed(missing)}; an "
+                "empty list is []",
+            )
     try:
         if len(rows) == 1:
             return side.columns.read_row(rows[0])
@@ -545,7 +550,7 @@ def _read(side: Side, rows: Sequence[Mapping[str, Any]], where: str) -> Read:
     except (ValueError, OverflowError, TypeError) as error:
         # The column where the message names one: a form shows it beside its field.
         named = re.search(r"column '([^']+)'", str(error))
-        if named and named[1] in side.columns.raw and len(rows) == 1:
+        if named and named[1] in raw and len(rows) == 1:
             where = f"{where}.{named[1]}"
         raise RequestError(where, str(error)) from None
 

@@ -6,7 +6,7 @@ Axis letters: N items, K retrieved, W width of a query.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,29 +78,25 @@ class ExactSearch:
         if mask is not None and np.count_nonzero(mask) * _GATHERED <= len(mask):
             return self.among(query, k, np.flatnonzero(mask))
         best = _Best(k, self._margin * float(np.linalg.norm(query)))
-        step = _BLOCK
-        score: Callable[[int, int], Floats]
-        if self._is_product:
-            step = _PRODUCT_BLOCK
-
-            def score(start: int, stop: int) -> Floats:
-                rows = self._bundle.rows[start:stop]
-                return rows.astype(np.float32, copy=False) @ query
-        else:
-
-            def score(start: int, stop: int) -> Floats:
-                return self._bundle.block_logits(query, start, stop)
-
-        for start in range(0, len(self._bundle.rows), step):
-            stop = min(start + step, len(self._bundle.rows))
-            scores = score(start, stop)
+        for start, scores in self._blocks(query):
             # A NaN anywhere makes the greatest NaN; a comparison would drop it.
             if not np.isfinite(scores.max()):
-                self._refuse(scores, np.arange(start, stop))
+                check_scores(
+                    self._bundle, scores, np.arange(start, start + len(scores))
+                )
             best.add(scores, start, mask)
         if self._is_product:
             return self.among(query, k, np.sort(best.positions))
         return self._ranked(best.scores, best.positions, k)
+
+    def _blocks(self, query: Floats) -> Iterator[tuple[int, Floats]]:
+        step = _PRODUCT_BLOCK if self._is_product else _BLOCK
+        for start in range(0, len(self._bundle.rows), step):
+            rows = self._bundle.rows[start : start + step]
+            if self._is_product:
+                yield start, rows.astype(np.float32, copy=False) @ query
+            else:
+                yield start, self._bundle.pairs(query, rows)
 
     def among(self, query: Floats, k: int, positions: IdArray) -> Found:
         """Returns the ``k`` best of the items at ascending ``positions``; raises as :meth:`search`."""
@@ -112,16 +108,19 @@ class ExactSearch:
 
     def _ranked(self, scores: Floats, positions: IdArray, k: int) -> Found:
         if len(scores) and not np.isfinite(scores.max()):
-            self._refuse(scores, positions)
+            check_scores(self._bundle, scores, positions)
         order = rank(scores, k)
         found = Found(scores[order], positions[order])
-        if not np.isfinite(found.scores).all():
-            self._refuse(found.scores, found.positions)
+        check_scores(self._bundle, *found)
         return found
 
-    def _refuse(self, scores: Floats, positions: IdArray) -> None:
-        index = int((~np.isfinite(scores)).argmax())
-        item = self._bundle.items.ids.ids(positions[index : index + 1])[0]
+
+def check_scores(bundle: Bundle, scores: Floats, positions: IdArray) -> None:
+    """Raises ScoreError if a score is NaN or infinite; the message names the item at its position."""
+    wrong = ~np.isfinite(scores)
+    if wrong.any():
+        index = int(wrong.argmax())
+        item = bundle.items.ids.ids(np.maximum(positions[index : index + 1], 0))[0]
         raise ScoreError(
             f"item {str(item)[:60]}: its score is {scores[index]}: the bundle cannot score it; export another one"
         )
@@ -142,10 +141,10 @@ def check_query(query: Floats) -> None:
 
 def rank(scores: Floats, k: int) -> NDArray[np.intp]:
     """Returns indices of the ``k`` greatest scores, the greatest first, equal ones in their order."""
-    if k < len(scores) // 4:
-        chosen = np.flatnonzero(scores >= _kth(scores, k))
-        return chosen[np.argsort(-scores[chosen], kind="stable")[:k]]
-    return np.argsort(-scores, kind="stable")[:k]
+    if k >= len(scores) // 4:
+        return np.argsort(-scores, kind="stable")[:k]
+    chosen = np.flatnonzero(scores >= _kth(scores, k))
+    return chosen[np.argsort(-scores[chosen], kind="stable")[:k]]
 
 
 def _kth(scores: Floats, k: int) -> np.float32:
@@ -195,7 +194,7 @@ def _greatest_norm(rows: NDArray[Any]) -> float:
     return float(np.sqrt(greatest))
 
 
-class FaissSearch:
+class FaissSearch(ExactSearch):
     """Searches an index of FAISS, and falls back to exact search where a filter leaves it too few items.
 
     Args:
@@ -205,10 +204,9 @@ class FaissSearch:
     """
 
     def __init__(self, bundle: Bundle, index: Any, settings: Mapping[str, int]) -> None:
-        self._exact = ExactSearch(bundle)
+        super().__init__(bundle)
         self._index = index
         self._settings = dict(settings)
-        self._size = len(bundle.rows)
 
     @classmethod
     def open(cls, bundle: Bundle) -> FaissSearch:
@@ -234,20 +232,17 @@ class FaissSearch:
     def search(self, query: Floats, k: int, mask: Mask | None = None) -> Found:
         """Returns the ``k`` best items that the index finds; see :meth:`ExactSearch.search`."""
         check_query(query)
-        passing = self._size if mask is None else int(np.count_nonzero(mask))
-        if passing * _GATHERED > self._size and k < passing:
+        size = len(self._bundle.rows)
+        passing = size if mask is None else int(np.count_nonzero(mask))
+        if passing * _GATHERED > size and k < passing:
             positions = found_by(self._index, self._settings, query[None], k, mask)[0]
             positions = positions[positions >= 0]
             if len(positions) == k:
-                return self._exact.among(query, k, np.sort(positions))
-        return self._exact.search(query, k, mask)
-
-    def among(self, query: Floats, k: int, positions: IdArray) -> Found:
-        """See :meth:`ExactSearch.among`."""
-        return self._exact.among(query, k, positions)
+                return self.among(query, k, np.sort(positions))
+        return super().search(query, k, mask)
 
 
-def open_search(bundle: Bundle) -> ExactSearch | FaissSearch:
+def open_search(bundle: Bundle) -> ExactSearch:
     """Opens the search that a bundle's manifest names."""
     if bundle.manifest.content["index"]["kind"] == "faiss":
         return FaissSearch.open(bundle)

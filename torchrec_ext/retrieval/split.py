@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -29,7 +28,6 @@ from torchrec_ext.retrieval.trace import (
     Leaf,
     Trace,
     aten,
-    is_size,
     is_whole,
     line_of,
 )
@@ -76,29 +74,271 @@ _BILINEAR = {
 _FIRST = {aten.div.Tensor, aten.linear.default}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
-    """A part of the graph as a module of its own.
+_TRIED = 4  # queries to find out by whether slopes are the query itself
+
+
+class Part(nn.Module):
+    """A part of the graph: from ``inputs``, in order, to one tensor.
 
     Args:
-        module: from ``inputs``, in order, to one tensor.
+        split: the whole graph.
+        results: the values that it computes.
+        given: values that it begins with, or their leaves.
+
+    Attributes:
         inputs: names of the inputs.
         examples: an example of each input.
         dynamic: the axes of any length of each input.
         constants: name of each buffer, with the node of the whole graph that computes it.
-        fixed: buffers that no weight changes.
         width: columns of the output; 0 for logits.
         leaves: how to fill the inputs; none of ``pairs``.
     """
 
-    module: fx.GraphModule
-    inputs: list[str]
-    examples: tuple[Tensor, ...]
-    dynamic: tuple[Any, ...]
-    constants: dict[str, Node]
-    fixed: dict[str, Tensor]
-    width: int
-    leaves: list[Leaf] = field(default_factory=list)
+    def __init__(
+        self, split: GraphSplit, results: Sequence[Node], given: Sequence[Node]
+    ) -> None:
+        super().__init__()
+        self._stored: dict[str, Node] = {}
+        self.leaves: list[Leaf] = []
+        self.width = sum(map(_width, results))
+        self._results = list(results)
+        self._split = split
+        self._nodes: list[Node] = []
+        constant = split.trace.constant
+        begun = {*given, *constant, *split.leaves}
+        sized = aten.sym_size.int
+
+        def enters(node: Node) -> bool:
+            return node not in begun and node.target is not sized
+
+        behind = split.trace.behind(results, enters)
+        read = {each for node in behind for each in node.all_input_nodes}
+        read |= {*behind, *results}
+        self._leaf_nodes = []
+        values = split.trace.numbers({})
+        for node in split.graph.nodes:
+            if node not in read or node in given:
+                continue
+            if node in constant:
+                name = f"constant_{len(self._stored)}"
+                self._stored[name] = node
+                self.register_buffer(name, values[node].detach().contiguous())
+            elif node in split.leaves:
+                self._leaf_nodes.append(node)
+                self.leaves.append(split.leaves[node])
+            else:
+                self._nodes.append(node)
+        self.constants = self._stored
+        self.inputs = [leaf.input for leaf in self.leaves]
+        self.examples = tuple(leaf.example() for leaf in self.leaves)
+        # Each side has a number of rows of its own.
+        side = "candidate" if any(leaf.candidate for leaf in self.leaves) else "query"
+        many = Dim(f"{side}_rows", min=2)
+        self.dynamic: tuple[Any, ...] = tuple(leaf.axes(many) for leaf in self.leaves)
+
+    def run(
+        self, values: dict[Node, Any], rows: Any, single: Sequence[Node] = ()
+    ) -> list[Tensor]:
+        """Computes the results from ``values``, and adds to them; those in ``single`` have one row for all ``rows``."""
+        for name, node in self._stored.items():
+            values[node] = getattr(self, name)
+        for node in self._nodes:
+            if node in values:
+                continue
+            if node.target is aten.sym_size.int:
+                of: Any = node.args[0]
+                axis: Any = node.args[1]
+                many = of in single or of not in values
+                values[node] = rows if many else values[of].shape[axis]
+                continue
+            found = dict.fromkeys(node.all_input_nodes)
+            for each in found:
+                found[each] = values[each]
+                if each in single and not self._broadcasts(node, single):
+                    found[each] = values[each].expand(rows, *values[each].shape[1:])
+            function: Any = node.target
+            arguments = map_arg(node.args, found.__getitem__)
+            values[node] = function(
+                *arguments, **map_arg(node.kwargs, found.__getitem__)
+            )
+        return [values[node] for node in self._results]
+
+    def _broadcasts(self, node: Node, single: Sequence[Node]) -> bool:
+        """Whether a function takes one row beside many."""
+        tensors = [
+            each
+            for each in node.all_input_nodes
+            if isinstance(each.meta.get("val"), Tensor)
+        ]
+        dims = {each.meta["val"].dim() for each in tensors}
+        others = [
+            each
+            for each in tensors
+            if each not in single and self._split.side(each) != NEITHER
+        ]
+        return node.target in _BROADCAST and bool(others) and len(dims) == 1
+
+    def of_leaves(self, leaves: Sequence[Tensor]) -> dict[Node, Any]:
+        """Returns the values of the leaves."""
+        return dict(zip(self._leaf_nodes, leaves, strict=True))
+
+
+class _Half(Part):
+    """The values of one side, flattened side by side: (B, W).
+
+    Args:
+        split: the whole graph.
+        results: the values.
+        factor: number to multiply them with.
+        ones: whether a column of ones follows, for the products' constant.
+    """
+
+    def __init__(
+        self,
+        split: GraphSplit,
+        results: Sequence[Node],
+        *,
+        factor: float = 1.0,
+        ones: bool = False,
+    ) -> None:
+        super().__init__(split, results, [])
+        self._factor = factor
+        self._ones = ones
+        self.width += ones
+
+    def forward(self, *leaves: Tensor) -> Tensor:
+        values = self.run(self.of_leaves(leaves), leaves[0].shape[0])
+        # In a shape of its own: an input cannot be an output.
+        matrices = [
+            value.to(torch.float32).reshape(-1, _width(node))
+            for node, value in zip(self._results, values, strict=True)
+        ]
+        matrix = matrices[0] if len(matrices) == 1 else torch.cat(matrices, 1)
+        if self._factor != 1:
+            matrix = matrix * self._factor
+        if self._ones:
+            matrix = torch.cat([matrix, torch.ones_like(matrix[:, :1])], 1)
+        return matrix
+
+
+class _Slopes(Part):
+    """A query's slope along each of the candidate's numbers, and its constant: (B, W).
+
+    The logits are linear in the candidate's numbers: they are the logit of zeros, and the change of it with each number
+    alone.
+    """
+
+    def __init__(
+        self, split: GraphSplit, query: Sequence[Node], candidate: Sequence[Node]
+    ) -> None:
+        super().__init__(split, [split.result], [*query, *candidate])
+        self._query = query
+        self._candidate = candidate
+        self._half = half = Part(split, query, [])
+        self.leaves, self.inputs = half.leaves, half.inputs
+        self.examples, self.dynamic = half.examples, half.dynamic
+        self.constants = dict(self._stored)
+        for name, node in half.constants.items():
+            self.constants[f"_half.{name}"] = node
+        self.width = sum(map(_width, candidate)) + 1
+        directions = torch.cat(
+            [torch.zeros(1, self.width - 1), torch.eye(self.width - 1)]
+        )
+        self.register_buffer("directions", directions)
+
+    def forward(self, *leaves: Tensor) -> Tensor:
+        rows = leaves[0].shape[0]
+        return self.of_query(self._half.run(self._half.of_leaves(leaves), rows), rows)
+
+    def of_query(self, of_query: Sequence[Tensor], rows: Any) -> Tensor:
+        """Returns (B, W) of the query's values, each (B, ...)."""
+        values: dict[Node, Any] = {}
+        for node, value in zip(self._query, of_query, strict=True):
+            values[node] = self._repeated(value[:, None], rows)
+        pieces = _pieces_of(self.directions, self._candidate)  # type: ignore[arg-type]
+        for node, piece in zip(self._candidate, pieces, strict=True):
+            values[node] = self._repeated(piece[None], rows)
+        (logits,) = self.run(values, rows * self.width)
+        logits = logits.reshape(-1, self.width)
+        constant = logits[:, :1]
+        return torch.cat([logits[:, 1:] - constant, constant], 1)
+
+    def factor(self) -> float | None:
+        """Returns s if the slopes are s times the query's one value, and the constant is 0; else None.
+
+        It is tried, with a value of random numbers. No weight may be part of it, since a renewal changes weights.
+        """
+        value = self._query[0].meta["val"]
+        if len(self._query) > 1 or self._stored or value.dtype != torch.float32:
+            return None
+        draw = torch.Generator().manual_seed(0)
+        tried = torch.randn(_TRIED, *value.shape[1:], generator=draw)
+        with torch.no_grad():
+            found = self.of_query([tried], _TRIED)
+        slopes, tried = found[:, :-1], tried.reshape(_TRIED, -1)
+        if slopes.shape != tried.shape or bool(found[:, -1].any()):
+            return None
+        factor = float((slopes / tried).median())
+        return factor if torch.allclose(slopes, factor * tried, rtol=1e-5) else None
+
+    def _repeated(self, value: Tensor, rows: Any) -> Tensor:
+        """Returns (B x W, ...) of (B or 1, W or 1, ...)."""
+        tail = value.shape[2:]
+        return value.expand(rows, self.width, *tail).reshape(-1, *tail)
+
+
+class _Pairs(Part):
+    """The logits (N,) of a query (1, Wq) and rows (N, Wc)."""
+
+    def __init__(
+        self, split: GraphSplit, query: Sequence[Node], candidate: Sequence[Node]
+    ) -> None:
+        super().__init__(split, [split.result], [*query, *candidate])
+        self._query = query
+        self._candidate = candidate
+        self._set_inputs(sum(map(_width, query)), sum(map(_width, candidate)))
+
+    def _set_inputs(self, query: int, rows: int) -> None:
+        self.width = 0
+        self.leaves = []
+        self.inputs = ["query", "rows"]
+        self.examples = (torch.randn(1, query), torch.randn(3, rows))
+        self.dynamic = ({}, {0: Dim("rows", min=2)})
+
+    def forward(self, query: Tensor, rows: Tensor) -> Tensor:
+        nodes = [*self._query, *self._candidate]
+        pieces = _pieces_of(query, self._query) + _pieces_of(rows, self._candidate)
+        values = dict(zip(nodes, pieces, strict=True))
+        (logits,) = self.run(values, rows.shape[0], self._query)
+        return logits.reshape(-1)
+
+
+class _Products(_Pairs):
+    """The pairs of a product: the rows times the query."""
+
+    def __init__(self, split: GraphSplit, width: int) -> None:
+        Part.__init__(self, split, [], [])
+        self._set_inputs(width, width)
+
+    def forward(self, query: Tensor, rows: Tensor) -> Tensor:
+        return (rows @ query.T).reshape(-1)
+
+
+def _pieces_of(matrix: Tensor, nodes: Sequence[Node]) -> list[Tensor]:
+    """Cuts a matrix into the values that were flattened to it."""
+    pieces = []
+    start = 0
+    for node in nodes:
+        value = node.meta["val"]
+        stop = start + _width(node)
+        piece = matrix[:, start:stop] if len(nodes) > 1 else matrix
+        start = stop
+        if value.dim() != 2:
+            piece = piece.reshape(-1, *value.shape[1:])
+        if value.dtype == torch.bool:
+            piece = piece > 0.5
+        pieces.append(piece.to(value.dtype))
+    return pieces
 
 
 class GraphSplit:
@@ -126,16 +366,15 @@ class GraphSplit:
         leaves: Sequence[Leaf],
         examples: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self._trace = trace = Trace(model, leaves, examples)
+        self.trace = trace = Trace(model, leaves, examples)
         self.graph = trace.graph
         self.leaves = trace.leaves
         self.tables = trace.tables
-        self.numbers = trace.numbers
-        self._side = trace.side
+        self.side = trace.side
         self.result = trace.result
         self._check_sides()
         self.pairwise = trace.behind(
-            [self.result], lambda node: self._side(node) == BOTH
+            [self.result], lambda node: self.side(node) == BOTH
         )
         self.frontier = self._crossing()
         self._other = self._not_linear()
@@ -152,7 +391,7 @@ class GraphSplit:
     # Checks
 
     def _check_sides(self) -> None:
-        side = self._side(self.result)
+        side = self.side(self.result)
         for missing in (QUERY, CANDIDATE):
             if not side & missing:
                 others = sorted(
@@ -168,7 +407,7 @@ class GraphSplit:
                 )
 
     def _columns(self, node: Node) -> str:
-        behind = self._trace.behind([node], lambda _: True)
+        behind = self.trace.behind([node], lambda _: True)
         names = {self.leaves[each].column for each in behind if each in self.leaves}
         return listed(f"'{name}'" for name in sorted(names))
 
@@ -176,9 +415,7 @@ class GraphSplit:
         """Whether a value is computed from ids, which a row of float32 cannot hold; a mask of them is none."""
         if node.meta["val"].dtype == torch.bool:
             return False
-        leaves = [
-            self.leaves.get(each) for each in self._trace.behind([node], is_whole)
-        ]
+        leaves = [self.leaves.get(each) for each in self.trace.behind([node], is_whole)]
         return any(leaf is not None and leaf.kind == "column" for leaf in leaves)
 
     def _crossing(self) -> list[Node]:
@@ -186,11 +423,11 @@ class GraphSplit:
         crossing: dict[Node, None] = {}
         for node in self.pairwise:
             for each in node.all_input_nodes:
-                if self._side(each) in (QUERY, CANDIDATE):
+                if self.side(each) in (QUERY, CANDIDATE):
                     crossing[each] = None
         ordered = []
         for side in (QUERY, CANDIDATE):
-            ordered += [node for node in crossing if self._side(node) == side]
+            ordered += [node for node in crossing if self.side(node) == side]
         for node in ordered:
             self._check_crossing(node)
         return ordered
@@ -199,7 +436,7 @@ class GraphSplit:
         value = node.meta["val"]
         candidates = [node, *node.users, *self.pairwise]
         line = next(filter(None, map(line_of, candidates)), "")
-        table = "catalogue" if self._side(node) == CANDIDATE else "queries"
+        table = "catalogue" if self.side(node) == CANDIDATE else "queries"
         columns = self._columns(node)
         batched = isinstance(value, Tensor) and value.dim()
         if not batched or isinstance(value.shape[0], int):
@@ -226,7 +463,7 @@ class GraphSplit:
             moving = [
                 place
                 for place, each in enumerate(node.args)
-                if _any_node(each, lambda one: bool(self._side(one) & CANDIDATE))
+                if _any_node(each, lambda one: bool(self.side(one) & CANDIDATE))
             ]
             linear = node.target in _LINEAR
             linear = linear or (node.target in _BILINEAR and len(moving) == 1)
@@ -237,341 +474,23 @@ class GraphSplit:
                 return node
         return None
 
-    def _factor(self) -> float | None:
-        """Returns s if the logits are s times the dot product of one vector of each side, else None."""
-        nodes = [node for node in self.pairwise if node.target not in _SHAPES]
-        if len(self.frontier) != 2 or len(nodes) < 2:
-            return None
-        query, candidate = self.frontier
-        product: Any
-        total: Any
-        product, total, *others = nodes
-        is_dot = (
-            product.target is aten.mul.Tensor
-            and set(product.args) == {query, candidate}
-            and query.meta["val"].dim() == candidate.meta["val"].dim() == 2
-            and query.meta["val"].shape[1] == candidate.meta["val"].shape[1]
-            and total.target is aten.sum.dim_IntList
-            and total.args[0] is product
-            and list(total.args[1]) in ([1], [-1])
-        )
-        if not is_dot:
-            return None
-        factor = 1.0
-        for node in others:
-            number = node.args[1] if len(node.args) > 1 else None
-            if not isinstance(number, int | float):
-                return None
-            if node.target is aten.mul.Tensor:
-                factor *= number
-            elif node.target is aten.div.Tensor:
-                factor /= number
-            else:
-                return None
-        return factor
-
     # Parts
 
     def _build(self) -> None:
-        query = [node for node in self.frontier if self._side(node) == QUERY]
-        candidate = [node for node in self.frontier if self._side(node) == CANDIDATE]
+        query = [node for node in self.frontier if self.side(node) == QUERY]
+        candidate = [node for node in self.frontier if self.side(node) == CANDIDATE]
+        self.query: Part = _Half(self, query)
+        self.candidate: Part = _Half(self, candidate)
         if not self.product:
-            self.query = self._half(query)
-            self.candidate = self._half(candidate)
-            self.pairs = self._pairs(query, candidate)
+            self.pairs: Part = _Pairs(self, query, candidate)
             return
-        factor = self._factor()
+        self.query = slopes = _Slopes(self, query, candidate)
+        factor = slopes.factor()
         if factor is not None:
-            self.query = self._half(query, factor=factor)
-            self.candidate = self._half(candidate)
+            self.query = _Half(self, query, factor=factor)
         else:
-            self.query = self._slopes(query, candidate)
-            self.candidate = self._half(candidate, ones=True)
-        self.pairs = _products(self.query.width)
-
-    def _half(
-        self, results: Sequence[Node], *, factor: float = 1.0, ones: bool = False
-    ) -> Part:
-        """Returns the part that computes values of one side, flattened side by side."""
-        builder = _Builder(self, self._leaves_behind(results))
-        builder.add(results)
-        matrix = builder.matrix(results)
-        width = sum(map(_width, results))
-        if factor != 1:
-            matrix = builder.graph.call_function(aten.mul.Tensor, (matrix, factor))
-        if ones:
-            # The products' constant, which does not depend on the candidate.
-            one = builder.graph.call_function(aten.slice.Tensor, (matrix, 1, 0, 1))
-            one = builder.graph.call_function(aten.ones_like.default, (one,))
-            matrix = builder.graph.call_function(aten.cat.default, ([matrix, one], 1))
-            width += 1
-        return builder.part(matrix, width)
-
-    def _leaves_behind(self, results: Sequence[Node]) -> list[Node]:
-        behind: set[Node] = set()
-        queue = list(results)
-        while queue:
-            node = queue.pop()
-            if node in behind or node in self._trace.constant or is_size(node):
-                continue
-            behind.add(node)
-            if node not in self.leaves:
-                queue.extend(node.all_input_nodes)
-        return [node for node in self.graph.nodes if node in behind & set(self.leaves)]
-
-    def _pairs(self, query: Sequence[Node], candidate: Sequence[Node]) -> Part:
-        builder = _Builder(self, [])
-        matrices = []
-        for name, nodes in (("query", query), ("rows", candidate)):
-            matrices.append(builder.graph.placeholder(name))
-            builder.cut(matrices[-1], nodes)
-        rows = matrices[1]
-        builder.rows = builder.graph.call_function(aten.sym_size.int, (rows, 0))
-        builder.single = set(query)
-        builder.add([self.result])
-        logits = builder.graph.call_function(
-            aten.reshape.default, (builder.env[self.result], [-1])
-        )
-        widths = [sum(map(_width, nodes)) for nodes in (query, candidate)]
-        many = Dim("rows", min=2)
-        return builder.part(
-            logits,
-            0,
-            inputs=["query", "rows"],
-            examples=(torch.randn(1, widths[0]), torch.randn(3, widths[1])),
-            dynamic=({}, {0: many}),
-        )
-
-    def _slopes(self, query: Sequence[Node], candidate: Sequence[Node]) -> Part:
-        """Returns the part that computes a query's slope along each of the candidate's numbers, and its constant.
-
-        The logits are linear in the candidate's numbers: they are the logit of zeros, and the change of it with each
-        number alone.
-        """
-        width = sum(map(_width, candidate))
-        builder = _Builder(self, self._leaves_behind(query))
-        builder.add(query)
-        graph = builder.graph
-        directions = torch.cat([torch.zeros(1, width), torch.eye(width)])
-        start = 0
-        for node in candidate:
-            part = directions[:, start : start + _width(node)]
-            start += _width(node)
-            tail = node.meta["val"].shape[1:]
-            builder.env[node] = builder.repeated(
-                builder.buffer(part.reshape(1, width + 1, *tail)), width + 1, tail
-            )
-        for node in query:
-            tail = node.meta["val"].shape[1:]
-            one = graph.call_function(aten.unsqueeze.default, (builder.env[node], 1))
-            builder.env[node] = builder.repeated(one, width + 1, tail)
-        size = graph.call_function(operator.mul, (builder.rows, width + 1))
-        builder.rows = size
-        builder.add([self.result])
-        logits = graph.call_function(
-            aten.reshape.default, (builder.env[self.result], [-1, width + 1])
-        )
-        constant = graph.call_function(aten.slice.Tensor, (logits, 1, 0, 1))
-        others = graph.call_function(aten.slice.Tensor, (logits, 1, 1, width + 1))
-        slopes = graph.call_function(aten.sub.Tensor, (others, constant))
-        return builder.part(
-            graph.call_function(aten.cat.default, ([slopes, constant], 1)), width + 1
-        )
-
-
-class _Builder:
-    """Copies nodes of a whole graph into a graph of their own."""
-
-    def __init__(self, split: GraphSplit, leaves: Sequence[Node]) -> None:
-        self.split = split
-        self.graph = fx.Graph()
-        self.root = nn.Module()
-        self.env: dict[Node, Node] = {}
-        self.constants: dict[str, Node] = {}
-        self.fixed: dict[str, Tensor] = {}
-        self.leaves = list(leaves)
-        self.single: set[Node] = set()  # values of one row for all rows
-        self._values = split.numbers({})
-        self._inputs: list[Node] = []
-        for node in self.leaves:
-            new = self.graph.placeholder(f"leaf_{len(self._inputs)}")
-            self.env[node] = new
-            self._inputs.append(new)
-        self.rows: Node | None = None
-        if self._inputs:
-            self.rows = self.graph.call_function(
-                aten.sym_size.int, (self._inputs[0], 0)
-            )
-
-    def buffer(self, value: Tensor) -> Node:
-        """Adds a constant that no weight changes."""
-        name = f"fixed_{len(self.fixed)}"
-        self.fixed[name] = value.contiguous()
-        self.root.register_buffer(name, self.fixed[name])
-        return self.graph.get_attr(name)
-
-    def cut(self, matrix: Node, nodes: Sequence[Node]) -> None:
-        """Cuts a matrix into the values that were flattened to it."""
-        start = 0
-        for node in nodes:
-            value = node.meta["val"]
-            stop = start + _width(node)
-            piece = matrix
-            if len(nodes) > 1:
-                piece = self.graph.call_function(
-                    aten.slice.Tensor, (matrix, 1, start, stop)
-                )
-            start = stop
-            if value.dim() != 2:
-                shape = [-1, *value.shape[1:]]
-                piece = self.graph.call_function(aten.reshape.default, (piece, shape))
-            if value.dtype == torch.bool:
-                piece = self.graph.call_function(aten.gt.Scalar, (piece, 0.5))
-            elif value.dtype != torch.float32:
-                piece = self.graph.call_function(
-                    aten._to_copy.default, (piece,), {"dtype": value.dtype}
-                )
-            self.env[node] = piece
-
-    def matrix(self, nodes: Sequence[Node]) -> Node:
-        """Returns values side by side, (B, sum of widths)."""
-        pieces = []
-        for node in nodes:
-            piece = self.env[node]
-            value = node.meta["val"]
-            if value.dtype != torch.float32:
-                piece = self.graph.call_function(
-                    aten._to_copy.default, (piece,), {"dtype": torch.float32}
-                )
-            # Also where it changes nothing: an input cannot be an output.
-            if value.dim() != 2 or node in self.leaves:
-                piece = self.graph.call_function(
-                    aten.reshape.default, (piece, [-1, _width(node)])
-                )
-            pieces.append(piece)
-        if len(pieces) == 1:
-            return pieces[0]
-        return self.graph.call_function(aten.cat.default, (pieces, 1))
-
-    def repeated(self, value: Node, times: int, tail: Sequence[int]) -> Node:
-        """Returns (B x times, tail) of (B or 1, times or 1, tail)."""
-        shape = [self.rows, times, *tail]
-        expanded = self.graph.call_function(aten.expand.default, (value, shape))
-        return self.graph.call_function(aten.reshape.default, (expanded, [-1, *tail]))
-
-    def add(self, results: Sequence[Node]) -> None:
-        """Copies whatever computes ``results`` from what is there already."""
-        split = self.split
-        needed = set()
-        queue = list(results)
-        while queue:
-            node = queue.pop()
-            if node in needed or node in self.env:
-                continue
-            needed.add(node)
-            if (
-                node not in split._trace.constant
-                and node.target is not aten.sym_size.int
-            ):
-                queue.extend(node.all_input_nodes)
-        for node in split.graph.nodes:
-            if node not in needed:
-                continue
-            if node in split._trace.constant:
-                name = f"constant_{len(self.constants)}"
-                self.constants[name] = node
-                self.root.register_buffer(
-                    name, self._values[node].detach().contiguous()
-                )
-                self.env[node] = self.graph.get_attr(name)
-            elif node.target is aten.sym_size.int:
-                self.env[node] = self._size(node)
-            else:
-                self.env[node] = self.graph.node_copy(node, self._argument(node))
-
-    def _argument(self, node: Node) -> Callable[[Node], Node]:
-        """Returns how to read each argument of ``node``: a single row is repeated, unless it is broadcast."""
-        tensors = [
-            each
-            for each in node.all_input_nodes
-            if isinstance(each.meta.get("val"), Tensor)
-        ]
-        others = [
-            each
-            for each in tensors
-            if each not in self.single and self.split._side(each) != NEITHER
-        ]
-        dims = [each.meta["val"].dim() for each in tensors]
-        broadcast = node.target in _BROADCAST and others and len(set(dims)) == 1
-
-        def argument(each: Node) -> Node:
-            if each not in self.single or broadcast:
-                return self.env[each]
-            tail = each.meta["val"].shape[1:]
-            return self.graph.call_function(
-                aten.expand.default, (self.env[each], [self.rows, *tail])
-            )
-
-        return argument
-
-    def _size(self, node: Node) -> Node:
-        """Returns the number of rows, or the longest list of a leaf."""
-        symbol = node.meta["val"].node.expr
-        for leaf, new in zip(self.leaves, self._inputs, strict=True):
-            shape = leaf.meta["val"].shape
-            for axis, size in enumerate(shape):
-                if axis and not isinstance(size, int) and size.node.expr == symbol:
-                    return self.graph.call_function(aten.sym_size.int, (new, axis))
-        assert self.rows is not None
-        return self.rows
-
-    def part(
-        self,
-        result: Node,
-        width: int,
-        *,
-        inputs: list[str] | None = None,
-        examples: tuple[Tensor, ...] = (),
-        dynamic: tuple[Any, ...] = (),
-    ) -> Part:
-        """Returns the part that computes ``result``."""
-        self.graph.output(result)
-        self.graph.eliminate_dead_code()
-        self.graph.lint()
-        leaves = [self.split.leaves[node] for node in self.leaves]
-        if leaves:
-            # Each side has a number of rows of its own.
-            side = "candidate" if leaves[0].candidate else "query"
-            many = Dim(f"{side}_rows", min=2)
-            dynamic = tuple(leaf.axes(many) for leaf in leaves)
-        return Part(
-            module=fx.GraphModule(self.root, self.graph).eval(),
-            inputs=inputs or [leaf.input for leaf in leaves],
-            examples=examples or tuple(leaf.example() for leaf in leaves),
-            dynamic=dynamic,
-            constants=self.constants,
-            fixed=self.fixed,
-            width=width,
-            leaves=leaves,
-        )
-
-
-def _products(width: int) -> Part:
-    """Returns the pairs of a product: the rows times the query."""
-    graph = fx.Graph()
-    query, rows = graph.placeholder("query"), graph.placeholder("rows")
-    turned = graph.call_function(aten.permute.default, (query, [1, 0]))
-    products = graph.call_function(aten.mm.default, (rows, turned))
-    graph.output(graph.call_function(aten.reshape.default, (products, [-1])))
-    return Part(
-        module=fx.GraphModule(nn.Module(), graph).eval(),
-        inputs=["query", "rows"],
-        examples=(torch.randn(1, width), torch.randn(3, width)),
-        dynamic=({}, {0: Dim("rows", min=2)}),
-        constants={},
-        fixed={},
-        width=0,
-    )
+            self.candidate = _Half(self, candidate, ones=True)
+        self.pairs = _Products(self, self.query.width)
 
 
 def _width(node: Node) -> int:

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from torchrec_ext.data.preprocess.folders import whole_folder
 from torchrec_ext.retrieval.bundle import Floats, open_array
 from torchrec_ext.retrieval.catalogue import Id, Ids, read_table, write_table
-from torchrec_ext.retrieval.manifest import BundleError, check_files, file_digests
-from torchrec_ext.sealed import existing_folder, json_digest, read_plain
+from torchrec_ext.retrieval.manifest import (
+    BUNDLE_MANIFEST,
+    BundleError,
+    Manifest,
+    check_files,
+    write_manifest,
+)
+from torchrec_ext.sealed import existing_folder
 
-STORE_FORMAT = 2
-_MANIFEST = "manifest.json"
 _IDS = "ids.arrow"
 _VECTORS = "vectors.npy"
 _DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype("<f4"), "fp16": np.dtype("<f2")}
-_MOST_BYTES = 2**20
 _BLOCK = 2**16
 _LOOK_S = 1.0
 Block = tuple[NDArray[Any] | pa.Array, Floats]
@@ -44,7 +47,7 @@ class Store:
         side: ``query`` or ``candidate``.
     """
 
-    def __init__(self, folder: Path, values: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
         """See :meth:`open`."""
         self.folder = folder
         self.tower = str(values["tower"])
@@ -52,7 +55,7 @@ class Store:
         self.ids = Ids.build(read_table(folder / _IDS)["id"])
         self.vectors = open_array(folder / _VECTORS)
         shape = (len(self.ids), values["width"])
-        if self.vectors.shape != shape or values["rows"] != len(self.ids):
+        if self.vectors.shape != shape:
             raise StoreError(
                 f"{folder}: {self.vectors.shape} vectors for {shape[0]} ids; embed again"
             )
@@ -69,26 +72,20 @@ class Store:
             StoreError: it is missing, damaged, or of another format.
         """
         folder = existing_folder(Path(folder))
-        path = folder / _MANIFEST
         try:
-            values = json.loads(read_plain(path, _MOST_BYTES))
-            if values.get("format") != STORE_FORMAT or "tower" not in values:
+            values = Manifest.open(folder).content
+            if "side" not in values:
                 raise StoreError(
-                    f"{path}: is of another format, or no store's; write the store again by torchx_apps.embed"
+                    f"{folder}: is a bundle, no store; torchx_apps.embed --out makes one of it"
                 )
-            digest = values.pop("digest")
-            if json_digest(values, compact=True) != digest:
-                raise StoreError(f"{path}: was changed or damaged; embed again")
             check_files(folder, values["files"], digests=verify)
             return cls(folder, values)
         except StoreError:
             raise
-        except OSError as error:
-            raise StoreError(
-                f"{path}: cannot be read ({error.strerror}); torchx_apps.embed --out makes a store"
-            ) from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StoreError(f"{folder}: {error}; embed again") from None
+            raise StoreError(
+                f"{error}; torchx_apps.embed --out writes a store"
+            ) from None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -108,18 +105,6 @@ class Store:
             return None
         vector: Floats = self.vectors[row].astype(np.float32)
         return vector
-
-    def blocks(self, without: Ids | None = None) -> Iterator[Block]:
-        """Yields ids and vectors in their order, but for the ids in ``without``."""
-        ids = self.ids.arrow()
-        for start in range(0, len(self), _BLOCK):
-            block = ids.slice(start, _BLOCK)
-            vectors = self.vectors[start : start + _BLOCK]
-            if without is not None:
-                stays = without.positions(block.to_pylist()) < 0
-                block = block.filter(pa.array(stays))
-                vectors = vectors[stays]
-            yield block, vectors
 
 
 def write_store(
@@ -150,23 +135,13 @@ def write_store(
     if dtype not in _DTYPES:
         raise StoreError(f"dtype={dtype!r}: must be one of {', '.join(_DTYPES)}")
     try:
-        with whole_folder(folder, overwrite=overwrite, mark=_MANIFEST) as staging:
+        with whole_folder(folder, overwrite=overwrite, mark=BUNDLE_MANIFEST) as staging:
             ids = _write_vectors(staging / _VECTORS, blocks, width, _DTYPES[dtype])
             if not sum(map(len, ids)):
                 raise StoreError(f"{folder}: there are no rows to write; give some")
             whole = Ids.build(pa.concat_arrays(ids))
             write_table(staging / _IDS, pa.table({"id": whole.arrow()}))
-            values = {
-                "format": STORE_FORMAT,
-                "tower": tower,
-                "side": side,
-                "rows": len(whole),
-                "width": width,
-                "files": file_digests(staging),
-            }
-            digest = json_digest(values, compact=True)
-            text = json.dumps({**values, "digest": digest}, indent=1)
-            (staging / _MANIFEST).write_text(text + "\n")
+            write_manifest(staging, {"tower": tower, "side": side, "width": width}, {})
     except (StoreError, KeyboardInterrupt):
         raise
     except (BundleError, pa.ArrowException) as error:
@@ -219,7 +194,7 @@ def refresh_store(
         folder: folder of the store.
         blocks: ids and vectors that changed or are new.
         tower: digest of the side that made them; must be the store's.
-        deleted: ids to remove.
+        deleted: ids to remove; texts also stand for whole numbers.
 
     Returns:
         The new store, and how many rows were ``changed``, ``added`` and ``deleted``.
@@ -234,29 +209,30 @@ def refresh_store(
             "the store anew with --out"
         )
     fresh = list(blocks)
-    new_ids = (
-        pa.concat_arrays([Ids.build(ids).arrow() for ids, _ in fresh])
-        if fresh
-        else None
-    )
-    known = store.ids
-    replaced: list[Id] = new_ids.to_pylist() if new_ids is not None else []
-    both = set(replaced) & set(deleted)
-    if both:
-        raise StoreError(
-            f"id {str(next(iter(both)))[:60]} is to be deleted and is among the rows; say one of both"
-        )
+    known = store.ids.arrow()
     try:
-        changed = int((known.positions(replaced) >= 0).sum())
-        removed = int((known.positions(list(deleted)) >= 0).sum())
-    except ValueError as error:
+        arrays = [Ids.build(ids).arrow() for ids, _ in fresh]
+        new = pa.chunked_array(arrays, known.type).combine_chunks()
+        gone = pa.array(list(deleted)).cast(known.type)
+    except pa.ArrowException as error:
         raise StoreError(f"{folder}: {error}; give ids of its type") from None
-    added = len(replaced) - changed
-    without = [*deleted, *replaced]
-    kept = store.blocks(Ids.build(_typed(without, known)) if without else None)
+    both = new.filter(pc.is_in(new, gone))
+    if len(both):
+        raise StoreError(
+            f"id {str(both[0])[:60]} is to be deleted and is among the rows; say one of both"
+        )
+
+    def among(ids: Any, others: Any) -> NDArray[np.bool_]:
+        return np.asarray(pc.is_in(ids, others))
+
+    changed = int(among(new, known).sum())
+    removed = int(among(known, gone).sum())
+    stays = np.flatnonzero(~(among(known, gone) | among(known, new)))
 
     def every() -> Iterator[Block]:
-        yield from kept
+        for start in range(0, len(stays), _BLOCK):
+            rows = stays[start : start + _BLOCK]
+            yield known.take(pa.array(rows)), store.vectors[rows]
         yield from fresh
 
     fresh_store = write_store(
@@ -268,13 +244,11 @@ def refresh_store(
         dtype=store.dtype,
         overwrite=True,
     )
-    return fresh_store, {"changed": changed, "added": added, "deleted": removed}
-
-
-def _typed(ids: Sequence[Id], like: Ids) -> pa.Array:
-    return pa.array(
-        list(dict.fromkeys(ids)), pa.int64() if like.kind == "int64" else pa.string()
-    )
+    return fresh_store, {
+        "changed": changed,
+        "added": len(new) - changed,
+        "deleted": removed,
+    }
 
 
 class StoredUsers:
@@ -329,7 +303,7 @@ class StoredUsers:
     def _look(self) -> object:
         self._next = time.monotonic() + _LOOK_S
         try:
-            status = (existing_folder(self._folder) / _MANIFEST).stat()
+            status = (existing_folder(self._folder) / BUNDLE_MANIFEST).stat()
         except OSError:
             return None
         return status.st_ino, status.st_mtime_ns, status.st_size

@@ -6,7 +6,6 @@ and element-wise functions are moved through concatenations.
 
 from __future__ import annotations
 
-import operator
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -96,20 +95,9 @@ class Leaf:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the manifest's entry."""
-        values: dict[str, Any] = {
-            "input": self.input,
-            "kind": self.kind,
-            "column": self.column,
-        }
-        if self.kind == "column":
-            values["dtype"] = self.dtype
-        if self.kind in ("rows", "pooled"):
-            values["table"] = self.table
-        if self.kind == "pooled":
-            values["pooling"] = self.pooling
-        if self.kind != "lengths":
-            values["shape"] = list(self.shape)
-        return values
+        values = {**vars(self), "input": self.input, "shape": list(self.shape)}
+        left_out = ("name", "candidate")
+        return {key: values[key] for key in values if key not in left_out}
 
     def example(self, rows: int = 3, longest: int = 5) -> Tensor:
         """Returns an input to trace with; no axis is 0 or 1, which torch.export would fix."""
@@ -338,19 +326,11 @@ class Trace:
 
     def _moved(self, node: Any) -> Node | None:
         """Returns a node of equal value whose parts are of one side; None if there is none."""
-        if node.target is aten.cat.default:
-            return self._flattened(node)
-        if node.target is operator.getitem:
-            return self._of_split(node)
         source: Any = node.args[0] if node.args else None
         if not isinstance(source, Node) or source.target is not aten.cat.default:
             return None
         dim = _dim(source)
-        if dim == 0:
-            return None
-        if node.target is aten.slice.Tensor:
-            return self._sliced(node, source, dim)
-        if not all(_moves(user, source) for user in source.users):
+        if dim == 0 or not all(_moves(user, source) for user in source.users):
             return None
         if node.target in _ELEMENTWISE:
             pieces = [
@@ -361,68 +341,6 @@ class Trace:
         if node.target is aten.linear.default and dim == source.meta["val"].dim() - 1:
             return self._linear(node, source)
         return None
-
-    def _flattened(self, node: Any) -> Node | None:
-        dim = _dim(node)
-        pieces: list[Any] = []
-        for piece in _pieces(node):
-            inner = piece.target is aten.cat.default and self.side(piece) == BOTH
-            if inner and _dim(piece) == dim:
-                pieces += piece.args[0]
-            else:
-                pieces.append(piece)
-        if len(pieces) == len(node.args[0]):
-            return None
-        return self._call(node, aten.cat.default, pieces, dim)
-
-    def _of_split(self, node: Any) -> Node | None:
-        """Takes a piece of a split concatenation from what was concatenated."""
-        split, index = node.args
-        if not isinstance(split, Node) or split.target not in (
-            aten.split.Tensor,
-            aten.split_with_sizes.default,
-        ):
-            return None
-        source: Any = split.args[0]
-        if source.target is not aten.cat.default:
-            return None
-        dim = split.args[2] if len(split.args) > 2 else 0
-        dim = dim % source.meta["val"].dim()
-        if dim != _dim(source) or dim == 0:
-            return None
-        sizes = [value.shape[dim] for value in split.meta["val"]]
-        start = sum(sizes[:index])
-        return self._range(node, source, dim, start, start + sizes[index])
-
-    def _sliced(self, node: Any, source: Any, dim: int) -> Node | None:
-        given: list[Any] = list(node.args)
-        given += [0, 0, None, 1][len(given) - 1 :]
-        _, axis, start, stop, step = given
-        value = source.meta["val"]
-        if axis % value.dim() != dim or step != 1:
-            return None
-        start, stop, _ = slice(start, stop).indices(value.shape[dim])
-        return self._range(node, source, dim, start, stop)
-
-    def _range(
-        self, node: Any, source: Any, dim: int, start: int, stop: int
-    ) -> Node | None:
-        pieces = []
-        place = 0
-        for piece in _pieces(source):
-            size = piece.meta["val"].shape[dim]
-            if not isinstance(size, int):
-                return None
-            first = max(start - place, 0)
-            last = min(stop - place, size)
-            if first < last:
-                if last - first < size:
-                    piece = self._call(node, aten.slice.Tensor, piece, dim, first, last)
-                pieces.append(piece)
-            place += size
-        if len(pieces) == 1:
-            return pieces[0]  # type: ignore[no-any-return]
-        return self._call(node, aten.cat.default, pieces, dim)
 
     def _linear(self, node: Any, source: Any) -> Node | None:
         """Applies a linear layer to the query's, the candidate's and the other pieces, and adds the results."""

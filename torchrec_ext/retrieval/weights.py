@@ -17,7 +17,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from torchrec_ext.distributed.runtime import gather_objects
-from torchrec_ext.distributed.tables import Shard, collections, local_shards
+from torchrec_ext.distributed.tables import local_shards
 from torchrec_ext.tensor_file import Shape
 
 # Larger blocks get new pages from the system each time, which takes longer than to
@@ -122,43 +122,36 @@ class LiveWeights:
     ) -> None:
         self._ranks = ranks
         self._rows_of = dict(rows or {})
-        self._shards: dict[str, list[Shard]] = {}
+        self._shards: dict[tuple[str, _Piece], Tensor] = {}
+        found: list[tuple[str, Shape, _Piece]] = []
+        tables = set()
         for shard in local_shards(model):
-            self._shards.setdefault(shard.config.name, []).append(shard)
-        local_pieces: dict[str, list[_Piece]] = {}
-        local_shapes: dict[str, Shape] = {}
-        for name, shards in self._shards.items():
-            local_pieces[name] = [_piece(ranks.rank, shard) for shard in shards]
-            config = shards[0].config
-            local_shapes[name] = Shape(
-                (config.num_embeddings, config.embedding_dim), shards[0].tensor.dtype
-            )
+            config, tensor = shard.config, shard.tensor
+            piece = _Piece(ranks.rank, shard.row, shard.column, *tensor.shape)
+            self._shards[config.name, piece] = tensor
+            size = (config.num_embeddings, config.embedding_dim)
+            found.append((config.name, Shape(size, tensor.dtype), piece))
+            tables.add(shard.fqn)
+        wholes: dict[str, Shape] = {}
+        pieces: dict[str, list[_Piece]] = {}
+        for of_rank in ranks.gathered(found):
+            for name, shape, piece in of_rank:
+                wholes[name] = shape
+                pieces.setdefault(name, []).append(piece)
         self.tables: dict[str, Shape] = {}
         self._pieces: dict[str, list[_Piece]] = {}
-        for pieces, shapes in ranks.gathered((local_pieces, local_shapes)):
-            self.tables |= shapes
-            for name, more in pieces.items():
-                self._pieces.setdefault(name, []).extend(more)
-        self.tables = dict(sorted(self.tables.items()))
-        for name, whole in self.tables.items():
-            self._pieces[name] = _choose_pieces(name, self._pieces[name], whole)
-            if name in self._rows_of:
-                self.tables[name] = Shape(
-                    (len(self._rows_of[name]), whole.size[1]), whole.dtype
-                )
-        unwrapped = get_unwrapped_module(model)
-        tables: set[str] = set()
-        for path, collection in collections(model):
-            prefix = f"{path}." if path else ""
-            tables |= {prefix + key for key in collection.state_dict()}
-        self._dense: dict[str, Tensor] = {}
-        for name, value in unwrapped.state_dict().items():
-            if (
-                name not in tables
-                and isinstance(value, Tensor)
-                and not isinstance(value, ShardedTensor)
-            ):
-                self._dense[name] = value.detach().cpu().contiguous()
+        for name, whole in sorted(wholes.items()):
+            self._pieces[name] = _choose_pieces(name, pieces[name], whole)
+            held = self._rows_of.get(name)
+            count = whole.size[0] if held is None else len(held)
+            self.tables[name] = Shape((count, whole.size[1]), whole.dtype)
+        self._dense = {
+            name: value.detach().cpu().contiguous()
+            for name, value in get_unwrapped_module(model).state_dict().items()
+            if name not in tables
+            and isinstance(value, Tensor)
+            and not isinstance(value, ShardedTensor)
+        }
 
     def blocks(self, names: Iterable[str]) -> Iterator[tuple[str, int, Tensor]]:
         """Yields (table, first row, full rows), table by table and block by block; rows are valid on rank 0 only."""
@@ -196,37 +189,21 @@ class LiveWeights:
 
     def dense(self) -> dict[str, Tensor]:
         """Returns, on rank 0, all weights and buffers outside of tables, by their names in the unsharded model."""
-        names_by_rank = self._ranks.gathered(sorted(self._dense))
-        # Each weight that rank 0 lacks is sent by the lowest rank that has it.
-        holder: dict[str, int] = {}
-        for rank, names in enumerate(names_by_rank):
-            for name in names:
-                holder.setdefault(name, rank)
-        own_weights: dict[str, Tensor] = {}
-        if self._ranks.rank != 0:
-            own_weights = {
-                name: self._dense[name]
-                for name, rank in holder.items()
-                if rank == self._ranks.rank
-            }
-        weights_by_name = dict(self._dense)
-        for weights in self._ranks.gathered(own_weights):
-            weights_by_name |= weights
-        return dict(sorted(weights_by_name.items()))
+        names = set(self._ranks.gathered(sorted(self._dense))[0])
+        lacking = {
+            name: value for name, value in self._dense.items() if name not in names
+        }
+        weights = dict(self._dense)
+        for found in self._ranks.gathered(lacking):
+            weights = {**found, **weights}
+        return dict(sorted(weights.items()))
 
     def _values(self, name: str, piece: _Piece, rows: Tensor) -> Tensor:
         if piece.rank != self._ranks.rank:
             return torch.empty(len(rows), piece.columns, dtype=self.tables[name].dtype)
-        shard = next(
-            shard for shard in self._shards[name] if _piece(piece.rank, shard) == piece
-        )
-        local = (rows - piece.row).to(shard.tensor.device)
-        return shard.tensor.detach().index_select(0, local).cpu()
-
-
-def _piece(rank: int, shard: Shard) -> _Piece:
-    rows, columns = shard.tensor.shape
-    return _Piece(rank, shard.row, shard.column, rows, columns)
+        shard = self._shards[name, piece]
+        local = (rows - piece.row).to(shard.device)
+        return shard.detach().index_select(0, local).cpu()
 
 
 def _choose_pieces(name: str, pieces: list[_Piece], shape: Shape) -> list[_Piece]:

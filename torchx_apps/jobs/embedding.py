@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from torchrec_ext.data.files.sources import DataFile, find_files
-from torchrec_ext.data.preprocess.columns import missing_column
+from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.retrieval.bundle import Bundle, Side
-from torchrec_ext.retrieval.catalogue import Id, Ids
+from torchrec_ext.retrieval.catalogue import Ids
 from torchrec_ext.retrieval.manifest import BundleError
-from torchrec_ext.retrieval.store import Block, Store, refresh_store, write_store
+from torchrec_ext.retrieval.store import Block
 from torchrec_ext.schema.validation import DataError
 
 # Rows of a block; a fixed size, because vectors may depend on it in the last bits.
@@ -33,7 +29,6 @@ class TowerRows:
         key: name of the column with the ids.
 
     Attributes:
-        digest: digest of the side.
         unknown: number of rows with a value unknown to training, by column; complete after all blocks.
 
     Raises:
@@ -45,21 +40,20 @@ class TowerRows:
         self, bundle: Bundle, side: str, catalogue: Sequence[str], key: str
     ) -> None:
         self.side = side
-        self.digest = bundle.manifest.content["towers"][side]["digest"]
         self._bundle = bundle
         self._encoder: Side = bundle.query if side == "query" else bundle.candidate
         self.width = self._encoder.width
         self.unknown: Counter[str] = Counter()
-        self._files = find_files(catalogue) if catalogue else []
         self._names = list(dict.fromkeys([key, *self._encoder.columns.raw]))
         self._key = key
-        for file in self._files:
-            names = _opened(file).schema_arrow.names
-            for name in self._names:
-                if name not in names:
-                    raise missing_column(file.name, name, names)
+        self._source: ParquetSource | None = None
         if not catalogue:
             self._check_users()
+            return
+        self._source = ParquetSource(catalogue)
+        for name in self._names:
+            for file in range(len(self._source.files)):
+                self._source.type_of(name, file)
 
     def _check_users(self) -> None:
         users = self._bundle.users
@@ -89,7 +83,7 @@ class TowerRows:
             yield ids, self._encoder(read.columns)
 
     def _rows(self) -> Iterator[tuple[str, pa.Array, pa.Table]]:
-        if not self._files:
+        if self._source is None:
             users = self._bundle.users
             assert users is not None
             ids = users.ids.arrow()
@@ -97,34 +91,13 @@ class TowerRows:
                 stop = min(start + BLOCK_ROWS, len(users))
                 where = f"the bundle's users from place {start} on"
                 yield where, ids[start:stop], users.block(start, stop)
-        for file in self._files:
-            row = 0
-            for rows in _read(file, self._names):
-                where = f"{file.name}, rows from {row} on"
-                yield where, _ids(where, self._key, rows.column(self._key)), rows
-                row += len(rows)
-
-
-def _read(file: DataFile, names: Sequence[str]) -> Iterator[pa.Table]:
-    try:
-        with _opened(file) as parquet:
-            for rows in parquet.iter_batches(batch_size=BLOCK_ROWS, columns=names):
-                yield pa.Table.from_batches([rows])
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(
-            f"{file.name}: cannot be read ({str(error)[:80]}); copy or write the file again"
-        ) from error
-
-
-def _opened(file: DataFile) -> pq.ParquetFile:
-    source: Any = file.path if file.remote is None else file.open()
-    # With page checksums a flipped bit is an error, and not another value.
-    try:
-        return pq.ParquetFile(source, page_checksum_verification=True)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(
-            f"{file.name}: is not parquet, or was cut short; copy or write it again ({str(error)[:80]})"
-        ) from error
+            return
+        for group in self._source.groups:
+            table = self._source.table(group, self._names)
+            for start in range(0, len(table), BLOCK_ROWS):
+                rows = table.slice(start, BLOCK_ROWS)
+                where = f"{group.name}, rows from {start} on"
+                yield where, _ids(where, self._key, rows[self._key]), rows
 
 
 def _ids(where: str, name: str, column: pa.ChunkedArray) -> pa.Array:
@@ -141,57 +114,3 @@ def _ids(where: str, name: str, column: pa.ChunkedArray) -> pa.Array:
         return Ids.build(ids).arrow()
     except BundleError as error:
         raise DataError(f"{where}: column '{name}': {error}") from None
-
-
-def embed_files(rows: TowerRows, out: Path, dtype: str) -> Store:
-    """Writes a store of these rows alone.
-
-    Raises:
-        ValueError: a file, a column or a value cannot be taken, or an id occurs twice.
-    """
-    return write_store(
-        out,
-        rows.blocks(),
-        tower=rows.digest,
-        side=rows.side,
-        width=rows.width,
-        dtype=dtype,
-        overwrite=True,
-    )
-
-
-def refresh_files(
-    rows: TowerRows | None, out: Path, tower: str, deleted: Sequence[Id]
-) -> tuple[Store, str]:
-    """Writes changed and new rows over a copy of a store, without deleted ids; returns it, and what was done."""
-    blocks = rows.blocks() if rows is not None else ()
-    store, counts = refresh_store(out, blocks, tower=tower, deleted=deleted)
-    return store, ", ".join(f"{count} {what}" for what, count in counts.items())
-
-
-def ids_in(paths: Sequence[str], key: str) -> list[Id]:
-    """Returns the ids in a column of parquet files."""
-    ids: list[Id] = []
-    for file in find_files(paths):
-        names = _opened(file).schema_arrow.names
-        if key not in names:
-            raise missing_column(file.name, key, names)
-        for rows in _read(file, [key]):
-            ids += _ids(file.name, key, rows.column(key)).to_pylist()
-    return ids
-
-
-def typed_ids(texts: Sequence[str], store: Path) -> list[Id]:
-    """Returns ids that somebody typed as those of a store: whole numbers or strings.
-
-    Raises:
-        ValueError: the store's ids are whole numbers, and one is not.
-    """
-    if Store.open(store, verify=False).ids.kind == "str":
-        return list(texts)
-    for text in texts:
-        if not text.lstrip("-").isdecimal():
-            raise ValueError(
-                f"--delete: {text[:60]!r} is no whole number, and the store's ids are; give its ids by commas"
-            )
-    return list(map(int, texts))

@@ -328,7 +328,6 @@ def export_ids(
             features=pa.table({USER: users}),
             unknown={USER: None},
             seen=nothing,
-            liked=nothing,
         ),
         preprocessor=FittedPreprocessor.of(steps, {USER: "int64", ITEM: "int64"}),
         rows=rows,

@@ -100,22 +100,10 @@ def with_live_ids(data: ExportData, task: Task, loader: DynamicIdLoader) -> Expo
             # The number of the unknown row may be an id, whose row it must not read.
             unknown[name] = [] if isinstance(unknown[name], list) else None
         users = dataclasses.replace(users, unknown=unknown)
-    oov_ids = {
-        name: 0 if name in vocabularies else row
-        for name, row in (data.oov_ids or {}).items()
-    }
-    # Each live id has been seen in training.
-    unseen = {
-        name: rows
-        for name, rows in (data.unseen or {}).items()
-        if name not in vocabularies
-    }
     return dataclasses.replace(
         data,
         users=users,
         preprocessor=_with_vocabularies(preprocessor, vocabularies),
-        oov_ids=oov_ids,
-        unseen=unseen,
         rows=table_rows,
     )
 

@@ -34,9 +34,6 @@ class ExportData:
     users: NamedUsers | None = None
     queries: pa.Table | None = None
     preprocessor: FittedPreprocessor | None = None
-    candidate: str | None = None
-    oov_ids: Mapping[str, int] | None = None
-    unseen: Mapping[str, Sequence[int]] | None = None
     rows: Mapping[str, Tensor] | None = None
 
 
@@ -252,7 +249,6 @@ def _users_of(data: Prepared, names: Sequence[str], items: Int64) -> NamedUsers 
         features=described,
         unknown=_nobody(described, user_steps, dense),
         seen=item_lists,
-        liked=item_lists,
     )
 
 

@@ -415,9 +415,7 @@ class FittedPreprocessor:
             name: f"put FillMissing(column='{name}', ...) before it"
             for name in self.outputs
         }
-        kept_remedy = (
-            "it is kept as it is: fill it where it is written, or do not keep it"
-        )
+        kept_remedy = "it is kept as it is: fill it where it is written"
         return remedies | dict.fromkeys(self.keep, kept_remedy)
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:

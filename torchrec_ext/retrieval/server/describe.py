@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from torchrec_ext.data.preprocess.columns import element, is_list_column
 from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.catalogue import CATEGORIES, NOT
+from torchrec_ext.retrieval.catalogue import NOT
 from torchrec_ext.retrieval.server.settings import ServerConfig
 
 _MOST_NAMED = 1_000  # most values of a column to list
@@ -72,20 +72,15 @@ def bundle_page(bundle: Bundle, settings: ServerConfig) -> dict[str, Any]:
             known[name] = bundle.query.columns.known_values(name, _MOST_NAMED)
         if is_list_column(kind) and (texts := _item_titles(bundle, known[name])):
             titles[name] = texts
-    categories: list[Any] = []
-    if CATEGORIES in bundle.items.attributes:
-        names = bundle.items.attributes[CATEGORIES].values
-        categories = names.ids(range(len(names)))
     return {
         "digest": bundle.digest,
         "manifest": bundle.manifest.as_json(),
         "items": len(bundle.items),
         **users,
         "columns": dict(bundle.query.columns.raw),
-        "example_user": example_user(bundle, private=private),
+        "example_user": example_user(bundle),
         "known_values": known,
         "known_titles": titles,
-        "categories": categories,
         "limits": vars(settings.limits),
     }
 
@@ -99,31 +94,22 @@ def _item_titles(bundle: Bundle, values: list[Any]) -> list[str]:
     return bundle.items.titles_of(positions) if positions.min(initial=0) >= 0 else []
 
 
-def example_user(bundle: Bundle, *, private: bool) -> dict[str, Any]:
-    """Returns raw features of a person whom the model has never seen, as a request gives them without an id.
-
-    Args:
-        bundle: live bundle.
-        private: whether no stranger reads them: only then are known values of columns among them.
-    """
-    columns = bundle.query.columns
-    features: dict[str, Any] = {}
+def example_user(bundle: Bundle) -> dict[str, Any]:
+    """Returns raw features of a person whom the model has never seen, as a request gives them without an id."""
+    features: Mapping[str, Any] = {}
+    key = None
     if bundle.users is not None:
-        unknown = bundle.users.features(-1)
-        features = {name: values[0] for name, values in unknown.items()}
+        features, key = bundle.users.features(-1), bundle.users.key
+    widths = bundle.query.list_widths()
     example = {}
-    for name, kind in columns.raw.items():
-        if bundle.users is not None and name == bundle.users.key:
-            continue
-        value = features.get(name)
-        if value is None and is_list_column(kind):
-            # A bag may be empty, other lists have one length.
-            value = [0] * bundle.query.list_widths().get(name, 0)
-        elif value is None:
-            value = _NEUTRAL.get(kind, _A_DAY)
-            if private and kind in ("int64", "string"):
-                value = next(iter(columns.known_values(name, 1)), value)
-        example[name] = value
+    for name, kind in bundle.query.columns.raw.items():
+        # A bag may be empty, other lists have one length.
+        neutral: Any = [0] * widths.get(name, 0)
+        if not is_list_column(kind):
+            neutral = _NEUTRAL.get(kind, _A_DAY)
+        (value,) = features.get(name, [None])
+        if name != key:
+            example[name] = neutral if value is None else value
     return example
 
 
@@ -148,60 +134,47 @@ def openapi(
         user[bundle.users.key] = bundle.users.ids.kind.replace("str", "string")
     parts["User"] = _rows(user)
     parts["Item"] = _rows(bundle.candidate.columns.raw)
-    names = [*bundle.items.attributes, NOT]
-    parts["Filter"] = _rows(dict.fromkeys(names, "list<>"))
-    references = {name: {"$ref": template.format(name=name)} for name in parts}
-    either = {
-        "type": "array",
-        "items": {"anyOf": [references["User"], references["Item"]]},
-    }
-    for kind, _, _ in routes.values():
-        properties = parts[kind.__name__]["properties"]
-        changes = {
-            "user": references["User"],
-            "filter": references["Filter"],
-            "rows": either,
-        }
-        properties.update(
-            {name: changes[name] for name in changes if name in properties}
-        )
+    parts["Filter"] = _rows(dict.fromkeys([*bundle.items.attributes, NOT], "list<>"))
+    of_user, of_item, of_filter = (
+        {"$ref": template.format(name=name)} for name in ("User", "Item", "Filter")
+    )
+    # What the bundle's columns and attributes say of a field, beside its type.
+    rows = {"type": "array", "items": {"anyOf": [of_user, of_item]}}
+    fields = {"user": of_user, "filter": of_filter, "rows": rows}
+    refusals = {status: {"description": why} for status, why in _STATUSES.items()}
     paths: dict[str, Any] = {}
     for path, (kind, answer, summary) in routes.items():
-        operation: dict[str, Any] = {
-            "summary": summary.partition(";")[0].partition("\n")[0].strip(),
-            "requestBody": {
-                "required": True,
-                "content": {
-                    "application/json": {
-                        "schema": schemas[kind],
-                        "example": _example(bundle, kind, settings),
-                    }
+        properties = parts[kind.__name__]["properties"]
+        properties.update({name: fields[name] for name in fields if name in properties})
+        body = {"schema": schemas[kind], "example": _example(bundle, kind, settings)}
+        answers = {"application/json": {"schema": schemas[answer]}}
+        paths[path] = {
+            "post": {
+                "summary": summary.partition(";")[0].partition("\n")[0].strip(),
+                "requestBody": {
+                    "required": True,
+                    "content": {"application/json": body},
                 },
-            },
-            "responses": {
-                "200": {
-                    "description": "the answer",
-                    "content": {"application/json": {"schema": schemas[answer]}},
+                "responses": {
+                    "200": {"description": "the answer", "content": answers},
+                    **refusals,
                 },
-                **{status: {"description": why} for status, why in _STATUSES.items()},
-            },
+            }
         }
-        if settings.token is not None:
-            operation["security"] = [{"token": []}]
-        paths[path] = {"post": operation}
     for path, summary in _PAGES.items():
-        answers = {"200": {"description": "it"}}
-        paths[path] = {"get": {"summary": summary, "responses": answers}}
-    described: dict[str, Any] = {
+        described = {"summary": summary, "responses": {"200": {"description": "it"}}}
+        paths[path] = {"get": described}
+    components = {"schemas": parts}
+    if settings.token is not None:
+        components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        for path in routes:
+            paths[path]["post"]["security"] = [{"token": []}]
+    return {
         "openapi": "3.1.0",
         "info": {"title": "torchrec_ext", "version": "2"},
         "paths": paths,
-        "components": {"schemas": parts},
+        "components": components,
     }
-    if settings.token is not None:
-        token = {"token": {"type": "http", "scheme": "bearer"}}
-        described["components"]["securitySchemes"] = token
-    return described
 
 
 def _rows(raw: Mapping[str, str]) -> dict[str, Any]:
@@ -219,7 +192,7 @@ def _example(
     bundle: Bundle, kind: type[Struct], settings: ServerConfig
 ) -> dict[str, Any]:
     """Returns a body of a kind of request that the bundle answers."""
-    user = example_user(bundle, private=settings.is_private)
+    user = example_user(bundle)
     known: Mapping[str, Any] = user
     # Ids of users are for private callers alone.
     if bundle.users is not None and settings.is_private and len(bundle.users):

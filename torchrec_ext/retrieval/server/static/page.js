@@ -68,8 +68,6 @@ function showBundle(found) {
   at("users").replaceChildren(...found.sample_users.map((id) => Object.assign(element("option"), { value: String(id) })));
   at("other").hidden = found.sample_users.length === 0;
   at("k").max = Math.min(100, found.limits.k);
-  at("category-field").hidden = found.categories.length === 0;
-  at("category").replaceChildren(Object.assign(element("option", "All"), { value: "" }), ...found.categories.map((name) => element("option", name)));
   at("scale").textContent = content.calibrated
     ? "The logit, and its probability among rows like those of the training, drawn negatives included."
     : "The model's score. It ranks, and is no probability.";
@@ -248,7 +246,6 @@ async function recommend() {
       return;
     }
     const body = { user: userFeatures(), k: Number(at("k").value), titles: true, liked: LIKED };
-    if (at("category").value) body.filter = { categories: [at("category").value] };
     const start = performance.now();
     const found = await ask("/v1/recommend", body);
     clearTimeout(waiting);
