@@ -419,31 +419,6 @@ def test_a_feature_of_the_drawn_item_is_compared_for_the_items_that_were_drawn()
         lost.check(loader_of(WithGenres(), collate_fn=None))
 
 
-def test_repeats_of_a_made_batch_are_those_that_are_said_and_tried() -> None:
-    data = Interactions()
-
-    def make(row: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        item = torch.cat([row["item"][:, None], row["negatives"]], 1)
-        k = item.shape[1]
-        label = (torch.arange(k) == 0).float().repeat(len(item))
-        return (
-            row["user"].repeat_interleave(k),
-            item.flatten(),
-            row["context"].repeat_interleave(k, 0),
-            label,
-        )
-
-    theirs = declared(data)
-    made = declared(data, make=make, repeats=(5, 1, 5, 1))
-    for ours, other in zip(made, theirs, strict=True):
-        assert same(ours, other)
-    assert made.repeats == {"tensor 0": 5, "tensor 2": 5}
-    # of the items, which hold a negative, and of another number of tensors
-    for wrong in ((5, 5, 5, 1), (4, 1, 5, 1), (5, 1, 5)):
-        with pytest.raises(ValueError, match=re.escape(f"repeats={list(wrong)}")):
-            declared(data, make=make, repeats=wrong)
-
-
 def drawn_rows(batch_size: int, **more: Any) -> Rows:
     return declared(Interactions(), batch_size, **more)
 
@@ -621,7 +596,7 @@ def test_every_row_is_on_one_rank_and_all_take_equal_steps(
         (Uniform(ITEMS, exclude={0: {1}}, by="film"), "by='film': must be a column"),
         (
             Uniform(5, exclude={u: {0, 1, 2, 3, 4} for u in range(USERS)}, by="user"),
-            "has 0 items left to draw from (5 items",
+            "has 0 items left to draw from: all 5 are excluded",
         ),
         (Popular(ITEMS), "counted='': must be a column"),
     ],
@@ -643,7 +618,6 @@ def test_a_distribution_that_does_not_fit_the_columns_is_refused(
         ({"columns": {}}, "columns have {} rows"),
         ({"columns": {"a": [1, 2], "b": [1]}}, "columns have {'a': 2, 'b': 1} rows"),
         ({"columns": {"a": ["x"]}}, "column 'a': must be a tensor or an array"),
-        ({"repeats": (2,)}, "repeats=[2]: is for make="),
         ({"positive": "x"}, "positive='x': without negatives"),
         ({"negatives": Uniform(4)}, "name the column of the positives"),
         (

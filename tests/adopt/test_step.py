@@ -28,7 +28,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import torchrec_ext.adopt.step as adopted
-from torchrec_ext.adopt import AdoptedStep, CannotAdopt, Rows, adopt, captures, verify
+from torchrec_ext.adopt import (
+    AdoptedStep,
+    CannotAdopt,
+    Rows,
+    Uniform,
+    adopt,
+    captures,
+    verify,
+)
 from torchrec_ext.capture import executors, policy
 from torchrec_ext.capture.memory import StepMemory
 from torchrec_ext.capture.policy import TrainingDivergedError
@@ -46,7 +54,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
         monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
     for name in ("CAPTURE_S", "CAPTURE_S_PER_CALL"):
         monkeypatch.setattr(adopted, name, {"cpu": 0.0, "cuda": 0.0})
-    monkeypatch.setattr(verify, "_EVERY_READ", float("nan"))  # none
+    monkeypatch.setattr(verify, "_CHECKED", 0.0)
     # which way is faster is no question here
     monkeypatch.setattr(adopted.StepWatch, "_report", lambda watch: None)
 
@@ -1468,22 +1476,14 @@ def test_many_generated_models_are_equal_or_refused(make: Callable[[], Case]) ->
 
 
 def rows_of_pairs(size: int = 90) -> Any:
-    """Columns of a Dataset, of which a row gives three items to a user."""
+    """Columns of a Dataset, of which a row gives a user's item and two others."""
     generator = torch.Generator().manual_seed(5)
     columns = {
         "user": torch.randint(USERS, (size,), generator=generator),
-        "item": torch.randint(FEW, (size, 3), generator=generator),
-        "label": torch.randint(2, (size, 3), generator=generator).float(),
+        "item": torch.randint(FEW, (size,), generator=generator),
     }
-
-    def make(row: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        return (
-            row["user"].repeat_interleave(3),
-            row["item"].flatten(),
-            row["label"].flatten(),
-        )
-
-    return Rows(columns, B, make=make, repeats=(3, 1, 1), seed=3)
+    negatives = Uniform(FEW, draws=2, exclude=("user", "item"))
+    return Rows(columns, B, negatives=negatives, seed=3)
 
 
 def test_batches_made_inside_the_step_are_those_of_a_loader_and_equal_ids_are_looked_up_once(
@@ -1556,17 +1556,10 @@ def test_a_layer_multiplies_rows_that_repeat_once_and_learns_the_same(
     generator = torch.Generator().manual_seed(2)
     columns = {
         "user": torch.randint(FEW, (40,), generator=generator),
+        "item": torch.randint(FEW, (40,), generator=generator),
         "context": torch.randn(40, 8, generator=generator),
-        "item": torch.randint(FEW, (40, 5), generator=generator),
-        "label": torch.randint(2, (40, 5), generator=generator).float(),
     }
-
-    def make(row: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        user, context = (
-            row[key].repeat_interleave(5, 0) for key in ("user", "context")
-        )
-        return user, row["item"].flatten(), context, row["label"].flatten()
-
+    negatives = Uniform(FEW, draws=4)
     change, once = JOINED[name]
     multiplied: list[Any] = []
 
@@ -1589,7 +1582,7 @@ def test_a_layer_multiplies_rows_that_repeat_once_and_learns_the_same(
                 model(*batch[:3]), batch[3]
             )
         )
-        rows = Rows(columns, 8, make=make, repeats=(5, 1, 5, 1), seed=3)
+        rows = Rows(columns, 8, negatives=negatives, positive="item", seed=3)
         step = adopt(
             model,
             torch.optim.Adam(model.parameters(), 1e-2),

@@ -143,6 +143,6 @@ def too_many(runtime: Runtime) -> str:
 def test_batches_of_too_many_sizes_are_told_with_their_sizes() -> None:
     (text,) = run_ranks(too_many, 1)
     assert (
-        "batches of more than 4 sizes: 8, 12, 16, 20, 24 rows; give them one batch_size"
+        "batches of more than 4 shapes, of 8, 12, 16, 20, 24 rows; give them one batch_size"
         in text
     )

@@ -110,7 +110,7 @@ RECORDED: dict[str, Facts] = {
 # Facts of one cause each whose verdict is your_line, with what the title says.
 LINES: dict[str, Facts] = {
     "anomaly mode was left on": facts(
-        steps(9.0, quiet=2.1), ops=100, modes=("anomaly mode",), product_s=1e-3
+        steps(9.0), ops=100, modes=("anomaly mode",), product_s=1e-3
     ),
     "model.py:9 in forward works on a whole table": facts(
         steps(9.0),

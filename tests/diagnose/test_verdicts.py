@@ -304,15 +304,6 @@ def test_a_loader_that_collates_for_long_is_not_read_row_by_row() -> None:
     assert ROWS.dataset in by_row.evidence[1]
 
 
-def test_launches_on_a_device_are_the_gaps_between_its_kernels() -> None:
-    """868 ops of 5 us are all of a step of 4.4 ms; the device runs kernels for 80 % of it."""
-    recorded = RECORDED["launches"]
-    busy = dataclasses.replace(recorded, kernels=900, device_busy=0.8)
-    assert found(busy, "launches").cost == pytest.approx(0.2 * 4.4 / 4.41, rel=1e-6)
-    assert "900 kernels" in found(busy, "launches").evidence[1]
-    assert found(recorded, "launches").cost > 0.9
-
-
 def launches_of(recorded: Facts) -> float:
     return sum(each.cost for each in findings(recorded) if each.cause == "launches")
 

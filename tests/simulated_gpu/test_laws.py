@@ -23,7 +23,6 @@ LAWS = Path(__file__).parent / "laws"
 NEEDS_A_REAL_GPU = {
     "tests/distributed/test_laws.py::test_rows_off_the_gpu_train_as_those_on_it[fused_uvm_caching]": "FBGEMM's cache",
     "tests/apps/test_gpu_jobs.py::test_a_job_trains_exports_and_goes_on[two_tower, UVM]": "FBGEMM's cache",
-    "tests/diagnose/test_why_slow.py::test_a_device_is_watched_and_a_cpu_has_none[cuda]": "a profiler of kernels",
 }
 
 

@@ -7,7 +7,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,22 @@ class TooManyShapesError(RareShapeError):
     """A batch stays eager for good, because as many shapes as may be are captured; the message names both."""
 
 
+class Seen(NamedTuple):
+    """What an eager step showed.
+
+    Args:
+        look_ups: rows that it read of each table, by the id of its weight.
+        matrices: the line that reads a table otherwise, by its name.
+        selects: whether the forward selects by masks.
+        draws_random: whether the forward draws random numbers.
+    """
+
+    look_ups: Mapping[int, int] = MappingProxyType({})
+    matrices: Mapping[str, str] = MappingProxyType({})
+    selects: bool = False
+    draws_random: bool = False
+
+
 class Captures:
     """Captures a step for each state of the user's Python, and runs it.
 
@@ -85,10 +102,7 @@ class Captures:
 
     Attributes:
         current: the captured steps that ran last; None before.
-        look_ups: rows that an eager step read of each table, by the id of its weight.
-        matrices: the line that reads a table otherwise, by its name.
-        selects: whether the forward selects by masks.
-        draws_random: whether the forward draws random numbers.
+        seen: what an eager step showed.
         too_many_shapes: why batches of some shapes stay eager; empty if none do.
         seconds: seconds of all captures.
     """
@@ -104,10 +118,7 @@ class Captures:
         self._graph_count = 0
         self._graphs: dict[int, tuple[CapturedUpdate, StepGraph]] = {}
         self.current: CapturedUpdate | None = None
-        self.look_ups: Mapping[int, int] = {}
-        self.matrices: dict[str, str] = {}
-        self.selects = False
-        self.draws_random = False
+        self.seen = Seen()
         self.too_many_shapes = ""
         self._shapes: list[Shapes] = []  # of captured batches
         self._refused: Counter[Shapes] = Counter()
@@ -156,7 +167,8 @@ class Captures:
                 return self._try(update, batch, is_probe=is_probe)
             except OtherMemory as other:
                 if other.matrices:
-                    self.matrices |= other.matrices
+                    matrices = {**self.seen.matrices, **other.matrices}
+                    self.seen = self.seen._replace(matrices=matrices)
                 elif is_probe:
                     allowed = other.unreached
                     names = every - other.unreached
@@ -176,7 +188,9 @@ class Captures:
     ) -> tuple[Tensor, Any]:
         resident = batch.resident
         if resident not in update.calls:
-            step = _step_of(update, self._user_step, resident, selects=self.selects)
+            step = _step_of(
+                update, self._user_step, resident, selects=self.seen.selects
+            )
             update.calls[resident] = CompiledCall(step, weakly(self._take_graph))
         self._tracing = update, is_probe
         try:
@@ -201,12 +215,12 @@ class Captures:
             )
         user_step = self._user_step
         dense_tables = {
-            name: line for name, line in self.matrices.items() if name in names
+            name: line for name, line in self.seen.matrices.items() if name in names
         }
         tables = {
             name
             for name in names
-            if id(rules[name][2]) in self.look_ups and name not in dense_tables
+            if id(rules[name][2]) in self.seen.look_ups and name not in dense_tables
         }
         key = frozenset(names), frozenset(tables), is_probe
         if key not in self._updates or is_probe:
@@ -215,7 +229,7 @@ class Captures:
             )
             memory = StepMemory(parameters, {})
             weights = {each.name: rules[each.name][2] for each in parameters}
-            counts = {name: self.look_ups[id(rules[name][2])] for name in tables}
+            counts = {name: self.seen.look_ups[id(rules[name][2])] for name in tables}
             memory.choose(counts, row_by_row)
             update = CapturedUpdate(
                 memory,
@@ -333,7 +347,7 @@ class Captures:
         number = call.graph.number
         self.current = update
         snapshot = self._verification.snapshot(update, number, call)
-        if snapshot is not None and self.draws_random:
+        if snapshot is not None and self.seen.draws_random:
             # Op by op, the step draws the same random numbers as the eager one.
             run = call.graph.module
         # .grad is None after a captured step: no gradient of a backward of the user's own stays.

@@ -145,46 +145,6 @@ class Lag:
             if parameter is not None:
                 parameter.__class__ = _LaggingParameter if is_marked else nn.Parameter
 
-    def write_rows(self, tensor: Tensor, index: Any, value: Any) -> bool:
-        """Writes whole rows that were updated first, and leaves the others for later; False if it cannot.
-
-        Args:
-            tensor: a table or its optimizer's state.
-            index: an integer, a list or an int64 tensor (n,), alone or with ``:`` for the second dimension.
-            value: what is written.
-        """
-        name = self._table_of(tensor)
-        if name is None or not self.active or torch.is_grad_enabled():
-            return False
-        rows = index
-        if isinstance(index, tuple) and len(index) == 2 and index[1] == slice(None):
-            rows = index[0]
-        if isinstance(rows, Tensor):
-            is_rows = rows.dtype == torch.int64 and rows.dim() == 1
-        else:
-            # A bool is an int of Python's, and selects all or nothing.
-            is_rows = isinstance(rows, int | list) and not isinstance(rows, bool)
-        if not is_rows:
-            return False
-        # Without __torch_function__, which would update all rows first.
-        with self._lock, torch._C.DisableTorchFunctionSubclass():
-            whole_rows = torch.as_tensor(rows).reshape(-1)
-            self._memory.update_rows(name, whole_rows)
-            tensor[whole_rows] = value
-        return True
-
-    def _table_of(self, tensor: Tensor) -> str | None:
-        """Returns the name of the table that a tensor is or belongs to; None if its rows cannot be written."""
-        if isinstance(tensor, nn.Parameter):
-            name = self._names.get(id(tensor))
-            return name if name in self._memory.tables else None
-        # The memory holds detached tensors of the optimizer's state.
-        storage = _storage(tensor)
-        for name in self._memory.row_tables:
-            if storage in map(_storage, self._memory.tables[name].state):
-                return name
-        return None
-
 
 def catch_up(tree: Any) -> None:
     """Updates the rows of all tensors of a tree that are behind."""
@@ -211,13 +171,6 @@ def _caught_up_first(
     cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
     """Updates the rows that are behind, and then calls ``func``; the ``__torch_function__`` of marked tensors."""
-    # A write of whole rows, as of dynamic ids that begin anew, updates these rows
-    # alone.
-    is_write = func is Tensor.__setitem__ and isinstance(
-        args[0], _LaggingParameter | _LaggingTensor
-    )
-    if is_write and args[0].__dict__["_lag"].write_rows(*args):
-        return None
     catch_up((args, kwargs))
     return func(*args, **(kwargs or {}))
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchrec_ext.adopt.captures import Captures, TooManyShapesError
+from torchrec_ext.adopt.captures import Captures, Seen, TooManyShapesError
 from torchrec_ext.adopt.checks import Changes, ForwardWatch, check_arguments
 from torchrec_ext.adopt.errors import (
     BadIdError,
@@ -153,7 +153,7 @@ class AdoptedStep:
         self._user_step = user_step
         self.optimizers = tuple(user_step.optimizers)
         self.after_step: list[Callable[[], None]] = []
-        self._policy = CapturePolicy(compile_, user_step.note)
+        self._policy = CapturePolicy(compile_, user_step.say)
         if compile_ == "off":
             self._policy.reason = "compile='off'"
         self._verify = verify
@@ -307,10 +307,7 @@ class AdoptedStep:
             self._user_step.say(f"{progress} ...")
             if torch.is_anomaly_enabled():
                 self._policy.note(_ANOMALY)
-            self._captures.draws_random = self._watch.draws_random
-            self._captures.selects = self._watch.selects
-            self._captures.look_ups = self._watch.look_ups
-            self._captures.matrices = dict(self._watch.matrices)
+            self._captures.seen = self._watch.seen
             self._is_capturing = True
         except CannotCaptureError as error:
             self._stay_eager(error)
@@ -467,10 +464,7 @@ class StepWatch:
         policy: receives the times.
 
     Attributes:
-        selects: whether the forward selects by masks.
-        look_ups: rows that a step reads of each parameter by look-ups, by its id.
-        matrices: the line that reads a table otherwise, by its name, see :class:`ForwardWatch`.
-        draws_random: whether the forward draws random numbers.
+        seen: what an eager step showed.
         problem: a reason against captured steps; empty if nothing was seen.
     """
 
@@ -481,10 +475,7 @@ class StepWatch:
         self._captures = captures
         self._policy = policy
         self._capture_s = _capture_seconds(user_step.device)
-        self.selects = False
-        self.look_ups: dict[int, int] = {}
-        self.matrices: dict[str, str] = {}
-        self.draws_random = False
+        self.seen = Seen()
         self.problem = ""
         self._last_look = 0  # number of the step at which readers were looked at
 
@@ -531,26 +522,24 @@ class StepWatch:
         # The watch takes time, so this step is not timed.
         seconds.append(seconds[-1])
         self._capture_s = _capture_seconds(self._user_step.device, watch.calls)
-        self.selects = watch.selects
-        self._note_tables(watch)
-        self.draws_random = watch.random
+        self.seen = self._seen(watch)
         self.problem = watch.problem
         return result
 
-    def _note_tables(self, watch: ForwardWatch) -> None:
+    def _seen(self, watch: ForwardWatch) -> Seen:
         model = self._user_step.model
         tables = {
             id(module.weight)
             for module in model.modules()
             if isinstance(module, nn.Embedding | nn.EmbeddingBag)
         }
-        self.look_ups = watch.look_ups
-        self.matrices = {
+        matrices = {
             name: watch.matrices[id(parameter)]
             for name, parameter in model.named_parameters()
             if id(parameter) in watch.matrices
             and (id(parameter) in tables or id(parameter) in watch.look_ups)
         }
+        return Seen(watch.look_ups, matrices, watch.selects, watch.random)
 
     def now(self) -> float:
         """Returns the time in seconds; once the times are reported, no step waits for a GPU to be timed."""

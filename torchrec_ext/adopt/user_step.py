@@ -143,10 +143,6 @@ class UserStep:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
             print(f"adopt: {text}", flush=True)
 
-    def note(self, text: str) -> None:
-        """Prints a line on rank 0."""
-        self.say(text)
-
     def forward_error(self, batch: AnyBatch) -> Exception | None:
         """Returns the error of the user's own forward on a batch: it says more than that of a captured step."""
         try:

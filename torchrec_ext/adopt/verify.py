@@ -5,6 +5,7 @@ step_difference(): names what differs by more than rounding.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -21,10 +22,9 @@ from torchrec_ext.capture.memory import StepMemory, UpdatedParameter
 from torchrec_ext.capture.policy import CapturePolicy
 from torchrec_ext.observe.state_copy import random_state, set_random_state
 
-# Of so many captured steps one is compared, and of so many one that follows a reader: whoever evaluates or saves may
-# have changed what no guard sees.
-_EVERY = 1_000
-_EVERY_READ = 100
+# Share of the time since the capture that goes to comparing later steps, and as much to those that follow a reader:
+# whoever evaluates or saves may have changed what no guard sees. By time, because a comparison copies all weights.
+_CHECKED = 0.01
 
 
 class Verification:
@@ -40,29 +40,27 @@ class Verification:
         self._user_step = user_step
         self._policy = policy
         self._steps = steps
-        self._number = 0  # of captured steps
-        self._last = 0  # number of the one compared last
+        self._began = time.perf_counter()
         self._updates = 0  # of all rows, for readers, as of the last step
-        self._after_reads = 0  # comparisons
+        self._is_after_read = False
+        # of comparisons, by whether they followed a reader
+        self._seconds = {False: 0.0, True: 0.0}
 
     def begin(self, update: CapturedUpdate, key: Any, *, is_first: bool) -> None:
         """Plans the comparisons that follow the capture of a graph."""
         update.unverified[key] = self._steps if is_first else min(self._steps, 1)
+        self._began = time.perf_counter()
 
     def snapshot(
         self, update: CapturedUpdate, key: Any, call: StepCall
     ) -> Snapshot | None:
         """Returns copies to take the next captured step back, or None if it is not compared."""
-        self._number += 1
-        is_read = update.lag.count != self._updates
+        self._is_after_read = update.lag.count != self._updates
         self._updates = update.lag.count
-        if not update.unverified[key]:
-            is_read &= self._after_reads * _EVERY_READ <= self._number
-            is_due = is_read or self._number - self._last >= _EVERY
-            if not (self._steps and is_due):
-                return None
-            self._after_reads += is_read
-        self._last = self._number
+        due_s = _CHECKED * (time.perf_counter() - self._began)
+        is_due = self._steps and self._seconds[self._is_after_read] < due_s
+        if not (update.unverified[key] or is_due):
+            return None
         return Snapshot(update.memory, call.outer())
 
     def compare(
@@ -73,6 +71,7 @@ class Verification:
         Returns:
             Loss and output of the eager step, and what differs by more than rounding; empty if nothing does.
         """
+        began = time.perf_counter()
         user_step = self._user_step
         update = captured.update
         memory = update.memory
@@ -108,6 +107,8 @@ class Verification:
                 far = far or f"'{name}', which has a gradient now and had none before"
         if not far and update.unverified[captured.key]:
             update.unverified[captured.key] -= 1
+        elif not far:
+            self._seconds[self._is_after_read] += time.perf_counter() - began
         return eager, far
 
     def _response_to_rounding(

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -91,13 +91,6 @@ class StepSource(Protocol):
     def begin(self, item: Any) -> None:
         """Prepares the memory for a step on an item."""
         return
-
-
-@runtime_checkable
-class _Named(Protocol):
-    """A key of batches with a description of differences."""
-
-    def difference(self, other: Any) -> str: ...
 
 
 class Reader(Protocol):
@@ -237,26 +230,12 @@ class CapturedStep:
         return call
 
     def _check_number(self, step_inputs: StepInputs) -> None:
-        if len(self._calls) < MOST_GRAPHS:
-            return
-        rows = [call.rows for call in self._calls.values()]
-        if step_inputs.rows not in rows:
+        if len(self._calls) == MOST_GRAPHS:
+            rows = {call.rows for call in self._calls.values()}
             sizes = ", ".join(map(str, sorted({*rows, step_inputs.rows})))
             raise CannotCaptureError(
-                f"batches of more than {MOST_GRAPHS} sizes: {sizes} rows; give them one batch_size"
+                f"batches of more than {MOST_GRAPHS} shapes, of {sizes} rows; give them one batch_size and one form"
             )
-        key = step_inputs.key
-        last = next(
-            other
-            for other in reversed(self._calls)
-            if self._calls[other].rows == step_inputs.rows
-        )
-        difference = f"{last} and {key}"
-        if isinstance(last, _Named):
-            difference = last.difference(key)
-        raise CannotCaptureError(
-            f"batches of {step_inputs.rows} rows differ in more than {MOST_GRAPHS} ways: {difference}"
-        )
 
     def _capture(self, step_inputs: StepInputs, inputs: Sequence[Tensor]) -> _Call:
         self._take_time()

@@ -215,16 +215,6 @@ class BatchLayout:
             tuple((name, _without_counts(kind)) for name, kind in self.fields)
         )
 
-    def difference(self, other: BatchLayout) -> str:
-        """Names the first difference between two layouts; empty if they are equal."""
-        for (name, ours), (_, theirs) in zip(self.fields, other.fields, strict=True):
-            if ours == theirs:
-                continue
-            if isinstance(ours, BatchLayout) and isinstance(theirs, BatchLayout):
-                return ours.difference(theirs)
-            return f"'{name}' is {_described(ours)} in one and {_described(theirs)} in another"
-        return ""
-
     def batch(self, tensors: list[Tensor]) -> TowerBatch:
         """Builds the batch from the tensors of :meth:`Packer.pack` with this layout."""
         remaining = iter(tensors)
@@ -237,12 +227,6 @@ def _without_counts(kind: Any) -> Any:
     if isinstance(kind, KeyedLayout):
         return dataclasses.replace(kind, parts=())
     return kind.sizes if isinstance(kind, BatchLayout) else kind
-
-
-def _described(kind: Any) -> str:
-    if isinstance(kind, KeyedLayout):
-        return f"{kind.stride} bags of {', '.join(kind.keys)}"
-    return str(kind)
 
 
 def _unpack(kind: Any, remaining: Any) -> Any:

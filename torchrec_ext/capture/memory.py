@@ -335,28 +335,6 @@ class StepMemory:
             # updated once more.
             torch._foreach_copy_([rows, *state, last], [*new, now.expand(len(last))])
 
-    @torch.no_grad()
-    def update_rows(self, name: str, rows: Tensor) -> None:
-        """Brings some rows of a table up to date, (n,) int64."""
-        parameter = self.tables[name]
-        clock = self._rows[name]
-        now = self._step.int()
-        if lags(parameter.choice):
-            state = [tensor[rows] for tensor in parameter.state]
-            new = caught_up(
-                parameter.weight[rows],
-                state,
-                clock.since[rows],
-                now,
-                clock,
-                parameter.choice,
-            )
-            for target, values in zip(
-                (parameter.weight, *parameter.state), new, strict=True
-            ):
-                target[rows] = values
-        clock.since[rows] = now
-
     def mark_rows_current(self, name: str, rows: Tensor) -> None:
         """Marks rows of a table as up to date, (n,) int64, after somebody else has written them and their state."""
         if name in self._rows:

@@ -95,9 +95,6 @@ def launched_seconds(facts: Facts, each: Round) -> float:
     # Sweeps, products and threads are inside of ops too.
     rest = each["step"] - synced_seconds(facts, each) - max(others, facts.work_s)
     price = (facts.ops - facts.sync_ops) * op_price(facts, each)
-    if facts.device_busy is not None:
-        # What the device waits for is what the host takes beyond its kernels.
-        price = (1 - facts.device_busy) * each["step"]
     return max(0.0, min(rest, price))
 
 

@@ -166,8 +166,8 @@ class Facts:
         rounds: seconds by experiment, for each round. ``data``: a batch, and of it ``sleep``, asleep or waiting for
             files. ``step``: a step, and of it ``forward`` (with all that is neither of the other two), ``backward``
             and ``optimizer``. Steps in a row on batches that are there: ``ready``; and of these changed:
-            ``quadruple`` of the batch, ``small_tables``, ``one_thread``, ``all_threads``, ``bf16``, ``no_autocast``,
-            and ``quiet`` without anomaly mode and profiler. ``gc``: garbage collections of an iteration. Yardsticks:
+            ``quadruple`` of the batch, ``small_tables``, ``one_thread``, ``all_threads``, ``bf16``, and
+            ``no_autocast``. ``gc``: garbage collections of an iteration. Yardsticks:
             ``op``, a tiny op that autograd records, or one of backward; ``bare``, one that autograd does not record;
             and ``sync``, one ``.item()``.
         worker: seconds of the wall clock for a batch and its step as it is, and with a worker process, by turn.
@@ -193,8 +193,6 @@ class Facts:
         parameters: number of parameters that are trained; of tables with sparse gradients, those that a step reads.
         optimizers: names of the optimizers' classes.
         loader: source of the batches.
-        kernels: kernels and copies that a step runs on a CUDA device.
-        device_busy: share of the time from the first of these to the last in which the device ran one; None on a CPU.
         threads: compute threads of the measurement.
         own_threads: those of the program: more, if others kept the cores that they need.
         cores: cores that this process may use.
@@ -229,8 +227,6 @@ class Facts:
     parameters: int = 0
     optimizers: Sequence[str] = ()
     loader: LoaderFacts = LoaderFacts(kind="list")
-    kernels: int = 0
-    device_busy: float | None = None
     threads: int = 1
     own_threads: int = 0
     cores: int = 1

@@ -38,7 +38,7 @@ from torchrec_ext.diagnose.variants import (
     worker_turns,
 )
 from torchrec_ext.observe.clock import busy_elsewhere
-from torchrec_ext.observe.machine import compiled_graphs, device_spans, device_use
+from torchrec_ext.observe.machine import compiled_graphs
 from torchrec_ext.observe.user_lines import described
 
 # Seconds of the loop in which it is sampled at which lines it is: 500 samples.
@@ -98,7 +98,6 @@ def measure(loop: TrainingLoop, budget_s: float, between: Calls) -> Facts:
         rounds = data_alone(loop, budget_s)
     worker = _time_worker(loop, rounds)
     runs = _time_between(loop, between)
-    kernels, device_busy = _watch_device(loop, rounds)
     facts = Facts(
         rounds=rounds,
         worker=worker,
@@ -117,8 +116,6 @@ def measure(loop: TrainingLoop, budget_s: float, between: Calls) -> Facts:
         parameters=numbers,
         optimizers=[type(each).__name__ for each in loop.state.optimizers],
         loader=_loader_facts(loop),
-        kernels=kernels,
-        device_busy=device_busy,
         threads=torch.get_num_threads(),
         cores=len(os.sched_getaffinity(0)),
         busy=busy if busy is not None else busy_cores(),
@@ -208,26 +205,6 @@ def _sample_lines(
     attempt(loop, Variant("lines", sample))
     lines.sort(key=lambda each: -each.seconds)
     return lines[:_LINES], seconds
-
-
-def _watch_device(
-    loop: TrainingLoop, rounds: Sequence[Round]
-) -> tuple[int, float | None]:
-    """Returns the number of kernels of a step on a CUDA device, and their share of its time."""
-    if not loop.cuda or not rounds or "step" in loop.not_measured:
-        return 0, None
-    batches = loop.steps(least=4)
-    try:
-        spans = device_spans(lambda: [loop.call(batch) for batch in batches])
-    except Exception as error:
-        loop.not_measured["device"] = described(error)
-        return 0, None
-    if not spans:
-        loop.not_measured["device"] = (
-            "torch.profiler saw no kernel; it needs permission for the GPU's counters"
-        )
-        return 0, None
-    return round(len(spans) / len(batches)), device_use(spans)
 
 
 def _time_worker(

@@ -81,7 +81,6 @@ def trials(facts: Facts) -> tuple[Trial, ...]:
     add_variant("bf16", "bf16 autocast", Change.OTHER, lines=_BF16)
     why = f"autocast is on at {facts.autocast_line}"
     add_variant("no_autocast", "without autocast", Change.OTHER, why)
-    add_variant("quiet", f"without {' and '.join(facts.modes)}", Change.EXACT)
     why = "an experiment: as if rows that a step does not read cost nothing"
     add_variant("small_tables", "small tables", Change.OTHER, why)
     if facts.captured:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from time import perf_counter
 from typing import Any
@@ -23,7 +22,6 @@ from torchrec_ext.diagnose.batches import loader_with, row_count
 from torchrec_ext.diagnose.findings import Round
 from torchrec_ext.diagnose.loop import TrainingLoop, Variant
 from torchrec_ext.diagnose.ops import Counted, ids_in
-from torchrec_ext.observe.clock import ThreadClock
 from torchrec_ext.observe.reached import named_modules
 from torchrec_ext.observe.state_copy import StateCopy
 
@@ -46,7 +44,7 @@ def variants(
 
     Args:
         loop: the user's loop.
-        counted: ops of its step, and modes under which they run.
+        counted: ops of its step.
         small: small tables in place of the step's large ones, if it has some.
         seconds: seconds of a step.
         busy: cores that others keep busy; None if unknown.
@@ -60,11 +58,7 @@ def variants(
     # time.
     if small is not None and not loop.compiled:
         yield Variant("small_tables", lambda: {"small_tables": _inside(small, steps)})
-    if counted.modes:
-        yield Variant("op", lambda: _quietly(loop, lambda: _prices(loop)))
-        yield Variant("quiet", lambda: {"quiet": _quietly(loop, steps)})
-    else:
-        yield Variant("op", lambda: _prices(loop))
+    yield Variant("op", lambda: _prices(loop))
     yield Variant("ready", lambda: {"ready": steps()})
     if loop.compiled:
         why = "the step is compiled, and would be compiled again for it"
@@ -191,29 +185,6 @@ def _prices(loop: TrainingLoop) -> Round:
         "op": seconds_of(recorded) / 124,
         "bare": seconds_of(bare) / 124,
     }
-
-
-def _quietly(loop: TrainingLoop, measure: Callable[[], Any]) -> Any:
-    """Measures without anomaly mode, and in a thread of its own: a profiler watches the thread that began it.
-
-    A step that switches anomaly mode on by itself does not do so meanwhile.
-    """
-    clock = loop.clock
-    host = clock.host
-
-    def measured() -> Any:
-        with ThreadClock() as clock.host:
-            return measure()
-
-    with (
-        torch.autograd.set_detect_anomaly(False),
-        ThreadPoolExecutor(1) as thread,
-        ExitStack() as stack,
-    ):
-        stack.callback(setattr, clock, "host", host)
-        stack.callback(setattr, torch, "set_anomaly_enabled", torch.set_anomaly_enabled)
-        setattr(torch, "set_anomaly_enabled", lambda *_: None)  # noqa: B010
-        return thread.submit(measured).result()
 
 
 def why_no_worker(loop: TrainingLoop, rounds: Sequence[Round]) -> str:

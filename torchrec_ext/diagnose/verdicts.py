@@ -199,10 +199,6 @@ def launches(facts: Facts) -> Finding | None:
         f"a step runs {facts.ops:,} ops, {price * 1e6:.1f} us each on this machine before any work: "
         f"{in_ms(facts.ops * price)} of {in_ms(facts.median('step'))}; matrix products take {in_ms(facts.product_s)}"
     ]
-    if facts.device_busy is not None:
-        evidence.append(
-            f"the device runs {facts.kernels:,} kernels and copies a step, for {facts.device_busy:.0%} of the time"
-        )
     if facts.op_lines:
         evidence.append(f"most ops: {_first_lines(facts.op_lines)}")
     remedies = [
@@ -302,7 +298,6 @@ def between_steps(facts: Facts) -> Finding | None:
 
 
 CAUSES: tuple[Callable[[Facts], Finding | None], ...] = (
-    debug_mode,
     loader_waits,
     loader_rows,
     untouched_rows,
@@ -320,14 +315,15 @@ CAUSES: tuple[Callable[[Facts], Finding | None], ...] = (
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
     """Returns the findings of at least a twentieth of an iteration, the largest first."""
-    found: list[tuple[tuple[bool, float], Finding]] = []
+    debugged = debug_mode(facts)
+    if debugged is not None:
+        return (debugged,)
+    found = []
     for rule in CAUSES:
         finding = rule(facts)
         if finding is not None and finding.cost >= LEAST:
-            # A debugging mode comes first: it lengthens what the other causes are
-            # measured by.
-            found.append(((rule is not debug_mode, -finding.cost), finding))
-    return tuple(finding for _, finding in sorted(found, key=lambda each: each[0]))
+            found.append(finding)
+    return tuple(sorted(found, key=lambda each: -each.cost))
 
 
 def faults(facts: Facts) -> list[Finding]:

@@ -63,30 +63,30 @@ def _your_line(
 
 
 def debug_mode(facts: Facts) -> Finding | None:
-    """Anomaly mode or a profiler was left on."""
+    """Anomaly mode or a profiler was left on: all else is measured under it, so nothing else is said."""
     if not facts.modes or not facts.has("step"):
         return None
     modes = " and ".join(facts.modes)
-    lines = held_lines(facts)
-
-    def seconds(each: Round) -> float:
-        unexplained = sum(seconds_without_ops(facts, each, line) for line, _ in lines)
-        if "quiet" not in each:
-            return unexplained
-        # Both modes look up the stack at each op, and the frames of an experiment are
-        # on top of the user's own.
-        return max(each["step"] - changed_seconds(each, "quiet"), unexplained)
-
-    evidence = []
-    if facts.has("quiet"):
-        evidence.append(
-            f"without it a step takes {changed_text(facts, 'quiet')} instead of {in_ms(facts.median('step'))}"
-        )
     pasted: tuple[str, ...] = ()
     if "anomaly mode" in facts.modes:
         pasted = ("torch.autograd.set_detect_anomaly(False)",)
-    remedy = Remedy(name=f"train without {modes}", changes=Change.EXACT, lines=pasted)
-    return _your_line(facts, f"{modes} was left on", evidence, remedy, seconds)
+    return Finding(
+        cause="your_line",
+        title=f"{modes} was left on",
+        evidence=(
+            "each op takes several times as long under it, and everything was measured so",
+        ),
+        remedies=(
+            Remedy(
+                name=f"train without {modes}, and ask again",
+                changes=Change.EXACT,
+                lines=pasted,
+            ),
+        ),
+        cost=1.0,
+        size="large",
+        least=1.0,
+    )
 
 
 def whole_table(facts: Facts) -> Finding | None:

@@ -51,10 +51,6 @@ class Law(ABC):
             )
 
     @abstractmethod
-    def text(self) -> str:
-        """Returns the distribution in words."""
-
-    @abstractmethod
     def sampler(
         self, ids: Ids, users: Ids, items: Ids, columns: TensorColumns
     ) -> RejectionNegatives:
@@ -85,10 +81,6 @@ class Uniform(Law):
         ValueError: ``draws`` is below 1.
     """
 
-    def text(self) -> str:
-        """See :meth:`Law.text`."""
-        return "uniform, with repeats in a row"
-
     def sampler(
         self, ids: Ids, users: Ids, items: Ids, columns: TensorColumns
     ) -> RejectionNegatives:
@@ -114,10 +106,6 @@ class Popular(Law):
     counted: str = field(default="", kw_only=True)
     exponent: float = field(default=0.75, kw_only=True)
     smoothing: float = field(default=1e-9, kw_only=True)
-
-    def text(self) -> str:
-        """See :meth:`Law.text`."""
-        return f"by popularity in '{self.counted}', (count + {self.smoothing:g}) ** {self.exponent:g}"
 
     def sampler(
         self, ids: Ids, users: Ids, items: Ids, columns: TensorColumns
@@ -170,7 +158,7 @@ def numbers_of(ids: Ids, values: Ids) -> tuple[Ids, NDArray[np.bool_]]:
 
 
 class Exclusion(NamedTuple):
-    """Pairs that are excluded: the key of each row, and (P,) keys and (P,) ids of the pairs; ``text`` in words.
+    """Pairs that are excluded: the key of each row, and (P,) keys and (P,) ids of the pairs.
 
     Keys are numbers from 0; a row without a pair has -1.
     """
@@ -178,7 +166,6 @@ class Exclusion(NamedTuple):
     keys: Ids
     users: Ids
     items: Ids
-    text: str
 
 
 def excluded(law: Law, columns: TensorColumns) -> Exclusion:
@@ -192,7 +179,7 @@ def excluded(law: Law, columns: TensorColumns) -> Exclusion:
         # Of no row: a key below 0 has no pairs.
         none = np.zeros(0, np.int64)
         rows = len(next(iter(columns.values())))
-        return Exclusion(np.full(rows, -1), none, none, "nothing excluded")
+        return Exclusion(np.full(rows, -1), none, none)
     if isinstance(pairs, Mapping):
         if law.by is None:
             raise CannotAdopt(
@@ -217,8 +204,7 @@ def of_columns(columns: TensorColumns, user: str, item: str) -> Exclusion:
     # KnownPairs has a row for each number up to the greatest.
     if keys.min() < 0 or keys.max() > 4 * len(keys):
         keys = np.unique(keys, return_inverse=True)[1].astype(np.int64)
-    text = f"without the items that stand in '{item}' with the same '{user}'"
-    return Exclusion(keys, keys, integers(columns, item, "exclude"), text)
+    return Exclusion(keys, keys, integers(columns, item, "exclude"))
 
 
 def of_mapping(
@@ -243,8 +229,7 @@ def of_mapping(
     if len(users):
         numbers, there = numbers_of(users[order], values)
         keys = np.where(there, order[numbers - 1], -1)
-    text = f"without the items that the mapping has for the row's '{by}'"
-    return Exclusion(keys, np.arange(len(users)).repeat(lengths), items, text)
+    return Exclusion(keys, np.arange(len(users)).repeat(lengths), items)
 
 
 _NO_MAPPING = "exclude must map ids to collections of ids, such as {3: {17, 40}}"
@@ -295,8 +280,8 @@ class NegativeDraws:
         short = self.known.known(self.keys) == len(self.ids)
         if short.any():
             raise CannotAdopt(
-                f"row {int(short.argmax())} has 0 items left to draw from ({len(self.ids)} items, "
-                f"{self.exclusion.text}): leave such rows out, or exclude less"
+                f"row {int(short.argmax())} has 0 items left to draw from: all {len(self.ids)} are excluded; leave "
+                "such rows out, or exclude less"
             )
 
     def draw(self, rows: Ids, epoch: int) -> Ids:
@@ -328,12 +313,6 @@ class NegativeDraws:
                 row, index = np.unravel_index(int(is_wrong.argmax()), drawn.shape)
                 return int(row), int(index), what
         return None
-
-    def describe(self) -> str:
-        """Returns the distribution in words, with its items."""
-        return (
-            f"{self.law.text()}, over {describe_ids(self.ids)}, {self.exclusion.text}"
-        )
 
 
 def describe_ids(ids: Ids) -> str:

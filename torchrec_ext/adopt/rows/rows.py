@@ -17,7 +17,6 @@ from torchrec_ext.adopt.rows.order import RowOrder
 Make = Callable[[dict[str, Tensor]], Any]
 
 _DRAWN_AHEAD = 1 << 18  # integers drawn at a time
-_TRIED = 64  # rows in which declared repeats are looked for
 _STEPS_AHEAD = 64  # for which integers are drawn at a time at most
 LABEL = "label"
 
@@ -50,8 +49,6 @@ class Rows:
         positive: column of the positives; by default the second one of ``exclude=("user", "item")``.
         make: function from the rows of a batch, (B, ...) by the name of their column, with ``"negatives"`` (B, n) where
             there are any, to a batch of another form: a tuple of tensors, or whatever the step takes. Torch ops only.
-        repeats: with ``make``, how often each tensor of a batch, in order, holds each row's value, one after the other,
-            as ``repeat_interleave`` gives it; 1 for none. A captured step then looks a row's equal ids up once.
         shuffle: take the rows of each epoch in a new order.
         drop_last: leave out the last rows of an epoch where they are fewer than a batch.
         seed: seed of the order and of the negatives.
@@ -63,7 +60,7 @@ class Rows:
         batch_size: B.
         repeats: how often the first dimension of each tensor of a batch repeats a row's value, by :attr:`names`; those
             that do not repeat are not there.
-        names: names of the tensors of a batch in order; empty with ``make`` and no ``repeats``.
+        names: names of the tensors of a batch in order; empty with ``make``.
 
     Raises:
         ValueError: an argument is out of range.
@@ -89,7 +86,6 @@ class Rows:
         negatives: Law | None = None,
         positive: str | None = None,
         make: Make | None = None,
-        repeats: Sequence[int] = (),
         shuffle: bool = True,
         drop_last: bool = False,
         seed: int = 0,
@@ -116,18 +112,10 @@ class Rows:
         if negatives is not None:
             self.negatives = NegativeDraws(negatives, self.columns, seed)
         if make is None:
-            self._declare_usual(negatives, positive, repeats)
-        elif repeats:
-            self._declare(repeats)
+            self._declare_usual(negatives, positive)
 
-    def _declare_usual(
-        self, negatives: Law | None, positive: str | None, repeats: Sequence[int]
-    ) -> None:
+    def _declare_usual(self, negatives: Law | None, positive: str | None) -> None:
         """Takes the names and repeats of the usual batch."""
-        if repeats:
-            raise ValueError(
-                f"repeats={list(repeats)}: is for make=; without it they are known, leave repeats out"
-            )
         self.names = tuple(self.columns)
         if negatives is None:
             if positive is not None:
@@ -176,30 +164,6 @@ class Rows:
                 batch.append(piece.repeat_interleave(count, 0))
         batch.append(pieces[LABEL].repeat(size))
         return tuple(batch)
-
-    def _declare(self, repeats: Sequence[int]) -> None:
-        """Takes the number of repeats of each tensor of a batch, as far as its first rows show no other."""
-        indices = torch.arange(min(self.num_rows, _TRIED))
-        batch = self.assemble(indices, self.draw(indices))
-        leaves = list(map(torch.as_tensor, pytree.tree_leaves(batch)))
-        if len(repeats) != len(leaves):
-            raise ValueError(
-                f"repeats={list(repeats)}: must be {len(leaves)} numbers, one for each tensor of a batch"
-            )
-        self.names = tuple(f"tensor {index}" for index in range(len(leaves)))
-        for name, count, leaf in zip(self.names, repeats, leaves, strict=True):
-            if count == 1:
-                continue
-            is_so = count > 1 and leaf.dim() > 0 and len(leaf) == len(indices) * count
-            if is_so:
-                each = leaf.reshape(len(indices), count, *leaf.shape[1:])
-                is_so = bool((each == each[:, :1]).all())
-            if not is_so:
-                raise ValueError(
-                    f"repeats={list(repeats)}: {name} of a batch, {tuple(leaf.shape)} of {len(indices)} rows, does not "
-                    f"hold each row's value {count} times, one after the other; give 1 for it"
-                )
-            self.repeats[name] = count
 
     def check(self, loader: DataLoader[Any]) -> str:
         """Compares all batches of an epoch with those of the user's DataLoader, in the order of its Dataset.
@@ -334,17 +298,6 @@ class Rows:
         self._epoch = int(state["epoch"])
         self._step = int(state["step"])
         self._continued = True
-
-    def describe(self) -> str:
-        """Describes the columns and the negatives in lines."""
-        lines = []
-        for name, column in self.columns.items():
-            times = f", {self.repeats[name]} times" if name in self.repeats else ""
-            lines.append(f"{name}: {tuple(column.shape)}, {column.dtype}{times}")
-        if self.negatives is not None:
-            lines.append(f"negatives: {self.negatives.describe()}")
-        title = f"{self.num_rows:,} rows, {self.batch_size} a step, {len(self):,} steps an epoch"
-        return "\n  ".join([title, *lines])
 
 
 def _tensors(columns: Mapping[str, Any]) -> dict[str, Tensor]:
