@@ -227,7 +227,7 @@ def test_a_row_with_too_few_numbers_is_named(tmp_path: Path) -> None:
     tensors = {name: torch.from_numpy(made[name]) for name in ("profile", "content")}
     with pytest.raises(
         DataError,
-        match=r"column 'profile': shape \(3, 59\), must be \(B, W\) = \(3, 60\)",
+        match=r"column 'profile': shape \(3, 59\), must be \(3, 60\)",
     ):
         schema.assemble(
             {},

@@ -126,7 +126,6 @@ def test_a_sequence_of_a_shared_tower_and_a_bag_of_another_stand_in_one_key() ->
         columns,
         labels=torch.zeros(3),
         index=torch.tensor([0, 1, 1]),
-        shared_rows=torch.arange(2),
     )
     assert list(made.look_ups.collections) == ["joint_sequences_16"]
     weight = weights_of(made)["item"]

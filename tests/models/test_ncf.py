@@ -85,7 +85,6 @@ def batches(
             labels=labels[local].reshape(-1),
             total_weight=QUERIES * WIDTH / world_size,
             index=torch.arange(rows).repeat_interleave(WIDTH) if shared else None,
-            shared_rows=torch.arange(rows) if shared else None,
         )
 
 

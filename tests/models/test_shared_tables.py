@@ -91,7 +91,6 @@ def batches(
             labels=labels[local].reshape(-1),
             total_weight=QUERIES * WIDTH / world_size,
             index=torch.arange(queries).repeat_interleave(WIDTH) if shared else None,
-            shared_rows=torch.arange(queries) if shared else None,
         )
 
 
