@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchrec_ext.ids import Dynamic, DynamicEmbeddings, DynamicIds
 
@@ -31,22 +31,6 @@ def test_steps_without_a_new_id_and_without_an_id() -> None:
     assert ids.rows({"a": torch.tensor([7]), "b": nothing})["a"].tolist() == [0], (
         "nothing but misses"
     )
-
-
-def test_rows_stay_while_the_index_moves_and_grows() -> None:
-    """NVIDIA/recsys-examples #468: values were addressed by the hash slot of their key, which is not their row."""
-    capacity = 3_000
-    ids = DynamicIds({"a": Dynamic(capacity=capacity)})
-    raw = torch.randint(
-        -(2**62), 2**62, (capacity - 1,), generator=torch.Generator().manual_seed(0)
-    )
-    given: list[Tensor] = []
-    for piece in raw.split(300):
-        given.append(ids.step({"a": piece})[0]["a"])
-    # Too few buckets for more ids, so that some are moved and the rest inserted anew.
-    ids._index._rebuild(0)
-    assert torch.equal(ids.rows({"a": raw})["a"], torch.cat(given))
-    assert sorted(torch.cat(given).tolist()) == list(range(1, capacity))
 
 
 def test_an_id_that_comes_again_has_no_optimizer_state_of_before() -> None:
