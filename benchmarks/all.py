@@ -39,7 +39,6 @@ PROGRAMS = (
     "networks",
     "loader",
     "chain",
-    "session",
     "sharding",
     "serving",
     "diagnose",

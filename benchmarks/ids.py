@@ -1,9 +1,7 @@
-"""Ids without end: what looking them up, admitting them and training with them costs; one thread, sides in turn.
+"""Ids without end: what admitting them and training with them costs; one thread, sides in turn.
 
-    python benchmarks/ids.py [--only find admit step] [--turns 5] [--quick]
+    python benchmarks/ids.py [--only admit step] [--turns 5] [--quick]
 
-`find`: 16,384 ids, of which 95 % are live, among 1 M live ones, uniform, compiled; the baselines are numpy's
-searchsorted over the sorted ids, which an insertion would have to write anew, and a dictionary.
 `admit`: batches of 16,384 new ids into a table of 1 M rows. `step`: train() on 4,096 rows with 4 features of 200,000
 rows x 64, of which 150,000 live and 1 % of the look-ups new, admitted every 8 steps when they come for the second time,
 against the same training with static tables of as many rows, whose batches hold rows; Adagrad by row. Once eager with
@@ -45,36 +43,6 @@ WIDTH, ROWS, CATALOGUE, EVERY = 64, 200_000, 150_000, 8
 
 def random_ids(*shape):
     return torch.randint(-(2**62), 2**62, shape)
-
-
-def find(options):
-    live = 20_000 if options.quick else LIVE
-    known = random_ids(live)
-    ids = DynamicIds({"item": Dynamic(capacity=live + 1)})
-    ids.step({"item": known})
-    wanted = torch.where(
-        torch.rand(LOOKUPS) < 0.95,
-        known[torch.randint(live, (LOOKUPS,))],
-        random_ids(LOOKUPS),
-    )
-    in_order = known.sort().values.numpy()
-    numbers = dict(zip(known.tolist(), range(live), strict=True))
-
-    def searched():
-        values = wanted.numpy()
-        places = np.minimum(np.searchsorted(in_order, values), live - 1)
-        np.where(in_order[places] == values, places, -1)
-
-    sides = {
-        "numpy.searchsorted": searched,
-        "a dictionary": lambda: [numbers.get(each, 0) for each in wanted.tolist()],
-        "ours": lambda: ids.rows({"item": wanted}),
-    }
-    seconds = in_turn(sides, options.turns, 2 if options.quick else 20)
-    ours = [1e9 * each / LOOKUPS for each in seconds.pop("ours")]
-    for name, each in seconds.items():
-        baseline = [1e9 * turn / LOOKUPS for turn in each]
-        yield row(f"find, against {name}", ours, "ns/id", baseline=baseline)
 
 
 def admit(options):
@@ -196,5 +164,5 @@ def training(runtime, loader_of, config):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    rows = {"find": find, "admit": admit, "step": step}
+    rows = {"admit": admit, "step": step}
     command_line(__doc__, rows, turns=5, packages="numpy")

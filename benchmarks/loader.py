@@ -9,16 +9,12 @@ opening the files to the last row, in one thread, batches of 4,096.
 with no worker and with two, of which the faster counts. It counts from its second batch on, and is measured once.
 `parquet-plain` and `parquet-shuffled`: our loader, which builds whole batches, against what pyarrow alone decodes from
 the same files.
-`wait-share`: share of the time of `train()` in which it waits for its next batch, by epoch, over 1,024 steps of a
-two-tower network on one thread, with the loader's threads as by default. `memory`: peak of a process
-that reads the log once, with the loader's threads.
+`memory`: peak of a process that reads the log once, with the loader's threads.
 """
 
 import functools
-import itertools
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -28,7 +24,6 @@ from harness import (
     command_line,
     in_turn,
     last_json,
-    one_rank,
     peak_mb,
     rates,
     row,
@@ -38,11 +33,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.models.tower_model import two_tower
 from torchrec_ext.schema import BatchSchema
-from torchrec_ext.train.loop import TrainConfig, train
 
 IDS = [f"c{number}" for number in range(26)] + ["history"]
 FLOATS = [f"d{number}" for number in range(13)]
@@ -127,62 +118,6 @@ def speeds(options):
         yield row(name, speed[ours], "rows/s", baseline=theirs, better="more")
 
 
-class Timed:
-    """Loader that sums the seconds in which its caller waits for the next batch, by epoch.
-
-    ``starts``: when each epoch began; ``waits``: the seconds waited in it.
-    """
-
-    def __init__(self, batches):
-        self._batches = batches
-        self.starts = []
-        self.waits = []
-
-    def __len__(self):
-        return len(self._batches)
-
-    def set_epoch(self, epoch):
-        """Chooses the order of the next epoch."""
-        self._batches.set_epoch(epoch)
-
-    def __iter__(self):
-        self.starts.append(time.perf_counter())
-        self.waits.append(0.0)
-        batches, start = iter(self._batches), self.starts[-1]
-        for batch in batches:
-            self.waits[-1] += time.perf_counter() - start
-            yield batch
-            start = time.perf_counter()
-        self.waits[-1] += time.perf_counter() - start
-
-
-def wait_share(options):
-    epochs = 2 if options.quick else 5  # the first of which warms up
-    folder = log(options)
-    with one_rank() as runtime:
-        model = two_tower(
-            [table("user", IDS[:13])],
-            [table("item", IDS[13:])],
-            user_dense=FLOATS,
-            tower_widths=(256, 64),
-            top_widths=(64,),
-            device=torch.device("meta"),
-        )
-        timed = Timed(loader(ParquetSource(folder), model.schema()))
-        optimizers = OptimizerConfig(tables="sgd", tables_lr=0.01)
-        parallel, optimizer = hybrid_parallel(model, runtime, optimizer=optimizers)
-        config = TrainConfig(epochs=epochs)
-        train(parallel, optimizer, timed, runtime, config, log=lambda _: None)
-    took = [
-        end - start
-        for start, end in itertools.pairwise([*timed.starts, time.perf_counter()])
-    ][1:]
-    shares = [
-        waited / seconds for waited, seconds in zip(timed.waits[1:], took, strict=True)
-    ]
-    yield row("wait-share", shares, "share")
-
-
 def used(folder):
     """MB of this process: before and at the peak of an epoch."""
     torch.set_num_threads(1)
@@ -202,7 +137,7 @@ def memory(options):
     yield row("memory", figures["peak"], "MB", **more)
 
 
-ROWS = {"speeds": speeds, "wait-share": wait_share, "memory": memory}
+ROWS = {"speeds": speeds, "memory": memory}
 
 
 if __name__ == "__main__":

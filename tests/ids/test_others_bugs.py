@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchrec_ext.ids import Dynamic, DynamicEmbeddings, DynamicIds
 
@@ -33,46 +33,6 @@ def test_steps_without_a_new_id_and_without_an_id() -> None:
     )
 
 
-def test_an_id_does_not_inherit_the_score_of_the_one_before_in_its_row() -> None:
-    """NVIDIA/recsys-examples #467: the frequency of an erased key stayed in its slot."""
-    ids = DynamicIds({"a": Dynamic(capacity=3, half_life=float("inf"), share=0.1)})
-    ids.step({"a": torch.tensor([1] * 2 + [2] * 100)})
-    ids.step({"a": torch.tensor([3] * 101)})  # in the row of 1
-    # in that of 2, which has 100 sightings and 3 one more
-    ids.step({"a": torch.tensor([4])})
-    _, (note,) = ids.step({"a": torch.tensor([5])})
-    assert note.evicted.tolist() == [4]
-
-
-def test_rows_stay_while_the_index_moves_and_grows() -> None:
-    """NVIDIA/recsys-examples #468: values were addressed by the hash slot of their key, which is not their row."""
-    capacity = 3_000
-    ids = DynamicIds({"a": Dynamic(capacity=capacity)})
-    raw = torch.randint(
-        -(2**62), 2**62, (capacity - 1,), generator=torch.Generator().manual_seed(0)
-    )
-    given: list[Tensor] = []
-    for piece in raw.split(300):
-        given.append(ids.step({"a": piece})[0]["a"])
-    # Too few buckets for more ids, so that some are moved and the rest inserted anew.
-    ids._index._rebuild(0)
-    assert torch.equal(ids.rows({"a": raw})["a"], torch.cat(given))
-    assert sorted(torch.cat(given).tolist()) == list(range(1, capacity))
-
-
-def test_an_evicted_id_is_gone_before_its_row_is_another_one_s() -> None:
-    """pytorch/FBGEMM #5954: rows were freed while their keys could still be found."""
-    ids = DynamicIds({"a": Dynamic(capacity=40, share=0.2)})
-    for step in range(30):
-        rows, notes = ids.step({"a": torch.arange(9 * step, 9 * step + 20)})
-        for note in notes:
-            assert not ids.rows({"a": note.evicted})["a"].any()
-            assert torch.equal(ids.rows({"a": note.ids})["a"], note.rows)
-        live, live_rows = ids.live_ids("a")
-        assert len(live_rows.unique()) == len(live)
-        assert rows["a"].all()
-
-
 def test_an_id_that_comes_again_has_no_optimizer_state_of_before() -> None:
     """pytorch/FBGEMM #5965: what the state of a row is that was evicted and is read again."""
     torch.manual_seed(0)
@@ -93,17 +53,3 @@ def test_an_id_that_comes_again_has_no_optimizer_state_of_before() -> None:
         vectors.sum().backward()
         optimizer.step()
     assert ids.ids.counts["admitted"] == 4
-
-
-def test_features_of_very_different_lengths_keep_their_own_ids() -> None:
-    """meta-pytorch/torchrec #4525: ids of two features of a table moved from one to the other by deduplication."""
-    ids = DynamicIds({"a": Dynamic(capacity=4_000)})
-    short = torch.randint(0, 900, (33,))
-    long = torch.randint(600, 1_500, (1_280,))
-    rows = ids.step({"a": torch.cat([short, long])})[0]["a"]
-    found, places = torch.cat([short, long]).unique(return_inverse=True)
-    live, live_rows = ids.live_ids("a")
-    row_of = dict(zip(live.tolist(), live_rows.tolist(), strict=True))
-    assert torch.equal(
-        rows, torch.tensor([row_of[each] for each in found.tolist()])[places]
-    )

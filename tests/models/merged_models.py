@@ -132,7 +132,6 @@ def batch(kind: str, step: int, parts: Sequence[int]) -> TowerBatch:
         labels=torch.cat(labels),
         total_weight=float(ROWS * len(parts)),
         index=torch.cat(index) if kind == "shared" else None,
-        shared_rows=torch.arange(queries * len(parts)) if kind == "shared" else None,
     )
 
 

@@ -140,36 +140,6 @@ def test_sharded_equals_unsharded(world_size: int, shardings: list[str]) -> None
 
 
 @pytest.mark.unit
-def test_every_parameter_gets_a_gradient() -> None:
-    model = small()
-    loss, _ = model(next(batches(1)))
-    loss.backward()
-    assert [
-        name
-        for name, p in model.named_parameters()
-        if p.grad is None or not bool(p.grad.any())
-    ] == []
-
-
-def test_whether_the_target_is_in_the_session_is_learned() -> None:
-    model = small(top_widths=(32,))
-    initialise_tables(model, seed=0)
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    for batch in batches(150, size=128):
-        optimizer.zero_grad()
-        model(batch)[0].backward()
-        optimizer.step()
-    model.eval()
-    with torch.no_grad():
-        output = model(next(batches(1, size=1024)))[1]
-    right = ((output.logits > 0) == (output.labels > 0)).double().mean()
-    assert float(right) > 0.95
-    assert 0.4 < float(output.labels.mean()) < 0.6, (
-        "so that guessing one answer is right for 0.6 at most"
-    )
-
-
-@pytest.mark.unit
 def test_with_concat_the_target_stands_in_the_slot_of_its_table() -> None:
     """The logits are those of torch's transformer over steps that are concatenated by hand, the target's gap zeros."""
     model = small(

@@ -55,19 +55,6 @@ def test_co_occurrences_are_counted_in_blocks_of_users_of_any_size(
     )
 
 
-def checkerboard() -> Tensor:
-    """X (20, 20) of users who have all items of their own colour but one, that of their number."""
-    users, items = torch.meshgrid(torch.arange(20), torch.arange(20), indexing="ij")
-    return ((users + items) % 2 == 0).float() * (users != items)
-
-
-def test_on_a_checkerboard_the_first_recommendation_is_the_item_left_out() -> None:
-    matrix = checkerboard()
-    scores = matrix @ ease(*pairs(matrix), 20, l2=1.0)
-    best = scores.masked_fill(matrix > 0, -torch.inf).argmax(1)
-    assert torch.equal(best, torch.arange(20))
-
-
 @pytest.mark.parametrize("l2", [0.0, -1.0])
 def test_a_penalty_of_nothing_has_no_unique_answer(l2: float) -> None:
     with pytest.raises(ValueError, match=rf"l2={l2}: must be above 0, or items"):

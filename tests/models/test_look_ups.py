@@ -56,62 +56,6 @@ def test_each_feature_of_each_table_has_the_rows_of_its_bags(kind: str) -> None:
     assert_every_gradient(made, rows)
 
 
-def test_a_tower_alone_looks_up_the_collections_that_it_reads_and_no_other() -> None:
-    made, rows, seen = model("shared"), batch("shared", 0, [0]), set()
-    for name, collection in made.look_ups.collections.items():
-        collection.register_forward_hook(lambda *_, name=name: seen.add(name))
-    read = {}
-    for tower in ("user", "item"):
-        made.embed(tower, rows)
-        read[tower], _ = set(seen), seen.clear()
-    assert read == {"user": {"shared", "joint"}, "item": {"joint", "rows"}}
-    made.logits(rows)
-    assert seen == {"shared", "joint", "rows"}
-
-
-def test_tables_over_the_same_rows_are_one_collection() -> None:
-    collections = {kind: model(kind).look_ups.collections for kind in KINDS}
-    assert {kind: list(members) for kind, members in collections.items()} == {
-        "plain": ["rows"],
-        "shared": ["shared", "joint", "rows"],
-        "sequences": ["rows_sequences_16", "rows"],
-    }
-    (item,) = collections["sequences"]["rows_sequences_16"].embedding_configs()  # type: ignore[operator]
-    assert item.name == "item"
-    assert item.feature_names == ["history", "likes", "item_id"]
-    assert len(collections["plain"]["rows"].embedding_bag_configs()) == 8  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
-def test_a_table_read_id_by_id_is_pooled_as_its_reader_says(
-    pooling: PoolingType,
-) -> None:
-    """One weight: a session reads its rows, and a tower beside it pools bags of them, empty ones to zeros."""
-    session = SessionSteps([listed("item", "steps")], session=["steps"], max_length=1)
-    pooled = Tower([bags("item", "likes", pooling=pooling)], ())
-    made = TowerModel(
-        {"session": session, "likes": pooled},  # type: ignore[dict-item]
-        TopMLP([session.out_features, DIM]),
-    )
-    assert [name for name, _ in made.named_parameters() if ".item.weight" in name] == [
-        "look_ups.collections.rows_sequences_16.embeddings.item.weight"
-    ]
-    steps = Jagged(torch.tensor([4, 5]))
-    likes = Jagged(torch.tensor([1, 2, 2]), torch.tensor([3, 0]))
-    rows = made.schema().assemble(
-        {"steps": steps, "likes": likes}, labels=torch.zeros(2)
-    )
-    weight = weights_of(made)["item"]
-    share = 1 / 3 if pooling == PoolingType.MEAN else 1.0
-    expected = torch.stack([weight[1] + 2 * weight[2], torch.zeros(DIM)]) * share
-    torch.testing.assert_close(made.embed("likes", rows), expected)
-    made.embed("likes", rows)[0, 0].backward()
-    assert weight.grad is not None
-    torch.testing.assert_close(
-        weight.grad[:4, 0], torch.tensor([0, share, 2 * share, 0])
-    )
-
-
 def test_a_sequence_of_a_shared_tower_and_a_bag_of_another_stand_in_one_key() -> None:
     """The sequence has Q rows of any length, the bags B; the table is looked up once, split at the Q-th bag."""
     user = SessionSteps([listed("item", "history")], session=["history"], max_length=2)
@@ -126,7 +70,6 @@ def test_a_sequence_of_a_shared_tower_and_a_bag_of_another_stand_in_one_key() ->
         columns,
         labels=torch.zeros(3),
         index=torch.tensor([0, 1, 1]),
-        shared_rows=torch.arange(2),
     )
     assert list(made.look_ups.collections) == ["joint_sequences_16"]
     weight = weights_of(made)["item"]

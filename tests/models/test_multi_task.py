@@ -200,7 +200,7 @@ def test_a_wrong_declaration_is_refused(options: dict[str, Any], text: str) -> N
     [
         (
             None,
-            "the labels of the tasks ['buy', 'like'] are missing; give targets of shape (B, 2)",
+            "targets of shape None: must be (B, tasks) = (3, 2), the labels of ['buy', 'like']",
         ),
         (torch.zeros(3, 1), "targets of shape (3, 1): must be (B, tasks) = (3, 2)"),
         (

@@ -91,7 +91,6 @@ def batches(
             labels=labels[local].reshape(-1),
             total_weight=QUERIES * WIDTH / world_size,
             index=torch.arange(queries).repeat_interleave(WIDTH) if shared else None,
-            shared_rows=torch.arange(queries) if shared else None,
         )
 
 
@@ -168,55 +167,6 @@ def test_the_joint_keys_hold_the_bags_of_both_towers() -> None:
     )
     with pytest.raises(KeyError, match="no feature 'item' in the batch"):
         batch.bags("item")
-
-
-@pytest.mark.unit
-def test_a_bad_id_of_a_joint_key_is_named_as_any() -> None:
-    made = model(True)
-    sparse = {name: Jagged(torch.tensor([1, 2])) for name in made.schema().keys}
-    dense, labels = {"age": torch.zeros(2), "price": torch.zeros(2)}, torch.zeros(2)
-    bad = {**sparse, "item_id": Jagged(torch.tensor([1, ITEMS]))}
-    with pytest.raises(
-        ValueError,
-        match=f"row 1 of the batch, column 'item_id': id {ITEMS} is outside table 'item'",
-    ):
-        made.schema().assemble(bad, dense, labels=labels)
-    mapped = made.schema(out_of_range="oov", oov_ids={"item_id": 7}).assemble(
-        bad, dense, labels=labels
-    )
-    assert mapped.bags("item_id").values().tolist() == [1, 7]
-    assert mapped.bags("history").values().tolist() == [1, 2]
-
-
-@pytest.mark.unit
-def test_three_towers_of_which_two_are_shared_read_one_table() -> None:
-    towers = {
-        name: Tower([items(*features)], [4])
-        for name, features in {
-            "user": ["history"],
-            "item": ["item_id"],
-            "context": ["last"],
-        }.items()
-    }
-    made = TowerModel(towers, TopMLP([4] * 3), shared=["user", "context"])
-    assert [joint.key for joint in made.schema().joint] == ["history|item_id", "last|"]
-    assert [name for name, _ in made.named_parameters() if "bags.item." in name] == [
-        "look_ups.collections.joint.embedding_bags.item.weight"
-    ]
-    batch = made.schema().assemble(
-        {
-            name: Jagged(torch.tensor([at, 5]))
-            for at, name in enumerate(made.schema().keys)
-        },
-        labels=torch.zeros(2),
-    )
-    weight = made.look_ups.collections["joint"].embedding_bags["item"].weight  # type: ignore[union-attr]
-    expected = [
-        towers[name].mlp(weight[[at, 5]])
-        for at, name in enumerate(("user", "item", "context"))
-    ]
-    for actual, output in zip(made.outputs(batch), expected, strict=True):
-        torch.testing.assert_close(actual, output)
 
 
 CASES = {

@@ -28,16 +28,6 @@ def test_logits_are_the_interaction_of_the_towers() -> None:
     torch.testing.assert_close(model.logits(batch), model.interaction(outputs))
 
 
-def test_a_tower_does_not_see_the_features_of_the_other() -> None:
-    model, batch = small_model(), next(batches(1))
-    before = model.embed("item", batch)
-    batch.dense[:, 0] += 100  # age, of the user tower
-    torch.testing.assert_close(model.embed("item", batch), before, rtol=0, atol=0)
-    assert not torch.equal(
-        model.embed("user", batch), model.embed("user", next(batches(1)))
-    )
-
-
 def test_meta_tables_take_no_memory() -> None:
     model = two_tower(
         [table("ad_id", 300_000_000)], [table("item_id", 50)], device=META

@@ -116,18 +116,6 @@ def test_cosine_is_the_angle_over_the_temperature() -> None:
     assert Cosine([2, 2])([torch.zeros(1, 2), candidate[:1]]).item() == 0
 
 
-def test_generalized_mf_with_weights_of_one_is_the_dot_product() -> None:
-    machine, (query, candidate) = GeneralizedMF([8, 8]).double(), outputs(8, 8)
-    nn.init.ones_(machine.linear.weight)
-    expected = DotProduct([8, 8])([query, candidate]) + machine.linear.bias
-    torch.testing.assert_close(machine([query, candidate]), expected)
-    nn.init.normal_(machine.linear.weight)
-    weighted = (query * candidate * machine.linear.weight[0]).sum(
-        1
-    ) + machine.linear.bias
-    torch.testing.assert_close(machine([query, candidate]), weighted)
-
-
 @pytest.mark.parametrize("towers", [2, 3, 5])
 def test_the_factorization_machine_adds_the_dot_products_of_all_pairs_of_towers(
     towers: int,
@@ -137,11 +125,6 @@ def test_the_factorization_machine_adds_the_dot_products_of_all_pairs_of_towers(
     torch.testing.assert_close(
         machine(parts), dots + machine.first_order(torch.cat(parts, 1)).squeeze(1)
     )
-
-
-def test_deepfm_adds_its_two_halves() -> None:
-    model, parts = DeepFM([4, 4, 4]).double(), outputs(4, 4, 4)
-    torch.testing.assert_close(model(parts), model.machine(parts) + model.deep(parts))
 
 
 def test_crossing_layers_are_those_of_the_paper() -> None:

@@ -36,22 +36,6 @@ def test_bce_equals_its_closed_form() -> None:
     assert float(bce(logits, made)) == pytest.approx(expected, rel=1e-6)
 
 
-def test_ranks_average_to_the_global_mean_however_padding_is_spread() -> None:
-    labels, logits = torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0.1, 0.2, 0.3])
-    whole = next(batches(1, size=3))
-    whole.labels = labels
-    expected = bce(logits, with_weights(whole, [1.0, 1.0, 1.0], 3.0))
-    ranks = []
-    for rows, weights in ((slice(0, 2), [1.0, 1.0]), (slice(2, 3), [1.0, 0.0])):
-        part = next(batches(1, size=2))
-        part.labels = torch.zeros(2)
-        part.labels[: len(labels[rows])] = labels[rows]
-        own = torch.full((2,), 5.0)
-        own[: len(logits[rows])] = logits[rows]
-        ranks.append(bce(own, with_weights(part, weights, 3.0 / 2)))
-    torch.testing.assert_close(sum(ranks) / 2, expected)
-
-
 def doubled(
     logits: list[float], weights: list[float], width: int
 ) -> tuple[torch.Tensor, TowerBatch]:

@@ -9,18 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.contracts import run_ranks
 from tests.data.loader.test_loader import ITEMS, loader_of
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.negatives.known_pairs import KnownPairs
-from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.modules.losses import (
     bce,
     bpr,
-    in_batch_softmax,
     sampled_softmax,
 )
-from torchrec_ext.modules.softmax import in_batch_negatives
 
 SIZE = 21  # with 8 positives a step, the last one has 5
 
@@ -77,41 +72,3 @@ def test_losses_of_rows(name: str, world_size: int) -> None:
     ] == pytest.approx(whole, rel=1e-6)
     assert len(whole) == 3
     assert len(set(whole)) == 3
-
-
-def in_batch(runtime: Runtime) -> list[float]:
-    users, items = tables()
-    loader = loader_of(
-        SIZE, runtime.rank, runtime.world_size, negatives=0, weight="weight"
-    )
-    known = KnownPairs(
-        ITEMS, torch.arange(SIZE).numpy() // 3, torch.arange(SIZE).numpy() % ITEMS + 1
-    )
-    losses = []
-    for batch in loader:
-        who, what = ids(batch, "user_id"), ids(batch, "item_id")
-
-        def is_known(drawn: Tensor, who: Tensor = who) -> Tensor:
-            return torch.from_numpy(known.contains(who.numpy()[:, None], drawn.numpy()))
-
-        negatives = in_batch_negatives(
-            items[what], what, log_q=-what.double(), is_known=is_known
-        )
-        loss = in_batch_softmax(
-            users[who],
-            negatives,
-            weights=batch.weights,
-            total_weight=batch.total_weight,
-            temperature=0.5,
-        )
-        losses.append(float(loss))
-    return losses
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_in_batch_softmax(world_size: int) -> None:
-    expected = in_batch(Runtime(rank=0, local_rank=0, world_size=1, local_world_size=1))
-    ranks = run_ranks(in_batch, world_size)
-    assert [
-        sum(step) / world_size for step in zip(*ranks, strict=True)
-    ] == pytest.approx(expected, rel=1e-6)

@@ -125,22 +125,6 @@ def test_positions_count_from_the_side_that_is_named() -> None:
         torch.testing.assert_close(model(zeros, lengths), weight[place])
 
 
-def test_every_parameter_gets_a_gradient() -> None:
-    model = encoder(causal=True)
-    model(steps(), torch.tensor(LENGTHS)).pow(2).sum().backward()
-    assert all(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
-
-
-def test_no_steps_at_all_leave_every_parameter_in_the_graph() -> None:
-    model = encoder(causal=True)
-    model(
-        torch.empty(0, WIDTH, dtype=torch.float64), torch.tensor([0, 0])
-    ).sum().backward()
-    assert all(p.grad is not None for p in model.parameters()), (
-        "DistributedDataParallel waits for all of them"
-    )
-
-
 def test_a_sequence_longer_than_the_limit_is_refused() -> None:
     with pytest.raises(
         ValueError,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -177,60 +177,45 @@ class _InBatchLoss(nn.Module):
         count = len(ids) if batch.queries is None else batch.queries
         if self.catalogue:
             return self._over_catalogue(queries[:count], candidates, ids, batch)
-        if self.labelled:
-            return self._over_clicks(queries, candidates, ids, batch)
+        weights = batch.weights[:count]
+        total = batch.total_weight
         log_q = batch.log_q
-        if log_q is None and self.log_q is not None:
-            log_q = self.log_q[ids]
         # With queries, a loader makes batches of one size on all ranks, see TowerBatch,
         # so none need be exchanged.
         rows = None if batch.queries is None else len(ids)
+        # Item 0 with a weight is an unknown item, not padding.
+        present = (ids != 0) | (batch.weights > 0)
+        chosen: slice | Tensor = slice(count)
+        if self.labelled:
+            # The rows with a label above 0, whose number differs between ranks.
+            clicks = batch.weights * batch.labels
+            chosen = clicks.nonzero()[:, 0]
+            queries, candidates, ids, weights = (
+                each[chosen] for each in (queries, candidates, ids, clicks)
+            )
+            count = len(ids)
+            log_q = rows = None
+            present = torch.ones_like(ids, dtype=torch.bool)
+            total = _mean_over_ranks(weights)
+        if log_q is None and self.log_q is not None:
+            log_q = self.log_q[ids]
+        is_known = None
+        if self.known is not None:
+            is_known = partial(self.known, _users(batch)[chosen])
         negatives = in_batch_negatives(
             candidates,
             ids,
             log_q=log_q,
             queries=count,
             rows=rows,
-            # Item 0 with a weight is an unknown item, not padding.
-            present=(ids != 0) | (batch.weights > 0),
-            is_known=self._known_items(batch, slice(count)),
+            present=present,
+            is_known=is_known,
         )
         loss: Tensor = self._function(
             queries[:count],
             negatives,
-            weights=batch.weights[:count],
-            total_weight=batch.total_weight,
-            temperature=self._temperature,
-        )
-        return loss
-
-    def _known_items(
-        self, batch: TowerBatch, rows: slice | Tensor
-    ) -> Callable[[Tensor], Tensor] | None:
-        """Returns a function from items to the pairs that the users of some rows are known to have taken."""
-        return None if self.known is None else partial(self.known, _users(batch)[rows])
-
-    def _over_clicks(
-        self, queries: Tensor, candidates: Tensor, ids: Tensor, batch: TowerBatch
-    ) -> Tensor:
-        """Returns the loss over the rows with a label above 0; their number differs between ranks."""
-        weights = batch.weights * batch.labels
-        clicked = weights.nonzero()[:, 0]
-        queries, candidates, ids, weights = (
-            rows[clicked] for rows in (queries, candidates, ids, weights)
-        )
-        log_q = None if self.log_q is None else self.log_q[ids]
-        # A clicked row is no padding, whatever its item.
-        present = torch.ones_like(ids, dtype=torch.bool)
-        is_known = self._known_items(batch, clicked)
-        negatives = in_batch_negatives(
-            candidates, ids, log_q=log_q, present=present, is_known=is_known
-        )
-        loss: Tensor = self._function(
-            queries,
-            negatives,
             weights=weights,
-            total_weight=_mean_over_ranks(weights),
+            total_weight=total,
             temperature=self._temperature,
         )
         return loss

@@ -1,7 +1,6 @@
 from ..batch import Jagged as Jagged
 from ..batch import Keys as Keys
 from .batch_schema import BatchSchema as BatchSchema
-from .batch_schema import Dense as Dense
 from .batch_schema import IdHook as IdHook
 from .batch_schema import RowNumbers as RowNumbers
 from .features import Joint as Joint

@@ -12,7 +12,6 @@ from typing import NamedTuple, TypeVar, get_args
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 
-import numpy as np
 import torch
 from torch import Tensor
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
@@ -21,26 +20,18 @@ from typing_extensions import Self
 
 from torchrec_ext.batch import (
     Jagged,
-    KeyedIds,
     KeyLayout,
     Keys,
     TowerBatch,
     concatenate,
     pack,
 )
-from torchrec_ext.schema.array_columns import source_columns, widths_of
+from torchrec_ext.schema.array_columns import element_of, source_columns, widths_of
 from torchrec_ext.schema.checks import (
-    ExpectedRows,
-    array_of,
-    bags_of,
-    between,
-    check_ids,
     check_index,
-    check_repeats,
-    finite,
-    finite_matrix,
-    row_numbers,
-    side_by_side,
+    checked_bags,
+    numbers_of,
+    of_shape,
     total_of,
 )
 from torchrec_ext.schema.features import (
@@ -51,6 +42,8 @@ from torchrec_ext.schema.features import (
     merge_tables,
 )
 from torchrec_ext.schema.validation import DataError, OutOfRange, check_choice, listed
+
+_Column = TypeVar("_Column")
 
 
 class RowNumbers(NamedTuple):
@@ -76,8 +69,8 @@ class IdHook:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchColumns:
-    """The columns of a batch, in the order of :class:`TowerBatch`.
+class BatchSchema:
+    """The columns of a batch, in the order of :class:`TowerBatch`, and the one place to check and pack them.
 
     Args:
         sparse: the features, F of them.
@@ -244,43 +237,17 @@ class BatchColumns:
         """The function that replaces ids; None if there is none."""
         return None if self.hook is None else self.hook.replace
 
-    def missing(self, name: str, columns: Iterable[str]) -> DataError:
-        """Returns the error to raise if ``columns`` lack column ``name`` of the schema."""
-        schema_columns = [*self.keys, *source_columns(self.dense)]
-        batch_columns = sorted(source_columns(columns))
-        return DataError(
-            f"column '{source_columns([name])[0]}' is missing; the batch has {batch_columns}, the schema "
-            f"needs {schema_columns}"
-        )
-
-
-_Column = TypeVar("_Column")
-
-
-class Dense(NamedTuple):
-    """Dense columns side by side in the schema's order, float32: ``rows`` (B, Fd), and ``shared`` (Q, Fd)."""
-
-    rows: Tensor
-    shared: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchSchema(BatchColumns):
-    """The columns of a batch, see :class:`BatchColumns`, and the one place to check and pack them."""
-
     def assemble(
         self,
         sparse: Mapping[str, Jagged],
-        dense: Mapping[str, Tensor] | Dense | None = None,
+        dense: Mapping[str, Tensor] | None = None,
         *,
         labels: Tensor,
         weights: Tensor | None = None,
         total_weight: float | None = None,
         log_q: Tensor | None = None,
         targets: Tensor | None = None,
-        rows: Tensor | None = None,
-        index: Tensor | int | None = None,
-        shared_rows: Tensor | None = None,
+        index: Tensor | None = None,
     ) -> TowerBatch:
         """Checks the columns and packs them into one batch.
 
@@ -288,105 +255,114 @@ class BatchSchema(BatchColumns):
             sparse: a :class:`Jagged` for each sparse feature, of B rows or, if it is shared, Q; further entries are
                 ignored.
             dense: a (B,) or (Q,) column for each dense name, (B, W) or (Q, W) for an array column; further entries are
-                ignored; or :class:`Dense`.
+                ignored.
             labels: (B,).
             weights: (B,), 0 for padding; ones by default.
             total_weight: the sum of the weights over all ranks divided by R, by which the loss divides; the sum of
                 ``weights`` by default.
             log_q: (B,) log-probability with which the candidate was sampled.
             targets: (B, T - 1) the labels of the schema's ``tasks``; required if it has such.
-            rows: (B,) numbers by which an error message names the rows; their indices in the batch by default.
-            index: (B,) the shared row of each row, or the number of consecutive rows of each shared row. By default Q
-                is B and row i has shared row i.
-            shared_rows: (Q,) numbers by which an error message names the shared rows; must be given with ``index``.
+            index: (B,) the shared row of each row. By default Q is B and row i has shared row i.
 
         Raises:
             DataError: a column is missing, has another length or type, or holds an invalid value.
         """
-        row_names, queries = _expected_rows(labels.numel(), rows, index, shared_rows)
-        if not isinstance(dense, Dense):
-            dense = Dense(
-                self._matrix(dense or {}, self.row_dense, row_names),
-                self._matrix(dense or {}, self.shared_dense, queries),
-            )
-        if self.shared and not isinstance(index, Tensor):
-            index = torch.from_numpy(np.arange(queries.size).repeat(index or 1))
-        columns = {}
+        dense = dense or {}
+        size = labels.numel()
+        queries = size
+        if self.shared and index is not None:
+            queries = self._queries(sparse, dense)
+            check_index(index, size, queries)
+        elif self.shared:
+            index = torch.arange(size)
+        bags = {}
         for feature in self.sparse:
-            expected = queries if feature.name in self.shared else row_names
-            columns[feature.name] = bags_of(
-                feature, self._column(sparse, feature.name), expected
+            rows = queries if feature.name in self.shared else size
+            column = self._column(sparse, feature.name)
+            bags[feature.name] = checked_bags(
+                feature, column, rows, replace=self.out_of_range == "oov"
             )
-        bags = {name: column.bags for name, column in columns.items()}
         items = None
         if self.replaces is not None:
             # The item that was sampled, whatever is looked up for it.
             if self.candidate in bags:
-                items = _first_ids(bags[self.candidate], row_names.size)
-            numbers = RowNumbers(row_numbers(row_names), row_numbers(queries))
-            bags.update(self.replaces(bags, numbers))
-
-        def fill(keys: Keys, sizes: Sequence[int]) -> KeyedIds:
-            ids = concatenate(keys, sizes, bags)
-            # After concatenation, so that one pass checks the ids of many features.
-            check_ids(
-                ids.values,
-                [columns[name] for name in keys.features if name],
-                replace=self.out_of_range == "oov",
-            )
-            return ids
-
-        row_dense = finite_matrix(self.row_dense, dense.rows, row_names)
-        labels = between("label", labels, row_names, self.label_range)
+                items = _first_ids(bags[self.candidate], size)
+            numbers = RowNumbers(torch.arange(size), torch.arange(queries))
+            bags |= self.replaces(bags, numbers)
+        shared_dense = None
+        if self.shared:
+            shared_dense = self._matrix(dense, self.shared_dense, queries)
         if weights is None:
-            row_weights = torch.ones(row_names.size)
-        else:
-            row_weights = between("weight", weights, row_names, (0.0, math.inf))
+            weights = torch.ones(size)
+        weights = numbers_of("weight", weights, size, (0.0, math.inf))
         return pack(
             self.layout,
-            fill,
-            dense=row_dense,
-            labels=labels,
-            weights=row_weights,
-            total_weight=total_of(weights, total_weight, row_names.size),
-            log_q=None if log_q is None else finite("log_q", log_q, row_names),
-            targets=self._targets(targets, row_names),
+            lambda keys, sizes: concatenate(keys, sizes, bags),
+            dense=self._matrix(dense, self.row_dense, size),
+            labels=numbers_of("label", labels, size, self.label_range),
+            weights=weights,
+            total_weight=total_of(weights, total_weight),
+            log_q=None if log_q is None else numbers_of("log_q", log_q, size),
+            targets=self._targets(targets, size),
             items=items,
-            shared_dense=finite_matrix(self.shared_dense, dense.shared, queries)
-            if self.shared
-            else None,
-            index=index if isinstance(index, Tensor) else None,
+            shared_dense=shared_dense,
+            index=index if self.shared else None,
         )
 
-    def _targets(self, targets: Tensor | None, rows: ExpectedRows) -> Tensor | None:
-        if targets is None and self.tasks:
-            raise DataError(
-                f"the labels of the tasks {list(self.tasks)} are missing; give targets of shape (B, {len(self.tasks)})"
-            )
+    def _queries(
+        self, sparse: Mapping[str, Jagged], dense: Mapping[str, Tensor]
+    ) -> int:
+        """Returns Q, the number of rows of the first shared column."""
+        for name in self.keys:
+            if name in self.shared:
+                values, lengths = self._column(sparse, name)
+                return len(values if lengths is None else lengths)
+        source = source_columns(self.shared_dense)[0]
+        return len(self._column(dense, source))
+
+    def _targets(self, targets: Tensor | None, size: int) -> Tensor | None:
         # Labels of tasks that the model lacks are ignored, as further columns are.
-        if targets is None or not self.tasks:
+        if not self.tasks:
             return None
-        if targets.shape != (rows.size, len(self.tasks)):
+        shape = (size, len(self.tasks))
+        if targets is None or targets.shape != shape:
+            found = None if targets is None else tuple(targets.shape)
             raise DataError(
-                f"targets of shape {tuple(targets.shape)}: must be (B, tasks) = ({rows.size}, {len(self.tasks)})"
+                f"targets of shape {found}: must be (B, tasks) = {shape}, the labels of {list(self.tasks)}"
             )
-        for name, column in zip(self.tasks, targets.unbind(dim=1), strict=True):
-            between(name, column, rows, self.label_range)
-        return targets.float()
+        columns = zip(self.tasks, targets.unbind(dim=1), strict=True)
+        return torch.stack(
+            [
+                numbers_of(name, column, size, self.label_range)
+                for name, column in columns
+            ],
+            dim=1,
+        )
 
     def _matrix(
-        self, dense: Mapping[str, Tensor], names: Sequence[str], rows: ExpectedRows
+        self, dense: Mapping[str, Tensor], names: Sequence[str], size: int
     ) -> Tensor:
-        columns = dict(dense)
-        for name, width in widths_of(names, dense).items():
-            if name in dense:
-                array = array_of(name, dense[name], width, rows)
-                for index, column in enumerate(array.unbind(dim=1)):
-                    # A column of that very name is the user's own, see BatchColumns.
-                    columns.setdefault(f"{name}[{index}]", column)
-        return side_by_side(
-            names, [self._column(columns, name) for name in names], rows
-        )
+        """Returns (size, names) float32 of columns, and of elements of array columns."""
+        if not names:
+            return torch.empty(size, 0)
+        widths = widths_of(names, dense)
+        columns = []
+        for name in names:
+            element = element_of(name)
+            # A column of that very name is the user's own.
+            if element is None or name in dense:
+                columns.append(of_shape(name, self._column(dense, name), (size,)))
+                continue
+            array = self._column(dense, element.column)
+            shape = (size, widths[element.column])
+            columns.append(of_shape(element.column, array, shape)[:, element.position])
+        matrix = torch.stack(columns, dim=1)
+        # One pass finds whether any value is bad: one NaN poisons all weights of all
+        # ranks in one step.
+        if not torch.isfinite(matrix).all():
+            for name, column in zip(names, matrix.unbind(dim=1), strict=True):
+                numbers_of(name, column, size)
+        return matrix
 
     def check(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Checks a KeyedJaggedTensor built elsewhere, as in ``batch.sparse = schema.check(batch.sparse)``.
@@ -398,46 +374,35 @@ class BatchSchema(BatchColumns):
             row.
         """
         columns = features.to_dict()
-        shared_keys = (
-            set() if self.layout.shared is None else set(self.layout.shared.keys)
-        )
-        row_keys = set(self.layout.rows.keys)
-        all_keys = shared_keys | row_keys
-        missing_keys = all_keys - set(columns)
-        # A tensor may lack one kind as a whole, since shared and other features are two
-        # tensors of a batch.
-        if missing_keys and (
-            missing_keys == all_keys or missing_keys not in (shared_keys, row_keys)
-        ):
-            missing_names = [name for name in self.keys if name in missing_keys]
+        kinds = [self.layout.rows, self.layout.shared]
+        keys = [set(kind.keys) for kind in kinds if kind is not None]
+        if not any(kind <= columns.keys() for kind in keys):
+            wanted = set().union(*keys)
+            missing = [name for name in self.keys if name in wanted - columns.keys()]
             raise DataError(
-                f"the KeyedJaggedTensor lacks {missing_names}; it has the keys {features.keys()}"
+                f"the KeyedJaggedTensor lacks {missing}; it has the keys {features.keys()}"
             )
-        rows = ExpectedRows(features.stride(), "B")
         replace = self.out_of_range == "oov"
         values = []
-        for name in features.keys():  # noqa: SIM118  a KeyedJaggedTensor is no mapping
-            ids = columns[name].values()
-            feature = self._by_name.get(name)
-            # check_ids writes into the values that it replaces, and the caller's tensor
-            # must stay as it is.
-            if replace:
-                ids = ids.clone()
-            values.append(ids)
-            if feature:
-                bags = bags_of(feature, Jagged(ids, columns[name].lengths()), rows)
-                check_ids(ids, [bags], replace=replace)
+        for name, column in columns.items():
+            bags = Jagged(column.values(), column.lengths())
+            feature = self.feature(name)
+            if feature is not None:
+                bags = checked_bags(feature, bags, features.stride(), replace=replace)
+            values.append(bags.values)
         if not replace:
             return features
         return KeyedJaggedTensor(
-            keys=features.keys(),
-            values=torch.cat(values),
-            lengths=features.lengths(),
+            keys=features.keys(), values=torch.cat(values), lengths=features.lengths()
         )
 
     def _column(self, columns: Mapping[str, _Column], name: str) -> _Column:
         if name not in columns:
-            raise self.missing(name, columns)
+            found = sorted(source_columns(columns))
+            needed = [*self.keys, *source_columns(self.dense)]
+            raise DataError(
+                f"column '{source_columns([name])[0]}' is missing; the batch has {found}, the schema needs {needed}"
+            )
         return columns[name]
 
 
@@ -447,32 +412,6 @@ def _first_ids(bags: Jagged, size: int) -> Tensor:
         return bags.values
     lengths = bags.lengths.long()
     ids = bags.values.new_zeros(size)
-    starts = lengths.cumsum(0) - lengths
     is_full = lengths > 0
-    ids[: len(lengths)][is_full] = bags.values[starts[is_full]]
+    ids[is_full] = bags.values[(lengths.cumsum(0) - lengths)[is_full]]
     return ids
-
-
-def _expected_rows(
-    size: int,
-    rows: Tensor | None,
-    index: Tensor | int | None,
-    shared_rows: Tensor | None,
-) -> tuple[ExpectedRows, ExpectedRows]:
-    """Returns the B rows and Q shared rows to expect of columns; refuses an invalid index."""
-    expected = ExpectedRows(size, "B", rows)
-    if index is None:
-        return expected, expected
-    if shared_rows is None:
-        raise ValueError(
-            "index without shared_rows: give the number of each of the Q shared rows too"
-        )
-    queries = ExpectedRows(shared_rows.numel(), "Q", shared_rows)
-    if isinstance(index, int):
-        check_repeats(index, expected, queries)
-    else:
-        check_index(index, expected, queries)
-    # Rows without numbers of their own are named by their shared rows.
-    if rows is None:
-        expected = ExpectedRows(size, "B", shared_rows, index)
-    return expected, queries

@@ -110,14 +110,11 @@ def merge_tables(tables: Iterable[BaseEmbeddingConfig]) -> list[BaseEmbeddingCon
 def _check_same(first: BaseEmbeddingConfig, second: BaseEmbeddingConfig) -> None:
     one = _facts(first)
     two = _facts(second)
-    # Only an EmbeddingBagConfig has a pooling, and such tables are merged.
-    if type(first) is not type(second):
-        one.pop("pooling", None)
-        two.pop("pooling", None)
-    different = [name for name in one if one[name] != two.get(name)]
+    # Only an EmbeddingBagConfig has a pooling.
+    different = [name for name in one if name in two and one[name] != two[name]]
     if different:
         ours = ", ".join(f"{name}={one[name]}" for name in different)
-        theirs = ", ".join(f"{name}={two.get(name)}" for name in different)
+        theirs = ", ".join(f"{name}={two[name]}" for name in different)
         raise ValueError(
             f"two tables are called '{first.name}', with {ours} and {theirs}: tables of one name share weights "
             "and must agree in all but their features; make them equal, or give one another name"

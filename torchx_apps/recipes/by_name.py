@@ -164,13 +164,6 @@ def _from_module(module: ModuleType, name: str, spec: str) -> Callable[[], Any]:
     recipe: Any = getattr(module, name, None)
     if callable(recipe):
         return cast("Callable[[], Any]", recipe)
-    functions = [
-        n
-        for n, f in inspect.getmembers(module, inspect.isfunction)
-        if f.__module__ == module.__name__
-    ]
-    listed = ", ".join(functions) or "none"
-    question = nearest(name, functions) or ";"
-    raise ValueError(
-        f"--recipe {spec}: there is no function {name!r}{question} Functions there: {listed}"
-    )
+    functions = [name for name, _ in inspect.getmembers(module, inspect.isfunction)]
+    question = nearest(name, functions) or "; name a function of the file"
+    raise ValueError(f"--recipe {spec}: there is no function {name!r}{question}")

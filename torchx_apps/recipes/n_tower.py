@@ -18,15 +18,13 @@ from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.modules.config import (
     LOSSES,
-    Activation,
     Interaction,
-    LossName,
     Normalization,
     TaskRows,
-    check_loss,
 )
-from torchrec_ext.schema.validation import OutOfRange, listed
+from torchrec_ext.schema.validation import listed
 from torchrec_ext.train.config import Schedule, TrainConfig
+from torchx_apps.recipes.two_tower import TowersConfig, model_of, tower_of
 from torchx_apps.tasks.job import Job
 from torchx_apps.tasks.loading import labelled_task, multi_label_task
 
@@ -81,26 +79,14 @@ def columns_by_name(
 
 
 @dataclass(frozen=True, kw_only=True)
-class NTowerConfig:
-    """The towers of the recipes ``n_tower`` and ``stream``.
+class NTowerConfig(TowersConfig):
+    """The towers of the recipes ``n_tower`` and ``stream``; see :class:`TowersConfig` for further settings.
 
     Args:
-        embedding_dim: columns of every table.
         embedding_std: standard deviation of the tables' initial values.
-        tower_widths: widths of each tower's MLP; where there is none, a tower's output is its concatenated embeddings.
         towers: the columns of each tower, names or patterns, as in ``--model.towers.user user_id age
-            --model.towers.item item_id "price_*"``, the item's tower last; user, item and context where empty.
-        interaction: network over the towers' outputs, see :func:`interaction_layer`. Where ``towers`` is empty, one
-            that takes two towers, such as ``dot``, gets the context as part of the user's.
-        top_widths: hidden widths of the interaction.
-        activation: activation between layers.
-        normalization: normalisation before each activation.
-        dropout: share of values dropped after each activation.
-        loss: ``bce`` over the labels; or, for the interactions ``dot`` and ``cosine``, ``in_batch``, a softmax over the
-            items of the batch's rows with label 1, or, in the recipe ``stream``, ``catalogue``, over all items.
-        temperature: divisor of the scores under the softmax losses and ``cosine``.
-        correct: correct ``in_batch`` for the popularity of its candidates: their share of the rows with label 1.
-        out_of_range: what happens to an id outside its table: ``error``, or ``oov``, which reads row 0.
+            --model.towers.item item_id "price_*"``, the item's tower last; user, item and context where empty. Where
+            empty, an interaction that takes two towers, such as ``dot``, gets the context as part of the user's.
     """
 
     embedding_dim: int = 8
@@ -108,17 +94,8 @@ class NTowerConfig:
     tower_widths: tuple[int, ...] = ()
     towers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     interaction: Interaction = "dcn"
-    top_widths: tuple[int, ...] = (128, 64)
-    activation: Activation = "relu"
     normalization: Normalization = "batch"
     dropout: float = 0.2
-    loss: LossName = "bce"
-    temperature: float = 1.0
-    correct: bool = True
-    out_of_range: OutOfRange = "error"
-
-    def __post_init__(self) -> None:
-        check_loss(self.loss, self.interaction, self.temperature)
 
 
 def n_tower() -> Job:
@@ -163,42 +140,11 @@ def stream_job() -> Job:
 
 def build_n_tower(config: NTowerConfig, data: Prepared) -> TowerModel:
     """Builds a tower for user, item and, if there is any, context; or the towers of ``config.towers``."""
-    import torch
-
-    from torchrec_ext.models.retrieval import RetrievalModel
-    from torchrec_ext.models.tower_model import TowerModel
-    from torchrec_ext.modules.interaction import interaction_layer
-    from torchrec_ext.modules.losses import row_loss
-
     towers = _towers(config, data)
-    top = interaction_layer(
-        config.interaction,
-        [tower.out_features for tower in towers.values()],
-        config.top_widths,
-        activation=config.activation,
-        normalization=config.normalization,
-        dropout=config.dropout,
-        activate_input=bool(config.tower_widths),
-        temperature=config.temperature,
-    )
-    kind = LOSSES[config.loss]
-    if not kind.shared:
-        return TowerModel(
-            towers, top, loss=row_loss(config.loss), device=torch.device("meta")
-        )
-    item = _item_of(config, data, towers)
-    counts = None
-    if config.correct and kind.in_batch:
-        counts = torch.from_numpy(data.popularity)
-    return RetrievalModel(
-        towers,
-        top,
-        counts=counts,
-        item_feature=item,
-        temperature=config.temperature,
-        loss=config.loss,
-        device=torch.device("meta"),
-    )
+    item = "item_id"
+    if LOSSES[config.loss].shared:
+        item = _item_of(config, data, towers)
+    return model_of(config, towers, data, item=item)
 
 
 def _item_of(config: NTowerConfig, data: Prepared, towers: Mapping[str, Tower]) -> str:
@@ -229,19 +175,10 @@ def _item_of(config: NTowerConfig, data: Prepared, towers: Mapping[str, Tower]) 
 
 
 def _towers(config: NTowerConfig, data: Prepared) -> dict[str, Tower]:
-    from torchrec_ext.modules.tower import Tower
-
-    towers = {}
-    for name, (features, dense) in _columns_by_tower(config, data).items():
-        towers[name] = Tower(
-            tables_of_features(config, data, features),
-            config.tower_widths,
-            dense=dense,
-            activation=config.activation,
-            normalization=config.normalization,
-            dropout=config.dropout,
-        )
-    return towers
+    return {
+        name: tower_of(config, tables_of_features(config, data, features), dense)
+        for name, (features, dense) in _columns_by_tower(config, data).items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
-import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Union
+from typing import Any
+
+import msgspec
 
 from torchx_apps.config import field_hint, is_group
 from torchx_apps.recipes import RECIPES
@@ -51,7 +51,7 @@ def saved_job(run: Path, recipe: str | None = None) -> Job:
         )
     try:
         restored: Job = _restored(job, saved)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, msgspec.ValidationError) as error:
         raise ValueError(
             f"{path}: does not fit the recipe as it is now ({error}); give what differs, as in --model.loss bce"
         ) from None
@@ -71,33 +71,9 @@ def _restored(config: Any, saved: Mapping[str, Any]) -> Any:
         if is_group(value) and isinstance(json_value, dict):
             changes[field.name] = _restored(value, json_value)
         else:
-            changes[field.name] = _value(field_hint(config, field.name), json_value)
-    return dataclasses.replace(config, **changes)
-
-
-def _value(hint: Any, json_value: Any) -> Any:
-    """Converts a JSON value to the type of a field."""
-    kinds: tuple[Any, ...] = (hint,)
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        kinds = typing.get_args(hint)
-    for kind in kinds:
-        if isinstance(json_value, dict) and dataclasses.is_dataclass(kind):
-            hints = typing.get_type_hints(kind)
-            group: Any = kind
-            return group(
-                **{
-                    name: _value(hints[name], value)
-                    for name, value in json_value.items()
-                }
+            changes[field.name] = msgspec.convert(
+                json_value,
+                field_hint(config, field.name),
+                dec_hook=lambda kind, text: kind(text),
             )
-        if isinstance(json_value, dict) and typing.get_origin(kind) is Mapping:
-            entry = typing.get_args(kind)[1]
-            return {name: _value(entry, value) for name, value in json_value.items()}
-        if isinstance(json_value, list) and typing.get_origin(kind) is tuple:
-            inner, *_ = typing.get_args(kind)
-            return tuple(_value(inner, value) for value in json_value)
-    if isinstance(json_value, list):
-        return tuple(_value(Any, value) for value in json_value)
-    if isinstance(json_value, str) and Path in kinds:
-        return Path(json_value)
-    return json_value
+    return dataclasses.replace(config, **changes)

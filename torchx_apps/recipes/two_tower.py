@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.loader.config import LoaderConfig
@@ -14,6 +14,7 @@ from torchrec_ext.modules.config import (
     Activation,
     Interaction,
     LossName,
+    Normalization,
     check_hardest,
     check_loss,
 )
@@ -27,66 +28,72 @@ if TYPE_CHECKING:
     from torchrec_ext.modules.tower import Tower
 
 
-_REJECTED = {
-    False: "drawn negatives are never known items",
-    True: "the softmax is over all items, those that the user has taken among them",
-}
-
-
 @dataclass(frozen=True, kw_only=True)
-class TwoTowerConfig:
-    """The towers of the recipes ``two_tower`` and ``retrieval``.
+class TowersConfig:
+    """Settings of all recipes with towers.
 
     Args:
         embedding_dim: columns of every table.
-        tower_widths: widths of each tower's MLP; the last is D, what the interaction sees.
-        features: columns that the towers read; all columns of the set where none are named.
-        without: columns that the towers do not read.
+        tower_widths: widths of each tower's MLP, the last is D, what the interaction sees; where there is none, a
+            tower's output is its concatenated embeddings.
         interaction: ``top_nn`` (concatenation, MLP, logit), ``dot``, or another of :func:`interaction_layer`.
-        top_widths: hidden widths of the top NN.
+        top_widths: hidden widths of the interaction.
         activation: activation between layers.
+        normalization: normalisation before each activation.
         dropout: share of values dropped after each activation.
-        loss: ``bce`` over the loader's negatives; ``bpr`` or ``sampled_softmax``, which compare a positive
+        loss: ``bce`` over labels or the loader's negatives; ``bpr`` or ``sampled_softmax``, which compare a positive
             with its own negatives; or, for ``loader.negatives=0`` and the interactions ``dot`` and ``cosine``,
             ``in_batch``, a softmax over the candidates of the batch, or ``catalogue``, over all items, whose tower
             then runs for every item in every step.
         temperature: divisor of the scores under the softmax losses and ``cosine``.
         correct: correct ``in_batch`` for the popularity of its candidates, and ``sampled_softmax`` for how likely each
             candidate was drawn.
-        reject_known: under ``in_batch`` never use an item as a negative of a user who has taken it. Where false, a
-            user's other items compete with the row's item, as in the softmax over the whole catalogue that the batch
-            stands for.
         hardest: number of negatives of a row that count under ``in_batch``, those with the greatest scores; 0 for all.
-        share_items: the user's history reads the item table, instead of a table for histories.
-        share_user: run the user tower once for a positive and its negatives; the result is the same.
         out_of_range: what happens to an id outside its table: ``error``, or ``oov``, which reads row 0.
     """
 
     embedding_dim: int = 32
     tower_widths: tuple[int, ...] = (64,)
-    features: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
     interaction: Interaction = "top_nn"
     top_widths: tuple[int, ...] = (128, 64)
     activation: Activation = "relu"
+    normalization: Normalization = "none"
     dropout: float = 0.0
     loss: LossName = "bce"
     temperature: float = 1.0
     correct: bool = True
-    reject_known: bool = False
     hardest: int = 0
-    share_items: bool = False
-    share_user: bool = True
     out_of_range: OutOfRange = "error"
 
     def __post_init__(self) -> None:
-        # Parsed for its errors alone, before any data are loaded.
         check_loss(self.loss, self.interaction, self.temperature)
         check_hardest("model.hardest", self.hardest, self.loss)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoTowerConfig(TowersConfig):
+    """The towers of the recipes ``two_tower`` and ``retrieval``; see :class:`TowersConfig` for further settings.
+
+    Args:
+        without: columns that the towers do not read.
+        reject_known: under ``in_batch`` never use an item as a negative of a user who has taken it. Where false, a
+            user's other items compete with the row's item, as in the softmax over the whole catalogue that the batch
+            stands for.
+        share_items: the user's history reads the item table, instead of a table for histories.
+        share_user: run the user tower once for a positive and its negatives; the result is the same.
+    """
+
+    without: tuple[str, ...] = ()
+    reject_known: bool = False
+    share_items: bool = False
+    share_user: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.reject_known and not LOSSES[self.loss].in_batch:
             raise ValueError(
-                f"model.reject_known=true with model.loss={self.loss}: {_REJECTED[LOSSES[self.loss].catalogue]}; leave "
-                "it out, or set model.loss=in_batch"
+                f"model.reject_known=true with model.loss={self.loss}: only the softmax over the batch can meet known "
+                "items; leave it out, or set model.loss=in_batch"
             )
 
 
@@ -128,82 +135,25 @@ def retrieval() -> Job:
 
 def build_two_tower(config: TwoTowerConfig, data: Prepared) -> TowerModel:
     """Builds a tower over the item's columns and one over all others; ids and lists have tables, the rest is dense."""
-    import torch
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
     from torchrec_ext.data.negatives.known_items import KnownItems
     from torchrec_ext.data.negatives.known_pairs import KnownPairs
-    from torchrec_ext.models.retrieval import RetrievalModel
-    from torchrec_ext.models.tower_model import TowerModel
-    from torchrec_ext.modules.interaction import interaction_layer
-    from torchrec_ext.modules.losses import row_loss
 
-    available = {*data.features, *data.dense}
-    for field, setting in (("features", config.features), ("without", config.without)):
-        unknown = sorted(set(setting) - available)
-        if unknown:
-            raise ValueError(
-                f"model.{field} names {unknown}, which '{data.name}' does not have; it has {sorted(available)}"
-            )
-    names = set(config.features or available) - set(config.without)
-    user_columns: list[str] = []
-    item_columns: list[str] = []
-    for name in (*data.features, *data.dense):
-        if name in names:
-            columns = item_columns if name in data.items else user_columns
-            columns.append(name)
-    towers = {
-        "user": _tower(config, data, user_columns),
-        "item": _tower(config, data, item_columns),
-    }
-    widths = [tower.out_features for tower in towers.values()]
-    # Under a softmax over the batch no two rows share a user.
-    kind = LOSSES[config.loss]
-    shared = ("user",) if config.share_user and not kind.shared else ()
-    top = interaction_layer(
-        config.interaction,
-        widths,
-        config.top_widths,
-        activation=config.activation,
-        dropout=config.dropout,
-        activate_input=bool(config.tower_widths),
-        temperature=config.temperature,
-    )
-    if not kind.shared:
-        # A cosine has divided by the temperature already.
-        temperature = 1.0 if top.temperature else config.temperature
-        loss = row_loss(config.loss, temperature=temperature, correct=config.correct)
-        return TowerModel(
-            towers, top, loss=loss, shared=shared, device=torch.device("meta")
+    columns = (*data.features, *data.dense)
+    unknown = sorted(set(config.without) - set(columns))
+    if unknown:
+        raise ValueError(
+            f"model.without names {unknown}, which '{data.name}' does not have; it has {sorted(columns)}"
         )
-    counts = None
-    if config.correct and kind.in_batch:
-        counts = torch.from_numpy(data.popularity)
-    rejected = None
-    if config.reject_known:
-        rejected = KnownItems(KnownPairs(data.drawable(), *data.taken("train")))
-    return RetrievalModel(
-        towers,
-        top,
-        counts=counts,
-        known=rejected,
-        temperature=config.temperature,
-        loss=config.loss,
-        hardest=config.hardest,
-        shared=shared,
-        device=torch.device("meta"),
-    )
-
-
-def _tower(config: TwoTowerConfig, data: Prepared, columns: Sequence[str]) -> Tower:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-
-    from torchrec_ext.modules.tower import Tower
-
-    tables = []
-    dense = []
+    tables: dict[str, list[Any]] = {"user": [], "item": []}
+    dense: dict[str, list[str]] = {"user": [], "item": []}
     for name in columns:
+        tower = "item" if name in data.items else "user"
+        if name in config.without:
+            continue
         if name in data.dense:
-            dense.append(name)
+            dense[tower].append(name)
             continue
         table = EmbeddingBagConfig(
             # Tables of one name are one table, also in two towers.
@@ -213,11 +163,88 @@ def _tower(config: TwoTowerConfig, data: Prepared, columns: Sequence[str]) -> To
             embedding_dim=config.embedding_dim,
             pooling=PoolingType.MEAN,
         )
-        tables.append(table)
+        tables[tower].append(table)
+    known = None
+    if config.reject_known:
+        known = KnownItems(KnownPairs(data.drawable(), *data.taken("train")))
+    towers = {name: tower_of(config, tables[name], dense[name]) for name in tables}
+    # Under a softmax over the batch no two rows share a user.
+    shares = config.share_user and not LOSSES[config.loss].shared
+    return model_of(
+        config, towers, data, known=known, shared=("user",) if shares else ()
+    )
+
+
+def tower_of(
+    config: TowersConfig, tables: Sequence[Any], dense: Sequence[str]
+) -> Tower:
+    """Builds a tower over some tables and dense columns."""
+    from torchrec_ext.modules.tower import Tower
+
     return Tower(
         tables,
         config.tower_widths,
         dense=dense,
         activation=config.activation,
+        normalization=config.normalization,
         dropout=config.dropout,
+    )
+
+
+def model_of(
+    config: TowersConfig,
+    towers: Mapping[str, Tower],
+    data: Prepared,
+    *,
+    item: str = "item_id",
+    known: Any = None,
+    shared: Sequence[str] = (),
+) -> TowerModel:
+    """Builds the interaction over towers and the loss, the tables on the meta device.
+
+    Args:
+        config: settings of interaction and loss.
+        towers: the towers by name, the item's last.
+        data: the training rows, whose counts of items correct a softmax over the batch.
+        item: column of the items.
+        known: module that knows the items of each user, which then are no negatives.
+        shared: towers that run once for the rows that share their input.
+    """
+    import torch
+
+    from torchrec_ext.models.retrieval import RetrievalModel
+    from torchrec_ext.models.tower_model import TowerModel
+    from torchrec_ext.modules.interaction import interaction_layer
+    from torchrec_ext.modules.losses import row_loss
+
+    top = interaction_layer(
+        config.interaction,
+        [tower.out_features for tower in towers.values()],
+        config.top_widths,
+        activation=config.activation,
+        normalization=config.normalization,
+        dropout=config.dropout,
+        activate_input=bool(config.tower_widths),
+        temperature=config.temperature,
+    )
+    meta = torch.device("meta")
+    kind = LOSSES[config.loss]
+    if not kind.shared:
+        # A cosine has divided by the temperature already.
+        temperature = 1.0 if top.temperature else config.temperature
+        loss = row_loss(config.loss, temperature=temperature, correct=config.correct)
+        return TowerModel(towers, top, loss=loss, shared=shared, device=meta)
+    counts = None
+    if config.correct and kind.in_batch:
+        counts = torch.from_numpy(data.popularity)
+    return RetrievalModel(
+        towers,
+        top,
+        counts=counts,
+        known=known,
+        item_feature=item,
+        temperature=config.temperature,
+        loss=config.loss,
+        hardest=config.hardest,
+        device=meta,
     )

@@ -21,7 +21,6 @@ from torchrec_ext.data.preprocess import (
 from torchrec_ext.ids import DynamicIds, string_ids
 from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.retrieval.manifest import BundleError
-from torchrec_ext.schema import DataError
 from torchx_apps.tasks.export_data import ExportData, raw_types
 
 if TYPE_CHECKING:
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
 def numbered(values: pa.Array) -> Tensor:
     """Returns the 64-bit id of each value, (V,): a whole number itself, a text's hash, ``EMPTY`` for null.
 
-    Raises:
-        DataError: two texts have one hash.
-
     Example:
         >>> numbered(pa.array([-7, 900])).tolist(), numbered(pa.array(["a", None]))[1] == EMPTY
         ([-7, 900], tensor(True))
@@ -42,18 +38,7 @@ def numbered(values: pa.Array) -> Tensor:
         return torch.from_numpy(
             values.fill_null(EMPTY).to_numpy(zero_copy_only=False).astype(np.int64)
         )
-    ids = string_ids(values)
-    numbers = ids.numpy()
-    # Equal hashes stand side by side in this order.
-    order = numbers.argsort()
-    hashes = numbers[order]
-    twice = np.flatnonzero((hashes[1:] == hashes[:-1]) & (hashes[1:] != EMPTY))
-    if len(twice):
-        pair = [values[int(place)].as_py() for place in order[twice[0] : twice[0] + 2]]
-        raise DataError(
-            f"ids: the texts {pair[0]!r} and {pair[1]!r} have one 64-bit hash; rename one of them"
-        )
-    return ids
+    return string_ids(values)
 
 
 class DataWithTables:

@@ -38,7 +38,6 @@ from torchx_apps.tasks.question import (
     TaskQuestion,
     item_batches,
     padded_lists,
-    recommendation_lines,
 )
 
 # Rows of a batch in an evaluation.
@@ -359,9 +358,13 @@ def recommendation_text(data: Prepared, recommended: Recommended) -> str:
         f"user {who} took before: "
         + "; ".join(titles[item] for item in before[-SHOWN:])
     ]
-    lines += recommendation_lines(
-        recommended.items, recommended.scores, titles.__getitem__, [held_out]
+    lines.append(
+        f"{len(recommended.items)} recommendations (the held-out item was: {titles[held_out]}):"
     )
+    scored = zip(recommended.items, recommended.scores, strict=True)
+    for rank, (item, score) in enumerate(scored, start=1):
+        mark = "   <- the held-out item" if item == held_out else ""
+        lines.append(f"{rank:3}. {titles[item]}  ({score:.2f}){mark}")
     return "\n".join(lines)
 
 
@@ -437,27 +440,33 @@ def question_of(
         figures: names of the figures with their numbers of items shown.
     """
     rule = data.evaluation
-    candidates = None
-    target_rows: Int64 | None = None
     # A copy, because Arrow's memory is read-only.
     targets = held_out[str(data.roles.item)].values.copy()
+    target_rows = None
+    candidates = None
     if rule.candidates is not None:
-        candidates = padded_lists(held_out[rule.candidates])
+        candidates = torch.from_numpy(padded_lists(held_out[rule.candidates]))
     if rule.by == "user":
         # All held-out items of a user are one question.
         users = held_out[str(data.roles.user)].values
         order = np.argsort(users, kind="stable")
         targets = targets[order]
-        _, first, target_rows = np.unique(
-            users[order], return_index=True, return_inverse=True
-        )
+        _, first, rows = np.unique(users[order], return_index=True, return_inverse=True)
+        target_rows = torch.from_numpy(rows)
         held_out = held_out.take(order[first])
-    return TaskQuestion.about(
-        targets,
-        user_items(data, split, held_out),
-        figures,
-        candidates=candidates,
+    taken = user_items(data, split, held_out)
+    if candidates is not None:
+        question = metrics.Question(
+            targets=torch.from_numpy(targets), candidates=candidates
+        )
+        return TaskQuestion(question=question, user_items=taken, figures=figures)
+    # Some protocols rank what a user has taken, too.
+    left_out = taken.slice(0, 0) if rule.keep_seen else taken
+    question = metrics.Question(
+        targets=torch.from_numpy(targets),
         target_rows=target_rows,
-        keep_seen=rule.keep_seen,
+        seen_rows=torch.from_numpy(left_out.owners),
+        seen_items=torch.from_numpy(left_out.values),
         not_items=not_items(data).tolist(),
     )
+    return TaskQuestion(question=question, user_items=taken, figures=figures)

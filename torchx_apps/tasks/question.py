@@ -5,11 +5,10 @@ row_batches(), item_batches(): the query rows and the items that this rank embed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from torchrec_ext.data.columns import Chunk, Column, Int64
@@ -39,48 +38,6 @@ class TaskQuestion:
     question: metrics.Question
     user_items: Column
     figures: Figures
-
-    @classmethod
-    def about(
-        cls,
-        targets: Int64,
-        user_items: Column,
-        figures: Figures,
-        *,
-        candidates: Int64 | None = None,
-        target_rows: Int64 | None = None,
-        keep_seen: bool = False,
-        not_items: Sequence[int] = (0,),
-    ) -> TaskQuestion:
-        """Asks for the place of each target among its own candidates, or in the whole catalogue.
-
-        Args:
-            targets: (T,) held-out items.
-            user_items: see :class:`TaskQuestion`; the catalogue is ranked without them, and a target among them counts
-                as missed.
-            figures: see :class:`TaskQuestion`.
-            candidates: (T, N) the candidates of each target, below 0 if there are fewer; None for the whole catalogue.
-            target_rows: (T,) query of each target, ascending; None if each query has one.
-            keep_seen: rank the items of ``user_items``, too.
-            not_items: ids that are never ranked in the catalogue; a target among them is an item without a training
-                row, and counts as missed.
-        """
-        if candidates is not None:
-            question = metrics.Question(
-                targets=torch.from_numpy(targets),
-                candidates=torch.from_numpy(candidates),
-            )
-            return cls(question=question, user_items=user_items, figures=figures)
-        # Some protocols rank what a user has taken, too.
-        left_out = user_items.slice(0, 0) if keep_seen else user_items
-        question = metrics.Question(
-            targets=torch.from_numpy(targets),
-            target_rows=None if target_rows is None else torch.from_numpy(target_rows),
-            seen_rows=torch.from_numpy(left_out.owners),
-            seen_items=torch.from_numpy(left_out.values),
-            not_items=not_items,
-        )
-        return cls(question=question, user_items=user_items, figures=figures)
 
     def of_model(
         self,
@@ -157,19 +114,3 @@ def item_batches(
     """Yields the batches of this rank's share of the first ``count`` items, as :func:`row_batches` those of rows."""
     for share, keep in metrics.own_share(count, runtime):
         yield builder.item_batch(np.arange(share.start, share.stop)), keep
-
-
-def recommendation_lines(
-    items: Sequence[int],
-    scores: Sequence[float],
-    name: Callable[[int], str],
-    held_out: Collection[int],
-) -> list[str]:
-    """Returns recommendations as lines of text, in which the held-out items are marked."""
-    lines = [
-        f"{len(items)} recommendations (the held-out item was: {', '.join(map(name, held_out))}):"
-    ]
-    for rank, (item, score) in enumerate(zip(items, scores, strict=True), start=1):
-        mark = "   <- the held-out item" if item in held_out else ""
-        lines.append(f"{rank:3}. {name(item)}  ({score:.2f}){mark}")
-    return lines
