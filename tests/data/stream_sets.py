@@ -13,7 +13,7 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.files.sources import ParquetSource, Source
+from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.schema import BatchSchema
 
@@ -73,7 +73,7 @@ def parquet(folder: Path, sizes: Sequence[int], files: int = 1) -> ParquetSource
 
 
 def loader_of(
-    source: Source, rank: int = 0, world_size: int = 1, **options: Any
+    source: ParquetSource, rank: int = 0, world_size: int = 1, **options: Any
 ) -> ChunkLoader:
     schema = options.pop("schema", None) or schema_of()
     in_order = options.pop("in_order", True)

@@ -118,7 +118,7 @@ def _rules(prepared: Prepare, rows: Opened, labels: Sequence[str]) -> list[_Rule
         empty = f"{column} = '' OR contains({column}, chr(0))"
         rules.append(_Rule(name, empty, remedy))
         # Parquet has no quotes.
-        if rows.files is None:
+        if rows.source is None:
             remedy = "a line break, as of a quote without its end; read a CSV by read_csv of data.preprocess"
             rules.append(_Rule(name, f"contains({column}, chr(10))", remedy))
     return rules

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.data.columns import Chunk, Column, Int64, concatenate_rows
-from torchrec_ext.data.files.arrow import Source
+from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.loader import ChunkLoader
 from torchrec_ext.data.loader.sides import BatchBuilder
@@ -220,7 +220,11 @@ class Evaluator:
         return None if ranking is None else ranking.question
 
     def outputs(
-        self, rows: Chunk | Source, batch_size: int, label: str, weight: str | None
+        self,
+        rows: Chunk | ParquetSource,
+        batch_size: int,
+        label: str,
+        weight: str | None,
     ) -> Iterator[Any]:
         """Yields the model's output for each batch of this rank's part of held-out rows.
 

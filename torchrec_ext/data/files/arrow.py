@@ -1,19 +1,19 @@
 """Arrow arrays -> Columns and back, without a copy if the layout allows it; an invalid value is named by its row.
 
-RowGroup and Source: the protocol of data that are read a row group at a time.
+RowGroup: a row group of a file, or a part of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from torchrec_ext.data.columns import Array, Chunk, Column, Int64
+from torchrec_ext.data.columns import Array, Column, Int64
 from torchrec_ext.schema import DataError
 
 Kind = Literal["int", "float", "bool", "string", "ints", "floats"]
@@ -166,25 +166,3 @@ class RowGroup:
     number: int
     rows: int
     first: int = 0
-
-
-class Source(Protocol):
-    """Data for a loader to read a row group at a time. Nothing but metadata is read before :meth:`read`."""
-
-    @property
-    def groups(self) -> Sequence[RowGroup]:
-        """Non-empty row groups, in the order of the files."""
-
-    def digest(self) -> str:
-        """Returns a text, most likely different for other rows, without reading all of them."""
-
-    def require(self, columns: Mapping[str, Sequence[Kind]]) -> dict[str, Kind]:
-        """Returns the kinds of the columns; raises a DataError if a file lacks one or has another kind."""
-
-    def read(self, group: RowGroup, names: Sequence[str]) -> Chunk:
-        """Reads and checks the columns ``names`` of one group; views of Arrow's memory if the layout allows."""
-
-    def parts(
-        self, group: RowGroup, names: Sequence[str], start: int, size: int
-    ) -> Iterator[Chunk]:
-        """Reads a group from row ``start`` on in parts ending at multiples of ``size``, never all of it at once."""

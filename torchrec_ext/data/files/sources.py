@@ -30,7 +30,6 @@ from pyarrow import fs
 from torchrec_ext.data.columns import Chunk, Column, concatenate_rows, with_elements
 from torchrec_ext.data.files.arrow import Kind, as_column, kind_of
 from torchrec_ext.data.files.arrow import RowGroup as RowGroup
-from torchrec_ext.data.files.arrow import Source as Source
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.array_columns import element_of
 from torchrec_ext.schema.validation import did_you_mean, listed
@@ -229,7 +228,7 @@ class ParquetSource:
             )
 
     def digest(self) -> str:
-        """See :meth:`Source.digest`; from footers, and from blocks of local files."""
+        """Returns a text, most likely different for other rows: of footers, and of blocks of local files."""
         digest = hashlib.sha256()
         for file, opening in zip(self.files, self._openings, strict=True):
             digest.update(opening.evidence)
@@ -323,7 +322,11 @@ class ParquetSource:
         )
 
     def require(self, columns: Mapping[str, Sequence[Kind]]) -> dict[str, Kind]:
-        """See :meth:`Source.require`; a column must also have the same type in all files."""
+        """Returns the kinds of the columns.
+
+        Raises:
+            DataError: a file lacks a column, or has another kind or another type than the first file.
+        """
         return {name: self._require(name, kinds) for name, kinds in columns.items()}
 
     def _require(self, name: str, kinds: Sequence[Kind]) -> Kind:
@@ -354,7 +357,7 @@ class ParquetSource:
         return element.column
 
     def read(self, group: RowGroup, names: Sequence[str]) -> Chunk:
-        """See :meth:`Source.read`.
+        """Reads and checks the columns ``names`` of one group; views of Arrow's memory if the layout allows.
 
         Raises:
             DataError: the file is gone or damaged, or a value is null; the message names file, row group, column, row.
@@ -374,7 +377,7 @@ class ParquetSource:
     def parts(
         self, group: RowGroup, names: Sequence[str], start: int, size: int
     ) -> Iterator[Chunk]:
-        """See :meth:`Source.parts`.
+        """Reads a group from row ``start`` on in parts ending at multiples of ``size``, never all of it at once.
 
         Raises:
             DataError: see :meth:`read`.

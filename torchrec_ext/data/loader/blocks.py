@@ -21,7 +21,8 @@ from torch import Tensor
 
 from torchrec_ext.batch import Jagged
 from torchrec_ext.data.columns import Array, Chunk, Column, Float32, Int64
-from torchrec_ext.data.files.arrow import Kind, RowGroup, Source, as_int64
+from torchrec_ext.data.files.arrow import Kind, RowGroup, as_int64
+from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.batch import RowColumns
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.schema import BatchSchema, DataError, SparseFeature
@@ -104,7 +105,7 @@ class BlockLayout:
         """Names of the columns of ids."""
         return list(self.features)
 
-    def require(self, source: Source, config: LoaderConfig) -> None:
+    def require(self, source: ParquetSource, config: LoaderConfig) -> None:
         """Refuses a source with a missing column or a column of another kind."""
         for name in self.floats:
             try:

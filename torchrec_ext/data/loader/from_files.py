@@ -21,7 +21,7 @@ import torch
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Array, Chunk, Column, Float32, Int64, concatenate
-from torchrec_ext.data.files.arrow import Source
+from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.batch import Answers, as_tensor, assemble
 from torchrec_ext.data.loader.blocks import (
     BlockLayout,
@@ -55,7 +55,9 @@ class LaneReader:
         part_rows: greatest number of rows to read at once.
     """
 
-    def __init__(self, source: Source, layout: BlockLayout, part_rows: int) -> None:
+    def __init__(
+        self, source: ParquetSource, layout: BlockLayout, part_rows: int
+    ) -> None:
         self.layout = layout
         self._source = source
         self._part_rows = part_rows
@@ -198,7 +200,7 @@ class Stream:
 
     def __init__(
         self,
-        source: Source,
+        source: ParquetSource,
         layout: BlockLayout,
         plan: StreamPlan,
         *,
@@ -321,7 +323,7 @@ class StreamedRows:
 
     def __init__(
         self,
-        source: Source,
+        source: ParquetSource,
         schema: BatchSchema,
         config: LoaderConfig,
         without: Sequence[str],

@@ -17,7 +17,7 @@ import torch
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.data.columns import Chunk, Column, sample_digest, with_elements
-from torchrec_ext.data.files.arrow import Source
+from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.config import LoaderConfig as LoaderConfig
 from torchrec_ext.data.loader.config import Sampling as Sampling
 from torchrec_ext.data.loader.epochs import Epochs, Share
@@ -126,7 +126,7 @@ class Batches(Protocol):
 
 
 def batches_of(
-    chunk: Chunk | Source,
+    chunk: Chunk | ParquetSource,
     schema: BatchSchema,
     config: LoaderConfig,
     items: Chunk | None,
@@ -257,7 +257,7 @@ class ChunkLoader(Epochs):
     negatives are drawn for their rows: :class:`StreamPlan` says in which order, and what each rank reads.
 
     Args:
-        chunk: all rows, the same on every rank; or a :class:`Source` of them, such as :class:`ParquetSource`.
+        chunk: all rows, the same on every rank; or a :class:`ParquetSource` of them.
         schema: the columns that the model reads.
         config: see :class:`LoaderConfig`.
         items: row i holds the features of item i.
@@ -286,7 +286,7 @@ class ChunkLoader(Epochs):
 
     def __init__(
         self,
-        chunk: Chunk | Source,
+        chunk: Chunk | ParquetSource,
         schema: BatchSchema,
         *,
         config: LoaderConfig,

@@ -7,8 +7,7 @@ RowsWithDraws: the same rows for a captured step that draws its uniform negative
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64, concatenate_rows
-from torchrec_ext.data.files.arrow import Source
+from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.batch import (
     Answers,
     RowColumns,
@@ -54,20 +53,6 @@ class Drawn(NamedTuple):
         log_q = None if self.log_q is None else self.log_q[start:stop].clone()
         on_host = None if self.on_host is None else self.on_host[start:stop]
         return Drawn(self.ids[start:stop].clone(), log_q, on_host)
-
-
-class StepDraws(NamedTuple):
-    """Uniform negatives of rows as tensor ops; ``tensors`` are (N,) positives, (N,) log q, and those of the draws."""
-
-    draws: TensorDraws
-    tensors: list[Tensor]
-
-    def draw(self, rows: Tensor, keys: Tensor, tensors: Sequence[Tensor]) -> Drawn:
-        """Draws the candidates of ``rows`` (B,), with the keys of the epoch; ``tensors`` are those of this object."""
-        positives, log_q, *of_draws = tensors
-        negatives = self.draws.draw(rows, keys, DrawTensors(*of_draws))
-        ids = torch.cat([positives[rows][:, None], negatives], dim=1)
-        return Drawn(ids, log_q[rows][:, None].expand(ids.shape))
 
 
 class DeviceCandidates:
@@ -109,8 +94,11 @@ class DeviceCandidates:
         if sampler is not None and negatives:
             self._users = rows["user_id"].values.astype(np.int64)
 
-    def in_step(self) -> StepDraws | None:
-        """Returns what a captured step draws by; None if the host must: for other than uniform negatives."""
+    def in_step(self) -> tuple[TensorDraws, list[Tensor]] | None:
+        """Returns what a captured step draws by; None if the host must: for other than uniform negatives.
+
+        The tensors are (N,) positives, (N,) log q, and those of the draws.
+        """
         sampler = self._sampler
         if self._users is None or not isinstance(sampler, UniformNegatives):
             return None
@@ -124,7 +112,7 @@ class DeviceCandidates:
             torch.from_numpy(sampler.log_q(self._users, np.int64(1))),
             *draws.tensors,
         ]
-        return StepDraws(draws, [tensor.to(self._device) for tensor in tensors])
+        return draws, [tensor.to(self._device) for tensor in tensors]
 
     def draw(self, rows: Int64, epoch: int) -> Drawn:
         """Draws the candidates of the rows with the numbers ``rows`` (B,)."""
@@ -170,91 +158,6 @@ class _Tables(NamedTuple):
         if items is not None:
             items = items.over(*tensors[2:])
         return _Tables(self.rows.over(*tensors[:2]), items)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Layout:
-    """How a step's rows and their own candidates make a batch; one row's candidates after another's.
-
-    Args:
-        schema: the columns of a batch.
-        config: see :class:`LoaderConfig`.
-        users: number of rows of a batch, padding included; each has ``width`` candidates.
-        ragged: names of the columns whose bags hold any number of ids.
-        device: device of the tensors.
-    """
-
-    schema: BatchSchema
-    config: LoaderConfig
-    users: int
-    ragged: Collection[str]
-    device: torch.device
-
-    @property
-    def width(self) -> int:
-        """Number of candidates of a row."""
-        return 1 + self.config.negatives
-
-    @cached_property
-    def _lists(self) -> tuple[str, ...]:
-        return ragged_lists(self.schema, self.ragged)
-
-    def batch(
-        self,
-        tables: _Tables,
-        rows: Tensor,
-        candidates: Drawn | None,
-        totals: Mapping[str, int],
-        total_weight: Tensor,
-    ) -> TowerBatch:
-        """Builds the batch of ``rows`` (B,), with ``totals`` as in :meth:`DeviceTable.bags`."""
-        schema = self.schema
-        width = self.width
-        size = self.users * width
-        repeated = rows
-        if width > 1:
-            # With its size told, the repetition does not wait for the device.
-            repeated = rows.repeat_interleave(width, output_size=len(rows) * width)
-        names = schema.keys
-        single = [name for name in schema.identities if name not in tables.rows.ragged]
-        own = [name for name in names if name not in schema.shared]
-        of_rows = tables.rows.columns(repeated, totals, dict.fromkeys([*own, *single]))
-        shared = of_rows
-        index = items = log_q = None
-        numbers = of_rows.numbers
-        if schema.shared:
-            in_shared = [name for name in names if name in schema.shared]
-            shared = tables.rows.columns(rows, totals, in_shared)
-            numbers = shared.numbers
-            index = torch.arange(self.users, device=self.device).repeat_interleave(
-                width, output_size=size
-            )
-        elif width > 1:
-            numbers = tables.rows.columns(rows, names=()).numbers
-        if candidates is not None and tables.items is not None:
-            items = candidates.ids.reshape(-1)
-            features = tables.items.columns(items, totals)
-            of_rows = _with(of_rows, features)
-            shared = _with(shared, features)
-            if candidates.log_q is not None:
-                log_q = candidates.log_q.reshape(-1)
-        places = torch.arange(width, device=self.device)
-        return assemble(
-            schema,
-            of_rows,
-            Answers.of(
-                schema, self.config, numbers, len(rows), self.users, width, self.device
-            ),
-            total_weight=total_weight,
-            numbers=RowNumbers((rows[:, None] * width + places).view(-1), rows),
-            shared=shared,
-            index=index,
-            shared_size=self.users,
-            items=items if schema.candidate == "item_id" else None,
-            log_q=log_q,
-            # With padding no key has one id in each bag.
-            lists=self._lists if len(rows) == self.users else None,
-        )
 
 
 def _with(columns: RowColumns, others: RowColumns) -> RowColumns:
@@ -314,15 +217,13 @@ class ResidentRows:
         table = table_of(layout, rows, "the rows in memory", device)
         items = self._candidates.table if self._candidates else None
         self._tables = _Tables(table, items)
-        self._layout = _Layout(
-            schema=schema,
-            config=config,
-            users=share.rows(config.batch_size),
-            ragged=list(
-                chain.from_iterable(each.ragged for each in self._tables.present)
-            ),
-            device=device,
-        )
+        self._schema = schema
+        # Rows of a batch, padding included, and candidates of each.
+        self._users = share.rows(config.batch_size)
+        self._width = 1 + config.negatives
+        ragged = [name for each in self._tables.present for name in each.ragged]
+        self._ragged = ragged
+        self._lists = ragged_lists(schema, ragged)
 
     def fingerprint(self) -> dict[str, Any]:
         """See :meth:`Batches.fingerprint`."""
@@ -358,16 +259,14 @@ class ResidentRows:
                 columns = self._tables.rows.columns(rows, totals)
                 batch = self._of_step.batch(StepRows(columns, rows, total), epoch, step)
             else:
-                batch = self._layout.batch(
-                    self._tables, rows, candidates, totals, total
-                )
+                batch = self.batch(self._tables, rows, candidates, totals, total)
             # A session's buckets depend on its lengths: known on the host, they spare a
             # wait for the device.
             if self._device.type != "cpu":
                 batch.host_lengths = {}
                 for name, lengths in self._tables.rows.host_lengths.items():
-                    if name not in self._layout.schema.shared:
-                        of_rows = lengths[order[mine]].repeat(self._layout.width)
+                    if name not in self._schema.shared:
+                        of_rows = lengths[order[mine]].repeat(self._width)
                         batch.host_lengths[name] = padded(
                             torch.from_numpy(of_rows), len(batch)
                         )
@@ -399,9 +298,7 @@ class ResidentRows:
     def fixed(self) -> bool:
         """Whether each bag of every column holds one id that nobody replaces, as :meth:`drawn` requires."""
         return (
-            self._of_step is None
-            and not self._layout.ragged
-            and self._layout.schema.replaces is None
+            self._of_step is None and not self._ragged and self._schema.replaces is None
         )
 
     @property
@@ -415,7 +312,7 @@ class ResidentRows:
     def with_draws(self) -> RowsWithDraws | None:
         """These rows for steps that draw themselves; None if the host must draw."""
         draws = self._candidates.in_step() if self._candidates else None
-        return RowsWithDraws(self, self._layout, draws) if draws else None
+        return RowsWithDraws(self, *draws) if draws else None
 
     def drawn(
         self, epoch: int, start: int, *, inside: bool = False
@@ -469,7 +366,7 @@ class ResidentRows:
         """Builds a step's batch with draws by numpy: op by op those of a captured step take several times as long."""
         assert self._candidates is not None
         candidates = self._candidates.draw(host_rows, epoch)
-        return self._layout.batch(self._tables, rows, candidates, {}, total_weight)
+        return self.batch(self._tables, rows, candidates, {}, total_weight)
 
     def over(self, tensors: Sequence[Tensor]) -> _Tables:
         """Returns the tables behind a batch with other ``tensors`` in place of these rows' own."""
@@ -485,8 +382,74 @@ class ResidentRows:
         if candidate_tensors:
             ids, *log_q = candidate_tensors
             candidates = Drawn(ids, log_q[0] if log_q else None)
-        return self._layout.batch(
+        return self.batch(
             self._tables.over(tensors), rows, candidates, {}, total_weight
+        )
+
+    def batch(
+        self,
+        tables: _Tables,
+        rows: Tensor,
+        candidates: Drawn | None,
+        totals: Mapping[str, int],
+        total_weight: Tensor,
+    ) -> TowerBatch:
+        """Builds the batch of ``rows`` (B,) and their candidates, one row's after another's.
+
+        ``totals`` are those of :meth:`DeviceTable.bags`.
+        """
+        schema = self._schema
+        width = self._width
+        size = self._users * width
+        repeated = rows
+        if width > 1:
+            # With its size told, the repetition does not wait for the device.
+            repeated = rows.repeat_interleave(width, output_size=len(rows) * width)
+        names = schema.keys
+        single = [name for name in schema.identities if name not in tables.rows.ragged]
+        own = [name for name in names if name not in schema.shared]
+        of_rows = tables.rows.columns(repeated, totals, dict.fromkeys([*own, *single]))
+        shared = of_rows
+        index = items = log_q = None
+        numbers = of_rows.numbers
+        if schema.shared:
+            in_shared = [name for name in names if name in schema.shared]
+            shared = tables.rows.columns(rows, totals, in_shared)
+            numbers = shared.numbers
+            index = torch.arange(self._users, device=self._device).repeat_interleave(
+                width, output_size=size
+            )
+        elif width > 1:
+            numbers = tables.rows.columns(rows, names=()).numbers
+        if candidates is not None and tables.items is not None:
+            items = candidates.ids.reshape(-1)
+            features = tables.items.columns(items, totals)
+            of_rows = _with(of_rows, features)
+            shared = _with(shared, features)
+            if candidates.log_q is not None:
+                log_q = candidates.log_q.reshape(-1)
+        places = torch.arange(width, device=self._device)
+        return assemble(
+            schema,
+            of_rows,
+            Answers.of(
+                schema,
+                self._config,
+                numbers,
+                len(rows),
+                self._users,
+                width,
+                self._device,
+            ),
+            total_weight=total_weight,
+            numbers=RowNumbers((rows[:, None] * width + places).view(-1), rows),
+            shared=shared,
+            index=index,
+            shared_size=self._users,
+            items=items if schema.candidate == "item_id" else None,
+            log_q=log_q,
+            # With padding no key has one id in each bag.
+            lists=self._lists if len(rows) == self._users else None,
         )
 
     def _counts(self, rows: Int64, candidates: Drawn | None) -> dict[str, int]:
@@ -495,8 +458,8 @@ class ResidentRows:
         table, items = self._tables
         for name, lengths in table.host_lengths.items():
             # Repeated for each candidate, unless all of them share the row.
-            is_shared = name in self._layout.schema.shared
-            width = 1 if is_shared else self._layout.width
+            is_shared = name in self._schema.shared
+            width = 1 if is_shared else self._width
             totals[name] = int(lengths[rows].sum()) * width
         if items is not None and candidates is not None:
             for name, lengths in items.host_lengths.items():
@@ -505,7 +468,7 @@ class ResidentRows:
 
     def _total_weight(self, global_rows: Tensor) -> Tensor:
         """Returns the weight of the global batch divided by R, () on the device."""
-        width = self._layout.width
+        width = self._width
         ranks = self._share.world_size
         if self._total is None:
             return torch.full((), len(global_rows) * width / ranks, device=self._device)
@@ -520,33 +483,37 @@ class RowsWithDraws:
 
     Args:
         rows: the rows.
-        layout: how rows and candidates make a batch.
         draws: the draws.
+        tensors: see :meth:`DeviceCandidates.in_step`.
     """
 
-    def __init__(self, rows: ResidentRows, layout: _Layout, draws: StepDraws) -> None:
+    def __init__(
+        self, rows: ResidentRows, draws: TensorDraws, tensors: Sequence[Tensor]
+    ) -> None:
         self._rows = rows
-        self._layout = layout
         self._draws = draws
         self._own = len(rows.tensors)
-        self.tensors = (*rows.tensors, *draws.tensors)
+        self.tensors = (*rows.tensors, *tensors)
 
     def keys(self, epoch: int) -> Tensor:
         """Returns the (2,) keys of an epoch's draws, on the device."""
-        return self._draws.draws.keys(epoch).to(self.tensors[0].device)
+        return self._draws.keys(epoch).to(self.tensors[0].device)
 
     def assemble(
         self, tensors: Sequence[Tensor], drawn: Sequence[Tensor]
     ) -> TowerBatch:
         """Makes the batch of the rows' numbers, the global batch's weight and the epoch's keys in ``drawn``."""
         rows, total_weight, keys = drawn
-        candidates = self._draws.draw(rows, keys, tensors[self._own :])
+        positives, log_q, *of_draws = tensors[self._own :]
+        negatives = self._draws.draw(rows, keys, DrawTensors(*of_draws))
+        ids = torch.cat([positives[rows][:, None], negatives], dim=1)
+        candidates = Drawn(ids, log_q[rows][:, None].expand(ids.shape))
         tables = self._rows.over(tensors[: self._own])
-        return self._layout.batch(tables, rows, candidates, {}, total_weight)
+        return self._rows.batch(tables, rows, candidates, {}, total_weight)
 
 
 def read_all(
-    source: Source,
+    source: ParquetSource,
     schema: BatchSchema,
     config: LoaderConfig,
     ids: Sequence[str],

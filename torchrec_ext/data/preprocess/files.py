@@ -5,71 +5,23 @@ write_files(): parquet files as loaders read them best, with row groups of one s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchrec_ext.data.files.sources import DataFile, ParquetSource, PathLike
+from torchrec_ext.data.files.sources import ParquetSource, PathLike
 from torchrec_ext.data.preprocess.columns import missing_column, raw_type
 from torchrec_ext.data.preprocess.folders import disk_errors
 from torchrec_ext.schema import DataError
 
 
-@dataclass(frozen=True, kw_only=True)
-class Files:
-    """Parquet files with the same columns.
-
-    Args:
-        source: one file or more.
-        schema: Arrow type of each column; hive partitions are strings.
-    """
-
-    source: ParquetSource
-    schema: Mapping[str, pa.DataType]
-
-    @property
-    def files(self) -> Sequence[DataFile]:
-        """The files."""
-        return self.source.files
-
-    @property
-    def where(self) -> str:
-        """Name of the files in messages."""
-        first = self.files[0].name
-        return (
-            first if len(self.files) == 1 else f"{first} and {len(self.files) - 1} more"
-        )
-
-    def place(self, row: int) -> tuple[str, int]:
-        """Returns the row group that a row is in, with its file's name, and the row's number there."""
-        groups = self.source.groups
-        ends = np.cumsum([group.rows for group in groups])
-        group = groups[int(np.searchsorted(ends, row, side="right"))]
-        return group.name, row - int(ends[groups.index(group)]) + group.rows
-
-    @contextmanager
-    def blaming(self) -> Iterator[None]:
-        """Names file, row group and column in an error over damaged data."""
-        try:
-            yield
-        except DataError:
-            raise
-        except Exception:
-            # Arrow does not say where the damage is, so the files are read once more:
-            # that fails there.
-            for group in self.source.groups:
-                self.source.table(group, self.source.columns)
-            raise
-
-
-def scan(paths: PathLike | Sequence[PathLike]) -> Files:
-    """Finds the files and reads their footers.
+def scan(
+    paths: PathLike | Sequence[PathLike],
+) -> tuple[ParquetSource, dict[str, pa.DataType]]:
+    """Finds the files and reads their footers; returns the type of each column, too: hive partitions are strings.
 
     Raises:
         DataError: a path names nothing; a file is not parquet, is cut short, has other columns than the first, or one
@@ -87,10 +39,7 @@ def scan(paths: PathLike | Sequence[PathLike]) -> Files:
                     f"{file.name}: column '{name}' is {other}, in {source.files[0].name} it is {dtype}; give files "
                     "with the same types"
                 )
-    return Files(
-        source=source,
-        schema={**schema, **dict.fromkeys(source.files[0].partitions, pa.string())},
-    )
+    return source, schema | dict.fromkeys(source.files[0].partitions, pa.string())
 
 
 def raw_types(

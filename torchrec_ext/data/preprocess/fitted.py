@@ -302,8 +302,8 @@ class FittedPreprocessor:
             data.check_types(self.raw, "in fitting")
             # The folder `out` is replaced at the end: no file in it may be a source.
             for rows in (data, past):
-                if rows.files:
-                    keep_sources(out, rows.files.files)
+                if rows.source:
+                    keep_sources(out, rows.source.files)
             sql = requests_sql(self, data, past)
             seen = 0
 

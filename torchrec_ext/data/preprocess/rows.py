@@ -10,16 +10,16 @@ import glob
 import itertools
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
-from torchrec_ext.data.files.sources import NULL_PARTITION
+from torchrec_ext.data.files.sources import NULL_PARTITION, ParquetSource
 from torchrec_ext.data.preprocess.columns import arrow_type, working_type
-from torchrec_ext.data.preprocess.files import ROW_GROUP, Files, raw_types, scan
+from torchrec_ext.data.preprocess.files import ROW_GROUP, raw_types, scan
 from torchrec_ext.data.preprocess.step import quoted
 from torchrec_ext.schema import DataError
 
@@ -166,13 +166,13 @@ class Opened:
         view: its name in SQL.
         raw: raw type of each requested column.
         where: name of the files, for messages.
-        files: files that were opened; None for a relation.
+        source: files that were opened; None for a relation.
     """
 
     view: str
     raw: Mapping[str, str]
     where: str
-    files: Files | None
+    source: ParquetSource | None = None
 
     def check_types(self, expected_types: Mapping[str, str], elsewhere: str) -> None:
         """Refuses a column with another type than it has elsewhere.
@@ -189,11 +189,26 @@ class Opened:
 
     def place(self, row: int) -> tuple[str, int]:
         """Returns the file and row group that a row is in, and its number there."""
-        return self.files.place(row) if self.files else (self.where, row)
+        for group in self.source.groups if self.source else ():
+            if row < group.rows:
+                return group.name, row
+            row -= group.rows
+        return self.where, row
 
-    def blaming(self) -> AbstractContextManager[None]:
-        """Names the damaged file when a query fails on it."""
-        return self.files.blaming() if self.files else nullcontext()
+    @contextmanager
+    def blaming(self) -> Iterator[None]:
+        """Names file, row group and column in an error over damaged data."""
+        try:
+            yield
+        except DataError:
+            raise
+        except Exception:
+            # The engine's error names no row group: the file is read again, which fails
+            # there.
+            for group in self.source.groups if self.source else ():
+                assert self.source is not None
+                self.source.table(group, self.source.columns)
+            raise
 
 
 def open_rows(
@@ -239,11 +254,15 @@ def open_source(source: Source, columns: Sequence[str], con: Connection) -> Open
                 ) from error
         types = dict(zip(schema.names, schema.types, strict=True))
         raw = raw_types("the relation", types, columns)
-        return Opened(view=view, raw=raw, where="the relation", files=None)
-    files = scan(source)
+        return Opened(view=view, raw=raw, where="the relation")
+    files, schema = scan(source)
+    where = files.files[0].name
+    if len(files.files) > 1:
+        where = f"{where} and {len(files.files) - 1} more"
     # Types are checked from the footers, before a row is read.
-    raw = raw_types(files.where, files.schema, columns)
-    return Opened(view=_view_of(files, con), raw=raw, where=files.where, files=files)
+    raw = raw_types(where, schema, columns)
+    view = _view_of(files, schema, con)
+    return Opened(view=view, raw=raw, where=where, source=files)
 
 
 def view_of(paths: Any, con: Connection) -> str:
@@ -252,17 +271,17 @@ def view_of(paths: Any, con: Connection) -> str:
     Raises:
         DataError: see :func:`~torchrec_ext.data.preprocess.files.scan`.
     """
-    return _view_of(scan(paths), con)
+    return _view_of(*scan(paths), con)
 
 
-def _view_of(files: Files, con: Connection) -> str:
+def _view_of(files: ParquetSource, schema: Collection[str], con: Connection) -> str:
     """Gives the files a name in SQL; DuckDB's own reader is faster than Arrow's, but knows no remote addresses."""
     if any(file.remote for file in files.files):
-        return named(con, files.source.dataset)
+        return named(con, files.dataset)
     # DuckDB takes every name for a pattern.
     names = [sql_text(glob.escape(file.name)) for file in files.files]
     partitions = files.files[0].partitions
-    columns = [quoted(name) for name in files.schema if name not in partitions]
+    columns = [quoted(name) for name in schema if name not in partitions]
     # By the file's number, as DuckDB would count folders above the log as well.
     for name in partitions:
         values = [file.partitions[name] for file in files.files]
@@ -272,10 +291,9 @@ def _view_of(files: Files, con: Connection) -> str:
         columns.append(
             f"CAST([{', '.join(texts)}] AS VARCHAR[])[CAST(file_index AS BIGINT) + 1] AS {quoted(name)}"
         )
-    clash = "file_index" if partitions and "file_index" in files.schema else None
-    if clash:
+    if partitions and "file_index" in schema:
         raise DataError(
-            f"{files.where}: column '{clash}': DuckDB has a column of that name itself; rename it"
+            f"{files.files[0].name}: column 'file_index': DuckDB has a column of that name itself; rename it"
         )
     view = f"files_{next(_numbers)}"
     con.execute(
