@@ -237,3 +237,39 @@ def test_steps_that_are_drawn_ahead_make_the_same_batches(
                 batches = [step.batch(), inner]
             for batch in batches:
                 assert equal(batch, expected)
+
+
+@pytest.mark.parametrize(
+    "shared", [(), ("user_id", "history", "row")], ids=["alone", "shared"]
+)
+@pytest.mark.parametrize("negatives", [0, 2])
+def test_lists_of_any_length_are_gathered_inside_of_a_step(
+    negatives: int, shared: tuple[str, ...], device: torch.device
+) -> None:
+    """All shapes are those of any other step; after the bags' own ids come zeros."""
+    options: dict[str, Any] = {"negatives": negatives, "world_size": 3, "rank": 1}
+    loader = loader_of(rows_of(SIZE), shared, device=device, **options)
+    loader.set_epoch(1)
+    right = list(loader)
+    assert not any(isinstance(step, DrawnStep) for step in loader.steps())
+    sizes = set()
+    for step, expected in zip(loader.steps(inside=True), right, strict=True):
+        if not isinstance(step, DrawnStep):
+            assert equal(step, expected)
+            continue
+        assert equal(step.batch(), expected)
+        inner = step.source.assemble(step.source.tensors, step.tensors)
+        assert torch.equal(inner.labels, expected.labels)
+        assert torch.equal(inner.dense, expected.dense)
+        parts = [(inner.sparse, expected.sparse)]
+        if shared:
+            parts.append((inner.shared.sparse, expected.shared.sparse))
+        for made, given in parts:
+            sizes.add((made.stride(), *made.length_per_key()))
+            assert torch.equal(made.lengths(), given.lengths())
+            ids = made.values().split(made.length_per_key())
+            for key, of_key in zip(made.keys(), ids, strict=True):
+                own = given[key].values()
+                assert torch.equal(of_key[: len(own)], own), key
+                assert not of_key[len(own) :].any(), key
+    assert len(sizes) == (2 if shared else 1)

@@ -360,13 +360,18 @@ class ChunkLoader(Epochs):
         return self._rows.batches(epoch, start)
 
     def steps(self, *, inside: bool = False) -> Iterator[DrawnStep | TowerBatch]:
-        """Yields the steps: a :class:`DrawnStep` for rows on a device with one id in each bag, else a batch.
+        """Yields the steps: a :class:`DrawnStep` for rows on a device, else a batch.
 
         Args:
-            inside: whether a captured step draws uniform negatives itself, id by id the same.
+            inside: whether a captured step draws uniform negatives itself, id by id the same, and gathers lists of any
+                length; otherwise rows with such lists are batches too.
         """
         rows = self._rows
-        if not (isinstance(rows, ResidentRows) and rows.fixed and not rows.ahead):
+        if (
+            not isinstance(rows, ResidentRows)
+            or rows.ahead
+            or not rows.draws_steps(inside=inside)
+        ):
             yield from self
             return
         start = self._start

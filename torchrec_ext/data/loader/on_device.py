@@ -152,12 +152,15 @@ class _Tables(NamedTuple):
         """The tables that are not None."""
         return [table for table in self if table is not None]
 
-    def over(self, tensors: Sequence[Tensor]) -> _Tables:
-        """Returns these tables with other matrices, two for each table; see :meth:`DeviceTable.over`."""
+    def over(
+        self, tensors: Sequence[Tensor], room: Mapping[str, int] | None = None
+    ) -> _Tables:
+        """Returns these tables over other tensors; see :meth:`DeviceTable.over`."""
+        count = len(self.rows.tensors)
         items = self.items
         if items is not None:
-            items = items.over(*tensors[2:])
-        return _Tables(self.rows.over(*tensors[:2]), items)
+            items = items.over(tensors[count:], room)
+        return _Tables(self.rows.over(tensors[:count], room), items)
 
 
 def _with(columns: RowColumns, others: RowColumns) -> RowColumns:
@@ -260,17 +263,17 @@ class ResidentRows:
                 batch = self._of_step.batch(StepRows(columns, rows, total), epoch, step)
             else:
                 batch = self.batch(self._tables, rows, candidates, totals, total)
-            # A session's buckets depend on its lengths: known on the host, they spare a
-            # wait for the device.
-            if self._device.type != "cpu":
-                batch.host_lengths = {}
-                for name, lengths in self._tables.rows.host_lengths.items():
-                    if name not in self._schema.shared:
-                        of_rows = lengths[order[mine]].repeat(self._width)
-                        batch.host_lengths[name] = padded(
-                            torch.from_numpy(of_rows), len(batch)
-                        )
-            yield batch
+            yield self._with_lengths(batch, order[mine])
+
+    def _with_lengths(self, batch: TowerBatch, rows: Int64) -> TowerBatch:
+        """Tells a batch the lengths of its rows' lists: a session's buckets depend on them, and a GPU is not asked."""
+        if self._device.type != "cpu":
+            batch.host_lengths = {}
+            for name, lengths in self._tables.rows.host_lengths.items():
+                if name not in self._schema.shared:
+                    of_rows = torch.from_numpy(lengths[rows].repeat(self._width))
+                    batch.host_lengths[name] = padded(of_rows, len(batch))
+        return batch
 
     def _draws(self, steps: list[Int64], epoch: int) -> Iterator[Drawn | None]:
         """Yields the candidates of each step's rows; those of several small steps are drawn at once."""
@@ -294,18 +297,44 @@ class ResidentRows:
                 yield ahead.part(start, stop)
                 start = stop
 
-    @property
-    def fixed(self) -> bool:
-        """Whether each bag of every column holds one id that nobody replaces, as :meth:`drawn` requires."""
-        return (
-            self._of_step is None and not self._ragged and self._schema.replaces is None
-        )
+    def draws_steps(self, *, inside: bool) -> bool:
+        """Whether steps can be handed out before their batches are made, see :meth:`drawn`.
+
+        No batch may need other rows' candidates, or ids that are replaced. Lists of any length are gathered ``inside``
+        a captured step alone, where as many ids are read as no step exceeds.
+        """
+        is_alone = self._of_step is None and self._schema.replaces is None
+        if not self._ragged:
+            return is_alone
+        has_parts = any(keys and keys.per_key > 1 for keys in self._schema.layout)
+        return inside and is_alone and not has_parts and self._lengths is None
+
+    @cached_property
+    def _room(self) -> dict[str, int]:
+        """The number of ids that no step's bags exceed, by ragged column; see :meth:`DeviceTable.over`."""
+        table, items = self._tables
+        room = {}
+        for name in table.ragged:
+            is_shared = name in self._schema.shared
+            most = table.most(name, self._users, distinct=True)
+            room[name] = most * (1 if is_shared else self._width)
+        if items is not None:
+            size = self._users * self._width
+            room |= {
+                name: items.most(name, size, distinct=False) for name in items.ragged
+            }
+        # As many ids as bags would be read as one id in each bag.
+        bags = (0, self._users, self._users * self._width)
+        return {
+            name: most + next(more for more in range(4) if most + more not in bags)
+            for name, most in room.items()
+        }
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """See :class:`Resident`."""
         return tuple(
-            chain.from_iterable(table.matrices for table in self._tables.present)
+            chain.from_iterable(table.tensors for table in self._tables.present)
         )
 
     @cached_property
@@ -319,7 +348,7 @@ class ResidentRows:
     ) -> Iterator[DrawnStep | TowerBatch]:
         """Yields the steps of :meth:`batches` before their batches are made.
 
-        A last step that is not full is yielded as a batch. Call it only if :attr:`fixed`.
+        A last step that is not full is yielded as a batch. Call it only if :meth:`draws_steps`.
 
         Args:
             epoch: number of the epoch.
@@ -346,8 +375,8 @@ class ResidentRows:
                 for rows, weight, on_host in zip(
                     local_rows, total_weights, host_rows, strict=True
                 ):
-                    eager = partial(self._host_batch, rows, on_host, epoch, weight)
-                    yield DrawnStep((rows, weight, keys), with_draws, eager)
+                    make = partial(self._host_batch, rows, on_host, epoch, weight)
+                    yield DrawnStep((rows, weight, keys), with_draws, make)
                 continue
             if self._candidates is not None:
                 candidates = self._candidates.draw(host_rows.reshape(-1), epoch)
@@ -356,21 +385,26 @@ class ResidentRows:
                     for tensor in (candidates.ids, candidates.log_q)
                     if tensor is not None
                 ]
-            for step in zip(*(stacked.unbind() for stacked in columns), strict=True):
-                yield DrawnStep(step, self)
+            steps = zip(*(stacked.unbind() for stacked in columns), strict=True)
+            for step, on_host in zip(steps, host_rows, strict=True):
+                make = partial(self._host_batch, step[0], on_host, epoch, step[1])
+                yield DrawnStep(step, self, make if self._ragged else None)
         yield from self._batches(order, epoch, max(start, full))
 
     def _host_batch(
         self, rows: Tensor, host_rows: Int64, epoch: int, total_weight: Tensor
     ) -> TowerBatch:
-        """Builds a step's batch with draws by numpy: op by op those of a captured step take several times as long."""
-        assert self._candidates is not None
-        candidates = self._candidates.draw(host_rows, epoch)
-        return self.batch(self._tables, rows, candidates, {}, total_weight)
+        """Builds a step's batch by what the host knows: op by op a captured step's way takes several times as long."""
+        candidates = None
+        if self._candidates is not None:
+            candidates = self._candidates.draw(host_rows, epoch)
+        totals = self._counts(host_rows, candidates)
+        batch = self.batch(self._tables, rows, candidates, totals, total_weight)
+        return self._with_lengths(batch, host_rows)
 
     def over(self, tensors: Sequence[Tensor]) -> _Tables:
-        """Returns the tables behind a batch with other ``tensors`` in place of these rows' own."""
-        return self._tables.over(tensors)
+        """Returns the tables behind a step's batch, with other ``tensors`` in place of these rows' own."""
+        return self._tables.over(tensors, self._room)
 
     def assemble(
         self, tensors: Sequence[Tensor], drawn: Sequence[Tensor]
@@ -382,9 +416,7 @@ class ResidentRows:
         if candidate_tensors:
             ids, *log_q = candidate_tensors
             candidates = Drawn(ids, log_q[0] if log_q else None)
-        return self.batch(
-            self._tables.over(tensors), rows, candidates, {}, total_weight
-        )
+        return self.batch(self.over(tensors), rows, candidates, {}, total_weight)
 
     def batch(
         self,

@@ -6,7 +6,8 @@ item_table(): the features of the items.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -51,6 +52,8 @@ class DeviceTable:
         self._scalar: dict[str, int] = {}
         self._float = {name: index for index, name in enumerate(floats)}
         self._ragged: dict[str, _Ragged] = {}
+        # By ragged column, the number of ids that are gathered whatever the rows have.
+        self._room: Mapping[str, int] = {}
         # (N,) lengths of each ragged column.
         self.host_lengths: dict[str, Int64] = {}
         vectors: list[Array] = []
@@ -63,22 +66,43 @@ class DeviceTable:
                 self.host_lengths[name] = np.diff(offsets)
                 bounds = torch.from_numpy(offsets).to(device)
                 values = as_tensor(column.values).to(device)
+                # A gather in a room reads an id even if there is none.
+                values = values if len(values) else values.new_zeros(1)
                 self._ragged[name] = _Ragged(values, bounds[:-1], bounds.diff().int())
         self._ids = self._matrix(vectors, torch.int64)
         self._numbers = self._matrix(list(floats.values()), torch.float32)
         self.ragged = tuple(self._ragged)
 
     @property
-    def matrices(self) -> tuple[Tensor, Tensor]:
-        """(N, F1) int64 ids and (N, Ff) float32 numbers."""
-        return self._ids, self._numbers
+    def tensors(self) -> tuple[Tensor, ...]:
+        """(N, F1) int64 ids, (N, Ff) float32 numbers, and three for each ragged column."""
+        return self._ids, self._numbers, *chain.from_iterable(self._ragged.values())
 
-    def over(self, ids: Tensor, numbers: Tensor) -> DeviceTable:
-        """Returns this table with other :attr:`matrices`, such as their stand-ins while a step is captured."""
+    def over(
+        self, tensors: Sequence[Tensor], room: Mapping[str, int] | None = None
+    ) -> DeviceTable:
+        """Returns this table with other :attr:`tensors`, such as their stand-ins while a step is captured.
+
+        Args:
+            tensors: in their order.
+            room: by ragged column, a number of ids that no step's bags exceed: so many are gathered, zeros after the
+                bags' own, and shapes do not depend on the rows.
+        """
         table = copy.copy(self)
-        table._ids = ids
-        table._numbers = numbers
+        table._ids, table._numbers, *ragged = tensors
+        table._ragged = {
+            name: _Ragged(*ragged[3 * place : 3 * place + 3])
+            for place, name in enumerate(self._ragged)
+        }
+        table._room = room or {}
         return table
+
+    def most(self, name: str, rows: int, *, distinct: bool) -> int:
+        """Returns the greatest number of ids in the bags of a ragged column in ``rows`` rows."""
+        lengths = self.host_lengths[name]
+        if not distinct:
+            return rows * int(lengths.max(initial=0))
+        return int(np.sort(lengths)[::-1][:rows].sum())
 
     def bags(
         self, rows: Tensor, names: Iterable[str], totals: Mapping[str, int]
@@ -100,8 +124,14 @@ class DeviceTable:
         for name in wanted:
             if name in self._scalar:
                 bags[name] = Jagged(matrix[self._scalar[name]], None)
-            elif name in self.ragged:
-                bags[name] = _gather_bags(self._ragged[name], rows, totals.get(name))
+            elif name in self._ragged:
+                column = self._ragged[name]
+                room = self._room.get(name)
+                bags[name] = (
+                    _gather_bags(column, rows, totals.get(name))
+                    if room is None
+                    else _gather_in_room(column, rows, room)
+                )
         return bags
 
     def columns(
@@ -146,6 +176,18 @@ def _gather_bags(column: _Ragged, rows: Tensor, total: int | None) -> Jagged:
         column.values.index_select(0, shift + torch.arange(total, device=rows.device)),
         lengths,
     )
+
+
+def _gather_in_room(column: _Ragged, rows: Tensor, room: int) -> Jagged:
+    """Gathers bags as :func:`_gather_bags` does, and zeros after them, ``room`` ids together."""
+    lengths = column.lengths.index_select(0, rows)
+    ends = lengths.long().cumsum(0)
+    places = torch.arange(room, device=rows.device)
+    bag = torch.searchsorted(ends, places, right=True).clamp(max=len(rows) - 1)
+    shift = (column.starts.index_select(0, rows) - ends + lengths).index_select(0, bag)
+    is_id = places < ends[-1]
+    index = torch.where(is_id, places + shift, 0)
+    return Jagged(torch.where(is_id, column.values.index_select(0, index), 0), lengths)
 
 
 def table_of(
