@@ -62,7 +62,7 @@ class StepClock:
     """Seconds of this thread; on a GPU up to the end of its kernels.
 
     Args:
-        host: clock of this thread, which :attr:`host` may replace for a while.
+        host: clock of this thread.
         cuda: whether steps run on a GPU.
     """
 
