@@ -555,7 +555,7 @@ def test_a_run_ends_with_the_bundle_that_its_checkpoint_gives(tmp_path: Path) ->
     flags = [f"--{item}" for item in sets]
     run = tmp_path / "run"
     trained = app("train", "--recipe=two_tower", f"--run_dir={run}", *flags)
-    assert f"rec.serve.http --bundle {run / 'bundle'}" in trained.splitlines()[-2]
+    assert f"torchx_apps.serve {run / 'bundle'}" in trained.splitlines()[-2]
     output = app("export", str(run), f"--out={tmp_path / 'again'}")
     assert "its logits are the trained model's within" in output
     assert (
@@ -607,7 +607,7 @@ def test_baselines_that_need_too_much_memory_cost_neither_figures_nor_bundle(
         line.split()[-6:-2] == ["model", "popularity", "ratio", "ease"]
         for line in lines
     )
-    assert f"rec.serve.http --bundle {run / 'bundle'}" in lines[-2]
+    assert f"torchx_apps.serve {run / 'bundle'}" in lines[-2]
     assert "/#user=" in lines[-1]
 
 

@@ -199,7 +199,6 @@ class Small:
         }
         return {
             "metric": self.metric,
-            "loss_metric": "dot" if self.metric == "product" else "top_nn",
             "calibrated": True,
             "graphs": graphs,
             "towers": {

@@ -31,7 +31,7 @@ BORDERS = [-(2**63), -1, 0, 2**63 - 1]
 )
 def test_integers_as_a_dict_has_them(ids: list[int], asked: list[int]) -> None:
     where = {own: position for position, own in enumerate(ids)}
-    made = Ids.build(np.array(ids, np.int64))
+    made = Ids(np.array(ids, np.int64))
     every = [*ids, *asked, *BORDERS]
     assert made.positions(every).tolist() == [where.get(one, -1) for one in every]
     assert made.ids(np.arange(len(ids))) == ids
@@ -39,7 +39,7 @@ def test_integers_as_a_dict_has_them(ids: list[int], asked: list[int]) -> None:
 
 @pytest.mark.parametrize("first", [-(2**63), -2, 0, 2**63 - 4])
 def test_consecutive_integers_up_to_the_ends_of_int64(first: int) -> None:
-    made = Ids.build(np.arange(4) + first)
+    made = Ids(np.arange(4) + first)
     beyond = [first - 1, first + 4, *BORDERS]
     asked = [first + 3, first, *(one for one in beyond if -(2**63) <= one < 2**63)]
     expected = [one - first if first <= one < first + 4 else -1 for one in asked]
@@ -53,7 +53,7 @@ def test_consecutive_integers_up_to_the_ends_of_int64(first: int) -> None:
 )
 def test_strings_as_a_dict_has_them(ids: list[str], asked: list[str]) -> None:
     where = {own: position for position, own in enumerate(ids)}
-    made = Ids.build(np.array(ids, object))
+    made = Ids(np.array(ids, object))
     every = [*ids, *asked]
     assert made.positions(every).tolist() == [where.get(one, -1) for one in every]
     assert made.ids(range(len(ids))) == ids
@@ -67,13 +67,13 @@ def test_wrong_ids_are_named() -> None:
         ([1, None], "with 1 nulls"),
     ):
         with pytest.raises(BundleError, match=what):
-            Ids.build(ids)  # type: ignore[arg-type]
+            Ids(ids)  # type: ignore[arg-type]
     for made, asked in (
-        (Ids.build([1, 2]), ["a"]),
-        (Ids.build([1, 2]), [1, "a"]),
-        (Ids.build([1, 2]), [1.5]),
-        (Ids.build([1, 2]), [2**70]),
-        (Ids.build(["a"]), [1]),
+        (Ids([1, 2]), ["a"]),
+        (Ids([1, 2]), [1, "a"]),
+        (Ids([1, 2]), [1.5]),
+        (Ids([1, 2]), [2**70]),
+        (Ids(["a"]), [1]),
     ):
         with pytest.raises(ValueError, match=r"ids here are"):
             made.positions(asked)  # type: ignore[arg-type]

@@ -414,8 +414,10 @@ def test_8000_fuzzed_requests_get_no_5xx(client: Client) -> None:
 def test_a_killed_worker_is_replaced(folder: Path) -> None:
     with serving(folder, "--workers=2") as server:
         client = server.client()
-        pid = server.events("ready")[0]["pid"]
-        os.kill(pid, signal.SIGKILL)
+        # The line may come after the answer, since another thread reads it.
+        while not (ready := server.events("ready")):
+            time.sleep(0.02)
+        os.kill(ready[0]["pid"], signal.SIGKILL)
         for _ in range(50):
             assert server.client().post(RECOMMEND, {"user": {"user": 1}}).status == 200
             time.sleep(0.02)

@@ -69,7 +69,7 @@ class Catalogue:
     @cached_property
     def id_map(self) -> Ids:
         """Map of the ids to positions."""
-        return Ids.build(self.ids)
+        return Ids(self.ids)
 
     @cached_property
     def missing(self) -> NDArray[Any]:
@@ -137,7 +137,7 @@ class NamedUsers:
 
     def write(self, folder: Path) -> None:
         """Writes the users of a bundle; the last row is the user of whom nothing is known."""
-        columns: dict[str, Any] = {_USER: Ids.build(self.ids).arrow()}
+        columns: dict[str, Any] = {_USER: Ids(self.ids).arrow()}
         columns[_SEEN] = self.seen.cast(pa.list_(pa.int32()))
         for name in self.features.column_names:
             columns[name] = self.features[name]
@@ -164,22 +164,42 @@ class Ids:
 
     Integers are looked up by arithmetic if they are consecutive, else by bisection. Strings are keys of a dict.
 
+    Args:
+        ids: the id of each position.
+
+    Raises:
+        BundleError: ids of another type than whole numbers or text, a missing id, or an id at two positions.
+
     Example:
-        >>> ids = Ids.build(np.array([30, 10, 20]))
+        >>> ids = Ids(np.array([30, 10, 20]))
         >>> ids.positions([10, 99]).tolist(), ids.ids([0, 2])
         ([1, -1], [30, 20])
     """
 
-    def __init__(self, values: pa.Array) -> None:
-        """See :meth:`build`."""
+    def __init__(self, ids: NDArray[Any] | Sequence[Id] | pa.Array) -> None:
+        values: Any = ids
+        if not isinstance(ids, pa.Array | pa.ChunkedArray):
+            try:
+                values = pa.array(ids)
+            except (pa.ArrowException, OverflowError) as error:
+                raise BundleError(
+                    f"ids: {str(error)[:80]}; give whole numbers of 64 bits, or strings"
+                ) from None
+        if isinstance(values, pa.ChunkedArray):
+            values = values.combine_chunks()
+        kind = raw_type(values.type)
+        if kind not in ("int64", "string") or values.null_count:
+            raise BundleError(
+                f"ids: are {values.type} with {values.null_count} nulls; give whole numbers of 64 bits, or strings"
+            )
         self.kind = "str"
-        if pa.types.is_integer(values.type):
+        if kind == "int64":
             self.kind = "int64"
-            self._numbers: IdArray = values.to_numpy()
+            self._numbers: IdArray = values.cast(pa.int64()).to_numpy()
             self._index_numbers(self._numbers)
             return
-        self._strings = values
-        texts = values.to_pylist()
+        self._strings = values.cast(pa.large_string())
+        texts = self._strings.to_pylist()
         self._places = dict(zip(texts, range(len(texts)), strict=True))
         if len(self._places) < len(texts):
             _refuse_duplicates(texts)
@@ -199,30 +219,6 @@ class Ids:
             and int(ids[-1]) - int(ids[0]) == len(ids) - 1
         ):
             self._first = int(ids[0])
-
-    @classmethod
-    def build(cls, ids: NDArray[Any] | Sequence[Id] | pa.Array) -> Ids:
-        """Builds the map of a catalogue from the id of each position.
-
-        Raises:
-            BundleError: ids of another type than whole numbers or text, a missing id, or an id at two positions.
-        """
-        values: Any = ids
-        if not isinstance(ids, pa.Array | pa.ChunkedArray):
-            try:
-                values = pa.array(ids)
-            except (pa.ArrowException, OverflowError) as error:
-                raise BundleError(
-                    f"ids: {str(error)[:80]}; give whole numbers of 64 bits, or strings"
-                ) from None
-        if isinstance(values, pa.ChunkedArray):
-            values = values.combine_chunks()
-        kind = raw_type(values.type)
-        if kind not in ("int64", "string") or values.null_count:
-            raise BundleError(
-                f"ids: are {values.type} with {values.null_count} nulls; give whole numbers of 64 bits, or strings"
-            )
-        return cls(values.cast(pa.int64() if kind == "int64" else pa.large_string()))
 
     def __len__(self) -> int:
         return len(self._numbers if self.kind == "int64" else self._strings)
@@ -312,8 +308,6 @@ class Attribute:
         is_valid = values.is_valid()
         owners = owners[is_valid.to_numpy(zero_copy_only=False)]
         values = values.filter(is_valid)
-        kind = pa.int64() if pa.types.is_integer(values.type) else pa.large_string()
-        values = values.cast(kind)
         distinct = pc.unique(values).sort()
         self.values = Ids(distinct)
         codes = pc.index_in(values, value_set=distinct).to_numpy()
@@ -363,7 +357,7 @@ class ItemTable:
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
-        self.ids = Ids.build(table[ID])
+        self.ids = Ids(table[ID])
 
     def __len__(self) -> int:
         return len(self._table)
@@ -422,7 +416,7 @@ class UserTable:
         self._seen = table[_SEEN]
         self._features = table.drop_columns([_USER, _SEEN])
         # The last row is for unknown users.
-        self.ids = Ids.build(table[_USER].slice(0, len(table) - 1))
+        self.ids = Ids(table[_USER].slice(0, len(table) - 1))
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -151,8 +151,10 @@ def export(
             "among them; every id that was trained must be servable: give the whole catalogue"
         )
     queries = _queries(queries, users)
+    # A column of both tables has the query's type.
+    raw = _raw_types(catalogue.features) | _raw_types(queries)
     given = Given(
-        types=_types(queries, catalogue.features, preprocessor),
+        types=raw if preprocessor is None else preprocessor.outputs,
         candidates=frozenset(catalogue.features.column_names),
         oov_ids=oov_ids or {},
         rows=rows or {},
@@ -174,6 +176,7 @@ def export(
             catalogue=catalogue,
             users=users,
             queries=queries,
+            raw=raw,
             preprocessor=preprocessor,
             store=store,
             index=index,
@@ -253,15 +256,6 @@ def _raw_types(table: pa.Table) -> dict[str, str]:
     return types
 
 
-def _types(
-    queries: pa.Table, items: pa.Table, preprocessor: FittedPreprocessor | None
-) -> dict[str, str]:
-    """Returns the raw types of the model's columns."""
-    if preprocessor is not None:
-        return dict(preprocessor.outputs)
-    return _raw_types(items) | _raw_types(queries)
-
-
 def _rounding(module: nn.Module) -> float:
     """Returns the largest relative change of a logit by half-precision sums or by quantized communication."""
     registry: Mapping[str, Any] = getattr(module, "qcomm_codecs_registry", None) or {}
@@ -314,6 +308,7 @@ class _Content:
     catalogue: Catalogue
     users: NamedUsers | None
     queries: pa.Table
+    raw: Mapping[str, str]
     preprocessor: FittedPreprocessor | None
     store: str
     index: str
@@ -371,10 +366,8 @@ class _Content:
     @cached_property
     def sides(self) -> dict[str, Columns]:
         """What reads each side's columns from raw ones."""
-        # A column of both tables has the query's type.
-        raw = _raw_types(self.catalogue.features) | _raw_types(self.queries)
         return {
-            side: Columns(columns, raw, self.preprocessor)
+            side: Columns(columns, self.raw, self.preprocessor)
             for side, columns in self.network.columns.items()
         }
 
@@ -406,7 +399,6 @@ class _Content:
             users = {"rows": len(self.users.ids), "key": self.users.key}
         content: dict[str, Any] = {
             "metric": "product" if split.product else "top_nn",
-            "loss_metric": self.network.metric,
             "calibrated": self.network.calibrated,
             "graphs": {
                 side: {

@@ -40,7 +40,6 @@ from torchrec_ext.distributed.tables import (
 )
 from torchrec_ext.models.session import CANDIDATES, SESSION, NextItemModel
 from torchrec_ext.models.tower_model import TowerModel
-from torchrec_ext.modules.interaction import InteractionLayer
 from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.session_tower import SessionSteps
 from torchrec_ext.modules.tower import Padded
@@ -148,7 +147,6 @@ class TowerNetwork:
         names: names of the towers of each side.
         leaves: inputs of its forward.
         columns: the columns that it reads, by side and name.
-        metric: ``dot``, ``cosine`` or ``top_nn``, as its interaction declares.
         calibrated: whether the loss makes a logit the log-odds of a positive label.
 
     Raises:
@@ -174,10 +172,6 @@ class TowerNetwork:
             )
         queries = [name for name in names if name != candidate]
         self.names = {"query": queries, "candidate": [candidate]}
-        inner = model.interaction
-        self.metric = "top_nn"
-        if isinstance(inner, InteractionLayer) and inner.metric is not None:
-            self.metric = inner.metric
         self.calibrated = (
             isinstance(model, TowerModel)
             and model.calibrated
@@ -480,7 +474,6 @@ class OwnNetwork:
             examples.setdefault(leaf.name, leaf.example(_EXAMPLE_ROWS))
         self._split = split = GraphSplit(local.eval(), leaves, examples)
         self.leaves = [*split.query.leaves, *split.candidate.leaves]
-        self.metric = "dot" if split.product else "top_nn"
         self.tables = {leaf.table for leaf in self.leaves if leaf.table}
         sizes = {config.name: config.num_embeddings for config in configs}
         state = dict(self.model.named_parameters())

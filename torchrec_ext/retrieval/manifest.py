@@ -213,3 +213,15 @@ def bundle_folder(pointer: Path) -> Path:
     ):
         return of_a_run.resolve()
     return target.resolve()
+
+
+def fingerprint(pointer: Path) -> tuple[object, ...]:
+    """Tells one bundle or store behind a pointer from another by its manifest's inode, size and time; never raises."""
+    try:
+        folder = bundle_folder(pointer)
+        # Whoever changes another file in place changes nothing that is served, because
+        # a load would refuse it.
+        status = (folder / BUNDLE_MANIFEST).stat()
+    except (OSError, ValueError) as error:
+        return (type(error).__name__,)
+    return str(folder), status.st_ino, status.st_size, status.st_mtime_ns

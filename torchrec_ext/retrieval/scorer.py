@@ -17,15 +17,15 @@ from torchrec_ext.retrieval.columns import Read
 from torchrec_ext.retrieval.search import (
     Mask,
     QueryError,
+    blocks_of,
     check_query,
     check_scores,
+    norms_of,
     open_search,
     rank,
 )
 from torchrec_ext.retrieval.store import StoredUsers
 from torchrec_ext.schema.validation import DataError, listed
-
-_BLOCK = 2**16
 
 
 class RequestError(ValueError):
@@ -264,17 +264,28 @@ class Scorer:
         if request.exclude_seen and self.bundle.users is not None:
             seen = self.bundle.users.seen(user.row)
             excluded = np.concatenate([excluded, seen])
+        filtered = mask is not None
+        if len(excluded):
+            if mask is None:
+                mask = np.ones(len(self.bundle.rows), np.bool_)
+            mask[excluded] = False
         if request.candidates is None:
-            if len(excluded):
-                if mask is None:
-                    mask = np.ones(len(self.bundle.rows), np.bool_)
-                mask[excluded] = False
             scores, positions = self._search.search(user.vector, request.k, mask)
             items = self._ids.ids(positions)
         else:
-            items, scores, positions, more = self._among(
-                request, user, mask, excluded, set(unknown)
-            )
+            candidates = request.candidates
+            known, more = self._candidates(candidates)
+            keep = np.ones(len(known), np.bool_) if mask is None else mask[known]
+            # An unknown item has no attribute, so a filter drops it.
+            keep[known < 0] = not filtered
+            if left_out := set(unknown):
+                keep &= [each not in left_out for each in candidates]
+            chosen = np.flatnonzero(keep)
+            scores = self._logits(user, known[chosen], more)
+            # Ties keep the request's order.
+            best = rank(scores, request.k)
+            items = [candidates[index] for index in chosen[best].tolist()]
+            scores, positions = scores[best], known[chosen][best]
             unknown += more
         return Recommendation(
             items=items,
@@ -286,17 +297,8 @@ class Scorer:
             **self._liked(request, user),
         )
 
-    def _among(
-        self,
-        request: RecommendRequest,
-        user: _User,
-        mask: Mask | None,
-        excluded: IdArray,
-        left_out: set[Id],
-    ) -> tuple[list[Id], Floats, IdArray, list[Id]]:
-        """Ranks the request's candidates; ties keep the request's order."""
-        assert request.candidates is not None
-        candidates = request.candidates
+    def _candidates(self, candidates: Sequence[Id]) -> tuple[IdArray, list[Id]]:
+        """Returns the positions of candidates, and the unknown ones."""
         positions, unknown = self._positions("candidates", candidates)
         if len(set(candidates)) < len(candidates):
             ((twice, _),) = Counter(candidates).most_common(1)
@@ -304,20 +306,7 @@ class Scorer:
                 "candidates",
                 f"{str(twice)[:60]!r} is there more than once; give each candidate once",
             )
-        is_known = positions >= 0
-        # An unknown item has no attribute, so a filter drops it.
-        keep = is_known | (mask is None)
-        if mask is not None:
-            keep &= mask[positions]
-        if len(excluded):
-            keep &= ~(is_known & np.isin(positions, excluded))
-        if left_out:
-            keep &= [each not in left_out for each in candidates]
-        chosen = np.flatnonzero(keep)
-        scores = self._logits(user, positions[chosen], unknown)
-        best = rank(scores, request.k)
-        items = [candidates[index] for index in chosen[best].tolist()]
-        return items, scores[best], positions[chosen][best], unknown
+        return positions, unknown
 
     def score(self, request: ScoreRequest) -> Scores:
         """Returns the model's logits for one user and some items; raises as :meth:`recommend`."""
@@ -365,10 +354,7 @@ class Scorer:
             )
         rows = self.bundle.rows
         vector = rows[position[0]].astype(np.float32)
-        cosines = np.empty(len(rows), np.float32)
-        for start in range(0, len(rows), _BLOCK):
-            block = rows[start : start + _BLOCK].astype(np.float32, copy=False)
-            cosines[start : start + _BLOCK] = block @ vector
+        cosines = np.concatenate([block @ vector for _, block in blocks_of(rows)])
         cosines /= np.maximum(self._norms * self._norms[position[0]], 1e-30)
         # The item itself has no score below all others.
         cosines[position[0]] = -np.inf
@@ -382,12 +368,8 @@ class Scorer:
 
     @cached_property
     def _norms(self) -> Floats:
-        """(N,) norms of the stored rows; made when a request first needs them, by one pass over the rows."""
-        norms = np.empty(len(self.bundle.rows), np.float32)
-        for start in range(0, len(norms), _BLOCK):
-            block = self.bundle.rows[start : start + _BLOCK].astype(np.float32)
-            norms[start : start + _BLOCK] = np.linalg.norm(block, axis=1)
-        return norms
+        # Made when a request first needs them.
+        return norms_of(self.bundle.rows)
 
     def _user(self, user: Mapping[str, Any], vector: str) -> _User:
         row = self._row(user, "user")

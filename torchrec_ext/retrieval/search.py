@@ -60,7 +60,7 @@ class ExactSearch:
         self._is_product = bundle.metric == "product"
         self._margin = 0.0
         if self._is_product:
-            self._margin = _ROUNDING * _greatest_norm(bundle.rows)
+            self._margin = _ROUNDING * float(norms_of(bundle.rows).max())
 
     def search(self, query: Floats, k: int, mask: Mask | None = None) -> Found:
         """Returns the ``k`` best items of a query (W,), fewer only if fewer pass.
@@ -90,13 +90,13 @@ class ExactSearch:
         return self._ranked(best.scores, best.positions, k)
 
     def _blocks(self, query: Floats) -> Iterator[tuple[int, Floats]]:
-        step = _PRODUCT_BLOCK if self._is_product else _BLOCK
-        for start in range(0, len(self._bundle.rows), step):
-            rows = self._bundle.rows[start : start + step]
-            if self._is_product:
-                yield start, rows.astype(np.float32, copy=False) @ query
-            else:
-                yield start, self._bundle.pairs(query, rows)
+        rows = self._bundle.rows
+        if self._is_product:
+            for start, block in blocks_of(rows):
+                yield start, block @ query
+            return
+        for start in range(0, len(rows), _BLOCK):
+            yield start, self._bundle.pairs(query, rows[start : start + _BLOCK])
 
     def among(self, query: Floats, k: int, positions: IdArray) -> Found:
         """Returns the ``k`` best of the items at ascending ``positions``; raises as :meth:`search`."""
@@ -186,12 +186,19 @@ class _Best:
         self.positions = self.positions[chosen]
 
 
-def _greatest_norm(rows: NDArray[Any]) -> float:
-    greatest = 0.0
+def blocks_of(rows: NDArray[Any]) -> Iterator[tuple[int, Floats]]:
+    """Yields the first row and the rows, in float32, of each block of stored rows."""
     for start in range(0, len(rows), _PRODUCT_BLOCK):
-        block = rows[start : start + _PRODUCT_BLOCK].astype(np.float32, copy=False)
-        greatest = max(greatest, float(np.einsum("nw,nw->n", block, block).max()))
-    return float(np.sqrt(greatest))
+        yield (
+            start,
+            rows[start : start + _PRODUCT_BLOCK].astype(np.float32, copy=False),
+        )
+
+
+def norms_of(rows: NDArray[Any]) -> Floats:
+    """Returns (N,) norms of stored rows, by one pass over them."""
+    norms = [np.linalg.norm(block, axis=1) for _, block in blocks_of(rows)]
+    return np.concatenate(norms)
 
 
 class FaissSearch(ExactSearch):

@@ -21,6 +21,7 @@ from torchrec_ext.retrieval.manifest import (
     BundleError,
     Manifest,
     check_files,
+    fingerprint,
     write_manifest,
 )
 from torchrec_ext.sealed import existing_folder
@@ -52,7 +53,7 @@ class Store:
         self.folder = folder
         self.tower = str(values["tower"])
         self.side = str(values["side"])
-        self.ids = Ids.build(read_table(folder / _IDS)["id"])
+        self.ids = Ids(read_table(folder / _IDS)["id"])
         self.vectors = open_array(folder / _VECTORS)
         shape = (len(self.ids), values["width"])
         if self.vectors.shape != shape:
@@ -139,7 +140,7 @@ def write_store(
             ids = _write_vectors(staging / _VECTORS, blocks, width, _DTYPES[dtype])
             if not sum(map(len, ids)):
                 raise StoreError(f"{folder}: there are no rows to write; give some")
-            whole = Ids.build(pa.concat_arrays(ids))
+            whole = Ids(pa.concat_arrays(ids))
             write_table(staging / _IDS, pa.table({"id": whole.arrow()}))
             write_manifest(staging, {"tower": tower, "side": side, "width": width}, {})
     except (StoreError, KeyboardInterrupt):
@@ -169,7 +170,7 @@ def _write_vectors(
                     f"the vector of id {str(keys[row])[:60]} is NaN, or beyond {dtype}; embed finite features"
                 )
             stream.write(block.data)
-            ids.append(Ids.build(keys).arrow())
+            ids.append(Ids(keys).arrow())
             rows += len(block)
         stream.seek(0)
         np.lib.format.write_array_header_1_0(stream, {**header, "shape": (rows, width)})
@@ -211,7 +212,7 @@ def refresh_store(
     fresh = list(blocks)
     known = store.ids.arrow()
     try:
-        arrays = [Ids.build(ids).arrow() for ids, _ in fresh]
+        arrays = [Ids(ids).arrow() for ids, _ in fresh]
         new = pa.chunked_array(arrays, known.type).combine_chunks()
         gone = pa.array(list(deleted)).cast(known.type)
     except pa.ArrowException as error:
@@ -265,7 +266,8 @@ class StoredUsers:
         self._folder = folder
         self._next = 0.0
         self.available = True
-        self._identity: object = self._look()
+        # Taken before opening, to notice a replacement meanwhile.
+        self._seen = fingerprint(folder)
         self._store = self._open()
 
     def _open(self) -> Store:
@@ -290,20 +292,14 @@ class StoredUsers:
 
     def _renew(self) -> None:
         """Opens a replaced store; keeps the open one if the new one is damaged."""
-        identity = self._look()
-        if identity == self._identity:
+        self._next = time.monotonic() + _LOOK_S
+        seen = fingerprint(self._folder)
+        if seen == self._seen:
             return
         try:
             self._store = self._open()
-            self._identity = identity
-            self.available = True
         except StoreError:
             self.available = False
-
-    def _look(self) -> object:
-        self._next = time.monotonic() + _LOOK_S
-        try:
-            status = (existing_folder(self._folder) / BUNDLE_MANIFEST).stat()
-        except OSError:
-            return None
-        return status.st_ino, status.st_mtime_ns, status.st_size
+        else:
+            self._seen = seen
+            self.available = True

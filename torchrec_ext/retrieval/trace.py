@@ -243,12 +243,10 @@ class Trace:
         return [node for node in self.graph.nodes if node in nodes]
 
     def _check_result(self) -> None:
-        result: Any = self.graph.output_node().args[0]
-        several = isinstance(result, list | tuple) and len(result) != 1
-        shape: tuple[Any, ...] = ()
-        first = result[0]
-        if isinstance(first, Node) and isinstance(first.meta.get("val"), Tensor):
-            shape = tuple(first.meta["val"].shape)
+        results: Any = self.graph.output_node().args[0]
+        several = isinstance(results, list | tuple) and len(results) != 1
+        value = getattr(results[0], "meta", {}).get("val")
+        shape: tuple[Any, ...] = tuple(getattr(value, "shape", ()))
         # The number of rows is symbolic, so a plain int is not one logit for each row.
         fits = shape != () and not isinstance(shape[0], int) and shape[1:] in ((), (1,))
         if several or not fits:

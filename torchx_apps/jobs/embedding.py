@@ -111,6 +111,6 @@ def _ids(where: str, name: str, column: pa.ChunkedArray) -> pa.Array:
     if pa.types.is_dictionary(ids.type):
         ids = ids.dictionary_decode()
     try:
-        return Ids.build(ids).arrow()
+        return Ids(ids).arrow()
     except BundleError as error:
         raise DataError(f"{where}: column '{name}': {error}") from None

@@ -65,7 +65,6 @@ _HEADERS = {
 _RAW_HEADERS = [
     (name.lower().encode(), value.encode()) for name, value in _HEADERS.items()
 ]
-_LATER = (429, 503)  # statuses after which the same request may succeed later
 _GONE = 499  # nginx's status for a client that left, for the metrics; never sent
 _LONGEST = 500  # characters of a message
 # Set once a worker was ready: from then on a failed start is tried again.
@@ -81,7 +80,7 @@ class Refusal(Exception):  # noqa: N818  (an answer to a caller is not an error 
         code: one word for programs.
         message: problem and remedy, for people.
         field: wrong field of the request, or None.
-        headers: further headers. 503 also has ``Retry-After``.
+        headers: further headers.
     """
 
     def __init__(
@@ -99,8 +98,6 @@ class Refusal(Exception):  # noqa: N818  (an answer to a caller is not an error 
         if field is not None:
             self.body["error"]["field"] = field
         self.headers = dict(headers or {})
-        if status in _LATER:
-            self.headers["Retry-After"] = "1"
 
 
 # What each path asks, and the scorer's method that answers.

@@ -7,21 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.manifest import BUNDLE_MANIFEST, bundle_folder
-
-Identity = tuple[object, ...]
-
-
-def identity(pointer: Path) -> Identity:
-    """Fingerprints the bundle behind ``pointer`` by its manifest's inode, size and time; never raises."""
-    try:
-        folder = bundle_folder(pointer)
-        # Whoever changes another file in place changes nothing that is served, because
-        # a load would refuse it.
-        status = (folder / BUNDLE_MANIFEST).stat()
-    except (OSError, ValueError) as error:
-        return (type(error).__name__,)
-    return str(folder), status.st_ino, status.st_size, status.st_mtime_ns
+from torchrec_ext.retrieval.manifest import bundle_folder, fingerprint
 
 
 class Watch:
@@ -52,7 +38,7 @@ class Watch:
         self._swap = swap
         self._refuse = refuse
         # Taken before loading, to notice a pointer that moves during the load.
-        self.seen = identity(pointer)
+        self.seen = fingerprint(pointer)
 
     def load(self) -> Bundle:
         """Loads the bundle behind the pointer, with its audit.
@@ -71,7 +57,7 @@ class Watch:
 
     def look(self) -> None:
         """Takes the bundle behind the pointer into service if it is another one."""
-        now = identity(self._pointer)
+        now = fingerprint(self._pointer)
         if now == self.seen:
             return
         self.seen = now

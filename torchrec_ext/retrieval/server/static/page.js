@@ -53,7 +53,7 @@ function showBundle(found) {
   at("served").textContent = `${what}${found.digest.slice(0, 12)}: ${number(found.items)} items, ${number(found.users)} known users.`;
   const facts = {
     "Greatest difference from the trained model": `${number(certificate.parity?.greatest_difference)} over ${number(certificate.parity?.pairs)} pairs`,
-    "Recall of the index": `${number(content.index?.recall ?? 1)} (${content.index?.factory ?? content.index?.kind}, by ${content.loss_metric})`,
+    "Recall of the index": `${number(content.index?.recall ?? 1)} (${content.index?.factory ?? content.index?.kind}, by ${content.metric})`,
     "Stored rows": `${number(content.items?.rows)} of ${content.graphs?.candidate?.width} numbers, ${content.store}`,
     "Towers": [...(content.towers?.query?.names ?? []), ...(content.towers?.candidate?.names ?? [])].join(" · "),
     "Made": certificate.created ?? "not said",
