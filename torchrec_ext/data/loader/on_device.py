@@ -256,7 +256,8 @@ class ResidentRows:
             zip(parts, draws, strict=True), start=start
         ):
             rows = numbers[mine]
-            totals = self._counts(order[mine], candidates)
+            # Where a thread may build them, the host holds the rows and waits for nobody.
+            totals = {} if self.ahead else self._counts(order[mine], candidates)
             total = self._total_weight(numbers[whole])
             if self._of_step is not None:
                 columns = self._tables.rows.columns(rows, totals)
