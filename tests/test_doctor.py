@@ -113,7 +113,7 @@ def test_an_environment_keeps_its_triple_and_what_fits(
     ("flags", "found", "says"),
     [
         (
-            ["--install", "--stack", "2.15"],
+            ["--stack", "2.15"],
             environment(),
             "there is no fbgemm for torch 2.15",
         ),

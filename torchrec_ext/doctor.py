@@ -197,8 +197,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     flags = _parser().parse_args(argv)
     try:
+        named = stack.triple_by_name(flags.stack) if flags.stack else None
         if flags.install:
-            named = stack.triple_by_name(flags.stack) if flags.stack else None
             variant = stack.wanted_variant(stack.installed())
             print(f"installing for {variant} into {sys.prefix}", file=sys.stderr)
             install(variant, named)
@@ -214,10 +214,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (InstallError, ValueError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 1
-    triple = stack.installed_triple(current, variant)
+    triple = named or stack.installed_triple(current, variant)
     print(*report(triple, variant), sep="\n")
     wrong = list(stack.mismatches(current, variant, triple).values())
-    line = stack.doctor_line()
+    line = stack.doctor_line(named)
     if not wrong and flags.really_import:
         healthy, found = probe()
         if healthy:

@@ -51,7 +51,7 @@ ENOUGH, FEW = 400, 80
 PLANS = [
     ("table_wise", "row_wise_adagrad"),
     ("row_wise", "row_wise_adagrad"),
-    ("row_wise", "adam"),
+    ("row_wise", "adagrad"),
     ("column_wise", "row_wise_adagrad"),
     ("data_parallel", "adam"),
 ]

@@ -347,35 +347,17 @@ class FactorizationMachine(InteractionLayer):
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
-        self.width = equal_width("FactorizationMachine", widths)
+        equal_width("FactorizationMachine", widths)
+        self.widths = list(widths)
         self.first_order = nn.Linear(sum(widths), 1)
         self.second_order = deepfm.FactorizationMachine()
 
     def forward(self, outputs: list[Tensor]) -> Tensor:
         """Returns (B,) logits of the towers' outputs, each (B, D)."""
-        return self.first_order(torch.cat(outputs, dim=1)).squeeze(1) + self._products(  # type: ignore[no-any-return]
-            outputs
-        )
-
-    def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """Returns (B, N) logits of every query (B, (T - 1) x D) with every candidate (N, D)."""
-        query_weight, candidate_weight = torch.split(
-            self.first_order.weight[0], [query.shape[1], candidates.shape[1]]
-        )
-        outputs = list(torch.split(query, self.width, dim=1))
-        # Products among the query's towers do not depend on the candidate; those with
-        # it are one with their sum.
-        alone = query @ query_weight + self._products(outputs) + self.first_order.bias
-        return (
-            alone[:, None]
-            + candidates @ candidate_weight
-            + torch.stack(outputs).sum(0) @ candidates.T
-        )
-
-    def _products(self, outputs: list[Tensor]) -> Tensor:
         columns = torch.stack(outputs, dim=2)  # (B, D, T)
         products = self.second_order([columns.flatten(0, 1)])  # (B x D, 1)
-        return products.view(columns.shape[:2]).sum(dim=1)  # type: ignore[no-any-return]
+        first = self.first_order(torch.cat(outputs, dim=1)).squeeze(1)
+        return first + products.view(columns.shape[:2]).sum(dim=1)  # type: ignore[no-any-return]
 
 
 class DeepFM(InteractionLayer):
@@ -403,6 +385,7 @@ class DeepFM(InteractionLayer):
         activate_input: bool = True,
     ) -> None:
         super().__init__()
+        self.widths = list(widths)
         self.machine = FactorizationMachine(widths)
         self.deep = TopMLP(
             widths,
@@ -416,12 +399,6 @@ class DeepFM(InteractionLayer):
     def forward(self, outputs: list[Tensor]) -> Tensor:
         """Returns (B,) logits of the towers' outputs, each (B, D)."""
         return self.machine(outputs) + self.deep(outputs)  # type: ignore[no-any-return]
-
-    def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """Returns (B, N) logits of every query (B, (T - 1) x D) with every candidate (N, D)."""
-        return self.machine.score_all(query, candidates) + self.deep.score_all(
-            query, candidates
-        )
 
 
 INTERACTIONS: dict[str, type[InteractionLayer]] = {
