@@ -180,7 +180,7 @@ for epoch in range(100):
         loss_fn(model(user, item), label).backward()
         optimizer.step()
 """
-    output = ran(python, tmp_path, code, "-m", "torchrec_ext.diagnose", "--budget", "1")
+    output = ran(python, tmp_path, code, "-m", "torchrec_ext.diagnose", "--budget", "3")
     assert "why is my training slow?" in output
     assert "4 times the batch" in output
 

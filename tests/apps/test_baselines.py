@@ -290,6 +290,8 @@ def test_what_takes_long_is_left_out_with_its_seconds_unless_it_is_named() -> No
         in long["ease"]
     )
     assert forms(num_items=12_000, names=("ease",)).left_out() == {}
+    with pytest.raises(ValueError, match=r"leave it out: EASE of 10,000,000 items"):
+        forms(num_items=10**7, names=("ease",))
     no_others = forms(names=("popularity",)).beside(
         Column.from_lengths(np.zeros(0, np.int64), np.zeros(1, int)), _, []
     )

@@ -59,6 +59,7 @@ CONTEXT = (
     "loader.batch_size=1024",
     "optimizer.tables_lr=0.01",
     "optimizer.dense_lr=0.01",
+    "train.early_stop.restore=false",
 )
 
 

@@ -44,6 +44,7 @@ PLANTED: Job = with_settings(
             "model.layers=1",
             "train.epochs=4",
             "train.eval_every=4",
+            "train.early_stop.restore=false",
         ),
     ],
 )

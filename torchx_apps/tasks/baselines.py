@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.data.columns import Column, Int64
+from torchrec_ext.distributed.runtime import available_memory
 from torchrec_ext.models import closed_form
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import ClosedFormConfig, Figure, Record
@@ -47,6 +48,9 @@ class ClosedForms:
         num_items: rows of the items' table, I.
         names: baselines to rank; where empty, those that take less than ``_SECONDS``.
         config: penalty.
+
+    Raises:
+        ValueError: EASE is named, and needs more memory than this host can give.
     """
 
     pairs: Callable[[], tuple[Int64, Int64]]
@@ -55,6 +59,19 @@ class ClosedForms:
     num_items: int
     names: Sequence[str] = ()
     config: ClosedFormConfig = field(default_factory=ClosedFormConfig)
+
+    def __post_init__(self) -> None:
+        if EASE not in self.names:
+            return
+        # Four matrices (I, I): Gram matrix, factor, inverse and LAPACK's copies. A host
+        # without room for them kills the run, which then says nothing.
+        size = 16 * self.num_items**2
+        free = available_memory()
+        if size > free:
+            raise ValueError(
+                f"evaluation.baselines=ease: leave it out: EASE of {self.num_items:,} items takes "
+                f"{size / 2**30:,.1f} GiB, and {free / 2**30:,.1f} are free"
+            )
 
     @property
     def seconds(self) -> float:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.contracts import _CONTEXT, gather_state
+from tests.examples import META, small_model
 from tests.small_sets import checkerboard_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.loader.loader import LoaderConfig, training_loader
@@ -27,6 +28,8 @@ from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
+from torchrec_ext.train.checkpoint.state import model_state
+from torchrec_ext.train.checkpoint.storage import CheckpointError
 from torchrec_ext.train.loop import TrainConfig, train
 from torchx_apps.recipes import TwoTowerConfig, build_two_tower
 
@@ -311,3 +314,45 @@ def test_killed_at_a_random_moment_and_resumed_on_other_ranks_nothing_differs(
             break
     assert kills == TRIALS
     assert len(resumed_at) > TRIALS // 3
+
+
+def waiting(number: int, folder: Path, sender: Any) -> None:
+    """Rank 2 dies in a save; rank 1 waits for the save, and rank 0 for rank 1, as in a step."""
+    store = dist.FileStore(str(folder / "store"), 3)
+    dist.init_process_group("gloo", store=store, rank=number, world_size=3)
+    runtime = Runtime(rank=number, local_rank=number, world_size=3, local_world_size=3)
+    checkpointer = Checkpointer(str(folder / "checkpoints"), runtime)
+    model, _ = hybrid_parallel(small_model(device=META), runtime)
+    state = model_state(model)
+    if number == 2:
+        checkpointer.together.on_main(lambda: None)  # as each save begins
+        # It tells the size of its plan, and never sends it to rank 0.
+        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(3)]
+        dist.all_gather(sizes, sizes[number] + 100, checkpointer.together.group)
+        os._exit(1)
+    checkpointer.save(1, state)
+    try:
+        if number == 1:
+            checkpointer.wait()
+        else:
+            dist.recv(torch.zeros(1), src=1)
+    except (CheckpointError, RuntimeError) as error:
+        sender.put((number, type(error).__name__))
+
+
+def test_ranks_that_lose_another_in_a_save_do_not_wait_for_each_other(
+    tmp_path: Path,
+) -> None:
+    sender = _CONTEXT.Queue()
+    processes = [
+        _CONTEXT.Process(target=waiting, args=(number, tmp_path, sender), daemon=True)
+        for number in range(3)
+    ]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + 60
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+        assert process.exitcode is not None, "it waits"
+    found = dict(sender.get(timeout=5) for _ in range(2))
+    assert found == {0: "RuntimeError", 1: "CheckpointError"}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
@@ -115,7 +117,22 @@ class Checkpointer:
             async_stager=self._copies,
             no_dist=group is None,
         )
+        assert isinstance(future, Future), "torch gives more for a stager of its own"
+        future.add_done_callback(self._leave_if_lost)
         self._running = _Save(step, future)
+
+    def _leave_if_lost(self, future: Future[Any]) -> None:
+        """Leaves the group of a save in which a rank was lost.
+
+        The others wait there for this one. A process waits at its end for the thread of its save, so they could not
+        end, and this one may wait for them in a step.
+        """
+        error = future.exception()
+        # A failure that all ranks know of is a CheckpointException.
+        if isinstance(error, RuntimeError):
+            # Their frames hold the group.
+            traceback.clear_frames(error.__traceback__)
+            self.together.leave()
 
     def wait(self) -> None:
         """Waits for the save in flight.
