@@ -102,12 +102,12 @@ def replayed(
 
     def run(*tensors: Tensor) -> Sequence[Any]:
         addresses = tuple(tensors[index].data_ptr() for index in outer)
-        given = [tensors[index] for index in of_batch]
+        inputs = [tensors[index] for index in of_batch]
         if addresses not in graphs:
             graphs[addresses] = executors.cuda_graph(
-                step, [tensors[index] for index in rest], given, fuse
+                step, [tensors[index] for index in rest], inputs, fuse
             )
-        return graphs[addresses](given)
+        return graphs[addresses](inputs)
 
     return run
 
