@@ -78,7 +78,7 @@ def trained(
     day: str,
     name: str,
     *settings: str,
-    resume: str = "never",
+    resume: str | None = None,
     recipe: str = "two_tower",
 ) -> Path:
     sets = [
@@ -177,7 +177,7 @@ def test_the_next_days_log_trains_new_ids_and_the_bundle_knows_the_live_ones(
     assert items & set(ITEMS[28:].tolist())
     assert set(ITEMS[:14].tolist()) - items, "some are evicted"
     scorer = Scorer(bundle)
-    some = [int(item) for item in bundle.store.ids.ids(range(3))]
+    some = [int(item) for item in bundle.items.ids.ids(range(3))]
     requests = {
         name: {"user_id": int(user)}
         for name, user in (("earlier", USERS[0]), ("new", 5), ("newer", 6))

@@ -89,7 +89,7 @@ def with_interaction(name: str) -> Callable[[], nn.Module]:
 def three_towers() -> nn.Module:
     towers = {
         "item": item_tower(8),
-        "user": user_tower(8, normalization="batch", residual=False),
+        "user": user_tower(8, normalization="batch"),
         "context": Tower([bag("hour", 24)], [4]),
     }
     model = TowerModel(towers, TopMLP([8, 8, 4], [16, 8], normalization="layer"))
