@@ -122,8 +122,11 @@ def rows_of(bundle: Path, column: str) -> dict[Any, Tensor]:
 DYNAMIC = ("ids.features.item_id.capacity=36", "ids.features.user_id.capacity=64")
 
 
-def hit_rate(root: Path, day: str, bundle: Bundle) -> float:
-    """Returns the expected share of test items among the first ten that the service recommends, by raw ids."""
+def hit_rates(root: Path, day: str, bundle: Bundle) -> tuple[float, float, float]:
+    """Returns the share of test items among the first ten that the service recommends, by raw ids.
+
+    Items without a row of their own tie: the least share, the expected one, and the greatest.
+    """
     scorer = Scorer(bundle)
     test = pq.read_table(root / "sets" / day / "test.parquet").to_pydict()
     hits = []
@@ -132,12 +135,12 @@ def hit_rate(root: Path, day: str, bundle: Bundle) -> float:
             RecommendRequest(user={"user_id": user}, k=len(ITEMS))
         )
         scores = dict(zip(answer.items, answer.scores, strict=True))
-        # Items without a row of their own tie. The evaluation counts each of their
-        # places alike, the service lists one.
         better = sum(score > scores[item] for score in answer.scores)
         tied = answer.scores.count(scores[item])
-        hits.append(min(max((10 - better) / tied, 0.0), 1.0))
-    return float(np.mean(hits))
+        expected = min(max((10 - better) / tied, 0.0), 1.0)
+        hits.append((float(better + tied <= 10), expected, float(better < 10)))
+    least, expected, most = np.mean(hits, axis=0).tolist()
+    return least, expected, most
 
 
 @pytest.mark.slow
@@ -164,7 +167,7 @@ def test_the_next_days_log_trains_new_ids_and_the_bundle_knows_the_live_ones(
     bundle = Bundle.load(second / "bundle")
     summary = json.loads((second / "summary.json").read_text())
     assert summary["test"]["hr@10"] == pytest.approx(
-        hit_rate(tmp_path, "two", bundle), abs=1e-9
+        hit_rates(tmp_path, "two", bundle)[1], abs=1e-9
     )
     # Users of both days have rows, those of the first as they were left.
     before, after = (rows_of(run / "bundle", "user_id") for run in (first, second))
@@ -265,7 +268,7 @@ def test_a_new_run_begins_with_the_ids_of_another(tmp_path: Path, texts: bool) -
     assert len(users) == (40 if texts else 50)
     summary = json.loads((second / "summary.json").read_text())
     assert summary["test"]["hr@10"] == pytest.approx(
-        hit_rate(tmp_path, "two", Bundle.load(second / "bundle")), abs=1e-9
+        hit_rates(tmp_path, "two", Bundle.load(second / "bundle"))[1], abs=1e-9
     )
     smaller = (
         "ids.features.item_id.capacity=20",
@@ -301,9 +304,9 @@ def test_a_softmax_over_the_batch_counts_the_items_of_its_day(tmp_path: Path) ->
         recipe="retrieval",
     )
     summary = json.loads((second / "summary.json").read_text())
-    assert summary["test"]["hr@10"] == pytest.approx(
-        hit_rate(tmp_path, "two", Bundle.load(second / "bundle")), abs=1e-9
-    )
+    # 20 of the day's 28 items have rows. The evaluation draws the places of the others.
+    least, _, most = hit_rates(tmp_path, "two", Bundle.load(second / "bundle"))
+    assert least <= summary["test"]["hr@10"] <= most < least + 0.2
     assert export.main([str(second), f"--out={tmp_path / 'exported'}"]) == 0
 
 
@@ -328,15 +331,13 @@ def test_dynamic_ids_begin_with_the_rows_of_a_static_training(tmp_path: Path) ->
         json.loads((run / "summary.json").read_text())["test"]
         for run in (static, dynamic)
     )
-    assert after["auc"] == pytest.approx(before["auc"], abs=1e-3)
+    assert after["hr@10"] == pytest.approx(before["hr@10"], abs=1e-3)
     same_rows = ("ids.features.item_id.capacity=29", "ids.features.user_id.capacity=41")
     with pytest.raises(ValueError, match="it was trained without dynamic ids"):
         trained(
             tmp_path, "one", "resumed", *same_rows, "train.epochs=2", resume=str(static)
         )
-    with pytest.raises(
-        ValueError, match="column 'user_id' had dynamic ids in training"
-    ):
+    with pytest.raises(ValueError, match=r"column '\w+' had dynamic ids in training"):
         trained(tmp_path, "one", "back", resume=str(dynamic))
 
 

@@ -144,8 +144,12 @@ def check_ids_stay(
         if later and column["values"]:
             first[name] = column["values"][0]
     now = meaning_of_ids(task, dynamic, first)
+    # Rows of a training without dynamic ids go to these by the numbering of then.
+    static = meaning_of_ids(task, (), first) if dynamic else now
     for name in sorted(then.keys() & now.keys()):
         before, after = then[name]["values"], now[name]["values"]
+        if not before or before[1] not in _RAW_KINDS:
+            after = static[name]["values"]
         steps = {then[name]["steps"], now[name]["steps"]} - {None}
         if len(steps) > 1:
             difference = (
