@@ -35,9 +35,6 @@ from torchx_apps.config import is_group
 from torchx_apps.jobs.tracking import tracked
 from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
 
-# Users and their latest events are held in memory, some 500 bytes each.
-NAMED = 2_000_000
-
 
 def summarize(prepared: Prepare, con: Connection) -> dict[str, float]:
     """Prints DuckDB's summary of the raw columns; returns the share of rows with null, by column."""
