@@ -3,12 +3,13 @@
     python benchmarks/loader.py [--only ROW ...] [--turns 3] [--quick]
 
 The log has 1,048,576 rows in 4 parquet files with row groups of 65,536. Rows a second are those of whole epochs, from
-opening the files to the last row, in one thread, batches of 4,096.
+opening the files to the last row, batches of 4,096.
 
-`row-wise`: our loader, shuffled, against a map-style Dataset under torch's DataLoader, plain_rows.py run as a process
-with no worker and with two, of which the faster counts. It counts from its second batch on, and is measured once.
-`parquet-plain` and `parquet-shuffled`: our loader, which builds whole batches, against what pyarrow alone decodes from
-the same files.
+`row-wise`: our loader as it comes, shuffled, which reads in threads, against a map-style Dataset under torch's
+DataLoader, plain_rows.py run as a process with no worker and with two, of which the faster counts. It counts from its
+second batch on, and is measured once.
+`parquet-plain` and `parquet-shuffled`: our loader in one thread, which builds whole batches, against what pyarrow alone
+decodes from the same files.
 `memory`: peak of a process that reads the log once, with the loader's threads.
 """
 
@@ -105,12 +106,13 @@ def speeds(options):
         "pyarrow": lambda: read(decoded(folder)),
         "plain": lambda: one_thread(folder, shuffle=False),
         "shuffled": lambda: one_thread(folder, shuffle=True),
+        "ours": lambda: read(loader(ParquetSource(folder))),
     }
     times = in_turn(sides, options.turns)
     speed = {name: rates(rows, seconds) for name, seconds in times.items()}
     speed["slow"] = [row_wise(folder, options)] * options.turns
     for name, ours, baseline in (
-        ("row-wise", "shuffled", "slow"),
+        ("row-wise", "ours", "slow"),
         ("parquet-plain", "plain", "pyarrow"),
         ("parquet-shuffled", "shuffled", "pyarrow"),
     ):

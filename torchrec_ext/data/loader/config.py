@@ -55,8 +55,8 @@ class LoaderConfig:
             buffer holds. The order of the rows depends on it.
         device: ``cpu`` or ``cuda``: hold all rows and items as tensors there, gather and draw there; see
             :class:`ChunkLoader`. A captured step then makes its batches itself.
-        read_ahead: parts of the buffer (``buffer_rows / lanes`` rows of files) read and shuffled ahead by a thread; 0
-            reads in the thread that builds the batches.
+        read_ahead: parts of the buffer (``buffer_rows / lanes`` rows of files) read and shuffled ahead, each lane's by
+            a thread of its own; 0 reads in the thread that builds the batches.
     """
 
     batch_size: int = 1024
@@ -73,7 +73,7 @@ class LoaderConfig:
     weight: str | None = None
     lanes: int = 4
     buffer_rows: int = 262_144
-    read_ahead: int = 1
+    read_ahead: int = 2
     device: str | None = None
 
     def __post_init__(self) -> None:
