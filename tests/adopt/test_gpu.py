@@ -15,6 +15,7 @@ from torchrec_ext.adopt import AdoptedStep, adopt, verify
 from torchrec_ext.capture import executors
 from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.executors import cuda_graph
+from torchrec_ext.distributed import row_rule
 
 pytestmark = pytest.mark.gpu
 USERS, ITEMS, B, STEPS = 5_000, 300, 256, 12
@@ -97,6 +98,23 @@ def trained(
     losses = [step(*batch)[0] for batch in batches(STEPS)]
     step.settle()
     return torch.stack(losses).tolist(), model, step
+
+
+def test_deterministic_algorithms_make_two_runs_equal_to_the_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Both kinds of tables: users by rows, items whole.
+    monkeypatch.setattr(row_rule, "WEIGHTS_ON_GPU", USERS * 16)
+    torch.use_deterministic_algorithms(True)
+    try:
+        (first, model, _), (second, again, _) = (trained("require", {}) for _ in "12")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert first == second
+    weights = again.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights[name]), name
 
 
 @pytest.mark.parametrize("name", CASES)

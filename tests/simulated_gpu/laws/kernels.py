@@ -32,11 +32,13 @@ from tests.simulated_gpu.laws.waits import (
 from torchrec_ext.adopt import Rows, Uniform, adopt
 from torchrec_ext.adopt.source import RowsOnDevice
 from torchrec_ext.capture import executors, policy
+from torchrec_ext.distributed import row_rule
 from torchx_apps.recipes import RECIPES
 
 FILE = Path(__file__).parents[1] / "kernels.json"
 ROWS = 1_280
 Kernels = dict[str, list[int]]
+ATOMIC = "tl.atomic_add("
 
 
 class _WrittenError(Exception):
@@ -47,7 +49,7 @@ class _WrittenError(Exception):
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     """Collects the numbers of kernels of each graph that is captured."""
     triton = pytest.importorskip("triton")
-    counts: Kernels = {"op by op": [], "fused": []}
+    counts: Kernels = {"op by op": [], "fused": [], "atomic": []}
 
     class Counting(executors._RefusesWaits):
         def __enter__(self) -> Any:
@@ -67,7 +69,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
 
     def written(lowering: Any) -> None:
         code = lowering.codegen()[0]
-        calls = getattr(code, "value", code).split("def call(")[-1]
+        code = getattr(code, "value", code)
+        counts["atomic"].append(code.count(ATOMIC))
+        calls = code.split("def call(")[-1]
         launched = re.findall(
             r"\.run\(|extern_kernels\.\w+\(|torch\.ops\.[\w.]+\(", calls
         )
@@ -148,6 +152,26 @@ def test_an_adopted_step_has_no_more_kernels(
     adopted(shape, draws=draws, monkeypatch=monkeypatch)
     name = f"adopted {shape}, {'drawn inside' if draws else 'given'}"
     held(name, kernels, fuses=fuses)
+
+
+@pytest.mark.parametrize("by_rows", [False, True], ids=["whole tables", "by rows"])
+@pytest.mark.filterwarnings("ignore:the kernels of the captured step")
+def test_deterministic_algorithms_add_nothing_atomically(
+    by_rows: bool, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own switch makes a captured step equal to the bit between runs: sums of rows are sorted first."""
+    monkeypatch.setattr(policy, "HAS_TRITON", True)
+    if by_rows:
+        monkeypatch.setattr(row_rule, "WEIGHTS_ON_GPU", 0)
+    adopted("full", draws=False, monkeypatch=monkeypatch)
+    torch.use_deterministic_algorithms(True)
+    try:
+        adopted("full", draws=False, monkeypatch=monkeypatch)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    by_default, deterministic = kernels["atomic"]
+    assert by_default > 0
+    assert deterministic == 0
 
 
 @pytest.mark.parametrize("fuses", [False, True], ids=["op by op", "fused"])
