@@ -25,7 +25,7 @@ def threads() -> set[threading.Thread]:
     return {
         thread
         for thread in threading.enumerate()
-        if thread.name == "torchrec_ext-prefetch"
+        if thread.name.startswith("torchrec_ext-prefetch")
     } - BEFORE
 
 
@@ -92,5 +92,5 @@ def test_the_thread_runs_no_further_ahead_than_it_may() -> None:
     iterator = prefetched(source(), 2)
     next(iterator)
     time.sleep(0.1)
-    assert len(built) <= 4, "one handed out, two ready, one waiting for its place"
+    assert len(built) <= 3, "one handed out, two ready"
     iterator.close()  # type: ignore[attr-defined]
