@@ -15,6 +15,8 @@ from typing import Any
 
 from typing_extensions import Self
 
+from torchrec_ext.train.checkpoint.folder import MANIFEST_NAME
+
 TORCHRUN = ("-m", "torch.distributed.run")
 # entries of a record that are measured
 TIMES = ("rows_per_s", "data_wait", "ranks_wait")
@@ -58,10 +60,11 @@ class RunFiles:
         self.run_dir = run_dir
 
     def steps(self) -> list[int]:
-        """Returns the steps of the checkpoints."""
+        """Returns the steps of the checkpoints, which exist once their manifest does."""
+        checkpoints = self.run_dir / "checkpoints"
         return sorted(
-            int(path.name[-10:])
-            for path in (self.run_dir / "checkpoints").glob("step-*[0-9]")
+            int(path.parent.name[-10:])
+            for path in checkpoints.glob(f"step-*[0-9]/{MANIFEST_NAME}")
         )
 
     def records(self) -> list[dict[str, Any]]:
