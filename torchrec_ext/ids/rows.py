@@ -69,6 +69,61 @@ class Sightings:
         self._uncounted = []
 
 
+class Candidates:
+    """Ids of one table that wait for their admission, with their sightings.
+
+    Args:
+        most: number of ids beyond which those are forgotten that were not seen since some were last forgotten.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        # Those seen since ids were last forgotten, and the others.
+        self._lately: dict[int, int] = {}
+        self._before: dict[int, int] = {}
+
+    def take(self, ids: Tensor, sightings: Tensor) -> Tensor:
+        """Takes out ids, (n,), and returns all their sightings, those of now among them, (n,) int64."""
+        if not (self._lately or self._before):
+            return sightings
+        earlier = [
+            self._lately.pop(each, 0) or self._before.pop(each, 0)
+            for each in ids.tolist()
+        ]
+        return sightings + torch.tensor(earlier, dtype=torch.int64)
+
+    def add(self, ids: Tensor, sightings: Tensor) -> int:
+        """Adds ids that were taken out, and returns how many others are forgotten."""
+        self._lately |= zip(ids.tolist(), sightings.tolist(), strict=True)
+        if len(self._lately) + len(self._before) <= self._most:
+            return 0
+        forgotten = len(self._before)
+        self._before = self._lately
+        self._lately = {}
+        return forgotten
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns the ids, ascending, and for each -2 times its sightings, less 1 if it was seen lately."""
+        values = {each: -2 * number for each, number in self._before.items()}
+        values |= {each: -2 * number - 1 for each, number in self._lately.items()}
+        ids = sorted(values)
+        return {
+            "candidates": torch.tensor(ids, dtype=torch.int64),
+            "candidate_values": torch.tensor(
+                [values[each] for each in ids], dtype=torch.int64
+            ),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a state of :meth:`state_dict`."""
+        self._lately = {}
+        self._before = {}
+        ids, values = state["candidates"].tolist(), state["candidate_values"].tolist()
+        for each, value in zip(ids, values, strict=True):
+            numbers = self._lately if value % 2 else self._before
+            numbers[each] = -value // 2
+
+
 class RowPool:
     """The rows of one table: the id of each, when and how often it was seen, and which rows are free.
 
@@ -79,7 +134,7 @@ class RowPool:
         seen: step at which this rank last saw each row, (capacity,) int32, written.
 
     Attributes:
-        candidates: number of ids that wait for their admission.
+        candidates: ids that wait for their admission.
         has_warned: whether it was said that the table is too small.
     """
 
@@ -88,7 +143,7 @@ class RowPool:
     ) -> None:
         self.name = name
         self.policy = policy
-        self.candidates = 0
+        self.candidates = Candidates(policy.most_candidates)
         self.has_warned = False
         self._sightings = sightings
         self._seen = seen
@@ -203,10 +258,12 @@ class RowPool:
             "sightings": ranks.sum_over_ranks(self._sightings.clone()),
             "used": self._used,
             "lookups": self._lookups,
+            **self.candidates.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, is_first: bool) -> None:
         """Continues from a state of as many rows or fewer; only the first rank takes the sightings, sums over ranks."""
+        self.candidates.load_state_dict(state)
         rows = len(state["ids"])
         for target, name in (
             (self.id_of, "ids"),
