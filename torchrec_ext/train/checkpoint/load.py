@@ -13,6 +13,7 @@ from itertools import accumulate, product
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -245,11 +246,11 @@ def load_checkpoint(
         ):
             to_load[name] = other_splits[name] = _saved_columns(value, name, index)
     cold_rows = _cold_rows(state, matched, cold or {})
-    load_tensors(path, to_load, together)
+    load_tensors(path, to_load, together.group)
     if cold_rows:
         # A load of its own: a name has one shape in a load, and these are full rows
         # even if the table is split.
-        load_tensors(path, cold_rows, together)
+        load_tensors(path, cold_rows, together.group)
     # Kernels have counters, not tensors: the load filled copies.
     state.count(step_counts)
     for name, columns in other_splits.items():
@@ -269,12 +270,13 @@ def empty_tensors(index: Metadata, prefixes: Sequence[str]) -> State:
     return tensors
 
 
-def load_tensors(path: str, tensors: State, together: CheckpointRanks) -> None:
-    """Loads tensors of a checkpoint by name; all ranks call it."""
-    group = together.group
+def load_tensors(
+    path: str, tensors: Mapping[str, Any], group: dist.ProcessGroup | None
+) -> None:
+    """Loads tensors of a checkpoint by name; all ranks of the group call it, or this process alone."""
     try:
         dcp.load(
-            tensors,
+            dict(tensors),
             storage_reader=reader(path, read_index(path)),
             planner=LoadPlanner(),
             process_group=group,
