@@ -26,7 +26,6 @@ from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.ids import Dynamic
 from torchrec_ext.ids.index import mixed
@@ -186,12 +185,9 @@ def trained(
     sharding, kind = plan
     optimizers = OptimizerConfig(tables=kind, tables_lr=0.1, dense="sgd", dense_lr=0.05)  # type: ignore[arg-type]
     model = model_of(rows)
-    placed = plan_sharding(
-        model, runtime, PlanConfig(sharding=sharding), optimizer=optimizers
-    )  # type: ignore[arg-type]
     schema = model_of(capacity).schema().with_dynamic(FEATURES)
     sharded, optimizer = hybrid_parallel(
-        model, runtime, plan=placed, optimizer=optimizers, seed=3
+        model, runtime, plan=PlanConfig(sharding=sharding), optimizer=optimizers, seed=3
     )
     raw = Raw(runtime, schema, drift)
     loader = loader_of(
@@ -359,12 +355,13 @@ def in_ones_own_loop(runtime: Runtime) -> tuple[Result, Result]:
         tables="row_wise_adagrad", tables_lr=0.1, dense="sgd", dense_lr=0.05
     )
     model = model_of(FEW)
-    placed = plan_sharding(
-        model, runtime, PlanConfig(sharding="table_wise"), optimizer=optimizers
-    )
     schema = model.schema().with_dynamic(FEATURES)
     sharded, optimizer = hybrid_parallel(
-        model, runtime, plan=placed, optimizer=optimizers, seed=3
+        model,
+        runtime,
+        plan=PlanConfig(sharding="table_wise"),
+        optimizer=optimizers,
+        seed=3,
     )
     policies = {name: Dynamic(capacity=FEW, share=1 / 16) for name in FEATURES}
     FreshRows(sharded, optimizer, begin=begin).attach()
@@ -392,11 +389,12 @@ def interrupted(
     for stop_after in stops:
         model = model_of(FEW)
         schema = model.schema().with_dynamic(FEATURES)
-        placed = plan_sharding(
-            model, runtime, PlanConfig(sharding=sharding), optimizer=optimizers
-        )  # type: ignore[arg-type]
         sharded, optimizer = hybrid_parallel(
-            model, runtime, plan=placed, optimizer=optimizers, seed=3
+            model,
+            runtime,
+            plan=PlanConfig(sharding=sharding),
+            optimizer=optimizers,
+            seed=3,
         )
         loader = DynamicIdLoader(
             Raw(runtime, schema, 8),

@@ -14,7 +14,6 @@ from tests.examples import DIM, META, batches, small_model
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.load import inherited
@@ -35,9 +34,8 @@ def made(runtime: Runtime, sharding: str, kind: str) -> Any:
     model = small_model(META)
     optimizer = OptimizerConfig(tables=kind, tables_lr=0.05)  # type: ignore[arg-type]
     config = PlanConfig(sharding=sharding)  # type: ignore[arg-type]
-    plan = plan_sharding(model, runtime, config, optimizer=optimizer)
     return hybrid_parallel(
-        model, runtime, plan=plan, optimizer=optimizer, seed=runtime.world_size
+        model, runtime, plan=config, optimizer=optimizer, seed=runtime.world_size
     )
 
 

@@ -12,7 +12,6 @@ from torchrec_ext.capture import policy
 from torchrec_ext.capture.executors import as_it_is
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.train.loop import TrainConfig, train
@@ -32,8 +31,9 @@ def records(
     """The records of kind ``steps``."""
     policy.PAYS_S, steps.engine_for = {"cpu": pays}, lambda _: (as_it_is, "capturing")
     model = small_model(META)
-    plan = plan_sharding(model, runtime, PlanConfig(sharding="data_parallel"))
-    parallel, optimizer = hybrid_parallel(model, runtime, plan=plan)
+    parallel, optimizer = hybrid_parallel(
+        model, runtime, plan=PlanConfig(sharding="data_parallel")
+    )
     logged: list[Any] = []
     train(
         parallel,
