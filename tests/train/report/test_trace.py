@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.contracts import gather_state, run_ranks
@@ -15,7 +14,7 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import TrainConfig
 from torchrec_ext.train.loop import train
-from torchrec_ext.train.report.trace import SKIP, check_fits
+from torchrec_ext.train.report.trace import SKIP
 
 STEPS = 2
 
@@ -53,25 +52,3 @@ def test_each_rank_writes_one_trace_of_the_steps_that_are_trained(
         steps = {name for name in names if name.startswith("ProfilerStep#")}
         assert steps == {f"ProfilerStep#{SKIP + step}" for step in range(STEPS)}
         assert any(name.startswith("aten::") for name in names)
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    ("traced", "steps", "why"),
-    [
-        (
-            6,
-            10,
-            "trace_steps=6: the run has 10 steps, of which the first 5 are not traced; trace 5 or fewer",
-        ),
-        (1, 4, "train for longer"),
-        (101, 1000, "trace_steps=101: must be 100 or fewer"),
-    ],
-)
-def test_more_steps_than_the_run_has_are_refused(
-    traced: int, steps: int, why: str
-) -> None:
-    with pytest.raises(ValueError, match=why):
-        check_fits(traced, steps)
-    check_fits(5, 10)
-    check_fits(0, 1)
