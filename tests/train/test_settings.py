@@ -6,7 +6,6 @@ from collections.abc import Callable
 import pytest
 
 from torchrec_ext.train.config import EarlyStop, Schedule, TrainConfig
-from torchrec_ext.train.report.trace import check_fits
 
 
 @pytest.mark.unit
@@ -18,7 +17,6 @@ from torchrec_ext.train.report.trace import check_fits
         (lambda: EarlyStop(min_delta=math.nan), "min_delta=nan: must be "),
         (lambda: Schedule(kind="cosin"), "kind='cosin': must be one of constant"),  # type: ignore[arg-type]
         (lambda: Schedule(floor=1.5), "floor=1.5: must be between 0 and 1"),
-        (lambda: check_fits(6, 10), "trace_steps=6: the run has 10 steps, of which"),
     ],
 )
 def test_a_setting_that_cannot_be_is_named(
