@@ -24,7 +24,7 @@ from torchrec_ext.batch import Fresh
 from torchrec_ext.ids.index import EMPTY, IdIndex, Layout
 from torchrec_ext.ids.policy import Dynamic
 from torchrec_ext.ids.ranks import IdRanks
-from torchrec_ext.ids.rows import RowPool, Sightings
+from torchrec_ext.ids.rows import RowPool
 
 
 class DynamicIds:
@@ -79,8 +79,13 @@ class DynamicIds:
         capacities = [policy.capacity for policy in tables.values()]
         self._starts = torch.tensor([0, *accumulate(capacities[:-1])])
         # One memory for all tables, because each step writes into those of all.
-        self._sightings = Sightings(sum(capacities))
-        self._tables = _row_pools(tables, self._sightings)
+        self._sightings = torch.zeros(sum(capacities), dtype=torch.int32)
+        self._seen = torch.zeros_like(self._sightings)
+        parts = (
+            torch.split(self._sightings, capacities),
+            torch.split(self._seen, capacities),
+        )
+        self._tables = list(map(RowPool, tables, tables.values(), *parts))
         self._index = _empty_index(self._tables)
 
     @property
@@ -145,7 +150,11 @@ class DynamicIds:
         flat, layout = self._flat(ids)
         self.now += not again
         rows = self._index.find(flat, layout).clamp_(min=0)
-        self._sightings.add(self.now, rows + self._starts[layout.table])
+        places = rows + self._starts[layout.table]
+        # Expanded, not repeated: a tensor of ones would be read from memory.
+        one = torch.ones((), dtype=torch.int32)
+        self._sightings.scatter_add_(0, places, one.expand(len(places)))
+        self._seen.index_fill_(0, places, self.now)
         missing = (rows == 0).nonzero().squeeze(1)
         self.counts["lookups"] += len(flat)
         self.counts["unknown"] += len(missing)
@@ -225,14 +234,10 @@ class DynamicIds:
         """Returns up to ``count`` free rows; evicts if there are not as many."""
         missing = count - table.free
         if missing > 0:
-            self._score(table)
+            table.score_sightings(self.ranks)
             share = int(table.policy.share * table.policy.capacity)
             self._remove(table, table.lowest(max(missing, share), self.now), changes)
         return table.take(count)
-
-    def _score(self, table: RowPool) -> None:
-        self._sightings.count()
-        table.score_sightings(self.ranks)
 
     def _remove(self, table: RowPool, rows: Tensor, changes: dict[str, Fresh]) -> None:
         ids = table.release(rows)
@@ -246,12 +251,11 @@ class DynamicIds:
     def _expire(self, changes: dict[str, Fresh]) -> None:
         for table in self._tables:
             if table.policy.ttl:
-                self._score(table)
+                table.score_sightings(self.ranks)
                 self._remove(table, table.expired_rows(self.now), changes)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that later steps depend on, alike on every rank; changes nothing of it. Collective."""
-        self._sightings.count()
         waiting, _ = _sum_equal(self._waiting)
         tables = {table.name: table.state_dict(self.ranks) for table in self._tables}
         return {
@@ -271,7 +275,6 @@ class DynamicIds:
         _check_saved_tables(saved, self._tables)
         self.now = state["now"]
         self.counts = dict(state["counts"])
-        self._sightings.drop()
         waiting = state["waiting"].clone()
         # Tables are numbered as they were given, which may be another order than before.
         numbers = list(map(self.names.index, saved))
@@ -289,14 +292,6 @@ class DynamicIds:
 
 def _empty_index(tables: Sequence[RowPool]) -> IdIndex:
     return IdIndex([table.policy.capacity for table in tables])
-
-
-def _row_pools(tables: Mapping[str, Dynamic], sightings: Sightings) -> list[RowPool]:
-    """Returns the rows of each table, with its part of the sightings."""
-    capacities = [policy.capacity for policy in tables.values()]
-    numbers = torch.split(sightings.number, capacities)
-    steps = torch.split(sightings.step, capacities)
-    return list(map(RowPool, tables, tables.values(), numbers, steps))
 
 
 def _by_table(

@@ -1,6 +1,6 @@
 """RowPool: which rows of a table with dynamic ids are free, and which ids must go.
 
-Sightings: how often and when the rows of all tables were looked up.
+Candidates: ids that wait until they have been seen often enough.
 """
 
 from __future__ import annotations
@@ -16,57 +16,8 @@ from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.ids.policy import Dynamic
 from torchrec_ext.ids.ranks import IdRanks
 
-_MOST_UNCOUNTED = 2**18  # look-ups that are counted together
 # Ids that go for good, a live id and memory of the counts.
 _GOING = 0.1
-
-
-class Sightings:
-    """How often and when this rank looked up the rows of all tables, which have one memory.
-
-    Args:
-        rows: number of rows.
-
-    Attributes:
-        number: sightings of each row, (rows,) int32; who reads them sets them to 0.
-        step: last step that saw each row, (rows,) int32.
-    """
-
-    def __init__(self, rows: int) -> None:
-        self.number = torch.zeros(rows, dtype=torch.int32)
-        self.step = torch.zeros_like(self.number)
-        # Look-ups that are not counted yet: their step, and their rows.
-        self._uncounted: list[tuple[int, Tensor]] = []
-
-    def add(self, step: int, rows: Tensor) -> None:
-        """Notes the rows that a step looks up, (n,) int64, with repeats."""
-        self._uncounted.append((step, rows))
-        if sum(len(places) for _, places in self._uncounted) >= _MOST_UNCOUNTED:
-            self.count()
-
-    def count(self) -> None:
-        """Counts the noted look-ups, before anything reads the counts or gives rows away.
-
-        All at once, because each step reads other rows, which are then in no cache.
-        """
-        if not self._uncounted:
-            return
-        steps, pieces = zip(*self._uncounted, strict=True)
-        self._uncounted = []
-        places = torch.cat(pieces)
-        lengths = torch.tensor([len(piece) for piece in pieces])
-        numbers = torch.tensor(steps, dtype=torch.int32)
-        # Expanded, not repeated: a tensor of ones would be read from memory.
-        one = torch.ones((), dtype=torch.int32)
-        self.number.scatter_add_(0, places, one.expand(len(places)))
-        step_of_each = torch.repeat_interleave(numbers, lengths)
-        # The greatest, because places repeat and a plain scatter may write any of them
-        # last.
-        self.step.scatter_reduce_(0, places, step_of_each, "amax")
-
-    def drop(self) -> None:
-        """Drops the noted look-ups that are not counted yet."""
-        self._uncounted = []
 
 
 class Candidates:
