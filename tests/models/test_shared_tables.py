@@ -113,7 +113,7 @@ def test_one_table_has_the_gradients_of_two_equal_ones_together(shared: bool) ->
         for name in ("history_items", "candidate_items"):
             tables_of(dict(two.named_parameters()))[name].copy_(weight)
     logits, grads = gradients(one, next(batches(1, shared)))
-    two_logits, two_grads = gradients(two, next(separate_batches()))
+    two_logits, two_grads = gradients(two, next(batches(1, shared=False)))
     torch.testing.assert_close(logits, two_logits, rtol=0, atol=1e-6)
     assert set(tables_of(grads)) == {"user_id", "item"}
     both = (
@@ -131,11 +131,6 @@ def test_one_table_has_the_gradients_of_two_equal_ones_together(shared: bool) ->
     for name, grad in dense_of(two_grads).items():
         assert grad.abs().sum() > 0
         torch.testing.assert_close(dense_of(grads)[name], grad, rtol=0, atol=1e-6)
-
-
-def separate_batches() -> Iterator[TowerBatch]:
-    """The plain batch has all keys in its one KeyedJaggedTensor, whichever tables read them."""
-    yield next(batches(1, shared=False))
 
 
 @pytest.mark.unit

@@ -9,8 +9,6 @@ import pickle
 import random
 import re
 import shutil
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from tests.contracts import _CONTEXT
 from tests.examples import NO_MANIFESTS, small_model
 from tests.killing import killed_everywhere
 from torchrec_ext import sealed
@@ -383,45 +379,6 @@ def test_a_url_works_as_a_path_does() -> None:
     assert path == "memory://checkpoints/a/step-0000000002"
     checkpointer.load(path, model_state(model))
     assert values(model) == {2.0}
-
-
-def _save_for_ever(folder: str, state: dict[str, Tensor]) -> None:
-    torch.set_num_threads(1)
-    checkpointer = Checkpointer(folder, HERE, keep=2)
-    for step in range(1, 10**6):
-        checkpointer.save(step, model_state(filled(step)))
-
-
-@pytest.mark.slow
-def test_killed_at_any_moment_the_former_or_the_new_one_is_there(
-    tmp_path: Path,
-) -> None:
-    draw = random.Random(0)
-    found: set[int] = set()
-    for trial in range(50):
-        folder = tmp_path / str(trial)
-        process = _CONTEXT.Process(
-            target=_save_for_ever, args=(str(folder), {}), daemon=True
-        )
-        process.start()
-        while not list(folder.glob("step-*[0-9]/manifest.json")):
-            time.sleep(0.01)
-        time.sleep(draw.random() * 0.3)
-        os.kill(process.pid or 0, signal.SIGKILL)
-        process.join()
-        checkpointer = Checkpointer(str(folder), HERE)
-        lines: list[str] = []
-        path = checkpointer.last_good(lines.append)
-        assert path is not None
-        assert not lines, "a sealed checkpoint is whole"
-        checkpointer.load(path, model_state(model := filled(0)))
-        step = int(path[-10:])
-        assert values(model) == {float(step)}, "a mixture of two steps"
-        checkpointer.folder.clean()
-        assert len(list(folder.glob("step-*"))) == len(checkpointer.folder.steps())
-        found.add(step)
-        checkpointer.close()
-    assert len(found) > 3
 
 
 @pytest.mark.parametrize("rows", [60, 100, 130])

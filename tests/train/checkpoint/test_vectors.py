@@ -73,7 +73,6 @@ def test_each_vector_stands_in_the_row_of_its_id_and_no_other_row_moves(
             VECTORS[:2],
             f"id {USERS} is no row of table 'user_id', which has {USERS}",
         ),
-        (np.array([3, -1]), VECTORS[:2], "id -1 is no row of table 'user_id'"),
         (
             np.array([3]),
             VECTORS[:1, :8].copy(),
