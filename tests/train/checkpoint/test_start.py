@@ -9,10 +9,7 @@ from safetensors.torch import load_file
 
 from tests.contracts import gather_state, run_ranks
 from tests.examples import DIM, ITEMS, META, USERS, small_model, table
-from tests.train.checkpoint.test_plans import losses, whole
-from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.config import PlanConfig
+from tests.train.checkpoint.test_plans import losses, made, whole
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import two_tower
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
@@ -21,20 +18,7 @@ from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError
 from torchx_apps.publish import main
 
-COLD = 3
-
-
-def sharded(
-    runtime: Runtime, model: Any, sharding: Any, kind: Any = "row_wise_adagrad"
-) -> Any:
-    optimizers = OptimizerConfig(tables=kind, tables_lr=0.05)
-    return hybrid_parallel(
-        model,
-        runtime,
-        plan=PlanConfig(sharding=sharding),
-        optimizer=optimizers,
-        seed=runtime.world_size,
-    )
+COLD, KIND = 3, "row_wise_adagrad"
 
 
 def grown_model(users: int = USERS + 30) -> Any:
@@ -50,7 +34,7 @@ def grown_model(users: int = USERS + 30) -> Any:
 
 
 def saved(runtime: Runtime, folder: str, sharding: str) -> Any:
-    model, optimizer = sharded(runtime, small_model(META), sharding)
+    model, optimizer = made(runtime, small_model(META), sharding, KIND)
     losses(runtime, model, optimizer, 5, seed=1)
     checkpointer = Checkpointer(folder, runtime)
     state = model_state(model, optimizer)
@@ -60,12 +44,12 @@ def saved(runtime: Runtime, folder: str, sharding: str) -> Any:
 
 
 def begun(runtime: Runtime, path: str, sharding: str) -> Any:
-    model, optimizer = sharded(runtime, grown_model(), sharding)
+    model, optimizer = made(runtime, grown_model(), sharding, KIND)
     first = gather_state(model)
     checkpointer = Checkpointer(f"{path}-other", runtime)
     together = checkpointer.together
-    smaller = sharded(runtime, grown_model(USERS - 1), sharding)
-    other = sharded(runtime, grown_model(), "data_parallel", "adam")
+    smaller = made(runtime, grown_model(USERS - 1), sharding, KIND)
+    other = made(runtime, grown_model(), "data_parallel", "adam")
     refusals = []
     for (its_model, its_optimizer), partial in (
         ((model, optimizer), False),
