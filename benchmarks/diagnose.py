@@ -44,7 +44,6 @@ class Program(NamedTuple):
     optimizer: Any
     loss: Callable[..., Any]
     batches: Any
-    more: dict[str, Any]
 
 
 def mlp(*widths):
@@ -61,14 +60,13 @@ def batches_of(rows, width, count=16):
     ]
 
 
-def plain(model, batches, **more):
+def plain(model, batches):
     loss_fn = nn.BCEWithLogitsLoss()
     return Program(
         model,
         torch.optim.Adam(model.parameters(), 1e-3),
         lambda x, y: loss_fn(model(x), y),
         batches,
-        more,
     )
 
 
@@ -105,7 +103,7 @@ def ncf():
     def loss(user, item, context, label):
         return loss_fn(model(user, item, context), label)
 
-    return Program(model, optimizer, loss, loader, {})
+    return Program(model, optimizer, loss, loader)
 
 
 class Tiny(nn.Module):
@@ -159,18 +157,8 @@ def synced():
         return loss_fn(logits, y)
 
     return Program(
-        model, torch.optim.Adam(model.parameters()), loss, batches_of(256, 64), {}
+        model, torch.optim.Adam(model.parameters()), loss, batches_of(256, 64)
     )
-
-
-def evaluated():
-    model, held_out = mlp(64, 256, 256, 1), torch.randn(40_000, 64)
-
-    def evaluate():
-        with torch.no_grad():
-            return float(model(held_out).mean())
-
-    return plain(model, batches_of(256, 64), between={"evaluation": (evaluate, 20)})
 
 
 PLANTED = {
@@ -187,7 +175,6 @@ PLANTED = {
         "products",
     ),
     "values brought to Python": (synced, "host_syncs"),
-    "an evaluation longer than the training": (evaluated, "between_steps"),
 }
 
 
@@ -206,8 +193,7 @@ def case(name, seed, budget_s):
     np.random.seed(seed)
     program = (PLANTED[name][0] if name in PLANTED else HEALTHY[name])()
     start = time.perf_counter()
-    *asked, more = program
-    diagnosis = why_slow(*asked, budget_s=budget_s, **more)
+    diagnosis = why_slow(*program, budget_s=budget_s)
     seconds = time.perf_counter() - start
     sizes = [(finding.cause, finding.size) for finding in diagnosis.findings]
     above = [cause for cause, size in sizes if size in ("large", "medium")]

@@ -1,4 +1,4 @@
-"""TensorWriter: a safetensors file written block by block, whatever size its tensors have.
+"""mapped_tensors(): a safetensors file of any size, whose tensors are written by filling them.
 
 safetensors' own writer takes whole tensors; its format is a header of JSON and the bytes one after the other.
 """
@@ -9,14 +9,12 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 _NAMES = {
     torch.float64: "F64",
@@ -49,85 +47,42 @@ class Shape(NamedTuple):
         return int(torch.Size(self.size).numel()) * self.dtype.itemsize
 
 
-class TensorWriter:
-    """Writes a file atomically: complete, or not at all.
+def mapped_tensors(file: Path, shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
+    """Makes a file of its full size, and returns its tensors by name, whose memory is the file's.
 
     Args:
-        file: path of the file.
-        tensors: shapes and types of its tensors, by name.
+        file: path of the file; the caller syncs it once the tensors are filled.
+        shapes: shapes and types of its tensors, by name.
 
     Raises:
-        OSError: the file cannot be written; nothing is left of it.
+        OSError: the file cannot be made, or the disk has no room for it.
     """
-
-    def __init__(self, file: Path, tensors: Mapping[str, Shape]) -> None:
-        self._file = file
-        self._part = file.with_name(file.name + ".part")
-        self._tensors = tensors
-        self._starts: dict[str, int] = {}
-
-    def __enter__(self) -> Self:
-        self._stream: IO[bytes] = self._part.open("wb")
-        try:
-            self._write_header()
-        except OSError:
-            self._drop()
-            raise
-        return self
-
-    def write(self, name: str, row: int, block: Tensor) -> None:
-        """Writes whole rows of a tensor from ``row`` onwards, or all of a tensor without rows."""
-        shape = self._tensors[name]
-        self._stream.seek(self._starts[name] + row * shape.row_bytes)
-        self._stream.write(_raw(block.to(shape.dtype)))
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self._drop()
-            return
-        try:
-            self._stream.flush()
-            # On disk before it is renamed: after a crash the file is the old one or
-            # whole.
-            os.fsync(self._stream.fileno())
-            self._stream.close()
-            os.replace(self._part, self._file)
-        except OSError:
-            self._drop()
-            raise
-
-    def _drop(self) -> None:
-        self._stream.close()
-        self._part.unlink(missing_ok=True)
-
-    def _write_header(self) -> None:
-        entries: dict[str, Any] = {}
-        end = 0
-        for name, shape in self._tensors.items():
-            begin = end
-            end += shape.bytes
-            entries[name] = {
-                "dtype": _NAMES[shape.dtype],
-                "shape": list(shape.size),
-                "data_offsets": [begin, end],
-            }
-        text = json.dumps(entries).encode()
-        # safetensors aligns the data to 8 bytes.
-        text += b" " * (-len(text) % 8)
-        self._stream.write(len(text).to_bytes(8, "little") + text)
-        start = 8 + len(text)
-        # Blocks may come in any order, so the file has its full size from the start.
-        self._stream.truncate(start + end)
-        self._starts = {
-            name: start + entry["data_offsets"][0] for name, entry in entries.items()
+    # The widest types first, so that each tensor begins at a multiple of its type.
+    names = sorted(shapes, key=lambda name: -shapes[name].dtype.itemsize)
+    entries: dict[str, Any] = {}
+    end = 0
+    for name in names:
+        size, dtype = shapes[name]
+        begin = end
+        end += shapes[name].bytes
+        entries[name] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(size),
+            "data_offsets": [begin, end],
         }
-
-
-def _raw(block: Tensor) -> Any:
-    # As bytes, because numpy has no bfloat16.
-    return block.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    header = json.dumps(entries).encode()
+    # safetensors aligns the data to 8 bytes.
+    header += b" " * (-len(header) % 8)
+    start = 8 + len(header)
+    with file.open("wb") as stream:
+        stream.write(len(header).to_bytes(8, "little") + header)
+        stream.flush()
+        # A disk that fills up behind a mapping would end the process.
+        os.posix_fallocate(stream.fileno(), 0, start + end)
+    whole = torch.from_file(str(file), shared=True, size=start + end, dtype=torch.uint8)
+    tensors = {}
+    for name in names:
+        begin, stop = entries[name]["data_offsets"]
+        size, dtype = shapes[name]
+        tensors[name] = whole[start + begin : start + stop].view(dtype).view(size)
+    return tensors

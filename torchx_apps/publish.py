@@ -1,7 +1,7 @@
 """Write the weights of a checkpoint to a safetensors file: `python -m torchx_apps.publish RUN --out model.safetensors`.
 
 RUN is a run folder, a folder of checkpoints or one checkpoint, by path or address. The tensors have the names of the
-unsharded model's state dict, whatever plan and ranks it was trained with; one block of 32 MiB is in memory at a time.
+unsharded model's state dict, whatever plan and ranks it was trained with; they need not fit in memory.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ def _publish(argv: Sequence[str] | None) -> int:
     options = parse_options(
         PublishOptions, "torchx_apps.publish", sys.argv[1:] if argv is None else argv
     )
-    from tqdm import tqdm
-
     from torchrec_ext.distributed.runtime import Runtime
     from torchrec_ext.train.checkpoint.folder import CheckpointRanks
     from torchrec_ext.train.checkpoint.vectors import publish_weights
@@ -66,8 +64,7 @@ def _publish(argv: Sequence[str] | None) -> int:
     path, which = checkpoint_to_export(
         options.run, options.checkpoint, CheckpointRanks(Runtime())
     )
-    with tqdm(unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
-        shapes = publish_weights(path, options.out, progress=bar.update)
+    shapes = publish_weights(path, options.out)
     print(
         f"{options.out}: {len(shapes)} tensors of {path} ({which} checkpoint), {options.out.stat().st_size:,} bytes"
     )

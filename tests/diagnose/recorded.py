@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchrec_ext.diagnose.findings import (
-    Between,
     Facts,
     LineFacts,
     LoaderFacts,
@@ -39,19 +38,17 @@ def steps(step: float, **more: float) -> dict[str, float]:
 
 
 ROWS = LoaderFacts(
-    kind="DataLoader",
     dataset="Interactions",
     row_calls=256,
     row_s=41e-6,
     collate_s=0.4e-3,
-    bytes_read=0.0,
 )
 TABLE = TableFacts(name="user", rows=12_400_000, dim=1, read=1_024)
 
 RECORDED: dict[str, Facts] = {
     "loader_waits": facts(
         {**steps(2.3, ready=2.3), "data": 10.6, "sleep": 10.07},
-        loader=LoaderFacts(kind="DataLoader", dataset="Slow"),
+        loader=LoaderFacts(dataset="Slow"),
         ops=100,
         worker=((13.0, 11.5), (13.1, 11.4)),
     ),
@@ -83,9 +80,6 @@ RECORDED: dict[str, Facts] = {
         sync_ops=1_400,
     ),
     "threads": facts(steps(20.8, one_thread=9.8), threads=8, ops=120, product_s=5e-3),
-    "between_steps": facts(
-        steps(3.2), between=(Between(name="evaluation", seconds=0.2, steps=20),), ops=60
-    ),
     "your_line": facts(
         steps(22.0),
         ops=60,
@@ -129,8 +123,5 @@ LINES: dict[str, Facts] = {
         steps(12.0), ops=40, double_s=11e-3, double_line="model.py:9 in forward"
     ),
     "Python's garbage collector runs": facts(steps(12.0, gc=5.0), ops=100),
-    "model.py:9 in forward runs under autocast": facts(
-        steps(12.0, no_autocast=4.0), ops=40, autocast_line="model.py:9 in forward"
-    ),
 }
 HEALTHY = facts(steps(92.0), ops=159, product_s=88e-3, parameters=1_200_000)

@@ -17,7 +17,6 @@ from tests.sharded import Case, Learned, alone, assert_close, check_equal, on_ra
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import fill_tables, local_shards
 
@@ -123,8 +122,7 @@ def test_the_seed_alone_decides_the_first_tables(
 
 def filled(runtime: Runtime, sharding: str) -> dict[str, Tensor] | None:
     model = small_model(META)
-    plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
-    parallel, _ = hybrid_parallel(model, runtime, plan=plan)
+    parallel, _ = hybrid_parallel(model, runtime, plan=PlanConfig(sharding=sharding))
     fill_tables(
         parallel,
         lambda fqn, config, start, stop: _numbered(start, stop, config.embedding_dim),
@@ -149,8 +147,7 @@ def test_rows_off_the_gpu_train_as_those_on_it(kernel: str) -> None:
             config = PlanConfig(
                 sharding="table_wise", kernel=chosen, cache_load_factor=factor
             )  # type: ignore[arg-type]
-            plan = plan_sharding(model, runtime, config)
-            parallel, keyed = hybrid_parallel(model, runtime, plan=plan, seed=7)
+            parallel, keyed = hybrid_parallel(model, runtime, plan=config, seed=7)
             for step, batch in enumerate(batches(6)):
                 keyed.zero_grad()
                 parallel(batch.to(runtime.device))[0].backward()

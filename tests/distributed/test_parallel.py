@@ -25,7 +25,6 @@ from tests.examples import META
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig, TablePlan
-from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 
 # More rows than are drawn at a time, and tables whose order no plan keeps.
@@ -117,10 +116,7 @@ def ids_of(ids: Tensor = FIRST_IDS) -> KeyedJaggedTensor:
 
 def shard(model: nn.Module, runtime: Runtime, plan: PlanConfig, **settings: Any) -> Any:
     optimizer = settings.pop("optimizer", SGD)
-    planned = plan_sharding(model, runtime, plan, optimizer=optimizer)
-    return hybrid_parallel(
-        model, runtime, plan=planned, optimizer=optimizer, **settings
-    )
+    return hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer, **settings)
 
 
 def given_model(runtime: Runtime, way: str, pooled: bool) -> Net:
@@ -257,19 +253,3 @@ def test_a_second_backward_before_the_step_is_refused_for_every_fused_optimizer(
         assert re.search(r"table '\w+': .*backward.*optimizer\.step\(\)", message)
         assert message.endswith("data_parallel")
         assert len(message) <= 200
-
-
-def waiting(runtime: Runtime) -> tuple[Tensor, Tensor]:
-    outputs = []
-    for parts in (1, 2):
-        sharded, hybrid = shard(Net(META), runtime, PLANS[3])
-        for _ in range(parts):
-            (sharded(ids_of()).square().sum() / parts).backward()
-        hybrid.step()
-        outputs.append(sharded(ids_of()).detach())
-    return outputs[0], outputs[1]
-
-
-def test_gradients_of_data_parallel_tables_accumulate() -> None:
-    for one, two in run_ranks(waiting, 2):
-        torch.testing.assert_close(one, two)

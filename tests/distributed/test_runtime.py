@@ -18,28 +18,15 @@ from tests.contracts import leave_group, run_ranks
 from tests.examples import META, table
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.planner import on_own_device, plan_sharding
+from torchrec_ext.distributed.plan.planner import on_own_device
 from torchrec_ext.distributed.runtime import (
     Runtime,
     _describe,
     available_memory,
-    choose_device,
 )
 from torchrec_ext.distributed.sharders import BagSharder
 from torchrec_ext.models import two_tower
 from torchrec_ext.schema import Jagged
-
-
-@pytest.mark.unit
-def test_each_local_rank_has_the_gpu_of_its_number() -> None:
-    assert [choose_device("cuda", rank, 2, 4).index for rank in range(2)] == [0, 1]
-
-
-def test_more_ranks_than_gpus_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match="3 processes on this host, but torch sees 2 GPU"
-    ):
-        choose_device("cuda", 0, 3, 2)
 
 
 @pytest.fixture
@@ -120,8 +107,9 @@ def trained_twice(runtime: Runtime) -> list[float]:
                 tower_widths=[4],
                 device=META,
             )
-            plan = plan_sharding(model, group, PlanConfig(sharding="table_row_wise"))
-            parallel, _ = hybrid_parallel(model, group, plan=plan, seed=0)
+            parallel, _ = hybrid_parallel(
+                model, group, plan=PlanConfig(sharding="table_row_wise"), seed=0
+            )
             ids = {
                 "user_id": Jagged(torch.tensor([1, 2])),
                 "item_id": Jagged(torch.tensor([3, 4])),

@@ -1,6 +1,6 @@
 """Towers on ranks of their own equal one process that runs them all: losses, and weights after 20 steps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 
 from tests.contracts import run_ranks
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.towers import Reduction, TowersOnRanks
+from torchrec_ext.distributed.towers import TowersOnRanks
 
 STEPS, ROWS = 20, 40
 # The batch divides by neither 2 nor 3 ranks.
@@ -37,10 +37,10 @@ class Sub(nn.Module):
 
 
 class Top(nn.Module):
-    def __init__(self, width: int, reduction: Reduction, layers: bool) -> None:
+    def __init__(self, width: int, layers: bool) -> None:
         super().__init__()
         self.layer = nn.Linear(width, 1, dtype=torch.float64) if layers else None
-        self.loss = nn.MSELoss(reduction=reduction)
+        self.loss = nn.MSELoss()
 
     def forward(
         self, outputs: Sequence[Tensor], labels: Tensor
@@ -50,12 +50,10 @@ class Top(nn.Module):
         return self.loss(scores, labels), scores.detach()
 
 
-def made(
-    names: Sequence[str], reduction: Reduction, layers: bool
-) -> tuple[dict[str, nn.Module], Top]:
+def made(names: Sequence[str], layers: bool) -> tuple[dict[str, nn.Module], Top]:
     torch.manual_seed(0)
     towers: dict[str, nn.Module] = {name: Sub(name) for name in names}
-    return towers, Top(sum(WIDTHS[name] for name in names), reduction, layers)
+    return towers, Top(sum(WIDTHS[name] for name in names), layers)
 
 
 def batch(step: int, names: Sequence[str]) -> tuple[dict[str, tuple[Any, ...]], Tensor]:
@@ -72,13 +70,11 @@ def batch(step: int, names: Sequence[str]) -> tuple[dict[str, tuple[Any, ...]], 
 def trained(
     runtime: Runtime,
     names: Sequence[str],
-    reduction: Reduction,
     layers: bool,
-    ranks: Mapping[str, int] | None,
 ) -> tuple[list[float], Tensor, dict[str, Tensor]]:
     """Losses, the last step's scores of this rank's rows, and this rank's weights."""
-    towers, top = made(names, reduction, layers)
-    model = TowersOnRanks(towers, top, runtime, ranks=ranks, reduction=reduction)
+    towers, top = made(names, layers)
+    model = TowersOnRanks(towers, top, runtime)
     # A rank may have no tower, and a top without layers.
     own = list(model.parameters())
     optimizer = torch.optim.Adam(own, 0.01) if own else None
@@ -101,23 +97,14 @@ def trained(
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
-    ("names", "reduction", "layers", "ranks"),
-    [
-        (("user", "item"), "mean", True, None),
-        (("user", "item", "place"), "sum", True, None),
-        (("user", "item"), "mean", False, {"user": 1, "item": 0}),
-        (("user", "item", "place"), "mean", True, {"user": 1, "item": 0, "place": 1}),
-    ],
+    ("names", "layers"),
+    [(("user", "item"), False), (("user", "item", "place"), True)],
 )
 def test_towers_on_ranks_equal_one_process(
-    world_size: int,
-    names: tuple[str, ...],
-    reduction: Reduction,
-    layers: bool,
-    ranks: dict[str, int] | None,
+    world_size: int, names: tuple[str, ...], layers: bool
 ) -> None:
-    losses, scores, weights = trained(Runtime(), names, reduction, layers, None)
-    by_rank = run_ranks(trained, world_size, names, reduction, layers, ranks)
+    losses, scores, weights = trained(Runtime(), names, layers)
+    by_rank = run_ranks(trained, world_size, names, layers)
     merged: dict[str, Tensor] = {}
     for theirs, _, state in by_rank:
         assert theirs == pytest.approx(losses, rel=1e-12)
@@ -132,7 +119,7 @@ def test_towers_on_ranks_equal_one_process(
 
 
 def saved(runtime: Runtime, folder: str) -> None:
-    towers, top = made(("user", "item"), "mean", True)
+    towers, top = made(("user", "item"), True)
     model = TowersOnRanks(towers, top, runtime)
     with torch.no_grad():
         for value in model.towers.parameters():
@@ -142,12 +129,12 @@ def saved(runtime: Runtime, folder: str) -> None:
 
 def test_what_ranks_save_is_the_whole_model(tmp_path: Path) -> None:
     run_ranks(saved, 2, str(tmp_path))
-    towers, top = made(("user", "item"), "mean", True)
+    towers, top = made(("user", "item"), True)
     expected = {
         name: value + (name.startswith("towers.user") or 2 * name.startswith("towers."))
         for name, value in TowersOnRanks(towers, top, Runtime()).state_dict().items()
     }
-    towers, top = made(("user", "item"), "mean", True)
+    towers, top = made(("user", "item"), True)
     model = TowersOnRanks(towers, top, Runtime())
     state = model.state_dict()
     dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
@@ -157,18 +144,10 @@ def test_what_ranks_save_is_the_whole_model(tmp_path: Path) -> None:
 
 @pytest.mark.unit
 def test_what_cannot_run_is_refused() -> None:
-    towers, top = made(("user", "item"), "mean", True)
+    towers, top = made(("user", "item"), True)
     one, two = Runtime(), Runtime(world_size=2)
     for build, message in (
         (lambda: TowersOnRanks({}, top, one), "towers: give at least one"),
-        (
-            lambda: TowersOnRanks(towers, top, two, ranks={"user": 0}),
-            "ranks: 'item' is in only one of ranks and towers",
-        ),
-        (
-            lambda: TowersOnRanks(towers, top, two, ranks={"user": 0, "item": 2}),
-            "ranks: 'item' is on rank 2, and the ranks are 0 to 1",
-        ),
         (
             lambda: TowersOnRanks({**towers, "user": None}, top, two),
             "towers: 'user' is None on rank 0, which runs it",
@@ -176,10 +155,6 @@ def test_what_cannot_run_is_refused() -> None:
         (
             lambda: TowersOnRanks({**towers, "item": towers["user"]}, top, two),
             "towers: 'user' and 'item' share the parameter",
-        ),
-        (
-            lambda: TowersOnRanks(towers, top, one, reduction="max"),  # type: ignore[arg-type]
-            "reduction='max': must be one of mean, sum",
         ),
     ):
         with pytest.raises(ValueError) as error:

@@ -87,73 +87,6 @@ def dynamic(
     )
 
 
-class Endless:
-    """Gives each id, each time that it is admitted, a row of its own, and begins it as dynamic ids do."""
-
-    def __init__(self, model: Any, guide: DynamicEmbeddings) -> None:
-        self.model = model
-        self.guide = guide
-        self.row_of = {
-            name: torch.zeros(FEW, dtype=torch.int64) for name in ("user", "item")
-        }
-        self.used = dict.fromkeys(self.row_of, 1)
-
-    def rows(
-        self, path: str, module: nn.Module, inputs: tuple[Tensor]
-    ) -> tuple[Tensor]:
-        (rows,) = self.guide._read(path, module, inputs)
-        return (self.row_of[path][rows],)
-
-    @torch.no_grad()
-    def begin_rows(self, note: Any) -> None:
-        rows = torch.arange(
-            self.used[note.table], self.used[note.table] + len(note.rows)
-        )
-        self.used[note.table] += len(rows)
-        self.row_of[note.table][note.rows] = rows
-        self.model.get_submodule(note.table).weight[rows] = begin(note.table, note.ids)
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_with_evictions_it_equals_a_table_without_an_end(kind: str) -> None:
-    model, optimizer, ids, losses = dynamic(kind, FEW, 8)
-    assert ids.ids.counts["evicted"] > 100
-    endless = Model(2_000)
-    begun = Model(FEW)
-    endless.top.load_state_dict(begun.top.state_dict())
-    with torch.no_grad():
-        endless.user.weight[0] = begun.user.weight[0]
-    other = OPTIMIZERS[kind](endless.parameters())
-    # The same ids, decided by the embeddings of a model that is not trained.
-    idle = Model(FEW)
-    policies = {name: Dynamic(capacity=FEW, share=1 / 16) for name in ("user", "item")}
-    guide = DynamicEmbeddings(
-        idle, torch.optim.SGD(idle.parameters()), policies, begin=begin
-    )
-    guide.remove()
-    follow = Endless(endless, guide)
-    guide._begin_rows = follow.begin_rows  # type: ignore[method-assign]
-    for path in ("user", "item"):
-        module: Any = endless.get_submodule(path)
-        module.register_forward_pre_hook(
-            lambda module, inputs, path=path: follow.rows(path, module, inputs)
-        )
-    other.register_step_post_hook(guide._end_step)
-    assert losses == [step(endless, other, batch) for batch in batches(8)]
-    for path in ("user", "item"):
-        _, rows = ids.ids.live_ids(path)
-        weight = model.get_submodule(path).weight
-        same = follow.row_of[path][rows]
-        assert torch.equal(weight[rows], endless.get_submodule(path).weight[same])
-        for name, value in optimizer.state[weight].items():
-            if value.dim():
-                assert torch.equal(
-                    value[rows],
-                    other.state[endless.get_submodule(path).weight][name][same],
-                )
-
-
 @pytest.mark.unit
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_while_the_capacity_suffices_it_equals_a_vocabulary(kind: str) -> None:
@@ -200,18 +133,6 @@ def test_eval_reads_and_changes_nothing_and_a_saved_run_goes_on() -> None:
     resumed.load_state_dict(before)
     for batch in batches(11):
         assert step(model, optimizer, batch) == step(other, other_optimizer, batch)
-
-
-@pytest.mark.unit
-def test_ids_that_are_no_whole_numbers_are_refused() -> None:
-    model = Model(FEW)
-    DynamicEmbeddings(
-        model, torch.optim.SGD(model.parameters()), {"user": Dynamic(capacity=FEW)}
-    )
-    with pytest.raises(
-        ValueError, match=r"'user': ids are torch\.float32, must be whole numbers"
-    ):
-        model.user(torch.tensor([1.5]))
 
 
 @pytest.mark.unit

@@ -19,6 +19,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from tests.contracts import run_ranks
 from tests.examples import META
+from tests.train.checkpoint.test_plans import whole
 from torchrec_ext.batch import Fresh, Jagged, TowerBatch
 from torchrec_ext.capture.executors import as_it_is
 from torchrec_ext.capture.policy import Compile
@@ -26,7 +27,6 @@ from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.ids import Dynamic
 from torchrec_ext.ids.index import mixed
@@ -37,7 +37,7 @@ from torchrec_ext.train.checkpoint.run import (
     CheckpointConfig,
     RunCheckpoints,
 )
-from torchrec_ext.train.checkpoint.state import Parts, model_state
+from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.config import EarlyStop
 from torchrec_ext.train.guards import RunStoppedError
 from torchrec_ext.train.loop import TrainConfig, train
@@ -169,7 +169,40 @@ class Static(DynamicIdLoader):
         return iter(self._loader)
 
 
-Result = dict[str, Any]
+Result = dict[str, Tensor]
+
+
+def made(runtime: Runtime, plan: tuple[str, str], rows: int) -> tuple[Any, Any]:
+    sharding, kind = plan
+    optimizers = OptimizerConfig(tables=kind, tables_lr=0.1, dense="sgd", dense_lr=0.05)  # type: ignore[arg-type]
+    return hybrid_parallel(
+        model_of(rows),
+        runtime,
+        plan=PlanConfig(sharding=sharding),  # type: ignore[arg-type]
+        optimizer=optimizers,
+        seed=3,
+    )
+
+
+def schema_of(capacity: int) -> BatchSchema:
+    return model_of(capacity).schema().with_dynamic(FEATURES)  # type: ignore[no-any-return]
+
+
+def tables_of(model: Any, optimizer: Any) -> Result:
+    """The tables and their state by row, whole on every rank."""
+    state = whole(model_state(model, optimizer))
+    return {
+        name: tensor
+        for name, tensor in state.items()
+        if name.startswith("tables.") and tensor.ndim == 2
+    }
+
+
+def assert_equal(one: Result, other: Result, **tolerance: float) -> None:
+    for name, tensor in one.items():
+        torch.testing.assert_close(
+            tensor, other[name], **{"rtol": 0.0, "atol": 0.0, **tolerance}
+        )
 
 
 def trained(
@@ -182,17 +215,9 @@ def trained(
     compile: Compile = "off",  # noqa: A002  the setting's name
     early_stop: EarlyStop | None = None,
 ) -> tuple[Result, Any]:
-    """The rectangles of this rank's tables and their state after a training, and the loader."""
-    sharding, kind = plan
-    optimizers = OptimizerConfig(tables=kind, tables_lr=0.1, dense="sgd", dense_lr=0.05)  # type: ignore[arg-type]
-    model = model_of(rows)
-    placed = plan_sharding(
-        model, runtime, PlanConfig(sharding=sharding), optimizer=optimizers
-    )  # type: ignore[arg-type]
-    schema = model_of(capacity).schema().with_dynamic(FEATURES)
-    sharded, optimizer = hybrid_parallel(
-        model, runtime, plan=placed, optimizer=optimizers, seed=3
-    )
+    """The tables and their state after a training, and the loader."""
+    sharded, optimizer = made(runtime, plan, rows)
+    schema = schema_of(capacity)
     raw = Raw(runtime, schema, drift)
     loader = loader_of(
         raw,
@@ -223,34 +248,7 @@ def trained(
         evaluate=lambda: {"auc": 0.5},
         fresh_rows=fresh,
     )
-    return _parts(sharded, optimizer), loader
-
-
-def _parts(model: Any, optimizer: Any) -> Result:
-    state = model_state(model, optimizer)
-    parts = {}
-    for name, value in state.everything().items():
-        if name.startswith("tables.") and isinstance(value, Parts):
-            parts[name] = (
-                tuple(value.shape),
-                [(part.tensor.clone(), part.offsets) for part in value.parts],
-            )
-    return parts
-
-
-def whole(results: list[Result]) -> dict[str, Tensor]:
-    """The tables and their state, from the rectangles of all ranks."""
-    tensors = {}
-    shapes = {name: shape for result in results for name, (shape, _) in result.items()}
-    for name, shape in shapes.items():
-        tensor = torch.full(shape, float("nan"))
-        for result in results:
-            for part, (row, column) in result[name][1] if name in result else ():
-                tensor[row : row + part.shape[0], column : column + part.shape[1]] = (
-                    part
-                )
-        tensors[name] = tensor
-    return tensors
+    return tables_of(sharded, optimizer), loader
 
 
 def both_laws(runtime: Runtime, plans: list[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -281,10 +279,7 @@ def check(world_size: int, plans: list[tuple[str, str]]) -> None:
     for number, plan in enumerate(plans):
         ranks = [results[number] for results in by_rank]
         assert ranks[0]["counts"]["evicted"] > 300
-        tables = {
-            what: whole([rank[what] for rank in ranks])
-            for what in ("dynamic", "static", "evicting", "endless")
-        }
+        tables = ranks[0]
         for name in tables["dynamic"]:
             feature = name.split(".")[1]
             rows = ranks[0]["live"][feature][1]
@@ -333,9 +328,7 @@ def captured(runtime: Runtime) -> list[tuple[Result, Result]]:
 def test_captured_steps_equal_eager_ones() -> None:
     (results,) = run_ranks(captured, 1)
     for eager, by_capture in results:
-        for name, (_, parts) in eager.items():
-            for (one, _), (other, _) in zip(parts, by_capture[name][1], strict=True):
-                assert torch.allclose(one, other, rtol=1e-4, atol=1e-5), name
+        assert_equal(eager, by_capture, rtol=1e-4, atol=1e-5)
 
 
 def restoring(runtime: Runtime) -> str:
@@ -355,49 +348,29 @@ def test_restoring_the_best_weights_is_refused_with_dynamic_ids() -> None:
 def in_ones_own_loop(runtime: Runtime) -> tuple[Result, Result]:
     plan = ("table_wise", "row_wise_adagrad")
     by_train, _ = trained(runtime, plan, DynamicIdLoader, FEW, FEW, 8)
-    optimizers = OptimizerConfig(
-        tables="row_wise_adagrad", tables_lr=0.1, dense="sgd", dense_lr=0.05
-    )
-    model = model_of(FEW)
-    placed = plan_sharding(
-        model, runtime, PlanConfig(sharding="table_wise"), optimizer=optimizers
-    )
-    schema = model.schema().with_dynamic(FEATURES)
-    sharded, optimizer = hybrid_parallel(
-        model, runtime, plan=placed, optimizer=optimizers, seed=3
-    )
+    sharded, optimizer = made(runtime, plan, FEW)
+    schema = schema_of(FEW)
     policies = {name: Dynamic(capacity=FEW, share=1 / 16) for name in FEATURES}
     FreshRows(sharded, optimizer, begin=begin).attach()
     for batch in DynamicIdLoader(Raw(runtime, schema, 8), schema, policies):
         optimizer.zero_grad()
         sharded(batch)[0].backward()
         optimizer.step()
-    return by_train, _parts(sharded, optimizer)
+    return by_train, tables_of(sharded, optimizer)
 
 
 def test_a_loop_of_ones_own_equals_train() -> None:
-    ((by_train, own),) = run_ranks(in_ones_own_loop, 1)
-    for name, (_, parts) in by_train.items():
-        for (one, _), (other, _) in zip(parts, own[name][1], strict=True):
-            assert torch.equal(one, other), name
+    assert_equal(*run_ranks(in_ones_own_loop, 1)[0])
 
 
 def interrupted(
     runtime: Runtime, folder: str, plan: tuple[str, str]
 ) -> tuple[Result, Any]:
     """A training that ends twice by a signal, each time resumed; and the ids in the end."""
-    sharding, kind = plan
-    optimizers = OptimizerConfig(tables=kind, tables_lr=0.1)  # type: ignore[arg-type]
     stops = [6, 4, 0] if folder else [0]
     for stop_after in stops:
-        model = model_of(FEW)
-        schema = model.schema().with_dynamic(FEATURES)
-        placed = plan_sharding(
-            model, runtime, PlanConfig(sharding=sharding), optimizer=optimizers
-        )  # type: ignore[arg-type]
-        sharded, optimizer = hybrid_parallel(
-            model, runtime, plan=placed, optimizer=optimizers, seed=3
-        )
+        sharded, optimizer = made(runtime, plan, FEW)
+        schema = schema_of(FEW)
         loader = DynamicIdLoader(
             Raw(runtime, schema, 8),
             schema,
@@ -428,7 +401,7 @@ def interrupted(
                 checkpoints=checkpoints,
                 stop=stop,
             )
-    return _parts(sharded, optimizer), loader.ids.state_dict()["tables"]
+    return tables_of(sharded, optimizer), loader.ids.state_dict()["tables"]
 
 
 def by_both_ways(
@@ -452,9 +425,7 @@ def test_resumed_equals_uninterrupted(
 ) -> None:
     for rank in run_ranks(by_both_ways, 2, str(tmp_path), plans):
         for (whole_run, ids), (resumed, resumed_ids) in rank.values():
-            for name, (_, parts) in whole_run.items():
-                for (one, _), (other, _) in zip(parts, resumed[name][1], strict=True):
-                    assert torch.equal(one, other), name
+            assert_equal(whole_run, resumed)
             for table in FEATURES:
                 for name, value in ids[table].items():
                     other = resumed_ids[table][name]

@@ -182,23 +182,6 @@ def test_with_concat_the_target_stands_in_the_slot_of_its_table() -> None:
 
 
 @pytest.mark.unit
-def test_with_concat_a_target_that_no_step_has_is_refused() -> None:
-    items, gaps = (
-        EmbeddingConfig(
-            name=name, embedding_dim=16, num_embeddings=9, feature_names=[name]
-        )
-        for name in ("item", "gap")
-    )
-    with pytest.raises(
-        ValueError,
-        match="combine=concat: target feature 'item' is read from table 'item', which no feature ",
-    ):
-        bst([items, gaps], session=["gap"], target=["item"], combine="concat")
-    with pytest.raises(ValueError, match="combine='add': must be one of sum, concat"):
-        bst([items, gaps], session=["gap"], target=["item"], combine="add")  # type: ignore[arg-type]
-
-
-@pytest.mark.unit
 def test_of_a_longer_session_the_most_recent_steps_are_read() -> None:
     model = small().eval()
     initialise_tables(model, seed=7)

@@ -1,13 +1,9 @@
 """Towers without tables, and array columns: trained, planned, saved, exported and served as every other model."""
 
-import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor
@@ -15,10 +11,6 @@ from torch import Tensor
 from tests.contracts import gather_state, run_ranks
 from tests.examples import redrawn, table
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.files.sources import ParquetSource
-from torchrec_ext.data.loader.config import LoaderConfig
-from torchrec_ext.data.loader.loader import ChunkLoader
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.explain import explain
@@ -27,14 +19,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.catalogue import Catalogue, NamedUsers
-from torchrec_ext.retrieval.export import export
-from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer
-from torchrec_ext.schema import DataError, Jagged
-from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
-from torchrec_ext.train.guards import RunStoppedError
+from torchrec_ext.schema import Jagged
 from torchrec_ext.train.loop import TrainConfig, train
 
 PROFILE, CONTENT, STEPS, ROWS = 60, 40, 6, 24
@@ -173,81 +158,6 @@ def test_a_captured_step_of_a_model_without_tables_is_the_step(compile_: str) ->
         torch.testing.assert_close(result["state"][name], value, rtol=0, atol=1e-5)
 
 
-def attempt(runtime: Runtime, folder: str, stop_after: int) -> dict[str, Tensor] | None:
-    """An epoch in two attempts, of which the first ends after some steps; in one where ``stop_after`` is 0."""
-    rows = Chunk({name: Column(values) for name, values in columns(96).items()})
-    for resume in (False, True) if stop_after else (False,):
-        model = dense_model()
-        parallel, optimizer = hybrid_parallel(
-            model, runtime, optimizer=OptimizerConfig(dense_lr=0.01)
-        )
-        config = LoaderConfig(batch_size=16, negatives=0, label="label")
-        loader = ChunkLoader(
-            rows,
-            model.schema(),
-            config=config,
-            rank=runtime.rank,
-            world_size=runtime.world_size,
-        )
-        checkpointer = Checkpointer(folder, runtime)
-        checkpoints = RunCheckpoints(
-            checkpointer,
-            CheckpointConfig(),
-            resume=checkpointer.last_good() if resume else None,
-        )
-        steps = iter(range(1, 99))
-        stop = (
-            None
-            if resume or not stop_after
-            else (lambda steps=steps: next(steps) == stop_after)
-        )
-        with contextlib.suppress(RunStoppedError):
-            train(
-                parallel,
-                optimizer,
-                loader,
-                runtime,
-                TrainConfig(epochs=2, compile="off"),
-                checkpoints=checkpoints,
-                stop=stop,
-            )
-    return gather_state(parallel)
-
-
-def test_a_run_without_tables_is_saved_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    whole = run_ranks(attempt, 2, str(tmp_path / "whole"), 0)[0]
-    parts = run_ranks(attempt, 2, str(tmp_path / "parts"), 3)[0]
-    for name, value in whole.items():
-        assert torch.equal(parts[name], value), name
-
-
-def test_a_row_with_too_few_numbers_is_named(tmp_path: Path) -> None:
-    schema = dense_model().schema()
-    made = columns(3)
-    ragged = [list(row) for row in made["content"]]
-    ragged[1] = ragged[1][:39]
-    pq.write_table(
-        pa.table(
-            {
-                "profile": pa.array(list(made["profile"])),
-                "content": ragged,
-                "label": made["label"],
-            }
-        ),
-        tmp_path / "a.parquet",
-    )
-    loader = ChunkLoader(
-        ParquetSource(tmp_path),
-        schema,
-        config=LoaderConfig(batch_size=3, negatives=0, label="label"),
-    )
-    with pytest.raises(
-        DataError,
-        match=r"row group 0, column 'content', row 1: 39 numbers, must be 40 in each row",
-    ):
-        list(loader)
-
-
 def test_a_tower_needs_a_table_or_a_dense_column() -> None:
     with pytest.raises(
         ValueError,
@@ -259,49 +169,3 @@ def test_a_tower_needs_a_table_or_a_dense_column() -> None:
         match=r"dense: profile=0: the column must have 1 number in each row or more",
     ):
         Tower([], (8,), dense={"profile": 0})
-
-
-def exported(folder: Path) -> tuple[TowerModel, Bundle]:
-    """The model, and its bundle of 9 users and 12 items."""
-    model, users, items = dense_model().eval(), columns(9), columns(12, seed=1)
-    ids = np.arange(1, 13)
-    content = pa.array(items["content"].tolist(), pa.list_(pa.float32()))
-    profile = pa.array(users["profile"].tolist(), pa.list_(pa.float32()))
-    keys, none = pa.array(np.arange(1, 10)), pa.array([[]] * 9, pa.list_(pa.int64()))
-    export(
-        model,
-        folder,
-        catalogue=Catalogue(
-            ids=ids, features=pa.table({"item_id": ids, "content": content})
-        ),
-        users=NamedUsers(
-            key="user_id",
-            ids=np.arange(1, 10),
-            features=pa.table({"user_id": keys, "profile": profile}),
-            unknown={"user_id": 0, "profile": [0.0] * PROFILE},
-            seen=none,
-        ),
-    )
-    return model, Bundle.load(folder)
-
-
-def test_a_bundle_takes_array_columns_as_lists(tmp_path: Path) -> None:
-    model, bundle = exported(tmp_path / "bundle")
-    assert set(bundle.query.columns.raw) == {"profile"}
-    users, items = columns(9)["profile"][:1], columns(12, seed=1)["content"]
-    rows = {
-        "profile": torch.from_numpy(users.repeat(12, axis=0)),
-        "content": torch.from_numpy(items),
-    }
-    with torch.no_grad():
-        logits = model.logits(model.schema().assemble({}, rows, labels=torch.zeros(12)))
-    answer = Scorer(bundle).recommend(
-        RecommendRequest(user={"profile": users[0].tolist()}, k=12)
-    )
-    order = logits.argsort(descending=True)
-    assert list(answer.items) == (order + 1).tolist()
-    with pytest.raises(
-        DataError,
-        match=r"column 'profile', row 0: 59 numbers, must be a list of 60; send as many",
-    ):
-        bundle.query.embed({"profile": [users[0, :59].tolist()]})

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from tests.contracts import run_ranks
@@ -38,7 +37,7 @@ from torchrec_ext.models.multi_task import (
 )
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.schema import BatchSchema, DataError, Jagged
+from torchrec_ext.schema import BatchSchema, DataError
 
 WEIGHTS = {"click": 1.0, "buy": 0.25, "like": 2.0}
 STEPS = 6
@@ -192,38 +191,6 @@ def test_a_wrong_declaration_is_refused(options: dict[str, Any], text: str) -> N
         ValueError, match="tasks=1: must be 2 or more; TopMLP is the network for one"
     ):
         MultiTaskTop([8, 8], 1)
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    ("targets", "text"),
-    [
-        (
-            None,
-            "targets of shape None: must be (B, tasks) = (3, 2), the labels of ['buy', 'like']",
-        ),
-        (torch.zeros(3, 1), "targets of shape (3, 1): must be (B, tasks) = (3, 2)"),
-        (
-            torch.tensor([[0.0, 1.0], [0.0, 2.0], [1.0, 1.0]]),
-            "column 'like': value 2 in row 1 of the batch must be from 0 to 1",
-        ),
-        (
-            torch.tensor([[0.0, 1.0], [0.0, 1.0], [torch.nan, 1.0]]),
-            "column 'buy': value nan in row 2 of the batch is not finite",
-        ),
-    ],
-)
-def test_wrong_labels_are_named(targets: Tensor | None, text: str) -> None:
-    schema = dataclasses.replace(
-        BatchSchema.from_tables([table("item_id", 5)]), tasks=("buy", "like")
-    )
-    with pytest.raises(DataError) as error:
-        schema.assemble(
-            {"item_id": Jagged(torch.tensor([1, 2, 3]))},
-            labels=torch.zeros(3),
-            targets=targets,
-        )
-    assert text in str(error.value)
 
 
 @pytest.mark.unit

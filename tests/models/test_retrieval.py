@@ -101,31 +101,6 @@ def test_the_loss_is_a_softmax_over_the_batch_corrected_for_popularity(
     )
 
 
-@pytest.mark.unit
-@pytest.mark.parametrize("counts", [None, COUNTS])
-def test_what_a_batch_says_of_its_candidates_corrects_them(
-    counts: torch.Tensor | None,
-) -> None:
-    """With equal scores a positive's probability is its share of 1 / q over all 4 candidates, of which 2 are drawn."""
-    model = retrieval(counts=counts).train()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    q = torch.tensor([0.5, 0.25, 0.125, 0.125])
-    rows = model.schema().assemble(
-        {
-            "user_id": Jagged(torch.tensor([1, 2]), torch.tensor([1, 1, 0, 0])),
-            "item_id": Jagged(torch.tensor([3, 4, 5, 6])),
-        },
-        labels=torch.tensor([1.0, 1.0, 0.0, 0.0]),
-        weights=torch.tensor([1.0, 1.0, 0.0, 0.0]),
-        log_q=q.log(),
-    )
-    loss, _ = model(rows)
-    shares = torch.tensor([2.0, 4.0]) / (2 + 4 + 8 + 8)
-    torch.testing.assert_close(loss, -shares.log().mean())
-
-
 def sampled(
     users: list[int], items: list[int], looked_up: list[int], queries: int
 ) -> tuple[RetrievalModel, TowerBatch, Tensor]:
@@ -229,18 +204,6 @@ def test_known_items_are_rejected_on_a_loaders_batches_on_any_number_of_ranks() 
             for step in zip(*(rank[sampling] for rank in ranks), strict=True)
         ]
         assert means == pytest.approx(losses, rel=1e-5)
-
-
-@pytest.mark.unit
-def test_the_hardest_candidates_alone_are_trained() -> None:
-    losses = {}
-    for hardest in (0, 1, 3):
-        model = retrieval(hardest=hardest).train()
-        losses[hardest] = float(model(batch())[0])
-    assert losses[1] < losses[3] < losses[0]
-    for loss in ("catalogue", "in_batch"):
-        with pytest.raises(ValueError, match=r"hardest=(-1|2)"):
-            retrieval(loss=loss, hardest=-1 if loss == "in_batch" else 2)
 
 
 LABELS, WEIGHTS = np.array([1.0, 0.0, 0.5, 1.0, 0.0]), np.array([1.0, 2.0, 0.5])
@@ -355,17 +318,6 @@ def test_a_batch_without_a_click_has_the_loss_0(loss: str) -> None:
         for parameter in model.parameters()
         if parameter.grad is not None
     )
-
-
-@pytest.mark.unit
-def test_a_loss_over_the_catalogue_needs_the_catalogue() -> None:
-    model = of_clicks("catalogue").train()
-    batch = next(iter(loader_of_clicks(of_clicks("in_batch"), Runtime(), None)))
-    with pytest.raises(
-        ValueError,
-        match=r"loss 'catalogue': the batch does not end with all items; make its loader",
-    ):
-        model(batch)
 
 
 def clicks_model(

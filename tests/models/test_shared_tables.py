@@ -6,23 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torchrec import EmbeddingBagConfig, PoolingType
 
 from tests.contracts import run_ranks
 from tests.examples import DIM, ITEMS, META, USERS, gradients, redrawn, table
-from tests.sharded import Case, alone, check_equal, on_ranks, unpipelined
+from tests.sharded import Case, alone, check_equal, on_ranks
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import TopMLP
-from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import Jagged
-from torchrec_ext.train.step.pipeline import make_pipeline
 
 QUERIES, WIDTH, STEPS = 6, 4, 8
 LEARNING = OptimizerConfig(
@@ -118,7 +113,7 @@ def test_one_table_has_the_gradients_of_two_equal_ones_together(shared: bool) ->
         for name in ("history_items", "candidate_items"):
             tables_of(dict(two.named_parameters()))[name].copy_(weight)
     logits, grads = gradients(one, next(batches(1, shared)))
-    two_logits, two_grads = gradients(two, next(separate_batches()))
+    two_logits, two_grads = gradients(two, next(batches(1, shared=False)))
     torch.testing.assert_close(logits, two_logits, rtol=0, atol=1e-6)
     assert set(tables_of(grads)) == {"user_id", "item"}
     both = (
@@ -136,11 +131,6 @@ def test_one_table_has_the_gradients_of_two_equal_ones_together(shared: bool) ->
     for name, grad in dense_of(two_grads).items():
         assert grad.abs().sum() > 0
         torch.testing.assert_close(dense_of(grads)[name], grad, rtol=0, atol=1e-6)
-
-
-def separate_batches() -> Iterator[TowerBatch]:
-    """The plain batch has all keys in its one KeyedJaggedTensor, whichever tables read them."""
-    yield next(batches(1, shared=False))
 
 
 @pytest.mark.unit
@@ -233,29 +223,3 @@ def test_towers_that_cannot_be_shared_are_named(
     towers = {name: Tower([items("city", name=name)], [4]) for name in ("user", "item")}
     with pytest.raises(ValueError, match=text):
         TowerModel(towers, TopMLP([4, 4]), shared=shared)
-
-
-def branching_loss(logits: Tensor, batch: TowerBatch) -> Tensor:
-    if bool((batch.labels > 0).any()):
-        return bce(logits, batch)
-    return logits.square().mean()
-
-
-def with_a_branch(runtime: Runtime) -> tuple[float, list[str]]:
-    made = TowerModel(
-        dict(model(True, META).towers.items()),
-        TopMLP([8, 8]),
-        shared=["user"],
-        loss=branching_loss,
-        device=META,
-    )
-    parallel, optimizer = hybrid_parallel(made, runtime)
-    pipeline = make_pipeline(parallel, optimizer, runtime.device)
-    output = pipeline.progress(batches(3, shared=True))
-    return float(output.loss), unpipelined(pipeline, parallel)
-
-
-def test_a_loss_that_branches_on_values_keeps_the_towers_pipelined() -> None:
-    loss, missed = run_ranks(with_a_branch, 1)[0]
-    assert 0 < loss < 2
-    assert missed == []

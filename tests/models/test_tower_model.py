@@ -8,7 +8,7 @@ import torch
 from tests.examples import META, assert_every_gradient, batches, small_model, table
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.tower_model import TowerModel, two_tower
-from torchrec_ext.modules.interaction import INTERACTIONS, DotProduct, TopMLP
+from torchrec_ext.modules.interaction import INTERACTIONS, DotProduct
 from torchrec_ext.modules.tower import Tower
 
 pytestmark = pytest.mark.unit
@@ -26,17 +26,6 @@ def test_logits_are_the_interaction_of_the_towers() -> None:
     outputs = [model.embed("user", batch), model.embed("item", batch)]
     assert [tuple(output.shape) for output in outputs] == [(24, 8), (24, 8)]
     torch.testing.assert_close(model.logits(batch), model.interaction(outputs))
-
-
-def test_meta_tables_take_no_memory() -> None:
-    model = two_tower(
-        [table("ad_id", 300_000_000)], [table("item_id", 50)], device=META
-    )
-    assert {
-        p.device.type
-        for name, p in model.named_parameters()
-        if "embedding_bags" in name
-    } == {"meta"}
 
 
 @pytest.mark.parametrize(
@@ -78,18 +67,6 @@ def test_a_dense_column_of_two_towers_is_refused() -> None:
         ValueError, match=r"dense columns \['age'\] are read by more than one tower"
     ):
         TowerModel(towers, DotProduct([4, 4]))
-
-
-def test_the_top_nn_does_not_put_a_linear_layer_on_a_linear_layer() -> None:
-    """Else the towers would be a factorisation of its first layer."""
-    model, batch = small_model(), next(batches(1))
-    outputs = [model.embed("user", batch), model.embed("item", batch)]
-    # one linear layer: affine in the outputs unless there is an activation between
-    top = TopMLP([8, 8], hidden=[])
-    logits = {
-        scale: top([output * scale for output in outputs]) for scale in (-1.0, 0.0, 1.0)
-    }
-    assert (logits[-1.0] + logits[1.0] - 2 * logits[0.0]).abs().max() > 1e-3
 
 
 @pytest.mark.unit

@@ -69,25 +69,6 @@ def test_rows_of_weight_0_change_nothing(padding: int) -> None:
 
 
 @pytest.mark.unit
-def test_a_weight_counts_a_row_so_often_and_its_unit_does_not_matter() -> None:
-    rows, weights = rows_of(), torch.arange(ROWS) % 4
-    often = rows.repeat_interleave(weights, dim=0)
-    mean, variance = often.mean(dim=0), often.var(dim=0, unbiased=False)
-    for unit in (1.0, 1e-3):
-        layer = BatchNorm(WIDTH).double().train()
-        with row_weights(weights * unit):
-            output = layer(rows)
-        torch.testing.assert_close(
-            output, (rows - mean) / (variance + layer.eps).sqrt()
-        )
-        torch.testing.assert_close(layer.running_mean, 0.1 * mean)
-        independent = float(weights.sum() ** 2 / (weights**2).sum())
-        torch.testing.assert_close(
-            layer.running_var, 0.9 + 0.1 * variance * independent / (independent - 1)
-        )
-
-
-@pytest.mark.unit
 def test_a_batch_without_any_row_that_counts_leaves_the_statistics_alone() -> None:
     layer = BatchNorm(WIDTH).train()
     with row_weights(torch.zeros(ROWS)):
@@ -95,20 +76,6 @@ def test_a_batch_without_any_row_that_counts_leaves_the_statistics_alone() -> No
     assert torch.isfinite(output).all()
     assert torch.equal(layer.running_mean, torch.zeros(WIDTH))
     assert torch.equal(layer.running_var, torch.ones(WIDTH))
-
-
-@pytest.mark.unit
-def test_in_evaluation_and_under_autocast_it_is_torchs_layer() -> None:
-    ours, theirs, rows = BatchNorm(WIDTH), nn.BatchNorm1d(WIDTH), rows_of().float()
-    for layer in (ours, theirs):
-        with torch.autocast("cpu", torch.bfloat16), row_weights(torch.ones(ROWS)):
-            half = layer.train()(rows.bfloat16())
-        assert half.dtype == torch.bfloat16
-    torch.testing.assert_close(ours.running_mean, theirs.running_mean)
-    torch.testing.assert_close(ours.running_var, theirs.running_var)
-    with row_weights(torch.zeros(ROWS)):
-        evaluated = ours.eval()(rows)
-    assert torch.equal(evaluated, ours(rows))
 
 
 def on_rank(

@@ -154,12 +154,3 @@ def test_only_padding_is_left_out_and_what_is_unknown_has_its_own_log_q() -> Non
     )
     assert issue.log_q is not None
     assert issue.log_q.tolist() == [-8, -8, -8]
-
-
-@pytest.mark.unit
-def test_one_id_for_each_embedding() -> None:
-    ids = torch.arange(3)
-    with pytest.raises(ValueError, match="embeddings: 2 rows, ids: 3; give one"):
-        in_batch_negatives(torch.zeros(2, 4), ids)
-    with pytest.raises(ValueError, match="present: 2 rows, ids: 3; give one"):
-        in_batch_negatives(torch.zeros(3, 4), ids, present=torch.ones(2) > 0)

@@ -73,23 +73,3 @@ def test_a_packing_by_hand() -> None:
     assert packing.index.tolist() == [0, 1, 2, 0, 1]
     assert packing.to_end.tolist() == [2, 1, 0, 1, 0]
     assert packing.longest == 3
-
-
-@settings(max_examples=60, deadline=None)
-@given(lengths=st.lists(st.integers(0, 70), min_size=1, max_size=30))
-def test_buckets_hold_each_sequence_once_with_little_padding(
-    lengths: list[int],
-) -> None:
-    packing = Packing(torch.tensor(lengths))
-    rows = [
-        row
-        for bucket in packing.buckets
-        for row in packing.rows[bucket.steps[:, 0]].tolist()
-    ]
-    assert sorted(rows) == [row for row, length in enumerate(lengths) if length]
-    for bucket in packing.buckets:
-        held = packing.lengths[packing.rows[bucket.steps[:, 0]]]
-        assert bool((held <= bucket.steps.shape[1]).all())
-        assert bool((2 * bucket.steps.shape[1] < 3 * held + 2).all()), (
-            "at most half as long again"
-        )

@@ -94,25 +94,6 @@ def test_a_later_step_changes_no_earlier_output(position: str) -> None:
     assert bool((difference[4:] == 0).all()), "nor any other sequence"
 
 
-def test_without_causality_every_step_of_the_sequence_sees_the_change() -> None:
-    model = encoder()
-    packed, lengths = steps(), torch.tensor(LENGTHS)
-    changed = packed.clone()
-    changed[2] = changed[5]
-    moved = (model(changed, lengths) - model(packed, lengths)).abs().amax(dim=1) > 1e-9
-    assert moved.tolist() == [True] * 4 + [False] * 10
-
-
-def test_a_sequence_is_the_same_alone_and_among_others() -> None:
-    model = encoder(causal=True)
-    packed = steps()
-    together = torch.split(model(packed, torch.tensor(LENGTHS)), LENGTHS)
-    for one, expected in zip(torch.split(packed, LENGTHS), together, strict=True):
-        torch.testing.assert_close(
-            model(one, torch.tensor([len(one)])), expected, rtol=0, atol=1e-12
-        )
-
-
 def test_positions_count_from_the_side_that_is_named() -> None:
     lengths, zeros = torch.tensor([1, 2]), torch.zeros(3, WIDTH, dtype=torch.float64)
     for position, place in (("start", [0, 0, 1]), ("end", [0, 1, 0])):

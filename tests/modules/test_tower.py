@@ -91,14 +91,6 @@ def test_rows_looked_up_one_by_one_are_pooled_as_the_table_says(
     torch.testing.assert_close(tower({"a@a": bag}, torch.empty(2, 0)), expected)
 
 
-def test_a_tower_trains_every_parameter() -> None:
-    torch.manual_seed(0)
-    tower = Tower([bags("a"), bags("b")], [8, 4], normalization="layer")
-    every_parameter_moves(
-        tower, tower(vectors(tower), torch.empty(2, 0)).square().sum()
-    )
-
-
 @pytest.mark.parametrize("data_type", [DataType.FP16, DataType.BF16])
 def test_a_tower_reads_half_precision_as_float32(data_type: DataType) -> None:
     model = TowerModel({"a": Tower([bags("a", data_type=data_type)], [])}, nn.Module())
@@ -152,33 +144,3 @@ def test_a_wrong_declaration_is_refused(
     with pytest.raises(ValueError) as error:
         make()
     assert text in str(error.value)
-
-
-def test_a_table_with_the_name_of_a_method_is_refused() -> None:
-    """A torch ModuleDict would raise KeyError: attribute 'items' already exists."""
-    with pytest.raises(
-        ValueError,
-        match="table 'items': TorchRec keeps tables in a torch ModuleDict, where this name is taken",
-    ):
-        Tower(
-            [
-                EmbeddingBagConfig(
-                    name="items",
-                    feature_names=["item_id"],
-                    num_embeddings=5,
-                    embedding_dim=4,
-                )
-            ],
-            [4],
-        )
-
-
-@pytest.mark.parametrize("dim", [0, -3])
-def test_a_table_without_columns_is_refused(dim: int) -> None:
-    table = EmbeddingBagConfig(
-        name="item", feature_names=["item"], num_embeddings=5, embedding_dim=dim
-    )
-    with pytest.raises(
-        ValueError, match=f"table 'item': embedding_dim={dim}, must be 1 or more"
-    ):
-        Tower([table], [4])

@@ -199,17 +199,6 @@ def test_a_keyed_jagged_tensor_of_ones_own_is_checked() -> None:
     assert mapped.keys() == good.keys()
 
 
-def test_a_keyed_jagged_tensor_without_a_feature() -> None:
-    short = KeyedJaggedTensor(
-        keys=["user_id"], values=torch.tensor([1]), lengths=torch.tensor([1])
-    )
-    with pytest.raises(
-        DataError,
-        match=r"lacks \['item_id', 'history'\]; it has the keys \['user_id'\]",
-    ):
-        schema().check(short)
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -11,7 +11,6 @@ from tests.contracts import run_ranks
 from tests.distributed.test_sync import ADAM, made, steps, whole
 from tests.train.test_loop import Batches
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import LocalSGD, SyncConfig, UnevenStepsError
 from torchrec_ext.train.loop import TrainConfig, exactly, train
@@ -22,7 +21,7 @@ def all_laws(runtime: Runtime) -> dict[str, Any]:
         "evaluated": evaluated(runtime),
         "uneven": uneven(runtime),
         "own loop": own_loop(runtime),
-    } | clipped(runtime)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -110,28 +109,6 @@ def test_unequal_steps_of_a_loop_of_ones_own_are_told_where_ranks_meet(
         assert rank["own loop"].startswith(
             "ranks have taken unequal numbers of steps, rank 0: 5, rank 1: 7: every rank's loader"
         )
-
-
-def clipped(runtime: Runtime) -> dict[str, Any]:
-    """By how much a step of a rank of its own moves what it holds whole, at a rate of 1."""
-    config = OptimizerConfig(
-        tables="sgd", tables_lr=1.0, dense="sgd", dense_lr=1.0, clip_norm=0.01
-    )
-    parallel, optimizer = made(runtime, "data_parallel", config)
-    with LocalSGD(parallel, optimizer, every=9):
-        step = steps(runtime, parallel, optimizer)
-        step()
-        before = whole(parallel, optimizer)
-        step()
-        moved = [
-            after - tensor
-            for after, tensor in zip(whole(parallel, optimizer), before, strict=True)
-        ]
-    return {"norm": float(torch.cat([tensor.reshape(-1) for tensor in moved]).norm())}
-
-
-def test_clip_norm_limits_each_ranks_own_step(two_ranks: list[Any]) -> None:
-    assert [rank["norm"] for rank in two_ranks] == pytest.approx([0.01, 0.01], rel=1e-3)
 
 
 class Promised:

@@ -224,10 +224,3 @@ def test_an_output_without_what_is_read_of_it_is_refused_at_the_first_step() -> 
         check.see(output)
     # A model of tasks has logits and labels by task.
     check.see(types.SimpleNamespace(tasks={"click": output}))
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize("name", ["epochs", "log_every", "eval_every"])
-def test_a_count_below_one_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name}=0: must be 1 or more"):
-        TrainConfig(**{name: 0})

@@ -6,7 +6,6 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from time import thread_time
 from typing import Any
 
@@ -17,9 +16,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from torchrec_ext.diagnose.findings import LoaderFacts
-from torchrec_ext.observe.machine import bytes_read
-
-_LEAST_READ = 1_024  # bytes: fewer are the counter's own file and the like
 
 
 class BatchSource:
@@ -29,23 +25,14 @@ class BatchSource:
         self.batches = batches
         self.notes: list[str] = []
         self._iterable = batches
-        self.kind = "iterable"
-        self._history: list[Any] = []
         self.seconds: list[float] = []  # of each batch that was not ready
-        if isinstance(batches, list | tuple):
-            self.kind = "list"
-        elif isinstance(batches, DataLoader):
-            self.kind = "DataLoader"
-            if batches.persistent_workers:
-                # Its workers may be in the middle of the user's epoch: a copy has
-                # workers of its own.
-                self._iterable = loader_with(batches)
+        if isinstance(batches, DataLoader) and batches.persistent_workers:
+            # Its workers may be in the middle of the user's epoch: a copy has workers of its own.
+            self._iterable = loader_with(batches)
         self._iterator = iter(self._iterable)
         if self._iterator is batches:
-            self.kind = "iterator"
             self.notes.append(
-                "batches is an iterator, which cannot be begun anew: the batches that were taken come first in "
-                "diagnosis.batches; go on with that"
+                "batches is an iterator, which cannot be begun anew: those that were taken are gone"
             )
         try:
             self._ahead = [next(self._iterator)]
@@ -53,9 +40,6 @@ class BatchSource:
             raise ValueError(
                 f"batches: {type(batches).__name__} gives no batch; give at least one"
             ) from None
-        if self.kind == "iterator":
-            # What is taken of an iterator is kept, to be handed back.
-            self._history += self._ahead
 
     @property
     def first(self) -> Any:
@@ -76,8 +60,7 @@ class BatchSource:
         try:
             batch = next(self._iterator)
         except StopIteration:
-            if self.kind == "iterator":
-                raise
+            # An iterator gives itself, and has ended for good.
             self._iterator = iter(self._iterable)
             start = clock()
             computed = thread_time()
@@ -90,58 +73,35 @@ class BatchSource:
         computed = thread_time() - computed
         seconds = clock() - start
         self.seconds.append(seconds)
-        if self.kind == "iterator":
-            self._history.append(batch)
         return batch, seconds, max(0.0, seconds - computed)
-
-    def handed_back(self) -> Iterable[Any]:
-        """Returns the loader; for an iterator, one that first replays the consumed batches."""
-        if self.kind != "iterator":
-            return self.batches
-        return chain(list(self._history), self._iterator)
 
     def close(self) -> None:
         """Ends the current epoch with its loader threads; a user's own iterator goes on."""
-        if self.kind != "iterator" and hasattr(self._iterator, "close"):
+        if self._iterator is not self.batches and hasattr(self._iterator, "close"):
             self._iterator.close()
-
-    def again(self) -> Iterable[Any]:
-        """Returns the loader; for an iterator, a list of the consumed batches."""
-        return self.batches if self.kind != "iterator" else list(self._history)
 
     def facts(self, clock: Callable[[], float]) -> LoaderFacts:
         """Describes the loader; if it reads a Dataset row by row, times the rows of a batch."""
         loader = self.batches
         if not isinstance(loader, DataLoader):
-            return LoaderFacts(kind=self.kind, dataset=type(loader).__name__)
+            return LoaderFacts(dataset=type(loader).__name__)
         name = type(loader.dataset).__name__
         workers = loader.num_workers
         is_stream = isinstance(loader.dataset, IterableDataset)
         by_row = not is_stream and loader.batch_sampler is not None
         if not by_row or hasattr(loader.dataset, "__getitems__") or workers:
-            return LoaderFacts(kind=self.kind, dataset=name, workers=workers)
+            return LoaderFacts(dataset=name, workers=workers)
         rows = list(next(iter(loader.batch_sampler)))  # type: ignore[arg-type]
-        before = bytes_read()
-        counted = bytes_read()
         start = clock()
         samples = [loader.dataset[row] for row in rows]
         middle = clock()
         loader.collate_fn(samples)
         end = clock()
-        after = bytes_read()
-        count = None
-        if before is not None and counted is not None and after is not None:
-            # Looking reads a file too, of a size that differs by some digits.
-            count = (after - counted) - (counted - before)
-            if count < _LEAST_READ:
-                count = 0
         return LoaderFacts(
-            kind=self.kind,
             dataset=name,
             row_calls=len(rows),
             row_s=(middle - start) / max(1, len(rows)),
             collate_s=end - middle,
-            bytes_read=count,
         )
 
 

@@ -131,31 +131,18 @@ class LoaderFacts:
     """A loader as it was measured.
 
     Args:
-        kind: ``list``, ``DataLoader``, ``iterable`` or ``iterator``.
         dataset: name of the Dataset's class, if there is one.
         workers: worker processes.
         row_calls: calls of ``__getitem__`` for a batch, if it is called row by row.
         row_s: seconds of such a call.
         collate_s: seconds in which the rows of a batch are put together.
-        bytes_read: bytes read from files for a batch; None if unknown.
     """
 
-    kind: str
     dataset: str = ""
     workers: int = 0
     row_calls: int = 0
     row_s: float = 0.0
     collate_s: float = 0.0
-    bytes_read: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Between:
-    """A call between steps, such as an evaluation: its name, its seconds, and the steps from a call to the next."""
-
-    name: str
-    seconds: float
-    steps: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +153,8 @@ class Facts:
         rounds: seconds by experiment, for each round. ``data``: a batch, and of it ``sleep``, asleep or waiting for
             files. ``step``: a step, and of it ``forward`` (with all that is neither of the other two), ``backward``
             and ``optimizer``. Steps in a row on batches that are there: ``ready``; and of these changed:
-            ``quadruple`` of the batch, ``small_tables``, ``one_thread``, ``all_threads``, ``bf16``, and
-            ``no_autocast``. ``gc``: garbage collections of an iteration. Yardsticks:
+            ``quadruple`` of the batch, ``small_tables``, ``one_thread``, ``all_threads`` and ``bf16``. ``gc``: garbage
+            collections of an iteration. Yardsticks:
             ``op``, a tiny op that autograd records, or one of backward; ``bare``, one that autograd does not record;
             and ``sync``, one ``.item()``.
         worker: seconds of the wall clock for a batch and its step as it is, and with a worker process, by turn.
@@ -187,7 +174,6 @@ class Facts:
         double_s: seconds of a step inside of ops of 64-bit floats.
         double_line: the user's line that takes most of these.
         modes: debugging modes of autograd that are on.
-        autocast_line: the user's first line with an op under autocast; empty if there is none.
         product_s: seconds of a step inside matrix products.
         tables: large tables that a dense optimizer moves.
         parameters: number of parameters that are trained; of tables with sparse gradients, those that a step reads.
@@ -197,7 +183,6 @@ class Facts:
         own_threads: those of the program: more, if others kept the cores that they need.
         cores: cores that this process may use.
         busy: cores that others kept busy; None if unknown.
-        between: calls between steps.
         seconds: seconds of the wall clock that the experiments took.
         not_measured: reasons by experiment that is missing.
         notes: what else a reader must know, one sentence each.
@@ -221,17 +206,15 @@ class Facts:
     double_s: float = 0.0
     double_line: str = ""
     modes: Sequence[str] = ()
-    autocast_line: str = ""
     product_s: float = 0.0
     tables: Sequence[TableFacts] = ()
     parameters: int = 0
     optimizers: Sequence[str] = ()
-    loader: LoaderFacts = LoaderFacts(kind="list")
+    loader: LoaderFacts = LoaderFacts()
     threads: int = 1
     own_threads: int = 0
     cores: int = 1
     busy: float | None = None
-    between: Sequence[Between] = ()
     seconds: float = 0.0
     not_measured: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: Sequence[str] = ()
@@ -248,22 +231,16 @@ class Facts:
             return 0.0
         return statistics.median([each[name] for each in self.rounds])
 
-    def mean_between(self) -> float:
-        """Returns the amortised seconds per step of evaluations and checkpoints."""
-        return sum(each.seconds / each.steps for each in self.between)
-
     def iteration(self, each: Round) -> float:
-        """Returns the seconds of a round's iteration: batch, step, and the share of calls between steps."""
+        """Returns the seconds of a round's iteration: batch and step."""
         # Where a step failed, the loader alone was timed.
-        return each.get("data", 0.0) + each.get("step", 0.0) + self.mean_between()
+        return each.get("data", 0.0) + each.get("step", 0.0)
 
     def gain(self, seconds: Callable[[Round], float]) -> Gain:
         """Returns the speed-up for other seconds of a round's batch and step."""
-        between = self.mean_between()
-        ratios = []
-        for each in self.rounds:
-            ratios.append(self.iteration(each) / max(seconds(each) + between, 1e-9))
-        return gain_of(ratios)
+        return gain_of(
+            [self.iteration(each) / max(seconds(each), 1e-9) for each in self.rounds]
+        )
 
     def shares(self, seconds: Callable[[Round], float]) -> list[float]:
         """Returns the share of an iteration in each round."""

@@ -206,9 +206,6 @@ class TrainingLoop:
             # The latter where others use the machine, and a first iteration waits for
             # cores.
             self.iterations = self.turn_steps = 1
-        elif self.source.kind == "iterator":
-            # All that is taken of an iterator is kept in memory, to be handed back.
-            self.iterations = _ITERATIONS
 
     # ------------------------------------------------------------------- steps in a row
 
@@ -460,10 +457,6 @@ def sampled(loop: TrainingLoop, seconds: float) -> tuple[Samples, int]:
     end = time.perf_counter() + seconds
     with samples:
         while time.perf_counter() < end or not iterations:
-            if loop.source.kind == "iterator":
-                # All that is taken of it is kept in memory.
-                loop.call(loop.pool[0])
-            else:
-                loop.iterate()
+            loop.iterate()
             iterations += 1
     return samples, iterations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from torchrec_ext.diagnose.batches import row_count
 from torchrec_ext.diagnose.findings import (
-    Between,
     Facts,
     LineFacts,
     LoaderFacts,
@@ -47,10 +46,9 @@ SAMPLE_S = 1.5
 # the experiment.
 _SMALL_TABLE = 5
 _LINES = 20  # that are kept
-Calls = Mapping[str, tuple[Callable[[], object], int]]
 
 
-def measure(loop: TrainingLoop, budget_s: float, between: Calls) -> Facts:
+def measure(loop: TrainingLoop, budget_s: float) -> Facts:
     """Makes all experiments of one process."""
     began = time.perf_counter()
     busy_cores = busy_elsewhere()
@@ -75,7 +73,7 @@ def measure(loop: TrainingLoop, budget_s: float, between: Calls) -> Facts:
         if tables:
             reads = [(module, table.read) for table, module in tables]
             small = SmallTables(loop.state, reads, _SMALL_TABLE)
-        yield from variants(loop, counted, small, step_s, busy)
+        yield from variants(loop, small, step_s, busy)
 
     if warm_up(loop):
         counted = _counted(loop)
@@ -97,7 +95,6 @@ def measure(loop: TrainingLoop, budget_s: float, between: Calls) -> Facts:
     else:
         rounds = data_alone(loop, budget_s)
     worker = _time_worker(loop, rounds)
-    runs = _time_between(loop, between)
     facts = Facts(
         rounds=rounds,
         worker=worker,
@@ -111,7 +108,6 @@ def measure(loop: TrainingLoop, budget_s: float, between: Calls) -> Facts:
         lines=lines,
         sampled_s=sampled_s,
         modes=sorted(counted.modes),
-        autocast_line=counted.autocast_line,
         tables=[table for table, _ in tables],
         parameters=numbers,
         optimizers=[type(each).__name__ for each in loop.state.optimizers],
@@ -119,7 +115,6 @@ def measure(loop: TrainingLoop, budget_s: float, between: Calls) -> Facts:
         threads=torch.get_num_threads(),
         cores=len(os.sched_getaffinity(0)),
         busy=busy if busy is not None else busy_cores(),
-        between=runs,
         seconds=time.perf_counter() - began,
         not_measured=loop.not_measured,
         notes=loop.notes,
@@ -225,26 +220,12 @@ def _time_worker(
     return turns
 
 
-def _time_between(loop: TrainingLoop, between: Calls) -> Sequence[Between]:
-    """Times the calls between steps once."""
-    runs: list[Between] = []
-    for name, (function, steps) in between.items():
-        start = loop.clock()
-        try:
-            function()
-        except Exception as error:
-            loop.not_measured[name] = described(error)
-            continue
-        runs.append(Between(name=name, seconds=loop.clock() - start, steps=steps))
-    return runs
-
-
 def _loader_facts(loop: TrainingLoop) -> LoaderFacts:
     try:
         return loop.source.facts(loop.clock.host)
     except Exception as error:
         loop.not_measured["rows"] = described(error)
-        return LoaderFacts(kind=loop.source.kind)
+        return LoaderFacts()
 
 
 def _parameters_of(optimizers: Sequence[Optimizer]) -> dict[int, Any]:

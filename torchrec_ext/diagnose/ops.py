@@ -21,7 +21,6 @@ import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -178,7 +177,6 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         syncs: ops that bring a value to Python, on a GPU all that wait for it, by the user's own line.
         reads: ids that a step looks up, by module of a table.
         modes: names of autograd's debugging modes that were on.
-        autocast_line: the user's first line with an op under autocast; empty if there is none.
     """
 
     def __init__(self) -> None:
@@ -193,7 +191,6 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.syncs: Counter[str] = Counter()
         self.reads: Counter[nn.Module] = Counter()
         self.modes: set[str] = set()
-        self.autocast_line = ""
         self._thread = threading.get_ident()
 
     def __torch_dispatch__(
@@ -258,7 +255,6 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.reads[module] += ids.numel()
 
         with ExitStack() as stack:
-            autocast = stack.enter_context(AutocastLine())
             tables = {}
             # Two roots may hold one module, whose ids count once.
             for module in chain.from_iterable(map(every_module, modules)):
@@ -268,7 +264,6 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 hook = module.register_forward_pre_hook(read, with_kwargs=True)
                 stack.callback(hook.remove)
             yield
-        self.autocast_line = autocast.name
 
     def tables(self, modules: Sequence[nn.Module]) -> list[tuple[TableFacts, Any]]:
         """Returns the tables that were read, with their modules."""
@@ -297,26 +292,6 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def ids_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Returns the ids of a look-up's arguments; TorchRec names them, as ``input``."""
     return args[0] if args else kwargs.get("input")
-
-
-class AutocastLine(TorchFunctionMode):
-    """The user's first line with a call of torch under autocast, which is off again where ops are dispatched.
-
-    Attributes:
-        name: the line; empty if there is none.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.name = ""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        enabled = map(torch.is_autocast_enabled, ("cpu", "cuda"))
-        if not self.name and any(enabled):
-            self.name = lines_of(stack_of(sys._getframe(1)))[1].name
-        return func(*args, **(kwargs or {}))
 
 
 def count_ops(call: Callable[[], object], modules: Sequence[nn.Module]) -> Counted:

@@ -31,7 +31,6 @@ class Diagnosis:
         findings: causes of lost time, the greatest first.
         trials: changes that were run, with their gains.
         noisy: why there is no verdict; empty if there is one.
-        batches: what to train on afterwards; the batches as given, but for an iterator.
     """
 
     def __init__(self, facts: Facts, compare: Compare | None = None) -> None:
@@ -40,14 +39,13 @@ class Diagnosis:
         self.findings = findings(facts)
         self.trials = trials(facts)
         self.noisy = too_noisy(facts) if facts.rounds else "nothing was measured"
-        self.batches: Iterable[Any] = ()
 
     @property
     def verdict(self) -> str:
         """The cause with the largest cost, if that is .15 of an iteration or more.
 
-        It is ``loader_waits``, ``loader_rows``, ``launches``, ``untouched_rows``, ``host_syncs``, ``threads``,
-        ``your_line`` or ``between_steps``; ``products`` where nothing is wrong, and the step is its own
+        It is ``loader_waits``, ``loader_rows``, ``launches``, ``untouched_rows``, ``host_syncs``, ``threads`` or
+        ``your_line``; ``products`` where nothing is wrong, and the step is its own
         work. ``noisy`` where nothing can be said, ``step failed`` if the step could not be run, and ``loop failed`` if
         it raised later.
         """
@@ -180,8 +178,6 @@ def _times(facts: Facts) -> list[str]:
     for name in _PARTS:
         if facts.has(name):
             parts[name] = facts.median(name) * 1e3
-    if facts.between:
-        parts["between steps"] = facts.mean_between() * 1e3
     whole = statistics.median(map(facts.iteration, facts.rounds)) * 1e3
     # Medians of parts do not add up to that of their sum, if rounds are spread far.
     scale = whole / max(sum(parts.values()), 1e-9) if facts.has("step") else 1.0

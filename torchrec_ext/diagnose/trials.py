@@ -61,8 +61,6 @@ def trials(facts: Facts) -> tuple[Trial, ...]:
         add("batches ready in time", facts.gain(alone_seconds), Change.EXACT, why)
     if facts.worker:
         why = "a real worker, by the wall clock"
-        if facts.loader.bytes_read == 0:
-            why += "; the rows are in memory, so it runs the same Python and sends them"
         gain = gain_of(ratios_of(facts.worker))
         add("a loader worker", gain, Change.DRAWS, why, WORKER)
     busy = ""
@@ -79,8 +77,6 @@ def trials(facts: Facts) -> tuple[Trial, ...]:
         why = "by row; the learning rate must follow"
         add("4 times the batch", gain, Change.OTHER, why)
     add_variant("bf16", "bf16 autocast", Change.OTHER, lines=_BF16)
-    why = f"autocast is on at {facts.autocast_line}"
-    add_variant("no_autocast", "without autocast", Change.OTHER, why)
     why = "an experiment: as if rows that a step does not read cost nothing"
     add_variant("small_tables", "small tables", Change.OTHER, why)
     if facts.captured:

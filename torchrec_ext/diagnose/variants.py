@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchrec_ext.diagnose.batches import loader_with, row_count
 from torchrec_ext.diagnose.findings import Round
 from torchrec_ext.diagnose.loop import TrainingLoop, Variant
-from torchrec_ext.diagnose.ops import Counted, ids_in
+from torchrec_ext.diagnose.ops import ids_in
 from torchrec_ext.observe.reached import named_modules
 from torchrec_ext.observe.state_copy import StateCopy
 
@@ -35,7 +35,6 @@ _LEAST_LOADER = 0.1  # share of an iteration below which no worker is tried
 
 def variants(
     loop: TrainingLoop,
-    counted: Counted,
     small: SmallTables | None,
     seconds: float,
     busy: float | None,
@@ -44,7 +43,6 @@ def variants(
 
     Args:
         loop: the user's loop.
-        counted: ops of its step.
         small: small tables in place of the step's large ones, if it has some.
         seconds: seconds of a step.
         busy: cores that others keep busy; None if unknown.
@@ -62,12 +60,10 @@ def variants(
     yield Variant("ready", lambda: {"ready": steps()})
     if loop.compiled:
         why = "the step is compiled, and would be compiled again for it"
-        names = ("quadruple", "bf16", "no_autocast", "small_tables")
+        names = ("quadruple", "bf16", "small_tables")
         missing.update(dict.fromkeys(names, why))
         yield from _threads(loop, seconds, busy)
         return
-    if counted.autocast_line:
-        yield Variant("no_autocast", lambda: {"no_autocast": _without_autocast(steps)})
     if row_count(loop.pool[0]):
         yield Variant("quadruple", lambda: {"quadruple": loop.timed(loop.joined(4))})
     else:
@@ -75,10 +71,7 @@ def variants(
             "the batch is not made of tensors with one number of rows"
         )
     yield from _threads(loop, seconds, busy)
-    if counted.autocast_line:
-        missing["bf16"] = "the step has its own autocast"
-    else:
-        yield Variant("bf16", lambda: _bf16(loop))
+    yield Variant("bf16", lambda: _bf16(loop))
 
 
 def _inside(small: SmallTables, measure: Callable[[], float]) -> float:
@@ -136,21 +129,6 @@ def _bf16(loop: TrainingLoop) -> Round:
         return torch.autocast(device, torch.bfloat16)
 
     return {"bf16": loop.timed(loop.steps(), inside)}
-
-
-def _without_autocast(measure: Callable[[], float]) -> float:
-    """Measures steps whose own autocast stays off."""
-    with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            enabled = torch.is_autocast_enabled(device)
-            stack.callback(torch.set_autocast_enabled, device, enabled)
-            torch.set_autocast_enabled(device, False)
-        # The context looks this name up when it is entered.
-        stack.callback(
-            setattr, torch, "set_autocast_enabled", torch.set_autocast_enabled
-        )
-        setattr(torch, "set_autocast_enabled", lambda *_: None)  # noqa: B010
-        return measure()
 
 
 def _prices(loop: TrainingLoop) -> Round:

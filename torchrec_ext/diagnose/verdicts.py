@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
-from statistics import fmean, median
+from statistics import median
 
 from torchrec_ext.diagnose.costs import (
     changed_seconds,
@@ -35,7 +35,6 @@ from torchrec_ext.diagnose.your_line import (
     double_floats,
     garbage,
     held,
-    slow_autocast,
     whole_table,
 )
 
@@ -55,10 +54,6 @@ def loader_waits(facts: Facts) -> Finding | None:
     if loader.workers:
         evidence.append(
             f"{loader.workers} worker(s) make the batches, and are slower than the step"
-        )
-    elif loader.bytes_read:
-        evidence.append(
-            f"{loader.bytes_read:,.0f} bytes were read from files for a batch"
         )
     remedies = [
         Remedy(
@@ -106,8 +101,6 @@ def loader_rows(facts: Facts) -> Finding | None:
         )
     elif loader.row_calls and rows + loader.collate_s >= 0.5 * data:
         title = "the Dataset is read row by row in Python"
-        if loader.bytes_read == 0:
-            title += ", from memory"
         evidence.append(
             f"{loader.dataset}.__getitem__ is called {loader.row_calls} times a batch, {loader.row_s * 1e6:.0f} us each"
         )
@@ -276,27 +269,6 @@ def threads(facts: Facts) -> Finding | None:
     return None
 
 
-def between_steps(facts: Facts) -> Finding | None:
-    """An evaluation or a checkpoint takes a share of the training."""
-    if not facts.between or not facts.rounds:
-        return None
-    each = max(facts.between, key=lambda one_of: one_of.seconds / one_of.steps)
-    seconds = each.seconds / each.steps
-    iteration = fmean(map(facts.iteration, facts.rounds)) - facts.mean_between()
-    evidence = (
-        f"{each.name} takes {in_ms(each.seconds)} every {each.steps:,} steps, which take "
-        f"{in_ms(iteration * each.steps)} themselves"
-    )
-    remedy = Remedy(
-        name=f"{each.name} every {4 * each.steps:,} steps in place of {each.steps:,}",
-        changes=Change.EXACT,
-    )
-    title = f"{each.name} stands in the way of training"
-    return finding_of(
-        facts, "between_steps", title, [evidence], [remedy], lambda _: seconds
-    )
-
-
 CAUSES: tuple[Callable[[Facts], Finding | None], ...] = (
     loader_waits,
     loader_rows,
@@ -308,8 +280,6 @@ CAUSES: tuple[Callable[[Facts], Finding | None], ...] = (
     whole_table,
     double_floats,
     garbage,
-    slow_autocast,
-    between_steps,
 )
 
 

@@ -29,7 +29,7 @@ from torchrec_ext.diagnose.loop import (
     TrainingLoop,
     steps_of_turn,
 )
-from torchrec_ext.diagnose.measure import Calls, measure
+from torchrec_ext.diagnose.measure import measure
 from torchrec_ext.diagnose.report import Compare, Diagnosis
 from torchrec_ext.diagnose.variants import (
     IDLE,
@@ -74,7 +74,6 @@ class _WhySlow:
         batches: Iterable[Any],
         *,
         budget_s: float = 25.0,
-        between: Calls | None = None,
         capture: bool = False,
     ) -> Diagnosis:
         """Diagnoses the usual step: zero_grad, loss, backward, step.
@@ -85,7 +84,6 @@ class _WhySlow:
             loss: loss of a batch, called with the entries of a batch that is a tuple or list, else with the batch.
             batches: batches, such as a DataLoader.
             budget_s: seconds of the wall clock for the rounds; the first four may take three times as long.
-            between: what else runs between steps, by name: a function, and the number of steps from a call to the next.
             capture: also measure the step that :func:`adopt` captures, which takes 10 to 60 s more.
 
         Raises:
@@ -109,7 +107,6 @@ class _WhySlow:
             batches,
             (loss, model, *optimizers),
             budget_s,
-            between or {},
             captured if capture else None,
         )
 
@@ -121,7 +118,6 @@ class _WhySlow:
         model: nn.Module | None = None,
         optimizer: Optimizer | Sequence[Optimizer] = (),
         budget_s: float = 25.0,
-        between: Calls | None = None,
     ) -> Diagnosis:
         """Diagnoses any step function.
 
@@ -131,7 +127,6 @@ class _WhySlow:
             model: the model, if it cannot be reached from ``fn`` through closures, globals and attributes.
             optimizer: its optimizers, in the same case.
             budget_s: seconds of the wall clock for the rounds; the first four may take three times as long.
-            between: what else runs between steps, by name: a function, and the number of steps from a call to the next.
 
         Raises:
             ValueError: there is no batch, or no memory for a copy of the state; or ``fn`` calls an adopted step.
@@ -140,7 +135,7 @@ class _WhySlow:
         roots: list[Any] = [fn, *_listed(optimizer)]
         if model is not None:
             roots.append(model)
-        return _diagnosed(fn, batches, tuple(roots), budget_s, between or {}, None)
+        return _diagnosed(fn, batches, tuple(roots), budget_s, None)
 
 
 def _listed(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
@@ -169,7 +164,6 @@ def _diagnosed(
     batches: Iterable[Any],
     roots: tuple[Any, ...],
     budget_s: float,
-    between: Calls,
     captured: Callable[[], AdoptedStep] | None,
 ) -> Diagnosis:
     """Measures a step, and puts back what that changes.
@@ -179,17 +173,10 @@ def _diagnosed(
         batches: its batches.
         roots: objects from which all that a step changes is reached.
         budget_s: seconds of the wall clock for the rounds.
-        between: what else runs between steps.
         captured: makes the captured step; None if it is not tried.
     """
     if not budget_s > 0:
         raise ValueError(f"budget_s={budget_s}: must be a number of seconds above 0")
-    for name, (_, steps) in between.items():
-        if steps < 1:
-            raise ValueError(
-                f"between[{name!r}]: steps={steps} from a call to the next; must be at least 1"
-            )
-    roots = (*roots, *(function for function, _ in between.values()))
     # A list has no position in an epoch that would have to be put back.
     loader = None if isinstance(batches, list | tuple) else batches
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -204,7 +191,7 @@ def _diagnosed(
         clock = stack.enter_context(ThreadClock())
         loop = TrainingLoop(fn, batches, state, clock)
         loop.notes += filter(None, [note])
-        facts = measure(loop, budget_s, between)
+        facts = measure(loop, budget_s)
     notes = [*facts.notes, *state.changed_data()]
     # By now the program has its own number of threads again.
     own_threads = torch.get_num_threads()
@@ -212,14 +199,12 @@ def _diagnosed(
     compare: Compare = partial(
         _compare,
         fn,
-        loop.source.again(),
+        batches,
         (*roots, loader),
-        between_s=facts.mean_between(),
     )
     if captured is not None:
         facts = _with_captured(facts, captured, state, compare)
     diagnosis = Diagnosis(facts, compare)
-    diagnosis.batches = loop.source.handed_back()
     loop.source.close()
     return diagnosis
 
@@ -274,7 +259,8 @@ def _with_captured(
         threads = torch.get_num_threads()
         try:
             turns = compare(captured(), None, _CAPTURED_S)
-        except CannotAdopt as error:
+        # The latter if batches are an iterator that ends.
+        except (CannotAdopt, ValueError, StopIteration) as error:
             why = described(error)
         finally:
             state.restore()
@@ -295,14 +281,11 @@ def _compare(
     step: StepFunction | Iterator[Any],
     with_batches: Any,
     seconds: float,
-    *,
-    between_s: float = 0.0,
 ) -> list[tuple[float, float]]:
     """Returns seconds of a row, or of an iteration if rows are not known, as it was and with the remedy, by turn.
 
     What is as it was is put back after each turn; the remedy's steps are real ones. Worker processes are seen by the
-    wall clock alone, so if there are some it times both. ``between_s`` is what runs between steps, seconds of one:
-    both have it for as many rows.
+    wall clock alone, so if there are some it times both.
     """
     has_workers = getattr(batches, "num_workers", 0) or getattr(
         with_batches, "num_workers", 0
@@ -341,14 +324,9 @@ def _compare(
             if old_rows and new_rows:
                 # A remedy may change the batch size: then only seconds of a row can be
                 # compared.
-                turns.append(
-                    (
-                        (old + between_s) / old_rows,
-                        new / new_rows + between_s / old_rows,
-                    )
-                )
+                turns.append((old / old_rows, new / new_rows))
             else:
-                turns.append((old + between_s, new + between_s))
+                turns.append((old, new))
         iterations.settle()
     return turns
 

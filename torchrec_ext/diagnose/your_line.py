@@ -8,16 +8,12 @@ from functools import partial
 from statistics import fmean
 
 from torchrec_ext.diagnose.costs import (
-    changed_seconds,
-    changed_text,
     finding_of,
     held_lines,
     seconds_without_ops,
-    variant_gain,
     whole_table_seconds,
 )
 from torchrec_ext.diagnose.findings import (
-    UNDER,
     Change,
     Facts,
     Finding,
@@ -154,26 +150,4 @@ def garbage(facts: Facts) -> Finding | None:
         [evidence],
         remedy,
         lambda _: mean,
-    )
-
-
-def slow_autocast(facts: Facts) -> Finding | None:
-    """The step is faster without its own autocast."""
-    if not facts.has("step", "no_autocast"):
-        return None
-    if variant_gain(facts, "no_autocast").low < UNDER:
-        return None
-    evidence = (
-        f"a step takes {in_ms(facts.median('step'))}, without autocast {changed_text(facts, 'no_autocast')}; each "
-        "small op casts, and its products are too small to gain"
-    )
-    remedy = Remedy(
-        name="leave autocast out (enabled=False): 32-bit products", changes=Change.OTHER
-    )
-    return _your_line(
-        facts,
-        f"{facts.autocast_line} runs under autocast, and the step is faster without",
-        [evidence],
-        remedy,
-        lambda each: each["step"] - changed_seconds(each, "no_autocast"),
     )

@@ -43,6 +43,7 @@ from torchrec_ext.distributed.optim.sharded import (
     OneBackward,
     read_past_caches,
 )
+from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import on_own_device, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime, calm_gloo, gather_objects
 from torchrec_ext.distributed.sharders import Codecs, sharders
@@ -83,7 +84,7 @@ def hybrid_parallel(
     model: nn.Module,
     runtime: Runtime,
     *,
-    plan: ShardingPlan | None = None,
+    plan: ShardingPlan | PlanConfig | None = None,
     optimizer: OptimizerConfig | None = None,
     seed: int = 0,
     codecs: Codecs | None = None,
@@ -95,7 +96,7 @@ def hybrid_parallel(
             meta device are drawn, with their ``init_fn`` if they have one. Other tables keep their rows: those of rank
             0, as its dense layers, are copied to all ranks.
         runtime: this process's rank and device.
-        plan: TorchRec's sharding plan; made by :func:`plan_sharding` where not given.
+        plan: TorchRec's sharding plan, or settings by which :func:`plan_sharding` makes one; by default its own.
         optimizer: optimizers and learning rates. Where not given, tables keep the optimizer that
             ``apply_optimizer_in_backward`` declared; the others and the dense layers take :class:`OptimizerConfig`'s
             defaults, which a line of the log names.
@@ -121,8 +122,8 @@ def hybrid_parallel(
     optimizer = chosen_optimizer(model, optimizer)
     if requested_optimizer is None and runtime.is_main:
         _log_defaults(model, optimizer)
-    if plan is None:
-        plan = plan_sharding(model, runtime, optimizer=requested_optimizer)
+    if not isinstance(plan, ShardingPlan):
+        plan = plan_sharding(model, runtime, plan, optimizer=requested_optimizer)
     plan = on_own_device(plan, runtime)
     choices = declare_table_optimizer(model, optimizer)
     _refuse_without_kernel(model, plan, choices, runtime.device.type)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,6 @@ from torch.distributed.nn.functional import all_to_all_single
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrec_ext.distributed.runtime import Runtime, gather_objects
-from torchrec_ext.schema.validation import check_choice
-
-Reduction = Literal["mean", "sum"]
 
 
 class TowersOnRanks(nn.Module):
@@ -43,14 +40,11 @@ class TowersOnRanks(nn.Module):
         towers: modules by name, in one order on all ranks; each returns (B, D), with a D of its own. A tower that
             another rank runs is not kept here, and may be None.
         top: module called with the list of the towers' outputs, (n, D) each, then ``rows``; it returns the loss over
-            these n rows, (), or a tuple that begins with it. Rank 0's weights are copied to all ranks.
-        runtime: rank and device of this process.
-        ranks: rank of each tower, by name; by default tower number i is on rank i % R.
-        reduction: whether ``top`` returns the ``mean`` of its rows' losses or their ``sum``.
+            these n rows, (), their mean, or a tuple that begins with it. Rank 0's weights are copied to all ranks.
+        runtime: rank and device of this process. Tower number i is on rank i % R.
 
     Raises:
-        ValueError: no tower, a rank that does not exist or that lacks its tower, a tower without a rank, or a
-            parameter of two towers.
+        ValueError: no tower, a rank that lacks its tower, or a parameter of two towers.
 
     Example:
         >>> class Top(nn.Module):
@@ -68,28 +62,23 @@ class TowersOnRanks(nn.Module):
         towers: Mapping[str, nn.Module | None],
         top: nn.Module,
         runtime: Runtime,
-        *,
-        ranks: Mapping[str, int] | None = None,
-        reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
-        check_choice("reduction", reduction, get_args(Reduction))
-        self.ranks = _ranks_of(towers, ranks, runtime.world_size)
+        if not towers:
+            raise ValueError("towers: give at least one")
         own: dict[str, nn.Module] = {}
-        for name, rank in self.ranks.items():
-            if rank != runtime.rank:
-                continue
+        for name in list(towers)[runtime.rank :: runtime.world_size]:
             tower = towers[name]
             if tower is None:
                 raise ValueError(
-                    f"towers: '{name}' is None on rank {rank}, which runs it; give that rank the module"
+                    f"towers: '{name}' is None on rank {runtime.rank}, which runs it; give that rank the module"
                 )
             own[name] = tower
+        self._names = list(towers)
         _refuse_shared({**towers, "top": top})
         self.towers = nn.ModuleDict(own)
         self.top = top
         self._runtime = runtime
-        self._reduction = reduction
         self._outputs: list[_Outputs] = []
         # In a list, so that the names of its parameters are not in the state twice.
         self._summed: list[nn.Module] = [top]
@@ -124,9 +113,7 @@ class TowersOnRanks(nn.Module):
         outputs = self._exchanged(self._run(inputs, size), size)
         result = self._summed[0](outputs, *(tensor[here] for tensor in rows))
         loss, *more = result if isinstance(result, tuple) else (result,)
-        if self._reduction == "mean":
-            loss = loss * ((here.stop - here.start) / size)
-        loss = self._of_all_ranks(loss)
+        loss = self._of_all_ranks(loss * ((here.stop - here.start) / size))
         return (loss, *more) if isinstance(result, tuple) else loss
 
     def slice_of(self, size: int) -> slice:
@@ -155,7 +142,7 @@ class TowersOnRanks(nn.Module):
     def _exchanged(self, own: dict[str, Tensor], size: int) -> list[Tensor]:
         """Returns all towers' outputs for this rank's rows, in the order of the towers."""
         if self._runtime.world_size == 1:
-            return [own[name] for name in self.ranks]
+            return [own[name] for name in self._names]
         by_rank = self._outputs_of_all(own)
         starts = self._starts(size)
         counts = [stop - start for start, stop in pairwise(starts)]
@@ -185,7 +172,7 @@ class TowersOnRanks(nn.Module):
                 block.view(here, total), list(of_rank.widths.values()), dim=1
             )
             outputs |= zip(of_rank.widths, columns, strict=True)
-        return [outputs[name] for name in self.ranks]
+        return [outputs[name] for name in self._names]
 
     def _outputs_of_all(self, own: Mapping[str, Tensor]) -> list[_Outputs]:
         """Returns the form of all towers' outputs by rank; asked for once, as a tower has one width."""
@@ -222,26 +209,6 @@ class _Outputs(NamedTuple):
 def _added_up(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
-
-
-def _ranks_of(
-    towers: Mapping[str, Any], asked: Mapping[str, int] | None, world_size: int
-) -> dict[str, int]:
-    if not towers:
-        raise ValueError("towers: give at least one")
-    if asked is None:
-        return {name: number % world_size for number, name in enumerate(towers)}
-    if set(asked) != set(towers):
-        differing = min(set(asked) ^ set(towers))
-        raise ValueError(
-            f"ranks: '{differing}' is in only one of ranks and towers; give each tower one rank"
-        )
-    for name, rank in asked.items():
-        if not 0 <= rank < world_size:
-            raise ValueError(
-                f"ranks: '{name}' is on rank {rank}, and the ranks are 0 to {world_size - 1}"
-            )
-    return {name: asked[name] for name in towers}
 
 
 def _refuse_shared(modules: Mapping[str, nn.Module | None]) -> None:

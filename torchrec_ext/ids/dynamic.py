@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_ext.batch import Fresh
-from torchrec_ext.ids.index import EMPTY, IdIndex, Items, Layout
-from torchrec_ext.ids.policy import MOST_SIGHTINGS, Dynamic
+from torchrec_ext.ids.index import EMPTY, IdIndex, Layout
+from torchrec_ext.ids.policy import Dynamic
 from torchrec_ext.ids.ranks import IdRanks
-from torchrec_ext.ids.rows import RowPool, Sightings
+from torchrec_ext.ids.rows import RowPool
 
 
 class DynamicIds:
@@ -68,9 +68,6 @@ class DynamicIds:
             raise ValueError(f"every={every}: must be 1 step or more")
         self._every = every
         self.ranks = IdRanks(group)
-        self._admit_after = torch.tensor(
-            [policy.admit_after for policy in tables.values()]
-        )
         self.now = 0
         self.counts = dict.fromkeys(
             ("lookups", "unknown", "admitted", "evicted", "refused", "forgotten"), 0
@@ -82,8 +79,13 @@ class DynamicIds:
         capacities = [policy.capacity for policy in tables.values()]
         self._starts = torch.tensor([0, *accumulate(capacities[:-1])])
         # One memory for all tables, because each step writes into those of all.
-        self._sightings = Sightings(sum(capacities))
-        self._tables = _row_pools(tables, self._sightings)
+        self._sightings = torch.zeros(sum(capacities), dtype=torch.int32)
+        self._seen = torch.zeros_like(self._sightings)
+        parts = (
+            torch.split(self._sightings, capacities),
+            torch.split(self._seen, capacities),
+        )
+        self._tables = list(map(RowPool, tables, tables.values(), *parts))
         self._index = _empty_index(self._tables)
 
     @property
@@ -148,7 +150,11 @@ class DynamicIds:
         flat, layout = self._flat(ids)
         self.now += not again
         rows = self._index.find(flat, layout).clamp_(min=0)
-        self._sightings.add(self.now, rows + self._starts[layout.table])
+        places = rows + self._starts[layout.table]
+        # Expanded, not repeated: a tensor of ones would be read from memory.
+        one = torch.ones((), dtype=torch.int32)
+        self._sightings.scatter_add_(0, places, one.expand(len(places)))
+        self._seen.index_fill_(0, places, self.now)
         missing = (rows == 0).nonzero().squeeze(1)
         self.counts["lookups"] += len(flat)
         self.counts["unknown"] += len(missing)
@@ -187,65 +193,56 @@ class DynamicIds:
     def _admit(self, new: Tensor, changes: dict[str, Fresh]) -> Tensor:
         """Returns the rows of (n, 3) tables, ids and numbers in canonical order; 0 for an id that is not admitted."""
         number, ids, sightings = new.unbind(1)
+        sizes = torch.bincount(number, minlength=len(self._tables)).tolist()
+        by_table = zip(
+            torch.split(ids, sizes), torch.split(sightings, sizes), strict=True
+        )
+        rows = [
+            self._admit_to(number, *of_table, changes)
+            for number, of_table in enumerate(by_table)
+        ]
+        return torch.cat(rows)
+
+    def _admit_to(
+        self, number: int, ids: Tensor, sightings: Tensor, changes: dict[str, Fresh]
+    ) -> Tensor:
+        """Returns the rows of new ids of a table, (n,) int64."""
+        table = self._tables[number]
         rows = torch.zeros_like(ids)
+        # Most tables have no new id in most steps.
         if not len(ids):
             return rows
-        # What waits has no row, so that without candidates nothing of it is in the
-        # index.
-        slots = ids
-        counted = torch.zeros_like(ids, dtype=torch.bool)
-        total = sightings
-        if any(table.candidates for table in self._tables):
-            slots, counted = self._index.slots(ids, self._index.of(number))
-            before = _sightings_of(self._index.values(slots))
-            total = sightings + torch.where(counted, before, 0)
-        ready = total >= self._admit_after[number]
-        places = _places_by_table(ready, number, len(self._tables))
-        for table, chosen in zip(self._tables, places, strict=True):
-            free = self._take(table, len(chosen), changes)
-            refused = len(chosen) - len(free)
-            self.counts["refused"] += refused
-            _warn_of_refused(table, self.now, refused)
-            # In the order of ids, so that all ranks refuse the same ones.
-            chosen = chosen[: len(free)]
-            rows[chosen] = free
-            table.give(free, ids[chosen], sightings[chosen], self.now)
-            note = changes[table.name]
-            changes[table.name] = note._replace(rows=free, ids=ids[chosen])
-            self.counts["admitted"] += len(free)
-        values = torch.where(rows > 0, rows, _candidate_values(total))
-        # What has been counted before has a place already; only the others are
-        # inserted.
-        self._index.set(slots[counted], values[counted])
-        absent = ~counted
-        self._index.insert(ids[absent], number[absent], values[absent])
-        # Ids that are candidates now, less those that were before.
-        joined = (rows == 0).long() - counted.long()
-        more = torch.zeros_like(self._starts).index_add_(0, number, joined).tolist()
-        for index, table in enumerate(self._tables):
-            table.candidates += more[index]
-            if table.candidates > table.policy.most_candidates:
-                forgotten, table.candidates = _forget_candidates(self._index, index)
-                self.counts["forgotten"] += forgotten
+        total = table.candidates.take(ids, sightings)
+        chosen = (total >= table.policy.admit_after).nonzero().squeeze(1)
+        free = self._take(table, len(chosen), changes)
+        refused = len(chosen) - len(free)
+        self.counts["refused"] += refused
+        _warn_of_refused(table, self.now, refused)
+        # In the order of ids, so that all ranks refuse the same ones.
+        chosen = chosen[: len(free)]
+        rows[chosen] = free
+        table.give(free, ids[chosen], sightings[chosen], self.now)
+        self._index.insert(ids[chosen], torch.full_like(free, number), free)
+        note = changes[table.name]
+        changes[table.name] = note._replace(rows=free, ids=ids[chosen])
+        self.counts["admitted"] += len(free)
+        waits = rows == 0
+        self.counts["forgotten"] += table.candidates.add(ids[waits], total[waits])
         return rows
 
     def _take(self, table: RowPool, count: int, changes: dict[str, Fresh]) -> Tensor:
         """Returns up to ``count`` free rows; evicts if there are not as many."""
         missing = count - table.free
         if missing > 0:
-            self._score(table)
+            table.score_sightings(self.ranks)
             share = int(table.policy.share * table.policy.capacity)
             self._remove(table, table.lowest(max(missing, share), self.now), changes)
         return table.take(count)
 
-    def _score(self, table: RowPool) -> None:
-        self._sightings.count()
-        table.score_sightings(self.ranks)
-
     def _remove(self, table: RowPool, rows: Tensor, changes: dict[str, Fresh]) -> None:
         ids = table.release(rows)
         number = torch.full_like(ids, self._tables.index(table))
-        self._index.remove(self._index.slots(ids, self._index.of(number))[0])
+        self._index.remove(ids, self._index.of(number))
         self.counts["evicted"] += len(rows)
         note = changes[table.name]
         evicted = torch.cat([note.evicted, ids])
@@ -254,24 +251,13 @@ class DynamicIds:
     def _expire(self, changes: dict[str, Fresh]) -> None:
         for table in self._tables:
             if table.policy.ttl:
-                self._score(table)
+                table.score_sightings(self.ranks)
                 self._remove(table, table.expired_rows(self.now), changes)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that later steps depend on, alike on every rank; changes nothing of it. Collective."""
-        self._sightings.count()
         waiting, _ = _sum_equal(self._waiting)
-        items = self._index.items()
-        tables = {}
-        for number, table in enumerate(self._tables):
-            candidates = _candidates(items, number)
-            # In the order of ids, because that in the index depends on its layout.
-            order = candidates.ids.argsort()
-            tables[table.name] = {
-                **table.state_dict(self.ranks),
-                "candidates": candidates.ids[order],
-                "candidate_values": candidates.values[order],
-            }
+        tables = {table.name: table.state_dict(self.ranks) for table in self._tables}
         return {
             "now": self.now,
             "counts": dict(self.counts),
@@ -289,7 +275,6 @@ class DynamicIds:
         _check_saved_tables(saved, self._tables)
         self.now = state["now"]
         self.counts = dict(state["counts"])
-        self._sightings.drop()
         waiting = state["waiting"].clone()
         # Tables are numbered as they were given, which may be another order than before.
         numbers = list(map(self.names.index, saved))
@@ -299,36 +284,14 @@ class DynamicIds:
             waiting = waiting[:0]
         self._waiting = waiting
         self._index = _empty_index(self._tables)
-        for table in self._tables:
+        for number, table in enumerate(self._tables):
             table.load_state_dict(saved[table.name], is_first=self.ranks.is_first)
-        _insert_saved(self._index, self._tables, saved)
+            rows = table.live_rows()
+            self._index.insert(table.id_of[rows], torch.full_like(rows, number), rows)
 
 
 def _empty_index(tables: Sequence[RowPool]) -> IdIndex:
-    policies = [table.policy for table in tables]
-    sizes = [policy.capacity + policy.most_candidates for policy in policies]
-    return IdIndex(sizes)
-
-
-def _insert_saved(
-    index: IdIndex, tables: Sequence[RowPool], saved: Mapping[str, Any]
-) -> None:
-    """Inserts the ids with a row, and the saved candidates."""
-    for number, table in enumerate(tables):
-        state = saved[table.name]
-        rows = table.live_rows()
-        table.candidates = len(state["candidates"])
-        ids = torch.cat([table.id_of[rows], state["candidates"]])
-        values = torch.cat([rows, state["candidate_values"]])
-        index.insert(ids, torch.full_like(ids, number), values)
-
-
-def _row_pools(tables: Mapping[str, Dynamic], sightings: Sightings) -> list[RowPool]:
-    """Returns the rows of each table, with its part of the sightings."""
-    capacities = [policy.capacity for policy in tables.values()]
-    numbers = torch.split(sightings.number, capacities)
-    steps = torch.split(sightings.step, capacities)
-    return list(map(RowPool, tables, tables.values(), numbers, steps))
+    return IdIndex([table.policy.capacity for table in tables])
 
 
 def _by_table(
@@ -339,34 +302,6 @@ def _by_table(
     pieces = torch.split(rows, [shape.numel() for shape in shapes.values()])
     views = map(Tensor.view, pieces, shapes.values())
     return dict(zip(shapes, views, strict=True))
-
-
-def _candidates(items: Items, number: int) -> Items:
-    """Returns the candidates of a table."""
-    is_candidate = (items.table == number) & (items.values < 0)
-    return Items(*(column[is_candidate] for column in items))
-
-
-def _forget_candidates(index: IdIndex, number: int) -> tuple[int, int]:
-    """Forgets a table's candidates that were not seen since this was last done, and unmarks the others.
-
-    Returns:
-        The numbers of those forgotten and of those left.
-    """
-    candidates = _candidates(index.items(), number)
-    is_marked = (candidates.values & 1) == 1
-    slots = candidates.slots[is_marked]
-    index.remove(candidates.slots[~is_marked])
-    index.set(slots, candidates.values[is_marked] + 1)
-    return len(is_marked) - len(slots), len(slots)
-
-
-def _places_by_table(chosen: Tensor, number: Tensor, tables: int) -> tuple[Tensor, ...]:
-    """Returns the places of the chosen ones of each table, (n,) each, given the tables' numbers, ascending."""
-    places = chosen.nonzero().squeeze(1)
-    return torch.split(
-        places, torch.bincount(number[places], minlength=tables).tolist()
-    )
 
 
 def _check_ids(ids: Mapping[str, Tensor]) -> None:
@@ -406,16 +341,6 @@ def _check_saved_tables(saved: Mapping[str, Any], tables: Sequence[RowPool]) -> 
                 f"table '{table.name}': capacity={table.policy.capacity:,}, but {capacity:,} rows were saved; a "
                 f"table may only grow: set capacity={capacity} or more"
             )
-
-
-def _candidate_values(sightings: Tensor) -> Tensor:
-    """Returns the values of candidates in the index; the lowest bit marks them as seen lately."""
-    return -(2 * sightings.clamp(max=MOST_SIGHTINGS) + 1)
-
-
-def _sightings_of(values: Tensor) -> Tensor:
-    """Returns the number of sightings of candidates, see :func:`_candidate_values`."""
-    return -values >> 1
 
 
 def _sum_equal(triples: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -104,28 +104,17 @@ class IdIndex:
         values = lines.view(torch.int32)[:, _FIRST_VALUE : _FIRST_VALUE + _WAYS]
         return ((lines[:, :_WAYS] == ids[:, None]) * values).sum(1)
 
-    def slots(self, ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Returns for each id a slot for :meth:`set` and :meth:`remove`, and whether the id is there, (N,) each."""
-        one, two = buckets_of(ids, layout)
-        hits = torch.cat([self._ids_in(one), self._ids_in(two)], dim=1) == ids[:, None]
-        way = hits.int().argmax(1)
-        bucket = torch.where(way >= _WAYS, two, one)
-        return bucket * _WAYS + way % _WAYS, hits.any(1)
-
     def _ids_in(self, buckets: Tensor) -> Tensor:
         """Returns the ids in each of the buckets, (N, 5); whole lines are copied much faster than parts of them."""
         return self.lines.index_select(0, buckets)[:, :_WAYS]
 
-    def values(self, slots: Tensor) -> Tensor:
-        """Returns the values at ``slots``, (N,) int64."""
-        return self._halves[_value_word(slots)].long()
-
-    def set(self, slots: Tensor, values: Tensor) -> None:
-        """Writes the values at ``slots``."""
-        self._halves[_value_word(slots)] = values.int()
-
-    def remove(self, slots: Tensor) -> None:
-        """Empties ``slots``."""
+    def remove(self, ids: Tensor, layout: Layout) -> None:
+        """Removes ids that are there."""
+        one, two = buckets_of(ids, layout)
+        hits = torch.cat([self._ids_in(one), self._ids_in(two)], dim=1) == ids[:, None]
+        way = hits.int().argmax(1)
+        bucket = torch.where(way >= _WAYS, two, one)
+        slots = bucket * _WAYS + way % _WAYS
         self._words[_id_word(slots)] = EMPTY
         self._halves[_value_word(slots)] = 0
 
@@ -169,26 +158,14 @@ class IdIndex:
 
     def _rebuild(self, table: int) -> None:
         """Gives a table more buckets, and inserts all ids anew."""
-        everything = self.items()
-        self._buckets[table] = math.ceil(self._buckets[table] * _GROWTH)
-        self._allocate()
-        self.insert(everything.ids, everything.table, everything.values)
-
-    def items(self) -> Items:
-        """Returns everything in the index, in no order that may be relied on."""
         lines = self.lines.view(torch.int32)[:, _FIRST_VALUE : _FIRST_VALUE + _WAYS]
         slots = (lines != 0).reshape(-1).nonzero().squeeze(1)
-        table = torch.bucketize(slots // _WAYS, self._first, right=True) - 1
-        return Items(table, self._words[_id_word(slots)], self.values(slots), slots)
-
-
-class Items(NamedTuple):
-    """The table, id, value and slot of each id of an index; (N,) int64 each."""
-
-    table: Tensor
-    ids: Tensor
-    values: Tensor
-    slots: Tensor
+        tables = torch.bucketize(slots // _WAYS, self._first, right=True) - 1
+        ids = self._words[_id_word(slots)]
+        values = self._halves[_value_word(slots)].long()
+        self._buckets[table] = math.ceil(self._buckets[table] * _GROWTH)
+        self._allocate()
+        self.insert(ids, tables, values)
 
 
 def buckets_of(ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,9 @@ from typing import Literal, get_args
 from torchrec_ext.schema.validation import check_choice, check_least
 
 Evict = Literal["lfu", "lru"]
-# An index value has 32 bits, of which one is a candidate's mark and one the sign.
+# An index value has 32 bits, of which one is the sign.
 _MOST_ROWS = 2**31 - 1
-MOST_SIGHTINGS = 2**28
+_MOST_SIGHTINGS = 2**28
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,8 @@ class Dynamic:
             ),
             (
                 "admit_after",
-                1 <= self.admit_after <= MOST_SIGHTINGS,
-                f"from 1 to {MOST_SIGHTINGS:,} sightings",
+                1 <= self.admit_after <= _MOST_SIGHTINGS,
+                f"from 1 to {_MOST_SIGHTINGS:,} sightings",
             ),
             ("half_life", self.half_life > 0, "above 0; inf forgets nothing"),
             ("share", 0 < self.share <= 1, "above 0 and at most 1"),

@@ -1,6 +1,6 @@
 """RowPool: which rows of a table with dynamic ids are free, and which ids must go.
 
-Sightings: how often and when the rows of all tables were looked up.
+Candidates: ids that wait until they have been seen often enough.
 """
 
 from __future__ import annotations
@@ -16,57 +16,63 @@ from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.ids.policy import Dynamic
 from torchrec_ext.ids.ranks import IdRanks
 
-_MOST_UNCOUNTED = 2**18  # look-ups that are counted together
 # Ids that go for good, a live id and memory of the counts.
 _GOING = 0.1
 
 
-class Sightings:
-    """How often and when this rank looked up the rows of all tables, which have one memory.
+class Candidates:
+    """Ids of one table that wait for their admission, with their sightings.
 
     Args:
-        rows: number of rows.
-
-    Attributes:
-        number: sightings of each row, (rows,) int32; who reads them sets them to 0.
-        step: last step that saw each row, (rows,) int32.
+        most: number of ids beyond which those are forgotten that were not seen since some were last forgotten.
     """
 
-    def __init__(self, rows: int) -> None:
-        self.number = torch.zeros(rows, dtype=torch.int32)
-        self.step = torch.zeros_like(self.number)
-        # Look-ups that are not counted yet: their step, and their rows.
-        self._uncounted: list[tuple[int, Tensor]] = []
+    def __init__(self, most: int) -> None:
+        self._most = most
+        # Those seen since ids were last forgotten, and the others.
+        self._lately: dict[int, int] = {}
+        self._before: dict[int, int] = {}
 
-    def add(self, step: int, rows: Tensor) -> None:
-        """Notes the rows that a step looks up, (n,) int64, with repeats."""
-        self._uncounted.append((step, rows))
-        if sum(len(places) for _, places in self._uncounted) >= _MOST_UNCOUNTED:
-            self.count()
+    def take(self, ids: Tensor, sightings: Tensor) -> Tensor:
+        """Takes out ids, (n,), and returns all their sightings, those of now among them, (n,) int64."""
+        if not (self._lately or self._before):
+            return sightings
+        earlier = [
+            self._lately.pop(each, 0) or self._before.pop(each, 0)
+            for each in ids.tolist()
+        ]
+        return sightings + torch.tensor(earlier, dtype=torch.int64)
 
-    def count(self) -> None:
-        """Counts the noted look-ups, before anything reads the counts or gives rows away.
+    def add(self, ids: Tensor, sightings: Tensor) -> int:
+        """Adds ids that were taken out, and returns how many others are forgotten."""
+        self._lately |= zip(ids.tolist(), sightings.tolist(), strict=True)
+        if len(self._lately) + len(self._before) <= self._most:
+            return 0
+        forgotten = len(self._before)
+        self._before = self._lately
+        self._lately = {}
+        return forgotten
 
-        All at once, because each step reads other rows, which are then in no cache.
-        """
-        if not self._uncounted:
-            return
-        steps, pieces = zip(*self._uncounted, strict=True)
-        self._uncounted = []
-        places = torch.cat(pieces)
-        lengths = torch.tensor([len(piece) for piece in pieces])
-        numbers = torch.tensor(steps, dtype=torch.int32)
-        # Expanded, not repeated: a tensor of ones would be read from memory.
-        one = torch.ones((), dtype=torch.int32)
-        self.number.scatter_add_(0, places, one.expand(len(places)))
-        step_of_each = torch.repeat_interleave(numbers, lengths)
-        # The greatest, because places repeat and a plain scatter may write any of them
-        # last.
-        self.step.scatter_reduce_(0, places, step_of_each, "amax")
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns the ids, ascending, and for each -2 times its sightings, less 1 if it was seen lately."""
+        values = {each: -2 * number for each, number in self._before.items()}
+        values |= {each: -2 * number - 1 for each, number in self._lately.items()}
+        ids = sorted(values)
+        return {
+            "candidates": torch.tensor(ids, dtype=torch.int64),
+            "candidate_values": torch.tensor(
+                [values[each] for each in ids], dtype=torch.int64
+            ),
+        }
 
-    def drop(self) -> None:
-        """Drops the noted look-ups that are not counted yet."""
-        self._uncounted = []
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a state of :meth:`state_dict`."""
+        self._lately = {}
+        self._before = {}
+        ids, values = state["candidates"].tolist(), state["candidate_values"].tolist()
+        for each, value in zip(ids, values, strict=True):
+            numbers = self._lately if value % 2 else self._before
+            numbers[each] = -value // 2
 
 
 class RowPool:
@@ -79,7 +85,7 @@ class RowPool:
         seen: step at which this rank last saw each row, (capacity,) int32, written.
 
     Attributes:
-        candidates: number of ids that wait for their admission.
+        candidates: ids that wait for their admission.
         has_warned: whether it was said that the table is too small.
     """
 
@@ -88,7 +94,7 @@ class RowPool:
     ) -> None:
         self.name = name
         self.policy = policy
-        self.candidates = 0
+        self.candidates = Candidates(policy.most_candidates)
         self.has_warned = False
         self._sightings = sightings
         self._seen = seen
@@ -203,10 +209,12 @@ class RowPool:
             "sightings": ranks.sum_over_ranks(self._sightings.clone()),
             "used": self._used,
             "lookups": self._lookups,
+            **self.candidates.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, is_first: bool) -> None:
         """Continues from a state of as many rows or fewer; only the first rank takes the sightings, sums over ranks."""
+        self.candidates.load_state_dict(state)
         rows = len(state["ids"])
         for target, name in (
             (self.id_of, "ids"),

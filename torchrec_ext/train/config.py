@@ -194,7 +194,6 @@ class TrainConfig:
         early_stop: when the run ends before its last epoch, and with which weights.
         hang_s: seconds after which a collective that another rank does not join fails, and so ends the job. A rank
             writes the stacks of its threads if a step takes half as long; more than the slowest step takes.
-        trace_steps: steps, after the first five, that torch.profiler traces on each rank; 0 for none.
         compile: capture the whole step, forward to optimizers, as one compiled graph (CPU) or CUDA graph, on a rank
             that no other waits for; members of a stack of networks together. ``auto`` captures if the model allows it
             and the rest of the run is long enough to pay for it, ``off`` never captures, ``require`` ends with an error
@@ -211,7 +210,6 @@ class TrainConfig:
     dense_schedule: Schedule = field(default_factory=Schedule)
     early_stop: EarlyStop = field(default_factory=EarlyStop)
     hang_s: float = 300.0
-    trace_steps: int = 0
     compile: Compile = "auto"
     amp: Amp = "off"
 
@@ -221,6 +219,5 @@ class TrainConfig:
         check_least("eval_every", self.eval_every)
         if not self.hang_s > 0:
             raise ValueError(f"hang_s={self.hang_s}: must be more than 0 seconds")
-        check_least("trace_steps", self.trace_steps, 0)
         check_choice("compile", self.compile, get_args(Compile))
         check_choice("amp", self.amp, get_args(Amp))

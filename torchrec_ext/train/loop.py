@@ -7,9 +7,8 @@ otherwise the job would hang in the last step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
@@ -28,7 +27,6 @@ from torchrec_ext.train.config import TrainConfig as TrainConfig
 from torchrec_ext.train.early_stop import EarlyStopWatch
 from torchrec_ext.train.guards import Guard, RunStoppedError, Watchdog
 from torchrec_ext.train.report.progress import Progress, Window
-from torchrec_ext.train.report.trace import StepTrace, check_fits
 from torchrec_ext.train.step.choose import Steps, StepsConfig
 from torchrec_ext.train.step.fresh_rows import FreshRows
 from torchrec_ext.train.step.pipeline import make_pipeline
@@ -145,7 +143,6 @@ def train(
     evaluate: Callable[[], Record] | None = None,
     log: Callable[[Record], None] | None = None,
     sync: SyncConfig | None = None,
-    trace_folder: Path | str = "trace",
     checkpoints: RunCheckpoints | None = None,
     stop: Callable[[], bool] | None = None,
     watchdog: Watchdog | None = None,
@@ -167,7 +164,6 @@ def train(
         log: called on rank 0 with each record.
         sync: how often ranks exchange what; by default the gradients in every step. All ranks are equal in an
             evaluation, at the end of an epoch, and on return.
-        trace_folder: folder for each rank's trace of ``config.trace_steps``.
         checkpoints: saves the run, and restores its position; the loader must then be able to resume.
         watchdog: watchdog, told of each step.
         stop: called on every rank after each step; if it returns True on one rank, the run is saved and ends on all.
@@ -190,7 +186,7 @@ def train(
         TrainingDivergedError: the loss is not finite, on every rank alike.
         RunStoppedError: ``stop`` returned True.
         UnevenStepsError: the ranks' loaders have different lengths, on every rank alike; or one gives another number.
-        ValueError: a warm-up or a trace is longer than the run, or an early stop needs a figure not evaluated.
+        ValueError: a warm-up is longer than the run, or an early stop needs a figure not evaluated.
     """
     config = config or TrainConfig()
     sync = sync or SyncConfig()
@@ -206,13 +202,7 @@ def train(
             "is saved; pass checkpoints, or set train.early_stop.restore=false"
         )
     check_even(loader, runtime)
-    check_fits(config.trace_steps, config.epochs * len(loader))
-    trace = None
-    if config.trace_steps:
-        trace = StepTrace(runtime, config.trace_steps, Path(trace_folder))
-    with ExitStack() as ends, synchronised(model, optimizer, sync) as ranks:
-        if trace is not None:
-            ends.callback(trace.close)
+    with synchronised(model, optimizer, sync) as ranks:
         run = _Run(
             model,
             optimizer,
@@ -222,7 +212,6 @@ def train(
             sync=sync,
             ranks=ranks,
             checkpoints=checkpoints,
-            trace=trace,
             observer=observer,
             watchdog=watchdog,
             fresh_rows=fresh_rows,
@@ -280,7 +269,6 @@ class _Run:
         sync: SyncConfig,
         ranks: EveryStep,
         checkpoints: RunCheckpoints | None,
-        trace: StepTrace | None,
         observer: StepObserver | None,
         watchdog: Watchdog | None,
         fresh_rows: FreshRows | None,
@@ -294,7 +282,6 @@ class _Run:
         self.config = config
         self.ranks = ranks
         self.checkpoints = checkpoints
-        self.trace = trace
         self.observer = observer
         self.watchdog = watchdog
         self.fresh_rows = fresh_rows
@@ -402,8 +389,6 @@ class _Run:
         if self.observer is not None:
             self.observer.see(output)
         self.guard.see(output.loss)
-        if self.trace is not None and self.trace.step():
-            records.progress.say(f"the trace of a step is in {self.trace.folder}")
         if step % self.config.log_every == 0 or self.at.done == len(self.loader):
             self._record_window()
         # After the record, whose rates are those of the step just made.

@@ -154,7 +154,6 @@ def run_training(
                 evaluate=evaluator.validate if task.validates else None,
                 log=run.log,
                 sync=job.sync,
-                trace_folder=run.path / "trace",
                 checkpoints=checkpoints,
                 stop=stop,
                 watchdog=watchdog,

@@ -1,6 +1,5 @@
 """Plans that are made, shown, refused in numbers, and the same refusal on every rank."""
 
-import re
 import unittest.mock
 from typing import Any
 
@@ -14,11 +13,9 @@ from torchrec import (
 from torchrec.distributed.planner import ParameterConstraints
 
 from tests.contracts import run_ranks
-from tests.distributed.plan.topologies import drafted, topology
 from tests.examples import META, small_model, table
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import PlanConfig, TablePlan
-from torchrec_ext.distributed.plan.draft import PlanError
 from torchrec_ext.distributed.plan.explain import explain
 from torchrec_ext.distributed.plan.planner import (
     SMALL_WEIGHTS,
@@ -166,18 +163,6 @@ def test_what_cannot_be_planned_is_refused_by_name(
     assert len(str(error.value)) <= 200
 
 
-def test_tables_beside_the_gpu_are_shown_with_their_kernels() -> None:
-    model = giant_model()
-    config = PlanConfig(
-        sharding="row_wise",
-        tables={"ad_id": TablePlan(kernel="fused_uvm_caching", cache_load_factor=0.1)},
-    )
-    sgd = OptimizerConfig(tables="sgd")
-    found = drafted(model, topology(16, 8), config, sgd, 1024)
-    text = explain(found.plan, model, 16)
-    assert re.search(r"row_wise +fused_uvm_caching +rank 0 rows 0-", text)
-
-
 def test_constraints_of_torchrec_win() -> None:
     model = small_model(META)
     constraints = {"item_id": ParameterConstraints(sharding_types=["data_parallel"])}
@@ -213,69 +198,6 @@ def test_explain_says_what_lies_where() -> None:
     assert replicated.count("every rank") == 3
     size = (101 + 50 + 50) * 16 * 4 / 1024**2
     assert f"rank 0: {size:.2f} MiB, rank 1: {size:.2f} MiB" in replicated
-
-
-def giant_model() -> TowerModel:
-    giant = EmbeddingBagConfig(
-        name="ad_id",
-        feature_names=["ad_id"],
-        num_embeddings=300_000_000,
-        embedding_dim=64,
-    )
-    return two_tower([giant], [table("item_id", 50)], device=META)
-
-
-def refused(runtime: Runtime) -> str:
-    try:
-        plan_sharding(giant_model(), runtime, PlanConfig(memory_gb=8))
-    except PlanError as error:
-        return str(error)
-    return ""
-
-
-def test_a_table_that_does_not_fit_is_refused_in_numbers_on_every_rank() -> None:
-    first, second = run_ranks(refused, 2, timeout_s=60)
-    assert first == second
-    assert len(first) <= 200
-    weights_and_state = 300_000_000 * 64 * 8 / 1024**3
-    assert f"'ad_id' {weights_and_state:.2f} GiB" in first
-    # 8 GiB less 15 %
-    assert "fits 2 rank(s) of 6.80 GiB" in first
-
-
-def outcome(world_size: int, optimizer: OptimizerConfig, **config: object) -> str:
-    """What rank 0 of ``world_size`` would decide; the others only receive it."""
-    runtime = Runtime(world_size=world_size, local_world_size=8)
-    with unittest.mock.patch("torch.distributed.broadcast_object_list"):
-        try:
-            plan_sharding(
-                giant_model(),
-                runtime,
-                PlanConfig(memory_gb=8, **config),
-                optimizer=optimizer,
-            )  # type: ignore[arg-type]
-        except PlanError as error:
-            return str(error)
-    return "fits"
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "fits", "refused_at"),
-    [("adagrad", 24, 16), ("row_wise_adagrad", 12, 8), ("sgd", 12, 8)],
-)
-def test_the_state_of_the_optimizer_counts(
-    optimizer: str, fits: int, refused_at: int
-) -> None:
-    config = OptimizerConfig(tables=optimizer)  # type: ignore[arg-type]
-    assert outcome(fits, config) == "fits"
-    assert "no sharding plan fits" in outcome(refused_at, config)
-
-
-def test_the_reserve_is_kept() -> None:
-    assert outcome(12, OptimizerConfig(tables="sgd")) == "fits"
-    assert "12 rank(s) of 3.20 GiB" in outcome(
-        12, OptimizerConfig(tables="sgd"), reserve=0.6
-    )
 
 
 def broken(runtime: Runtime) -> str:
@@ -331,7 +253,6 @@ def test_tables_that_are_small_together_are_whole_on_every_rank_where_that_is_fr
             free,
             adagrad,
         ),
-        (at_the_limit, TWO_RANKS, PlanConfig(sharding="table_wise"), adagrad),
         (
             at_the_limit,
             TWO_RANKS,

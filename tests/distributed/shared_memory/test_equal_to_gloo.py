@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -116,7 +115,7 @@ def of_shape(
 
 
 def of_other_kinds(rank: int, size: int) -> dict[str, Call]:
-    """Layouts, means, objects, functional collectives, and what gloo keeps."""
+    """Layouts, means, and what gloo keeps."""
 
     def transposed(group: dist.ProcessGroup) -> list[Tensor]:
         draw = torch.Generator().manual_seed(rank)
@@ -125,11 +124,6 @@ def of_other_kinds(rank: int, size: int) -> dict[str, Call]:
         dist.all_gather(outputs, tensor, group=group)
         dist.all_reduce(tensor, group=group)
         return [tensor, *outputs]
-
-    def objects(group: dist.ProcessGroup) -> list[Tensor]:
-        values: list[Any] = [None] * size
-        dist.all_gather_object(values, {"rank": rank, "text": "x" * rank}, group=group)
-        return [torch.tensor([value["rank"] for value in values])]
 
     def rooted(group: dist.ProcessGroup) -> list[Tensor]:
         tensor = torch.full((5,), float(rank))
@@ -142,29 +136,6 @@ def of_other_kinds(rank: int, size: int) -> dict[str, Call]:
         dist.reduce(tensor, 0, group=group)
         return [*(outputs or []), *([tensor] if rank == 0 else [])]
 
-    def sent(group: dist.ProcessGroup) -> list[Tensor]:
-        tensor = torch.full((3,), 7.0 * rank)
-        if rank == 0:
-            dist.recv(tensor, 1, group=group)
-        elif rank == 1:
-            dist.send(tensor, 0, group=group)
-        return [tensor]
-
-    def several(group: dist.ProcessGroup) -> list[Tensor]:
-        tensors = [torch.full((5,), rank + 1.0), torch.ones(3, 2)]
-        dist.all_reduce_coalesced(tensors, group=group)
-        return tensors
-
-    def functions(group: dist.ProcessGroup) -> list[Tensor]:
-        tensor = numbers(torch.Generator().manual_seed(rank), (8,), torch.float32)
-        even = tensor[: 8 // size * size]
-        works = (
-            functional.all_reduce(tensor, "sum", group),
-            functional.all_gather_tensor(tensor, 0, group),
-            functional.reduce_scatter_tensor(even, "sum", 0, group),
-        )
-        return [functional.wait_tensor(work) for work in works]
-
     ops = dist.ReduceOp
     return {
         "transposed": transposed,
@@ -174,11 +145,7 @@ def of_other_kinds(rank: int, size: int) -> dict[str, Call]:
         "all_reduce BOR": in_place(
             lambda: torch.tensor([rank + 1]), dist.all_reduce, ops.BOR
         ),
-        "all_gather_object": objects,
         "gather, scatter, reduce": rooted,
-        "send, recv": sent,
-        "all_reduce_coalesced": several,
-        "functional": functions,
     }
 
 
@@ -236,7 +203,7 @@ def compared(
 
 
 def in_any_order(runtime: Runtime, count: int) -> list[str]:
-    """More in flight than a ring holds; waits in any order, by polling and by futures; two groups; threads."""
+    """More in flight than a ring holds; waits in any order; two groups; threads."""
     rank, size = runtime.rank, runtime.world_size
     assert share_memory()
     sizes = [random.Random(i).choice([1, 1000, 100_000, 700_000]) for i in range(count)]
@@ -249,23 +216,6 @@ def in_any_order(runtime: Runtime, count: int) -> list[str]:
     for i, tensor in enumerate(tensors):
         assert (tensor == sum(peer + i for peer in range(size))).all()
     done = [f"{count} in flight"]
-
-    late = torch.ones(4_000_000)
-    time.sleep(0.1 * (rank == 1))
-    work = dist.all_reduce(late, async_op=True)
-    end = time.monotonic() + 20
-    while not work.is_completed():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-    assert (late == size).all()
-    done.append("polled")
-
-    value = torch.ones(1000)
-    seen: list[float] = []
-    future = dist.all_reduce(value, async_op=True).get_future()
-    future.then(lambda each: seen.append(each.value()[0].sum().item())).wait()
-    assert seen == [1000.0 * size]
-    done.append("futures")
 
     # Who does not wait must not keep others from going on, though it does not fit into
     # a ring.

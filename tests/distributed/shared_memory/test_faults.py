@@ -255,21 +255,6 @@ def test_without_a_group_the_line_to_put_before_is_named() -> None:
 
 
 @pytest.mark.unit
-def test_a_group_without_gloo_is_refused() -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        with pytest.raises(
-            ValueError,
-            match=r"the group has fake for CPU tensors, and takes the place of gloo alone",
-        ):
-            share_memory()
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.unit
 def test_a_broken_or_missing_library_names_the_remedy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -288,32 +273,3 @@ def test_a_broken_or_missing_library_names_the_remedy(
     ) as broken:
         read()
     assert len(str(broken.value)) < 200 + len(str(tmp_path))
-
-
-@needs_library
-@pytest.mark.unit
-def test_a_library_of_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    built = library.library_path()
-    monkeypatch.setattr(library, "library_path", lambda: built)
-    monkeypatch.setattr(torch, "__version__", "2.99.0")
-    with pytest.raises(
-        library.LibraryError,
-        match=r"is of torch 2\.1\d\.\d; remove it, and build again",
-    ):
-        library.load.__wrapped__()
-
-
-@pytest.mark.unit
-def test_a_compiler_that_is_missing_or_fails_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("CXX", "no_such_compiler")
-    with pytest.raises(
-        library.LibraryError,
-        match="the compiler no_such_compiler does not start: No such file",
-    ):
-        library.compile_to(tmp_path / "library.so")
-    monkeypatch.setenv("CXX", "false")
-    with pytest.raises(library.LibraryError, match="false fails: without a word"):
-        library.compile_to(tmp_path / "library.so")
-    assert list(tmp_path.iterdir()) == []

@@ -9,9 +9,6 @@ import pickle
 import random
 import re
 import shutil
-import signal
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +17,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from tests.contracts import _CONTEXT
 from tests.examples import NO_MANIFESTS, small_model
 from tests.killing import killed_everywhere
 from torchrec_ext import sealed
-from torchrec_ext.distributed.plan.explain import size_text
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint import checkpointer as module
 from torchrec_ext.train.checkpoint import folder as manifest
@@ -311,38 +305,6 @@ def test_killed_while_a_step_is_saved_again_it_is_there_or_the_one_before(
     assert seen[-1] == {4.0}
 
 
-def test_the_best_stays_marked_until_the_next_best_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpointer = Checkpointer(str(tmp_path), HERE, keep=1)
-    checkpointer.save(1, model_state(filled(1)))
-    checkpointer.mark_best(1, {"auc": 0.8})
-    assert checkpointer.folder.noted("best.json") == {"step": 1, "auc": 0.8}
-    monkeypatch.setattr(
-        checkpointer.folder,
-        "seal",
-        lambda *_: exec("raise CheckpointError('disk')", globals()),
-    )
-    checkpointer.save(2, model_state(filled(2)))
-    with pytest.raises(CheckpointError, match="disk"):
-        checkpointer.mark_best(2, {"auc": 0.9})
-    assert checkpointer.folder.noted("best.json") == {"step": 1, "auc": 0.8}
-
-
-def test_a_file_system_without_locks_is_told_as_that(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(sealed.fcntl, "flock", refuse)
-    with pytest.raises(
-        CheckpointError,
-        match=r"or locked: No locks available; mount its file system .*--run_dir",
-    ):
-        Checkpointer(str(tmp_path), HERE)
-
-
 def test_two_jobs_do_not_write_one_folder(tmp_path: Path) -> None:
     first = Checkpointer(str(tmp_path), HERE)
     with pytest.raises(
@@ -366,22 +328,21 @@ def test_another_model_is_refused_by_its_first_differences(tmp_path: Path) -> No
     assert values(model) - {1.0}, "nothing was written"
 
 
-def test_a_full_disk_is_told_in_bytes_and_the_one_before_stays(
+def test_a_full_disk_is_told_and_the_one_before_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (path,) = saved(tmp_path, 1)
-    monkeypatch.setattr(
-        module.shutil,
-        "disk_usage",
-        lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 100, 100),
-    )
     checkpointer = Checkpointer(str(tmp_path), HERE)
-    needed = sum(parameter.numel() * 4 for parameter in filled(0).parameters())
+
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpointer.folder, "begin", fail)
+    monkeypatch.setattr(
+        module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0)
+    )
     checkpointer.save(2, model_state(filled(2)))
-    with pytest.raises(
-        CheckpointError,
-        match=f"no space left for checkpoint .*step-0000000002'.*needs {size_text(needed)}",
-    ):
+    with pytest.raises(CheckpointError, match=r"step-0000000002' .*: no space is left"):
         checkpointer.wait()
     assert checkpointer.last_good() == path
 
@@ -420,57 +381,6 @@ def test_a_url_works_as_a_path_does() -> None:
     assert values(model) == {2.0}
 
 
-def _save_for_ever(folder: str, state: dict[str, Tensor]) -> None:
-    torch.set_num_threads(1)
-    checkpointer = Checkpointer(folder, HERE, keep=2)
-    for step in range(1, 10**6):
-        checkpointer.save(step, model_state(filled(step)))
-
-
-@pytest.mark.slow
-def test_killed_at_any_moment_the_former_or_the_new_one_is_there(
-    tmp_path: Path,
-) -> None:
-    draw = random.Random(0)
-    found: set[int] = set()
-    for trial in range(50):
-        folder = tmp_path / str(trial)
-        process = _CONTEXT.Process(
-            target=_save_for_ever, args=(str(folder), {}), daemon=True
-        )
-        process.start()
-        while not list(folder.glob("step-*[0-9]/manifest.json")):
-            time.sleep(0.01)
-        time.sleep(draw.random() * 0.3)
-        os.kill(process.pid or 0, signal.SIGKILL)
-        process.join()
-        checkpointer = Checkpointer(str(folder), HERE)
-        lines: list[str] = []
-        path = checkpointer.last_good(lines.append)
-        assert path is not None
-        assert not lines, "a sealed checkpoint is whole"
-        checkpointer.load(path, model_state(model := filled(0)))
-        step = int(path[-10:])
-        assert values(model) == {float(step)}, "a mixture of two steps"
-        checkpointer.folder.clean()
-        assert len(list(folder.glob("step-*"))) == len(checkpointer.folder.steps())
-        found.add(step)
-        checkpointer.close()
-    assert len(found) > 3
-
-
-@pytest.mark.parametrize("address", ["nope://x/y", "s3://a-bucket/x"])
-def test_an_address_without_a_driver_is_refused_in_one_line(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(
-        CheckpointError,
-        match=f"^checkpoint folder '{address}' cannot be opened .*check the address, its driver",
-    ):
-        CheckpointFolder(address)
-
-
 @pytest.mark.parametrize("rows", [60, 100, 130])
 @pytest.mark.parametrize(
     "division", [(130,), (40, 90)], ids=["one rank's", "two ranks'"]
@@ -503,17 +413,3 @@ def test_a_tensor_of_several_blocks_is_loaded_as_it_was_saved(
         no_dist=True,
     )
     assert torch.equal(loaded, whole)
-
-
-def test_no_file_is_read_again_for_its_digest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read(*_: object) -> None:
-        raise AssertionError("a file was read")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(manifest, "measure_stream", read)
-        (path,) = saved(tmp_path, 1)
-    listed = manifest.read_checkpoint_manifest(path)["files"]
-    assert sorted(listed) == [".metadata", "__0_0.distcp"]
-    assert listed == {name: sealed.measure_file(Path(path, name)) for name in listed}

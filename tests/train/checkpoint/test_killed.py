@@ -8,7 +8,6 @@ import pickle
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,71 +18,20 @@ import torch.distributed as dist
 from tests.contracts import _CONTEXT, gather_state
 from tests.examples import META, small_model
 from tests.small_sets import checkerboard_data
-from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.loader.loader import LoaderConfig, training_loader
+from tests.train.checkpoint.watched import towers
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
 from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError
 from torchrec_ext.train.loop import TrainConfig, train
-from torchx_apps.recipes import TwoTowerConfig, build_two_tower
 
 TRIALS, EPOCHS, LOGGED = 40, 6, 5
 CONFIG = CheckpointConfig(steps=3)
 PLANS = ("row_wise", "column_wise", "table_wise", "data_parallel")
 Step = tuple[int, int]  # of which epoch, and of which step of it
-
-
-class Noted:
-    """A loader that writes down the rows of each step before it hands them out."""
-
-    def __init__(self, loader: Any, file: Path) -> None:
-        self._loader, self._file = loader, file
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[TowerBatch]:
-        state = self._loader.state_dict()
-        with self._file.open("a") as file:
-            for step, batch in enumerate(self._loader, state["step"]):
-                users, items = (
-                    batch.bags(name).to_dense() for name in ("user_id", "item_id")
-                )
-                owners = (
-                    batch.shared.index.tolist()
-                    if batch.shared is not None
-                    else range(len(batch))
-                )
-                rows = zip(
-                    owners,
-                    items,
-                    batch.labels.tolist(),
-                    batch.weights.tolist(),
-                    strict=True,
-                )
-                own = [
-                    (*users[owner].tolist(), *item.tolist(), int(label))
-                    for owner, item, label, weight in rows
-                    if weight
-                ]
-                file.write(json.dumps([state["epoch"], step, own]) + "\n")
-                file.flush()
-                yield batch
-
-    def set_epoch(self, epoch: int) -> None:
-        self._loader.set_epoch(epoch)
-
-    def state_dict(self, *, step: int | None = None) -> Any:
-        return self._loader.state_dict(step=step)
-
-    def load_state_dict(self, state: Any) -> None:
-        self._loader.load_state_dict(state)
 
 
 def run(
@@ -99,19 +47,14 @@ def run(
 ) -> Any:
     """Trains to the end, from the newest checkpoint or the one at a path; ``rate`` is that of the tables."""
     data = checkerboard_data(users=20, items=28)
-    torch.manual_seed(3)
-    model = build_two_tower(TwoTowerConfig(embedding_dim=8, dropout=0.0), data)
     optimizers = OptimizerConfig(tables="adagrad", tables_lr=rate)
-    chosen = plan_sharding(
-        model, runtime, PlanConfig(sharding=plan), optimizer=optimizers
-    )  # type: ignore[arg-type]
-    parallel, optimizer = hybrid_parallel(
-        model, runtime, plan=chosen, optimizer=optimizers, seed=3
-    )
-    config = LoaderConfig(batch_size=16, negatives=2)
-    loader = training_loader(
-        data, model.schema(), config, rank=runtime.rank, world_size=runtime.world_size
-    )
+    file = folder / f"{name}-{runtime.rank}.jsonl"
+
+    def note(*step: Any) -> None:
+        with file.open("a") as stream:
+            stream.write(json.dumps(step) + "\n")
+
+    parallel, optimizer, loader = towers(runtime, data, note, optimizers, plan=plan)
     checkpointer = Checkpointer(str(folder / "checkpoints"), runtime, keep=keep)
     if runtime.is_main:
         checkpointer.folder.clean()
@@ -126,7 +69,7 @@ def run(
     history = train(
         parallel,
         optimizer,
-        Noted(loader, folder / f"{name}-{runtime.rank}.jsonl"),
+        loader,
         runtime,
         TrainConfig(epochs=epochs, log_every=LOGGED, compile="off"),
         checkpoints=RunCheckpoints(checkpointer, CONFIG, resume=path),

@@ -14,7 +14,6 @@ from tests.examples import DIM, META, batches, small_model
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.load import inherited
@@ -31,13 +30,11 @@ OPTIMIZERS = ("sgd", "adagrad", "row_wise_adagrad", "adam", "lazy_adam")
 Case = tuple[str, str]
 
 
-def made(runtime: Runtime, sharding: str, kind: str) -> Any:
-    model = small_model(META)
+def made(runtime: Runtime, model: Any, sharding: str, kind: str) -> Any:
     optimizer = OptimizerConfig(tables=kind, tables_lr=0.05)  # type: ignore[arg-type]
     config = PlanConfig(sharding=sharding)  # type: ignore[arg-type]
-    plan = plan_sharding(model, runtime, config, optimizer=optimizer)
     return hybrid_parallel(
-        model, runtime, plan=plan, optimizer=optimizer, seed=runtime.world_size
+        model, runtime, plan=config, optimizer=optimizer, seed=runtime.world_size
     )
 
 
@@ -105,7 +102,7 @@ def save_all(runtime: Runtime, cases: list[Case], folder: str) -> Any:
     """Trains, saves and goes on, under each case; what was saved, and the losses after it."""
     found = {}
     for sharding, kind in cases:
-        model, optimizer = made(runtime, sharding, kind)
+        model, optimizer = made(runtime, small_model(META), sharding, kind)
         losses(runtime, model, optimizer, 5, seed=1)
         checkpointer = Checkpointer(
             f"{folder}/{runtime.world_size}-{sharding}-{kind}", runtime
@@ -129,7 +126,7 @@ def load_all(
         for source in sources:
             if not source.endswith(f"-{kind}"):
                 continue
-            model, optimizer = made(runtime, sharding, kind)
+            model, optimizer = made(runtime, small_model(META), sharding, kind)
             checkpointer = Checkpointer(f"{folder}/{source}", runtime)
             path = checkpointer.last_good()
             assert path is not None

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,8 @@ import torch.distributed as dist
 
 from tests.contracts import gather_state, run_ranks
 from tests.small_sets import checkerboard_data
-from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.loader.loader import LoaderConfig, training_loader
+from tests.train.checkpoint.watched import towers
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train import guards
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
@@ -27,56 +23,8 @@ from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
 from torchrec_ext.train.config import EarlyStop, Schedule
 from torchrec_ext.train.guards import RunStoppedError
 from torchrec_ext.train.loop import TrainConfig, train
-from torchx_apps.recipes import TwoTowerConfig, build_two_tower
 
 EPOCHS = 3
-
-
-class Watched:
-    """A loader that remembers the rows which a step was made of."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        self.rows: dict[tuple[int, int], list[tuple[int, ...]]] = {}
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[TowerBatch]:
-        state = self._loader.state_dict()
-        step = state["step"]
-        for batch in self._loader:
-            users, items = (
-                batch.bags(name).to_dense() for name in ("user_id", "item_id")
-            )
-            owners = (
-                batch.shared.index.tolist()
-                if batch.shared is not None
-                else range(len(batch))
-            )
-            rows = zip(
-                owners,
-                items,
-                batch.labels.tolist(),
-                batch.weights.tolist(),
-                strict=True,
-            )
-            self.rows[state["epoch"], step] = [
-                (*users[owner].tolist(), *item.tolist(), int(label))
-                for owner, item, label, weight in rows
-                if weight
-            ]
-            step += 1
-            yield batch
-
-    def set_epoch(self, epoch: int) -> None:
-        self._loader.set_epoch(epoch)
-
-    def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
-        return self._loader.state_dict(step=step)  # type: ignore[no-any-return]
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._loader.load_state_dict(state)
 
 
 def run(
@@ -90,25 +38,20 @@ def run(
 ) -> dict[str, Any]:
     """Trains from the newest checkpoint or a path; the last rank asks to stop after so many steps of this attempt."""
     data = checkerboard_data(users=10, items=14)
-    torch.manual_seed(3)
-    model = build_two_tower(TwoTowerConfig(embedding_dim=8, dropout=dropout), data)
     optimizers = OptimizerConfig(tables="row_wise_adagrad", tables_lr=0.1)
-    plan = plan_sharding(
-        model, runtime, PlanConfig(sharding="row_wise"), optimizer=optimizers
-    )
-    parallel, optimizer = hybrid_parallel(
-        model, runtime, plan=plan, optimizer=optimizers, seed=3
-    )
-    torch.manual_seed(4 + runtime.rank)
-    config = LoaderConfig(batch_size=batch_size, negatives=2)
-    loader = Watched(
-        training_loader(
-            data,
-            model.schema(),
-            config,
-            rank=runtime.rank,
-            world_size=runtime.world_size,
-        )
+    rows: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+
+    def note(epoch: int, step: int, own: list[tuple[int, ...]]) -> None:
+        rows[epoch, step] = own
+
+    parallel, optimizer, loader = towers(
+        runtime,
+        data,
+        note,
+        optimizers,
+        plan="row_wise",
+        dropout=dropout,
+        batch_size=batch_size,
     )
     checkpointer = Checkpointer(folder, runtime, keep=saving.keep)
     path = (
@@ -157,7 +100,7 @@ def run(
     return {
         "history": history,
         "state": gather_state(parallel),
-        "rows": loader.rows,
+        "rows": rows,
         "message": message,
         "steps": counted.steps,
     }

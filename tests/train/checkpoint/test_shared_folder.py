@@ -45,17 +45,6 @@ def test_a_folder_of_each_host_is_refused_on_all_ranks_with_the_remedy(
     assert not list(tmp_path.rglob(".shared-*")), "no leftovers"
 
 
-def test_a_folder_that_all_see_is_taken(tmp_path: Path) -> None:
-    found = run_ranks(
-        saved_as_on_a_host_of_its_own, 2, str(tmp_path), str(tmp_path / "shared")
-    )
-    assert found == ["saved", "saved"]
-    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == [
-        "lock",
-        "step-0000000001",
-    ]
-
-
 @pytest.mark.unit
 def test_an_address_that_cannot_be_written_is_refused_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch,

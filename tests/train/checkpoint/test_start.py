@@ -6,38 +6,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
-from torchrec import PoolingType
 
 from tests.contracts import gather_state, run_ranks
 from tests.examples import DIM, ITEMS, META, USERS, small_model, table
-from tests.train.checkpoint.test_plans import losses, whole
-from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.planner import plan_sharding
+from tests.train.checkpoint.test_plans import losses, made, whole
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import two_tower
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.run import StartConfig, begin_with
 from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError
-from torchrec_ext.train.checkpoint.vectors import publish_weights
 from torchx_apps.publish import main
 
-COLD = 3
-
-
-def sharded(
-    runtime: Runtime, model: Any, sharding: Any, kind: Any = "row_wise_adagrad"
-) -> Any:
-    optimizers = OptimizerConfig(tables=kind, tables_lr=0.05)
-    plan = plan_sharding(
-        model, runtime, PlanConfig(sharding=sharding), optimizer=optimizers
-    )
-    return hybrid_parallel(
-        model, runtime, plan=plan, optimizer=optimizers, seed=runtime.world_size
-    )
+COLD, KIND = 3, "row_wise_adagrad"
 
 
 def grown_model(users: int = USERS + 30) -> Any:
@@ -53,7 +34,7 @@ def grown_model(users: int = USERS + 30) -> Any:
 
 
 def saved(runtime: Runtime, folder: str, sharding: str) -> Any:
-    model, optimizer = sharded(runtime, small_model(META), sharding)
+    model, optimizer = made(runtime, small_model(META), sharding, KIND)
     losses(runtime, model, optimizer, 5, seed=1)
     checkpointer = Checkpointer(folder, runtime)
     state = model_state(model, optimizer)
@@ -63,12 +44,12 @@ def saved(runtime: Runtime, folder: str, sharding: str) -> Any:
 
 
 def begun(runtime: Runtime, path: str, sharding: str) -> Any:
-    model, optimizer = sharded(runtime, grown_model(), sharding)
+    model, optimizer = made(runtime, grown_model(), sharding, KIND)
     first = gather_state(model)
     checkpointer = Checkpointer(f"{path}-other", runtime)
     together = checkpointer.together
-    smaller = sharded(runtime, grown_model(USERS - 1), sharding)
-    other = sharded(runtime, grown_model(), "data_parallel", "adam")
+    smaller = made(runtime, grown_model(USERS - 1), sharding, KIND)
+    other = made(runtime, grown_model(), "data_parallel", "adam")
     refusals = []
     for (its_model, its_optimizer), partial in (
         ((model, optimizer), False),
@@ -160,31 +141,3 @@ def test_a_published_file_is_the_unsharded_models_state_dict(
         assert torch.equal(value, trained[name]), name
     assert main([str(tmp_path / "nothing"), "--out", str(file)]) == 1
     assert "is '" in capsys.readouterr().err
-
-
-def test_publishing_holds_one_block_at_a_time(tmp_path: Path) -> None:
-    rows = 2_000_000
-    model = torch.nn.Module()
-    model.towers = two_tower(
-        [table("user_id", rows, pooling=PoolingType.SUM)],
-        [table("item_id", 10)],
-        device=torch.device("cpu"),
-    )
-    checkpointer = Checkpointer(str(tmp_path), Runtime())
-    checkpointer.save(1, model_state(model))
-    checkpointer.close()
-    seen: list[int] = []
-    publish_weights(
-        checkpointer.folder.path(1), tmp_path / "m.safetensors", progress=seen.append
-    )
-    assert max(seen) <= 32 * 2**20
-    assert sum(seen) >= rows * DIM * 4
-    found: Tensor = load_file(tmp_path / "m.safetensors")[
-        "towers.look_ups.collections.rows.embedding_bags.user_id.weight"
-    ]
-    assert torch.equal(
-        found,
-        model.towers.look_ups.collections["rows"]
-        .embedding_bags["user_id"]
-        .weight.detach(),
-    )  # type: ignore[union-attr, index, operator]

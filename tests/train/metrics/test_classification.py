@@ -1,4 +1,4 @@
-"""Classification figures: by their definitions, which are scikit-learn's, over ranks and updates, and torchrec's."""
+"""Classification figures: by their definitions, which are scikit-learn's, over ranks and updates."""
 
 import math
 
@@ -85,12 +85,6 @@ def noisy(count: int = 4001) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.unit
 def test_log_loss_entropy_and_calibration_by_definition() -> None:
-    """torchrec's are the same but for the base of its logarithm."""
-    # Here and not above: torchmetrics brings matplotlib, 1.7 s, and each rank imports
-    # this file.
-    from torchrec.metrics.calibration import compute_calibration, get_calibration_states
-    from torchrec.metrics.ne import compute_ne, get_ne_states
-
     logits, labels, weights = noisy()
     found = classified(HERE, logits, labels, weights)
     p, y, w = logits.double().sigmoid(), labels.double(), weights.double()
@@ -101,31 +95,6 @@ def test_log_loss_entropy_and_calibration_by_definition() -> None:
     assert found["ne"] == pytest.approx(loss / entropy, rel=1e-12)
     assert found["calibration"] == pytest.approx(
         float((w * p).sum() / (w * y).sum()), rel=1e-12
-    )
-    states = get_ne_states(y[None], p[None].clone(), w[None], 1e-12)
-    theirs = compute_ne(
-        *(
-            states[n]
-            for n in (
-                "cross_entropy_sum",
-                "weighted_num_samples",
-                "pos_labels",
-                "neg_labels",
-            )
-        ),
-        1e-12,
-    )
-    assert found["ne"] == pytest.approx(float(theirs), rel=1e-9)
-    assert float(states["cross_entropy_sum"] / w.sum()) * math.log(2) == pytest.approx(
-        loss, rel=1e-9
-    )
-    assert found["calibration"] == pytest.approx(
-        float(
-            compute_calibration(
-                *get_calibration_states(y[None], p[None], w[None]).values()
-            )
-        ),
-        rel=1e-9,
     )
 
 
@@ -171,10 +140,6 @@ def test_what_is_undefined_is_nan() -> None:
         (
             {"logits": torch.tensor([0, torch.nan, 0, 0])},
             r"logits: nan in 1 of 4 rows; must be finite: has training diverged",
-        ),
-        (
-            {"logits": torch.tensor([0, torch.inf, 0, torch.inf])},
-            r"logits: inf in 2 of 4 rows",
         ),
         (
             {"labels": torch.tensor([0.0, 1.0, 5.0, 3.0])},

@@ -28,28 +28,6 @@ def at(k: int) -> list[tuple[Figure, int]]:
     return [(name, k) for name in ALL]
 
 
-def test_several_relevant_items_by_hand() -> None:
-    """Relevant at places 1, 3 and 12 of one query, at place 2 of another."""
-    gains = torch.zeros(2, 12)
-    gains[0, [0, 2, 11]] = 1.0
-    gains[1, 1] = 1.0
-    ideal = torch.zeros(2, 12)
-    ideal[0, :3] = 1.0
-    ideal[1, 0] = 1.0
-    found = ranking_metrics(Hits(gains, ideal, torch.tensor([3, 1])), at(10))
-    best = 1 + 1 / math.log2(3) + 1 / 2
-    assert found == pytest.approx(
-        {
-            "hr@10": 1.0,
-            "recall@10": (2 / 3 + 1) / 2,
-            "precision@10": (0.2 + 0.1) / 2,
-            "ndcg@10": ((1 + 1 / 2) / best + 1 / math.log2(3)) / 2,
-            "mrr@10": (1 + 1 / 2) / 2,
-            "map@10": ((1 + 2 / 3) / 3 + 1 / 2) / 2,
-        }
-    )
-
-
 def plain(order: list[float], k: int) -> list[float]:
     """The definitions of RecBole, and of scikit-learn's graded NDCG, on one list of grades, best place first."""
     relevant, top = sum(grade > 0 for grade in order), order[:k]
@@ -124,16 +102,6 @@ def some_hits() -> Hits:
     relevant = gains.sum(1).long() + 1
     ideal = (torch.arange(20) < relevant[:, None]).float()
     return Hits(gains, ideal, relevant)
-
-
-def test_several_k_are_those_of_each() -> None:
-    figures = [*at(1), *at(5), *at(20)]
-    found = ranking_metrics(some_hits(), figures)
-    assert len(found) == 18
-    for k in (1, 5, 20):
-        part = {name: found[name] for name in found if name.endswith(f"@{k}")}
-        assert part == ranking_metrics(some_hits(), at(k))
-    assert found["recall@1"] < found["recall@5"] < found["recall@20"]
 
 
 def test_popularity_ranks_by_counts_of_any_size() -> None:

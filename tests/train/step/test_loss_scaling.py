@@ -15,7 +15,6 @@ from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.train.loop import TrainConfig, train
@@ -27,8 +26,9 @@ ADAM = OptimizerConfig(tables="adam", tables_lr=0.01)
 
 def made(runtime: Runtime, sharding: str = "data_parallel") -> Any:
     model = small_model(META)
-    plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding), optimizer=ADAM)  # type: ignore[arg-type]
-    return hybrid_parallel(model, runtime, plan=plan, optimizer=ADAM)
+    return hybrid_parallel(
+        model, runtime, plan=PlanConfig(sharding=sharding), optimizer=ADAM
+    )
 
 
 def trained(runtime: Runtime, **options: Any) -> tuple[Any, list[float]]:
@@ -75,8 +75,9 @@ def overflown(runtime: Runtime) -> tuple[float, float, float]:
 def refused(runtime: Runtime) -> list[str]:
     found = []
     model = small_model(META)
-    plan = plan_sharding(model, runtime, PlanConfig(sharding="table_wise"))
-    parallel, optimizer = hybrid_parallel(model, runtime, plan=plan)
+    parallel, optimizer = hybrid_parallel(
+        model, runtime, plan=PlanConfig(sharding="table_wise")
+    )
     with pytest.raises(ValueError, match="is sharded") as sharded:
         train(
             parallel,

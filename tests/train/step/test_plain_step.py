@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from tests.capture.test_captured import distance, farthest, stepped, whole
 from tests.contracts import gather_state, pipeline_alone, run_ranks
@@ -19,9 +19,7 @@ from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.models.tower_model import Prediction
 from torchrec_ext.train.loop import TrainConfig, train
 from torchrec_ext.train.step.plain import PlainStep
 
@@ -42,49 +40,17 @@ OPTIMIZERS: dict[str, OptimizerConfig] = {
 
 
 class Weighted(nn.Module):
-    """Weighted bags beside plain ones."""
+    """Weighted bags."""
 
-    def __init__(self, pooling: PoolingType = PoolingType.SUM) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        weighted, plain = (
-            EmbeddingBagConfig(
-                name=name,
-                feature_names=["history"],
-                num_embeddings=ITEMS,
-                embedding_dim=4,
-                pooling=how,
-            )
-            for name, how in (("weighted", pooling), ("plain", PoolingType.MEAN))
+        config = EmbeddingBagConfig(
+            name="weighted",
+            feature_names=["history"],
+            num_embeddings=ITEMS,
+            embedding_dim=4,
         )
-        self.weighted = EmbeddingBagCollection(
-            tables=[weighted], is_weighted=True, device=META
-        )
-        self.plain = EmbeddingBagCollection(tables=[plain], device=META)
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, batch: TowerBatch) -> Any:
-        pooled = (
-            self.weighted(batch.joint).values() + self.plain(batch.sparse)["history"]
-        )
-        logits = self.head(pooled).squeeze(1)
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
-        return loss, Prediction(
-            loss.detach(), logits.detach(), batch.labels, batch.weights
-        )
-
-
-def weighted_batches(count: int) -> Iterator[TowerBatch]:
-    generator = torch.Generator().manual_seed(0)
-    for batch in batches(count):
-        sparse = batch.sparse
-        weights = torch.rand(sparse.values().shape, generator=generator)
-        batch.joint = type(sparse)(
-            keys=sparse.keys(),
-            values=sparse.values(),
-            lengths=sparse.lengths(),
-            weights=weights,
-        )
-        yield batch
+        self.bags = EmbeddingBagCollection([config], is_weighted=True, device=META)
 
 
 def compared(
@@ -95,11 +61,11 @@ def compared(
     for plain in (False, True):
         torch.manual_seed(0)
         unsharded = made()
-        plan = plan_sharding(
-            unsharded, runtime, PlanConfig(sharding="data_parallel"), optimizer=config
-        )
         model, optimizer = hybrid_parallel(
-            unsharded, runtime, plan=plan, optimizer=config
+            unsharded,
+            runtime,
+            plan=PlanConfig(sharding="data_parallel"),
+            optimizer=config,
         )
         if plain:
             step = PlainStep(model, optimizer)
@@ -177,9 +143,6 @@ def laws(runtime: Runtime) -> dict[str, Any]:
             )
             for name, config in OPTIMIZERS.items()
         },
-        "weighted": compared(
-            runtime, Weighted, list(weighted_batches(20)), OPTIMIZERS["adagrad"]
-        ),
         "run": of_a_run(runtime),
         "refused": refused(runtime),
     }
@@ -189,10 +152,11 @@ def refused(runtime: Runtime) -> list[str]:
     found = []
     for model, sharding in (
         (small_model(META), "table_wise"),
-        (Weighted(PoolingType.MEAN), "data_parallel"),
+        (Weighted(), "data_parallel"),
     ):
-        plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
-        parallel, optimizer = hybrid_parallel(model, runtime, plan=plan)
+        parallel, optimizer = hybrid_parallel(
+            model, runtime, plan=PlanConfig(sharding=sharding)
+        )
         with pytest.raises(CannotCaptureError) as told:
             PlainStep(parallel, optimizer)
         found.append(str(told.value))
@@ -211,10 +175,6 @@ def test_plain_steps_equal_those_of_the_sharded_model_200_with_adam(
     assert max(found["by optimizer"][name].values()) < 1e-5
 
 
-def test_weighted_bags_are_what_torchrec_makes_of_them(found: dict[str, Any]) -> None:
-    assert max(found["weighted"].values()) < 1e-5
-
-
 def test_a_run_of_plain_steps_is_the_pipelines(found: dict[str, Any]) -> None:
     (plain, losses), (piped, other_losses) = found["run"]
     assert farthest(plain, piped) < 1e-5
@@ -224,5 +184,5 @@ def test_a_run_of_plain_steps_is_the_pipelines(found: dict[str, Any]) -> None:
 def test_what_kernels_do_otherwise_is_left_to_them(found: dict[str, Any]) -> None:
     assert found["refused"] == [
         "table 'user_id' is sharded, or not fp32",
-        "'weighted' takes means of weighted rows",
+        "'bags' weights its rows",
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -17,7 +16,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from torchrec_ext.distributed.plan.explain import size_text
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint.folder import (
     CheckpointFolder,
@@ -110,7 +108,7 @@ class Checkpointer:
         future = dcp.async_save(
             {**state.everything(), **(extra or {})},
             storage_writer=writer(
-                self.folder.path(step), lambda size: self._make_room(step, size), seal
+                self.folder.path(step), lambda: self._make_room(step), seal
             ),
             planner=SavePlanner(),
             process_group=group,
@@ -253,38 +251,23 @@ class Checkpointer:
         best = self.folder.noted("best.json")
         return [best["step"]] if isinstance(best, dict) and "step" in best else []
 
-    def _make_room(self, step: int, needed_bytes: int) -> None:
+    def _make_room(self, step: int) -> None:
         # Newer checkpoints are of another run, because this one begins anew.
         line = self._set_aside(step, None)
         if line:
             print(line, flush=True)
         self.folder.begin(step)
-        free = self._free_bytes()
-        if free < needed_bytes:
-            raise CheckpointError(
-                f"no space left for checkpoint '{self.folder.path(step)}': it needs {size_text(needed_bytes)}, "
-                f"{size_text(free)} are free; make room, lower checkpoint.keep, or choose another --run_dir, and go on "
-                "with the same --run_dir"
-            )
-
-    def _free_bytes(self) -> int:
-        # An object store says nothing about its room.
-        if self.folder.remote:
-            return sys.maxsize
-        return shutil.disk_usage(self.folder.root).free
 
     def _explain_failure(self, step: int, error: BaseException) -> str:
         first = cause(error)
         # Our own words need no others around them.
         if first.startswith(f"{CheckpointError.__name__}: "):
             return first.partition(": ")[2]
-        full = ""
-        # Other files may have filled the disk during the save, which torch's text does
-        # not say.
-        if self._free_bytes() < 2**20:
-            full = "no space is left; "
+        # torch's text does not say it. An object store says nothing about its room.
+        if not self.folder.remote and shutil.disk_usage(self.folder.root).free < 2**20:
+            first = "no space is left; make room, or lower checkpoint.keep"
         path = self.folder.path(step)
-        return f"checkpoint '{path}' could not be written: {full}{first}; the one before it is as it was"
+        return f"checkpoint '{path}' could not be written: {first}; the one before it is as it was"
 
 
 class _Copies(AsyncStager):

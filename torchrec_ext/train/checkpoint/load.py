@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, product
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -39,8 +39,7 @@ _MOST_CHARACTERS = 200
 Size = tuple[int, ...]
 
 
-@dataclass
-class Match:
+class Match(NamedTuple):
     """The tensors of a model to load from a checkpoint.
 
     Args:
@@ -49,9 +48,9 @@ class Match:
         said: a line for each difference, for the report.
     """
 
-    tensors: State = field(default_factory=dict)
-    grown: dict[str, int] = field(default_factory=dict)
-    said: list[str] = field(default_factory=list)
+    tensors: State
+    grown: dict[str, int]
+    said: list[str]
 
 
 def match(
@@ -79,42 +78,50 @@ def match(
         name: tuple(getattr(value, "size", ()))
         for name, value in index.state_dict_metadata.items()
     }
+    sizes: dict[str, Size] = {}
+    # A rank without a shard of a table has no tensors of it, so all ranks compare all names.
+    for of_rank in together.gathered(
+        {name: _compared_size(value) for name, value in wanted.items()}
+    ):
+        sizes |= of_rank
     # Of each difference, whether ``partial`` allows it.
     differences: dict[str, bool] = {}
-    result = Match()
-    for name, value in wanted.items():
+    grown: dict[str, int] = {}
+    for name, size in sizes.items():
         if name not in saved:
             differences[f"{name} was not saved"] = _is_new(name, saved)
             continue
-        size: Size = tuple(value.size())
-        before = saved[name]
-        # Only the rows must fit of a number per row: its columns depend on the split of
-        # the table.
-        if isinstance(value, Parts) and value.widths:
-            size, before = size[:1], before[:1]
         table = table_in_name(name)
+        before = saved[name]
+        if table:
+            before = before[: len(size)]
         if size != before:
-            has_grown = bool(table and size and size[1:] == before[1:])
-            has_grown = has_grown and size[0] > before[0]
+            has_grown = bool(table) and size[1:] == before[1:] and size > before
             differences[f"{name} is {size}, saved as {before}"] = has_grown
-            if not has_grown:
-                continue
-            result.grown[table] = before[0]
-            value = _clip_rows(value, before[0])
-        result.tensors[name] = value
-    # A rank without a shard of a table has no tensors of it, so the names come from the
-    # tables' configs.
-    slots = {name.rpartition(".")[2] for name in wanted if table_in_name(name)}
-    names = set(wanted)
-    for table, slot in product(state.tables, {"weight", *slots}):
-        names.add(f"tables.{table}.{slot}")
-    for name in saved.keys() - names:
+            if has_grown:
+                grown[table] = before[0]
+    for name in saved.keys() - sizes.keys():
         table = table_in_name(name)
         # Else the table is there, but its optimizer keeps another state.
         if table or name.startswith("dense."):
             differences[f"{name} is not in this model"] = table not in state.tables
-    _refuse(path, differences, partial, together, result)
-    return result
+    said = _refuse(path, differences, partial)
+    tensors: State = {}
+    for name, value in wanted.items():
+        table = table_in_name(name)
+        if isinstance(value, Parts) and table in grown:
+            value = _clip_rows(value, grown[table])
+        if name in saved:
+            tensors[name] = value
+    return Match(tensors, grown, said)
+
+
+def _compared_size(value: Any) -> Size:
+    """Returns the size to compare; of a number per row the rows alone: its columns depend on the table's split."""
+    size = tuple(value.size())
+    if isinstance(value, Parts) and value.widths:
+        size = size[:1]
+    return size
 
 
 def _is_new(name: str, saved: Mapping[str, Size]) -> bool:
@@ -135,32 +142,17 @@ def _clip_rows(value: Any, rows: int) -> Parts:
     return Parts((rows, *value.size()[1:]), shards, value.widths)
 
 
-def _refuse(
-    path: str,
-    differences: dict[str, bool],
-    partial: bool,
-    together: CheckpointRanks,
-    result: Match,
-) -> None:
-    by_rank = together.gathered(differences)
-    # Every rank refuses the same differences: if only one raised, the others would wait
-    # for it in the load.
-    everything: dict[str, bool] = {}
-    for lines in by_rank:
-        everything |= lines
+def _refuse(path: str, differences: dict[str, bool], partial: bool) -> list[str]:
+    """Refuses differences, alike on every rank, and returns a line for each that is allowed."""
+    said = []
     refused = []
-    for line, allowed in sorted(everything.items()):
-        # A rank without a part of a table may miss its names, so all ranks must.
-        if line.endswith("is not in this model") and not all(
-            line in lines for lines in by_rank
-        ):
-            continue
+    for line, allowed in sorted(differences.items()):
         if allowed and partial:
-            result.said.append(line)
+            said.append(line)
         else:
             refused.append((allowed, line))
     if not refused:
-        return
+        return said
     remedy = ""
     if all(allowed for allowed, _ in refused):
         remedy = "; if meant: --start.partial true, or load(partial=True)"
@@ -245,11 +237,11 @@ def load_checkpoint(
         ):
             to_load[name] = other_splits[name] = _saved_columns(value, name, index)
     cold_rows = _cold_rows(state, matched, cold or {})
-    load_tensors(path, to_load, together)
+    load_tensors(path, to_load, together.group)
     if cold_rows:
         # A load of its own: a name has one shape in a load, and these are full rows
         # even if the table is split.
-        load_tensors(path, cold_rows, together)
+        load_tensors(path, cold_rows, together.group)
     # Kernels have counters, not tensors: the load filled copies.
     state.count(step_counts)
     for name, columns in other_splits.items():
@@ -269,12 +261,13 @@ def empty_tensors(index: Metadata, prefixes: Sequence[str]) -> State:
     return tensors
 
 
-def load_tensors(path: str, tensors: State, together: CheckpointRanks) -> None:
-    """Loads tensors of a checkpoint by name; all ranks call it."""
-    group = together.group
+def load_tensors(
+    path: str, tensors: Mapping[str, Any], group: dist.ProcessGroup | None
+) -> None:
+    """Loads tensors of a checkpoint by name; all ranks of the group call it, or this process alone."""
     try:
         dcp.load(
-            tensors,
+            dict(tensors),
             storage_reader=reader(path, read_index(path)),
             planner=LoadPlanner(),
             process_group=group,

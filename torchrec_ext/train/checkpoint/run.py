@@ -271,7 +271,9 @@ class RunCheckpoints:
             with suppress(CheckpointError):
                 checkpointer.verify(folder.path(step))
                 # Without the optimizer, whose state has no use after the end of a run.
-                load_tensors(folder.path(step), model_state(model).tensors, together)
+                load_tensors(
+                    folder.path(step), model_state(model).tensors, together.group
+                )
                 return True
         return False
 

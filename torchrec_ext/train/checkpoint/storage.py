@@ -176,7 +176,7 @@ class _Writer(FsspecWriter):
     def __init__(
         self,
         folder: str,
-        make_room: Callable[[int], None],
+        make_room: Callable[[], None],
         seal: Callable[[dict[str, Any], Metadata], None],
     ) -> None:
         super().__init__(folder)
@@ -193,11 +193,7 @@ class _Writer(FsspecWriter):
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        size = 0
-        for plan in plans:
-            for item in plan.items:
-                size += item.tensor_storage_size() or 0
-        self._make_room(size)
+        self._make_room()
         return super().prepare_global_plan(plans)
 
     def write_data(
@@ -223,14 +219,14 @@ class _Writer(FsspecWriter):
 
 def writer(
     folder: str,
-    make_room: Callable[[int], None],
+    make_room: Callable[[], None],
     seal: Callable[[dict[str, Any], Metadata], None],
 ) -> StorageWriter:
     """Returns a writer of tensors to ``folder``: one file per rank, synced before it is closed.
 
     Args:
         folder: path or address.
-        make_room: called on rank 0, with the bytes of all ranks, before any is written.
+        make_room: called on rank 0 before anything is written.
         seal: called on rank 0, when all are written, with size and SHA-256 of each file by name, and the index.
     """
     return _Writer(folder, make_room, seal)

@@ -1,25 +1,24 @@
 """load_vectors(): loads pretrained vectors into this rank's shards of a table, by id, block by block.
 
-publish_weights(): writes the weights of a checkpoint of any size to one file, block by block.
+publish_weights(): writes the weights of a checkpoint of any size to one file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchrec_ext.distributed.tables import local_shards
-from torchrec_ext.tensor_file import Shape, TensorWriter
+from torchrec_ext.sealed import sync_to_disk
+from torchrec_ext.tensor_file import Shape, mapped_tensors
 from torchrec_ext.train.checkpoint.folder import read_checkpoint_manifest, read_index
-from torchrec_ext.train.checkpoint.state import LoadPlanner, LocalShard, Parts
-from torchrec_ext.train.checkpoint.storage import CheckpointError, reader
+from torchrec_ext.train.checkpoint.load import load_tensors
+from torchrec_ext.train.checkpoint.storage import CheckpointError
 
 # Rows to read at once, so that a file may be larger than memory.
 BLOCK = 65536
@@ -150,17 +149,14 @@ def _read_parquet(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
         yield ids, torch.from_numpy(flat).view(len(ids), -1)
 
 
-def publish_weights(
-    path: str, file: Path, *, progress: Callable[[int], None] | None = None
-) -> dict[str, tuple[int, ...]]:
+def publish_weights(path: str, file: Path) -> dict[str, tuple[int, ...]]:
     """Writes the weights of a checkpoint to one safetensors file, under the names of the unsharded model's state dict.
 
-    One saved block (32 MiB) is in memory at a time.
+    They are read into the mapped file, so they need not fit in memory.
 
     Args:
         path: checkpoint without damage.
         file: file to write; it appears complete or not at all.
-        progress: called with the number of bytes after each block.
 
     Returns:
         The shape of each tensor.
@@ -176,19 +172,18 @@ def publish_weights(
     for name, saved_name in names.items():
         tensor = metadata[saved_name]
         shapes[name] = Shape(tuple(tensor.size), tensor.properties.dtype)
+    part = file.with_name(f"{file.name}.part")
     try:
-        # All shapes come first, because a safetensors file begins with the place of
-        # each tensor.
-        with TensorWriter(file, shapes) as out:
-            for name, saved_name in names.items():
-                for row, block in _read_blocks(path, saved_name, index):
-                    out.write(name, row, block)
-                    if progress is not None:
-                        progress(block.nbytes)
+        tensors = mapped_tensors(part, shapes)
+        load_tensors(path, {names[name]: tensors[name] for name in names}, None)
+        sync_to_disk(part)
+        part.replace(file)
     except OSError as error:
         raise CheckpointError(
             f"'{file}' cannot be written: {error.strerror or error}"
         ) from None
+    finally:
+        part.unlink(missing_ok=True)
     return {name: shape.size for name, shape in shapes.items()}
 
 
@@ -198,38 +193,6 @@ def _weight_names(
     """Yields each weight's name in the model's state dict, and its name in the checkpoint."""
     for table, path in saved["paths"].items():
         yield path, f"tables.{table}.weight"
-    for name, metadata in tensors.items():
-        if (
-            name.startswith("dense.")
-            and "@" not in name
-            and isinstance(metadata, TensorStorageMetadata)
-        ):
+    for name in tensors:
+        if name.startswith("dense.") and "@" not in name:
             yield name.removeprefix("dense."), name
-
-
-def _read_blocks(path: str, name: str, index: Metadata) -> Iterator[tuple[int, Tensor]]:
-    """Reads each saved block of a tensor: yields its first row, and its rows."""
-    metadata: Any = index.state_dict_metadata[name]
-    size = tuple(metadata.size)
-    starts = [0]
-    end = 0
-    if size:
-        starts = sorted({chunk.offsets[0] for chunk in metadata.chunks})
-        end = size[0]
-    for start, stop in zip(starts, [*starts[1:], end], strict=True):
-        shape: tuple[int, ...] = ()
-        if size:
-            shape = (stop - start, *size[1:])
-        block = torch.empty(shape, dtype=metadata.properties.dtype)
-        target: Any = block
-        # A scalar or vector was saved as one block, so it is loaded as a plain tensor.
-        if len(size) > 1:
-            offsets = (start, *[0] * (len(size) - 1))
-            target = Parts(size, [LocalShard(block, offsets)])
-        dcp.load(
-            {name: target},
-            storage_reader=reader(path, index),
-            planner=LoadPlanner(),
-            no_dist=True,
-        )
-        yield start, block

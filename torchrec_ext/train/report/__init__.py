@@ -1,1 +1,1 @@
-"""What a run shows and leaves: progress, metrics, pictures, and a trace of some steps."""
+"""What a run shows and leaves: its progress, and its folder."""

@@ -180,7 +180,7 @@ class PlainStep:
 
     Raises:
         CannotCaptureError: a table is sharded, so that a kernel updates it inside the backward, or not fp32; a
-            collection takes means of weighted rows, or returns a row for each id; or ``together`` has too many weights.
+            collection weights its rows, or returns a row for each id; or ``together`` has too many weights.
     """
 
     def __init__(
@@ -276,11 +276,8 @@ def _lower_bags(
 ) -> nn.Module:
     check_pools(path, collection)
     tables = table_configs(collection)
-    # torch has no weighted mean, and FBGEMM's has the gradient of a sum.
-    if collection._is_weighted and any(
-        table.pooling == PoolingType.MEAN for table in tables
-    ):
-        raise CannotCaptureError(f"'{path}' takes means of weighted rows")
+    if collection._is_weighted:
+        raise CannotCaptureError(f"'{path}' weights its rows")
     return _PlainBags(tables, weights, read)
 
 
@@ -329,8 +326,7 @@ class _LastRead:
 
 def _one_each(features: KeyedJaggedTensor) -> bool:
     lengths = features.lengths()
-    weighted = features.weights_or_none() is not None
-    if weighted or features.values().numel() != lengths.numel():
+    if features.values().numel() != lengths.numel():
         return False
     # There are equally many ids and bags: if no bag has more than one id, none has
     # fewer.
@@ -365,12 +361,6 @@ class _Jagged:
         mode = "sum"
         if table.pooling == PoolingType.MEAN:
             mode = "mean"
-        weights = bags.weights_or_none()
         return embedding_bag(
-            bags.values(),
-            weight,
-            bags.offsets(),
-            mode=mode,
-            per_sample_weights=weights,
-            include_last_offset=True,
+            bags.values(), weight, bags.offsets(), mode=mode, include_last_offset=True
         )
