@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchrec_ext.retrieval.server.settings import ServerConfig
 from torchx_apps.config import RecipeOptions, RunOptions
 from torchx_apps.embed import EmbedOptions
 from torchx_apps.export import ExportOptions
-from torchx_apps.serve import ServeOptions
 from torchx_apps.train_stream import StreamOptions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -397,7 +397,7 @@ _OPTIONS: dict[str, type] = {
     "rec.train.stream": StreamOptions,
     "rec.serve.export": ExportOptions,
     "rec.serve.embed": EmbedOptions,
-    "rec.serve.http": ServeOptions,
+    "rec.serve.http": ServerConfig,
 }
 
 

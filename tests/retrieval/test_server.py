@@ -188,7 +188,7 @@ def test_pages_and_probes(client: Client, folder: Path) -> None:
         page = client.get(path)
         assert page.status == 200
         assert "default-src 'none'" in page.headers["content-security-policy"]
-    digest = Bundle.open(folder, verify=False).digest
+    digest = Bundle.load(folder, verify=False).digest
     assert client.get("/healthz").json == {"status": "ok"}
     ready = client.get("/readyz").json
     assert (ready["bundle"], ready["refused"]) == (digest, None)
@@ -239,7 +239,7 @@ def test_json_can_say_every_value_of_a_file(raw: str) -> None:
 
 def test_token_hosts_and_stored_users(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret\n")
-    bundle = Bundle.open(folder)
+    bundle = Bundle.load(folder, verify=False)
     write_store(
         tmp_path / "users",
         [(np.arange(1, 21), bundle.query.embed(Small().users().features))],
@@ -249,7 +249,7 @@ def test_token_hosts_and_stored_users(folder: Path, tmp_path: Path) -> None:
     )
     flags = (
         f"--token-file={tmp_path / 'token'}",
-        "--allowed-hosts=a.example,127.0.0.1",
+        *("--allowed-hosts", "a.example", "127.0.0.1"),
         f"--vectors={tmp_path / 'users'}",
     )
     with serving(folder, *flags) as server:
