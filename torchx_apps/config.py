@@ -13,6 +13,7 @@ import importlib
 import io
 import json
 import os
+import re
 import sys
 import types
 import typing
@@ -358,8 +359,9 @@ def _message(box: str) -> str:
         else:
             parts[-1].append(text)
     parts = [part for part in parts if part]
-    # job is the name that this parser gives to the recipe's dataclass.
-    message = " ".join(parts[0]).removeprefix("Error parsing ").removeprefix("job.")
+    # Neither the name that this parser gives to the recipe's dataclass nor that of an
+    # app's options is a user's.
+    message = re.sub(r"^(Error parsing )?(job\.|\w+Options: )?", "", " ".join(parts[0]))
     flags = []
     for line in parts[1] if len(parts) > 1 else []:
         if line.startswith("--"):

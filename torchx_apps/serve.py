@@ -22,7 +22,7 @@ from torchx_apps.process import exit_code
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(ServerConfig):
-    """Serves a bundle over HTTP; see :class:`ServerConfig`."""
+    """Serves a bundle over HTTP."""
 
     bundle: Positional[Path]
 

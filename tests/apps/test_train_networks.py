@@ -57,21 +57,17 @@ def test_a_grid_is_all_combinations() -> None:
         ([], "no member: give --vary KEY VALUE VALUE"),
         (
             ["--vary", "train.seed=0,1"],
-            "--vary train.seed=0,1: write the key, then its values as words: --vary train.seed 0 1",
+            "--vary: train.seed=0,1 is neither a key nor a value",
         ),
         (["--vary", "train.seed"], "--vary train.seed: has no value"),
-        (["--vary", "3", "4"], "--vary 3: begin with a key"),
+        (["--vary", "3", "4"], "--vary: 3 is neither a key nor a value"),
         (
             ["--vary", "train.seed", "1", "1"],
             "--vary train.seed: 1 stands there twice",
         ),
         (
-            ["--vary", "train.seed", "1", "train.seed", "2"],
-            "--vary: train.seed stands there twice",
-        ),
-        (
             ["--vary", "train.seed", "0", "1", "-j", "1x2"],
-            "values end at --; write -j before --vary",
+            "--vary: -j is neither a key nor a value",
         ),
         (["--", "--vary", "train.seed", "0"], "--vary stands before --"),
         (
@@ -283,6 +279,7 @@ def test_a_member_that_diverges_is_a_row_and_no_failure(
     assert written["members"][0]["message"] in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_members_run_side_by_side_under_torchx_and_end_in_one_table(
     tmp_path: Path,

@@ -177,12 +177,6 @@ def test_what_cannot_be_served_is_refused_by_name(first: First, tmp_path: Path) 
         export_of(first.model, out, index="HNSW8", renewal=first.renewal)
     with pytest.raises(BundleError, match=r"queries: there are no rows to audit by"):
         export_of(model, out, queries=None)
-    features = table(columns_of(model, "item"))
-    fewer = Catalogue(ids=np.arange(ITEMS), features=features, trained=np.array([99]))
-    with pytest.raises(
-        BundleError, match=r"1 ids of the training rows are not in it, 99"
-    ):
-        export_of(model, out, catalogue=fewer)
     with torch.no_grad():
         model.towers["user"].mlp[0].weight[0, 0] = torch.nan
     with pytest.raises(BundleError, match=r"gives NaN or infinity as a logit"):

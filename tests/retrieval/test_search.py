@@ -138,7 +138,6 @@ def test_faiss_never_answers_fewer_than_pass(approximate: Bundle, share: float) 
     [
         ("nonsense", 0.9, "FAISS refuses it"),
         ("PCA4,Flat", 0.9, "takes no filter"),
-        ("PQ2x2", 0.9, "FAISS refuses it"),
         ("IVF4,PQ2x2", 0.999, r"of the 10 best at most, recall=0.999 is asked"),
     ],
 )

@@ -46,7 +46,7 @@ class Catalogue:
         features: I rows with the raw columns of the candidate tower.
         titles: (I,) titles for display, or None.
         attributes: I rows of columns to filter by: whole numbers, text or lists of them; None for none.
-        trained: ids in the training rows, or None. All of them must be among ``ids``.
+        trained: ids in the training rows, or None.
     """
 
     ids: NDArray[Any]
@@ -69,13 +69,6 @@ class Catalogue:
     def id_map(self) -> Ids:
         """Map of the ids to positions."""
         return Ids(self.ids)
-
-    @cached_property
-    def missing(self) -> NDArray[Any]:
-        """Trained ids that are not among the items."""
-        if self.trained is None:
-            return np.zeros(0)
-        return self.trained[self.id_map.positions(self.trained.tolist()) < 0]
 
     def write(self, folder: Path) -> None:
         """Writes the items of a bundle: ids, titles, whether an item was trained, and attributes.

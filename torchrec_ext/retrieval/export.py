@@ -145,11 +145,6 @@ def export(
         raise BundleError(f"store={store!r}: must be one of {', '.join(STORES)}")
     if not 0 < recall <= 1:
         raise BundleError(f"recall={recall}: must be greater than 0 and at most 1")
-    if len(catalogue.missing):
-        raise BundleError(
-            f"catalogue: {len(catalogue.missing):,} ids of the training rows are not in it, {catalogue.missing[0]} "
-            "among them; every id that was trained must be servable: give the whole catalogue"
-        )
     queries = _queries(queries, users)
     # A column of both tables has the query's type.
     raw = _raw_types(catalogue.features) | _raw_types(queries)
