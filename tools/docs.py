@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchrec_ext.retrieval.server.settings import ServerConfig
-from torchx_apps.config import RecipeOptions, RunOptions
+from torchx_apps.config import RecipeOptions, RunOptions, StreamOptions
 from torchx_apps.embed import EmbedOptions
 from torchx_apps.export import ExportOptions
-from torchx_apps.train_stream import StreamOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -75,6 +75,28 @@ class RunOptions(RecipeOptions):
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class StreamOptions(RunOptions):
+    """Flags of training on a log that grows; its folder is ``--data.folder``.
+
+    Args:
+        publish_s: seconds between two bundles; 0 for one at the end.
+        bundles: folder of the bundles, instead of run_dir's; its file current names the newest.
+        keep: bundles to keep.
+    """
+
+    publish_s: float = 10.0
+    bundles: Path | None = None
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.publish_s >= 0:
+            raise ValueError(f"--publish_s {self.publish_s}: must be 0 or more seconds")
+        if self.keep < 1:
+            raise ValueError(f"--keep {self.keep}: must be 1 bundle or more")
+
+
 def parse_options(kind: type[OptionsT], prog: str, words: Sequence[str]) -> OptionsT:
     """Returns an app's options as the command line gives them.
 
