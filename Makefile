@@ -68,7 +68,7 @@ docs: $(TOOLS) ## build the site of docs/ into build/docs, and that of TAGS="v0.
 	done
 	@echo "open build/docs/index.html"
 
-bench: $(TOOLS) ## every benchmark in three rounds, one to three hours, on a machine that does nothing else; writes benchmarks/results
+bench: $(TOOLS) ## every benchmark, an hour at most, on a machine that does nothing else; writes benchmarks/results
 	@$(BIN)/python -c 'import duckdb, faiss' 2>/dev/null || \
 		$(BIN)/python -m torchrec_ext.doctor --install --editable '.[$(EXTRAS),dev,retrieval]'
 	@$(WITH_VENV) $(BIN)/python benchmarks/all.py $(BENCH_ARGS)

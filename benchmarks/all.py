@@ -1,12 +1,11 @@
-"""Every benchmark, alone on this machine, in rounds; writes benchmarks/results/all.json.
+"""Every benchmark, alone on this machine; writes benchmarks/results/all.json.
 
-    python benchmarks/all.py [--rounds 3] [--turns 3] [--only NAME ...] [--quick] [--results FILE]
+    python benchmarks/all.py [--turns 3] [--only NAME ...] [--quick] [--results FILE]
 
-A round runs each program once, in a process of its own, so that a row's rounds lie a quarter of an hour apart. The file
-is written after each program. A row has the median of its rounds, and as `low` and `high` the least and the greatest
-ratio of any turn. It names its run: commit, date, versions, and the machine's own yardsticks, measured before each
-round. Rows of programs that do not run keep their figures. Run it on a machine that does nothing else: it refuses to
-begin if others keep a core busy. `gpu.py` runs if there is a GPU. `quality.py`, hours of training, runs by itself.
+Each program runs in a process of its own, and the file is written after each. A row names its run: commit, date,
+versions, and the machine's own yardsticks, measured before. Rows of programs that do not run keep their figures. Run
+it on a machine that does nothing else: it refuses to begin if others keep a core busy. `gpu.py` runs if there is a GPU.
+`quality.py`, hours of training, runs by itself.
 """
 
 from __future__ import annotations
@@ -25,14 +24,7 @@ from pathlib import Path
 from harness import ROOT, digits, in_turn, last_json, on_ranks
 
 RESULTS = ROOT / "benchmarks" / "results" / "all.json"
-LIMIT_S = 1500  # of one program in one round
-# A number of threads that somebody exported would be that of a baseline that takes
-# torch's own.
-ENVIRONMENT = {
-    name: value
-    for name, value in os.environ.items()
-    if not name.endswith("_NUM_THREADS")
-}
+LIMIT_S = 1500  # of one program
 PROGRAMS = (
     "ncf",
     "towers",
@@ -49,56 +41,50 @@ PROGRAMS = (
 
 def main():
     options = _options()
-    if options.yardsticks:
-        print(
-            json.dumps(
-                {unit: measure(options.quick) for unit, measure in YARDSTICKS.items()}
-            )
-        )
-        return 0
     if not options.quick and (busy := os.getloadavg()[0]) > 0.5:
         print(
             f"others keep {busy:.1f} cores busy: stop them first; their work would change the figures",
             file=sys.stderr,
         )
         return 2
+    # A number of threads that somebody exported would be that of a baseline that takes
+    # torch's own.
+    for name in [name for name in os.environ if name.endswith("_NUM_THREADS")]:
+        del os.environ[name]
     about = {
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
         "on": _machine(),
+        "machine": {
+            unit: digits(measure(options.quick)) for unit, measure in YARDSTICKS.items()
+        },
     }
-    failed = {}
-    rounds = {name: [] for name in options.only}
-    yardsticks = []
-    for number in range(1, options.rounds + 1):
-        command = [sys.executable, __file__, "--yardsticks"]
-        yardsticks.append(last_json(command + ["--quick"] * options.quick))
-        for name in options.only:
-            if name in failed:
-                continue
-            print(f"round {number} of {options.rounds}: {name}", flush=True)
-            try:
-                rounds[name].append(_run(name, options))
-            except RuntimeError as error:
-                failed[name] = str(error)
-                print(f"{name} failed: {error}", file=sys.stderr, flush=True)
-            else:
-                # After each, so that a run that is ended keeps what came before.
-                run = {**about, "rounds": number, "machine": _spread(yardsticks)}
-                _write(name, rounds[name], run, options.results)
+    failed = []
+    for name in options.only:
+        print(name, flush=True)
+        try:
+            command = [sys.executable, ROOT / "benchmarks" / f"{name}.py"]
+            command += ["--turns", options.turns, *["--quick"] * options.quick]
+            made = last_json(command, limit_s=LIMIT_S)
+        except RuntimeError as error:
+            failed.append(name)
+            print(f"{name} failed: {error}", file=sys.stderr, flush=True)
+        else:
+            # After each, so that a run that is ended keeps what came before.
+            _write(name, made, about, options.results)
     print(f"results in {options.results}; failed: {', '.join(failed) or 'none'}")
     return 1 if failed else 0
 
 
-def _write(name, rounds, run, path):
+def _write(name, made, run, path):
     """Replaces the rows of a program, and drops the runs that no row names any more."""
     kept = json.loads(path.read_text()) if path.exists() else {"runs": {}, "rows": []}
     key = f"{run['commit']} {run['date']}"
-    versions = kept["runs"].get(key, {}).get("versions", {}) | rounds[0]["versions"]
+    versions = kept["runs"].get(key, {}).get("versions", {}) | made["versions"]
     rows = [row for row in kept["rows"] if row["program"] != name]
     # Written by hand: what limits a row.
     limits = {row["name"]: row.get("limit") for row in kept["rows"]}
-    for row in merge([one["rows"] for one in rounds]):
+    for row in made["rows"]:
         limit = limits.get(row["name"])
         rows.append({"program": name, **row, "run": key, "limit": limit})
     rows.sort(key=lambda row: (*PROGRAMS, "gpu").index(row["program"]))
@@ -121,59 +107,14 @@ def _options():
     # each device has its node there
     usual = [*PROGRAMS, *(["gpu"] if Path("/dev/nvidia0").exists() else [])]
     known = [*PROGRAMS, "gpu"]
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each program")
     parser.add_argument("--turns", type=int, default=3, help="turns of each side")
     parser.add_argument("--only", nargs="+", choices=known, default=usual)
     parser.add_argument("--quick", action="store_true", help="see that it runs")
-    parser.add_argument("--yardsticks", action="store_true", help="the machine's own")
     parser.add_argument("--results", type=Path, help="file; by --quick a temporary one")
     options = parser.parse_args()
-    options.rounds = 1 if options.quick else options.rounds
     quick = Path(tempfile.gettempdir(), f"benchmarks-{os.getpid()}.json")
     options.results = options.results or (quick if options.quick else RESULTS)
     return options
-
-
-def _run(name, options):
-    """The JSON of one run of a program; its progress goes to stderr.
-
-    Raises:
-        RuntimeError: the program failed, or was not done within its limit; it and its processes are ended.
-    """
-    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py")]
-    command += ["--turns", str(options.turns), *(["--quick"] * options.quick)]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=LIMIT_S)
-    except BaseException as error:
-        os.killpg(process.pid, 9)
-        if isinstance(error, subprocess.TimeoutExpired):
-            raise RuntimeError(f"not done after {LIMIT_S} s") from None
-        raise
-    if process.returncode:
-        raise RuntimeError(f"exit code {process.returncode}; see its last lines above")
-    return json.loads(output.splitlines()[-1])
-
-
-def merge(rounds):
-    """One row for each name: medians of the rounds, and the range over all of them."""
-    merged = []
-    for rows in zip(*rounds, strict=True):
-        one = dict(rows[0])
-        for key in ("baseline", "ours", "ratio", "ceiling"):
-            values = [row[key] for row in rows]
-            one[key] = None if None in values else digits(statistics.median(values))
-        one["low"] = min(row["low"] for row in rows)
-        one["high"] = max(row["high"] for row in rows)
-        merged.append(one)
-    return merged
 
 
 def _copy(quick):
@@ -217,16 +158,6 @@ YARDSTICKS = {
     "GFLOP/s of one core": _products,
     "times one process's work, by two that never talk": _two_processes,
 }
-
-
-def _spread(yardsticks):
-    """Least, median and greatest of each yardstick over the rounds."""
-    spread = {}
-    for unit in YARDSTICKS:
-        each = [round_[unit] for round_ in yardsticks]
-        three = (min(each), statistics.median(each), max(each))
-        spread[unit] = [float(f"{value:.3g}") for value in three]
-    return spread
 
 
 def commit(*folders):

@@ -1,49 +1,45 @@
-"""A GPU: a user's own step, adopted, against the forms that its user could write; and recipes with a part and without.
+"""A GPU: a user's own step, adopted, against the forms that its user could write.
 
     python benchmarks/gpu.py [--only ROW ...] [--turns 3] [--quick] [--out FILE] [--budget SECONDS]
 
 `adopted ...`: the network of plain_ncf.py (75 k and 12.45 M parameters) under dense Adam, on batches of the GPU, 1,280
 and 16,384 rows. `as written` is Adam by default, `fused Adam` takes fused=True, `torch.compile` also compiles forward
-and loss with mode="reduce-overhead", `by hand` is one CUDA graph of eager kernels with fused Adam. `combined` adopts
-with inductor's combo_kernels. `drawn ...`: the adopted step draws its negatives and takes its rows itself, against
-torch.compile on batches that are ready; `epoch_s`, of 18.24 M instances. `floor_us` is the greater of two microseconds
-a kernel and the step's bytes over `copied_gb_s`, what a copy on this card moves.
+and loss with mode="reduce-overhead", `by hand` is one CUDA graph of eager kernels with fused Adam.
+`drawn ...`: the adopted step draws its negatives and takes its rows itself, against torch.compile on batches that are
+ready; `epoch_s`, of 18.24 M instances. `floor_us` is the greater of two microseconds a kernel and the step's bytes over
+`copied_gb_s`, what a copy on this card moves.
 
 `loader ...`: 26 tables of 100,000 x 64 under an MLP in fp32, tf32 and bf16, samples a second and the share of time in
 which the card is busy, by nvidia-smi: a row-wise Dataset under torch's DataLoader (pinned; the better of 0, 2 and 8
 workers) with fused Adam, against rows of files by ChunkLoader, and rows on the device with an adopted step.
-`wide ...`: the steps of that network alone, against torch.compile. `eight networks`: a Stack of eight small networks,
-against eight adopted ones in turn. `two processes`: two that train the small network at the same time, against one
-after the other, `mps`: under NVIDIA's MPS where it is installed. All these need torch alone, but for ChunkLoader.
-Recipes train `two_tower`, in turn without the part and with it; `quality` has the figures of both. Without a GPU all
-runs on the CPU, which says nothing of a GPU. With --out, a page of the file's rows is printed.
+`eight networks`: a Stack of eight small networks, against eight adopted ones in turn. `two processes`: two that train
+the small network at the same time, against one, `mps`: under NVIDIA's MPS where it is installed. All rows need torch
+alone, but for ChunkLoader. Without a GPU all runs on the CPU, which says nothing of a GPU. With --out, a page of the
+file's rows is printed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import itertools
-import json
+import multiprocessing
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from harness import ROOT, command_line, digits, output, row
+from harness import LIMIT_S, command_line, digits, output, row
 from plain_ncf import CONTEXT, NEGATIVES, SHAPES, PlainNCF, positives
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from torchrec_ext.adopt import Rows, Uniform, adopt
-from torchrec_ext.capture import executors
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 DEVICE = "cuda" if GPUS else "cpu"
@@ -76,9 +72,8 @@ def step_of(form, model, *, autocast=nullcontext):
     def loss(*batch):
         return criterion(model(*batch[:-1]), batch[-1])
 
-    if form in ("adopted", "combined"):
-        step = adopt(model, optimizer, loss, autocast=autocast, compile="require")
-        return combined(step) if form == "combined" else step
+    if form == "adopted":
+        return adopt(model, optimizer, loss, autocast=autocast, compile="require")
     forward = (
         torch.compile(loss, mode="reduce-overhead") if form == "torch.compile" else loss
     )
@@ -91,17 +86,6 @@ def step_of(form, model, *, autocast=nullcontext):
         optimizer.step()
 
     return by_hand(step) if form == "by hand" else step
-
-
-def combined(step):
-    """Returns a step that inductor compiles, in one of its calls, with combo_kernels."""
-
-    def run(*batch):
-        executors._INDUCTOR["cuda"]["combo_kernels"] = True
-        step(*batch)
-        executors._INDUCTOR["cuda"]["combo_kernels"] = False
-
-    return run
 
 
 def by_hand(step):
@@ -211,8 +195,7 @@ def adopted(name, rows, options):
     """Times the adopted step and each other form, in turn."""
     shape = SHAPES[name]
     given = batches(shape, 64 if options.quick else rows)
-    forms = ("adopted", *FORMS, *(["combined"] if GPUS else []))
-    steps = {form: step_of(form, ncf(shape)) for form in forms}
+    steps = {form: step_of(form, ncf(shape)) for form in ("adopted", *FORMS)}
     moved = step_bytes(ncf(shape), {"_user": given[0][0], "_item": given[0][1]})
     what = f"adopted {name}, {rows:,} rows"
     yield from compared(what, steps, given, options, step_bytes=moved)
@@ -269,18 +252,6 @@ def wide_step(form, ids, precision):
     return step_of(form, Wide(ids).to(DEVICE), autocast=autocast)
 
 
-def wide(precision, options):
-    """Times the wide network in one precision, adopted and by torch.compile."""
-    ids, rows = (100, 64) if options.quick else (100_000, 16_384)
-    given = [
-        (torch.randint(ids, (rows, 26), device=DEVICE), torch.rand(rows, device=DEVICE))
-        for _ in range(4)
-    ]
-    steps = {form: wide_step(form, ids, precision) for form in ("adopted", BEST)}
-    for made in compared(f"wide, {precision}", steps, given, options):
-        yield made | {"rows_per_s": 1e6 * rows / made["ours"]}
-
-
 class Busy:
     """The share of time in which the card was busy, asked of nvidia-smi ten times a second; None without it.
 
@@ -304,19 +275,6 @@ class Busy:
             self._asked.terminate()
             told = [float(word) for word in self._asked.communicate()[0].split()]
             self.percent = digits(sum(told) / len(told)) if told else None
-
-
-class TabularRows(Dataset):
-    """(26,) ids and a label, one row at a time."""
-
-    def __init__(self, ids, label):
-        self.ids, self.label = ids, label
-
-    def __len__(self):
-        return len(self.label)
-
-    def __getitem__(self, row):
-        return self.ids[row], self.label[row]
 
 
 def row_wise(data, size, step, seconds):
@@ -345,8 +303,9 @@ def in_chunks(data, size, step, seconds, folder):
     from torchrec_ext.schema import BatchSchema
 
     names = [f"c{column}" for column in range(26)]
-    columns = dict(zip(names, data.ids.t().numpy(), strict=True))
-    columns["label"] = data.label.numpy()
+    ids, label = data.tensors
+    columns = dict(zip(names, ids.t().numpy(), strict=True))
+    columns["label"] = label.numpy()
     file = Path(folder, "rows.parquet")
     if not file.exists():
         pq.write_table(pa.table(columns), file, row_group_size=65_536)
@@ -372,7 +331,8 @@ def in_chunks(data, size, step, seconds, folder):
 
 def on_device(data, size, step, seconds):
     """Returns samples a second and the card's busy share of an adopted step that takes its rows itself."""
-    held = Rows({"ids": data.ids, "label": data.label}, size, drop_last=True)
+    ids, label = data.tensors
+    held = Rows({"ids": ids, "label": label}, size, drop_last=True)
     epochs = itertools.chain.from_iterable(step.epoch(held) for _ in itertools.count())
     return fed(((each,) for each in epochs), lambda loss: loss, size, seconds)
 
@@ -398,7 +358,7 @@ def fed(given, step, size, seconds):
 def loaders(precision, options):
     """Times a row-wise DataLoader, ChunkLoader and rows on the device, in turn."""
     ids, rows, size = (100, 4_096, 256) if options.quick else (100_000, 2**21, 16_384)
-    data = TabularRows(torch.randint(ids, (rows, 26)), torch.rand(rows))
+    data = TensorDataset(torch.randint(ids, (rows, 26)), torch.rand(rows))
     seconds = 0.2 if options.quick else 3 * SECONDS
 
     def step(form):
@@ -453,125 +413,43 @@ def eight(options):
     yield from compared(f"{members} networks", steps, given, options)
 
 
-def processes(options):
-    """Times two processes that train at the same time, without MPS and with it, against one after the other."""
-    seconds = 0.2 if options.quick else 3 * SECONDS
-
-    def together(count, **environment):
-        command = [
-            sys.executable,
-            str(Path(__file__)),
-            "--only",
-            "alone",
-            "--turns",
-            "1",
-        ]
-        command += ["--quick"] if options.quick else []
-        with tempfile.TemporaryDirectory() as folder:
-            start = {"START": f"{folder}/start", "SECONDS": str(seconds)}
-            begun = [
-                subprocess.Popen(
-                    command,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    text=True,
-                    cwd=ROOT,
-                    env={
-                        **os.environ,
-                        **environment,
-                        **start,
-                        "NAME": f"{folder}/{number}",
-                    },
-                )
-                for number in range(count)
-            ]
-            until = time.monotonic() + 300
-            while not all(
-                Path(folder, str(number)).exists() for number in range(count)
-            ):
-                if time.monotonic() > until or any(each.poll() for each in begun):
-                    raise RuntimeError("two processes: one did not begin")
-                time.sleep(0.05)
-            Path(folder, "start").touch()
-            told = [
-                json.loads(each.communicate()[0].splitlines()[-1]) for each in begun
-            ]
-        return sum(1e6 / each["rows"][0]["ours"] for each in told)
-
-    one = [together(1) for _ in range(options.turns)]
-    ways = {"two processes": {}}
-    with contextlib.ExitStack() as stack:
-        if GPUS and shutil.which("nvidia-cuda-mps-control"):
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            mps = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-            control = functools.partial(output, **mps)
-            control(["nvidia-cuda-mps-control", "-d"])
-            stack.callback(control, ["sh", "-c", "echo quit | nvidia-cuda-mps-control"])
-            ways["two processes, mps"] = mps
-        for name, environment in ways.items():
-            both = [together(2, **environment) for _ in range(options.turns)]
-            yield row(
-                f"{name} ({DEVICE})", both, "steps/s", baseline=one, better="more"
-            )
-
-
-def alone(options):
-    """Times the steps of one of two processes, from a moment that a file gives."""
+def trains(begin, told, quick, seconds):
+    """Times the steps of one of several processes, from the moment when all are ready."""
     shape = SHAPES["small"]
-    step, given = (
-        step_of("adopted", ncf(shape)),
-        batches(shape, 64 if options.quick else 1_280),
-    )
+    step = step_of("adopted", ncf(shape))
+    given = batches(shape, 64 if quick else 1_280)
     for batch in given:
         step(*batch)
     _wait()
-    if name := os.environ.get("NAME"):
-        Path(name).touch()
-        while not Path(os.environ["START"]).exists():
-            time.sleep(0.001)
-    seconds = float(os.environ.get("SECONDS", SECONDS))
-    yield row(f"alone ({DEVICE})", microseconds(step, given, seconds), "us/step")
+    begin.wait(LIMIT_S)
+    told.put(microseconds(step, given, seconds))
 
 
-HERE = {"loader.device": DEVICE}
-EAGER, CAPTURED = {"train.compile": "off"}, {"train.compile": "require"}
-# settings without the part and with it
-PARTS = {
-    "resident data": (EAGER, EAGER | HERE),
-    "captured steps": (EAGER | HERE, CAPTURED | HERE),
-}
+def processes(options):
+    """Times two processes that train at the same time, without MPS and with it, against one."""
+    context = multiprocessing.get_context("spawn")
+    seconds = 0.2 if options.quick else 3 * SECONDS
 
+    def together(count):
+        begin, told = context.Barrier(count), context.Queue()
+        for _ in range(count):
+            arguments = (begin, told, options.quick, seconds)
+            context.Process(target=trains, args=arguments, daemon=True).start()
+        return sum(1e6 / told.get(timeout=LIMIT_S) for _ in range(count))
 
-def recipe(name, options):
-    """Trains without a part and with it, in turn."""
-    turns = []
-    for _ in range(options.turns):
-        turns.append([trained(settings, options) for settings in PARTS[name]])
-    quality = [each["test"] for each in turns[0]]
-    baseline, ours = (
-        [turn[side]["samples_per_s"] for turn in turns] for side in (0, 1)
-    )
-    more = {"better": "more", "quality": quality}
-    yield row(name, ours, "samples/s", baseline=baseline, **more)
+    def of_two(name):
+        both = [together(2) for _ in range(options.turns)]
+        return row(f"{name} ({DEVICE})", both, "steps/s", baseline=one, better="more")
 
-
-def trained(settings, options):
-    """Returns the summary of one run."""
-    words = {"recipe": "two_tower", "data.name": "planted", "export": "never"}
-    words |= {"train.early_stop.metric": ""} | settings
-    if options.quick:
-        words |= {"train.epochs": "1", "data.users": "200", "data.items": "100"}
-        words |= {"loader.batch_size": "256"}
-    with tempfile.TemporaryDirectory() as folder:
-        words["run_dir"] = f"{folder}/run"
-        app = [
-            "-m",
-            "torchx_apps.train",
-            *(f"--{key}={value}" for key, value in words.items()),
-        ]
-        output([sys.executable, *app])
-        summary = json.loads(Path(folder, "run", "summary.json").read_text())
-    return summary
+    one = [together(1) for _ in range(options.turns)]
+    yield of_two("two processes")
+    if GPUS and shutil.which("nvidia-cuda-mps-control"):
+        with tempfile.TemporaryDirectory() as folder:
+            for name in ("PIPE", "LOG"):
+                os.environ[f"CUDA_MPS_{name}_DIRECTORY"] = folder
+            output(["nvidia-cuda-mps-control", "-d"])
+            yield of_two("two processes, mps")
+            output(["sh", "-c", "echo quit | nvidia-cuda-mps-control"])
 
 
 PRECISIONS = ("fp32", "tf32", "bf16")
@@ -583,12 +461,8 @@ ROWS = {
     for name, rows in STEPS
 }
 ROWS |= {f"loader, {each}": functools.partial(loaders, each) for each in PRECISIONS}
-ROWS |= {f"wide, {each}": functools.partial(wide, each) for each in PRECISIONS}
 ROWS |= {"eight networks": eight, "two processes": processes}
-if importlib.util.find_spec("torchrec"):
-    ROWS |= {name: functools.partial(recipe, name) for name in PARTS}
 
 
 if __name__ == "__main__":
-    hidden = {"alone": alone} if "NAME" in os.environ else {}
-    command_line(__doc__, ROWS | hidden)
+    command_line(__doc__, ROWS)

@@ -39,7 +39,6 @@ from torchrec_ext.schema import BatchSchema
 IDS = [f"c{number}" for number in range(26)] + ["history"]
 FLOATS = [f"d{number}" for number in range(13)]
 BATCH = 4096
-GROWTH_MB = 0.1
 
 
 def table(name, features):

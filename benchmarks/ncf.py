@@ -10,33 +10,24 @@ has plain Adam and one thread. `small` and `full` have 75 k and 12.45 M paramete
 package's own`: the same against train() on the package's own model. `capturing, ...`: seconds of the capture, and
 `pays_after`, the number of steps after which it has paid, against eager steps on the same ready batches.
 `loader-kept, ...`: the user's DataLoader stays, so that only the step is adopted.
-`small-2-ranks`: train() in two processes that average their weights every 32 steps, against one; the ceiling is two
-processes that never talk.
 """
 
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
 from harness import (
-    LIMIT_S,
-    Counted,
     Trainings,
     command_line,
     last_json,
-    never_talk,
-    on_ranks,
     one_rank,
     rates,
     row,
-    slowest,
 )
 from plain_ncf import (
     BATCH,
@@ -50,19 +41,13 @@ from plain_ncf import (
 from torch import nn
 
 from torchrec_ext.adopt import Rows, Uniform, adopt
-from torchrec_ext.capture.policy import PATIENCE
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.models.ncf import ContextualNCF
 from torchrec_ext.train.loop import TrainConfig, train
-
-# Over rows of few steps: then the step of a pass's last batch is captured too.
-WARM_PASSES = PATIENCE + 2
-EVERY = 32
 
 
 class Script:
@@ -168,8 +153,8 @@ def network(shape):
     return ContextualNCF(*sizes, context_dense=context, shared=("user",), device=meta)
 
 
-def loader_of(shape, model, *, rank=0, world_size=1):
-    """Returns a loader of the positives with 4 exact negatives each, 256 positives a rank and step."""
+def loader_of(shape, model):
+    """Returns a loader of the positives with 4 exact negatives each, 256 positives a step."""
     user, item, context = positives(shape)
     columns = {
         f"c{index}": Column(np.ascontiguousarray(values))
@@ -178,29 +163,18 @@ def loader_of(shape, model, *, rank=0, world_size=1):
     return ChunkLoader(
         Chunk({"user_id": Column(user), "item_id": Column(item), **columns}),
         model.schema(),
-        config=LoaderConfig(
-            batch_size=BATCH * world_size, negatives=NEGATIVES, device="cpu"
-        ),
+        config=LoaderConfig(batch_size=BATCH, negatives=NEGATIVES, device="cpu"),
         items=Chunk({"item_id": Column(np.arange(shape.items + 1))}),
         negatives=UniformNegatives(shape.items, user, item),
-        rank=rank,
-        world_size=world_size,
     )
 
 
-def training(
-    model,
-    loader,
-    runtime,
-    sync=None,
-):
+def training(model, loader, runtime):
     """Returns a side of :class:`Trainings`: a call of train() that lasts until it is stopped."""
     adam = OptimizerConfig(tables="adam", tables_lr=1e-3, dense_lr=1e-3)
     parallel, optimizer = hybrid_parallel(model, runtime, optimizer=adam)
     config = TrainConfig(epochs=100_000)
-    return lambda stop: train(
-        parallel, optimizer, loader, runtime, config, sync=sync, stop=stop
-    )
+    return lambda stop: train(parallel, optimizer, loader, runtime, config, stop=stop)
 
 
 def adopted_ncf(name, options):
@@ -246,54 +220,10 @@ def loader_kept(options):
         yield from script.rows(f"loader-kept, {name}", ours)
 
 
-SIDES = ("one", "two", "apart")
-
-
-def _waiting(stop):
-    """Does nothing while another process has its turn."""
-    while not stop():
-        pass
-
-
-def process(runtime, side, steps, turns, warm_up, barrier):
-    """Returns the seconds of a step of the process's own side, by turn."""
-    model, shape = network(SHAPES["small"]), SHAPES["small"]
-    place = {"rank": runtime.rank, "world_size": runtime.world_size}
-    loader = Counted(loader_of(shape, model, **place))
-    sync = SyncConfig(mode="local_sgd", every=EVERY) if side == "two" else None
-    sides = dict.fromkeys(SIDES, _waiting)
-    sides[side] = training(model, loader, runtime, sync)
-    meet = functools.partial(barrier.wait, LIMIT_S)
-    trainings = Trainings(sides, before=meet, loaders={side: loader})
-    seconds = trainings.seconds_per_step(steps, turns, warm_up=warm_up)[side]
-    trainings.close()
-    return {side: seconds}
-
-
-def two_ranks(options):
-    """Five processes: one, two ranks of one job, and two jobs of one rank; each waits while others have their turn."""
-    steps = EVERY * (4 if options.quick else 60)
-    passes = WARM_PASSES * -(-SHAPES["small"].rows // BATCH)
-    counts = (steps, options.turns, steps if options.quick else passes)
-    barrier = multiprocessing.get_context("spawn").Barrier(5)
-    jobs = [("one", 1), ("two", 2), ("apart", 1), ("apart", 1)]
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        started = [
-            pool.submit(on_ranks, process, size, side, *counts, barrier)
-            for side, size in jobs
-        ]
-        one, two, *apart = [job.result(LIMIT_S) for job in started]
-    alone, together = slowest(one)["one"], slowest([*apart[0], *apart[1]])["apart"]
-    ours = [each / 2 for each in slowest(two)["two"]]
-    baseline, ceiling = rates(INSTANCES, alone), never_talk(alone, together)
-    yield instances("small-2-ranks", ours, baseline, ceiling=ceiling)
-
-
 ROWS = {
     "ncf-small": functools.partial(adopted_ncf, "small"),
     "ncf-full": functools.partial(adopted_ncf, "full"),
     "loader-kept": loader_kept,
-    "small-2-ranks": two_ranks,
 }
 
 

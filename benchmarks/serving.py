@@ -12,16 +12,16 @@ outputs of the item tower, and the seconds until the service answers.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from importlib.util import find_spec
@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import torch
-from harness import ROOT, command_line, milliseconds, row
+from harness import ROOT, command_line, in_turn, milliseconds, row
 from torchrec import EmbeddingBagConfig, PoolingType
 
 from torchrec_ext.models.tower_model import two_tower
@@ -44,7 +44,6 @@ from torchrec_ext.schema import Jagged
 WIDTH, HISTORY, USERS, K = 64, 20, 100_000, 100
 RATE = 100.0
 ONE = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-Call = Callable[[int], object]
 
 
 def network(items, interaction):
@@ -140,22 +139,14 @@ class Whole:
             return self.model.logits(self.batch(user, items)).tolist()
 
 
-def in_turn(sides, turns, calls, in_a_row=10):
-    """Median milliseconds of a call of each side by turn, after a turn that warms up; no call repeats another."""
-    times = {name: [] for name in sides}
-    number = 0
-    for turn in range(-1, turns):
-        these = {name: [] for name in sides}
-        for _ in range(0, calls if turn >= 0 else in_a_row, in_a_row):
-            for name, call in sides.items():
-                for each in range(number, number + in_a_row):
-                    start = time.perf_counter()
-                    call(each)
-                    these[name].append(time.perf_counter() - start)
-            number += in_a_row
-        for name, seconds in these.items() if turn >= 0 else ():
-            times[name] += milliseconds([statistics.median(seconds)])
-    return times
+def times_of(sides, turns, calls):
+    """Milliseconds of a call of each side by turn; no call of a side repeats another."""
+    asked = {}
+    for name, call in sides.items():
+        numbers = itertools.count()
+        asked[name] = functools.partial(lambda c, n: c(next(n)), call, numbers)
+    times = in_turn(asked, turns, calls)
+    return {name: milliseconds(seconds) for name, seconds in times.items()}
 
 
 def scores(options):
@@ -167,7 +158,7 @@ def scores(options):
 
 def scored(items, count, turns):
     calls, random = 100, np.random.default_rng(1)
-    number = turns * calls + 10
+    number = (turns + 1) * calls
     users = questions(items, number)
     chosen = [random.permutation(items)[:count].tolist() for _ in range(number)]
     with tempfile.TemporaryDirectory() as folder:
@@ -180,7 +171,7 @@ def scored(items, count, turns):
         def theirs(each):
             return whole.score(users[each], chosen[each])
 
-        times = in_turn({"ours": ours, "whole": theirs}, turns, calls)
+        times = times_of({"ours": ours, "whole": theirs}, turns, calls)
     name = f"score {count:,} of {items:,}, against the whole network"
     return row(name, times["ours"], "ms", baseline=times["whole"])
 
@@ -203,7 +194,7 @@ def search(options):
 def searched(items, interaction, turns):
     """Milliseconds of the 100 best of all items, and of the sides beside it."""
     calls = 20
-    number = turns * calls + 10
+    number = (turns + 1) * calls
     with tempfile.TemporaryDirectory() as folder:
         bundle = make(Path(folder), items, interaction)
         queries = bundle.query.embed(questions(items, number))
@@ -215,7 +206,7 @@ def searched(items, interaction, turns):
             )
         if interaction == "dot" and find_spec("faiss"):
             sides["FAISS flat"] = flat(np.load(Path(folder) / "rows.npy"), number)
-        return in_turn(sides, turns, calls)
+        return times_of(sides, turns, calls)
 
 
 def flat(rows, number):

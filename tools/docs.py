@@ -16,11 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchx_apps.config import RecipeOptions, RunOptions
+from torchrec_ext.retrieval.server.settings import ServerConfig
+from torchx_apps.config import RecipeOptions, RunOptions, StreamOptions
 from torchx_apps.embed import EmbedOptions
 from torchx_apps.export import ExportOptions
-from torchx_apps.serve import ServeOptions
-from torchx_apps.train_stream import StreamOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -52,9 +51,9 @@ def benchmarks_page() -> str:
     lines = [
         "# Benchmarks: every measured row",
         "",
-        "`make bench` runs each program alone on an idle machine, in rounds, and writes these rows. A program",
+        "`make bench` runs each program alone on an idle machine, and writes these rows. A program",
         "measures its baseline and ours in turns. `ratio` says how many times better ours is: the median of the",
-        "rounds, with the least and the greatest of any turn. A row without a baseline has the range of its own",
+        "turns, with the least and the greatest of any. A row without a baseline has the range of its own",
         "figure. `ceiling` is the greatest ratio possible there, for example that of two processes that never",
         "talk. [Runs](#runs) has commits and machines. [Report 0.1](report-0.1.md) has rows that are no longer",
         "measured.",
@@ -106,11 +105,8 @@ def benchmarks_page() -> str:
 def _about(run: Mapping[str, Any]) -> str:
     """Commit, date and machine of a run."""
     versions = [f"{package} {version}" for package, version in run["versions"].items()]
-    rounds = [f"{run['rounds']} rounds"] if "rounds" in run else []
-    told = [f"commit {run['commit']}", run["date"], *rounds, run["on"], *versions]
-    told += [
-        f"{middle:g} {unit}" for unit, (_, middle, _) in run.get("machine", {}).items()
-    ]
+    told = [f"commit {run['commit']}", run["date"], run["on"], *versions]
+    told += [f"{figure:g} {unit}" for unit, figure in run.get("machine", {}).items()]
     return ", ".join(told) + "."
 
 
@@ -400,7 +396,7 @@ _OPTIONS: dict[str, type] = {
     "rec.train.stream": StreamOptions,
     "rec.serve.export": ExportOptions,
     "rec.serve.embed": EmbedOptions,
-    "rec.serve.http": ServeOptions,
+    "rec.serve.http": ServerConfig,
 }
 
 

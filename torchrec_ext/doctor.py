@@ -4,8 +4,7 @@ Exit status 0 when healthy, 1 when not. `--install` runs that line, `--with-shar
 shared memory between ranks. Needs no torch to run.
 
 Its one hard part is torch without CUDA: the public registry's torch is the CUDA build on every Linux, gigabytes of it.
-On a CPU machine the doctor takes `torch==...+cpu` from where the user's pip looks, or else from uv, which knows
-PyTorch's own CPU index.
+On a CPU machine the doctor takes `torch==...+cpu` from where the user's pip looks, or else from PyTorch's own index.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from torchrec_ext import stack
 from torchrec_ext.stack import Triple, Variant
 
+_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 
 
@@ -31,16 +29,14 @@ class InstallError(RuntimeError):
     """The installation cannot continue; the message names a remedy."""
 
 
-def run(what: str, command: Sequence[str], **env: str) -> None:
+def run(what: str, command: Sequence[str]) -> None:
     """Runs a command, silently when it succeeds.
 
     Raises:
         InstallError: the command failed; the message is the last line of its output that names an error.
     """
     print(f"  {what} ...", file=sys.stderr, flush=True)
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | env, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines() or ["no output"]
         named = [line for line in lines if line.lower().startswith("error")]
@@ -100,27 +96,18 @@ def install(variant: Variant, named: Triple | None = None) -> None:
 
 
 def _install_cpu_torch(torch: str) -> None:
-    """Installs the CPU build of a version of torch, by pip or else by uv."""
+    """Installs the CPU build of a version of torch, from where pip looks or else from PyTorch's own index."""
     try:
         return pip("install", f"{torch}+cpu")
     except InstallError as error:
         reason = str(error)
-    # uv reads neither pip's settings nor, where a proxy needs one, pip's certificate.
-    env = {"SSL_CERT_FILE": os.environ["PIP_CERT"]} if "PIP_CERT" in os.environ else {}
-    with tempfile.TemporaryDirectory(prefix="torchrec_ext-uv-") as scratch:
-        uv = shutil.which("uv")
-        if uv is None:
-            pip("install", "--target", scratch, "uv")
-            uv = str(Path(scratch, "bin", "uv"))
-        # torch alone: its dependencies come from the user's own index, by pip.
-        words = f"pip install --python {sys.executable} --torch-backend=cpu --no-deps {torch}"
-        try:
-            run(f"{torch} from PyTorch's CPU index, by uv", [uv, *words.split()], **env)
-        except InstallError:
-            raise InstallError(
-                f"no CPU build of {torch} for Python {platform.python_version()} ({reason}); put its wheel from "
-                "PyTorch's Get Started page into a folder and set PIP_FIND_LINKS to that folder"
-            ) from None
+    try:
+        pip("install", f"{torch}+cpu", "--extra-index-url", _CPU_INDEX)
+    except InstallError:
+        raise InstallError(
+            f"no CPU build of {torch} for Python {platform.python_version()} ({reason}); put its wheel from PyTorch's "
+            "Get Started page into a folder and set PIP_FIND_LINKS to that folder"
+        ) from None
 
 
 def report(triple: Triple, variant: Variant) -> list[str]:

@@ -13,6 +13,7 @@ import importlib
 import io
 import json
 import os
+import re
 import sys
 import types
 import typing
@@ -72,6 +73,28 @@ class RunOptions(RecipeOptions):
             raise ValueError(
                 "--resume auto: leave it out; a run goes on by itself in its folder, --run_dir PATH"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamOptions(RunOptions):
+    """Flags of training on a log that grows; its folder is ``--data.folder``.
+
+    Args:
+        publish_s: seconds between two bundles; 0 for one at the end.
+        bundles: folder of the bundles, instead of run_dir's; its file current names the newest.
+        keep: bundles to keep.
+    """
+
+    publish_s: float = 10.0
+    bundles: Path | None = None
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.publish_s >= 0:
+            raise ValueError(f"--publish_s {self.publish_s}: must be 0 or more seconds")
+        if self.keep < 1:
+            raise ValueError(f"--keep {self.keep}: must be 1 bundle or more")
 
 
 def parse_options(kind: type[OptionsT], prog: str, words: Sequence[str]) -> OptionsT:
@@ -358,8 +381,9 @@ def _message(box: str) -> str:
         else:
             parts[-1].append(text)
     parts = [part for part in parts if part]
-    # job is the name that this parser gives to the recipe's dataclass.
-    message = " ".join(parts[0]).removeprefix("Error parsing ").removeprefix("job.")
+    # Neither the name that this parser gives to the recipe's dataclass nor that of an
+    # app's options is a user's.
+    message = re.sub(r"^(Error parsing )?(job\.|\w+Options: )?", "", " ".join(parts[0]))
     flags = []
     for line in parts[1] if len(parts) > 1 else []:
         if line.startswith("--"):

@@ -86,7 +86,6 @@ def _embed(argv: Sequence[str] | None) -> int:
     tower = bundle.manifest.content["towers"][options.tower]["digest"]
     with tracked(folder, asdict(options), folder="store") as figures:
         blocks = rows.blocks() if rows is not None else ()
-        changes = ""
         if options.refresh is None:
             assert rows is not None
             store = write_store(
@@ -94,19 +93,16 @@ def _embed(argv: Sequence[str] | None) -> int:
                 blocks,
                 tower=tower,
                 side=options.tower,
-                width=rows.width,
+                shape=rows.shape,
                 dtype=options.store or "fp32",
                 overwrite=True,
             )
         else:
             texts = options.delete.split(",") if options.delete else []
             deleted = [text.strip() for text in texts]
-            store, counts = refresh_store(folder, blocks, tower=tower, deleted=deleted)
-            changes = ", ".join(f"{count} {what}" for what, count in counts.items())
+            store = refresh_store(folder, blocks, tower=tower, deleted=deleted)
         width = store.vectors.shape[1]
         result = f"store: {folder} ({len(store):,} x {width} {store.dtype} of the {options.tower} side)"
-        if changes:
-            result += f": {changes}"
         unknown = rows.unknown if rows is not None else Counter()
         unknown = +unknown
         figures.update({"store": result, "unknown": dict(unknown)})

@@ -8,29 +8,12 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from torchx_apps.config import RunOptions, as_toml, parse_job
+from torchx_apps.config import StreamOptions, as_toml, parse_job
 from torchx_apps.process import exit_code, say_once
 from torchx_apps.recipes.by_name import list_recipes, load_recipe
 from torchx_apps.recipes.events import EVENT_RECIPES
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamOptions(RunOptions):
-    """Flags of training on a log that grows; its folder is ``--data.folder``.
-
-    Args:
-        publish_s: seconds between two bundles; 0 for one at the end.
-        bundles: folder of the bundles, instead of run_dir's; its file current names the newest.
-        keep: bundles to keep.
-    """
-
-    publish_s: float = 10.0
-    bundles: Path | None = None
-    keep: int = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,13 +45,10 @@ def _train(argv: Sequence[str] | None) -> int:
     if options.dry_run:
         return say_once(as_toml(job))
     from torchrec_ext.train.guards import RunStoppedError
-    from torchx_apps.jobs.streaming import Publication, run_stream
+    from torchx_apps.jobs.streaming import run_stream
 
-    publication = Publication(
-        seconds=options.publish_s, folder=options.bundles, keep=options.keep
-    )
     try:
-        run_stream(job, publication, options.run_dir, resume=options.resume)
+        run_stream(job, options)
     except RunStoppedError as stopped:
         say_once(str(stopped))
         return 128 + signal.SIGTERM

@@ -1,7 +1,6 @@
 """The components as TorchX sees them: listed, valid, and AppDefs that say what was asked for."""
 
 import re
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -52,15 +51,6 @@ def test_ours_and_torchxs_own_are_listed() -> None:
     listed = set(get_components())
     assert {name for name in listed if name.startswith("rec.")} == set(COMPONENTS)
     assert "dist.ddp" in listed
-
-
-def test_no_command_of_torchx_is_replaced() -> None:
-    ours = [
-        point.name
-        for point in entry_points(group="torchx.cli.cmds")
-        if point.value.startswith("torchx_apps")
-    ]
-    assert ours == []
 
 
 def test_by_default_two_ranks_train_two_tower_on_one_thread_each() -> None:
@@ -138,18 +128,3 @@ def test_a_users_own_recipe_is_not_executed_by_the_launcher(tmp_path: Path) -> N
     recipe = f"{tmp_path}/mine.py:job"
     made = command("--recipe", recipe, "--", "--model.dim", "16")
     assert made.endswith(f"--recipe {recipe} --model.dim 16")
-
-
-def test_every_component_that_a_page_a_message_or_a_remedy_names_exists() -> None:
-    root = Path(__file__).parents[2]
-    texts = [root / "README.md", *(root / "docs").rglob("*.md")]
-    for folder in ("torchrec_ext", "torchx_apps", "components", "examples"):
-        texts += (root / folder).rglob("*.py")
-    named: dict[str, Path] = {}
-    for path in texts:
-        for name in re.findall(r"\brec\.(?:\w+\.)?[a-z_]{4,}\b", path.read_text()):
-            named[name] = path.relative_to(root)
-    unknown = {
-        name: str(path) for name, path in named.items() if name not in COMPONENTS
-    }
-    assert unknown == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 from tests.settings import with_settings
-from torchrec_ext.data.planted import planted_log
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.retrieval.bundle import PREPROCESSOR, Bundle, open_tables
@@ -28,10 +26,8 @@ from torchrec_ext.retrieval.scorer import (
 from torchrec_ext.retrieval.store import Store
 from torchrec_ext.train.checkpoint.storage import CheckpointError
 from torchx_apps import embed, export
-from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
-from torchx_apps.recipes.preprocess import taobao
 from torchx_apps.tasks.dynamic_ids import numbered
 
 KINDS = 4
@@ -213,42 +209,6 @@ def test_the_next_days_log_trains_new_ids_and_the_bundle_knows_the_live_ones(
 
 
 @pytest.mark.slow
-def test_streamed_rows_of_another_preprocessing_go_on(tmp_path: Path) -> None:
-    pytest.importorskip("duckdb", reason="needs the extra `data`")
-    columns = planted_log(users=150, items=120).columns
-    for number, day in enumerate(DAYS):
-        log = {**columns, "item_id": columns["item_id"] + 60 * number}
-        log["behavior_type"] = np.full(len(log["user_id"]), "pv")
-        pq.write_table(pa.table(log), tmp_path / f"{day}.parquet")
-        job = with_settings(taobao(), [f"config.path={tmp_path / day}.parquet"])
-        run_preprocess(dataclasses.replace(job, out=str(tmp_path / "sets" / day)))
-    settings = [
-        "ids.features.item_id.capacity=250",
-        "ids.features.user_id.capacity=200",
-        "ids.every=1",
-        "data.ranked=0",
-    ]
-    runs = []
-    for day in DAYS:
-        sets = [
-            f"data.name={day}",
-            f"data.folder={tmp_path / 'sets'}",
-            "train.epochs=1",
-            "device=cpu",
-            *settings,
-        ]
-        sets += [f"start.path={runs[-1]}"] if runs else []
-        run_training(
-            with_settings(load_recipe("stream"), [*sets, "export=require"]),
-            tmp_path / day,
-        )
-        runs.append(tmp_path / day)
-    first, second = (rows_of(run / "bundle", "item_id") for run in runs)
-    assert first.keys() == set(range(1, 121))
-    assert second.keys() == set(range(1, 181))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("texts", [False, True])
 def test_a_new_run_begins_with_the_ids_of_another(tmp_path: Path, texts: bool) -> None:
     for day in DAYS:
@@ -277,37 +237,6 @@ def test_a_new_run_begins_with_the_ids_of_another(tmp_path: Path, texts: bool) -
     )
     with pytest.raises(CheckpointError, match=r"\(20, \d+\), saved as \(50, "):
         trained(tmp_path, "two", "refused", *smaller, "start.partial=true")
-
-
-@pytest.mark.slow
-def test_a_softmax_over_the_batch_counts_the_items_of_its_day(tmp_path: Path) -> None:
-    for day in DAYS:
-        write_day(tmp_path, day)
-    # Another catalogue: counts of another size.
-    rows = pq.read_table(tmp_path / "sets" / "two" / "train.parquet")
-    pq.write_table(
-        rows.slice(0, len(rows) - 20), tmp_path / "sets" / "two" / "train.parquet"
-    )
-    settings = (
-        "ids.features.item_id.capacity=20",
-        "data.history_length=5",
-        "model.reject_known=true",
-    )
-    first = trained(tmp_path, "one", "first", *settings, recipe="retrieval")
-    second = trained(
-        tmp_path,
-        "two",
-        "second",
-        *settings,
-        f"start.path={first}",
-        "export=require",
-        recipe="retrieval",
-    )
-    summary = json.loads((second / "summary.json").read_text())
-    # 20 of the day's 28 items have rows. The evaluation draws the places of the others.
-    least, _, most = hit_rates(tmp_path, "two", Bundle.load(second / "bundle"))
-    assert least <= summary["test"]["hr@10"] <= most < least + 0.2
-    assert export.main([str(second), f"--out={tmp_path / 'exported'}"]) == 0
 
 
 @pytest.mark.slow
@@ -361,21 +290,6 @@ def test_a_wrong_setting_is_named(settings: list[str], words: str) -> None:
     with pytest.raises(ValueError, match=r".") as error:
         with_settings(load_recipe("two_tower"), settings)
     assert words in str(error.value)
-
-
-@pytest.mark.unit
-def test_a_columns_later_setting_wins_and_others_stay() -> None:
-    texts = [
-        "ids.features.item_id.capacity=9",
-        "ids.features.user_id.capacity=8",
-        "ids.features.item_id.capacity=1e6",
-    ]
-    ids = with_settings(load_recipe("two_tower"), [*texts, "ids.every=2"]).ids
-    assert {name: policy.capacity for name, policy in ids.features.items()} == {
-        "user_id": 8,
-        "item_id": 10**6,
-    }
-    assert ids.every == 2
 
 
 @pytest.mark.unit

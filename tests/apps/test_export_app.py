@@ -12,12 +12,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torchrec_ext.components import serve  # type: ignore[import-not-found]
-from torchx.components.component_test_base import ComponentTestCase
 
 from tests.contracts import mostly_slow, run_ranks
 from tests.settings import with_settings
@@ -28,7 +25,6 @@ from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.catalogue import read_table
 from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer, ScoreRequest
 from torchrec_ext.retrieval.search import open_search
@@ -37,11 +33,10 @@ from torchrec_ext.train.config import EarlyStop
 from torchrec_ext.train.loop import train
 from torchx_apps import export, recipes
 from torchx_apps.jobs.exporting import bundle_of_run, export_task, report_bundle
-from torchx_apps.jobs.setup import build_model, load_task
+from torchx_apps.jobs.setup import load_task
 from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.recipes.saved_job import saved_job
-from torchx_apps.tasks.baselines import ClosedForms
 from torchx_apps.tasks.export_data import ExportData
 from torchx_apps.tasks.task import Task
 
@@ -61,13 +56,11 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "multi_task": ("data.name=planted",),
     "session": ("data.name=planted", "data.users=60", "data.items=60"),
     "folder": ("data.name=mine",),
-    "described": ("data.name=described",),
     "shown_raw": ("data.name=shown_raw",),
     "shown_raw_ncf": ("data.name=shown_raw",),
 }
 OWN = {
     "folder": "two_tower",
-    "described": "two_tower",
     "shown_raw": "n_tower",
     "shown_raw_ncf": "contextual_ncf",
 }
@@ -94,34 +87,7 @@ def write_folder(root: Path) -> None:
         }
     )
     pq.write_table(table, folder / "inter.parquet")
-    write_described(root, table)
     write_shown_raw(root)
-
-
-def write_described(root: Path, pairs: pa.Table) -> None:
-    """The same with what is known of users and items."""
-    folder = root / "described"
-    folder.mkdir()
-    known = pairs.filter(pc.less(pairs["item_id"], 29))
-    pq.write_table(
-        known.select(["user_id", "item_id", "timestamp"]), folder / "inter.parquet"
-    )
-    users, items = np.arange(20), np.arange(30)
-    about_users = {
-        "gender": np.array(["M", "F"])[users % 2],
-        "member": users % 3 == 0,
-        "income": 1_000.0 + 37 * users,
-    }
-    pq.write_table(
-        pa.table({"user_id": users, **about_users}), folder / "users.parquet"
-    )
-    tags = ["red|blue" if item % 2 else "blue" for item in items]
-    about = {
-        "year": 1990 + items % 5,
-        "tags": tags,
-        "price": (items**1.5).astype(np.float32),
-    }
-    pq.write_table(pa.table({"item_id": items, **about}), folder / "items.parquet")
 
 
 def write_shown_raw(root: Path) -> None:
@@ -172,8 +138,8 @@ def job_of(name: str, root: Path) -> Any:
     return with_settings(load_recipe(OWN.get(name, name)), [*RECIPES[name], *folder])
 
 
-# A recipe that differs from another one by a metric or its network, or in what test_train_stream has.
-SLOW = ("retrieval", "stream", "shown_raw_ncf")
+# Recipes that differ from another one by a metric or its network.
+SLOW = ("retrieval", "ncf", "n_tower", "stream", "bst", "multi_task", "shown_raw_ncf")
 
 
 def exported(runtime: Runtime, root: Path, names: list[str]) -> dict[str, Any]:
@@ -305,10 +271,10 @@ def test_every_recipe_is_trained_exported_and_asked(
         assert answer.scores == sorted(answer.scores, reverse=True)
 
 
-NAMED = ("two_tower", "ncf", "folder", "described")
+NAMED = ("two_tower", "folder")
 
 
-@pytest.mark.parametrize("name", mostly_slow([*NAMED, "retrieval"], *NAMED))
+@pytest.mark.parametrize("name", mostly_slow([*NAMED, "ncf", "retrieval"], *NAMED))
 def test_a_user_who_is_named_by_id_gets_what_the_evaluator_recommends(
     name: str, found: dict[str, Any], root: Path
 ) -> None:
@@ -316,10 +282,9 @@ def test_a_user_who_is_named_by_id_gets_what_the_evaluator_recommends(
     assert ranked(Bundle.load(root / f"bundle-{name}"), user, len(items)) == items
 
 
-CONTEXTS = ("contextual_ncf", "n_tower")
-
-
-@pytest.mark.parametrize("name", mostly_slow([*CONTEXTS, "stream"], *CONTEXTS))
+@pytest.mark.parametrize(
+    "name", mostly_slow(["contextual_ncf", "n_tower", "stream"], "contextual_ncf")
+)
 def test_context_is_part_of_the_query(
     name: str, found: dict[str, Any], root: Path
 ) -> None:
@@ -339,42 +304,6 @@ def test_context_is_part_of_the_query(
         "weekday": [False] * 3,
     }
     assert bundle.items.ids.positions([1, 200, 201]).tolist() == [0, 199, -1]
-
-
-def test_what_is_known_of_users_and_items_is_said_as_their_files_say_it(
-    recommended: dict[str, Any], root: Path
-) -> None:
-    del recommended
-    bundle = Bundle.load(root / "bundle-described")
-    assert bundle.users is not None
-    trained = read_table(root / "bundle-described" / "items.arrow")["trained"]
-    assert trained.to_pylist() == [True] * 29, "no training row has item 29"
-    items, users = (
-        pq.read_table(root / "described" / f"{side}.parquet").slice(0, 29).to_pydict()
-        for side in ("items", "users")
-    )
-    np.testing.assert_allclose(
-        bundle.candidate.embed(items), bundle.rows, rtol=0, atol=1e-6
-    )
-    known = bundle.users.block(0, 20).to_pydict()
-    assert {name: known[name] for name in ("gender", "member")} == {
-        name: users[name] for name in ("gender", "member")
-    }
-    assert known["income"] == pytest.approx(users["income"])
-    np.testing.assert_allclose(
-        bundle.query.embed({**known, **users}),
-        bundle.query.embed(known),
-        rtol=0,
-        atol=1e-6,
-    )
-    unknown = bundle.query.columns.read(
-        {**known, "gender": ["M"] * 19 + ["X"], "member": [None] + [True] * 19}
-    ).unknown
-    assert unknown["gender"].nonzero()[0].tolist() == [19]
-    assert unknown["member"].nonzero()[0].tolist() == [0]
-    nobody = bundle.users.features(-1)
-    assert bundle.query.columns.read(nobody).unknown["gender"].all()
-    assert nobody["income"][0] == pytest.approx(np.mean(users["income"]))
 
 
 @pytest.mark.parametrize(
@@ -432,16 +361,6 @@ def test_a_session_may_be_longer_than_the_model_reads(
     assert len(ranked(bundle, int(users.ids.ids([0])[0]), 5)) == 5
 
 
-def test_titles_and_genres_come_with_the_items(
-    recommended: dict[str, Any], root: Path
-) -> None:
-    bundle = Bundle.load(root / "bundle-two_tower")
-    first = bundle.items.ids.arrow()[0].as_py()
-    (title,) = bundle.items.titles_of([0])
-    assert title.startswith(f"item {first}, kind ")
-    assert {"release_year", "genres"} <= bundle.items.attributes.keys()
-
-
 def test_ids_of_files_that_begin_at_0_stay_what_they_are(
     recommended: dict[str, Any], root: Path
 ) -> None:
@@ -488,22 +407,6 @@ def test_a_task_that_cannot_be_served_is_refused_with_its_reason(
     first, second = run_ranks(refused, 1, tmp_path)[0]
     assert "the shop has closed" in first
     assert second == "said and gone on"
-
-
-@pytest.mark.parametrize("recipe", ["n_tower", "stream"])
-def test_towers_that_no_bundle_can_have_are_refused_before_the_first_step(
-    recipe: str,
-) -> None:
-    job = with_settings(load_recipe(recipe), ["data.name=planted", "export=require"])
-    task = job.task(job.data)
-    assert build_model(job, task) is not None, "the towers of the recipe can be served"
-    features, dense = task.data.towers["context"]
-    context = ",".join((*features, *dense))
-    towers = ["model.towers.user=user_id", f"model.towers.item=item_id,{context}"]
-    job = with_settings(job, towers)
-    with pytest.raises(ValueError, match=r"export=require: .*tower 'item' reads"):
-        build_model(job, task)
-    assert build_model(with_settings(job, ["export=auto"]), task) is not None
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
@@ -571,44 +474,6 @@ def test_a_run_ends_with_the_bundle_that_its_checkpoint_gives(tmp_path: Path) ->
     assert len({bundle.manifest.digest for bundle in bundles}) == 1
     assert [bundle.manifest.certificate["ranks"] for bundle in bundles] == [1, 1, 2]
     assert bundles[1].manifest.certificate["checkpoint"].startswith(str(run))
-
-
-@pytest.mark.slow
-def test_baselines_that_need_too_much_memory_cost_neither_figures_nor_bundle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def ends(*_: Any) -> Any:
-        raise MemoryError("EASE")
-
-    sets = [
-        "data.name=planted",
-        "data.users=80",
-        "data.items=60",
-        "train.epochs=1",
-        "export=require",
-        "device=cpu",
-    ]
-    job, run = with_settings(load_recipe("two_tower"), sets), tmp_path / "run"
-    with monkeypatch.context() as patch:
-        patch.setattr(ClosedForms, "beside", ends)
-        with pytest.raises(MemoryError):
-            run_training(job, run)
-    figures = json.loads((run / "test.json").read_text())
-    assert Bundle.load(run / "bundle").manifest.certificate["run"] == str(run)
-    assert not (run / "summary.json").exists(), (
-        "the run has not ended: goes on with its baselines"
-    )
-    run_training(job, run)
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["test"] == figures
-    assert summary.keys() >= {"popularity", "ease"}
-    lines = capfd.readouterr().out.splitlines()
-    assert any(
-        line.split()[-6:-2] == ["model", "popularity", "ratio", "ease"]
-        for line in lines
-    )
-    assert f"torchx_apps.serve {run / 'bundle'}" in lines[-2]
-    assert "/#user=" in lines[-1]
 
 
 def test_a_bundle_is_of_the_checkpoint_asked_for_and_says_that_its_run_was_worse_than_a_constant(
@@ -697,8 +562,3 @@ def test_a_bundle_is_not_replaced_unasked(
         f"--out {tmp_path / 'bundle'}: there is something already; give another folder, or --overwrite"
         in stderr
     )
-
-
-class TestValid(ComponentTestCase):
-    def test_export(self) -> None:
-        self.validate(serve, "export")

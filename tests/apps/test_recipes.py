@@ -101,47 +101,6 @@ def test_a_model_of_ones_own_needs_no_field_that_it_does_not_read() -> None:
     assert schema.out_of_range == "oov"
 
 
-SMALL = ("data.name=planted", "data.users=1000", "data.items=200")
-IN_BATCH = (
-    *(
-        "model.loss=in_batch",
-        "model.interaction=dot",
-        "loader.negatives=0",
-        "loader.batch_size=512",
-    ),
-    *("train.epochs=5", "optimizer.tables_lr=0.1"),
-)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "overrides"),
-    [
-        pytest.param("two_tower", IN_BATCH, marks=pytest.mark.slow),
-        pytest.param(
-            "two_tower",
-            (*IN_BATCH, "loader.sampling=mixed", "loader.shared_negatives=256"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "two_tower",
-            (*IN_BATCH, "model.interaction=cosine", "model.temperature=0.2"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "two_tower", (*IN_BATCH, "model.share_items=true"), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "two_tower",
-            ("model.share_items=true", "train.epochs=5"),
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_tastes_are_found(recipe: str, overrides: tuple[str, ...]) -> None:
-    outcome = run_ranks(trained, 1, job_of(recipe, *SMALL, *overrides))[0]
-    assert outcome["test"]["ndcg@10"] > 1.4 * outcome["baseline"]["ndcg@10"]
-
-
 @pytest.mark.unit
 @pytest.mark.parametrize(
     ("overrides", "message"),

@@ -79,20 +79,6 @@ def trained(
     return report.Trained(history=[record], seconds=seconds)
 
 
-def test_a_share_that_is_out_of_order_is_named() -> None:
-    assert trained(0.24, 0.32, 190.0).hint() == ""
-    assert trained(0.25).hint().startswith("25% of the steps' time went to waiting")
-    shared = trained(0.25, 0.6).hint()
-    assert shared.startswith("60% of the steps' time went to collectives"), (
-        "the share that is most out of order"
-    )
-    assert "(train.eval_every)" in trained(seconds=210.0).hint()
-    short = {"kind": "train", "rows": 10, "rows_per_s": 10.0, "data_wait": 0.9}
-    assert report.Trained(history=[short], seconds=1.0).hint() == "", (
-        "a second of steps"
-    )
-
-
 def test_the_last_line_says_where_the_steps_time_went_and_the_picture_gets_the_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,7 +94,6 @@ def test_the_last_line_says_where_the_steps_time_went_and_the_picture_gets_the_f
         "computing; the largest rank took 30 MiB"
     )
     assert line in output
-    assert "hint: 50% of the steps' time went to collectives" in output
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["shares"] == {
         "data": 0.1,

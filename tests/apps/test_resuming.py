@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from torchrec_ext.train.checkpoint.storage import CheckpointError
 from torchrec_ext.train.report.progress import RunFolderError
 from torchx_apps.jobs.resuming import (
     CHECKPOINTS,
-    a_neighbour_died,
     check_recipe,
     checkpoint_to_export,
     ended,
@@ -27,38 +25,6 @@ from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 
 pytestmark = pytest.mark.unit
-
-
-def processes(folder: Path, *, alive: int, dead: int = 0) -> Path:
-    """As Linux shows them: the children of this process's parent, and one that is nobody's."""
-    lines = [
-        f"{pid} (a (strange) name) {'Z' if pid > alive else 'S'} {os.getppid()} 1 1"
-        for pid in range(1, alive + dead + 1)
-    ]
-    for pid, line in enumerate(
-        [*lines, f"99 (other) S {os.getppid() + 1} 1 1"], start=1
-    ):
-        (folder / str(pid)).mkdir(parents=True)
-        (folder / str(pid) / "stat").write_text(line)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("alive", "dead", "expected"),
-    [(2, 0, False), (1, 1, True), (1, 0, True), (3, 0, False), (0, 0, False)],
-)
-def test_a_rank_that_is_gone_is_seen(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    alive: int,
-    dead: int,
-    expected: bool,
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert a_neighbour_died(processes(tmp_path, alive=alive, dead=dead)) == expected
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    assert not a_neighbour_died(tmp_path), "without torchrun a rank has no neighbours"
 
 
 def test_a_run_has_ended_when_it_was_tested_or_its_last_record_is_an_error(

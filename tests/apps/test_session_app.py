@@ -20,7 +20,7 @@ from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.loader.sides import BatchBuilder
 from torchrec_ext.data.prepare import write_set
-from torchrec_ext.data.sets import raw_set, set_of_sessions
+from torchrec_ext.data.sets import raw_set
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.loop import train
@@ -102,14 +102,6 @@ def test_two_ranks_reach_the_figures_of_one(
     assert two["test"] == other["test"], "every rank knows the figures of all"
     assert two["test"] == pytest.approx(single["test"], abs=0.03)
     assert two["popularity"] == single["popularity"]
-
-
-@pytest.mark.unit
-def test_a_set_without_anything_to_test_on_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="set 'pairs' has no test rows: no user has the 3 "
-    ):
-        set_of_sessions("pairs", pa.array([0, 0, 1]), pa.array([1, 2, 1]), 50)
 
 
 def write_sequences(root: Path, *, users: int = 40, items: int = 50) -> Path:

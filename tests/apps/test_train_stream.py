@@ -328,48 +328,6 @@ def test_a_log_is_trained_to_its_end_and_published(
     assert bundle.manifest.content["items"]["rows"] <= 59
 
 
-@SLOW
-def test_another_log_goes_on_with_the_ids_and_weights_of_a_run(tmp_path: Path) -> None:
-    logs = [
-        write_small_log(tmp_path / f"log{number}", count)
-        for number, count in enumerate((450, 100))
-    ]
-    more = ["--ids.features.item_id.capacity=90"]
-    more += ["--start.partial=true"]
-    more += [
-        f"--start.path={tmp_path / 'run0'}",
-        "--optimizer.tables_lr=1e-9",
-        "--optimizer.dense_lr=1e-9",
-    ]
-    for number, log in enumerate(logs):
-        arguments = flags(
-            log,
-            tmp_path / f"run{number}",
-            "--data.until_idle_s=0.1",
-            "--publish-s=0",
-            *more * number,
-        )
-        run = _CONTEXT.Process(target=quiet, args=(arguments,), daemon=True)
-        run.start()
-        run.join(60)
-        assert run.exitcode == 0
-    (position, first), (next_position, second) = (
-        state_of(tmp_path / f"run{number}") for number in range(2)
-    )
-    assert (position["loader"]["events"], next_position["loader"]["events"]) == (
-        450,
-        100,
-    )
-    name = "dense.interaction.mlp.0.weight"
-    torch.testing.assert_close(second[name], first[name], rtol=0, atol=1e-6)
-    ids_before, ids_now = (
-        set(tensors["loader.ids.tables.item_id.ids"].tolist())
-        for tensors in (first, second)
-    )
-    # Its own ids found room, so that none of the first log had to go.
-    assert ids_before < ids_now
-
-
 def test_a_silent_log_is_published_and_sigterm_saves_what_was_trained(
     tmp_path: Path,
 ) -> None:

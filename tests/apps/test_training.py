@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from tests.contracts import run_ranks
 from tests.settings import with_settings
-from tests.small_sets import checkerboard, planted_data
+from tests.small_sets import checkerboard
 from torchrec_ext.data.loader.loader import training_loader
 from torchrec_ext.data.prepare import write_set
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -21,13 +20,10 @@ from torchrec_ext.train.loop import train
 from torchx_apps.jobs.setup import (
     build_model,
     load_task,
-    loader_of,
-    plan_job,
-    quieten_libraries,
 )
 from torchx_apps.recipes import Job, two_tower_job
 from torchx_apps.recipes.by_name import load_recipe
-from torchx_apps.tasks.evaluator import Evaluator, Recommended, recommendation_text
+from torchx_apps.tasks.evaluator import Evaluator, Recommended
 from torchx_apps.tasks.task import Task
 
 
@@ -151,21 +147,6 @@ def test_nothing_is_recommended_that_the_user_has_taken() -> None:
         assert answer.scores == sorted(answer.scores, reverse=True)
 
 
-@pytest.mark.unit
-def test_recommendations_are_told_by_title() -> None:
-    data = planted_data(users=40, items=50)
-    user, held_out = (
-        int(data.rows("test")[name].values[0]) for name in ("user_id", "item_id")
-    )
-    text = recommendation_text(data, Recommended(user, [held_out, 3], [1.5, -0.25]))
-    assert f"user {user} took before: item " in text
-    assert (
-        f"2 recommendations (the held-out item was: {data.titles[held_out]}):" in text
-    )
-    assert f"  1. {data.titles[held_out]}  (1.50)   <- the held-out item\n" in text
-    assert text.endswith(f"  2. {data.titles[3]}  (-0.25)")
-
-
 def last_bias(job: Job, runtime: Runtime) -> float:
     model: Any = build_model(job, load_task(job, runtime))
     return float(model.interaction.last_biases[0])
@@ -192,36 +173,6 @@ def test_a_model_begins_at_the_log_odds_of_what_its_loader_gives_on_every_rank()
     assert two_tower_bias == pytest.approx(math.log(1 / 3))
     assert ncf_bias == pytest.approx(math.log(1 / 4))
     assert other == first
-
-
-def planned(runtime: Runtime) -> list[str]:
-    """How the plan of the recipe's small tables is explained, by settings."""
-    texts = []
-    for overrides in (
-        [],
-        ["sync.mode=local_sgd"],
-        ["plan.sharding=table_wise"],
-    ):
-        job = two_tower_with(
-            "data.name=planted", "data.users=60", "data.items=50", *overrides
-        )
-        task = load_task(job, runtime)
-        texts.append(plan_job(job, build_model(job, task), runtime)[1])
-    return texts
-
-
-def test_small_tables_are_on_every_rank_by_default_and_the_plan_says_why() -> None:
-    default, *others = run_ranks(planned, 2)[0]
-    assert default.endswith(
-        "plan.sharding=auto: all tables together have 262,144 weights or fewer, so each rank has them whole, which is "
-        "faster than an exchange in each step"
-    )
-    assert "data_parallel  every rank" in default
-    assert "table_wise" not in default
-    for text in others:
-        assert "plan.sharding=auto" not in text
-    (alone,) = run_ranks(planned, 1)
-    assert all("plan.sharding=auto" not in text for text in alone)
 
 
 @pytest.mark.unit
@@ -251,55 +202,3 @@ def test_wrong_figures_are_refused_before_anything_is_read(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         two_tower_with("train.early_stop.metric=hr@10", override)
-
-
-def test_the_figures_that_are_named_are_those_of_the_evaluation_and_of_its_baseline() -> (
-    None
-):
-    job = two_tower_with(
-        "data.name=planted",
-        "data.users=60",
-        "data.items=50",
-        "evaluation.metrics=recall@20,map@5",
-    )
-    task: Any = job.task(job.data).with_evaluation(job.evaluation, job.closed_form)
-    model: Any = build_model(job, task)
-    evaluator = task.evaluator(
-        model.schema(), type("Wrapped", (), {"module": model})(), Runtime()
-    )
-    assert list(evaluator.baseline("test")) == ["recall@20", "map@5"]
-
-
-def test_a_batch_that_is_larger_than_an_epoch_is_clipped_with_a_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    planted_set = ("data.name=planted", "data.users=60", "data.items=50")
-    runtime = Runtime()
-    task = two_tower_job().task(two_tower_with(*planted_set).data)
-    rows = task.data.rows("train").num_rows
-    for size in (rows, rows + 1, 1_000_000):
-        job = two_tower_with(*planted_set, f"loader.batch_size={size}")
-        loader = loader_of(job, task, build_model(job, task).schema(), runtime)
-        note = f"note: loader.batch_size={size} is more than an epoch has: each step takes all {rows:,} samples\n"
-        assert capsys.readouterr().out == ("" if size == rows else note)
-        assert len(loader) == 1
-
-
-@pytest.mark.parametrize(
-    ("rank", "count"), [("0", 3), ("1", 2)], ids=["first", "other"]
-)
-def test_what_is_to_be_said_of_the_data_the_first_rank_says(
-    monkeypatch: pytest.MonkeyPatch, rank: str, count: int
-) -> None:
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.delenv("LOGLEVEL", raising=False)
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        quieten_libraries()
-        # Of a table's rows and of a part of the files, one rank alone may know.
-        for module in ("data.sets", "data.files.sources", "ids.dynamic"):
-            warnings.warn_explicit(
-                "rows", UserWarning, "f.py", 1, module=f"torchrec_ext.{module}"
-            )
-    assert len(caught) == count

@@ -192,37 +192,6 @@ def test_the_pages_made_from_code_and_figures_are_up_to_date(
     assert write_docs(["--check"]) == 0, capsys.readouterr().err
 
 
-@pytest.mark.launch
-@pytest.mark.parametrize(
-    ("page", "name", "printed"),
-    [
-        pytest.param(
-            "docs/recipes.md",
-            "my_recipe.py",
-            r"^hr@10 +0\.\d+ ",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "docs/data.md",
-            "my_stream.py",
-            r"epoch 1, step 2 of 2: loss 0\.",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_a_program_runs_as_it_stands(
-    page: str, name: str, printed: str, folder: Path
-) -> None:
-    (program,) = (
-        each
-        for each in blocks(CLONE / page)
-        if each.language == "python" and each.name == name
-    )
-    done = run_program(program, folder)
-    text = re.sub(r"^\w+/0 ", "", done.stdout + done.stderr, flags=re.MULTILINE)
-    assert re.search(printed, text, re.MULTILINE)
-
-
 @pytest.mark.slow(minutes=0.8)
 @pytest.mark.launch
 @pytest.mark.parametrize(

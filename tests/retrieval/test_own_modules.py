@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import runpy
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -397,22 +394,6 @@ def test_a_new_item_reads_the_row_of_unknown_ids_or_is_refused_by_name(
     np.testing.assert_allclose(scored.scores, expected.detach().numpy(), atol=1e-5)
 
 
-def test_columns_that_no_side_reads_leave_its_digest(
-    bundles: Bundles, tmp_path: Path
-) -> None:
-    case = CASES["two networks"]
-    model, bundle = bundles("two networks")
-    queries = table(case.query).append_column("note", pa.array(["x"] * USERS))
-    catalogue = Catalogue(
-        ids=np.arange(ITEMS),
-        features=table(case.item).append_column("year", pa.array([1] * ITEMS)),
-    )
-    export(model, tmp_path / "more", catalogue=catalogue, queries=queries)
-    more = Bundle.load(tmp_path / "more")
-    assert more.query_digest == bundle.query_digest
-    assert more.candidate_digest == bundle.candidate_digest
-
-
 def test_lists_that_do_not_fit_are_refused_by_name(bundles: Bundles) -> None:
     _, sessions = bundles("sessions")
     with pytest.raises(
@@ -518,27 +499,3 @@ def test_what_cannot_be_served_is_refused_by_name_and_nothing_is_written(
     with pytest.raises(BundleError, match=named):
         export(make(), tmp_path / "b", catalogue=catalogue, queries=table(query))
     assert not (tmp_path / "b").exists()
-
-
-@pytest.mark.slow
-def test_the_example_serves_what_its_script_trained(tmp_path: Path) -> None:
-    examples = Path(__file__).parents[2] / "examples"
-    torch.manual_seed(0)
-    torch.save(
-        runpy.run_path(str(examples / "towers_script.py"))[
-            "UserAndItem"
-        ]().state_dict(),
-        tmp_path / "towers.pt",
-    )
-    command = [
-        sys.executable,
-        str(examples / "towers_served.py"),
-        str(tmp_path / "towers.pt"),
-        str(tmp_path / "bundle"),
-    ]
-    run = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=True
-    )
-    served, trained = (line.split(maxsplit=1) for line in run.stdout.splitlines()[-2:])
-    assert (served[0], trained[0]) == ("served", "trained")
-    assert served[1] == trained[1]

@@ -107,12 +107,6 @@ def test_a_user_sees_what_was_liked_and_what_is_recommended(
     )
 
 
-def test_the_page_opens_on_a_recommendation(running: Server, tmp_path: Path) -> None:
-    dom = shown(running, "/", tmp_path)
-    assert "10 recommendations." in status_of(dom)
-    assert len(texts(dom, "score")) == 10
-
-
 def test_an_unknown_user_is_said_and_a_wrong_id_is_an_error_in_words(
     running: Server, tmp_path: Path
 ) -> None:

@@ -71,7 +71,7 @@ class Side:
     Args:
         folder: folder of the bundle.
         name: ``query`` or ``candidate``.
-        content: the manifest's ``graphs``, ``columns``, ``raw`` and ``tables``.
+        content: the manifest's ``graphs``, ``columns`` and ``tables``.
         tables: arrays by name, of :func:`open_tables`.
         preprocessor: see :class:`~torchrec_ext.retrieval.columns.Columns`.
         threads: threads of the graph.
@@ -99,7 +99,7 @@ class Side:
             column: ModelColumn(**values)
             for column, values in content["columns"][name].items()
         }
-        self.columns = Columns(columns, content["raw"][name], preprocessor)
+        self.columns = Columns(columns, preprocessor)
         self._session = open_graph(self._path, threads=threads)
         inputs = {each.name for each in self._session.get_inputs()}
         filled = {str(leaf["input"]) for leaf in self._leaves}
@@ -233,10 +233,10 @@ def _run(session: Any, path: Path, inputs: Mapping[str, NDArray[Any]]) -> NDArra
 
 
 def open_array(path: Path) -> NDArray[Any]:
-    """Opens a plain .npy file, memory-mapped.
+    """Opens a .npy file with a matrix of float32 or float16, memory-mapped.
 
     Raises:
-        BundleError: it is damaged, or has objects.
+        BundleError: it is damaged, or holds something else.
     """
     try:
         mapped: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -245,32 +245,18 @@ def open_array(path: Path) -> NDArray[Any]:
             f"{path}: cannot be read as a .npy file ({str(error)[:80]}); {ANEW}"
         ) from None
     # A memmap's own class makes every slice slower.
-    return mapped.view(np.ndarray)
+    array = mapped.view(np.ndarray)
+    is_matrix = array.ndim == 2 and array.dtype in (np.float32, np.float16)
+    if not is_matrix or not array.flags.c_contiguous:
+        raise BundleError(
+            f"{path}: is {array.shape} of {array.dtype}, must be a matrix of float32 or float16 in C order; {ANEW}"
+        )
+    return array
 
 
 def open_tables(folder: Path, content: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-    """Opens the tables of a bundle, memory-mapped, as the manifest's content describes them.
-
-    Raises:
-        BundleError: a table has another shape or type.
-    """
-    tables = {}
-    for name, entry in content["tables"].items():
-        path = folder / entry.get("file", f"tables/{name}.npy")
-        shape = (entry["rows"], entry["width"])
-        tables[name] = _shaped(path, shape, entry["dtype"])
-    return tables
-
-
-def _shaped(path: Path, shape: tuple[int, int], dtype: str) -> NDArray[Any]:
-    array = open_array(path)
-    if array.shape != shape or array.dtype != np.dtype(dtype):
-        raise BundleError(
-            f"{path}: is {array.shape} of {array.dtype}, the manifest says {shape} of {dtype}; {ANEW}"
-        )
-    if not array.flags.c_contiguous:
-        raise BundleError(f"{path}: is not in C order; {ANEW}")
-    return array
+    """Opens the tables of a bundle, memory-mapped; raises as :func:`open_array`."""
+    return {name: open_array(folder / file) for name, file in content["tables"].items()}
 
 
 class Bundle:
@@ -287,7 +273,7 @@ class Bundle:
     """
 
     def __init__(self, folder: Path, manifest: Manifest, *, threads: int = 1) -> None:
-        """See :meth:`open`."""
+        """See :meth:`load`."""
         self.folder = folder
         self.manifest = manifest
         content = manifest.content
@@ -312,26 +298,30 @@ class Bundle:
             raise BundleError(
                 f"{folder}: items.arrow has {len(self.items)} items, the manifest says {count}; {ANEW}"
             )
-        dtype = {"fp32": "float32", "fp16": "float16"}[content["store"]]
-        self.rows = _shaped(folder / ROWS, (count, self.candidate.width), dtype)
+        self.rows = open_array(folder / ROWS)
+        if self.rows.shape != (count, self.candidate.width):
+            raise BundleError(
+                f"{folder / ROWS}: is {self.rows.shape}, must be {(count, self.candidate.width)}; {ANEW}"
+            )
         self.users: UserTable | None = None
         if content.get("users"):
             self.users = UserTable.open(folder, content["users"]["key"], count)
 
     @classmethod
-    def open(
+    def load(
         cls, folder: Path | str, *, verify: bool = True, threads: int = 1
     ) -> Bundle:
-        """Opens a bundle's folder and checks that its files belong together, without its audit.
+        """Opens a bundle, checks that its files belong together, and repeats its audit.
 
         Args:
             folder: folder of a bundle.
-            verify: read every file and compare its digest, about 1 s for each GB; without, names and sizes alone.
+            verify: read every file and compare its digest, about 1 s for each GB, and audit; without, compare names and
+                sizes alone.
             threads: threads of ONNX Runtime for a call.
 
         Raises:
             BundleError: a file is missing, unlisted, truncated or changed, belongs to another bundle, or holds an
-                unusable value; the message names it and the remedy.
+                unusable value, or a logit is another one; the message names it and the remedy.
         """
         folder = existing_folder(Path(folder))
         try:
@@ -340,6 +330,7 @@ class Bundle:
             bundle = cls(folder, manifest, threads=threads)
             if verify:
                 bundle.check_values()
+                bundle.audit()
             return bundle
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise BundleError(
@@ -349,16 +340,6 @@ class Bundle:
             raise
         except (OSError, ValueError) as error:
             raise BundleError(f"{folder}: {error}; {ANEW}") from None
-
-    @classmethod
-    def load(
-        cls, folder: Path | str, *, verify: bool = True, threads: int = 1
-    ) -> Bundle:
-        """Opens a bundle and repeats its audit; see :meth:`open` for arguments and errors."""
-        bundle = cls.open(folder, verify=verify, threads=threads)
-        if verify:
-            bundle.audit()
-        return bundle
 
     @property
     def digest(self) -> str:

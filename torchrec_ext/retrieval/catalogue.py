@@ -35,7 +35,6 @@ _SEEN = "__seen__"
 _USER = "__id__"
 _BATCH_ROWS = 65_536
 _MOST_NAMES = 20  # most values in a message
-_DENSE = 64  # a value of 1 in 64 items or more has a bit for every item, others have a list of positions
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,7 +46,7 @@ class Catalogue:
         features: I rows with the raw columns of the candidate tower.
         titles: (I,) titles for display, or None.
         attributes: I rows of columns to filter by: whole numbers, text or lists of them; None for none.
-        trained: ids in the training rows, or None. All of them must be among ``ids``.
+        trained: ids in the training rows, or None.
     """
 
     ids: NDArray[Any]
@@ -70,13 +69,6 @@ class Catalogue:
     def id_map(self) -> Ids:
         """Map of the ids to positions."""
         return Ids(self.ids)
-
-    @cached_property
-    def missing(self) -> NDArray[Any]:
-        """Trained ids that are not among the items."""
-        if self.trained is None:
-            return np.zeros(0)
-        return self.trained[self.id_map.positions(self.trained.tolist()) < 0]
 
     def write(self, folder: Path) -> None:
         """Writes the items of a bundle: ids, titles, whether an item was trained, and attributes.
@@ -286,10 +278,7 @@ def _refuse_duplicates(ids: Sequence[Id]) -> None:
 
 
 class Attribute:
-    """The values of one attribute, such as a genre or a year, and the items with each of them.
-
-    A frequent value has a bit for every item, other values a list of positions. For an item with one value, both take
-    12 bytes at most.
+    """The values of one attribute, such as a genre or a year, and the positions of the items with each of them.
 
     Args:
         column: an int64 or string, or a list of them, for each item; null for none.
@@ -315,8 +304,6 @@ class Attribute:
         self._positions = owners[np.argsort(codes, kind="stable")].astype(np.int32)
         counts = np.bincount(codes, minlength=len(distinct))
         self._bounds = np.cumsum(np.append(0, counts))
-        frequent = np.flatnonzero(counts * _DENSE >= self._size).tolist()
-        self._bits = {code: np.packbits(self._mask([code])) for code in frequent}
 
     def mask(self, values: Sequence[Any]) -> NDArray[np.bool_]:
         """Returns (I,) whether an item has one of the values.
@@ -331,16 +318,8 @@ class Attribute:
             raise ValueError(
                 f"no item has {value!r}; there are {listed(some) or 'no values'}"
             )
-        mask = self._mask([code for code in codes.tolist() if code not in self._bits])
-        for code in codes.tolist():
-            if code in self._bits:
-                bits = np.unpackbits(self._bits[code], count=self._size)
-                mask |= bits.view(np.bool_)
-        return mask
-
-    def _mask(self, codes: Sequence[int]) -> NDArray[np.bool_]:
         mask = np.zeros(self._size, np.bool_)
-        for code in codes:
+        for code in codes.tolist():
             mask[self._positions[self._bounds[code] : self._bounds[code + 1]]] = True
         return mask
 

@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from torchrec_ext.data.preprocess.categorical import Vocabulary
 from torchrec_ext.data.preprocess.columns import (
     missing_column,
 )
@@ -73,23 +72,24 @@ class Columns:
 
     Args:
         columns: the model's columns by name.
-        raw: raw types of the request's columns by name; used without a preprocessor.
         preprocessor: computes the model's columns from raw ones; without it, the request's are the model's.
 
+    Attributes:
+        raw: raw types of the request's columns, by name.
+
     Raises:
-        DataError: a column is computed by no step and not among ``raw``.
+        DataError: a column is computed by no step of the preprocessor.
     """
 
     def __init__(
         self,
         columns: Mapping[str, ModelColumn],
-        raw: Mapping[str, str],
         preprocessor: FittedPreprocessor | None = None,
     ) -> None:
         self.columns = dict(columns)
         if preprocessor is None:
-            kept = [name for name in raw if name in columns]
-            preprocessor = FittedPreprocessor.of([], raw, kept)
+            types = {name: column.type for name, column in columns.items()}
+            preprocessor = FittedPreprocessor.of([], types, list(types))
         for name in self.columns:
             if name not in preprocessor.outputs:
                 raise missing_column("the bundle's rows", name, preprocessor.outputs)
@@ -234,18 +234,6 @@ class Columns:
         """Returns the columns of ids that a raw column alone makes."""
         ids = [name for name, column in self.columns.items() if column.rows is not None]
         return [name for name in ids if _sources(self._steps, name) == {raw}]
-
-    def known_values(self, name: str, most: int) -> list[Any]:
-        """Returns up to ``most`` values of a raw column of ids that have a row of their own; none for other columns."""
-        for step, state in self._steps.pairs:
-            if isinstance(state, Vocabulary) and name in step.reads:
-                return state.values[:most].to_pylist()  # type: ignore[no-any-return]
-        column = self.columns.get(name)
-        if column is None or column.rows is None or name not in self._steps.keep:
-            return []
-        # A table may have millions of rows, so look at its first ones only.
-        rows = np.arange(min(column.rows, 2 * most))
-        return rows[rows != column.oov][:most].tolist()  # type: ignore[no-any-return]
 
 
 def _sources(steps: FittedPreprocessor, name: str) -> set[str]:

@@ -57,7 +57,7 @@ from torchrec_ext.retrieval.manifest import (
     write_manifest,
 )
 from torchrec_ext.retrieval.search import build_faiss
-from torchrec_ext.retrieval.weights import ExportRanks, LiveWeights
+from torchrec_ext.retrieval.weights import Block, LiveWeights
 from torchrec_ext.sealed import json_digest, package_versions, sync_tree
 
 # So that torchrec_ext.retrieval.export is the function and this module.
@@ -145,11 +145,6 @@ def export(
         raise BundleError(f"store={store!r}: must be one of {', '.join(STORES)}")
     if not 0 < recall <= 1:
         raise BundleError(f"recall={recall}: must be greater than 0 and at most 1")
-    if len(catalogue.missing):
-        raise BundleError(
-            f"catalogue: {len(catalogue.missing):,} ids of the training rows are not in it, {catalogue.missing[0]} "
-            "among them; every id that was trained must be servable: give the whole catalogue"
-        )
     queries = _queries(queries, users)
     # A column of both tables has the query's type.
     raw = _raw_types(catalogue.features) | _raw_types(queries)
@@ -161,7 +156,6 @@ def export(
     )
     unwrapped = get_unwrapped_module(model)
     network: TowerNetwork | OwnNetwork
-    ranks = ExportRanks()
     with evaluating(model):
         if isinstance(unwrapped, TowerModel | NextItemModel):
             network = TowerNetwork(unwrapped, candidate, given)
@@ -176,7 +170,6 @@ def export(
             catalogue=catalogue,
             users=users,
             queries=queries,
-            raw=raw,
             preprocessor=preprocessor,
             store=store,
             index=index,
@@ -188,26 +181,24 @@ def export(
         )
         # On every rank, because a sharded model's forward exchanges rows.
         expected = content.logits()
-        weights = LiveWeights(model, ranks, given.rows)
-        dense = weights.dense()
+        weights = LiveWeights(model, given.rows)
         blocks = weights.blocks(sorted(network.tables & weights.tables.keys()))
         outcome: Any = None
-        with ranks.writing():
-            if ranks.rank == 0:
-                try:
-                    outcome = _write(
-                        Path(out), overwrite, content, weights, blocks, dense, expected
-                    )
-                except Exception as error:
-                    # Raised below, when the other ranks have sent their rows.
-                    outcome = error
-            # The other ranks send their rows even if rank 0 failed, so that no rank
-            # waits for ever.
-            for _ in blocks:
-                pass
+        if weights.rank == 0:
+            try:
+                outcome = _write(
+                    Path(out), overwrite, content, weights, blocks, expected
+                )
+            except Exception as error:
+                # Raised below, when the other ranks have sent their rows.
+                outcome = error
+        # The other ranks send their rows even if rank 0 failed, so that no rank waits
+        # for ever.
+        for _ in blocks:
+            pass
         # To all ranks, so that every rank raises rank 0's error, or returns its
         # manifest.
-        outcome = ranks.gathered(outcome)[0]
+        outcome = weights.gathered(outcome)[0]
     if isinstance(outcome, Exception):
         raise outcome
     return outcome  # type: ignore[no-any-return]
@@ -218,15 +209,14 @@ def _write(
     overwrite: bool,
     content: _Content,
     weights: LiveWeights,
-    blocks: Iterator[tuple[str, int, Tensor]],
-    dense: Mapping[str, Tensor],
+    blocks: Iterator[Block],
     expected: Tensor,
 ) -> Manifest:
     with (
         whole_folder(out, overwrite=overwrite, mark=BUNDLE_MANIFEST) as folder,
         one_thread(),
     ):
-        manifest = content.write(folder, weights, blocks, dense, expected)
+        manifest = content.write(folder, weights, blocks, expected)
         # On the disk before the folder gets its name, so that a crash leaves no bundle
         # of empty files.
         sync_tree(folder)
@@ -308,7 +298,6 @@ class _Content:
     catalogue: Catalogue
     users: NamedUsers | None
     queries: pa.Table
-    raw: Mapping[str, str]
     preprocessor: FittedPreprocessor | None
     store: str
     index: str
@@ -367,7 +356,7 @@ class _Content:
     def sides(self) -> dict[str, Columns]:
         """What reads each side's columns from raw ones."""
         return {
-            side: Columns(columns, self.raw, self.preprocessor)
+            side: Columns(columns, self.preprocessor)
             for side, columns in self.network.columns.items()
         }
 
@@ -377,11 +366,11 @@ class _Content:
         self,
         folder: Path,
         weights: LiveWeights,
-        blocks: Iterator[tuple[str, int, Tensor]],
-        dense: Mapping[str, Tensor],
+        blocks: Iterator[Block],
         expected: Tensor,
     ) -> Manifest:
         """Writes every file of the bundle, audits it, and writes the manifest last."""
+        dense = weights.dense()
         tables = self._write_tables(folder, weights, blocks, dense)
         split = self._write_graphs(folder, dense)
         if self.index != "exact" and not split.product:
@@ -411,7 +400,6 @@ class _Content:
                 side: {name: _as_json(each) for name, each in sorted(columns.items())}
                 for side, columns in self.network.columns.items()
             },
-            "raw": {side: each.raw for side, each in self.sides.items()},
             "tables": tables,
             "store": self.store,
             "items": {"rows": len(self.catalogue.ids)},
@@ -441,12 +429,12 @@ class _Content:
         self,
         folder: Path,
         weights: LiveWeights,
-        blocks: Iterator[tuple[str, int, Tensor]],
+        blocks: Iterator[Block],
         dense: Mapping[str, Tensor],
-    ) -> dict[str, Any]:
-        """Writes the tables, those of collections block by block; returns the manifest's entries."""
+    ) -> dict[str, str]:
+        """Writes the tables, those of collections block by block; returns the file of each."""
         (folder / "tables").mkdir()
-        entries: dict[str, Any] = {}
+        files = {}
         total = sum(
             weights.tables[name].bytes
             for name in self.network.tables
@@ -456,25 +444,23 @@ class _Content:
         for number, name in enumerate(sorted(self.network.tables)):
             # Numbered files: a table's name may hold characters that no file's name
             # can.
-            entries[name] = {"file": f"tables/{number:03}.npy"}
+            files[name] = f"tables/{number:03}.npy"
         for name, pieces in groupby(blocks, key=itemgetter(0)):
             shape = weights.tables[name]
             half = shape.dtype == torch.float16
             dtype = np.float16 if half else np.float32
             array = open_memmap(
-                folder / entries[name]["file"], mode="w+", dtype=dtype, shape=shape.size
+                folder / files[name], mode="w+", dtype=dtype, shape=shape.size
             )
-            for _, row, block in pieces:
-                array[row : row + len(block)] = block if half else block.float()
-                done += block.nbytes
+            for _, rows, columns, values in pieces:
+                array[rows, columns] = values if half else values.float()
+                done += values.nbytes
                 self.progress("tables", done, total)
             array.flush()
-            entries[name] |= _shape_of(array)
         for name, value in self._own_tables(dense).items():
             weight = value.detach().cpu().float().contiguous().numpy()
-            np.save(folder / entries[name]["file"], weight, allow_pickle=False)
-            entries[name] |= _shape_of(weight)
-        return entries
+            np.save(folder / files[name], weight, allow_pickle=False)
+        return files
 
     def _own_tables(self, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the weights of an own module's plain embeddings, by table."""
@@ -538,7 +524,7 @@ class _Content:
         """
         rows, positions = self.audited
         queries = self.queries.take(pa.array(rows)).select(
-            list(content["raw"]["query"])
+            list(self.sides["query"].raw)
         )
         bundle = Bundle(folder, Manifest(content=content, certificate={}))
         pairs = zip(bundle.query.embed(queries), positions, strict=True)
@@ -585,11 +571,6 @@ def _taken(column: Values, rows: Sequence[int]) -> Values:
     return Values(np.concatenate(pieces), lengths[rows])
 
 
-def _shape_of(array: NDArray[Any]) -> dict[str, Any]:
-    rows, width = array.shape
-    return {"rows": rows, "width": width, "dtype": str(array.dtype)}
-
-
 def _as_json(column: ModelColumn) -> dict[str, Any]:
     return {key: value for key, value in vars(column).items() if value is not None}
 
@@ -598,7 +579,7 @@ def _digest(side: str, content: Mapping[str, Any], files: Mapping[str, Any]) -> 
     """Returns the digest of all that computes a side's rows."""
     leaves = content["graphs"][side]["leaves"]
     tables = {leaf["table"] for leaf in leaves if leaf["table"]}
-    paths = {content["tables"][table]["file"] for table in tables}
+    paths = {content["tables"][table] for table in tables}
     paths |= {f"{side}.onnx"}
     paths |= {path for path in files if path.startswith(f"{PREPROCESSOR}/")}
     return json_digest(
@@ -606,7 +587,6 @@ def _digest(side: str, content: Mapping[str, Any], files: Mapping[str, Any]) -> 
             "files": {path: files[path]["sha256"] for path in sorted(paths)},
             "graph": content["graphs"][side],
             "columns": content["columns"][side],
-            "raw": content["raw"][side],
         },
         compact=True,
     )

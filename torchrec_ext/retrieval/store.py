@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
 from torchrec_ext.data.preprocess.folders import whole_folder
@@ -24,7 +24,7 @@ from torchrec_ext.retrieval.manifest import (
     fingerprint,
     write_manifest,
 )
-from torchrec_ext.sealed import existing_folder
+from torchrec_ext.sealed import existing_folder, sync_tree
 
 _IDS = "ids.arrow"
 _VECTORS = "vectors.npy"
@@ -114,7 +114,7 @@ def write_store(
     *,
     tower: str,
     side: str,
-    width: int,
+    shape: tuple[int, int],
     dtype: str = "fp32",
     overwrite: bool = False,
 ) -> Store:
@@ -125,7 +125,7 @@ def write_store(
         blocks: ids (B,) and vectors (B, W) of each block.
         tower: digest of the side that made the vectors.
         side: ``query`` or ``candidate``.
-        width: W.
+        shape: (N, W), the number of all rows and the width of each.
         dtype: ``fp32`` or ``fp16``.
         overwrite: replace an earlier store. Who has opened it reads on in the old one.
 
@@ -135,14 +135,16 @@ def write_store(
     folder = Path(folder)
     if dtype not in _DTYPES:
         raise StoreError(f"dtype={dtype!r}: must be one of {', '.join(_DTYPES)}")
+    if not shape[0]:
+        raise StoreError(f"{folder}: there are no rows to write; give some")
     try:
         with whole_folder(folder, overwrite=overwrite, mark=BUNDLE_MANIFEST) as staging:
-            ids = _write_vectors(staging / _VECTORS, blocks, width, _DTYPES[dtype])
-            if not sum(map(len, ids)):
-                raise StoreError(f"{folder}: there are no rows to write; give some")
+            ids = _write_vectors(staging / _VECTORS, blocks, shape, _DTYPES[dtype])
             whole = Ids(pa.concat_arrays(ids))
             write_table(staging / _IDS, pa.table({"id": whole.arrow()}))
-            write_manifest(staging, {"tower": tower, "side": side, "width": width}, {})
+            content = {"tower": tower, "side": side, "width": shape[1]}
+            write_manifest(staging, content, {})
+            sync_tree(staging)
     except (StoreError, KeyboardInterrupt):
         raise
     except (BundleError, pa.ArrowException) as error:
@@ -151,32 +153,24 @@ def write_store(
 
 
 def _write_vectors(
-    path: Path, blocks: Iterable[Block], width: int, dtype: np.dtype[Any]
+    path: Path, blocks: Iterable[Block], shape: tuple[int, int], dtype: np.dtype[Any]
 ) -> list[pa.Array]:
-    """Writes a .npy file of as many rows as come; returns their ids."""
+    """Writes a .npy file; returns the ids of its rows."""
     ids: list[pa.Array] = []
-    rows = 0
-    header = {"descr": dtype.str, "fortran_order": False}
-    with path.open("wb") as stream:
-        # numpy leaves room in the header for more rows.
-        np.lib.format.write_array_header_1_0(stream, {**header, "shape": (0, width)})
-        begin = stream.tell()
-        for keys, vectors in blocks:
-            with np.errstate(over="ignore"):
-                block = np.ascontiguousarray(vectors, dtype)
-            if not np.isfinite(block).all():
-                row = int((~np.isfinite(block)).any(axis=1).argmax())
-                raise StoreError(
-                    f"the vector of id {str(keys[row])[:60]} is NaN, or beyond {dtype}; embed finite features"
-                )
-            stream.write(block.data)
-            ids.append(Ids(keys).arrow())
-            rows += len(block)
-        stream.seek(0)
-        np.lib.format.write_array_header_1_0(stream, {**header, "shape": (rows, width)})
-        assert stream.tell() == begin
-        stream.flush()
-        os.fsync(stream.fileno())
+    written = open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+    start = 0
+    for keys, vectors in blocks:
+        block = written[start : start + len(vectors)]
+        with np.errstate(over="ignore"):
+            block[:] = vectors
+        if not np.isfinite(block).all():
+            row = int((~np.isfinite(block)).any(axis=1).argmax())
+            raise StoreError(
+                f"the vector of id {str(keys[row])[:60]} is NaN, or beyond {dtype}; embed finite features"
+            )
+        ids.append(Ids(keys).arrow())
+        start += len(vectors)
+    written.flush()
     return ids
 
 
@@ -186,7 +180,7 @@ def refresh_store(
     *,
     tower: str,
     deleted: Sequence[Id] = (),
-) -> tuple[Store, dict[str, int]]:
+) -> Store:
     """Changes, adds and removes rows of a store over a copy, which then replaces it.
 
     Rows that are not in ``blocks`` stay, in their order; rows of ``blocks`` follow.
@@ -196,9 +190,6 @@ def refresh_store(
         blocks: ids and vectors that changed or are new.
         tower: digest of the side that made them; must be the store's.
         deleted: ids to remove; texts also stand for whole numbers.
-
-    Returns:
-        The new store, and how many rows were ``changed``, ``added`` and ``deleted``.
 
     Raises:
         StoreError: the store is of another tower, an id is both new and deleted, or as :func:`write_store`.
@@ -222,13 +213,8 @@ def refresh_store(
         raise StoreError(
             f"id {str(both[0])[:60]} is to be deleted and is among the rows; say one of both"
         )
-
-    def among(ids: Any, others: Any) -> NDArray[np.bool_]:
-        return np.asarray(pc.is_in(ids, others))
-
-    changed = int(among(new, known).sum())
-    removed = int(among(known, gone).sum())
-    stays = np.flatnonzero(~(among(known, gone) | among(known, new)))
+    leaves = pc.or_(pc.is_in(known, gone), pc.is_in(known, new))
+    stays = np.flatnonzero(~np.asarray(leaves))
 
     def every() -> Iterator[Block]:
         for start in range(0, len(stays), _BLOCK):
@@ -236,20 +222,15 @@ def refresh_store(
             yield known.take(pa.array(rows)), store.vectors[rows]
         yield from fresh
 
-    fresh_store = write_store(
+    return write_store(
         folder,
         every(),
         tower=tower,
         side=store.side,
-        width=store.vectors.shape[1],
+        shape=(len(stays) + len(new), store.vectors.shape[1]),
         dtype=store.dtype,
         overwrite=True,
     )
-    return fresh_store, {
-        "changed": changed,
-        "added": len(new) - changed,
-        "deleted": removed,
-    }
 
 
 class StoredUsers:

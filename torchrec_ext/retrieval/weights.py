@@ -1,10 +1,8 @@
-"""Weights of a live model, sharded or not, gathered on rank 0: dense ones at once, tables block by block."""
+"""Weights of a live model, sharded or not, on rank 0: dense ones at once, tables block by block."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -23,197 +21,129 @@ from torchrec_ext.tensor_file import Shape
 # Larger blocks get new pages from the system each time, which takes longer than to
 # gather and to write them.
 _BLOCK_BYTES = 8 * 2**20
-_PATIENCE = timedelta(minutes=5)  # timeout of a collective
-_BEAT_S = 5.0  # seconds between two signs of life of rank 0
+# Ranks wait while rank 0 writes, however long. The connections of a rank that dies end
+# the wait of the others at once.
+_PATIENCE = timedelta(days=1)
 
 
 class _Piece(NamedTuple):
-    """A rectangle of a table, held by ``rank``."""
+    """A rectangle of a table."""
 
-    rank: int
+    table: str
     row: int
     column: int
     rows: int
     columns: int
 
 
-class ExportRanks:
-    """The ranks of an export, with a process group of their own; one rank without ``torch.distributed``.
+class Block(NamedTuple):
+    """Numbers of a table: its name, the rows and columns that they have there, and the values (rows, columns)."""
 
-    Every rank creates one and calls each method in the same order.
-    """
-
-    def __init__(self) -> None:
-        self.rank = 0
-        self.size = 1
-        self.group: Any = None
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            self.rank = dist.get_rank()
-            self.size = dist.get_world_size()
-            # A group of its own: gloo sends CPU tensors, and the default group's
-            # timeout is too short.
-            self.group = dist.new_group(backend="gloo", timeout=_PATIENCE)
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Lets the other ranks wait for rank 0, however long it writes, as long as it lives."""
-        if self.size == 1:
-            yield
-            return
-        if self.rank != 0:
-            yield
-            while self._beat(False):
-                pass
-            return
-        written = threading.Event()
-
-        def beat() -> None:
-            while not written.wait(_BEAT_S):
-                self._beat(True)
-
-        # A thread, because a rank that is killed sends nothing, and its peers then wait
-        # no longer than the timeout.
-        sender = threading.Thread(target=beat, daemon=True)
-        sender.start()
-        try:
-            yield
-        finally:
-            written.set()
-            sender.join()
-            self._beat(False)
-
-    def _beat(self, alive: bool) -> bool:
-        sign = torch.tensor(int(alive))
-        dist.broadcast(sign, src=0, group=self.group)
-        return bool(sign)
-
-    def gathered(self, value: Any) -> list[Any]:
-        """Returns each rank's value, in rank order, on every rank."""
-        return gather_objects(value, self.size, self.group)
-
-    def moved(self, tensor: Tensor, source: int) -> Tensor:
-        """Sends a tensor from rank ``source`` to rank 0; rank 0 passes a buffer of its shape and returns it filled."""
-        if source == 0 or self.rank not in (0, source):
-            return tensor
-        if self.rank == 0:
-            dist.recv(tensor, src=source, group=self.group)
-        else:
-            dist.send(tensor, dst=0, group=self.group)
-        return tensor
+    table: str
+    rows: Any
+    columns: slice
+    values: Tensor
 
 
 class LiveWeights:
-    """Gathers a model's dense weights on rank 0, and its tables block by block, because they may exceed the memory.
+    """Sends a model's tables to rank 0 block by block, because they may exceed the memory.
 
     Args:
-        model: model from ``hybrid_parallel``, in any DistributedModelParallel, or unsharded.
-        ranks: ranks of the export; all of them create one and iterate alike.
+        model: model from ``hybrid_parallel``, in any DistributedModelParallel, or unsharded. Every rank creates one and
+            calls each method in the same order.
         rows: rows of a table that are exported, by table; all rows by default.
 
     Attributes:
+        rank: number of this rank.
         tables: exported shape of each table by name, equal on every rank.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        ranks: ExportRanks,
-        rows: Mapping[str, Tensor] | None = None,
+        self, model: nn.Module, rows: Mapping[str, Tensor] | None = None
     ) -> None:
-        self._ranks = ranks
+        self.rank = 0
+        self._size = 1
+        self._group: Any = None
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self.rank = dist.get_rank()
+            self._size = dist.get_world_size()
+            # A group of its own: gloo sends CPU tensors, and the default group's
+            # timeout is too short.
+            self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._model = model
         self._rows_of = dict(rows or {})
-        self._shards: dict[tuple[str, _Piece], Tensor] = {}
-        found: list[tuple[str, Shape, _Piece]] = []
-        tables = set()
+        self._shards: dict[_Piece, Tensor] = {}
+        shapes = {}
         for shard in local_shards(model):
             config, tensor = shard.config, shard.tensor
-            piece = _Piece(ranks.rank, shard.row, shard.column, *tensor.shape)
-            self._shards[config.name, piece] = tensor
-            size = (config.num_embeddings, config.embedding_dim)
-            found.append((config.name, Shape(size, tensor.dtype), piece))
-            tables.add(shard.fqn)
-        wholes: dict[str, Shape] = {}
-        pieces: dict[str, list[_Piece]] = {}
-        for of_rank in ranks.gathered(found):
-            for name, shape, piece in of_rank:
-                wholes[name] = shape
-                pieces.setdefault(name, []).append(piece)
+            piece = _Piece(config.name, shard.row, shard.column, *tensor.shape)
+            self._shards[piece] = tensor.detach()
+            count = config.num_embeddings
+            if config.name in self._rows_of:
+                count = len(self._rows_of[config.name])
+            shapes[config.name] = Shape((count, config.embedding_dim), tensor.dtype)
         self.tables: dict[str, Shape] = {}
-        self._pieces: dict[str, list[_Piece]] = {}
-        for name, whole in sorted(wholes.items()):
-            self._pieces[name] = _choose_pieces(name, pieces[name], whole)
-            held = self._rows_of.get(name)
-            count = whole.size[0] if held is None else len(held)
-            self.tables[name] = Shape((count, whole.size[1]), whole.dtype)
-        self._dense = {
+        # Each piece is taken from the lowest rank that has it.
+        self._holders: dict[_Piece, int] = {}
+        found = self.gathered((list(self._shards), shapes))
+        for rank, (pieces, of_rank) in enumerate(found):
+            self.tables |= of_rank
+            for piece in pieces:
+                self._holders.setdefault(piece, rank)
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Returns each rank's value, in rank order, on every rank."""
+        return gather_objects(value, self._size, self._group)
+
+    def dense(self) -> dict[str, Tensor]:
+        """Returns all weights and buffers outside of tables, by their names in the unsharded model."""
+        tables = {shard.fqn for shard in local_shards(self._model)}
+        state = get_unwrapped_module(self._model).state_dict()
+        return {
             name: value.detach().cpu().contiguous()
-            for name, value in get_unwrapped_module(model).state_dict().items()
+            for name, value in sorted(state.items())
             if name not in tables
             and isinstance(value, Tensor)
             and not isinstance(value, ShardedTensor)
         }
 
-    def blocks(self, names: Iterable[str]) -> Iterator[tuple[str, int, Tensor]]:
-        """Yields (table, first row, full rows), table by table and block by block; rows are valid on rank 0 only."""
+    def blocks(self, names: Iterable[str]) -> Iterator[Block]:
+        """Yields every number of some tables, table by table; values are valid on rank 0 only."""
         for name in names:
-            for row, rows in self._rows(name):
-                yield name, row, rows
+            count = self.tables[name].size[0]
+            step = max(_BLOCK_BYTES // max(self.tables[name].row_bytes, 1), 1)
+            pieces = sorted(piece for piece in self._holders if piece.table == name)
+            for start in range(0, count, step):
+                stop = min(start + step, count)
+                rows = torch.arange(start, stop)
+                if name in self._rows_of:
+                    rows = self._rows_of[name][start:stop]
+                # Every rank goes through the pieces of all ranks, so that a sender and
+                # rank 0 meet in one order.
+                for piece in pieces:
+                    end = piece.row + piece.rows
+                    inside = ((rows >= piece.row) & (rows < end)).nonzero().squeeze(1)
+                    if not len(inside):
+                        continue
+                    places: Any = slice(start, stop)
+                    if len(inside) < len(rows):
+                        places = (inside + start).numpy()
+                    columns = slice(piece.column, piece.column + piece.columns)
+                    values = self._moved(piece, rows[inside] - piece.row)
+                    yield Block(name, places, columns, values)
 
     @torch.no_grad()
-    def _rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        size, width = self.tables[name].size
-        step = max(_BLOCK_BYTES // max(self.tables[name].row_bytes, 1), 1)
-        for start in range(0, size, step):
-            stop = min(start + step, size)
-            rows = torch.arange(start, stop)
-            if name in self._rows_of:
-                rows = self._rows_of[name][start:stop]
-            block = torch.empty(stop - start, width, dtype=self.tables[name].dtype)
-            # Every rank goes through the pieces of all ranks, so that a sender and rank
-            # 0 meet in one order.
-            for piece in self._pieces[name]:
-                places = (
-                    ((rows >= piece.row) & (rows < piece.row + piece.rows))
-                    .nonzero()
-                    .squeeze(1)
-                )
-                if len(places):
-                    values = self._ranks.moved(
-                        self._values(name, piece, rows[places]), piece.rank
-                    )
-                    if self._ranks.rank == 0:
-                        block[places, piece.column : piece.column + piece.columns] = (
-                            values
-                        )
-            yield start, block
-
-    def dense(self) -> dict[str, Tensor]:
-        """Returns, on rank 0, all weights and buffers outside of tables, by their names in the unsharded model."""
-        names = set(self._ranks.gathered(sorted(self._dense))[0])
-        lacking = {
-            name: value for name, value in self._dense.items() if name not in names
-        }
-        weights = dict(self._dense)
-        for found in self._ranks.gathered(lacking):
-            weights = {**found, **weights}
-        return dict(sorted(weights.items()))
-
-    def _values(self, name: str, piece: _Piece, rows: Tensor) -> Tensor:
-        if piece.rank != self._ranks.rank:
-            return torch.empty(len(rows), piece.columns, dtype=self.tables[name].dtype)
-        shard = self._shards[name, piece]
-        local = (rows - piece.row).to(shard.device)
-        return shard.detach().index_select(0, local).cpu()
-
-
-def _choose_pieces(name: str, pieces: list[_Piece], shape: Shape) -> list[_Piece]:
-    """Chooses one holder for each rectangle of a table: the lowest rank."""
-    first_holders: dict[tuple[int, ...], _Piece] = {}
-    for piece in sorted(pieces):
-        if piece.rows and piece.columns:
-            first_holders.setdefault(piece[1:], piece)
-    numbers = sum(piece.rows * piece.columns for piece in first_holders.values())
-    assert numbers == torch.Size(shape.size).numel(), (
-        f"table '{name}': {numbers} numbers of {shape.size} are held"
-    )
-    return sorted(first_holders.values(), key=lambda piece: piece[1:])
+    def _moved(self, piece: _Piece, rows: Tensor) -> Tensor:
+        """Sends rows of a piece from its holder to rank 0, and returns them there."""
+        holder = self._holders[piece]
+        dtype = self.tables[piece.table].dtype
+        if self.rank == holder:
+            shard = self._shards[piece]
+            values = shard.index_select(0, rows.to(shard.device)).cpu()
+            if holder:
+                dist.send(values, dst=0, group=self._group)
+            return values
+        values = torch.empty(len(rows), piece.columns, dtype=dtype)
+        if self.rank == 0:
+            dist.recv(values, src=holder, group=self._group)
+        return values

@@ -42,7 +42,6 @@ class TowerRows:
         self.side = side
         self._bundle = bundle
         self._encoder: Side = bundle.query if side == "query" else bundle.candidate
-        self.width = self._encoder.width
         self.unknown: Counter[str] = Counter()
         self._names = list(dict.fromkeys([key, *self._encoder.columns.raw]))
         self._key = key
@@ -54,6 +53,15 @@ class TowerRows:
         for name in self._names:
             for file in range(len(self._source.files)):
                 self._source.type_of(name, file)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of rows, and width of a vector."""
+        users = self._bundle.users
+        rows = len(users) if users is not None else 0
+        if self._source is not None:
+            rows = self._source.num_rows
+        return rows, self._encoder.width
 
     def _check_users(self) -> None:
         users = self._bundle.users

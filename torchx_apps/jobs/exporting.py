@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -216,10 +217,12 @@ def export_run(
             "steps": saved["step"],
             **read_warning(run),
         }
-        tracked_settings = {**details, "out": str(out), **settings}
-        with tracked(
-            out if runtime.is_main else None, tracked_settings, folder="bundle"
-        ) as figures:
+        asked = {**details, "out": str(out), **settings}
+        # One process tracks what all ranks make.
+        context: Any = nullcontext({})
+        if runtime.is_main:
+            context = tracked(out, asked, folder="bundle")
+        with context as figures:
             manifest = export_task(
                 sharded,
                 task,

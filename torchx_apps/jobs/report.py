@@ -29,16 +29,6 @@ from torchx_apps.tasks.task import Task
 NOTHING_BESIDE = Beside({}, {})
 # Figures of which less is better.
 _FALLING = ("log_loss", "ne")
-# With fewer seconds of steps no share of them is worth a hint.
-_LEAST_S = 5.0
-# Shares of the time from which on a hint is given. Small models spend 15 to 19 % of
-# their steps on batches, without a known remedy.
-_TOO_MUCH = {"data": 0.25, "ranks": 0.33, "outside": 0.5}
-_WHERE = {
-    "data": "of the steps' time went to waiting for batches",
-    "ranks": "of the steps' time went to collectives and to waits for other ranks",
-    "outside": "of the run's time went to evaluations, saves and what else is no step (train.eval_every)",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,32 +56,6 @@ class Trained:
         return float(
             sum(record["rows"] / record["rows_per_s"] for record in self.records)
         )
-
-    @property
-    def outside(self) -> float:
-        """Share of the seconds outside steps."""
-        return max(0.0, 1 - self.steps_s / self.seconds) if self.seconds else 0.0
-
-    def hint(self) -> str:
-        """Returns a hint on an excessive share of the time; empty if there is none, or steps were few.
-
-        Example:
-            >>> record = {"kind": "train", "rows": 100, "rows_per_s": 1.0, "data_wait": 0.4}
-            >>> Trained(history=[record], seconds=110.0).hint()
-            "40% of the steps' time went to waiting for batches; what helps: docs/why_slow.md"
-        """
-        shares = {
-            **time_shares(self.history),
-            "data": data_wait(self.records),
-            "outside": self.outside,
-        }
-        much = {
-            name: shares.get(name, 0.0) / limit for name, limit in _TOO_MUCH.items()
-        }
-        name = max(much, key=lambda each: much[each])
-        if much[name] < 1 or self.steps_s < _LEAST_S:
-            return ""
-        return f"{shares[name]:.0%} {_WHERE[name]}; what helps: docs/why_slow.md"
 
 
 def data_wait(records: Sequence[Record]) -> float:
@@ -174,9 +138,6 @@ def finish_training(
         f"of the steps' time waiting for data, {in_collectives}{shares['compute']:.1%} computing; the largest rank "
         f"took {max(memory):,.0f} MiB"
     )
-    hint = trained.hint()
-    if hint:
-        print(f"hint: {hint}")
     if example:
         print(f"\n{example}")
     summary = {

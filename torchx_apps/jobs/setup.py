@@ -224,26 +224,8 @@ def plan_job(job: Job, model: nn.Module, runtime: Runtime) -> tuple[ShardingPlan
         batch_size=rows,
         constraints=constraints,
     )
-    hosts = runtime.world_size // runtime.local_world_size
-    lines = [explain(plan, model, runtime.world_size)]
-    lines.append(SMALL_NOTE if constraints else "")
-    lines.append(hosts_note(job.plan.sharding, hosts))
-    return plan, "\n".join(filter(None, lines))
-
-
-def hosts_note(sharding: str, hosts: int) -> str:
-    """Returns a line about plans that depend on the number of hosts; empty for other plans.
-
-    Example:
-        >>> hosts_note("auto", 1), hosts_note("row_wise", 2), hosts_note("auto", 2)[:39]
-        ('', '', 'plan.sharding=auto: made for 2 hosts; a')
-    """
-    if hosts == 1 or sharding != "auto":
-        return ""
-    return (
-        f"plan.sharding=auto: made for {hosts} hosts; another number of hosts may get another plan, which rounds "
-        "otherwise; to compare figures, set plan.sharding=row_wise, or another type, for both"
-    )
+    text = explain(plan, model, runtime.world_size)
+    return plan, f"{text}\n{SMALL_NOTE}" if constraints else text
 
 
 def shard_job(

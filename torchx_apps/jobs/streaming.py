@@ -10,7 +10,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from torchrec_ext.train.checkpoint.folder import CheckpointRanks
 from torchrec_ext.train.checkpoint.run import CheckpointedRun, RunCheckpoints
 from torchrec_ext.train.guards import RunStoppedError
 from torchrec_ext.train.loop import train
+from torchx_apps.config import StreamOptions
 from torchx_apps.jobs.report import program
 from torchx_apps.jobs.resuming import asked_to_stop, find_checkpoint, hinting_at_resume
 from torchx_apps.jobs.setup import (
@@ -51,41 +51,12 @@ from torchx_apps.tasks.stream_figures import Predictions
 BUNDLES, CURRENT = "bundles", "current"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Publication:
-    """When and where bundles are published.
-
-    Args:
-        seconds: seconds between two bundles; 0 for the last one alone.
-        folder: folder of the bundles; that of the run where not given.
-        keep: number of newest bundles to keep.
-    """
-
-    seconds: float = 10.0
-    folder: Path | None = None
-    keep: int = 3
-
-    def __post_init__(self) -> None:
-        if not self.seconds >= 0:
-            raise ValueError(f"--publish_s {self.seconds}: must be 0 or more seconds")
-        if self.keep < 1:
-            raise ValueError(f"--keep {self.keep}: must be 1 bundle or more")
-
-
-def run_stream(
-    job: Job,
-    publication: Publication,
-    run_dir: Path | None = None,
-    *,
-    resume: str | None = None,
-) -> None:
+def run_stream(job: Job, options: StreamOptions) -> None:
     """Trains a job on its log until the log is idle, an event was the last, or SIGTERM comes.
 
     Args:
         job: the job, whose ``data`` is an :class:`EventsConfig`.
-        publication: when and where bundles are published.
-        run_dir: the run folder, see :func:`torchx_apps.jobs.training.run_training`.
-        resume: likewise.
+        options: where the run is, and when and where bundles are published.
 
     Raises:
         RunStoppedError: SIGTERM came; the run has been saved and a bundle published.
@@ -103,10 +74,10 @@ def run_stream(
                 f"{runtime.world_size} ranks: a log is trained on one rank yet; write -j 1x1"
             )
         model, events, loader, schema = _model_and_loader(job, stop)
-        run = open_run(job, run_dir, resume, runtime, "")
+        run = open_run(job, options.run_dir, options.resume, runtime, "")
         assert run.folder is not None, "there is one rank"
         assert run.checkpointer is not None, "checkpoint.steps is 1 or more"
-        folder = publication.folder or run.path / BUNDLES
+        folder = options.bundles or run.path / BUNDLES
         _check_writable(folder)
         plan, plan_text = plan_job(job, model, runtime)
         print(f"\n{plan_text}\n", flush=True)
@@ -129,7 +100,7 @@ def run_stream(
             details = {**about, "events": events.events}
             export_ids(parallel, loader.ids, out, details, renewal)
 
-        publisher = Publisher(publication, folder, export_now)
+        publisher = Publisher(options, folder, export_now)
         checkpoints = StreamCheckpoints(
             run.checkpointer, job.checkpoint, resume=run.checkpoint, publisher=publisher
         )
@@ -341,7 +312,7 @@ class Publisher:
     """Publishes a bundle when it is time.
 
     Args:
-        publication: when, and how many to keep.
+        options: when, and how many to keep.
         folder: folder of the bundles.
         write: exports a bundle to a folder.
 
@@ -351,14 +322,15 @@ class Publisher:
 
     def __init__(
         self,
-        publication: Publication,
+        options: StreamOptions,
         folder: Path,
         write: Callable[[Path], None],
     ) -> None:
-        self._publication = publication
+        self._every_s = options.publish_s
+        self._keep = options.keep
         self._folder = folder
         self._write = write
-        self._due = time.monotonic() + publication.seconds
+        self._due = time.monotonic() + self._every_s
         # Until then only a training that has caught up with the log is interrupted.
         self._training_until = 0.0
         self._run: Any = None
@@ -378,17 +350,13 @@ class Publisher:
 
     def if_due(self) -> None:
         """Publishes the model of the last step if it is time; called between steps while there are no new events."""
-        if (
-            self._publication.seconds
-            and time.monotonic() >= self._due
-            and self._run is not None
-        ):
+        if self._every_s and time.monotonic() >= self._due and self._run is not None:
             self.publish(self._run)
 
     def publish(self, run: Any) -> None:
         """Publishes the run's model, unless that of this step is published."""
         begin = time.monotonic()
-        self._due = begin + self._publication.seconds
+        self._due = begin + self._every_s
         if self._step == run.at.step or not min(run.loader.ids.live.values()):
             return
         self.newest = self._folder / f"step-{run.at.step:010}"
@@ -410,7 +378,7 @@ class Publisher:
         folders = sorted(
             self._folder.glob("step-*"), key=lambda folder: folder.stat().st_mtime_ns
         )
-        for folder in folders[: -self._publication.keep]:
+        for folder in folders[: -self._keep]:
             # Without its manifest it is no bundle, even if the removal is interrupted.
             (folder / BUNDLE_MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(folder)

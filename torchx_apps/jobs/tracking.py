@@ -26,60 +26,43 @@ _TRACKERS = "TORCHX_TRACKERS"
 
 
 class Tracking:
-    """Writes a run's configuration, figures and paths to trackers; see :meth:`start`.
+    """Writes a run's settings, figures and paths to every tracker that ``torchx run`` names to its jobs.
 
     If a tracker fails later, nothing more is written to any of them, with one warning, and the run goes on.
 
     Args:
-        path: the run folder.
-        run: TorchX's run in all trackers; None for a run that nobody tracks.
+        path: the folder that the job makes.
+        config: settings, nested.
+        member: name of this network, where a job trains several.
+        folder: name of the folder among the artifacts.
+
+    Raises:
+        ValueError: there is no such tracker, or it cannot be reached.
     """
 
-    def __init__(self, path: Path, run: AppRun | None) -> None:
-        self._path = path
-        self._run = run
-
-    @classmethod
-    def start(
-        cls,
+    def __init__(
+        self,
         path: Path,
         config: Mapping[str, Any],
         *,
         member: str = "",
         folder: str = "run_folder",
-    ) -> Tracking:
-        """Begins a run in every tracker that ``torchx run`` names to its jobs; no other process may do so too.
-
-        Args:
-            path: the run folder.
-            config: settings, nested.
-            member: name of this network, where a job trains several.
-            folder: name of the folder among the artifacts.
-
-        Raises:
-            ValueError: there is no such tracker, or it cannot be reached.
-        """
-        names = [name for name in os.environ.get(_TRACKERS, "").split(",") if name]
-        if not names:
-            # A run that nobody tracks needs no TorchX.
-            return cls(path, None)
-        who = f"tracker {', '.join(names)}"
+    ) -> None:
+        self._path = path
+        self._run: AppRun | None = None
+        self._names = os.environ.get(_TRACKERS, "")
+        # A run that nobody tracks needs no TorchX.
+        if not self._names:
+            return
         try:
-            run = _run_from_env(who, path, member, len(names))
+            self._run = run = _run_of(path, member, self._names.count(",") + 1)
             run.add_metadata(**{key: _plain(value) for key, value in _flat(config)})
             run.add_artifact(folder, str(path.absolute()))
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                f"{who}: needs the package {error.name}: pip install '{error.name}'"
-            ) from None
-        except TrackerError:
-            raise
         except Exception as error:
             raise ValueError(
-                f"{who}: cannot be reached: {_reason(error)}; correct `config` under [tracker:NAME] in .torchxconfig, "
-                "or take it out of [torchx:tracker]"
+                f"tracker {self._names}: cannot be reached: {_reason(error)[:80]}; correct `config` under "
+                "[tracker:NAME] in .torchxconfig, or [torchx:tracker]"
             ) from None
-        return cls(path, run)
 
     def log(self, record: Record) -> None:
         """Writes the figures of an evaluation, or the message of a run ended by an error."""
@@ -96,7 +79,7 @@ class Tracking:
             self._write({"error": record.get("message", "the loss is not finite")})
 
     def end(self, figures: Mapping[str, Any] | None = None) -> None:
-        """Writes figures (by default those of ``summary.json``) and the paths of the run's files."""
+        """Writes figures, by default those of ``summary.json``, and the paths of the folder's files."""
         if self._run is None:
             return
         if figures is None:
@@ -119,33 +102,18 @@ class Tracking:
         except Exception as error:
             self._run = None
             warnings.warn(
-                f"tracker {os.environ[_TRACKERS]}: {_reason(error)}; the run goes on, and no tracker hears more of it",
+                f"tracker {self._names}: {_reason(error)}; the run goes on, and no tracker hears more of it",
                 stacklevel=3,
             )
 
 
 @contextmanager
 def tracked(
-    path: Path | None, config: Mapping[str, Any], *, folder: str
+    path: Path, config: Mapping[str, Any], *, folder: str
 ) -> Iterator[dict[str, Any]]:
-    """Tracks a job without training.
-
-    Args:
-        path: the folder that the job makes; None if this rank makes none, and nothing is tracked.
-        config: settings, nested.
-        folder: name of the folder among the artifacts.
-
-    Yields:
-        A dictionary for the job's figures, which are written at its end; where it fails the error is, in one line.
-
-    Raises:
-        ValueError: there is no such tracker, or it cannot be reached.
-    """
+    """Tracks a job without training; yields a dictionary for its figures, see :class:`Tracking` for the rest."""
     figures: dict[str, Any] = {}
-    if path is None:
-        yield figures
-        return
-    tracking = Tracking.start(path, config, folder=folder)
+    tracking = Tracking(path, config, folder=folder)
     try:
         yield figures
     except Exception as error:
@@ -154,21 +122,14 @@ def tracked(
     tracking.end(figures)
 
 
-class TrackerError(ValueError):
-    """TorchX does not find a tracker by its name."""
-
-
-def _run_from_env(who: str, path: Path, member: str, trackers: int) -> AppRun:
+def _run_of(path: Path, member: str, trackers: int) -> AppRun:
     """Returns TorchX's run of this process in all trackers."""
     from torchx.tracker.api import AppRun
 
     of_job = AppRun.run_from_env()
     backends = list(of_job.backends)
     if len(backends) != trackers:
-        raise TrackerError(
-            f"{who}: TorchX finds {len(backends)} of {trackers}; [torchx:tracker] of .torchxconfig may name fsspec, "
-            "another entry point of torchx.tracker, or module:function"
-        )
+        raise LookupError(f"TorchX finds {len(backends)} of {trackers} by their names")
     # A job that TorchX has not started has no handle.
     run = of_job.id if _JOB in os.environ else str(path.absolute())
     return AppRun(f"{run}/{member}" if member else run, backends)

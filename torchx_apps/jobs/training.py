@@ -301,7 +301,7 @@ def open_run(
         replace = checkpoint is not None or unfinished
         before = records_before(checkpoint, former) if checkpoint else []
         folder = RunFolder(path, settings_of(job), replace=replace, before=before)
-        tracking = Tracking.start(path, settings_of(job), member=member)
+        tracking = Tracking(path, settings_of(job), member=member)
     return _Run(
         path=path,
         folder=folder,

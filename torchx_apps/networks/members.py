@@ -52,7 +52,7 @@ def members_of(vary: Sequence[str]) -> list[Member]:
         vary: words of the grid: a key and its values, then perhaps another key and its values.
 
     Raises:
-        ValueError: a key has no value, or stands there twice; a word is a flag, or of the form KEY=VALUE.
+        ValueError: a key has no value, or a value stands there twice; a word is a flag, or the first is no key.
 
     Example:
         >>> grid = ["optimizer.dense_lr", "1e-3", "3e-3", "train.seed", "0", "1"]
@@ -63,7 +63,7 @@ def members_of(vary: Sequence[str]) -> list[Member]:
         >>> members_of(["train.seed=0,1"])
         Traceback (most recent call last):
         ...
-        ValueError: --vary train.seed=0,1: write the key, then its values as words: --vary train.seed 0 1
+        ValueError: --vary: train.seed=0,1 is neither a key nor a value; give --vary KEY VALUE VALUE, flags behind --
     """
     axes = _axes(vary)
     labels = _labels(list(axes))
@@ -86,42 +86,29 @@ def _axes(words: Sequence[str]) -> dict[str, list[str]]:
     axes: dict[str, list[str]] = {}
     key = ""
     for word in words:
-        name, equals, values = word.partition("=")
-        if equals and _KEY.fullmatch(name):
+        is_flag = word.startswith("-") and not _NUMBER.fullmatch(word)
+        if is_flag or (not axes and not _KEY.fullmatch(word)):
             raise ValueError(
-                f"--vary {word}: write the key, then its values as words: --vary {name} {values.replace(',', ' ')}"
+                f"--vary: {word} is neither a key nor a value; give --vary KEY VALUE VALUE, flags behind --"
             )
         if not axes or _LATER_KEY.fullmatch(word):
-            if not _KEY.fullmatch(word):
-                raise ValueError(
-                    f"--vary {word}: begin with a key, then its values: --vary train.seed 0 1 2"
-                )
-            if word in axes:
-                raise ValueError(
-                    f"--vary: {word} stands there twice; write it once, with all its values behind it"
-                )
             key = word
-            axes[key] = []
-        elif word.startswith("-") and not _NUMBER.fullmatch(word):
-            raise ValueError(
-                f"--vary {key} ... {word}: values end at --; write {word} before --vary, or behind -- if it is the "
-                "app's"
-            )
+            axes.setdefault(key, [])
         elif word in axes[key]:
             raise ValueError(
                 f"--vary {key}: {word} stands there twice; two members would be one network"
             )
         else:
             axes[key].append(word)
+    for name in axes:
+        if not axes[name]:
+            raise ValueError(
+                f"--vary {name}: has no value; write --vary {name} VALUE VALUE"
+            )
     if not axes:
         raise ValueError(
             "no member: give --vary KEY VALUE VALUE, such as --vary train.seed 0 1 2; one network: rec.train.hybrid"
         )
-    for name, values_of_key in axes.items():
-        if not values_of_key:
-            raise ValueError(
-                f"--vary {name}: has no value; write --vary {name} VALUE VALUE"
-            )
     return axes
 
 

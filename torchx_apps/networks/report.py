@@ -19,8 +19,8 @@ from torchx_apps.recipes.saved_job import CONFIG
 _LOWER_IS_BETTER = ("loss", "log_loss", "ne")
 # Records about the process, not about the course of the training.
 _OF_THE_PROCESS = ("restore", "steps", "left_out")
-# Folders, which differ between any two runs.
-_OF_THE_FOLDER = ("checkpoint.folder",)
+# A folder, which differs between any two runs.
+_OF_THE_FOLDER = "checkpoint.folder"
 DIVERGED = "diverged"
 NOT_ENDED = "not ended"
 
@@ -34,24 +34,27 @@ class Result:
         settings: value of each setting, by its key.
         ended: ``all epochs``, ``stopped early``, ``diverged`` or ``not ended``.
         epochs: number of epochs that the run was trained for.
-        validation: figures of each evaluation, with ``epoch`` and ``step``.
+        validation: figures of the evaluation whose weights the run has; empty if it has none.
         test: figures on the test part, with the weights that the run ended with.
         seconds: time from start to end in seconds.
         folder: the run folder.
         message: reason for an early end.
-        restored: whether the run went back to the weights of its best evaluation.
     """
 
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     ended: str = NOT_ENDED
     epochs: int = 0
-    validation: list[Record] = field(default_factory=list)
-    test: dict[str, float] = field(default_factory=dict)
+    validation: Mapping[str, float] = field(default_factory=dict)
+    test: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     folder: str = ""
     message: str = ""
-    restored: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the run has ended well."""
+        return self.ended not in (DIVERGED, NOT_ENDED)
 
 
 def compare(runs: Sequence[Path], out: Path) -> Result | None:
@@ -69,7 +72,7 @@ def compare(runs: Sequence[Path], out: Path) -> Result | None:
             print(f"note: {run}: has not begun", flush=True)
     text = table(results)
     best = best_of(results)
-    name, part, _ = chosen_by(results)
+    part, name, _ = chosen_by(results)
     document = {
         "best": None if best is None else best.name,
         "chosen_by": f"{part} {name}",
@@ -80,15 +83,15 @@ def compare(runs: Sequence[Path], out: Path) -> Result | None:
     _replace(out / "results.json", json.dumps(document, indent=2) + "\n")
     print(f"\n{text}\n")
     if best is not None:
-        print(f"best: {best.name} (*), by {_how(results)}; run folder: {best.folder}")
+        why = ", as this set has no validation rows" if part == "test" else ""
+        print(
+            f"best: {best.name} (*), by {part} {name}{why}; run folder: {best.folder}"
+        )
         print(f"to serve it: python -m torchx_apps.export {best.folder}")
     for result in results:
         if result.ended == DIVERGED:
             print(f"{result.name}: {result.message}")
-    print(
-        f"all run folders: {out} (table: results.txt)",
-        flush=True,
-    )
+    print(f"all run folders: {out} (table: results.txt)", flush=True)
     return best
 
 
@@ -111,7 +114,7 @@ def read_result(run: Path) -> Result:
         raise ValueError(
             f"{run / CONFIG}: cannot be read ({error}); name a run folder"
         ) from None
-    records = []
+    records: list[Record] = []
     with suppress(OSError):
         for line in (run / "metrics.jsonl").read_text().splitlines():
             # A run that goes on may be writing its last line.
@@ -121,18 +124,10 @@ def read_result(run: Path) -> Result:
     # A run that diverged, or goes on, has none.
     with suppress(OSError, ValueError):
         summary = json.loads((run / "summary.json").read_text())
-    return result_of(run, settings, records, summary)
-
-
-def result_of(
-    run: Path,
-    settings: Mapping[str, Any],
-    history: Sequence[Record],
-    summary: Mapping[str, Any],
-) -> Result:
-    """Returns the outcome of a run from its settings, its records and its figures."""
-    records = [record for record in history if record["kind"] not in _OF_THE_PROCESS]
-    last: Record = records[-1] if records else {"kind": "", "epoch": 0}
+    last: Record = {"kind": "", "epoch": 0}
+    for record in records:
+        if record["kind"] not in _OF_THE_PROCESS:
+            last = record
     ended = NOT_ENDED
     epochs = last["epoch"]
     if last["kind"] == "error":
@@ -146,17 +141,22 @@ def result_of(
         settings=settings,
         ended=ended,
         epochs=epochs,
-        validation=_of_kind(records, "eval"),
-        test=dict(summary.get("test", {})),
+        validation=_validation(records),
+        test=summary.get("test", {}),
         seconds=summary.get("seconds", 0.0),
         folder=str(run),
         message=last.get("message", ""),
-        restored=bool(_of_kind(history, "restore")),
     )
 
 
-def _of_kind(records: Sequence[Record], kind: str) -> list[Record]:
-    return [record for record in records if record["kind"] == kind]
+def _validation(records: Sequence[Record]) -> dict[str, float]:
+    """Returns the figures of the last evaluation, or of the best where an early stop went back to its weights."""
+    evaluations = [record for record in records if record["kind"] == "eval"]
+    if any(record["kind"] == "restore" for record in records):
+        best = [record for record in evaluations if record.get("best")]
+        evaluations = best or evaluations
+    last: Record = evaluations[-1] if evaluations else {}
+    return {name: value for name, value in last.items() if isinstance(value, float)}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -167,21 +167,26 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
+def _keys(mappings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the keys of any mapping, in the order of their first one."""
+    keys: dict[str, None] = {}
+    for mapping in mappings:
+        keys |= dict.fromkeys(mapping)
+    return list(keys)
+
+
 def differing(results: Sequence[Result]) -> list[str]:
     """Returns the keys that have not one value in all runs, in the order of the settings."""
-    keys: dict[str, None] = {}
-    for result in results:
-        keys |= dict.fromkeys(result.settings)
     found = []
-    for key in keys:
+    for key in _keys([result.settings for result in results]):
         values = [result.settings.get(key) for result in results]
-        if key not in _OF_THE_FOLDER and any(value != values[0] for value in values):
+        if key != _OF_THE_FOLDER and values.count(values[0]) < len(values):
             found.append(key)
     return found
 
 
 def chosen_by(results: Sequence[Result]) -> tuple[str, str, bool]:
-    """Returns the figure to choose the best by, its part (``validation`` or ``test``), and whether higher is better."""
+    """Returns the part (``validation`` or ``test``) and figure that choose the best, and whether higher is better."""
     settings = results[0].settings if results else {}
     # The test part should not choose, so it does only where a run has no evaluation.
     part = "test"
@@ -189,48 +194,20 @@ def chosen_by(results: Sequence[Result]) -> tuple[str, str, bool]:
         part = "validation"
     if settings.get("train.early_stop.metric"):
         higher = settings.get("train.early_stop.mode") == "max"
-        return settings["train.early_stop.metric"], part, higher
-    names = _all_figures(results, part)
+        return part, settings["train.early_stop.metric"], higher
+    names = _keys([getattr(result, part) for result in results])
     name = names[0] if names else ""
-    return name, part, name not in _LOWER_IS_BETTER
-
-
-def _figures(result: Result, part: str) -> dict[str, float]:
-    if part == "test":
-        return result.test
-    evaluations = result.validation
-    # The evaluation whose weights the run has: the best where an early stop went back
-    # to it.
-    if result.restored:
-        evaluations = [
-            record for record in evaluations if record.get("best")
-        ] or evaluations
-    if not evaluations:
-        return {}
-    return {
-        name: value
-        for name, value in evaluations[-1].items()
-        if isinstance(value, float)
-    }
-
-
-def _all_figures(results: Sequence[Result], part: str) -> list[str]:
-    """Returns the names of the figures of any run, in the order of their first one."""
-    names: dict[str, None] = {}
-    for result in results:
-        names |= dict.fromkeys(_figures(result, part))
-    return list(names)
+    return part, name, name not in _LOWER_IS_BETTER
 
 
 def best_of(results: Sequence[Result]) -> Result | None:
     """Returns the run with the best last validation figure, else test figure; None if none has ended well."""
-    name, part, higher = chosen_by(results)
-    able = []
-    for result in results:
-        if name in _figures(result, part) and result.ended not in (DIVERGED, NOT_ENDED):
-            able.append(result)
+    part, name, higher = chosen_by(results)
+    able = [
+        result for result in results if result.is_done and name in getattr(result, part)
+    ]
     choose = max if higher else min
-    return choose(able, key=lambda result: _figures(result, part)[name], default=None)
+    return choose(able, key=lambda result: getattr(result, part)[name], default=None)
 
 
 def table(results: Sequence[Result]) -> str:
@@ -239,47 +216,37 @@ def table(results: Sequence[Result]) -> str:
     If only ``train.seed`` sets them apart, a last row has mean and standard deviation of each figure.
     """
     keys = differing(results)
-    name, part, _ = chosen_by(results)
+    part, name, _ = chosen_by(results)
     best = best_of(results)
-    figures = _all_figures(results, "test")
-    rows = []
-    values = []
-    for result in results:
-        row = [f"{result.name} *" if result is best else result.name]
-        row += [_text(result.settings.get(key)) for key in keys]
-        numbers = [result.test.get(figure) for figure in figures]
-        if part == "validation":
-            numbers.insert(0, _figures(result, part).get(name))
-        row += [*map(_number, numbers), str(result.epochs), result.ended]
-        rows.append([*row, f"{result.seconds:.1f}"])
-        if result.ended not in (DIVERGED, NOT_ENDED):
-            values.append(numbers)
-    if keys == ["train.seed"] and len(values) > 1:
-        means = [_mean_and_std(column) for column in zip(*values, strict=True)]
-        rows.append(["mean ± std", "", *means, "", "", ""])
-    headers = ["member", *keys]
+    figures = [("test", key) for key in _keys([result.test for result in results])]
     if part == "validation":
-        headers.append(f"validation {name}")
-    headers += [f"test {figure}" for figure in figures]
-    headers += ["epochs", "ended", "seconds"]
+        figures.insert(0, (part, name))
+    rows = []
+    of_done = []
+    for result in results:
+        numbers = [getattr(result, of_part).get(key) for of_part, key in figures]
+        rows.append(
+            [
+                f"{result.name} *" if result is best else result.name,
+                *(_text(result.settings.get(key)) for key in keys),
+                *("" if number is None else f"{number:.4f}" for number in numbers),
+                str(result.epochs),
+                result.ended,
+                f"{result.seconds:.1f}",
+            ]
+        )
+        if result.is_done:
+            of_done.append(numbers)
+    if keys == ["train.seed"] and len(of_done) > 1:
+        means = []
+        for column in zip(*of_done, strict=True):
+            values = [value for value in column if value is not None]
+            spread = stdev(values) if len(values) > 1 else None
+            means.append("" if spread is None else f"{mean(values):.4f} ± {spread:.4f}")
+        rows.append(["mean ± std", "", *means, "", "", ""])
+    headers = ["member", *keys, *map(" ".join, figures), "epochs", "ended", "seconds"]
     return str(tabulate(rows, headers=headers, disable_numparse=True))
 
 
 def _text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
-
-
-def _mean_and_std(values: Sequence[float | None]) -> str:
-    numbers = [value for value in values if value is not None]
-    return f"{mean(numbers):.4f} ± {stdev(numbers):.4f}" if len(numbers) > 1 else ""
-
-
-def _how(results: Sequence[Result]) -> str:
-    name, part, _ = chosen_by(results)
-    if part == "test":
-        return f"{part} {name}, as this set has no validation rows"
-    return f"{part} {name}"

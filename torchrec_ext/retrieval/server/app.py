@@ -26,6 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.manifest import bundle_folder, fingerprint
 from torchrec_ext.retrieval.scorer import (
     EmbedRequest,
     NearestRequest,
@@ -36,14 +37,13 @@ from torchrec_ext.retrieval.scorer import (
 )
 from torchrec_ext.retrieval.search import ScoreError
 from torchrec_ext.retrieval.server.describe import bundle_page, openapi
-from torchrec_ext.retrieval.server.settings import Limits, ServerConfig
+from torchrec_ext.retrieval.server.settings import ServerConfig
 from torchrec_ext.retrieval.server.telemetry import (
     Log,
     Metrics,
     resident_bytes,
     where,
 )
-from torchrec_ext.retrieval.server.watch import Watch
 from torchrec_ext.retrieval.store import StoredUsers
 from torchrec_ext.schema.validation import listed
 
@@ -113,7 +113,7 @@ _PLACE = re.compile(r"^(.*?) - at `\$\.?(.*)`$", re.DOTALL)
 
 
 class Served:
-    """State of a worker: the live bundle, metrics and log.
+    """State of a worker: the live bundle, which it replaces by another one behind the pointer, metrics and log.
 
     Args:
         settings: settings of the server.
@@ -127,33 +127,48 @@ class Served:
         self.metrics = Metrics()
         self.log = Log()
         self.refused: str | None = None
-        self.vectors = None
+        self.vectors: StoredUsers | None = None
         if settings.vectors is not None:
             self.vectors = StoredUsers(settings.vectors)
-        self.watch = Watch(
-            settings.bundle,
-            settings.watch_s,
-            settings.threads,
-            self.swap,
-            self._refuse,
-        )
-        self.scorer = Scorer(self.watch.load(), self.vectors)
+        # Taken before loading, to notice a pointer that moves during the load.
+        self._seen = fingerprint(settings.bundle)
+        self.scorer = self._loaded()
         self.log("ready", bundle=self.scorer.digest[:12])
 
-    def swap(self, bundle: Bundle) -> None:
-        """Takes another bundle into service. Requests in progress finish with the previous one."""
-        # One assignment, so that a request never mixes two bundles.
-        self.scorer = Scorer(bundle, self.vectors)
-        self.refused = None
-        self.metrics.swaps.labels("loaded").inc()
-        self.log("bundle_loaded", bundle=bundle.digest[:12])
+    def _loaded(self) -> Scorer:
+        folder = bundle_folder(self.settings.bundle)
+        bundle = Bundle.load(folder, threads=self.settings.threads)
+        return Scorer(bundle, self.vectors)
 
-    def _refuse(self, error: Exception) -> None:
-        self.refused = str(error)
-        self.metrics.swaps.labels("refused").inc()
-        # A bundle's error names files, and no caller's data.
-        reason = str(error) if isinstance(error, ValueError) else type(error).__name__
-        self.log("bundle_refused", reason=reason)
+    async def watch(self) -> None:
+        """Looks for another bundle until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self.settings.watch)
+            await loop.run_in_executor(None, self._look)
+
+    def _look(self) -> None:
+        """Takes the bundle behind the pointer into service if it is another one."""
+        now = fingerprint(self.settings.bundle)
+        if now == self._seen:
+            return
+        self._seen = now
+        try:
+            # One assignment, so that a request never mixes two bundles. Requests in
+            # progress finish with the previous one.
+            self.scorer = self._loaded()
+        # Any error of a new bundle leaves the live one serving.
+        except Exception as error:
+            self.refused = str(error)
+            self.metrics.swaps.labels("refused").inc()
+            # A bundle's error names files, and no caller's data.
+            is_ours = isinstance(error, ValueError)
+            reason = str(error) if is_ours else type(error).__name__
+            self.log("bundle_refused", reason=reason)
+        else:
+            self.refused = None
+            self.metrics.swaps.labels("loaded").inc()
+            self.log("bundle_loaded", bundle=self.scorer.digest[:12])
 
     def bears_token(self, authorization: str) -> bool:
         """Returns whether a header ``Authorization`` has the token, or none is needed."""
@@ -170,7 +185,7 @@ class Served:
         content = await self._content(request)
         try:
             wanted = _DECODERS[path].decode(content)
-            _check_limits(wanted, self.settings.limits)
+            _check_limits(wanted, self.settings)
             answer = _ASKED[path][1](scorer, wanted)
         except msgspec.ValidationError as error:
             if isinstance(error.__cause__, RequestError):
@@ -201,7 +216,7 @@ class Served:
                 "not_json",
                 "the content type must be application/json; send the header `Content-Type: application/json`",
             )
-        most = self.settings.limits.body_bytes
+        most = self.settings.max_body
         too_long = Refusal(
             413,
             "over_limit",
@@ -264,15 +279,15 @@ class Served:
         return _json(openapi(self.scorer.bundle, routes, self.settings))
 
 
-def _check_limits(wanted: Any, limits: Limits) -> None:
+def _check_limits(wanted: Any, settings: ServerConfig) -> None:
     """Refuses a request beyond a limit, by RequestError with the field."""
-    sizes = {"k": (getattr(wanted, "k", 1), limits.k)}
+    sizes = {"k": (getattr(wanted, "k", 1), settings.max_k)}
     lists: dict[str, Any] = dict(getattr(wanted, "filter", {}))
     lists = {f"filter.{name}": values for name, values in lists.items()}
     for name in ("candidates", "items", "rows"):
         lists[name] = getattr(wanted, name, None) or ()
     for name, values in lists.items():
-        most = limits.rows if name == "rows" else limits.candidates
+        most = settings.max_rows if name == "rows" else settings.max_candidates
         sizes[name] = len(values), most
     for name, (size, most) in sizes.items():
         if size > most:
@@ -324,7 +339,7 @@ def application(served: Served) -> ASGIApp:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         tasks = [
-            asyncio.create_task(served.watch.run()),
+            asyncio.create_task(served.watch()),
             asyncio.create_task(_end_with_parent(os.getppid())),
         ]
         yield
@@ -412,10 +427,10 @@ class Guard:
         """Refuses requests with a wrong host or token."""
         settings = self._served.settings
         host_name = _host(headers.get("host", ""))
-        if not _is_allowed(host_name, settings.allowed_hosts):
+        if not _is_allowed(host_name, settings.hosts):
             message = (
                 f"the header Host names {host_name[:100]!r}, and this server answers to "
-                f"{listed(settings.allowed_hosts)}; ask under such a name, or start it with --allowed-hosts"
+                f"{listed(settings.hosts)}; ask under such a name, or start it with --allowed-hosts"
             )
             raise Refusal(400, "host", message)
         needs_token = path.startswith("/v1/") or path == "/metrics"
@@ -449,7 +464,7 @@ class Guard:
         route = path if path in self._routes else "other"
         served.metrics.requests.labels(route, status).inc()
         served.metrics.seconds.labels(route).observe(seconds)
-        if served.settings.log_requests:
+        if served.settings.log == "requests":
             # A method is the caller's text, which may be long.
             if len(method) >= 10:
                 method = "other"

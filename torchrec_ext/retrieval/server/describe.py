@@ -13,7 +13,6 @@ from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.catalogue import NOT
 from torchrec_ext.retrieval.server.settings import ServerConfig
 
-_MOST_NAMED = 1_000  # most values of a column to list
 _SAMPLE = 200  # number of user ids offered by the page
 _NEUTRAL: Mapping[str, Any] = {
     "int64": 0,
@@ -50,8 +49,7 @@ _PAGES = {
 
 
 def bundle_page(bundle: Bundle, settings: ServerConfig) -> dict[str, Any]:
-    """Describes a bundle for people and the page; ids of users and known values of columns only on a private server."""
-    private = settings.is_private
+    """Describes a bundle for people and the page; ids of users only on a private server."""
     users: dict[str, Any] = {
         "user_key": None,
         "user_kind": None,
@@ -61,17 +59,8 @@ def bundle_page(bundle: Bundle, settings: ServerConfig) -> dict[str, Any]:
     if bundle.users is not None:
         ids = bundle.users.ids
         users.update(user_key=bundle.users.key, user_kind=ids.kind, users=len(ids))
-        if private:
+        if settings.is_private:
             users["sample_users"] = ids.ids(range(min(_SAMPLE, len(ids))))
-    known: dict[str, list[Any]] = {}
-    titles = {}
-    for name, kind in bundle.query.columns.raw.items():
-        known[name] = []
-        # Any of a person's columns may hold ids of people.
-        if private:
-            known[name] = bundle.query.columns.known_values(name, _MOST_NAMED)
-        if is_list_column(kind) and (texts := _item_titles(bundle, known[name])):
-            titles[name] = texts
     return {
         "digest": bundle.digest,
         "manifest": bundle.manifest.as_json(),
@@ -79,19 +68,8 @@ def bundle_page(bundle: Bundle, settings: ServerConfig) -> dict[str, Any]:
         **users,
         "columns": dict(bundle.query.columns.raw),
         "example_user": example_user(bundle),
-        "known_values": known,
-        "known_titles": titles,
-        "limits": vars(settings.limits),
+        "most_items": settings.max_k,
     }
-
-
-def _item_titles(bundle: Bundle, values: list[Any]) -> list[str]:
-    """Returns the titles of a column's values, if all are ids of the catalogue; else an empty list."""
-    try:
-        positions = bundle.items.ids.positions(values)
-    except ValueError:  # of another type than the catalogue's ids
-        return []
-    return bundle.items.titles_of(positions) if positions.min(initial=0) >= 0 else []
 
 
 def example_user(bundle: Bundle) -> dict[str, Any]:

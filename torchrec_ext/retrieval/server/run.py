@@ -64,6 +64,7 @@ def serve(
     from uvicorn.supervisors import Multiprocess
 
     bundle_folder(settings.bundle)
+    _ = settings.token  # refused here, in one line
     settings.to_environment()
     os.environ.pop(_SERVING, None)
     ready = threading.Event()

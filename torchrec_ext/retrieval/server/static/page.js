@@ -3,7 +3,6 @@
 const at = (id) => document.getElementById(id);
 const LIKED = 10;
 const SIMILAR = 10;
-const FEW = 30;  // most values to choose from a menu
 const wanted = new URLSearchParams(location.hash.slice(1));  // #user=42&k=5&item=7, or #new; behind #, so that no log holds it
 let served = null;
 let isNew = false;
@@ -67,7 +66,7 @@ function showBundle(found) {
   at("manifest").textContent = JSON.stringify(manifest, null, 1);
   at("users").replaceChildren(...found.sample_users.map((id) => Object.assign(element("option"), { value: String(id) })));
   at("other").hidden = found.sample_users.length === 0;
-  at("k").max = Math.min(100, found.limits.k);
+  at("k").max = Math.min(100, found.most_items);
   at("scale").textContent = content.calibrated
     ? "The logit, and its probability among rows like those of the training, drawn negatives included."
     : "The model's score. It ranks, and is no probability.";
@@ -91,39 +90,27 @@ function typed(kind, text) {
   return isNumber ? Number(text) : text;
 }
 
-function option(value, title) {
-  const made = Object.assign(element("option", title ?? String(value)), { value: String(value) });
-  if (title) made.label = title;
-  return made;
-}
-
-function menu(kind, values, chosen) {
+function trueOrFalse(chosen) {
   const select = element("select");
-  if (!values.includes(chosen)) select.append(option(chosen, `${chosen} (unknown)`));
-  select.append(...values.map((value) => Object.assign(option(value), { selected: value === chosen })));
-  return [select, () => typed(kind, select.value)];
+  select.append(...["true", "false"].map((text) => Object.assign(element("option", text), { value: text, selected: text === String(chosen) })));
+  return [select, () => typed("bool", select.value)];
 }
 
-function textInput(kind, values, titles, chosen) {
+function textInput(kind, chosen) {
   const input = Object.assign(element("input"), { value: chosen, spellcheck: false });
   if (kind === "int64" || kind.startsWith("float")) input.inputMode = "decimal";
-  const list = Object.assign(element("datalist"), { id: `values-${crypto.getRandomValues(new Uint32Array(1))[0]}` });
-  list.append(...values.map((value, place) => option(value, titles[place])));
-  input.setAttribute("list", list.id);
-  const box = element("div");
-  box.append(input, list);
-  return [box, () => typed(kind, input.value.trim()), input];
+  return [input, () => typed(kind, input.value.trim())];
 }
 
 // Values are added one by one, and removed by pressing them.
-function listInput(kind, values, titles, chosen) {
+function listInput(kind, chosen) {
   const taken = [...chosen];
-  const [box, read, input] = textInput(kind, values, titles, "");
+  const [input, read] = textInput(kind, "");
+  const box = element("div");
   const chips = element("div", "", "chips");
   const draw = () => chips.replaceChildren(...taken.map((value, place) => {
-    const title = titles[values.indexOf(value)] ?? String(value);
-    const chip = Object.assign(element("button", `${title} ×`, "quiet"), { type: "button" });
-    chip.setAttribute("aria-label", `remove ${title}`);
+    const chip = Object.assign(element("button", `${value} ×`, "quiet"), { type: "button" });
+    chip.setAttribute("aria-label", `remove ${value}`);
     chip.addEventListener("click", () => { taken.splice(place, 1); draw(); });
     return chip;
   }));
@@ -134,7 +121,7 @@ function listInput(kind, values, titles, chosen) {
   };
   input.addEventListener("change", add);
   input.placeholder = "add one";
-  box.append(chips);
+  box.append(input, chips);
   draw();
   return [box, () => { add(); return taken; }, input];
 }
@@ -143,14 +130,11 @@ function showFeatures() {
   fields = {};
   at("features").replaceChildren(...Object.entries(served.example_user).map(([name, chosen]) => {
     const kind = served.columns[name];
-    const values = served.known_values[name] ?? [];
-    const titles = served.known_titles[name] ?? [];
     const isList = kind.startsWith("list<");
     let made;
-    if (isList) made = listInput(kind.slice(5, -1), values, titles, chosen);
-    else if (kind === "bool") made = menu(kind, [true, false], chosen);
-    else if (values.length && values.length <= FEW) made = menu(kind, values, chosen);
-    else made = textInput(kind, values, titles, chosen);
+    if (isList) made = listInput(kind.slice(5, -1), chosen);
+    else if (kind === "bool") made = trueOrFalse(chosen);
+    else made = textInput(kind, chosen);
     const [control, read, input] = made;
     const label = Object.assign(element("label", name), { htmlFor: `feature-${name}` });
     (input ?? control).id = `feature-${name}`;
