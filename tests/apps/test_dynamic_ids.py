@@ -62,6 +62,7 @@ def write_day(root: Path, day: str, texts: bool = False) -> None:
     pairs["train"] += [(users[item % len(users)], item) for item in items]
     folder = root / "sets" / day
     folder.mkdir(parents=True)
+    log = []
     for split, rows in pairs.items():
         held_out = {*pairs["test"], *pairs["validation"]} if split == "train" else set()
         user, item = np.array(sorted(set(rows) - held_out)).T
@@ -70,7 +71,13 @@ def write_day(root: Path, day: str, texts: bool = False) -> None:
             name: [f"{one:x}" for one in of] if texts else of
             for name, of in ids.items()
         }
-        pq.write_table(pa.table(columns), folder / f"{split}.parquet")
+        table = pa.table(columns)
+        pq.write_table(table, folder / f"{split}.parquet")
+        log.append(table)
+    # A user's last two items are those held out.
+    whole = pa.concat_tables(log)
+    times = pa.array(np.arange(len(whole)))
+    pq.write_table(whole.append_column("time", times), folder / "inter.parquet")
 
 
 def trained(
@@ -284,10 +291,11 @@ def test_a_softmax_over_the_batch_counts_the_items_of_its_day(tmp_path: Path) ->
     for day in DAYS:
         write_day(tmp_path, day)
     # Another catalogue: counts of another size.
-    rows = pq.read_table(tmp_path / "sets" / "two" / "train.parquet")
-    pq.write_table(
-        rows.slice(0, len(rows) - 20), tmp_path / "sets" / "two" / "train.parquet"
-    )
+    log = tmp_path / "sets" / "two" / "inter.parquet"
+    rows = pq.read_table(log)
+    held_out = len(rows) - 80
+    fewer = [rows.slice(0, held_out - 20), rows.slice(held_out)]
+    pq.write_table(pa.concat_tables(fewer), log)
     settings = (
         "ids.features.item_id.capacity=20",
         "data.history_length=5",

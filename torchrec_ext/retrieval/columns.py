@@ -89,7 +89,7 @@ class Columns:
         self.columns = dict(columns)
         if preprocessor is None:
             kept = [name for name in raw if name in columns]
-            preprocessor = FittedPreprocessor.of([], raw, kept)
+            preprocessor = FittedPreprocessor([], raw, kept)
         for name in self.columns:
             if name not in preprocessor.outputs:
                 raise missing_column("the bundle's rows", name, preprocessor.outputs)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ from tests.data.stream_sets import (
     schema_of,
     table_of,
 )
+from tests.files import read_parquet
 from torchrec_ext.data.files import sources
-from torchrec_ext.data.files.sources import ParquetSource, read_parquet
+from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.schema import DataError
 
 pytestmark = pytest.mark.unit
@@ -302,10 +302,10 @@ def test_a_column_of_another_kind_is_named(
     when = pa.array([0, 1], pa.timestamp("s"))
     path = write(tmp_path / "a.parquet", table_of(2).append_column("when", when))
     with pytest.raises(DataError, match=rf"a\.parquet: column '{name}' is"):
-        read_parquet(path, {name: kind})
+        ParquetSource(path).require({name: [kind]})
 
 
-def test_nulls_are_refused_by_row_or_filled(tmp_path: Path) -> None:
+def test_nulls_are_refused_by_row(tmp_path: Path) -> None:
     table = pa.table(
         {
             "user_id": [1, None, 3],
@@ -314,31 +314,16 @@ def test_nulls_are_refused_by_row_or_filled(tmp_path: Path) -> None:
             "day": pa.array([1.0, None, None]),
         }
     )
-    path = write(tmp_path / "k=1" / "a.parquet", table)
-    (tmp_path / "k=__HIVE_DEFAULT_PARTITION__").mkdir()
-    shutil.copy(path, tmp_path / "k=__HIVE_DEFAULT_PARTITION__" / "a.parquet")
+    write(tmp_path / "k=__HIVE_DEFAULT_PARTITION__" / "a.parquet", table)
     source = ParquetSource(tmp_path)
+    with pytest.raises(DataError, match="column 'k', row 0: value is null"):
+        source.read(source.groups[0], ["k"])
     for name in table.column_names:
         with pytest.raises(
             DataError,
             match=rf"a\.parquet: row group 0, column '{name}', row 1: value is null",
         ):
             source.read(source.groups[0], [name])
-    filled = ParquetSource(
-        tmp_path, fill={"user_id": 7, "history": 9, "bag": 8, "day": 0.5, "k": 4}
-    )
-    chunk = filled.read(filled.groups[1], table.column_names)
-    found = {
-        name: (chunk[name].values.tolist(), chunk[name].lengths.tolist())
-        for name in chunk
-    }
-    assert found == {
-        "user_id": ([1, 7, 3], [1, 1, 1]),
-        "history": ([1, 9, 2], [2, 0, 1]),
-        "bag": ([1, 2, 8], [1, 2, 0]),
-        "day": ([1.0, 0.5, 0.5], [1, 1, 1]),
-    }
-    assert sorted(rows(filled, "k")) == [1, 1, 1, 4, 4, 4]
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

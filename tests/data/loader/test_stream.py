@@ -22,10 +22,11 @@ from tests.data.stream_sets import (
     row_numbers,
     schema_of,
 )
+from tests.files import read_parquet
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.files.arrow import RowGroup
-from torchrec_ext.data.files.sources import ParquetSource, read_parquet
+from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader import epoch_order
 from torchrec_ext.data.loader.blocks import BlockLayout
 from torchrec_ext.data.loader.epoch_order import StreamPlan

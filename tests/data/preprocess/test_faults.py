@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("duckdb", reason="needs the extra `data`")
 
 from tests.data.preprocess_cases import same
-from torchrec_ext.data.files.sources import read_parquet
+from tests.files import read_parquet
 from torchrec_ext.data.preprocess import (
     Bucketize,
     Categorify,

@@ -40,12 +40,7 @@ pytestmark = pytest.mark.unit
 def fitted(
     raw: Mapping[str, str], *pairs: tuple[Step, Any], keep: tuple[str, ...] = ()
 ) -> FittedPreprocessor:
-    return FittedPreprocessor(
-        steps=tuple(s for s, _ in pairs),
-        keep=keep,
-        raw=raw,
-        states=tuple(state for _, state in pairs),
-    )
+    return FittedPreprocessor(pairs, raw, keep)
 
 
 CITIES = Vocabulary(pa.array(["Rome", "Oslo"]), pa.array([3, 1]))
@@ -146,7 +141,6 @@ def test_a_vocabulary_knows_its_values_and_no_others(
         monkeypatch.setattr(
             categorical, "_hashes", lambda texts: np.full(len(texts), 7)
         )
-    monkeypatch.setattr(categorical, "_TEXTS_AT_ONCE", 7)
     words: list[Any] = ["", "a", "a\0", "\0a", "\u00e9", *map(str, range(20))]
     asked: list[Any] = ["\0a", "", "19", "99"]
     if dtype == pa.int64():
@@ -300,16 +294,16 @@ def test_what_loading_refuses(tmp_path: Path) -> None:
             FittedPreprocessor.load(folder)
         CITY.save(folder, overwrite=True)
 
-    refused(r"preprocessor\.json: no such file; name the folder")
+    refused(r"preprocessor\.json: no such file; name the whole folder")
     rewrite(folder, version=1)
     refused(r"format version 1, this package reads 2; preprocess the log again")
     rewrite(folder, steps=[{"step": "Categorfy", "fields": {}}])
-    refused(r"there is no step 'Categorfy'.*did you mean 'Categorify'\?")
+    refused(r"cannot be read \(KeyError: 'Categorfy'\); copy the folder again")
     rewrite(
         folder,
         steps=[{"step": "Categorify", "fields": {"column": "x", "min_count": 0}}],
     )
-    refused(r"step Categorify: Categorify\('x'\): min_count=0")
+    refused(r"cannot be read \(ValueError: Categorify\('x'\): min_count=0")
     (folder / "preprocessor.json").write_text(
         (folder / "preprocessor.json").read_text().replace("city", "cite")
     )
@@ -321,7 +315,7 @@ def test_what_loading_refuses(tmp_path: Path) -> None:
     (folder / "vocabulary-000.parquet").write_bytes(data)
     refused(r"vocabulary-000\.parquet: does not have the SHA-256 in preprocessor\.json")
     (folder / "vocabulary-000.parquet").unlink()
-    refused(r"vocabulary-000\.parquet: no such file, preprocessor\.json names it")
+    refused(r"vocabulary-000\.parquet: no such file; name the whole")
 
 
 @pytest.mark.launch

@@ -7,11 +7,11 @@ prefetched(): a thread builds the next batches while the caller uses this one.
 
 from __future__ import annotations
 
-import queue
-import threading
 import warnings
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -92,8 +92,8 @@ _END = object()
 def prefetched(source: Iterator[T], depth: int) -> Iterator[T]:
     """Yields the elements of ``source`` in order; a thread makes up to ``depth`` of them ahead of the caller.
 
-    An exception in the thread is raised in the caller once the elements before it are consumed, without waiting for a
-    timeout. The thread ends when the iterator is exhausted, closed or garbage-collected.
+    An exception in the thread is raised in the caller once the elements before it are consumed. The thread ends when
+    the iterator is exhausted, closed or garbage-collected.
 
     Args:
         source: iterator, advanced in the thread only.
@@ -102,47 +102,15 @@ def prefetched(source: Iterator[T], depth: int) -> Iterator[T]:
     if not depth:
         yield from source
         return
-    ready: queue.Queue[tuple[object, BaseException | None]] = queue.Queue(maxsize=depth)
-    stop = threading.Event()
-    # A daemon: an iterator that nobody closes does not keep the process alive.
-    thread = threading.Thread(
-        target=_fill,
-        args=(source, ready, stop),
-        name="torchrec_ext-prefetch",
-        daemon=True,
-    )
-    thread.start()
+    # One thread, so that the elements come in order.
+    pool = ThreadPoolExecutor(1, "torchrec_ext-prefetch")
     try:
-        while True:
-            element, error = ready.get()
-            if error is not None:
-                raise error
-            if element is _END:
-                return
+        ready = deque(pool.submit(next, source, _END) for _ in range(depth))
+        while (element := ready.popleft().result()) is not _END:
+            ready.append(pool.submit(next, source, _END))
             yield element  # type: ignore[misc]
     finally:
-        stop.set()
-        # The thread may be waiting to hand over its last element, and then the end.
-        while thread.is_alive():
-            while not ready.empty():
-                ready.get_nowait()
-            thread.join(0.001)
-
-
-def _fill(
-    source: Iterator[T],
-    ready: queue.Queue[tuple[object, BaseException | None]],
-    stop: threading.Event,
-) -> None:
-    try:
-        for element in source:
-            if stop.is_set():
-                return
-            ready.put((element, None))
-        ready.put((_END, None))
-    except BaseException as error:
-        # The caller decides what to do with it, with an interrupt or an exit too.
-        ready.put((None, error))
+        pool.shutdown(cancel_futures=True)
 
 
 class Epochs(ABC):

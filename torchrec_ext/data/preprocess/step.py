@@ -34,11 +34,6 @@ class Step(ABC):
         """Names of the columns needed in fitting; none if nothing is fitted."""
         return ()
 
-    @property
-    def event_reads(self) -> tuple[str, ...]:
-        """Names of the needed columns of the events behind histories."""
-        return ()
-
     @abstractmethod
     def types(self, types: Types) -> Types:
         """Returns the types of the output columns.
