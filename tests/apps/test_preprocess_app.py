@@ -292,28 +292,6 @@ def test_a_request_and_a_user_have_the_events_that_a_history_counts(
     assert [row["history_items"] for row in requests] == [[], [7], [7], [7, 9], [], []]
 
 
-def test_movielens(
-    ml_100k_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    need_duckdb()
-    flags = [
-        f"--config.folder={ml_100k_files}",
-        "--config.history_length=10",
-        "--out",
-        str(tmp_path / "ready"),
-    ]
-    assert main(flags) == 0
-    rows = json.loads((tmp_path / "ready/summary.json").read_text())["rows"]
-    assert sum(rows.values()) == 100_000
-    train = read_parquet(tmp_path / "ready/train/part-00000.parquet")
-    assert (
-        train["timestamp"].values.max()
-        < read_parquet(tmp_path / "ready/test/part-00000.parquet")[
-            "timestamp"
-        ].values.min()
-    )
-
-
 def test_movielens_is_read_as_its_publisher_writes_it(tmp_path: Path) -> None:
     need_duckdb()
     flags = {0: "unknown", 3: "Animation", 8: "Drama"}
@@ -345,16 +323,6 @@ def test_movielens_is_read_as_its_publisher_writes_it(tmp_path: Path) -> None:
         for number, (title, genres) in films.items()
     ]
     assert [row["release_year"] for row in items] == ["1995", "1998", ""]
-
-
-@pytest.fixture
-def ml_100k_files() -> Path:
-    folder = Path(os.environ.get("TORCHREC_EXT_DATA") or "") / "ml-100k"
-    if not (folder / "inter.parquet").exists():
-        pytest.skip(
-            "needs MovieLens 100K: set TORCHREC_EXT_DATA to a folder with ml-100k/inter.parquet"
-        )
-    return folder
 
 
 @pytest.mark.slow

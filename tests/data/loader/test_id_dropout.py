@@ -14,7 +14,7 @@ from tests.examples import META, table
 from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.files.sources import ParquetSource
-from torchrec_ext.data.loader.id_dropout import IdDropout
+from torchrec_ext.data.loader.id_dropout import drop_ids
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, training_loader
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.data.prepared import Prepared
@@ -82,7 +82,7 @@ def bags(batch: TowerBatch, name: str) -> list[list[int]]:
 
 
 def epoch(
-    made: IdDropout | ChunkLoader, names: tuple[str, ...], number: int = 0
+    made: ChunkLoader, names: tuple[str, ...], number: int = 0
 ) -> list[dict[str, list[list[int]]]]:
     made.set_epoch(number)
     return [{name: bags(batch, name) for name in names} for batch in made]
@@ -104,7 +104,7 @@ def test_ids_become_the_oov_row_at_the_rate_asked_for_and_nothing_else_changes(
         epoch(made, names)
         for made in (
             loader(data, schema),
-            IdDropout(loader(data, schema), schema, RATES),
+            drop_ids(loader(data, schema), schema, RATES),
         )
     )
     for name in names:
@@ -138,7 +138,7 @@ def test_the_choice_is_the_same_on_any_number_of_ranks_and_at_any_batch_size(
     def items(
         rank: int = 0, world_size: int = 1, **config: Any
     ) -> list[list[list[int]]]:
-        made = IdDropout(
+        made = drop_ids(
             loader(data, schema, rank, world_size, drop_last=True, **config),
             schema,
             RATES,
@@ -174,7 +174,7 @@ def test_a_table_of_two_towers_loses_the_ids_of_the_named_feature_alone() -> Non
     ).schema()
     plain = loader(data, schema, drop_last=True)
     for old, new in zip(
-        list(plain), list(IdDropout(plain, schema, {"item_id": 0.3})), strict=True
+        list(plain), list(drop_ids(plain, schema, {"item_id": 0.3})), strict=True
     ):
         assert old.shared is not None
         queries = old.shared.sparse.stride()
@@ -203,7 +203,7 @@ def test_wrong_rates_are_refused(rates: dict[str, float], text: str) -> None:
     data = small()
     schema = model(data).schema()
     with pytest.raises(ValueError) as error:
-        IdDropout(loader(data, schema), schema, rates)
+        drop_ids(loader(data, schema), schema, rates)
     assert text in str(error.value)
 
 
@@ -220,7 +220,7 @@ def test_what_was_sampled_stays_beside_what_is_looked_up() -> None:
     schema = made.schema()
     plain = loader(data, schema, negatives=0)
     for old, new in zip(
-        list(plain), IdDropout(plain, schema, {"item_id": 0.3}), strict=True
+        list(plain), drop_ids(plain, schema, {"item_id": 0.3}), strict=True
     ):
         looked_up, was = (batch.ids("item_id") for batch in (new, old))
         assert torch.equal(new.items, was)  # type: ignore[arg-type]
@@ -264,6 +264,6 @@ def test_rows_in_files_and_on_a_device_lose_the_ids_of_rows_in_memory(
         (ParquetSource(tmp_path / "rows.parquet"), None),
     ):
         chunks = ChunkLoader(source, schema, config=config, device=device, **options)
-        made.append(epoch(IdDropout(chunks, schema, RATES), names, 1))
+        made.append(epoch(drop_ids(chunks, schema, RATES), names, 1))
     assert made[0] == made[1] == made[2]
     assert [0] in joined(made[0], "user_id")

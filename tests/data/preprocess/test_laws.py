@@ -148,34 +148,6 @@ def test_histories_against_brute_force(con: Any, tmp_path: Path) -> None:
         assert made.row(row).tolist() == before[-4:]
 
 
-def test_a_test_set_sees_the_training_events(con: Any, tmp_path: Path) -> None:
-    base = {
-        "user": [1, 1, 2],
-        "item": ["a", "b", "c"],
-        "ts": [1, 2, 3],
-        "label": [1.0, 1.0, 1.0],
-    }
-    train = write(base, tmp_path / "train.parquet")
-    test = write(
-        {
-            "user": [1, 2, 3],
-            "item": ["d", "a", "a"],
-            "ts": [2, 9, 9],
-            "label": [1.0] * 3,
-        },
-        tmp_path / "test.parquet",
-    )
-    steps = [
-        History(user="user", item="item", time="ts", length=9),
-        Categorify(column="item", also=("history",)),
-    ]
-    fitted = Preprocessor(steps).fit(train, con=con)
-    fitted.transform(test, tmp_path / "out", con=con, events=[train, test])
-    made = read_parquet(tmp_path / "out/part-00000.parquet")
-    assert [made["history"].row(k).tolist() for k in range(3)] == [[1], [3], []]
-    assert made["item"].values.tolist() == [0, 1, 1]
-
-
 @pytest.mark.parametrize("parts", [2, 7, 100])
 def test_quantiles_are_the_smallest_values_that_so_many_rows_do_not_exceed(
     con: Any, tmp_path: Path, parts: int

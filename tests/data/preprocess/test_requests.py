@@ -242,7 +242,7 @@ def test_a_history_needs_a_time_for_each_item() -> None:
         (lambda: Preprocessor([]), "give at least one"),
         (
             lambda: FillMissing(column="x", value=10**400),
-            r"value=10+\.\.\. of 401 digits: must be finite",
+            r"value=10+: must be finite",
         ),
         (
             lambda: Preprocessor([Categorify(column="a"), Categorify(column="A")]),
@@ -255,26 +255,12 @@ def test_steps_that_make_no_sense(make: Any, message: str) -> None:
         make()
 
 
-def test_saving_and_loading(tmp_path: Path) -> None:
-    CITY.save(tmp_path / "saved")
-    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
-        "preprocessor.json",
-        "preprocessor.sha256",
-        "vocabulary-000.parquet",
-    ]
-    loaded = FittedPreprocessor.load(tmp_path / "saved")
-    assert loaded.online({"city": ["Oslo"]})["city"].values.tolist() == [2]
-    empty = fitted(
-        {"city": "string"},
-        (
-            Categorify(column="city"),
-            Vocabulary(pa.array([], pa.string()), pa.array([], pa.int64())),
-        ),
-    )
+def test_an_empty_vocabulary_is_loaded(tmp_path: Path) -> None:
+    nothing = Vocabulary(pa.array([], pa.string()), pa.array([], pa.int64()))
+    empty = fitted({"city": "string"}, (Categorify(column="city"), nothing))
     empty.save(tmp_path / "empty")
-    assert FittedPreprocessor.load(tmp_path / "empty").online({"city": ["Oslo"]})[
-        "city"
-    ].values.tolist() == [0]
+    loaded = FittedPreprocessor.load(tmp_path / "empty")
+    assert loaded.online({"city": ["Oslo"]})["city"].values.tolist() == [0]
 
 
 def rewrite(folder: Path, **changes: Any) -> None:

@@ -292,10 +292,6 @@ class ParquetSource:
         if name in schema.names:
             return schema.field(name).type
         hint = did_you_mean(name, schema.names, "rename the column, or write it")
-        for other, opening in zip(self.files, self._openings, strict=True):
-            if name in opening.schema.names:
-                hint = f"{other.name} has it"
-                break
         raise DataError(
             f"{self.files[file].name}: column '{name}' is missing, the file has {listed(schema.names)}; {hint}"
         )

@@ -123,6 +123,7 @@ class Epochs(ABC):
 
     Attributes:
         depth: number of batches that a thread builds ahead.
+        epoch: the epoch that it is in.
 
     Raises:
         DataError: an epoch would have no step.
@@ -137,7 +138,7 @@ class Epochs(ABC):
         # costs most models more than it hides.
         usual = _AHEAD_ON_GPU if on_gpu else 0
         self.depth = usual if config.prefetch is None else config.prefetch
-        self._epoch = 0
+        self.epoch = 0
         self._step = 0
         self._start = 0
         self._is_over = False
@@ -166,7 +167,7 @@ class Epochs(ABC):
 
     def set_epoch(self, epoch: int) -> None:
         """Starts ``epoch``, counted from 0, at its first step."""
-        self._epoch = epoch
+        self.epoch = epoch
         self._step = 0
         self._start = 0
         self._is_over = False
@@ -176,14 +177,14 @@ class Epochs(ABC):
         if self._is_over and self.config.shuffle:
             # As silent as with torch's DistributedSampler otherwise.
             warnings.warn(
-                f"{type(self).__name__}: another pass over epoch {self._epoch}, in the same order; call "
+                f"{type(self).__name__}: another pass over epoch {self.epoch}, in the same order; call "
                 "set_epoch(epoch) before each pass",
                 stacklevel=2,
             )
         start = self._start
         self._start = 0
         self._step = start
-        batches = self.epoch_batches(self._epoch, start)
+        batches = self.epoch_batches(self.epoch, start)
         # In the thread that builds batches, if there is one: pinning copies them.
         if self._pin:
             batches = (batch.pin_memory() for batch in batches)
@@ -203,7 +204,7 @@ class Epochs(ABC):
                 do not count).
         """
         return {
-            "epoch": self._epoch,
+            "epoch": self.epoch,
             "step": self._step if step is None else step,
             "stream": self.stream_facts(),
         }
@@ -226,7 +227,7 @@ class Epochs(ABC):
                 f"cannot resume in the middle of an epoch: {', '.join(changes)}; restore these settings, or begin a "
                 "new run with its weights (start.path)"
             )
-        self._epoch = int(state["epoch"])
+        self.epoch = int(state["epoch"])
         self._step = int(state["step"])
         self._start = self._step
         self._is_over = False

@@ -269,12 +269,6 @@ class HashBucket(ColumnStep):
     def __post_init__(self) -> None:
         check_least(f"HashBucket('{self.column}'): buckets", self.buckets)
 
-    def types(self, types: Types) -> Types:
-        """Returns integers, as many per row as there were values."""
-        remedy = "bucket a number with Bucketize, or cast it where it is written"
-        dtype = need(types, self, self.column, IDS | ID_LISTS, remedy)
-        return {self.writes[0]: id_type(dtype)}
-
     def apply(self, columns: Arrays, state: StepState) -> Arrays:
         """Hashes each value, or each element; a null element keeps its place in a list, as id 0."""
         encoded = flat(columns[self.column]).dictionary_encode()
