@@ -11,7 +11,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -102,15 +102,18 @@ def prefetched(source: Iterator[T], depth: int) -> Iterator[T]:
     if not depth:
         yield from source
         return
-    # One thread, so that the elements come in order.
-    pool = ThreadPoolExecutor(1, "torchrec_ext-prefetch")
+    thread = ThreadPoolExecutor(1, "torchrec_ext-prefetch")
+    ahead: deque[Future[Any]] = deque()
     try:
-        ready = deque(pool.submit(next, source, _END) for _ in range(depth))
-        while (element := ready.popleft().result()) is not _END:
-            ready.append(pool.submit(next, source, _END))
-            yield element  # type: ignore[misc]
+        while True:
+            while len(ahead) <= depth:
+                ahead.append(thread.submit(next, source, _END))
+            element = ahead.popleft().result()
+            if element is _END:
+                return
+            yield element
     finally:
-        pool.shutdown(cancel_futures=True)
+        thread.shutdown(cancel_futures=True)
 
 
 class Epochs(ABC):
