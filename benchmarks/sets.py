@@ -24,17 +24,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from torchrec_ext.data.config import DataConfig
+from torchrec_ext.data.columns import Column, Windows
+from torchrec_ext.data.config import DataConfig, Roles
 from torchrec_ext.data.files.arrow import as_arrow
-from torchrec_ext.data.pairs import PairRows, numbered, set_of_pairs
-from torchrec_ext.data.prepare import Evaluation, RawSet, Roles, write_set
+from torchrec_ext.data.pairs import numbered, set_of_pairs
+from torchrec_ext.data.prepare import Evaluation, RawSet, write_set
 from torchrec_ext.data.sets import raw_set
 from torchrec_ext.data.splits import (
     TEST,
     TRAIN,
     VALIDATION,
+    Split,
     leave_one_out,
-    with_profiles,
+    runs,
 )
 
 PARTS = {"train": TRAIN, "valid": VALIDATION, "test": TEST}
@@ -66,8 +68,9 @@ def ml_100k(length=20):
     times = ratings["timestamp"].to_numpy()
     return set_of_pairs(
         "ml-100k",
-        PairRows(users, items, None),
-        leave_one_out(*numbered(users, items), times, length),
+        users,
+        items,
+        leave_one_out(numbered(users), numbered(items), times, length),
         {"user": rows_of(USERS, "ml-100k"), "item": rows_of(FILMS, "ml-100k")},
         separators={"genres": " "},
         numbers=("age",),
@@ -187,6 +190,53 @@ def resplit(raw, part, length, rule):
     return dataclasses.replace(
         raw, splits=splits, roles=roles, shared=shared, evaluation=rule
     )
+
+
+def with_profiles(user, item, part, length, seed=0):
+    """Splits rows by given parts, for events in an unknown order.
+
+    A pair that occurs more than once in a part is kept once.
+
+    In place of a history each row has a profile: at most ``length`` of its user's training items in a random order,
+    never the row itself, and no held-out item. Rows of a user stand in that order, so that the profile of a training
+    row is the ``length`` rows after it; the first row follows the last::
+
+        training items of a user    5 2 9
+        profiles of their rows      5: [2, 9]   2: [9, 5]   9: [5, 2]
+        profile of a held-out row   [5, 2, 9]
+
+    Args:
+        user: (B,) ids.
+        item: (B,) ids.
+        part: (B,) TRAIN, VALIDATION or TEST.
+        length: greatest length of a profile.
+        seed: seed of the order.
+    """
+    # One number for each pair and part, so that np.unique compares both. A pair may be
+    # in several parts.
+    pair = (user * (item.max(initial=0) + 1) + item) * 3 + part
+    shuffled = np.random.default_rng(seed).permutation(
+        np.unique(pair, return_index=True)[1]
+    )
+    rows = shuffled[np.lexsort((part[shuffled], user[shuffled]))].astype(np.int64)
+    user = user[rows]
+    item = item[rows]
+    part = part[rows]
+    first, past_last = runs(user)
+    training = part == TRAIN
+    # Number of training rows before each row.
+    before = np.concatenate([[0], training.cumsum()])
+    count = before[past_last] - before[first]
+    # A user's training items twice in a row: all of them but the one at place p are the
+    # count - 1 items from p + 1 on.
+    start = 2 * before[first]
+    index = np.arange(len(rows)) - first
+    pool = np.zeros(2 * int(training.sum()), dtype=np.int64)
+    for copy in (0, 1):
+        pool[(start + index + copy * count)[training]] = item[training]
+    starts = np.where(training, start + index + 1, start)
+    stops = starts + np.minimum(count - training, length)
+    return Split(rows, part, Column.from_windows(pool, Windows(starts, stops)))
 
 
 def prepare(name, folder):

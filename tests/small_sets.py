@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchrec_ext.data import planted
-from torchrec_ext.data.pairs import PairRows, set_of_pairs
+from torchrec_ext.data.pairs import set_of_pairs
 from torchrec_ext.data.prepare import Evaluation, RawSet
 from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.data.sets import open_set
@@ -84,7 +84,8 @@ def checkerboard(users: int, items: int, history_length: int = 50) -> RawSet:
     numbers = np.arange(1, users + 1)
     return set_of_pairs(
         "checkerboard",
-        PairRows(pa.array(user), pa.array(item), None),
+        pa.array(user),
+        pa.array(item),
         leave_one_out(user, item - 1, np.arange(len(rows)), history_length),
         {
             "user": {

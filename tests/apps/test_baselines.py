@@ -135,26 +135,6 @@ def test_what_is_learned_on_a_checkerboard_is_known_to_both(tmp_path: Path) -> N
     assert evaluator.beside("test").figures["ease"]["hr@10"] == 1.0
 
 
-def test_given_candidates_are_the_ones_that_are_ranked() -> None:
-    task, _ = evaluator_of("retrieval", *SMALL)
-    data = open_set(with_candidates(planted(users=60, items=50), 5, at=(1,)))
-    task = dataclasses.replace(task, data=data)
-    model: Any = build_model(with_settings(load_recipe("retrieval"), list(SMALL)), task)
-    beside = task.evaluator(
-        model.schema(), type("Wrapped", (), {"module": model})(), Runtime()
-    ).beside("test")
-    test = data.rows("test")
-    known = data.seen(test["user_id"].values, "train", "validation")
-    hits = 0
-    for row, target in enumerate(test["item_id"].values.tolist()):
-        scores = task.closed_forms.scores(known.slice(row, row + 1))[0]
-        hits += all(
-            float(scores[item]) < float(scores[target])
-            for item in set(test["candidates"].row(row).tolist()) - {target}
-        )
-    assert beside.figures["ease"]["hr@1"] == pytest.approx(hits / test.num_rows)
-
-
 class Planned(torch.nn.Module):
     """Scores query q and item i as ``scores[q, i]``, (Q, I), if batches come in order; 0 for rows with labels."""
 

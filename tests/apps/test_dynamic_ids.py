@@ -58,6 +58,7 @@ def write_day(root: Path, day: str, texts: bool = False) -> None:
     pairs["train"] += [(users[item % len(users)], item) for item in items]
     folder = root / "sets" / day
     folder.mkdir(parents=True)
+    log = []
     for split, rows in pairs.items():
         held_out = {*pairs["test"], *pairs["validation"]} if split == "train" else set()
         user, item = np.array(sorted(set(rows) - held_out)).T
@@ -66,7 +67,13 @@ def write_day(root: Path, day: str, texts: bool = False) -> None:
             name: [f"{one:x}" for one in of] if texts else of
             for name, of in ids.items()
         }
-        pq.write_table(pa.table(columns), folder / f"{split}.parquet")
+        table = pa.table(columns)
+        pq.write_table(table, folder / f"{split}.parquet")
+        log.append(table)
+    # A user's last two items are those held out.
+    whole = pa.concat_tables(log)
+    times = pa.array(np.arange(len(whole)))
+    pq.write_table(whole.append_column("time", times), folder / "inter.parquet")
 
 
 def trained(

@@ -17,14 +17,13 @@ import pytest
 from torchrec_ext.components import data  # type: ignore[import-not-found]
 from torchx.components.component_test_base import ComponentTestCase
 
-from torchrec_ext.data.files.sources import read_parquet
+from tests.files import read_parquet
 from torchrec_ext.data.preprocess import (
     Categorify,
     FittedPreprocessor,
     History,
     Preprocessor,
 )
-from torchrec_ext.schema import DataError
 from torchx_apps.jobs import preprocessing
 from torchx_apps.preprocess import main
 from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
@@ -111,13 +110,12 @@ def test_clicks_from_log_to_folder(
     out = tmp_path / "ready"
     assert main([*SMALL, f"--config.folder={log}", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"c1 +BIGINT +0 +299 ", shown)
+    assert re.search(r"c1 +│ BIGINT +│ 0 +│ 299 ", shown)
     assert re.search(r"test: 500 rows; unknown ids: .*c1 \d", shown)
     assert "1,000 rows in " in shown
     summary = json.loads((out / "summary.json").read_text())
     assert summary["rows"] == {"train": 500, "test": 500}
     assert summary["vocab"]["c0"] == 10
-    assert summary["missing"]["d0"] == 0.02
     assert summary["dense"] == ["d0"]
     made = read_parquet(out / "test/part-00000.parquet")
     assert summary["unknown"]["test"]["c1"] == np.mean(made["c1"].values == 0)
@@ -251,46 +249,6 @@ def test_splits_are_folders(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (
-            "part-0.parquet",
-            r"part-0\.parquet: files changed, came into the log or left it",
-        ),
-        (
-            "part-2.parquet",
-            r"part-0\.parquet: files changed, came into the log or left it",
-        ),
-    ],
-)
-def test_a_log_that_grows_while_it_is_read_is_named(
-    name: str, message: str, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    need_duckdb()
-
-    write = preprocessing.write_folder
-
-    def grown(*arguments: Any, **options: Any) -> Any:
-        counts = write(*arguments, **options)
-        table = pq.read_table(log / "part-0.parquet")
-        pq.write_table(pa.concat_tables([table, table]), log / name)
-        return counts
-
-    def build(config: Any, con: Any) -> Prepare:
-        return Prepare(
-            preprocessor=Preprocessor([Categorify(column="c0")]),
-            splits={"train": str(log)},
-        )
-
-    monkeypatch.setattr(preprocessing, "write_folder", grown)
-    with pytest.raises(DataError, match=message):
-        preprocessing.run_preprocess(
-            PreprocessJob(name="mine", build=build, out=str(tmp_path / "ready"))
-        )
-    assert [path.name for path in tmp_path.iterdir()] == ["log"]
-
-
 def test_a_request_and_a_user_have_the_events_that_a_history_counts(
     tmp_path: Path,
 ) -> None:
@@ -334,28 +292,6 @@ def test_a_request_and_a_user_have_the_events_that_a_history_counts(
     assert [row["history_items"] for row in requests] == [[], [7], [7], [7, 9], [], []]
 
 
-def test_movielens(
-    ml_100k_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    need_duckdb()
-    flags = [
-        f"--config.folder={ml_100k_files}",
-        "--config.history_length=10",
-        "--out",
-        str(tmp_path / "ready"),
-    ]
-    assert main(flags) == 0
-    rows = json.loads((tmp_path / "ready/summary.json").read_text())["rows"]
-    assert sum(rows.values()) == 100_000
-    train = read_parquet(tmp_path / "ready/train/part-00000.parquet")
-    assert (
-        train["timestamp"].values.max()
-        < read_parquet(tmp_path / "ready/test/part-00000.parquet")[
-            "timestamp"
-        ].values.min()
-    )
-
-
 def test_movielens_is_read_as_its_publisher_writes_it(tmp_path: Path) -> None:
     need_duckdb()
     flags = {0: "unknown", 3: "Animation", 8: "Drama"}
@@ -387,16 +323,6 @@ def test_movielens_is_read_as_its_publisher_writes_it(tmp_path: Path) -> None:
         for number, (title, genres) in films.items()
     ]
     assert [row["release_year"] for row in items] == ["1995", "1998", ""]
-
-
-@pytest.fixture
-def ml_100k_files() -> Path:
-    folder = Path(os.environ.get("TORCHREC_EXT_DATA") or "") / "ml-100k"
-    if not (folder / "inter.parquet").exists():
-        pytest.skip(
-            "needs MovieLens 100K: set TORCHREC_EXT_DATA to a folder with ml-100k/inter.parquet"
-        )
-    return folder
 
 
 @pytest.mark.slow

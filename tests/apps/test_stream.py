@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from tests.contracts import RankFailedError, leave_group, run_ranks
+from tests.files import read_parquet
 from tests.settings import with_settings
 from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.config import DataConfig
-from torchrec_ext.data.files.sources import read_parquet
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.prepared import load_prepared
 from torchrec_ext.distributed.parallel import hybrid_parallel

@@ -6,7 +6,6 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,12 +23,10 @@ from torchrec_ext.data.prepared import Prepared, load_prepared
 from torchrec_ext.data.preprocess.history import GAPS
 from torchrec_ext.data.preprocess.rows import connected
 from torchrec_ext.schema import DataError
-from torchrec_ext.schema.features import merge_tables
 from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.jobs.setup import build_model
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.recipes.preprocess import PreprocessJob, build_taobao, taobao
-from torchx_apps.recipes.session import BstConfig, build_bst
 from torchx_apps.tasks.job import Job
 from torchx_apps.tasks.task import Task
 
@@ -178,7 +175,7 @@ def test_the_rows_are_those_that_a_count_by_hand_gives(
     data = load_prepared(DataConfig(name=str(folder)))
     items, categories = (
         {v: i + 1 for i, v in enumerate(s.values.to_pylist())}
-        for s in data.preprocessor.states[1:3]
+        for _, s in data.preprocessor.pairs[1:3]
     )
     ends = {"train": raw_rows(log, folder, "train")[-1]["timestamp"], "test": np.inf}
     buys = [
@@ -296,7 +293,7 @@ def test_without_drawn_rows_conversions_are_learned(
     [
         (
             "1,2,3,pv\n",
-            r"its first row '1,2,3,pv' has 4 values, must be 5: user_id, item_id, category_id, ",
+            r"log\.csv: line 1: Expected Number of Columns: 5 Found: 4",
         ),
         (
             "user_id,item_id,behavior_type,timestamp\n1,2,pv,3\n",
@@ -394,40 +391,6 @@ def test_the_best_possible_prediction_is_nearly_reached(
         assert 0.85 < np.mean([figure[name] for figure in figures]) < 1.15, figures
 
 
-def test_any_column_of_the_items_vocabulary_reads_their_table(
-    planted: Prepared,
-) -> None:
-    features = (*planted.features, "user_favourite", "item_bundle")
-    tables = {**planted.tables, "user_favourite": "item_id", "item_bundle": "item_id"}
-    towers = {**planted.towers, "item": (["item_id", "category_id", "item_bundle"], [])}
-    towers["user"] = ([*planted.towers["user"][0], "user_favourite"], [])
-    vocab = {
-        **planted.vocab,
-        "user_favourite": planted.vocab["item_id"],
-        "item_bundle": planted.vocab["item_id"],
-    }
-    more: Any = SimpleNamespace(
-        **{name: getattr(planted, name) for name in ("name", "preprocessor", "roles")},
-        features=features,
-        tables=tables,
-        towers=towers,
-        vocab=vocab,
-    )
-    model = build_bst(BstConfig(embedding_dim=8), more)
-    read = {table.name: table.feature_names for table in merged_tables(model)}
-    assert read["item_id"] == ["history", "user_favourite", "item_id"]
-    assert read["category_id"] == ["history_category_id", "category_id"]
-    assert read["item_id_item_bundle"] == ["item_bundle"], (
-        "the target's step has the item alone"
-    )
-
-
-def merged_tables(model: Any) -> list[Any]:
-    return merge_tables(
-        table for tower in model.towers.values() for table in tower.tables
-    )
-
-
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     out = tmp_path_factory.mktemp("planted")
@@ -460,24 +423,16 @@ def test_a_folder_without_what_a_recipe_reads_is_refused_with_the_remedy(
 ) -> None:
     fitted = planted.preprocessor
 
-    def preprocessed(steps: Sequence[Any]) -> Any:
-        kept = [
-            (step, state)
-            for step, state in zip(fitted.steps, fitted.states, strict=True)
-            if step in steps
-        ]
-        return dataclasses.replace(
-            fitted,
-            steps=tuple(step for step, _ in kept),
-            states=tuple(state for _, state in kept),
-        )
-
-    history, *rest = fitted.steps
+    (history, none), *rest = fitted.pairs
     alone = Task.__new__(Task)
     object.__setattr__(
         alone,
         "data",
-        dataclasses.replace(planted, splits={}, preprocessor=preprocessed(rest[2:])),
+        dataclasses.replace(
+            planted,
+            splits={},
+            preprocessor=dataclasses.replace(fitted, pairs=rest[2:]),
+        ),
     )
     job = job_of("bst", "planted")
     with pytest.raises(
@@ -491,7 +446,7 @@ def test_a_folder_without_what_a_recipe_reads_is_refused_with_the_remedy(
     ):
         build_model(job, without(planted, roles=other))
     bare = dataclasses.replace(
-        fitted, steps=(dataclasses.replace(history, gaps=()), *rest)
+        fitted, pairs=[(dataclasses.replace(history, gaps=()), none), *rest]
     )
     with pytest.raises(
         DataError,

@@ -53,14 +53,6 @@ def test_offsets_and_values_describe_the_same_rows(rows: list[list[int]]) -> Non
     assert as_lists(concatenate([again, ragged(rows)])) == rows[::-1] + rows
 
 
-def test_slices_are_views() -> None:
-    values = np.arange(10)
-    assert np.shares_memory(Column(values).slice(2, 5).values, values)
-    assert np.shares_memory(
-        Column(values, np.array([0, 4, 10])).slice(1, 2).pool, values
-    )
-
-
 def test_a_chunk_has_equally_many_rows_in_all_columns() -> None:
     with pytest.raises(ValueError, match=r"equally many rows, got \{'a': 2, 'b': 3\}"):
         Chunk({"a": Column(np.zeros(2)), "b": Column(np.zeros(3))})

@@ -77,19 +77,3 @@ def test_a_value_out_of_range_is_named(
     for rows, place in sources(tmp_path, name, value):
         with pytest.raises(DataError, match=text):
             list(ChunkLoader(rows, schema, config=options, **place))  # type: ignore[arg-type]
-
-
-def test_any_label_where_the_schema_says_so(tmp_path: Path) -> None:
-    for rows, place in sources(tmp_path, "label", 5.0):
-        options = LoaderConfig(
-            batch_size=12,
-            negatives=0,
-            prefetch=0,
-            read_ahead=0,
-            shuffle=False,
-            label="label",
-        )
-        (batch,) = ChunkLoader(
-            rows, schema_of(label_range=None), config=options, **place
-        )  # type: ignore[arg-type]
-        assert batch.labels.tolist() == [1.0] * 5 + [5.0] + [1.0] * 6

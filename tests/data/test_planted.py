@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.small_sets import checkerboard_data, planted_data
-from torchrec_ext.data.planted import Planted, planted
+from torchrec_ext.data.planted import Planted
 from torchrec_ext.data.prepared import Prepared
 
 pytestmark = pytest.mark.unit
@@ -65,18 +65,3 @@ def test_the_seed_decides_everything() -> None:
         one.rows("train")["item_id"].values[:50],
         other.rows("train")["item_id"].values[:50],
     )
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: planted(users=10, items=20),
-            "planted of users=10, items=20: needs at least 50 items",
-        ),
-        (lambda: planted(clusters=19), "clusters=19"),
-    ],
-)
-def test_sizes_that_make_no_sense_are_refused(make: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()  # type: ignore[operator]

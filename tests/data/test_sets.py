@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 from torchrec_ext.data.columns import Chunk, concatenate_rows
 from torchrec_ext.data.config import DataConfig
-from torchrec_ext.data.prepare import Evaluation
 from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.data.sets import (
     Form,
@@ -22,7 +20,6 @@ from torchrec_ext.data.sets import (
     load_set,
     set_of_sessions,
 )
-from torchrec_ext.data.splits import TRAIN, with_profiles
 from torchrec_ext.schema import DataError
 
 pytestmark = [
@@ -107,20 +104,6 @@ def test_interactions_have_titles_and_count_what_was_never_trained(
     assert data.titles[1:3] == ["t", "u"]
     # Item 30 of a and item 40 of b are outside of the catalogue.
     assert data.rows("test")["item_id"].values.tolist() == [0, 0]
-
-
-def test_split_files_are_ranked_by_user_with_profiles(tmp_path: Path) -> None:
-    folder = write(
-        tmp_path / "split",
-        train={"user": [1, 1, 1, 2, 2], "item": [1, 2, 3, 1, 2]},
-        test={"user": [1, 2], "item": [4, 3]},
-    )
-    data = load(folder, "pairs", history_length=5)
-    assert data.evaluation == Evaluation(figures=("hr", "recall", "ndcg"), by="user")
-    assert data.splits["validation"].num_rows == 2, "one row of each user"
-    train = rows_of(data, "train")
-    for row in range(train.num_rows):
-        assert train["item_id"].values[row] not in train["history"].row(row)
 
 
 ADS: dict[str, dict[str, Any]] = {
@@ -220,7 +203,7 @@ def test_a_log_is_a_set_of_sessions_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("form", "tables", "error", "message"),
     [
-        ("pairs", {}, DataError, "has neither inter.parquet nor train"),
+        ("pairs", {}, DataError, "set: has no inter.parquet"),
         (
             "pairs",
             {"inter": LOG, "users": {"user": [1, 2]}},
@@ -231,7 +214,7 @@ def test_a_log_is_a_set_of_sessions_too(tmp_path: Path) -> None:
             "pairs",
             {"inter": {**LOG, "item": [None, *LOG["item"][1:]]}},
             DataError,
-            "column 'item', row 0: value is null",
+            "column 'item', row 0: None, in 1 rows: each row needs one",
         ),
         (
             "pairs",
@@ -239,14 +222,14 @@ def test_a_log_is_a_set_of_sessions_too(tmp_path: Path) -> None:
             DataError,
             "rows 0 and 1: both describe id 10",
         ),
-        ("pairs", ADS, DataError, "train.parquet: has a column 'label'"),
+        ("pairs", ADS, DataError, "rows with a label are for"),
         ("pairs", {"inter": {"user": [1], "item": [1]}}, DataError, "no column times"),
         ("labels", {"train": ADS["train"]}, DataError, "no rows for valid"),
         (
             "labels",
             {**ADS, "test": {**ADS["test"], "label": [0, 1, 2, 0]}},
             DataError,
-            r"column 'label', row 2: 2.0; must be 0 or 1 \(1 rows are not\); write ratings so",
+            r"column 'label', row 2: 2, in 1 rows: must be 0 or 1; write ratings so",
         ),
         (
             "labels",
@@ -270,7 +253,7 @@ def test_a_log_is_a_set_of_sessions_too(tmp_path: Path) -> None:
             "labels",
             {**ADS, "items": {"item": ["x"], "spot": [1]}},
             DataError,
-            "column 'spot' is in train.parquet, too",
+            "items.parquet: column 'spot' has another meaning, or is in train.parquet",
         ),
         (
             "labels",
@@ -291,34 +274,6 @@ def test_what_is_wrong_in_a_folder_is_told(
     with pytest.raises(error, match=message) as caught:
         load(write(tmp_path / "set", **tables), form)
     assert str(tmp_path) in str(caught.value)
-
-
-def test_a_profile_holds_training_items_of_its_user_and_never_its_own_row() -> None:
-    rng = np.random.default_rng(0)
-    user, item = rng.integers(0, 9, 200), rng.integers(0, 30, 200)
-    part = rng.integers(0, 3, 200).astype(np.int8)
-    split = with_profiles(user, item, part, length=4)
-    train = {
-        (int(u), int(i)) for u, i, p in zip(user, item, part, strict=True) if p == TRAIN
-    }
-    for at, row in enumerate(split.rows):
-        profile = split.history.row(at).tolist()
-        assert len(profile) <= 4
-        assert all((int(user[row]), taken) in train for taken in profile)
-        if split.part[at] == TRAIN:
-            assert int(item[row]) not in profile
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"at": ()}, r"at=\(\): must be one number"),
-        ({"figures": ("auc",)}, "figures=.*must be some of hr, recall, ndcg, mrr"),
-    ],
-)
-def test_a_wrong_rule_is_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Evaluation(**options)
 
 
 def test_a_new_value_of_a_held_out_row_is_unknown_and_numbers_nothing_anew(

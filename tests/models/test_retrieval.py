@@ -17,7 +17,7 @@ from tests.sharded import Case, alone, check_equal, on_ranks
 from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.loader.id_dropout import IdDropout
+from torchrec_ext.data.loader.id_dropout import drop_ids
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, training_loader
 from torchrec_ext.data.negatives.known_items import KnownItems
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
@@ -180,7 +180,7 @@ def of_loader(runtime: Runtime, sampling: str, is_known: bool) -> list[float]:
         data, schema, config, rank=runtime.rank, world_size=runtime.world_size
     )
     if sampling == "dropout":
-        batches = IdDropout(batches, schema, {"item_id": 0.3})
+        batches = drop_ids(batches, schema, {"item_id": 0.3})
     with torch.no_grad():
         return [float(made(batch)[0]) for batch in batches]
 

@@ -3,7 +3,7 @@ from .columns import Column as Column
 from .config import DataConfig as DataConfig
 from .files.sources import ParquetSource as ParquetSource
 from .loader.config import LoaderConfig as LoaderConfig
-from .loader.id_dropout import IdDropout as IdDropout
+from .loader.id_dropout import drop_ids as drop_ids
 from .loader.loader import ChunkLoader as ChunkLoader
 from .negatives.known_pairs import KnownPairs as KnownPairs
 from .negatives.mixed import MixedNegatives as MixedNegatives

@@ -1,10 +1,11 @@
-"""DataConfig: settings that say which data to load; layouts of folders as they stand.
+"""DataConfig: settings that say which data to load; Roles: the special columns of rows.
 
 This module imports neither torch nor what reads files, so that a command line is checked at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +17,33 @@ PARTS = ("train", "validation", "test")
 # What a recipe reads of a set: the rows with label 1, to draw negatives for; rows with
 # labels; or items in order, of which each is predicted from those before.
 Form = Literal["pairs", "labels", "sessions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """The special columns of preprocessed rows, beside their features.
+
+    All that is neither the user's nor the item's is context, which is known before the item is.
+
+    Args:
+        label: column of the labels, 0 to 1, which a recipe learns where it is kept; empty if every row is a positive.
+        tasks: further columns of labels, such as the conversion beside the click, which the recipe ``multi_task``
+            learns together with the label.
+        weight: column of a weight for each row, or None.
+        user: column of the users' ids, or None.
+        item: column of the items' ids, or None; with both the catalogue is ranked.
+        user_features: further columns that are the user's, beside those whose names begin with ``user_`` and the
+            user's own histories.
+        item_features: further columns that are the item's, beside those whose names begin with ``item_``.
+    """
+
+    label: str = ""
+    tasks: Sequence[str] = ()
+    weight: str | None = None
+    user: str | None = None
+    item: str | None = None
+    user_features: Sequence[str] = ()
+    item_features: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +61,7 @@ class DataConfig:
             A prepared folder has the histories of its preprocessing.
         users: number of users to generate; the generator's default where not given.
         items: number of items to generate, in the same way.
-        seed: seed of the generator, and of the rows held out for validation where no time says which.
+        seed: seed of the generator.
     """
 
     name: str = PLANTED

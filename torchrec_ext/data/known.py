@@ -12,7 +12,6 @@ import numpy as np
 
 from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.preprocess.rows import Connection, batches
-from torchrec_ext.schema import DataError
 
 # Folder of the pairs beside the rows.
 KNOWN = "known"
@@ -50,16 +49,7 @@ def write_known(path: Path, con: Connection, pairs: str, width: int) -> None:
 
 
 def known_keys(path: Path) -> Int64:
-    """Returns the pairs of a split as they lie on the disk.
-
-    Raises:
-        DataError: an earlier version has written the folder.
-    """
-    if not path.exists():
-        raise DataError(
-            f"{path}: is missing, which rec.data.preprocess writes beside the rows; preprocess the log again with this "
-            "version"
-        )
+    """Returns the pairs of a split as they lie on the disk."""
     # A map of no bytes is refused.
     keys: Int64 = np.load(path, mmap_mode="r" if path.stat().st_size > 1_024 else None)
     return keys

@@ -18,10 +18,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Column, Int64, Windows
-from torchrec_ext.data.config import PARTS, PLANTED
+from torchrec_ext.data.config import PARTS, PLANTED, Roles
 from torchrec_ext.data.files.arrow import as_arrow
-from torchrec_ext.data.pairs import PairRows, set_of_pairs
-from torchrec_ext.data.prepare import RawSet, Roles, write_folder
+from torchrec_ext.data.pairs import set_of_pairs
+from torchrec_ext.data.prepare import RawSet, write_folder
 from torchrec_ext.data.preprocess import Categorify, History, Preprocessor
 from torchrec_ext.data.preprocess.history import GAPS
 from torchrec_ext.data.preprocess.rows import connected, named
@@ -264,7 +264,8 @@ def planted(
     places = np.unique(clicks.items).searchsorted(history.values)
     raw = set_of_pairs(
         PLANTED,
-        PairRows(pa.array(clicks.users), pa.array(clicks.items), None),
+        pa.array(clicks.users),
+        pa.array(clicks.items),
         split._replace(history=Column(places, history.offsets)),
         {
             "user": {name: pa.array(each) for name, each in side_of_users.items()},

@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchrec_ext.data.columns import Int64
+from torchrec_ext.data.config import Roles
 from torchrec_ext.data.features import RawColumns, owned_columns
 from torchrec_ext.data.known import known_path, write_known
 from torchrec_ext.data.preprocess import (
@@ -36,6 +37,7 @@ from torchrec_ext.data.preprocess import (
     Vocabulary,
 )
 from torchrec_ext.data.preprocess.fitted import requests_sql
+from torchrec_ext.data.preprocess.history import event_columns
 from torchrec_ext.data.preprocess.numeric import rounded
 from torchrec_ext.data.preprocess.rows import (
     ROW,
@@ -55,6 +57,8 @@ from torchrec_ext.schema import DataError
 # The folder that `rec.data.preprocess` writes next to the rows.
 PREPROCESSOR = "preprocessor"
 SUMMARY = "summary.json"
+# 2: sums of labels, popularity and known pairs beside the rows.
+VERSION = 2
 # Some training rows as a request has them.
 RAW_REQUESTS = "raw/requests.parquet"
 # A row for each item, its columns as in the log.
@@ -78,29 +82,6 @@ OF_DATES: tuple[Feature, ...] = ("weekday", "month")
 _MILLISECONDS = (10**11, 10**14)
 
 _Figure = Literal["hr", "recall", "ndcg", "mrr"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Roles:
-    """The special columns of preprocessed rows, beside their features.
-
-    Args:
-        label: column of the labels, 0 to 1; empty if every row is a positive.
-        tasks: further columns of labels, of tasks that are learned together with the label.
-        weight: column of a weight for each row, or None.
-        user: column of the users' ids, or None.
-        item: column of the items' ids, or None.
-        user_features: further columns that are the user's, beside those whose names begin with ``user_``.
-        item_features: further columns that are the item's, beside those whose names begin with ``item_``.
-    """
-
-    label: str
-    tasks: Sequence[str] = ()
-    weight: str | None = None
-    user: str | None = None
-    item: str | None = None
-    user_features: Sequence[str] = ()
-    item_features: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,6 +374,7 @@ def write_folder(
         (folder / name).parent.mkdir(exist_ok=True)
         pq.write_table(rows, folder / name)
     summary = {
+        "version": VERSION,
         **(details or {}),
         "rows": {split: each.rows for split, each in counts.items()},
         "roles": dataclasses.asdict(roles),
@@ -425,7 +407,7 @@ def write_raw_rows(
     columns = [name for name in fitted.request_columns if name in fitted.raw]
     keys = [name for step in histories for name in (step.user, step.time)]
     rows = open_source(train, [*columns, *keys], con)
-    past = open_source(log, fitted.event_reads, con) if histories else rows
+    past = open_source(log, event_columns(fitted.steps), con) if histories else rows
     ((count,),) = con.sql(f"SELECT count(*) FROM {rows.view}").fetchall()
     every = max(1, -(-count // AUDITED))
     asked = dataclasses.replace(fitted, keep=())
@@ -488,7 +470,7 @@ def _users(
     for step in histories:
         # A history of other users' events does not belong to the user.
         if step.user == key:
-            events = open_source(log, step.event_reads, con)
+            events = open_source(log, step.reads, con)
             view = f"({step.latest_sql(view, events.view)})"
             # Where only histories read the time, a user known by id alone is asked at
             # the log's end. An hour of the day must come with the request.

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from torchrec_ext.data.columns import Chunk, Column, Int64
-from torchrec_ext.data.config import PARTS, PLANTED, DataConfig, Form
+from torchrec_ext.data.config import PARTS, PLANTED, DataConfig, Form, Roles
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.known import keys_of, known_keys, known_path
 from torchrec_ext.data.prepare import (
@@ -27,8 +28,8 @@ from torchrec_ext.data.prepare import (
     RAW_POPULARITY,
     SESSION,
     SUMMARY,
+    VERSION,
     Evaluation,
-    Roles,
 )
 from torchrec_ext.data.prepared_rows import PreparedRows
 from torchrec_ext.data.prepared_rows import positive_share as positive_share
@@ -106,7 +107,9 @@ class Prepared(PreparedRows):
         if self.form == "sessions":
             return np.bincount(self.taken("train").items, minlength=self.vocab[item])
         # Arrow's memory is read-only.
-        counts: Int64 = self._raw(RAW_POPULARITY)["count"].to_numpy().copy()
+        counts: Int64 = (
+            pq.read_table(self.folder / RAW_POPULARITY)["count"].to_numpy().copy()
+        )
         return counts
 
     @property
@@ -136,7 +139,7 @@ class Prepared(PreparedRows):
         features, dense = self.towers["item"]
         names = list(dict.fromkeys([item, *features, *dense]))
         steps = self.preprocessor.only(names)
-        raw = self._raw(RAW_ITEMS)
+        raw = pq.read_table(self.folder / RAW_ITEMS)
         rows = steps.online(
             {name: raw[name].combine_chunks() for name in steps.request_columns}
         )
@@ -175,7 +178,7 @@ class Prepared(PreparedRows):
         item = self._role("item")
         values = self.values_of(item)
         texts: dict[Any, str | None] = {}
-        raw = self._raw(RAW_ITEMS)
+        raw = pq.read_table(self.folder / RAW_ITEMS)
         (key,) = self.preprocessor.only([item]).request_columns
         if "title" in raw.column_names and key != "title":
             columns = (raw[key], raw["title"])
@@ -279,18 +282,21 @@ def open_prepared(
         DataError: the folder is not one that rec.data.preprocess wrote, or its files contradict it.
     """
     path = folder / SUMMARY
-    if not path.is_file() or not (folder / PREPROCESSOR).is_dir():
-        missing = SUMMARY if not path.is_file() else f"{PREPROCESSOR}/"
-        raise DataError(
-            f"{folder}: has no {missing}, so rec.data.preprocess did not write it; give the folder that its --out "
-            "names, or preprocess these files first"
-        )
     try:
         summary: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise DataError(
+            f"{folder}: has no {SUMMARY}, so rec.data.preprocess did not write it; give the folder that its --out "
+            "names, or preprocess these files first"
+        ) from None
     except ValueError as error:
         raise DataError(
             f"{path}: is damaged ({error}); preprocess the log again"
         ) from None
+    if summary.get("version") != VERSION:
+        raise DataError(
+            f"{path}: is of version {summary.get('version')}, must be {VERSION}; preprocess the log again"
+        )
     preprocessor = FittedPreprocessor.load(folder / PREPROCESSOR)
     for split in ("train", "test"):
         if not (folder / split).is_dir():
@@ -298,7 +304,12 @@ def open_prepared(
                 f"{folder}: has no split '{split}' (it has {', '.join(summary['rows'])}); name the splits of the "
                 "preprocessing recipe train, test and, for early stopping, validation"
             )
-    roles = _roles(folder, summary, preprocessor, form == "labels")
+    roles = Roles(**summary["roles"])
+    if form == "labels" and not roles.label:
+        raise DataError(
+            f"{folder}: its rows have no label: the preprocessing recipe names none that it keeps (it keeps "
+            f"{listed(preprocessor.keep) or 'nothing'}); set Prepare.label and Preprocessor(keep=[...])"
+        )
     for name, kind in preprocessor.outputs.items():
         if kind == "list<float32>" and name not in preprocessor.keep:
             raise DataError(
@@ -315,7 +326,7 @@ def open_prepared(
         preprocessor=preprocessor,
         roles=roles,
         folder=folder,
-        labels=summary.get("labels", {}),
+        labels=summary["labels"],
         form=form,
         ranked=config.ranked,
         **(_details(summary) | details),
@@ -330,28 +341,3 @@ def _details(summary: Mapping[str, Any]) -> dict[str, Any]:
         lists = {name: tuple(rule[name]) for name in ("at", "figures")}
         details["evaluation"] = Evaluation(**{**rule, **lists})
     return details
-
-
-def _roles(
-    folder: Path,
-    summary: Mapping[str, Any],
-    preprocessor: FittedPreprocessor,
-    labels: bool,
-) -> Roles:
-    """Reads the columns' roles from the summary; an older one has none, and its label is the column ``label``."""
-    saved_roles = summary.get("roles", {})
-    roles = {**saved_roles, "label": saved_roles.get("label") or "label"}
-    for name in saved_roles.get("tasks", ()):
-        if name not in preprocessor.keep:
-            raise DataError(
-                f"{folder}: task '{name}' is no column of its rows, which keep {listed(preprocessor.keep)}; set "
-                "Prepare.tasks and Preprocessor(keep=[...]), and preprocess the log again"
-            )
-    if roles["label"] not in preprocessor.outputs:
-        if labels:
-            raise DataError(
-                f"{folder}: its rows have no label: the preprocessing recipe names none that it keeps (it keeps "
-                f"{listed(preprocessor.keep) or 'nothing'}); set Prepare.label and Preprocessor(keep=[...])"
-            )
-        roles["label"] = ""
-    return Roles(**roles)

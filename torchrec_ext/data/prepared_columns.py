@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from torchrec_ext.data.columns import Array
-from torchrec_ext.data.config import Form
+from torchrec_ext.data.config import Form, Roles
 from torchrec_ext.data.features import owned_columns
 from torchrec_ext.data.files.arrow import Kind
 from torchrec_ext.data.files.sources import ParquetSource
@@ -21,9 +20,8 @@ from torchrec_ext.data.prepare import (
     PREPROCESSOR,
     SESSION,
     Evaluation,
-    Roles,
 )
-from torchrec_ext.data.preprocess import FittedPreprocessor, Vocabulary
+from torchrec_ext.data.preprocess import FittedPreprocessor
 from torchrec_ext.data.preprocess.fitted import DIGEST
 from torchrec_ext.schema import DataError
 
@@ -192,13 +190,8 @@ class PreparedColumns:
         return lines
 
     def values_of(self, name: str) -> Array:
-        """Returns (V,) the log's value of each row of a column's table, [0] none; the rows' numbers if it is hashed."""
-        state = self.preprocessor.state_of(name)
-        if not isinstance(state, Vocabulary):
-            return np.arange(self.vocab[name])
-        values: Array = state.values.to_numpy(zero_copy_only=False)
-        nobody = np.array([None], object) if values.dtype == object else np.array([-1])
-        return np.concatenate([nobody, values])
+        """Returns :meth:`raw_values` as objects, (V,)."""
+        return np.array(self.raw_values(name).to_pylist(), object)
 
     def raw_values(self, name: str) -> pa.Array:
         """Returns (V,) the log's value of each row of a column's table, or a bucket's number; null for row 0."""
@@ -213,15 +206,6 @@ class PreparedColumns:
         """Returns the features that share a column's table."""
         table = self.tables.get(name)
         return [other for other in self.features if self.tables[other] == table]
-
-    def _raw(self, name: str) -> pa.Table:
-        """Reads a table beside the rows."""
-        if not (self.folder / name).exists():
-            raise DataError(
-                f"{self.folder}: has no {name}, which rec.data.preprocess writes beside the rows; preprocess the log "
-                "again with this version"
-            )
-        return pq.read_table(self.folder / name)
 
     def _role(self, role: str) -> str:
         name: str | None = getattr(self.roles, role)

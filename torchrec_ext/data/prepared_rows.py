@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from torchrec_ext.data.columns import Chunk, concatenate_rows
 from torchrec_ext.data.files.sources import ParquetSource
-from torchrec_ext.data.prepare import (
-    SUMMARY,
-)
 from torchrec_ext.data.prepared_columns import PreparedColumns
 from torchrec_ext.schema import DataError
 
@@ -140,10 +136,10 @@ class PreparedRows(PreparedColumns):
         label = self.roles.label
         sums = {}
         for split, source in self.splits.items():
-            total = float(self._counted[split]["total"])
+            total = float(self.labels[split]["total"])
             every = total
             if label:
-                every = float(self._counted[split]["positives"][label]["of_all"])
+                every = float(self.labels[split]["positives"][label]["of_all"])
             if not total > 0:
                 raise DataError(
                     f"{source.files[0].name}: column '{self.roles.weight}' is 0 in all {source.num_rows:,} rows of "
@@ -161,19 +157,10 @@ class PreparedRows(PreparedColumns):
         return {
             split: {
                 name: (float(sums["of_all"]), float(sums["of_positive"]))
-                for name, sums in self._counted[split]["positives"].items()
+                for name, sums in self.labels[split]["positives"].items()
             }
             for split in self.splits
         }
-
-    @property
-    def _counted(self) -> Mapping[str, Any]:
-        if any(split not in self.labels for split in self.splits):
-            raise DataError(
-                f"{self.folder / SUMMARY}: has no sums of labels, as earlier versions wrote it; preprocess the log "
-                "again"
-            )
-        return self.labels
 
     def share(self, split: str) -> float:
         """Returns the weighted share of positives among the rows of a split, never quite 0 or 1."""

@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from torchrec_ext.data import planted
-from torchrec_ext.data.columns import Column, Int64, Windows
-from torchrec_ext.data.config import PARTS, PLANTED, DataConfig, Form
+from torchrec_ext.data.columns import Column, Windows
+from torchrec_ext.data.config import PARTS, PLANTED, DataConfig, Form, Roles
 from torchrec_ext.data.features import (
     KEYS,
+    LABEL,
     ORDER,
-    SEPARATOR,
     TIMES,
     RawColumns,
     check_described,
@@ -30,23 +29,14 @@ from torchrec_ext.data.features import (
     same_types,
     why_left_out,
 )
-from torchrec_ext.data.files.arrow import is_list_type, kind_of
+from torchrec_ext.data.files.arrow import is_list_type
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.pairs import (
-    PairRows,
-    listed_texts,
     numbered,
-    of_side,
     set_of_pairs,
+    set_of_rows,
 )
-from torchrec_ext.data.prepare import (
-    SESSION,
-    TITLE,
-    Evaluation,
-    RawSet,
-    Roles,
-    write_set,
-)
+from torchrec_ext.data.prepare import SESSION, TITLE, RawSet, write_set
 from torchrec_ext.data.prepared import (
     Prepared,
     data_folder,
@@ -55,13 +45,7 @@ from torchrec_ext.data.prepared import (
     prepared_folder,
     temporary_folder,
 )
-from torchrec_ext.data.splits import (
-    TRAIN,
-    VALIDATION,
-    Split,
-    leave_one_out,
-    with_profiles,
-)
+from torchrec_ext.data.splits import TRAIN, VALIDATION, Split, leave_one_out
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import listed
 
@@ -133,87 +117,38 @@ def raw_set(config: DataConfig, form: Form) -> RawSet:
 
 
 def pairs_in(folder: Path, config: DataConfig) -> RawSet:
-    """Reads a folder of pairs: inter.parquet with times, or train and test.parquet with what belongs to them.
-
-    If neither times nor a file says which rows are for validation, one random training item of each user is. Of files
-    without times all held-out items of a user are found in one ranking of the whole catalogue.
+    """Reads a folder of pairs: inter.parquet with times, and what users.parquet and items.parquet say of its ids.
 
     Raises:
-        DataError: a file or a column is missing or damaged, or ids are text in one file and numbers in another.
+        DataError: a file or a column is missing or damaged.
     """
-    log = folder / "inter.parquet"
-    if log.exists():
-        parts = {"train": log}
-        read = {log: read_rows(log, [*KEYS.values(), ORDER], every=False)}
-    else:
-        _check_parts(folder)
-        parts = {
-            part: folder / f"{part}.parquet"
-            for part in PARTS
-            if part != "validation" or (folder / "validation.parquet").exists()
-        }
-        read = {
-            file: read_rows(file, [*KEYS.values()], every=False)
-            for file in parts.values()
-        }
-    rows = same_types(read)
-    sides, of_sides = _sides(folder, *next(iter(read.items())))
-    users, items = (
-        pa.concat_arrays([columns[key] for columns in rows]) for key in KEYS.values()
-    )
-    user, item = numbered(users, items)
-    unread = set(ParquetSource(next(iter(read))).columns) - {
-        *KEYS,
-        *KEYS.values(),
-        *TIMES,
-    }
+    log = _log_of(folder)
+    rows = read_rows(log, [*KEYS.values(), ORDER], every=False)
+    sides, left_out = _sides(folder, log, rows)
+    read = {*KEYS, *KEYS.values(), *TIMES}
     why = "of an event; what is known before it is told by a preprocessing recipe"
-    left_out = dict.fromkeys(sorted(unread), why) | of_sides
-    length = config.history_length
-    part = None
-    evaluation = Evaluation()
-    if log.exists():
-        times = rows[0][ORDER].to_numpy(zero_copy_only=False)
-        split = leave_one_out(user, item, times, length)
-    else:
-        sizes = [len(columns["user_id"]) for columns in rows]
-        numbers = np.array([PARTS.index(name) for name in parts], dtype=np.int8)
-        part = np.repeat(numbers, sizes)
-        if "validation" not in parts:
-            part[_one_of_each(user, part, config.seed)] = VALIDATION
-        split = with_profiles(user, item, part, length, config.seed)
-        evaluation = Evaluation(figures=("hr", "recall", "ndcg"), by="user")
+    unread = dict.fromkeys(sorted({*ParquetSource(log).columns} - read), why)
+    users, items = (rows[key] for key in KEYS.values())
+    times = rows[ORDER].to_numpy(zero_copy_only=False)
     return set_of_pairs(
         config.name,
-        PairRows(users, items, part),
-        split,
+        users,
+        items,
+        leave_one_out(numbered(users), numbered(items), times, config.history_length),
         sides,
-        evaluation=evaluation,
-        left_out=left_out,
+        left_out=unread | left_out,
     )
 
 
-def _check_parts(folder: Path) -> None:
-    """Refuses a folder in a layout that no recipe of pairs reads, by the file that tells it."""
-    train = folder / "train.parquet"
-    if not train.exists():
+def _log_of(folder: Path) -> Path:
+    """Returns the file of events; refuses a folder without one."""
+    log = folder / "inter.parquet"
+    if not log.exists():
         raise DataError(
-            f"{folder}: has neither inter.parquet nor train.parquet, as in docs/recipes.md; write one of them, or set "
-            f"data.name={PLANTED}"
+            f"{folder}: has no inter.parquet (docs/recipes.md): write user, item and time there, preprocess the rows, "
+            f"or set data.name={PLANTED}; rows with a label are for contextual_ncf"
         )
-    if "label" in ParquetSource(train).columns:
-        raise DataError(
-            f"{train}: has a column 'label', so not every row is a positive; use a recipe for labelled rows, such as "
-            "contextual_ncf"
-        )
-
-
-def _one_of_each(user: Int64, part: NDArray[np.int8], seed: int) -> Int64:
-    """Draws a training row of each user with two or more."""
-    # Not ``seed`` alone, because with_profiles draws its order from that.
-    rows = np.random.default_rng([seed, 1]).permutation(np.flatnonzero(part == TRAIN))
-    _, first, count = np.unique(user[rows], return_index=True, return_counts=True)
-    return rows[first[count > 1]]
+    return log
 
 
 def _sides(
@@ -232,21 +167,16 @@ def _sides(
                 "the ids there, or leave this file out"
             )
         read = read_rows(side, [key])
-        same_types({path: {key: rows[key]}, side: {key: read[key]}}, strict=True)
-        check_described(side, key, read[key].to_numpy(zero_copy_only=False))
-        reserved = {"label", *KEYS, *KEYS.values(), TITLE} - {key}
+        same_types({path: {key: rows[key]}, side: {key: read[key]}})
+        check_described(side, key, read[key])
         columns = sides[owner] = {key: read.pop(key)}
         if owner == "item" and TITLE in read:
             columns[TITLE] = read.pop(TITLE).cast(pa.string())
         for name, values in read.items():
-            if name in reserved:
+            if name in (LABEL, TITLE, *KEYS, *KEYS.values(), *rows):
                 raise DataError(
-                    f"{side}: column '{name}' has a meaning of its own; rename it here"
-                )
-            if name in rows:
-                raise DataError(
-                    f"{side}: column '{name}' is in {path.name}, too; leave it out of one of the files, or rename it "
-                    "where it describes the event"
+                    f"{side}: column '{name}' has another meaning, or is in {path.name}, too; leave it out of one of "
+                    "the files, or rename it"
                 )
             if reason := why_left_out(values):
                 left_out[name] = reason
@@ -269,68 +199,38 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
             f"{folder}: has no rows for {', '.join(missing)}; put files as in docs/recipes.md there, or set "
             f"data.name={PLANTED}"
         )
-    read = {file: read_rows(file, ["label"]) for file in files.values()}
+    read = {file: read_rows(file, [LABEL]) for file in files.values()}
+    train = read[files["train"]]
+    left_out = {}
     for file, columns in read.items():
-        columns["label"] = _labels(file, columns["label"])
-        for name, values in columns.items():
-            if is_list_type(values.type):
-                raise DataError(
-                    f"{file}: column '{name}' holds lists; must be one value per row: leave it out"
-                )
-    splits = dict(zip(files, same_types(read), strict=True))
-    train = splits["train"]
-    sides, left_out = _sides(folder, files["train"], train)
-    for file, columns in read.items():
+        columns[LABEL] = columns[LABEL].cast(pa.float32())
         for name in columns.keys() - train.keys():
             left_out[name] = f"{file.name} has it, and train.parquet has not"
-    described: dict[str, list[str]] = {owner: [] for owner in KEYS}
-    separators: dict[str, str] = {}
-    for owner, side in sides.items():
-        described[owner] = [name for name in side if name not in (KEYS[owner], TITLE)]
-        separators |= dict.fromkeys(listed_texts(side), SEPARATOR)
-        for part, columns in splits.items():
-            splits[part] = {**columns, **of_side(columns, KEYS[owner], side)}
-    keys = {owner: key if key in train else None for owner, key in KEYS.items()}
+    for name in [name for name in train if is_list_type(train[name].type)]:
+        left_out[name] = "it holds lists"
+        del train[name]
+    rows = same_types(read)
+    sides, left_out_of_sides = _sides(folder, files["train"], train)
     notes = []
-    for part, columns in splits.items():
-        only = pc.unique(columns["label"])
+    for part, columns in zip(files, rows, strict=True):
+        only = pc.unique(columns[LABEL])
         if len(only) == 1:
             notes.append(
-                f"all {len(columns['label']):,} {part} rows have label {only[0].as_py():g}: nothing tells one from "
+                f"all {len(columns[LABEL]):,} {part} rows have label {only[0].as_py():g}: nothing tells one from "
                 "another, so there is no AUC"
             )
-    return RawSet(
-        name=config.name,
-        splits=splits,
-        roles=Roles(
-            label="label",
-            user=keys["user"],
-            item=keys["item"],
-            user_features=described["user"],
-            item_features=described["item"],
-        ),
-        separators=separators,
-        kept=("label",),
-        left_out=left_out,
+    sizes = [len(columns[LABEL]) for columns in rows]
+    user, item = (key if key in train else None for key in KEYS.values())
+    return set_of_rows(
+        config.name,
+        {name: pa.concat_arrays([each[name] for each in rows]) for name in train},
+        np.arange(len(files), dtype=np.int8).repeat(sizes),
+        sides,
+        Roles(label=LABEL, user=user, item=item),
+        kept=(LABEL,),
+        left_out=left_out | left_out_of_sides,
         notes=notes,
     )
-
-
-def _labels(path: Path, column: pa.Array) -> pa.Array:
-    # Of text or times, the first label is wrong already.
-    row = 0
-    count = len(column)
-    if kind_of(column.type) in ("int", "float", "bool"):
-        column = column.cast(pa.float64(), safe=False)
-        is_wrong = pc.invert(pc.is_in(column, pa.array([0.0, 1.0])))
-        row = is_wrong.index(True).as_py()
-        count = pc.sum(is_wrong).as_py()
-    if row >= 0:
-        raise DataError(
-            f"{path}: column 'label', row {row}: {column[row].as_py()}; must be 0 or 1 ({count:,} rows are not); write "
-            "ratings so, such as rating >= 4"
-        )
-    return column.cast(pa.float32())
 
 
 def sessions_in(folder: Path, config: DataConfig) -> RawSet:
@@ -339,14 +239,9 @@ def sessions_in(folder: Path, config: DataConfig) -> RawSet:
     Raises:
         DataError: there is no such file, it is damaged, lacks a column, or holds a null.
     """
-    log = folder / "inter.parquet"
-    if not log.exists():
-        raise DataError(
-            f"set '{config.name}': {folder} has no inter.parquet, as in docs/recipes.md; write it, or set "
-            f"data.name={PLANTED}"
-        )
+    log = _log_of(folder)
     columns = read_rows(log, [*KEYS.values(), ORDER], every=False)
-    (user,) = numbered(columns["user_id"])
+    user = numbered(columns["user_id"])
     # Equal times keep the order of the rows.
     times = columns[ORDER].to_numpy(zero_copy_only=False)
     order = pa.array(np.lexsort((times, user)))
@@ -378,7 +273,7 @@ def set_of_sessions(name: str, users: pa.Array, items: pa.Array, length: int) ->
         items: (E,) items, each user's oldest first.
         length: greatest number of items before a target.
     """
-    user, item = numbered(users, items)
+    user, item = numbered(users), numbered(items)
     starts = np.flatnonzero(np.diff(user, prepend=-1)).tolist()
     # Of each row the first item, the item that is next, and the part.
     rows: list[tuple[int, int, int]] = []
@@ -393,7 +288,8 @@ def set_of_sessions(name: str, users: pa.Array, items: pa.Array, length: int) ->
     history = Column.from_windows(item, Windows(begins, ends))
     raw = set_of_pairs(
         name,
-        PairRows(users, items, None),
+        users,
+        items,
         Split(ends, parts.astype(np.int8), history),
         {},
         history=SESSION,

@@ -89,7 +89,7 @@ class Columns:
         self.columns = dict(columns)
         if preprocessor is None:
             types = {name: column.type for name, column in columns.items()}
-            preprocessor = FittedPreprocessor.of([], types, list(types))
+            preprocessor = FittedPreprocessor([], types, list(types))
         for name in self.columns:
             if name not in preprocessor.outputs:
                 raise missing_column("the bundle's rows", name, preprocessor.outputs)

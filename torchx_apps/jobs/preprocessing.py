@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tabulate import tabulate
 from tqdm import tqdm
 
-from torchrec_ext.data.files.sources import DataFile, find_files
-from torchrec_ext.data.prepare import SUMMARY, Counts, Roles, write_folder
+from torchrec_ext.data.config import Roles
+from torchrec_ext.data.files.sources import find_files
+from torchrec_ext.data.prepare import SUMMARY, Counts, write_folder
 from torchrec_ext.data.preprocess import (
     FittedPreprocessor,
     History,
@@ -26,32 +26,23 @@ from torchrec_ext.data.preprocess.rows import (
     Opened,
     connected,
     open_source,
-    table,
     telling,
 )
 from torchrec_ext.data.preprocess.step import quoted
-from torchrec_ext.schema import DataError
 from torchx_apps.config import is_group
 from torchx_apps.jobs.tracking import tracked
 from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
 
 
-def summarize(prepared: Prepare, con: Connection) -> dict[str, float]:
-    """Prints DuckDB's summary of the raw columns; returns the share of rows with null, by column."""
+def summarize(prepared: Prepare, con: Connection) -> None:
+    """Prints DuckDB's summary of the raw columns."""
     source = prepared.first_source
     opened = open_source(source, prepared.preprocessor.raw_columns, con)
     columns = ", ".join(map(quoted, opened.raw))
-    shown = table(
-        con,
-        "SELECT column_name, column_type, min, max, approx_unique, null_percentage "
-        f"FROM (SUMMARIZE SELECT {columns} FROM {opened.view})",
-    )
-    rows = shown.to_pylist()
-    for row in rows:
-        for name in ("min", "max"):
-            row[name] = str(row[name])[:24]
-    print(f"\n{tabulate(rows, headers='keys', disable_numparse=True)}\n", flush=True)
-    return {row["column_name"]: float(row["null_percentage"]) / 100 for row in rows}
+    names = "column_name, column_type, min, max, approx_unique, null_percentage"
+    con.sql(
+        f"SELECT {names} FROM (SUMMARIZE SELECT {columns} FROM {opened.view})"
+    ).show(max_rows=len(opened.raw), max_width=120)
 
 
 class _Rule(NamedTuple):
@@ -124,7 +115,7 @@ def _rules(prepared: Prepare, rows: Opened, labels: Sequence[str]) -> list[_Rule
 def _raw_ids(prepared: Prepare, rows: Opened) -> set[str]:
     """Returns the raw columns of the users' and the items' ids."""
     steps: list[tuple[Step, Any]] = [(step, {}) for step in prepared.preprocessor.steps]
-    unfitted = FittedPreprocessor.of(steps, rows.raw)
+    unfitted = FittedPreprocessor(steps, rows.raw)
     ids: set[str] = set()
     for name in filter(None, (prepared.user, prepared.item)):
         ids.update(unfitted.only([name]).request_columns)
@@ -157,8 +148,8 @@ def run_preprocess(job: PreprocessJob) -> Path:
         telling(),
     ):
         prepared = job.build(job.config, con)
-        files = _source_files(out, prepared)
-        missing = summarize(prepared, con)
+        _keep_sources(out, prepared)
+        summarize(prepared, con)
         check_rows(prepared, con)
         with tqdm(unit=" rows", unit_scale=True, dynamic_ncols=True) as bar:
 
@@ -179,22 +170,12 @@ def run_preprocess(job: PreprocessJob) -> Path:
                 _roles(prepared),
                 con,
                 events=prepared.events,
-                details={"recipe": job.name, "config": config, "missing": missing},
+                details={"recipe": job.name, "config": config},
                 watch=watch,
-            )
-        # The passes above must have read the same rows.
-        if (now := _source_files(out, prepared)) != files:
-            changed = next(
-                (file for file in files if file not in now), (*files, *now)[0]
-            )
-            raise DataError(
-                f"{changed.name}: files changed, came into the log or left it while it was read; start anew, and let "
-                "new data come into a folder of their own"
             )
         figures |= {
             "rows": {split: each.rows for split, each in counts.items()},
             "vocab": fitted.vocab,
-            "missing": missing,
             "unknown": {split: each.unknown for split, each in counts.items()},
         }
         figures["seconds"] = time.monotonic() - begun
@@ -218,39 +199,31 @@ def _print_unknown(split: str, counts: Counts) -> None:
     print(f"{split}: {counts.rows:,} rows; unknown ids: {text}", flush=True)
 
 
-def _source_files(out: Path, prepared: Prepare) -> list[DataFile]:
-    """Returns the files of all sources; refuses an output folder with a source in it, since it may be replaced."""
-    files = []
+def _keep_sources(out: Path, prepared: Prepare) -> None:
+    """Refuses an output folder with a source in it, since it may be replaced."""
     for source in (*prepared.splits.values(), prepared.events):
         # A relation has no files.
         if source is not None and not hasattr(source, "create_view"):
-            files += find_files(source)
-    keep_sources(out, files)
-    return files
-
-
-def _of_user(prepared: Prepare) -> tuple[str, ...]:
-    """Returns the user's columns beside ``user_...``: those that were named, and each history of the user."""
-    keys: list[str] = []
-    for step in prepared.preprocessor.steps:
-        if prepared.user in step.writes:
-            keys += step.reads
-    names = [*prepared.user_features]
-    for step in prepared.preprocessor.steps:
-        if isinstance(step, History) and step.user in keys:
-            names += step.writes
-    return tuple(
-        name for name in dict.fromkeys(names) if name not in prepared.item_features
-    )
+            keep_sources(out, find_files(source))
 
 
 def _roles(prepared: Prepare) -> Roles:
-    """Returns the result's columns with a role beyond features."""
-    roles = {
+    """Returns the roles of the result's columns: each history of the user is the user's, too."""
+    fields = {
         field.name: getattr(prepared, field.name) for field in dataclasses.fields(Roles)
     }
-    roles["user_features"] = _of_user(prepared)
+    steps = prepared.preprocessor.steps
+    keys = {
+        name for step in steps if prepared.user in step.writes for name in step.reads
+    }
+    names = [*prepared.user_features]
+    for step in steps:
+        if isinstance(step, History) and step.user in keys:
+            names += step.writes
+    fields["user_features"] = [
+        name for name in dict.fromkeys(names) if name not in prepared.item_features
+    ]
     # A label that the preprocessor does not keep is only drawn.
     if prepared.label not in prepared.preprocessor.keep:
-        roles["label"] = ""
-    return Roles(**roles)
+        fields["label"] = ""
+    return Roles(**fields)

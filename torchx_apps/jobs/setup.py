@@ -16,7 +16,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
 from torchrec_ext.data.loader.epochs import Epochs
-from torchrec_ext.data.loader.id_dropout import IdDropout
+from torchrec_ext.data.loader.id_dropout import drop_ids
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.explain import explain
@@ -174,7 +174,7 @@ def loader_of(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> An
             loader, schema, policies, every=job.ids.every, raw_ids=raw_ids
         )
     if job.id_dropout:
-        return IdDropout(loader, schema, job.id_dropout, seed=config.seed)
+        return drop_ids(loader, schema, job.id_dropout, seed=config.seed)
     return loader
 
 

@@ -300,7 +300,7 @@ def export_ids(
             unknown={USER: None},
             seen=nothing,
         ),
-        preprocessor=FittedPreprocessor.of(steps, {USER: "int64", ITEM: "int64"}),
+        preprocessor=FittedPreprocessor(steps, {USER: "int64", ITEM: "int64"}),
         rows=rows,
         details=details,
         overwrite=True,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchrec_ext.data.config import Roles
 from torchrec_ext.schema.validation import DataError, check_least, listed
 
 if TYPE_CHECKING:
@@ -16,37 +17,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepare:
-    """Steps and sources: the return value of a recipe's ``build``.
+class Prepare(Roles):
+    """Steps, sources and the roles of columns: the return value of a recipe's ``build``.
 
     Args:
         preprocessor: the preprocessing steps.
         splits: files or relations by name of the split; the steps are fitted on the first split.
         events: rows of which histories are made; each split's rows where not given.
-        label: numeric column of the sources, 0 to 1; where the preprocessor keeps it, the recipes ``stream`` and
-            ``bst`` learn it.
-        tasks: further such columns that the preprocessor keeps, such as the conversion beside the click, which the
-            recipe ``multi_task`` learns together with the label.
-        weight: column of the result with a weight for each row, for the recipe ``stream``.
-        user: column of the result with the users' ids, and ``item`` with the items': the recipe ``stream`` then ranks
-            the catalogue.
-        item: see ``user``.
-        user_features: further columns of the result that are the user's; a name that begins with ``user_`` need not be
-            listed, nor the user's own :class:`History`. All that is neither the user's nor the item's is context, which
-            is known before the item is.
-        item_features: further columns of the result that are the item's; as ``user_features``, with ``item_``.
+
+    The others are those of :class:`torchrec_ext.data.config.Roles`: the label is a column of the sources, all others
+    of the result.
     """
 
     preprocessor: Preprocessor
     splits: Mapping[str, Source]
     events: Source | None = None
-    label: str | None = None
-    tasks: tuple[str, ...] = ()
-    weight: str | None = None
-    user: str | None = None
-    item: str | None = None
-    user_features: tuple[str, ...] = ()
-    item_features: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         outputs: list[str] = []
@@ -154,8 +139,6 @@ def build_ml_100k(config: MovieLensConfig, con: Connection) -> Prepare:
         Preprocessor,
         TimeFeatures,
     )
-    from torchrec_ext.data.preprocess.numeric import quantiles_of
-    from torchrec_ext.data.preprocess.rows import query_of
 
     path = Path(config.folder) if config.folder else data_folder("ml-100k", None)
     ratings, users, items = _movielens(path or Path("ml-100k"), con)
@@ -168,13 +151,7 @@ def build_ml_100k(config: MovieLensConfig, con: Connection) -> Prepare:
     rows = con.sql("SELECT * FROM ratings_of_users")
     what = f"{path}: ratings of a user or an item that its file does not describe"
     _note_left_out(_count(con, ratings), _count(con, "ratings_of_users"), what)
-    (cut,) = quantiles_of(
-        "the split by time",
-        "timestamp",
-        [1 - config.test_share],
-        str(path),
-        query_of(con, "VIEW", "SELECT timestamp FROM ratings_of_users"),
-    )
+    (cut,) = _cuts(con, "ratings_of_users", [1 - config.test_share])
     steps: list[Step] = [
         History(
             user="user_id",
@@ -197,8 +174,8 @@ def build_ml_100k(config: MovieLensConfig, con: Connection) -> Prepare:
     return Prepare(
         preprocessor=Preprocessor(steps, keep=("label", "timestamp")),
         splits={
-            "train": rows.filter(f"timestamp <= {int(cut)}"),
-            "test": rows.filter(f"timestamp > {int(cut)}"),
+            "train": rows.filter(f"timestamp <= {cut}"),
+            "test": rows.filter(f"timestamp > {cut}"),
         },
         events=rows,
         label="label",
@@ -272,6 +249,14 @@ def _count(con: Connection, view: str) -> int:
     """Returns the number of rows of a table or a view."""
     ((rows,),) = con.sql(f"SELECT count(*) FROM {view}").fetchall()
     return int(rows)
+
+
+def _cuts(con: Connection, rows: str, shares: Sequence[float]) -> list[int]:
+    """Returns, for each share, the first timestamp at or before which so many of the rows are."""
+    ((cuts,),) = con.sql(
+        f"SELECT quantile_disc(timestamp, {shares}) FROM {rows}"
+    ).fetchall()
+    return list(cuts)
 
 
 def _note_left_out(every: int, kept: int, what: str) -> None:
@@ -348,8 +333,7 @@ def build_clicks(config: ClicksConfig, con: Connection) -> Prepare:
 
 
 BEHAVIOURS = ("pv", "buy", "cart", "fav")
-_IDS = ("user_id", "item_id", "category_id")
-_TAOBAO = (*_IDS, "behavior_type", "timestamp")
+_TAOBAO = ("user_id", "item_id", "category_id", "behavior_type", "timestamp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,7 +342,8 @@ class TaobaoConfig:
 
     Args:
         path: the log: a csv file with or without a header, a parquet file, or a folder of parquet files, with the
-            columns user_id, item_id, category_id, behavior_type (pv, buy, cart or fav) and timestamp, in seconds.
+            columns user_id, item_id, category_id, behavior_type (pv, buy, cart or fav) and timestamp, in seconds. The
+            ids of a csv file are whole numbers.
         history_length: S, greatest number of clicks before a row.
         negatives: rows with label 0 drawn for each click: the same user at the same time with the item of a click drawn
             from the training rows, so that items are drawn by their popularity; a draw that is the clicked item is left
@@ -403,19 +388,13 @@ def build_taobao(config: TaobaoConfig, con: Connection) -> Prepare:
         TimeFeatures,
     )
     from torchrec_ext.data.preprocess.history import GAPS
-    from torchrec_ext.data.preprocess.numeric import quantiles_of
-    from torchrec_ext.data.preprocess.rows import query_of
 
     log = _taobao_log(config, con)
     con.execute(
         f"CREATE TABLE clicks AS SELECT * FROM {log} WHERE behavior_type = 'pv'"
     )
     shares = [1 - config.test_share - config.validation_share, 1 - config.test_share]
-    query = query_of(con, "VIEW", "SELECT timestamp FROM clicks")
-    first, second = map(
-        int,
-        quantiles_of("the split by time", "timestamp", shares, str(config.path), query),
-    )
+    first, second = _cuts(con, "clicks", shares)
     bounds = {
         "train": f"timestamp <= {first}",
         "validation": f"timestamp > {first} AND timestamp <= {second}",
@@ -547,7 +526,7 @@ def _taobao_log(config: TaobaoConfig, con: Connection) -> str:
 
 
 def _taobao_csv(path: Path, con: Connection) -> str:
-    """Returns a csv file in SQL; the ids are numbers if all of them are."""
+    """Returns a csv file in SQL, with a header or without one."""
     from torchrec_ext.data.preprocess import read_csv
 
     if not path.is_file():
@@ -555,20 +534,9 @@ def _taobao_csv(path: Path, con: Connection) -> str:
             f"{path}: there is no such file; give the log: --config.path FILE"
         )
     with path.open(errors="replace") as file:
-        first = file.readline().strip().split(",")
-    has_header = "user_id" in first
-    if not has_header and len(first) != len(_TAOBAO):
-        raise DataError(
-            f"{path}: its first row {','.join(first)[:80]!r} has {len(first)} values, must be {len(_TAOBAO)}: "
-            f"{', '.join(_TAOBAO)}; give commas between them, and a header where the order is another"
-        )
-    types = dict.fromkeys(_TAOBAO, "VARCHAR") | {"timestamp": "BIGINT"}
-    log = read_csv(con, path, types, names=None if has_header else _TAOBAO)
-    for name in _IDS:
-        texts = f"{log} WHERE {name} IS NOT NULL AND TRY_CAST({name} AS BIGINT) IS NULL"
-        if not _count(con, texts):
-            con.execute(f"ALTER TABLE {log} ALTER {name} TYPE BIGINT")
-    return log
+        has_header = "user_id" in file.readline()
+    types = dict.fromkeys(_TAOBAO, "BIGINT") | {"behavior_type": "VARCHAR"}
+    return read_csv(con, path, types, names=None if has_header else _TAOBAO)
 
 
 # By the name that `--recipe` of rec.data.preprocess takes.

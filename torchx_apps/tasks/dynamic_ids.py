@@ -78,7 +78,7 @@ def with_live_ids(data: ExportData, task: Task, loader: DynamicIdLoader) -> Expo
     if users is not None:
         tables.insert(1, users.features)
     raw = raw_types(filter(None, tables))
-    preprocessor = data.preprocessor or FittedPreprocessor.of([], raw, list(raw))
+    preprocessor = data.preprocessor or FittedPreprocessor([], raw, list(raw))
     if users is not None:
         unknown = dict(users.unknown)
         for name in vocabularies.keys() & unknown.keys():
@@ -147,4 +147,4 @@ def _with_vocabularies(
         for name in sorted(vocabularies.keys() - last.keys())
     ]
     keep = [name for name in preprocessor.keep if name not in vocabularies]
-    return FittedPreprocessor.of(pairs, preprocessor.raw, keep)
+    return FittedPreprocessor(pairs, preprocessor.raw, keep)

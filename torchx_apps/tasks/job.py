@@ -61,7 +61,7 @@ class Job:
         task: function that loads ``data``.
         loader: how rows become batches.
         id_dropout: share of ids, by feature, that read the out-of-vocabulary row in training, as in
-            ``--id_dropout.item_id 0.1``: ids that training never saw are ranked by that row; see :class:`IdDropout`.
+            ``--id_dropout.item_id 0.1``: ids that training never saw are ranked by that row; see :func:`drop_ids`.
         ids: columns whose ids get and lose rows while the job trains.
         optimizer: optimizers of tables and dense layers.
         plan: how tables are spread over ranks.

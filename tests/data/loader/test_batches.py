@@ -53,17 +53,6 @@ def test_a_user_stands_beside_each_candidate_with_the_candidates_features() -> N
     assert batch.total_weight == 6
 
 
-def test_without_candidates_a_row_is_paired_with_its_own_item() -> None:
-    batch = batch_of(schema(), DATA.rows("test").slice(0, 4), items=DATA.items)
-    assert bags(batch, "item_id") == [
-        [item] for item in DATA.rows("test")["item_id"].values[:4].tolist()
-    ]
-    assert bags(batch, "genres") == [
-        DATA.items["genres"].row(item).tolist()
-        for item in DATA.rows("test")["item_id"].values[:4]
-    ]
-
-
 def test_one_side_alone_has_every_key_and_the_other_side_empty() -> None:
     builder = BatchBuilder(schema(), DATA.items)
     users = builder.user_batch(DATA.rows("test").slice(0, 3))
@@ -88,18 +77,6 @@ def test_padding_rows_weigh_nothing_and_are_empty() -> None:
     for name in batch.sparse.keys():  # noqa: SIM118  a KeyedJaggedTensor is no mapping
         assert bags(batch, name)[2:] == [[], []]
     assert batch.dense[2:].tolist() == [[0.0], [0.0]]
-
-
-def test_an_item_without_features_is_named_or_mapped() -> None:
-    rows = DATA.rows("test").slice(0, 2)
-    rows = rows.with_columns({"item_id": Column(np.array([1, 61]))})
-    with pytest.raises(
-        DataError,
-        match=r"feature 'item_id' of table .*: id 61 in row 1 has no features \(known items: 0 to 60; 1 such",
-    ):
-        batch_of(schema(), rows, items=DATA.items)
-    batch = batch_of(schema(out_of_range="oov"), rows, items=DATA.items)
-    assert bags(batch, "item_id") == [[1], [0]]
 
 
 def test_a_missing_or_mistyped_column_is_named() -> None:

@@ -14,7 +14,7 @@ from tests.data import stream_sets
 from tests.data.loader import test_loader, test_resident, test_samplings
 from tests.data.loader import test_session_loader as sessions
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.loader.id_dropout import IdDropout
+from torchrec_ext.data.loader.id_dropout import drop_ids
 from torchrec_ext.data.negatives.samplers import PopularityNegatives
 
 pytestmark = pytest.mark.unit
@@ -51,7 +51,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path, device: torch.device) -
         loader = test_loader.loader_of(50, **places)
         if name == "rows":
             return loader
-        return IdDropout(loader, test_loader.SCHEMA, {"item_id": 0.3, "history": 0.2})
+        return drop_ids(loader, test_loader.SCHEMA, {"item_id": 0.3, "history": 0.2})
 
     return made
 

@@ -1,10 +1,9 @@
-"""Id dropout: the same on any number of ranks and after a resume; and what an unseen item gains by it."""
+"""Id dropout: the same on any number of ranks and after a resume."""
 
 import itertools
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,32 +13,18 @@ from torchrec import EmbeddingBagConfig, PoolingType
 from tests.examples import META, table
 from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.files.sources import ParquetSource
-from torchrec_ext.data.loader.id_dropout import IdDropout
+from torchrec_ext.data.loader.id_dropout import drop_ids
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, training_loader
-from torchrec_ext.data.loader.sides import BatchBuilder
-from torchrec_ext.data.negatives.known_items import KnownItems
-from torchrec_ext.data.negatives.known_pairs import KnownPairs
-from torchrec_ext.data.negatives.mixed import MixedNegatives
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.data.prepared import Prepared
-from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.retrieval import RetrievalModel
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.modules.interaction import DotProduct
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.schema import BatchSchema, SparseFeature
+from torchrec_ext.schema import BatchSchema
 
 RATES = {"item_id": 0.3, "user_id": 0.2, "history": 0.1}
-
-
-def unseen_as_oov(rows: Chunk, train: Chunk, feature: SparseFeature) -> Chunk:
-    """Replaces the ids of ``feature`` that are absent in ``train`` by its out-of-vocabulary row."""
-    trained = train[feature.name].values
-    column = rows[feature.name]
-    values = np.where(np.isin(column.values, trained), column.values, feature.oov_id)
-    return rows.with_columns({feature.name: Column(values, column.offsets)})
 
 
 def small() -> Prepared:
@@ -97,7 +82,7 @@ def bags(batch: TowerBatch, name: str) -> list[list[int]]:
 
 
 def epoch(
-    made: IdDropout | ChunkLoader, names: tuple[str, ...], number: int = 0
+    made: ChunkLoader, names: tuple[str, ...], number: int = 0
 ) -> list[dict[str, list[list[int]]]]:
     made.set_epoch(number)
     return [{name: bags(batch, name) for name in names} for batch in made]
@@ -119,7 +104,7 @@ def test_ids_become_the_oov_row_at_the_rate_asked_for_and_nothing_else_changes(
         epoch(made, names)
         for made in (
             loader(data, schema),
-            IdDropout(loader(data, schema), schema, RATES),
+            drop_ids(loader(data, schema), schema, RATES),
         )
     )
     for name in names:
@@ -153,7 +138,7 @@ def test_the_choice_is_the_same_on_any_number_of_ranks_and_at_any_batch_size(
     def items(
         rank: int = 0, world_size: int = 1, **config: Any
     ) -> list[list[list[int]]]:
-        made = IdDropout(
+        made = drop_ids(
             loader(data, schema, rank, world_size, drop_last=True, **config),
             schema,
             RATES,
@@ -189,7 +174,7 @@ def test_a_table_of_two_towers_loses_the_ids_of_the_named_feature_alone() -> Non
     ).schema()
     plain = loader(data, schema, drop_last=True)
     for old, new in zip(
-        list(plain), list(IdDropout(plain, schema, {"item_id": 0.3})), strict=True
+        list(plain), list(drop_ids(plain, schema, {"item_id": 0.3})), strict=True
     ):
         assert old.shared is not None
         queries = old.shared.sparse.stride()
@@ -218,67 +203,8 @@ def test_wrong_rates_are_refused(rates: dict[str, float], text: str) -> None:
     data = small()
     schema = model(data).schema()
     with pytest.raises(ValueError) as error:
-        IdDropout(loader(data, schema), schema, rates)
+        drop_ids(loader(data, schema), schema, rates)
     assert text in str(error.value)
-
-
-def share_of_unseen_above_seen(rate: float, sampling: str) -> float:
-    """Returns how often an item that training never saw ranks above one that it saw; .5 where neither is preferred."""
-    data = planted_data(users=300, items=120, clusters=4, history_length=1)
-    new = np.zeros(data.num_items + 1, dtype=bool)
-    new[np.random.default_rng(0).permutation(data.num_items)[:30] + 1] = True
-    train = data.rows("train").take(
-        np.flatnonzero(~new[data.rows("train")["item_id"].values])
-    )
-    counts = np.bincount(train["item_id"].values, minlength=data.num_items + 1)
-    torch.manual_seed(0)
-    towers = {
-        "user": Tower(tables_of(data, "user_id", "occupation"), (16,)),
-        "item": Tower(tables_of(data, "item_id", "genres"), (16,)),
-    }
-    known = KnownItems(
-        KnownPairs(data.num_items, train["user_id"].values, train["item_id"].values)
-    )
-    made = RetrievalModel(
-        towers, DotProduct([16, 16]), counts=torch.from_numpy(counts), known=known
-    )
-    initialise_tables(made, 0)
-    schema = made.schema()
-    feature = schema.feature("item_id")
-    assert feature is not None
-    items = unseen_as_oov(data.items, train, feature)
-    mixed = {"sampling": "mixed", "shared_negatives": 64} if sampling == "mixed" else {}
-    config = LoaderConfig(batch_size=128, negatives=0, prefetch=0, **mixed)  # type: ignore[arg-type]
-    candidates = MixedNegatives(data.num_items, 64, 128, counts) if mixed else None
-    plain = ChunkLoader(
-        train, schema, config=config, items=data.items, negatives=candidates
-    )
-    loader = IdDropout(plain, schema, {"item_id": rate})
-    optimizer = torch.optim.Adam(made.parameters(), lr=0.01)
-    for epoch in range(8):
-        loader.set_epoch(epoch)
-        for batch in loader:
-            optimizer.zero_grad()
-            made(batch)[0].backward()
-            optimizer.step()
-    builder, ids = BatchBuilder(schema, items), np.arange(1, data.num_items + 1)
-    with torch.no_grad():
-        users = made.eval().embed("user", builder.user_batch(data.rows("test")))
-        scores = made.interaction.score_all(
-            users, made.embed("item", builder.item_batch(ids))
-        ).numpy()  # type: ignore[operator]
-    return float((scores[:, new[1:], None] > scores[:, None, ~new[1:]]).mean())
-
-
-@pytest.mark.parametrize(
-    "sampling", [pytest.param("batch", marks=pytest.mark.slow), "mixed"]
-)
-@pytest.mark.parametrize("rate", [0.1, pytest.param(0.3, marks=pytest.mark.slow)])
-def test_the_unknown_row_is_pushed_down_as_often_as_it_is_pulled_up(
-    rate: float, sampling: str
-) -> None:
-    """While it was nobody's negative each unseen item stood above each trained one, for every user."""
-    assert 0.35 < share_of_unseen_above_seen(rate, sampling) < 0.65
 
 
 @pytest.mark.unit
@@ -294,7 +220,7 @@ def test_what_was_sampled_stays_beside_what_is_looked_up() -> None:
     schema = made.schema()
     plain = loader(data, schema, negatives=0)
     for old, new in zip(
-        list(plain), IdDropout(plain, schema, {"item_id": 0.3}), strict=True
+        list(plain), drop_ids(plain, schema, {"item_id": 0.3}), strict=True
     ):
         looked_up, was = (batch.ids("item_id") for batch in (new, old))
         assert torch.equal(new.items, was)  # type: ignore[arg-type]
@@ -338,6 +264,6 @@ def test_rows_in_files_and_on_a_device_lose_the_ids_of_rows_in_memory(
         (ParquetSource(tmp_path / "rows.parquet"), None),
     ):
         chunks = ChunkLoader(source, schema, config=config, device=device, **options)
-        made.append(epoch(IdDropout(chunks, schema, RATES), names, 1))
+        made.append(epoch(drop_ids(chunks, schema, RATES), names, 1))
     assert made[0] == made[1] == made[2]
     assert [0] in joined(made[0], "user_id")

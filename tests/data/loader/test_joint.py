@@ -17,7 +17,6 @@ from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.loader.sides import BatchBuilder
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import BatchSchema
 
@@ -64,19 +63,6 @@ def test_the_user_and_the_candidates_meet_in_one_key() -> None:
     ]
     assert bags(batch, "item_id") == [[3], [1], [2], [9], [9], [0], [], [], []]
     assert len(batch) == 9
-
-
-def test_one_side_alone_leaves_the_other_half_empty() -> None:
-    made = schema(["history", "item_id"], ["history"])
-    builder = BatchBuilder(made, DATA.items.select(["item_id"]))
-    users = builder.user_batch(DATA.rows("test").slice(0, 3))
-    items = builder.item_batch(np.arange(7))
-    assert bags(users, "history") == [
-        DATA.rows("test")["history"].row(at).tolist() for at in range(3)
-    ]
-    assert bags(users, "item_id") == [[]] * 3
-    assert bags(items, "history") == [[]] * 7
-    assert bags(items, "item_id") == [[item] for item in range(7)]
 
 
 def loaders(

@@ -69,18 +69,6 @@ def test_the_thread_dies_when_the_iterator_is_closed_or_forgotten() -> None:
     assert not threads()
 
 
-def test_closing_just_before_the_end_does_not_wait_for_ever() -> None:
-    iterator = prefetched(iter(range(3)), 1)
-    next(iterator)
-    # 1 is ready, and the thread waits to hand over 2, after which it has the end to
-    # hand over
-    time.sleep(0.05)
-    closer = threading.Thread(target=iterator.close, daemon=True)  # type: ignore[attr-defined]
-    closer.start()
-    closer.join(5)
-    assert not closer.is_alive()
-
-
 def test_the_thread_runs_no_further_ahead_than_it_may() -> None:
     built: list[int] = []
 

@@ -148,33 +148,8 @@ def test_no_step_waits_for_a_gpu() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_what_a_device_cannot_do_is_refused() -> None:
+def test_a_user_without_negatives_is_named_before_the_first_step() -> None:
     chunk = rows_of(SIZE)
-    with pytest.raises(
-        ValueError,
-        match=r"loader\.negatives=2 without items: drawn items need features",
-    ):
-        ChunkLoader(
-            chunk,
-            schema(),
-            config=LoaderConfig(negatives=2),
-            negatives=sampler_of(UniformNegatives, chunk),
-            device="cpu",
-        )
-    items = chunk["item_id"].values.copy()
-    items[4] = ITEMS + 5
-    schema_without = schema_of({"user_id": SIZE, "kind": 3})
-    with pytest.raises(
-        DataError,
-        match=r"feature 'item_id': id 35 in row 4 has no features \(known items: 0 to 30; 1 such ids",
-    ):
-        ChunkLoader(
-            chunk.with_columns({"item_id": Column(items)}),
-            schema_without,
-            config=LoaderConfig(negatives=0),
-            items=CATALOGUE.select(["kind"]),
-            device="cpu",
-        )
     users = np.concatenate([chunk["user_id"].values, np.zeros(ITEMS, np.int64)])
     taken = np.concatenate([chunk["item_id"].values, NUMBERS[1:]])
     everything = Chunk({"user_id": Column(users), "item_id": Column(taken)})

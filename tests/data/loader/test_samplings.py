@@ -126,16 +126,6 @@ def candidates(batch: TowerBatch, low: int, high: int) -> list[tuple[int, int, f
     return rows
 
 
-def test_log_q_of_counted_candidates_is_the_mixture_of_both_sides() -> None:
-    counts = np.bincount(rows_of(SIZE)["item_id"].values, minlength=ITEMS + 1)
-    for batch in loader_of(MIXED):
-        for item, _, log_q in candidates(batch, 0, 8) + candidates(
-            batch, 8, len(batch)
-        ):
-            q = (8 * counts[item] / SIZE + EXTRA / ITEMS) / (8 + EXTRA)
-            assert log_q == pytest.approx(np.log(q), abs=1e-3)
-
-
 def test_mixed_candidates_of_files_are_those_of_rows_in_memory(tmp_path: Path) -> None:
     source = parquet(tmp_path, [20, 21])
     numbers = np.arange(41)

@@ -14,7 +14,7 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.config import LoaderConfig
-from torchrec_ext.data.loader.id_dropout import IdDropout
+from torchrec_ext.data.loader.id_dropout import drop_ids
 from torchrec_ext.data.loader.loader import ChunkLoader
 from torchrec_ext.schema import BatchSchema, DataError
 
@@ -178,4 +178,4 @@ def test_a_sequence_without_a_target_and_an_item_outside_the_table_are_refused()
 def test_sessions_of_ids_alone_take_no_id_dropout() -> None:
     """Whole sessions of unknown items would train nothing, and still count in the weight by which a loss is divided."""
     with pytest.raises(ValueError, match=r"id_dropout=session=0.1 with sessions"):
-        IdDropout(loader_of(5), SCHEMA, {"session": 0.1})
+        drop_ids(loader_of(5), SCHEMA, {"session": 0.1})

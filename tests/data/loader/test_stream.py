@@ -22,10 +22,11 @@ from tests.data.stream_sets import (
     row_numbers,
     schema_of,
 )
+from tests.files import read_parquet
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.files.arrow import RowGroup
-from torchrec_ext.data.files.sources import ParquetSource, read_parquet
+from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader import epoch_order
 from torchrec_ext.data.loader.blocks import BlockLayout
 from torchrec_ext.data.loader.epoch_order import StreamPlan
@@ -457,26 +458,6 @@ def test_a_column_that_a_setting_names_and_nobody_has_is_told_with_the_setting(
             DataError, match=rf"^loader\.{setting}: .*column 'clicked' is missing"
         ):
             ChunkLoader(rows, schema_of(), config=config, device=device)
-
-
-def test_a_set_on_a_device_gives_the_batches_of_rows_in_memory(
-    folder: Path, device: torch.device
-) -> None:
-    source = parquet(folder, [20, 23])
-    chunk = read_parquet([file.path for file in source.files])
-    config = LoaderConfig(batch_size=8, negatives=0, label="label", weight="weight")
-    for shared in ((), ("user_id", "row")):
-        for rank in range(3):
-            options = {"config": config, "rank": rank, "world_size": 3}
-            memory = ChunkLoader(chunk, schema_of(shared), **options)  # type: ignore[arg-type]
-            for rows in (chunk, source):
-                resident = ChunkLoader(
-                    rows, schema_of(shared), device=device, **options
-                )  # type: ignore[arg-type]
-                for left, right in zip(memory, resident, strict=True):
-                    assert right.labels.device.type == device.type
-                    assert equal(left, right.to(torch.device("cpu")))
-                    row_numbers(right.to(torch.device("cpu")))
 
 
 def test_a_state_of_other_files_or_lanes_is_refused(folder: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("duckdb", reason="needs the extra `data`")
 
 from tests.data.preprocess_cases import same
-from torchrec_ext.data.files.sources import read_parquet
+from tests.files import read_parquet
 from torchrec_ext.data.preprocess import (
     Bucketize,
     Categorify,
@@ -95,7 +95,7 @@ def test_a_missing_column_with_the_nearest_name(tmp_path: Path) -> None:
         (
             [1],
             FillMissing(column="x", value=2**63),
-            r"value=9223372036854775808, which does not fit 64 bits",
+            r"value=9223372036854775808; give a value of that type",
         ),
         (
             pa.array([1], pa.uint64()),
@@ -108,11 +108,6 @@ def test_a_missing_column_with_the_nearest_name(tmp_path: Path) -> None:
             r"column 'x' is struct<a: int64>, must be",
         ),
         ([None], Normalize(column="x"), r"column 'x' is null, must be"),
-        (
-            [1, None],
-            FillMissing(column="x", value=2**63),
-            r"value=9223372036854775808, which does not fit 64 bits",
-        ),
         (
             pa.array([None], pa.float64()),
             Normalize(column="x"),

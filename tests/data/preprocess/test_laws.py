@@ -19,7 +19,7 @@ from tests.data.preprocess_cases import (
     with_events,
     write,
 )
-from torchrec_ext.data.files.sources import read_parquet
+from tests.files import read_parquet
 from torchrec_ext.data.preprocess import (
     Bucketize,
     Categorify,
@@ -134,7 +134,7 @@ def test_histories_against_brute_force(con: Any, tmp_path: Path) -> None:
     made = read_parquet(tmp_path / "out/part-00000.parquet")["history"]
     ids = {
         value: place + 1
-        for place, value in enumerate(fitted.states[1].values.to_pylist())
+        for place, value in enumerate(fitted.pairs[1][1].values.to_pylist())
     }
     events = sorted(
         zip(rows["ts"], rows["item"], rows["user"], rows["label"], strict=True)
@@ -148,34 +148,6 @@ def test_histories_against_brute_force(con: Any, tmp_path: Path) -> None:
         assert made.row(row).tolist() == before[-4:]
 
 
-def test_a_test_set_sees_the_training_events(con: Any, tmp_path: Path) -> None:
-    base = {
-        "user": [1, 1, 2],
-        "item": ["a", "b", "c"],
-        "ts": [1, 2, 3],
-        "label": [1.0, 1.0, 1.0],
-    }
-    train = write(base, tmp_path / "train.parquet")
-    test = write(
-        {
-            "user": [1, 2, 3],
-            "item": ["d", "a", "a"],
-            "ts": [2, 9, 9],
-            "label": [1.0] * 3,
-        },
-        tmp_path / "test.parquet",
-    )
-    steps = [
-        History(user="user", item="item", time="ts", length=9),
-        Categorify(column="item", also=("history",)),
-    ]
-    fitted = Preprocessor(steps).fit(train, con=con)
-    fitted.transform(test, tmp_path / "out", con=con, events=[train, test])
-    made = read_parquet(tmp_path / "out/part-00000.parquet")
-    assert [made["history"].row(k).tolist() for k in range(3)] == [[1], [3], []]
-    assert made["item"].values.tolist() == [0, 1, 1]
-
-
 @pytest.mark.parametrize("parts", [2, 7, 100])
 def test_quantiles_are_the_smallest_values_that_so_many_rows_do_not_exceed(
     con: Any, tmp_path: Path, parts: int
@@ -185,7 +157,7 @@ def test_quantiles_are_the_smallest_values_that_so_many_rows_do_not_exceed(
     fitted = Preprocessor([Bucketize(column="age", quantiles=parts)]).fit(path, con=con)
     ordered = np.sort(values)
     expected = [ordered[-(-at * 100 // parts) - 1] for at in range(1, parts)]
-    assert fitted.states[0]["boundaries"] == sorted(
+    assert fitted.pairs[0][1]["boundaries"] == sorted(
         {float(value) for value in expected}
     )
 
@@ -201,23 +173,16 @@ def fitted_by_hand(
     vocabulary = categorical.Vocabulary(
         pa.array([f"i{number}" for number in range(items)]), pa.array(range(items))
     )
+    raw = dict.fromkeys(("shop", "user", "item"), "string")
     return FittedPreprocessor(
-        steps=(
-            HashBucket(column="shop", buckets=buckets),
-            Bucketize(column="price", boundaries=edges, output="price_bucket"),
-            Normalize(column="price"),
-            History(user="user", item="item", time="time", length=length),
-            Categorify(column="item", also=("history",)),
-        ),
-        keep=(),
-        raw={
-            "shop": "string",
-            "price": "double",
-            "user": "string",
-            "item": "string",
-            "time": "int64",
-        },
-        states=({}, {}, {"mean": mean, "std": 1.0}, {}, vocabulary),
+        [
+            (HashBucket(column="shop", buckets=buckets), {}),
+            (Bucketize(column="price", boundaries=edges, output="price_bucket"), {}),
+            (Normalize(column="price"), {"mean": mean, "std": 1.0}),
+            (History(user="user", item="item", time="time", length=length), {}),
+            (Categorify(column="item", also=("history",)), vocabulary),
+        ],
+        {**raw, "price": "double", "time": "int64"},
     )
 
 

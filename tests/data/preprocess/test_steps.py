@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 pytest.importorskip("duckdb", reason="needs the extra `data`")
 
 from tests.data.preprocess_cases import ALL_TIMES, ANY_VALUES, same, with_events, write
+from tests.files import read_parquet
 from torchrec_ext.data.columns import Chunk
-from torchrec_ext.data.files.sources import read_parquet
 from torchrec_ext.data.preprocess import (
     Bucketize,
     Categorify,
@@ -196,7 +196,7 @@ def transformed(fitted: FittedPreprocessor, file: Path, con: Any) -> Chunk:
 def test_times_are_those_of_the_zone(zone: str) -> None:
     step = TimeFeatures(column="t", zone=zone, features=ALL_TIMES)
     times = [0, 86_399, -1, DST - 1, DST, 1_709_164_800, 2_100_000_000]
-    fitted = FittedPreprocessor.of([(step, {})], {"t": "int64"})
+    fitted = FittedPreprocessor([(step, {})], {"t": "int64"})
     made = fitted.online({"t": [*times, None, 2**62]})
     for row, second in enumerate(times):
         local = datetime.datetime.fromtimestamp(second, zoneinfo.ZoneInfo(zone))
@@ -210,7 +210,7 @@ def test_times_are_those_of_the_zone(zone: str) -> None:
 
 def test_a_cross_tells_combinations_apart(con: Any) -> None:
     step = Cross(columns=("a", "b"), buckets=10**9)
-    fitted = FittedPreprocessor.of([(step, {})], {"a": "string", "b": "int64"})
+    fitted = FittedPreprocessor([(step, {})], {"a": "string", "b": "int64"})
     rows = {"a": ["x", "x1", "x", None, "x"], "b": [12, 2, 12, 12, None]}
     ids = fitted.online(rows)["a_x_b"].values.tolist()
     alone = [
@@ -226,4 +226,4 @@ def test_float32_is_fitted_in_64_bits(con: Any, tmp_path: Path) -> None:
     values = pa.array([1e7 - 1, 1e7 + 1] * 5_000, pa.float32())
     pq.write_table(pa.table({"x": values}), tmp_path / "a.parquet")
     fitted = Preprocessor([Normalize(column="x")]).fit(tmp_path / "a.parquet", con=con)
-    assert fitted.states == ({"mean": 1e7, "std": 1.0},)
+    assert fitted.pairs[0][1] == {"mean": 1e7, "std": 1.0}

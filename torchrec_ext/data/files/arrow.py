@@ -5,9 +5,8 @@ RowGroup: a row group of a file, or a part of one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -52,7 +51,6 @@ def as_column(
     group: RowGroup,
     name: str,
     data: pa.Array | pa.ChunkedArray,
-    fill: Mapping[str, Any],
 ) -> Column:
     """Checks a column of a row group and returns it as numpy arrays.
 
@@ -60,34 +58,25 @@ def as_column(
         group: the row group, for messages.
         name: name of the column.
         data: values of the column.
-        fill: maps a column to the value that stands for null; in a list column for null elements. A null list is empty.
 
     Raises:
-        DataError: there is a null without a value for it.
+        DataError: there is a null.
     """
     array = one_piece(data)
+    # Unlike array.values, flatten leaves out the values outside a slice.
+    values = array.flatten() if is_list_type(array.type) else array
     lengths = None
-    values = array
-    if is_list_type(array.type):
-        # A null list has no length; it becomes an empty one.
-        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(
-            zero_copy_only=False
-        )
-        # Unlike array.values, flatten leaves out null lists and the values outside a
-        # slice.
-        values = array.flatten()
+    if values is not array:
+        lengths = pc.list_value_length(array).to_numpy(zero_copy_only=False)
     for each in (array, values):
-        if each.null_count and name not in fill:
+        if each.null_count:
             row = int(pc.index(each.is_null(), True).as_py())
             if each is not array and lengths is not None:
                 row = int(np.searchsorted(np.cumsum(lengths), row, side="right"))
             raise DataError(
                 f"{group.name}, column '{name}', row {group.first + row}: value is null ({each.null_count} nulls in "
-                "the rows read), nulls are not allowed here; fill them where the file is written, or pass "
-                f"fill={{'{name}': ...}}"
+                "the rows read), nulls are not allowed here; fill them where the file is written"
             )
-    if values.null_count:
-        values = values.fill_null(fill[name])
     found = _numpy(values)
     return Column(found) if lengths is None else Column.from_lengths(found, lengths)
 

@@ -108,10 +108,6 @@ class EventLog:
         self._row = 0
         self._waiting = []
         self._seen = set()
-        if "row" not in state:
-            raise DataError(
-                f"{self.folder}: the run of an earlier version read files that grow; train anew in another --run_dir"
-            )
         if not state["file"]:
             return
         if not (self.folder / state["file"]).exists():

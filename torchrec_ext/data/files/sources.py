@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast, get_args
+from typing import BinaryIO, NamedTuple, cast
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -25,7 +25,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from torchrec_ext.data.columns import Chunk, concatenate_rows, with_elements
+from torchrec_ext.data.columns import Chunk, with_elements
 from torchrec_ext.data.files.arrow import Kind, as_column, kind_of
 from torchrec_ext.data.files.arrow import RowGroup as RowGroup
 from torchrec_ext.schema import DataError
@@ -62,14 +62,12 @@ class DataFile:
         path: path of the file in its file system.
         partitions: values of the hive partitions (``day=3/``) that the file lies in.
         remote: file system of a remote file; None for a local one.
-        stamp: size and time of the last change when the file was found.
     """
 
     name: str
     path: str
     partitions: Mapping[str, str] = field(default_factory=dict)
     remote: fs.FileSystem | None = None
-    stamp: tuple[int, int] = (0, 0)
 
     def open(self) -> BinaryIO:
         """Opens the file for reading."""
@@ -117,21 +115,21 @@ def _find(address: str) -> list[DataFile]:
         # A file may have brackets in its name.
         base = str(Path(*_before_wildcard(Path(path).parts)))
         matches = sorted(glob.glob(path, recursive=True))
-    found: dict[str, fs.FileInfo] = {}
+    found = set()
     left_out = []
     for match in matches:
         info = system.get_file_info(match)
         if info.type == fs.FileType.NotFound:
             raise DataError(f"{address}: no such file; check the path")
         if info.is_file:
-            found[info.path] = info
+            found.add(info.path)
             continue
         below = system.get_file_info(fs.FileSelector(info.path, recursive=True))
         for each in below:
             inside = Path(each.path).relative_to(info.path).parts
             if each.is_file and not any(part.startswith(_HIDDEN) for part in inside):
                 if each.path.endswith(ENDINGS):
-                    found[each.path] = each
+                    found.add(each.path)
                 else:
                     left_out.append(each.base_name)
     if left_out and os.environ.get("RANK", "0") == "0":
@@ -144,7 +142,7 @@ def _find(address: str) -> list[DataFile]:
         rule = f"the folder has no file that ends in {' or '.join(ENDINGS)}"
         raise DataError(f"{address}: {rule}; check the path")
     files = []
-    for where, info in sorted(found.items()):
+    for where in sorted(found):
         place = where if remote else str(Path(where))
         partitions = {}
         for segment in Path(place).relative_to(base).parts[:-1]:
@@ -152,8 +150,7 @@ def _find(address: str) -> list[DataFile]:
             if equals:
                 partitions[key] = unquote(value)
         name = f"{scheme}{separator}{place}"
-        stamp = (info.size or 0, info.mtime_ns or 0)
-        files.append(DataFile(name, place, partitions, remote, stamp))
+        files.append(DataFile(name, place, partitions, remote))
     return files
 
 
@@ -179,8 +176,6 @@ class ParquetSource:
         paths: files, folders, patterns, or addresses such as ``s3://bucket/clicks``, see :func:`find_files`. Hive
             partitions (``day=3/``) below a named folder, or from the first wildcard of a pattern on, are columns,
             integers if all their values are.
-        fill: maps a column to the value that stands for null; other columns must have no nulls. In a list column it
-            stands for null elements, and a null list is empty.
 
     Raises:
         DataError: a path names nothing, a file is not parquet or cut short, or there are no rows.
@@ -191,14 +186,8 @@ class ParquetSource:
         torchrec_ext.schema.validation.DataError: clicks/part-0.parquet: no such file; check the path
     """
 
-    def __init__(
-        self,
-        paths: PathLike | Sequence[PathLike],
-        *,
-        fill: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, paths: PathLike | Sequence[PathLike]) -> None:
         self.files = find_files(paths)
-        self._fill = fill or {}
         self._footers: dict[str, pq.FileMetaData] = {}
         with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
             self._openings = list(pool.map(self._opening, self.files))
@@ -303,10 +292,6 @@ class ParquetSource:
         if name in schema.names:
             return schema.field(name).type
         hint = did_you_mean(name, schema.names, "rename the column, or write it")
-        for other, opening in zip(self.files, self._openings, strict=True):
-            if name in opening.schema.names:
-                hint = f"{other.name} has it"
-                break
         raise DataError(
             f"{self.files[file].name}: column '{name}' is missing, the file has {listed(schema.names)}; {hint}"
         )
@@ -409,17 +394,14 @@ class ParquetSource:
     ) -> Chunk:
         stored = self._stored(names)
         table = self._table(part, stored, read_table)
-        columns = {
-            name: as_column(part, name, table.column(name), self._fill)
-            for name in stored
-        }
+        columns = {name: as_column(part, name, table.column(name)) for name in stored}
         for name, kind in self._partitions.items():
             if name in names:
                 text = self.files[part.file].partitions[name]
                 value = None if text == NULL_PARTITION else text
                 texts = pa.repeat(pa.scalar(value, pa.string()), part.rows)
                 array = texts.cast(kind)
-                columns[name] = as_column(part, name, array, self._fill)
+                columns[name] = as_column(part, name, array)
         return with_elements(Chunk(columns), names, part.name, part.first)
 
     def _table(
@@ -494,36 +476,6 @@ def _unreadable(file: DataFile, error: Exception) -> DataError:
     if has_magic:
         rule = f"starts as parquet, but its footer is missing or damaged ({size} bytes): it was cut short"
     return DataError(f"{file.name}: {rule}; copy or write it again ({error})")
-
-
-def read_parquet(
-    paths: PathLike | Sequence[PathLike],
-    columns: Mapping[str, Kind] | Sequence[str] | None = None,
-) -> Chunk:
-    """Reads whole files, one after the other.
-
-    Args:
-        paths: one file or several with the same columns.
-        columns: names, or names with the kind that each must have; all columns by default.
-
-    Raises:
-        DataError: a file is missing, is not parquet, is cut short or damaged, has no rows, lacks a column, has one of
-            another type, or holds a null.
-
-    Example:
-        >>> read_parquet("ratings.parquet", {"user_id": "int"})
-        Traceback (most recent call last):
-        torchrec_ext.schema.validation.DataError: ratings.parquet: no such file; check the path
-    """
-    source = ParquetSource(paths)
-    names = list(source.columns if columns is None else columns)
-    kinds: dict[str, Sequence[Kind]] = dict.fromkeys(names, get_args(Kind))
-    if isinstance(columns, Mapping):
-        kinds |= {name: (kind,) for name, kind in columns.items()}
-    source.require(kinds)
-    return concatenate_rows(
-        [source.read(group, names) for group in source.groups], names
-    )
 
 
 def read_columns(path: PathLike, names: Sequence[str] | None = None) -> pa.Table:

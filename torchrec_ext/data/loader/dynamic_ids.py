@@ -15,7 +15,7 @@ from torchrec_ext.data.loader.epochs import Epochs
 from torchrec_ext.ids import Dynamic, DynamicIds
 from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.ids.policy import IdsChangedError
-from torchrec_ext.schema import BatchSchema, DataError, IdHook, RowNumbers
+from torchrec_ext.schema import BatchSchema, IdHook, RowNumbers
 from torchrec_ext.schema.validation import listed
 
 
@@ -40,6 +40,8 @@ class DynamicIdLoader:
 
     Attributes:
         ids: the ids of the tables, by the feature that stands for them.
+        features: the features of each set of ids, likewise.
+        tables: the tables of each set of ids, likewise.
 
     Raises:
         ValueError: a loader without a hook, a feature that the schema does not have or check, two of one table, or a
@@ -63,14 +65,14 @@ class DynamicIdLoader:
         raw_ids: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._loader = loader
-        self._tables = {
+        self.tables = {
             name: _tables(schema, name, policy) for name, policy in features.items()
         }
-        self._space_of: dict[str, str] = {}
+        self.features: dict[str, list[str]] = {name: [] for name in features}
         for feature in schema.sparse:
             spaces = [
                 name
-                for name, tables in self._tables.items()
+                for name, tables in self.tables.items()
                 if not tables.isdisjoint(feature.tables)
             ]
             if len(spaces) > 1:
@@ -78,9 +80,8 @@ class DynamicIdLoader:
                     f"features '{spaces[0]}' and '{spaces[1]}' share table {feature.readers}, whose rows belong to one "
                     "set of ids; give settings for one of them"
                 )
-            if spaces:
-                self._space_of[feature.name] = spaces[0]
-        self._policies = dict(features)
+            for space in spaces:
+                self.features[space].append(feature.name)
         self._raw_ids = dict(raw_ids or {})
         self.ids = DynamicIds(features, every=every, group=group)
         self._fresh: tuple[Fresh, ...] = ()
@@ -97,19 +98,6 @@ class DynamicIdLoader:
         # Look-ups of this rank at the last figures, and those among them that read row
         # 0.
         self._reported = torch.zeros(2, dtype=torch.int64)
-
-    @property
-    def features(self) -> dict[str, list[str]]:
-        """The features of each set of ids, by the feature that stands for them."""
-        features: dict[str, list[str]] = {}
-        for name, space in self._space_of.items():
-            features.setdefault(space, []).append(name)
-        return features
-
-    @property
-    def tables(self) -> dict[str, set[str]]:
-        """The tables of each set of ids, by the feature that stands for them."""
-        return self._tables
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -128,7 +116,7 @@ class DynamicIdLoader:
         fresh = []
         for note in notes:
             # Sorted: a set of names has another order in each process.
-            for table in sorted(self._tables[note.table]):
+            for table in sorted(self.tables[note.table]):
                 fresh.append(note._replace(table=table))
         self._fresh = tuple(fresh)
         return self._split(bags, rows)
@@ -144,9 +132,14 @@ class DynamicIdLoader:
         """Returns the raw ids of each set of ids, feature by feature."""
         raw = {}
         for space, names in self.features.items():
-            raw[space] = torch.cat(
-                [self._raw(name, bags[name].values) for name in names]
-            )
+            values = []
+            for name in names:
+                ids = bags[name].values
+                of_vocabulary = self._raw_ids.get(name)
+                if of_vocabulary is not None:
+                    ids = of_vocabulary.index_select(0, ids)
+                values.append(ids)
+            raw[space] = torch.cat(values)
         return raw
 
     def _split(
@@ -160,22 +153,6 @@ class DynamicIdLoader:
             for name, part in zip(names, parts, strict=True):
                 replaced[name] = bags[name]._replace(values=part)
         return replaced
-
-    def _raw(self, feature: str, ids: Tensor) -> Tensor:
-        """Returns the raw ids of a feature's ids."""
-        raw_ids = self._raw_ids.get(feature)
-        if raw_ids is None:
-            return ids
-        # torch checks the range anyway, so the ids are looked at again only to name
-        # one.
-        try:
-            return raw_ids.index_select(0, ids)
-        except IndexError:
-            outside = ids[(ids < 0) | (ids >= len(raw_ids))]
-            raise DataError(
-                f"feature '{feature}': id {int(outside[0])} is no row of its vocabulary, which has the rows 0 to "
-                f"{len(raw_ids) - 1}; fix the data"
-            ) from None
 
     def figures(self) -> dict[str, float]:
         """Returns :meth:`DynamicIds.figures` as floats; collective.
@@ -247,7 +224,7 @@ class DynamicIdLoader:
         tables = {}
         # A state as of a training with dynamic ids in which no id has been looked up
         # yet.
-        for name in self._tables:
+        for name in self.tables:
             ids = self._raw_ids.get(name)
             if ids is None or int(ids[0]) != EMPTY:
                 raise IdsChangedError(

@@ -126,6 +126,7 @@ class Epochs(ABC):
 
     Attributes:
         depth: number of batches that a thread builds ahead.
+        epoch: the epoch that it is in.
 
     Raises:
         DataError: an epoch would have no step.
@@ -140,7 +141,7 @@ class Epochs(ABC):
         # costs most models more than it hides.
         usual = _AHEAD_ON_GPU if on_gpu else 0
         self.depth = usual if config.prefetch is None else config.prefetch
-        self._epoch = 0
+        self.epoch = 0
         self._step = 0
         self._start = 0
         self._is_over = False
@@ -169,7 +170,7 @@ class Epochs(ABC):
 
     def set_epoch(self, epoch: int) -> None:
         """Starts ``epoch``, counted from 0, at its first step."""
-        self._epoch = epoch
+        self.epoch = epoch
         self._step = 0
         self._start = 0
         self._is_over = False
@@ -179,14 +180,14 @@ class Epochs(ABC):
         if self._is_over and self.config.shuffle:
             # As silent as with torch's DistributedSampler otherwise.
             warnings.warn(
-                f"{type(self).__name__}: another pass over epoch {self._epoch}, in the same order; call "
+                f"{type(self).__name__}: another pass over epoch {self.epoch}, in the same order; call "
                 "set_epoch(epoch) before each pass",
                 stacklevel=2,
             )
         start = self._start
         self._start = 0
         self._step = start
-        batches = self.epoch_batches(self._epoch, start)
+        batches = self.epoch_batches(self.epoch, start)
         # In the thread that builds batches, if there is one: pinning copies them.
         if self._pin:
             batches = (batch.pin_memory() for batch in batches)
@@ -206,7 +207,7 @@ class Epochs(ABC):
                 do not count).
         """
         return {
-            "epoch": self._epoch,
+            "epoch": self.epoch,
             "step": self._step if step is None else step,
             "stream": self.stream_facts(),
         }
@@ -229,7 +230,7 @@ class Epochs(ABC):
                 f"cannot resume in the middle of an epoch: {', '.join(changes)}; restore these settings, or begin a "
                 "new run with its weights (start.path)"
             )
-        self._epoch = int(state["epoch"])
+        self.epoch = int(state["epoch"])
         self._step = int(state["step"])
         self._start = self._step
         self._is_over = False

@@ -1,27 +1,32 @@
-"""Id dropout: replaces some ids by the out-of-vocabulary row in training, to train that row for unseen ids."""
+"""drop_ids(): in training some ids become the out-of-vocabulary row, to train that row for unseen ids."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
 
 import torch
 
-from torchrec_ext.batch import Jagged, ResumableLoader, TowerBatch
+from torchrec_ext.batch import Jagged, ResumableLoader
 from torchrec_ext.data.loader.loader import ChunkLoader
 from torchrec_ext.data.negatives.random import device_uniform, stream
 from torchrec_ext.schema import BatchSchema, RowNumbers
 from torchrec_ext.schema.validation import listed
 
 
-class IdDropout:
-    """Wraps a loader and replaces random ids of some features by the feature's out-of-vocabulary row.
+def drop_ids(
+    loader: ResumableLoader,
+    schema: BatchSchema,
+    rates: Mapping[str, float],
+    *,
+    seed: int = 0,
+) -> ChunkLoader:
+    """Has a loader replace random ids of some features by the feature's out-of-vocabulary row, from now on.
 
     Without the id, the other features must carry the score, and the out-of-vocabulary row is trained beside them: an
     unseen item, looked up by that row, gets a vector from its features (DropoutNet, Volkovs et al. 2017). It has to
-    happen here, in the batch: TorchRec's pipelines send ids to their shards before the model's forward runs. Wrap the
+    happen here, in the batch: TorchRec's pipelines send ids to their shards before the model's forward runs. Take the
     training loader only.
 
     What is dropped is a function of (seed, epoch, number of the row, id), so it is the same on any number of ranks, at
@@ -30,7 +35,7 @@ class IdDropout:
     that of the out-of-vocabulary row.
 
     Args:
-        loader: loader of the training batches, whose columns it replaces from now on.
+        loader: loader of the training batches, which is returned.
         schema: schema of the batches; a feature's ``oov_id`` is the row of dropped ids.
         rates: share of ids that are dropped, by feature, at least 0 and below 1.
         seed: seed of the choice.
@@ -40,82 +45,46 @@ class IdDropout:
 
     Example::
 
-        loader = IdDropout(training_loader(data, schema, config), schema, {"item_id": 0.2}, seed=job.train.seed)
+        loader = drop_ids(training_loader(data, schema, config), schema, {"item_id": 0.2}, seed=job.train.seed)
     """
-
-    def __init__(
-        self,
-        loader: ResumableLoader,
-        schema: BatchSchema,
-        rates: Mapping[str, float],
-        *,
-        seed: int = 0,
-    ) -> None:
-        if not isinstance(loader, ChunkLoader) or loader.sessions:
-            name, rate = next(iter(rates.items()))
-            what = (
-                "sessions" if isinstance(loader, ChunkLoader) else type(loader).__name__
-            )
+    if not isinstance(loader, ChunkLoader) or loader.sessions:
+        name, rate = next(iter(rates.items()))
+        what = "sessions" if isinstance(loader, ChunkLoader) else type(loader).__name__
+        raise ValueError(
+            f"id_dropout={name}={rate} with {what}: the items have no features to stand for a dropped id; leave "
+            "id_dropout out"
+        )
+    rows_of_unknown = {}
+    for name, rate in rates.items():
+        feature = schema.feature(name)
+        if feature is None:
             raise ValueError(
-                f"id_dropout={name}={rate} with {what}: the items have no features to stand for a dropped id; leave "
-                "id_dropout out"
+                f"rates names '{name}', which is no sparse feature; the features are {listed(schema.keys)}"
             )
-        for name, rate in rates.items():
-            if schema.feature(name) is None:
-                raise ValueError(
-                    f"rates names '{name}', which is no sparse feature; the features are {listed(schema.keys)}"
-                )
-            if not 0 <= rate < 1:
-                raise ValueError(
-                    f"rates: {name}={rate}: must be at least 0 and below 1; 0.1 to 0.3 is usual"
-                )
-        self._loader = loader
-        self._schema = schema
-        self._rates = {name: rate for name, rate in rates.items() if rate}
-        self._seed = seed
-        self._epoch = 0
-        loader.hook.replace = self._dropped
+        if not 0 <= rate < 1:
+            raise ValueError(
+                f"rates: {name}={rate}: must be at least 0 and below 1; 0.1 to 0.3 is usual"
+            )
+        rows_of_unknown[name] = feature.oov_id
 
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[TowerBatch]:
-        return iter(self._loader)
-
-    def _dropped(
-        self, bags: Mapping[str, Jagged], numbers: RowNumbers
-    ) -> dict[str, Jagged]:
-        """See :class:`IdHook`."""
+    def dropped(bags: Mapping[str, Jagged], numbers: RowNumbers) -> dict[str, Jagged]:
         replaced = {}
-        key = stream(self._seed, self._epoch)
-        for name, rate in self._rates.items():
-            feature = self._schema.feature(name)
-            assert feature is not None, "checked above"
+        key = stream(seed, loader.epoch)
+        for name, oov_id in rows_of_unknown.items():
             values, lengths = bags[name]
-            rows = numbers.shared if name in self._schema.shared else numbers.rows
+            rows = numbers.shared if name in schema.shared else numbers.rows
             if lengths is not None:
                 rows = rows.repeat_interleave(lengths, output_size=len(values))
             # A stream for each feature, so that one is dropped whether or not another
             # is.
             drawn = device_uniform(stream(key, _salt(name)), rows, values)
             replaced[name] = bags[name]._replace(
-                values=torch.where(drawn < rate, feature.oov_id, values)
+                values=torch.where(drawn < rates[name], oov_id, values)
             )
         return replaced
 
-    def set_epoch(self, epoch: int) -> None:
-        """Starts ``epoch``, counted from 0, at its first step."""
-        self._epoch = epoch
-        self._loader.set_epoch(epoch)
-
-    def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
-        """Returns the state of the wrapped loader."""
-        return self._loader.state_dict(step=step)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues at the saved position, on any number of ranks."""
-        self._epoch = int(state["epoch"])
-        self._loader.load_state_dict(state)
+    loader.hook.replace = dropped
+    return loader
 
 
 @lru_cache

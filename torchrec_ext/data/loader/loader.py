@@ -267,7 +267,7 @@ class ChunkLoader(Epochs):
             drawn uniformly and shared by all targets of a step; 0 makes the whole catalogue the candidates.
 
     Attributes:
-        hook: where :class:`IdDropout` and :class:`DynamicIdLoader` replace the ids of the batches.
+        hook: where :func:`drop_ids` and :class:`DynamicIdLoader` replace the ids of the batches.
         sessions: see above; None for other rows.
 
     Raises:
@@ -376,7 +376,7 @@ class ChunkLoader(Epochs):
             return
         start = self._start
         self._start = 0
-        drawn = rows.drawn(self._epoch, start, inside=inside)
+        drawn = rows.drawn(self.epoch, start, inside=inside)
         for step, item in enumerate(drawn, start=start + 1):
             self._step = step
             yield item

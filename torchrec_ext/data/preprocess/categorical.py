@@ -7,7 +7,7 @@ decimal. MD5 is no safeguard here. It takes 1.5 microseconds for each different 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -75,8 +75,7 @@ class Vocabulary:
         if not len(ordered):
             return np.zeros(len(values), dtype=np.int64)
         # Texts are found by their hashes, which take 8 bytes each and no object.
-        texts = values.to_pylist() if self._texts else []
-        keys = _hashes(texts) if self._texts else integers(values)
+        keys = _hashes(values) if self._texts else integers(values)
         places = ordered.searchsorted(keys)
         # Beyond the last value: any place does, since the value there is another.
         places[places == len(ordered)] = 0
@@ -85,9 +84,10 @@ class Vocabulary:
             is_known &= valid_of(values)
         found: Int64 = np.where(is_known, ids[places], 0)
         # Equal hashes do not make equal texts.
-        for row in np.flatnonzero(found).tolist() if texts else ():
-            if self.values[int(found[row]) - 1].as_py() != texts[row]:
-                found[row] = self._of_equal_hashes(keys[row], texts[row])
+        for row in np.flatnonzero(found).tolist() if self._texts else ():
+            text = values[row].as_py()
+            if self.values[int(found[row]) - 1].as_py() != text:
+                found[row] = self._of_equal_hashes(keys[row], text)
         return found
 
     def _of_equal_hashes(self, key: int, text: str) -> int:
@@ -105,7 +105,7 @@ class Vocabulary:
     @cached_property
     def _index(self) -> tuple[Int64, Int64]:
         """The values, or texts' hashes, in ascending order, and their ids: 16 bytes a value, and no object for each."""
-        keys = _hashes_of(self.values) if self._texts else self.values.to_numpy()
+        keys = _hashes(self.values) if self._texts else self.values.to_numpy()
         ids = np.argsort(keys)
         ordered = keys[ids]
         ids += 1
@@ -115,23 +115,12 @@ class Vocabulary:
 # Values of a vocabulary for each value, below which Arrow's table is made: it takes 60 ns
 # a value and 40 a text, and the index 230 a text.
 _TABLE = 3
-# As many texts as a block of rows has, so that a vocabulary of any size needs no more
-# objects than a block.
-_TEXTS_AT_ONCE = 65_536
 
 
-def _hashes_of(texts: pa.Array) -> Int64:
-    """Returns Python's hash of each text, from as many objects at a time as a block has."""
-    hashes = np.empty(len(texts), dtype=np.int64)
-    for start in range(0, len(texts), _TEXTS_AT_ONCE):
-        hashes[start : start + _TEXTS_AT_ONCE] = _hashes(
-            texts.slice(start, _TEXTS_AT_ONCE).to_pylist()
-        )
-    return hashes
-
-
-def _hashes(values: Sequence[object]) -> Int64:
-    return np.fromiter(map(hash, values), dtype=np.int64, count=len(values))
+def _hashes(texts: pa.Array) -> Int64:
+    """Returns Python's hash of each text, one object at a time."""
+    hashes = (hash(text.as_py()) for text in texts)
+    return np.fromiter(hashes, dtype=np.int64, count=len(texts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,12 +268,6 @@ class HashBucket(ColumnStep):
 
     def __post_init__(self) -> None:
         check_least(f"HashBucket('{self.column}'): buckets", self.buckets)
-
-    def types(self, types: Types) -> Types:
-        """Returns integers, as many per row as there were values."""
-        remedy = "bucket a number with Bucketize, or cast it where it is written"
-        dtype = need(types, self, self.column, IDS | ID_LISTS, remedy)
-        return {self.writes[0]: id_type(dtype)}
 
     def apply(self, columns: Arrays, state: StepState) -> Arrays:
         """Hashes each value, or each element; a null element keeps its place in a list, as id 0."""

@@ -26,6 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchrec_ext.data.columns import Chunk
+from torchrec_ext.data.files.arrow import one_piece
 from torchrec_ext.data.preprocess.categorical import (
     Categorify,
     Cross,
@@ -52,7 +53,7 @@ from torchrec_ext.data.preprocess.columns import (
 )
 from torchrec_ext.data.preprocess.files import write_files
 from torchrec_ext.data.preprocess.folders import keep_sources, whole_folder
-from torchrec_ext.data.preprocess.history import History
+from torchrec_ext.data.preprocess.history import History, event_columns
 from torchrec_ext.data.preprocess.lists import Lists
 from torchrec_ext.data.preprocess.numeric import (
     Bucketize,
@@ -73,7 +74,7 @@ from torchrec_ext.data.preprocess.rows import (
 from torchrec_ext.data.preprocess.step import Step, StepState, quoted
 from torchrec_ext.data.preprocess.times import TimeFeatures, per_second
 from torchrec_ext.schema import DataError
-from torchrec_ext.schema.validation import did_you_mean, listed
+from torchrec_ext.schema.validation import listed
 from torchrec_ext.sealed import existing_folder, json_digest, measure_file
 
 _SPARK = {
@@ -84,41 +85,24 @@ _SPARK = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class FittedPreprocessor:
     """A preprocessor's steps and fitted states, for files and for requests.
 
     Args:
-        steps: steps, in order.
-        keep: names of columns that are handed on as they are.
+        pairs: the steps with their states, in order.
         raw: raw types of the columns that fitting saw.
-        states: state of each step.
+        keep: names of columns that are handed on as they are.
     """
 
-    steps: tuple[Step, ...]
-    keep: tuple[str, ...]
+    pairs: Sequence[tuple[Step, StepState]]
     raw: Mapping[str, str]
-    states: tuple[StepState, ...]
+    keep: Sequence[str] = ()
 
-    @classmethod
-    def of(
-        cls,
-        pairs: Sequence[tuple[Step, StepState]],
-        raw: Mapping[str, str],
-        keep: Sequence[str] = (),
-    ) -> FittedPreprocessor:
-        """Builds the preprocessor of steps with their states; see the class for the other arguments."""
-        return cls(
-            steps=tuple(step for step, _ in pairs),
-            keep=tuple(keep),
-            raw=raw,
-            states=tuple(state for _, state in pairs),
-        )
-
-    @cached_property
-    def pairs(self) -> list[tuple[Step, StepState]]:
-        """The steps with their states, in order."""
-        return list(zip(self.steps, self.states, strict=True))
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps, in order."""
+        return tuple(step for step, _ in self.pairs)
 
     def state_of(self, name: str) -> StepState | None:
         """Returns the state of the last step that writes a column; None if no step does."""
@@ -128,11 +112,11 @@ class FittedPreprocessor:
 
     def by_value(self) -> FittedPreprocessor:
         """Returns these steps with ids in the order of the values, and not of their counts."""
-        states = [
-            state.by_value() if isinstance(state, Vocabulary) else state
-            for state in self.states
+        pairs = [
+            (step, state.by_value() if isinstance(state, Vocabulary) else state)
+            for step, state in self.pairs
         ]
-        return dataclasses.replace(self, states=tuple(states))
+        return dataclasses.replace(self, pairs=pairs)
 
     def only(self, names: Collection[str]) -> FittedPreprocessor:
         """Returns the steps behind the columns ``names`` alone, so that a request needs fewer columns."""
@@ -146,7 +130,7 @@ class FittedPreprocessor:
             needed |= set(narrowed.reads)
             pairs.insert(0, (narrowed, state))
         keep = [name for name in self.keep if name in names]
-        return FittedPreprocessor.of(pairs, self.raw, keep)
+        return FittedPreprocessor(pairs, self.raw, keep)
 
     @cached_property
     def types(self) -> list[Types]:
@@ -232,12 +216,6 @@ class FittedPreprocessor:
         return columns
 
     @cached_property
-    def event_reads(self) -> tuple[str, ...]:
-        """Names of the needed columns of the events behind histories."""
-        names = [name for step in self.steps for name in step.event_reads]
-        return tuple(dict.fromkeys(names))
-
-    @cached_property
     def schema(self) -> pa.Schema:
         """The result's columns in Arrow."""
         columns = {}
@@ -297,7 +275,7 @@ class FittedPreprocessor:
             connected(con) as opened,
         ):
             data, past = open_rows(
-                source, events, list(self.raw), self.event_reads, opened
+                source, events, list(self.raw), event_columns(self.steps), opened
             )
             data.check_types(self.raw, "in fitting")
             # The folder `out` is replaced at the end: no file in it may be a source.
@@ -403,20 +381,14 @@ class FittedPreprocessor:
             is_there = valid_of(values)
         index = int((~is_there).argmax())
         row = index if array is values else column_of(array).row_of(index)
+        remedy = f"put FillMissing(column='{field.name}', ...) before it"
+        if field.name in self.keep:
+            remedy = "it is kept as it is: fill it where it is written"
         rule = (
             "the result is missing: null, NaN or beyond float32; send a value, or have it filled by the preprocessor: "
-            f"{self.remedies().get(field.name, 'fill it before')}"
+            f"{remedy}"
         )
         raise CellError(field.name, row, rule)
-
-    def remedies(self) -> dict[str, str]:
-        """Returns the remedy for a missing value, by column of the result."""
-        remedies = {
-            name: f"put FillMissing(column='{name}', ...) before it"
-            for name in self.outputs
-        }
-        kept_remedy = "it is kept as it is: fill it where it is written"
-        return remedies | dict.fromkeys(self.keep, kept_remedy)
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
         """Writes JSON and parquet; see :mod:`torchrec_ext.data.preprocess.fitted`. The folder is whole or not there.
@@ -432,21 +404,18 @@ class FittedPreprocessor:
                     f"{listed(STEPS)}"
                 )
         with whole_folder(folder, overwrite=overwrite, mark=_MAIN) as staging:
-            steps = [
-                _save_step(number, *pair, staging)
-                for number, pair in enumerate(self.pairs)
-            ]
             main = {
                 "version": VERSION,
                 "keep": list(self.keep),
                 "columns": dict(self.raw),
-                "steps": steps,
+                "steps": [
+                    _save_step(number, step, state, staging)
+                    for number, (step, state) in enumerate(self.pairs)
+                ],
             }
             text = json.dumps(main, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
             (staging / _MAIN).write_text(text)
-            (staging / DIGEST).write_text(
-                hashlib.sha256(text.encode()).hexdigest() + "\n"
-            )
+            (staging / DIGEST).write_text(_digest(text) + "\n")
 
     @classmethod
     def load(cls, folder: str | Path) -> FittedPreprocessor:
@@ -456,17 +425,29 @@ class FittedPreprocessor:
             DataError: a file is missing or damaged, or of a version or a step that this package does not know.
         """
         folder = existing_folder(Path(folder))
-        text = _main_text(folder)
         try:
+            text = (folder / _MAIN).read_text()
+            if _digest(text) != (folder / DIGEST).read_text().strip():
+                raise DataError(
+                    f"{folder / _MAIN}: does not fit {DIGEST}: it was changed or damaged; copy the folder anew"
+                )
             return _from_json(folder, json.loads(text))
         except DataError:
             raise
-        # The digests fit, so somebody wrote it by hand.
+        except FileNotFoundError as error:
+            raise DataError(
+                f"{error.filename}: no such file; name the whole folder that FittedPreprocessor.save wrote"
+            ) from None
+        # The disk's, or of what somebody wrote by hand.
         except Exception as error:
             kind = type(error).__name__
             raise DataError(
-                f"{folder / _MAIN}: is not that of a preprocessor ({kind}: {error}); save it again"
+                f"{folder / _MAIN}: cannot be read ({kind}: {error}); copy the folder again, or fit anew"
             ) from None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _narrow_step(step: Step, needed_columns: Collection[str]) -> Step:
@@ -590,7 +571,7 @@ def _from_json(folder: Path, main: Any) -> FittedPreprocessor:
             "log again"
         )
     pairs = [_load_step(folder, entry) for entry in main["steps"]]
-    return FittedPreprocessor.of(pairs, dict(main["columns"]), main["keep"])
+    return FittedPreprocessor(pairs, dict(main["columns"]), main["keep"])
 
 
 def _save_step(
@@ -617,71 +598,20 @@ def _save_step(
 
 
 def _load_step(folder: Path, entry: Mapping[str, Any]) -> tuple[Step, StepState]:
-    name = entry["step"]
-    if name not in STEPS:
-        hint = did_you_mean(
-            name, STEPS, "install the version of torchrec_ext that wrote it"
-        )
-        raise DataError(
-            f"{folder / _MAIN}: there is no step {name!r}, known are {listed(STEPS)}; {hint}"
-        )
-    fields = dict(entry["fields"])
     # JSON has no tuples.
-    for key, value in fields.items():
-        if isinstance(value, list):
-            fields[key] = tuple(value)
-    try:
-        step = STEPS[name](**fields)
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"{folder / _MAIN}: step {name}: {error}; fit it again"
-        ) from error
-    if "vocabulary" in entry:
-        return step, _vocabulary(folder, entry)
-    return step, entry["state"]
-
-
-def _vocabulary(folder: Path, entry: Mapping[str, Any]) -> Vocabulary:
+    fields = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in entry["fields"].items()
+    }
+    step = STEPS[entry["step"]](**fields)
+    if "vocabulary" not in entry:
+        return step, entry["state"]
     # The name alone: a path in the file cannot lead out of the folder.
     path = folder / Path(entry["vocabulary"]).name
-    if not path.exists():
-        raise DataError(
-            f"{path}: no such file, {_MAIN} names it; copy the whole folder"
-        )
     if measure_file(path)["sha256"] != entry["sha256"]:
         raise DataError(
             f"{path}: does not have the SHA-256 in {_MAIN}: it was changed or damaged; copy it again"
         )
-    with pq.ParquetFile(path, page_checksum_verification=True) as file:
-        table = file.read().combine_chunks()
-    # combine_chunks() has made one chunk of each column; of an empty one there is none
-    # to take.
-    if not len(table):
-        return Vocabulary(
-            table["value"].combine_chunks(), table["count"].combine_chunks()
-        )
-    return Vocabulary(table["value"].chunk(0), table["count"].chunk(0))
-
-
-def _main_text(folder: Path) -> str:
-    """Returns the text of the main file, checked by its digest."""
-    text = _text(folder / _MAIN)
-    if hashlib.sha256(text.encode()).hexdigest() != _text(folder / DIGEST).strip():
-        raise DataError(
-            f"{folder / _MAIN}: does not fit {DIGEST}: it was changed or damaged; save it again, or copy the "
-            "folder anew"
-        )
-    return text
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except FileNotFoundError:
-        raise DataError(
-            f"{path}: no such file; name the folder that FittedPreprocessor.save wrote"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{path}: cannot be read ({error}); copy the folder again"
-        ) from error
+    with pq.ParquetFile(path) as file:
+        table = file.read()
+    return step, Vocabulary(one_piece(table["value"]), one_piece(table["count"]))

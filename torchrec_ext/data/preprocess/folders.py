@@ -52,30 +52,17 @@ def whole_folder(out: Path, *, overwrite: bool, mark: str) -> Iterator[Path]:
             f"{out}: must be the path of a folder to make; write to this machine or a mounted disk, and copy it from "
             "there"
         )
-    # Before the check: an earlier result that a killed process hid is put back, and
-    # then counts.
     with disk_errors(out):
+        # Before the check: an earlier result that a killed process hid is put back, and
+        # then counts.
         remove_leftovers(out)
-    _check_free(out, overwrite, mark)
-    with hidden_folder(out) as staging:
+        _check_free(out, overwrite, mark)
+        staging, lock = make_hidden(out)
+    try:
         with disk_errors(out, writing=False):
             yield staging
         with disk_errors(out):
             replace_folder(staging, out)
-
-
-@contextmanager
-def hidden_folder(out: Path) -> Iterator[Path]:
-    """Yields an empty hidden folder beside ``out``, locked until the block ends, after removing killed processes'.
-
-    Raises:
-        DataError: it cannot be made.
-    """
-    with disk_errors(out):
-        remove_leftovers(out)
-        staging, lock = make_hidden(out)
-    try:
-        yield staging
     finally:
         shutil.rmtree(staging, ignore_errors=True)
         os.close(lock)

@@ -109,11 +109,6 @@ class History(Step):
         return (self.user, self.item, self.time, *where, *self.also)
 
     @property
-    def event_reads(self) -> tuple[str, ...]:
-        """Names of the columns of an event."""
-        return self.reads
-
-    @property
     def writes(self) -> tuple[str, ...]:
         """``output``, the lists of ``also``, and the gaps."""
         return (*self.ids, f"{self.output}_gap") if self.gaps else self.ids
@@ -230,6 +225,12 @@ class History(Step):
             f"WINDOW last AS ({order} ROWS BETWEEN {self.length - 1} PRECEDING AND CURRENT ROW), every AS ({order}) "
             f"QUALIFY lead({each}) OVER every IS DISTINCT FROM {each}"
         )
+
+
+def event_columns(steps: Sequence[Step]) -> list[str]:
+    """Returns the names of the columns of the events behind the histories among ``steps``."""
+    histories = [step for step in steps if isinstance(step, History)]
+    return list(dict.fromkeys(name for step in histories for name in step.reads))
 
 
 def _ranks(values: pa.Array) -> Int64:

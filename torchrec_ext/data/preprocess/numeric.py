@@ -116,12 +116,11 @@ def _check_not_empty(step: Any, size: int, where: str) -> None:
 
 
 class _NumberStep(ColumnStep):
-    """A step from one number column to one column."""
+    """A step from one column of numbers to one column, of floats."""
 
-    def types(self, types: Types) -> Types:
-        """Returns floats."""
-        need(types, self, self.column, NUMBERS, "give it numbers")
-        return {self.writes[0]: FLOAT64}
+    takes = NUMBERS
+    remedy = "give it numbers"
+    makes = FLOAT64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +138,8 @@ class Bucketize(_NumberStep):
     boundaries: tuple[float, ...] | None = None
     quantiles: int | None = None
     output: str | None = None
+    remedy = "give it numbers; Categorify takes strings"
+    makes = INT64
 
     def __post_init__(self) -> None:
         if (self.boundaries is None) == (self.quantiles is None):
@@ -157,12 +158,6 @@ class Bucketize(_NumberStep):
     def fit_reads(self) -> tuple[str, ...]:
         """``column``, if boundaries are fitted."""
         return (self.column,) if self.quantiles else ()
-
-    def types(self, types: Types) -> Types:
-        """Returns integers."""
-        remedy = "give it numbers; Categorify takes strings"
-        need(types, self, self.column, NUMBERS, remedy)
-        return {self.writes[0]: INT64}
 
     def fit(self, query: Query, types: Types, where: str) -> StepState:
         """Fits the boundaries."""
@@ -289,11 +284,8 @@ class FillMissing(ColumnStep):
             isinstance(self.value, int | float)
             and not abs(self.value) <= sys.float_info.max
         ):
-            text = str(self.value)
-            if len(text) >= 40:
-                text = f"{text[:20]}... of {len(text)} digits"
             raise ValueError(
-                f"FillMissing('{self.column}'): value={text}: must be finite"
+                f"FillMissing('{self.column}'): value={str(self.value)[:40]}: must be finite"
             )
 
     @property
@@ -311,14 +303,11 @@ class FillMissing(ColumnStep):
             return {self.writes[0]: FLOAT64}
         value = self.value
         fits = {STRING: str, INT64: int, FLOAT64: int | float}[dtype]
-        # To Python a bool is an int.
-        if isinstance(value, bool) or not isinstance(value, fits):
+        # To Python a bool is an int, of any size.
+        is_wrong = isinstance(value, bool) or not isinstance(value, fits)
+        if is_wrong or (dtype == INT64 and not -(2**63) <= int(value or 0) < 2**63):
             raise DataError(
                 f"column '{self.column}' is {raw_type(dtype)}, {self} has {value=!r}; give a value of that type"
-            )
-        if dtype == INT64 and not -(2**63) <= int(value) < 2**63:
-            raise DataError(
-                f"{self} has {value=}, which does not fit 64 bits; give a smaller one"
             )
         return {self.writes[0]: dtype}
 

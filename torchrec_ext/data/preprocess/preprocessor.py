@@ -15,6 +15,7 @@ from torchrec_ext.data.preprocess.fitted import (
     requests_sql,
     stages,
 )
+from torchrec_ext.data.preprocess.history import event_columns
 from torchrec_ext.data.preprocess.rows import (
     Connection,
     Opened,
@@ -69,7 +70,7 @@ class Preprocessor:
         # Histories come from events as the files have them, so no step may have
         # replaced their columns.
         for step in self.steps:
-            late = sorted(step_columns.intersection(step.event_reads))
+            late = sorted(step_columns.intersection(event_columns([step])))
             if late:
                 raise ValueError(
                     f"{step} reads {late}, which an earlier step replaces; put it first"
@@ -100,13 +101,6 @@ class Preprocessor:
             *(name for name in self.keep if name not in file_columns),
         )
 
-    @property
-    def event_columns(self) -> tuple[str, ...]:
-        """Names of the required columns of the events behind histories."""
-        return tuple(
-            dict.fromkeys(name for step in self.steps for name in step.event_reads)
-        )
-
     def fit(
         self,
         source: Source,
@@ -128,23 +122,18 @@ class Preprocessor:
         """
         with connected(con) as opened:
             data, past = open_rows(
-                source, events, self.raw_columns, self.event_columns, opened
+                source, events, self.raw_columns, event_columns(self.steps), opened
             )
             types = stages(self.steps, data.where, data.raw)
-            fitted = FittedPreprocessor(
-                steps=(), keep=tuple(self.keep), raw=data.raw, states=()
-            )
+            fitted = FittedPreprocessor([], data.raw, self.keep)
             with past.blaming(), data.blaming(), telling():
                 for number, step in enumerate(self.steps):
                     if progress:
                         progress(str(step))
                     with _fit_rows(fitted, step, data, past, opened) as query:
                         state = step.fit(query, types[number], data.where)
-                    fitted = dataclasses.replace(
-                        fitted,
-                        steps=(*fitted.steps, step),
-                        states=(*fitted.states, state),
-                    )
+                    pairs = [*fitted.pairs, (step, state)]
+                    fitted = dataclasses.replace(fitted, pairs=pairs)
         return fitted
 
 
@@ -161,7 +150,7 @@ def _fit_rows(
         return
     # Only the steps behind the columns are applied again.
     pairs = [fitted.pairs[number] for number in numbers]
-    before = FittedPreprocessor.of(pairs, data.raw)
+    before = FittedPreprocessor(pairs, data.raw)
     written = {name for earlier, _ in pairs for name in earlier.writes}
     extra = [name for name in names if name not in written]
     types = {**before.request_columns, **{name: data.raw[name] for name in extra}}

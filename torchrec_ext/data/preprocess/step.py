@@ -5,11 +5,18 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 
-from torchrec_ext.data.preprocess.columns import Arrays, Types
+from torchrec_ext.data.preprocess.columns import (
+    ID_LISTS,
+    IDS,
+    Arrays,
+    Types,
+    id_type,
+    need,
+)
 
 StepState = Any  # the result of fitting: a Vocabulary, or a dict of JSON values
 # Runs SQL over a table `fit_rows` with the step's `fit_reads` in working types.
@@ -32,11 +39,6 @@ class Step(ABC):
     @property
     def fit_reads(self) -> tuple[str, ...]:
         """Names of the columns needed in fitting; none if nothing is fitted."""
-        return ()
-
-    @property
-    def event_reads(self) -> tuple[str, ...]:
-        """Names of the needed columns of the events behind histories."""
         return ()
 
     @abstractmethod
@@ -72,10 +74,21 @@ class Step(ABC):
 
 
 class ColumnStep(Step):
-    """A step from one column to one column."""
+    """A step from one column to one column: of values to ids, unless ``makes`` says otherwise."""
 
     column: str
     output: str | None
+    # Types of the column, what to do about others, and the type of the result.
+    takes: ClassVar[Collection[pa.DataType]] = IDS | ID_LISTS
+    remedy: ClassVar[str] = (
+        "bucket a number with Bucketize, or cast it where it is written"
+    )
+    makes: ClassVar[pa.DataType | None] = None
+
+    def types(self, types: Types) -> Types:
+        """Returns the result's type; of ids there are as many per row as there were values."""
+        dtype = need(types, self, self.column, self.takes, self.remedy)
+        return {self.writes[0]: self.makes or id_type(dtype)}
 
     @property
     def reads(self) -> tuple[str, ...]:
