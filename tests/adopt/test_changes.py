@@ -744,28 +744,19 @@ PROGRAMS: dict[str, Program] = {
     **READS,
     **AGAIN,
 }
-OFTEN = AGAIN.keys() | {  # in the default run; the others are in the slow one
-    *(
-        "a class",
-        "__getattr__",
-        "one key of 80",
-        "the environment",
-        "a numpy number",
-        "random numbers of an object",
-    ),
-    *(
-        "a layer appended",
-        "a matrix read from now on",
-        "state cleared",
-        "the user's own step",
-        "a hook on a gradient",
-    ),
-    *(
-        "a teacher's data",
-        "a teacher that shares memory",
-        "counts beside the loss",
-        "a mask",
-    ),
+# In the default run; the others are in the slow one.
+OFTEN = {
+    "a class",
+    "__getattr__",
+    "the environment",
+    "a layer appended",
+    "a matrix read from now on",
+    "state cleared",
+    "the user's own step",
+    "a teacher that shares memory",
+    "counts beside the loss",
+    "a layer frozen and unfrozen",
+    "a target network renewed",
 }
 
 

@@ -255,29 +255,6 @@ def test_after_a_capture_that_failed_half_way_steps_with_dropout_go_on(
     assert F.dropout(ones, 0.5).sum().item() % 2 == 0
 
 
-@pytest.mark.parametrize(
-    "wait",
-    [
-        lambda given: given[given > 0],
-        lambda given: given.nonzero(),
-        lambda given: given.cpu().to(given.device),
-        lambda given: torch.repeat_interleave(given.long()),
-        lambda given: given.unique(),
-    ],
-    ids=["a mask", "nonzero", "a copy to the host", "repeat_interleave", "unique"],
-)
-def test_ops_that_wait_are_named(wait: Callable[[Tensor], Tensor]) -> None:
-    given = torch.ones(8, device="cuda")
-    with pytest.raises(
-        CannotCaptureError, match=r"test_gpu\.py:\d+ .*waits for the device: aten"
-    ):
-        cuda_graph(
-            lambda weight, given: [weight.add_(wait(given).sum())],
-            [torch.zeros(8, device="cuda")],
-            [given],
-        )
-
-
 def test_too_little_memory_is_refused_by_name() -> None:
     weight = torch.zeros(8, device="cuda")
     free = torch.cuda.mem_get_info()[1]
