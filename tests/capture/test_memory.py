@@ -16,7 +16,6 @@ from tests.examples import USERS, batches
 from torchrec_ext.capture import memory as step_memory
 from torchrec_ext.capture.captured import CapturedStep
 from torchrec_ext.capture.executors import as_it_is
-from torchrec_ext.capture.sharded import ShardedSource
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Schedule
 from torchrec_ext.train.step.schedule import scheduler
@@ -49,7 +48,7 @@ def settled(runtime: Runtime, block: int) -> tuple[dict[str, Tensor] | None, int
     model, optimizer = sharded(runtime, *KINDS[0])
     first, *rest = batches(12)
     stepped(model, optimizer, first)
-    step = CapturedStep(ShardedSource(model, optimizer), as_it_is, rule=lambda *_: True)
+    step = CapturedStep(model, optimizer, as_it_is, rule=lambda *_: True)
     for batch in rest:
         step(batch)
     step_memory._BLOCK_ROWS = block
@@ -79,9 +78,7 @@ def scheduled(runtime: Runtime, schedule: Schedule) -> float:
         step: CapturedStep | None = None
         for number, batch in enumerate(given):
             if captured and number == 1:
-                step = CapturedStep(
-                    ShardedSource(model, optimizer), as_it_is, rule=lambda *_: True
-                )
+                step = CapturedStep(model, optimizer, as_it_is, rule=lambda *_: True)
             _ = stepped(model, optimizer, batch) if step is None else step(batch)
             rates.step()
         if step is not None:
@@ -122,7 +119,7 @@ def devices(runtime: Runtime) -> list[set[str]]:
 
     model, optimizer = sharded(runtime, *KINDS[0])
     stepped(model, optimizer, next(batches(1)))
-    step = CapturedStep(ShardedSource(model, optimizer), as_it_is)
+    step = CapturedStep(model, optimizer, as_it_is)
     step(next(batches(1)))
     step._engine, step._memory.device = looking, torch.device("meta")  # type: ignore[assignment]
     with contextlib.suppress(AttributeError):
@@ -146,7 +143,7 @@ def test_batches_on_the_host_train_a_cuda_graph() -> None:
             model, optimizer = sharded(runtime, *KINDS[0])
             first, *rest = batches(20)
             stepped(model, optimizer, first.to(runtime.device))
-            step = CapturedStep(ShardedSource(model, optimizer), cuda_graph)
+            step = CapturedStep(model, optimizer, cuda_graph)
             losses.append(
                 [
                     float(step(batch if on_host else batch.to(runtime.device))[0])

@@ -331,7 +331,6 @@ class ForwardWatch(TorchFunctionMode):
         look_ups: rows that look-ups read of each parameter, by its id.
         matrices: the line that reads a parameter otherwise, by its id.
         random: whether the forward draws random numbers.
-        selects: whether the forward calls masked_select.
         problem: what stands in the way of a captured step; empty if nothing was seen.
     """
 
@@ -348,7 +347,6 @@ class ForwardWatch(TorchFunctionMode):
         self._repeats = repeats
         self.calls = 0
         self.random = False
-        self.selects = False
         self.problem = ""
         self._parameters = list(model.parameters())
         # Each tensor counts the writes in place, in _version.
@@ -380,9 +378,10 @@ class ForwardWatch(TorchFunctionMode):
     ) -> Any:
         """Counts one call."""
         self.calls += 1
-        name = getattr(func, "__name__", "")
-        self.selects |= name == "masked_select"
-        if name == "backward" or func is torch.autograd.backward:
+        if (
+            getattr(func, "__name__", "") == "backward"
+            or func is torch.autograd.backward
+        ):
             self.problem = "the loss function calls backward(); return the loss, and leave it to the step"
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.adopt.checks import STATES, tensor_leaves, update_rules
-from torchrec_ext.adopt.source import AnyBatch
+from torchrec_ext.adopt.source import StepBatch
 from torchrec_ext.adopt.updates import CapturedUpdate, StepCall
 from torchrec_ext.adopt.user_step import UserStep
 from torchrec_ext.capture.memory import StepMemory, UpdatedParameter
@@ -64,7 +64,7 @@ class Verification:
         return Snapshot(update.memory, call.outer())
 
     def compare(
-        self, captured: StepComparison, batch: AnyBatch
+        self, captured: StepComparison, batch: StepBatch
     ) -> tuple[tuple[Tensor, Any], str]:
         """Takes a captured step back and makes the eager one, which stays.
 
