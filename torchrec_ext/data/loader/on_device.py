@@ -48,11 +48,15 @@ class Drawn(NamedTuple):
     on_host: Int64 | None = None
 
     def part(self, start: int, stop: int) -> Drawn:
-        """Returns the candidates of rows ``start`` to ``stop``."""
-        # Copies, so that a batch owns its memory.
-        log_q = None if self.log_q is None else self.log_q[start:stop].clone()
+        """Returns the candidates of rows ``start`` to ``stop``, views of these."""
+        log_q = None if self.log_q is None else self.log_q[start:stop]
         on_host = None if self.on_host is None else self.on_host[start:stop]
-        return Drawn(self.ids[start:stop].clone(), log_q, on_host)
+        return Drawn(self.ids[start:stop], log_q, on_host)
+
+    def copied(self) -> Drawn:
+        """Returns copies, so that a batch owns its memory."""
+        log_q = None if self.log_q is None else self.log_q.clone()
+        return Drawn(self.ids.clone(), log_q, self.on_host)
 
 
 class DeviceCandidates:
@@ -287,8 +291,10 @@ class ResidentRows:
 
     def _made(self, epoch: int, step: _HostStep) -> TowerBatch:
         """Builds a step's batch by what the host knows: op by op a captured step's way takes several times as long."""
-        candidates = step.candidates
-        if candidates is None and self._candidates is not None:
+        candidates: Drawn | None = None
+        if step.candidates is not None:
+            candidates = step.candidates.copied()
+        elif self._candidates is not None:
             candidates = self._candidates.draw(step.on_host, epoch)
         # Where a thread may build them, the host holds the rows and waits for nobody.
         totals = {} if self.ahead else self._counts(step.on_host, candidates)
