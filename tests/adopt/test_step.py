@@ -395,13 +395,8 @@ def states(made: Case) -> dict[str, Tensor]:
     return found
 
 
-def farthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert list(one) == list(other)
-    distances = [0.0]
-    for name, value in one.items():
-        assert (value.shape, value.dtype) == (other[name].shape, other[name].dtype)
-        distances.append(float((value.double() - other[name].double()).abs().max()))
-    return max(distances)
+def assert_same(one: Case, other: Case, within: float = 0.0) -> None:
+    torch.testing.assert_close(states(one), states(other), rtol=0, atol=within)
 
 
 def check(name: str, count: int) -> None:
@@ -421,7 +416,7 @@ def check(name: str, count: int) -> None:
         # of them.
         within = BY_ROW if "Adam" in type(made.optimizers[0]).__name__ else 10 * WHOLE
     assert others == pytest.approx(losses, rel=2e-6, abs=max(within / 10, 2e-6))
-    assert farthest(states(plain), states(made)) < within
+    assert_same(plain, made, within)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -611,7 +606,7 @@ def test_it_stays_eager_unless_required_equal_to_the_bit_and_says_so(
     plain, losses = plainly(make, 8)
     made, others, step = with_adopt(make, 8, compile="auto")
     assert losses == others
-    assert farthest(states(plain), states(made)) == 0
+    assert_same(plain, made)
     assert capsys.readouterr().out.count("adopt: the step stays eager: ") == 1
     assert step.describe().startswith("eager: ")
 
@@ -621,7 +616,7 @@ def test_eager_steps_are_the_users_own_to_the_bit() -> None:
         plain, losses = plainly(CASES[name], 6)
         made, others, _ = with_adopt(CASES[name], 6, compile="auto")
         assert others == losses
-        assert farthest(states(plain), states(made)) == 0
+        assert_same(plain, made)
 
 
 SPARSE = nn.Embedding(FEW, 1, sparse=True)
@@ -752,7 +747,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(name: str, fresh: bool) -> 
     again = [float(step(*batch)[0]) for batch in rest]
     within = BY_ROW if "row by row" in step.describe() else WHOLE
     assert again == pytest.approx(losses[9:], abs=within)
-    assert farthest(states(made), states(half)) < within
+    assert_same(made, half, within)
     if not fresh:
         assert type(half.optimizers[-1].state_dict()["param_groups"][0]["lr"]) is float
         assert step.describe().startswith("captured since step 3")
@@ -794,7 +789,7 @@ def both_ways(
         step = adopt(made.model, made.optimizers, made.loss, compile=compile_)  # type: ignore[arg-type]
         found.append((made, loop(made, step)))
     (plain, eager), (made, captured) = found
-    assert farthest(states(plain), states(made)) < BY_ROW
+    assert_same(plain, made, BY_ROW)
     return eager, captured, step
 
 
@@ -929,7 +924,7 @@ def test_a_captured_step_that_differs_from_the_eager_one_is_refused(
     made, others, step = with_adopt(of_pairs, 6, compile="auto")
     assert text in step.describe()
     assert losses == others
-    assert farthest(states(plain), states(made)) == 0
+    assert_same(plain, made)
 
 
 class Differences(nn.Module):
@@ -1026,7 +1021,7 @@ def test_after_an_id_out_of_range_the_next_batch_goes_on_as_in_the_users_loop(
             assert str(error.value.__cause__) == (
                 f"'user.weight' has no row {wrong}: ids must be 0 to {users - 1}; nothing was written by this step"
             )
-            assert farthest(states(made), before) == 0
+            torch.testing.assert_close(states(made), before, rtol=0, atol=0)
         step(*batch)
     assert step.describe().startswith("captured since step 3")
     own, _ = plainly(lambda: of_pairs(users), 20)
@@ -1117,7 +1112,8 @@ def equal_or_refused(chosen: dict[str, Any], count: int) -> None:
     made, others, step = with_adopt(make, count)
     within = BY_ROW if "row by row" in step.describe() else 2e-5
     assert others == pytest.approx(losses, abs=within)
-    assert farthest(plain.model.state_dict(), made.model.state_dict()) < 2 * within
+    ours, theirs = made.model.state_dict(), plain.model.state_dict()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2 * within)
 
 
 models = st.fixed_dictionaries(

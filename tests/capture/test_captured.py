@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec import EmbeddingCollection, EmbeddingConfig
 
 from tests.capture.runs import Ended, Few, ended
 from tests.contracts import gather_state, run_ranks
@@ -178,71 +178,16 @@ def test_200_compiled_steps_equal_200_of_the_sharded_model() -> None:
     check(kind, found)
 
 
-def ncf(runtime: Runtime) -> tuple[Any, Any, ChunkLoader]:
-    """A small network over 90 positives with 2 negatives, resident, in steps of 16: the last one has 10."""
+def resident(
+    runtime: Runtime, model: Any, columns: dict[str, Column], catalogue: Chunk
+) -> tuple[Any, Any, ChunkLoader]:
+    """A model over 90 positives with 2 negatives, resident, in steps of 16: the last one has 10."""
     generator = np.random.default_rng(0)
     users, items = generator.integers(0, 20, 90), generator.integers(1, 31, 90)
-    chunk = Chunk(
-        {
-            "user_id": Column(users),
-            "item_id": Column(items),
-            "age": Column(generator.random(90, dtype=np.float32)),
-        }
-    )
-    model = ContextualNCF(20, 31, context_dense=["age"], shared=("user",), device=META)
+    ids = {"user_id": Column(users), "item_id": Column(items)}
     torch.manual_seed(0)
     loader = ChunkLoader(
-        chunk,
-        model.schema(),
-        config=LoaderConfig(batch_size=16, negatives=2),
-        items=Chunk({"item_id": Column(np.arange(31))}),
-        negatives=UniformNegatives(30, users, items),
-        device=runtime.device,
-    )
-    parallel, optimizer = hybrid_parallel(
-        model, runtime, optimizer=OptimizerConfig(tables="adam", tables_lr=0.01)
-    )
-    return parallel, optimizer, loader
-
-
-def towers(runtime: Runtime) -> tuple[Any, Any, ChunkLoader]:
-    """Two towers over the rows of :func:`ncf`, users with a history of 0 to 6 items, items with 0 to 2 genres."""
-    generator = np.random.default_rng(0)
-    users, items = generator.integers(0, 20, 90), generator.integers(1, 31, 90)
-    lengths, genres = generator.integers(0, 7, 90), np.arange(31) % 3
-    chunk = Chunk(
-        {
-            "user_id": Column(users),
-            "item_id": Column(items),
-            "history": Column.from_lengths(
-                generator.integers(1, 31, lengths.sum()), lengths
-            ),
-        }
-    )
-    catalogue = Chunk(
-        {
-            "item_id": Column(np.arange(31)),
-            "genres": Column.from_lengths(np.arange(genres.sum()) % 5, genres),
-        }
-    )
-
-    def tables(**sizes: int) -> list[EmbeddingBagConfig]:
-        return [
-            EmbeddingBagConfig(
-                name=name, embedding_dim=8, num_embeddings=size, feature_names=[name]
-            )
-            for name, size in sizes.items()
-        ]
-
-    model = two_tower(
-        tables(user_id=20, history=31),
-        tables(item_id=31, genres=5),
-        shared=("user",),
-        device=META,
-    )
-    torch.manual_seed(0)
-    loader = ChunkLoader(
-        chunk,
+        Chunk(ids | columns),
         model.schema(),
         config=LoaderConfig(batch_size=16, negatives=2),
         items=catalogue,
@@ -253,6 +198,32 @@ def towers(runtime: Runtime) -> tuple[Any, Any, ChunkLoader]:
         model, runtime, optimizer=OptimizerConfig(tables="adam", tables_lr=0.01)
     )
     return parallel, optimizer, loader
+
+
+def ncf(runtime: Runtime) -> tuple[Any, Any, ChunkLoader]:
+    ages = np.random.default_rng(1).random(90, dtype=np.float32)
+    model = ContextualNCF(20, 31, context_dense=["age"], shared=("user",), device=META)
+    catalogue = Chunk({"item_id": Column(np.arange(31))})
+    return resident(runtime, model, {"age": Column(ages)}, catalogue)
+
+
+def towers(runtime: Runtime) -> tuple[Any, Any, ChunkLoader]:
+    """Two towers, users with a history of 0 to 6 items, items with 0 to 2 genres."""
+    generator = np.random.default_rng(1)
+    lengths, genres = generator.integers(0, 7, 90), np.arange(31) % 3
+    histories = Column.from_lengths(generator.integers(1, 31, lengths.sum()), lengths)
+    catalogue = {
+        "item_id": Column(np.arange(31)),
+        "genres": Column.from_lengths(np.arange(genres.sum()) % 5, genres),
+    }
+    users, items = {"user_id": 20, "history": 31}, {"item_id": 31, "genres": 5}
+    model = two_tower(
+        [table(name, size) for name, size in users.items()],
+        [table(name, size) for name, size in items.items()],
+        shared=("user",),
+        device=META,
+    )
+    return resident(runtime, model, {"history": histories}, Chunk(catalogue))
 
 
 def drawing(loader_steps: Callable[..., Any]) -> Callable[..., Any]:

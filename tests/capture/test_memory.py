@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -102,35 +101,6 @@ def test_rows_that_are_seldom_read_end_where_dense_adam_ends_under_a_schedule() 
     (found,) = run_ranks(under_schedules, 1)
     for far in found:
         assert far < 5e-3, found
-
-
-def devices(runtime: Runtime) -> list[set[str]]:
-    """Devices of an engine's inputs, at the capture and at calls, for a memory on another device than the batches."""
-    found: list[set[str]] = []
-
-    def looking(step: Any, memory: list[Tensor], inputs: list[Tensor]) -> Any:
-        def run(later: list[Tensor]) -> list[Tensor]:
-            found.extend(
-                {str(part.device) for part in parts} for parts in (inputs, later)
-            )
-            return [torch.zeros(())]
-
-        return run
-
-    model, optimizer = sharded(runtime, *KINDS[0])
-    stepped(model, optimizer, next(batches(1)))
-    step = CapturedStep(model, optimizer, as_it_is)
-    step(next(batches(1)))
-    step._engine, step._memory.device = looking, torch.device("meta")  # type: ignore[assignment]
-    with contextlib.suppress(AttributeError):
-        # this engine leaves nothing to put together
-        step(next(batches(1, size=12)))
-    return found
-
-
-def test_a_batch_on_the_host_reaches_the_engine_on_the_device_of_the_tables() -> None:
-    (found,) = run_ranks(devices, 1)
-    assert found == [{"meta"}, {"meta"}]
 
 
 @pytest.mark.gpu
