@@ -460,15 +460,9 @@ class DrawnStep:
     Args:
         tensors: indices of the step's rows and what was drawn for them, of the same shapes in all steps.
         source: rows that make the batch.
-        eager: makes the same batch outside of a captured step, if there is a faster way.
+        batch: makes the same batch outside of a captured step.
     """
 
     tensors: tuple[Tensor, ...]
     source: Resident
-    eager: Callable[[], TowerBatch] | None = None
-
-    def batch(self) -> TowerBatch:
-        """Makes the batch."""
-        if self.eager is not None:
-            return self.eager()
-        return self.source.assemble(self.source.tensors, self.tensors)
+    batch: Callable[[], TowerBatch]

@@ -194,149 +194,109 @@ CONTEXT: contextvars.ContextVar[float] = contextvars.ContextVar("CONTEXT", defau
 LOCAL = threading.local()
 Pair = collections.namedtuple("Pair", "tau other")
 
+
+def named(
+    make: Callable[[], Any],
+    read: Callable[[Any], Any] = lambda o: o.tau,
+    name: str = "tau",
+    value: Any = 0.3,
+) -> Program:
+    """A program that sets an attribute of what it made."""
+    return attribute(make, read, lambda o: put(o, name, value))
+
+
+def at(
+    key: Any,
+    make: Callable[[], Any],
+    read: Callable[[Any], Any] | None = None,
+    value: Any = 0.3,
+) -> Program:
+    """A program that sets an entry of what it made."""
+    return attribute(make, read or (lambda o: o[key]), lambda o: item_of(o, key, value))
+
+
+def or_one(thing: Any) -> float:
+    return getattr(thing, "tau", 1.0)  # type: ignore[no-any-return]
+
+
 PYTHON: dict[str, Program] = {
-    "an attribute": attribute(
-        types.SimpleNamespace,
-        lambda o: getattr(o, "tau", 1.0),
-        lambda o: put(o, "tau", 0.3),
-    ),
-    "a namespace of argparse": attribute(
-        lambda: argparse.Namespace(tau=1.0),
-        lambda o: o.tau,
-        lambda o: put(o, "tau", 0.3),
-    ),
-    "a dataclass": attribute(Plain, lambda o: o.tau, lambda o: put(o, "tau", 0.3)),
-    "slots": attribute(Slots, lambda o: o.tau, lambda o: put(o, "tau", 0.3)),
-    "a module's global": attribute(
-        lambda: settings, lambda o: getattr(o, "tau", 1.0), lambda o: put(o, "tau", 0.3)
-    ),
+    "an attribute": named(types.SimpleNamespace, or_one),
+    "a namespace of argparse": named(lambda: argparse.Namespace(tau=1.0)),
+    "a dataclass": named(Plain),
+    "slots": named(Slots),
+    "a module's global": named(lambda: settings, or_one),
     "this module's global": attribute(lambda: None, lambda _: TEMPERATURE, set_global),
-    "a class": attribute(lambda: Config, lambda o: o.tau, lambda o: put(o, "tau", 0.3)),
-    "a static method's class": attribute(
-        lambda: Config, lambda o: o.static(), lambda o: put(o, "tau", 0.3)
-    ),
-    "a class method": attribute(
-        lambda: Config, lambda o: o.of_class(), lambda o: put(o, "tau", 0.3)
-    ),
+    "a class": named(lambda: Config),
+    "a static method's class": named(lambda: Config, lambda o: o.static()),
+    "a class method": named(lambda: Config, lambda o: o.of_class()),
     "__getitem__": attribute(
         Items, lambda o: o["tau"], lambda o: item_of(o.values, "tau", 0.3)
     ),
     "__getattr__": attribute(
         Dotted, lambda o: o.tau, lambda o: item_of(o.__dict__["values"], "tau", 0.3)
     ),
-    "a property": attribute(Computed, lambda o: o.tau, lambda o: put(o, "base", 0.3)),
-    "an enum": attribute(
-        lambda: [Mode.ONE], lambda o: o[0].value, lambda o: item_of(o, 0, Mode.OTHER)
-    ),
-    "a key": attribute(
-        lambda: {"tau": 1.0}, lambda o: o["tau"], lambda o: item_of(o, "tau", 0.3)
-    ),
-    "a new key": attribute(
-        dict, lambda o: o.get("tau", 1.0), lambda o: item_of(o, "tau", 0.3)
-    ),
-    "one key of 80": attribute(
-        lambda: dict.fromkeys(map(str, range(80)), 1.0),
-        lambda o: o["70"],
-        lambda o: item_of(o, "70", 0.3),
-    ),
+    "a property": named(Computed, name="base"),
+    "an enum": at(0, lambda: [Mode.ONE], lambda o: o[0].value, Mode.OTHER),
+    "a key": at("tau", lambda: {"tau": 1.0}),
+    "a new key": at("tau", dict, lambda o: o.get("tau", 1.0)),
+    "one key of 80": at("70", lambda: dict.fromkeys(map(str, range(80)), 1.0)),
     "nested dicts": attribute(
         lambda: {"a": {"b": {"tau": 1.0}}},
         lambda o: o["a"]["b"]["tau"],
         lambda o: item_of(o["a"]["b"], "tau", 0.3),
     ),
-    "an ordered dict": attribute(
-        lambda: collections.OrderedDict(tau=1.0),
-        lambda o: o["tau"],
-        lambda o: item_of(o, "tau", 0.3),
-    ),
-    "a default dict": attribute(
-        lambda: collections.defaultdict(lambda: 1.0, tau=1.0),
-        lambda o: o["tau"],
-        lambda o: item_of(o, "tau", 0.3),
-    ),
-    "an element": attribute(
-        lambda: [1.0, 2.0], lambda o: o[0], lambda o: item_of(o, 0, 0.3)
-    ),
+    "an ordered dict": at("tau", lambda: collections.OrderedDict(tau=1.0)),
+    "a default dict": at("tau", lambda: collections.defaultdict(lambda: 1.0, tau=1.0)),
+    "an element": at(0, lambda: [1.0, 2.0]),
     "a longer list": attribute(
         list, lambda o: 1.0 / (1 + len(o)), lambda o: o.append(1)
     ),
-    "a tuple in a list": attribute(
-        lambda: [(1.0, 2.0)], lambda o: o[0][0], lambda o: item_of(o, 0, (0.3, 2.0))
-    ),
-    "a named tuple": attribute(
-        lambda: [Pair(1.0, 2)],
-        lambda o: o[0].tau,
-        lambda o: item_of(o, 0, Pair(0.3, 2)),
-    ),
+    "a tuple in a list": at(0, lambda: [(1.0, 2.0)], lambda o: o[0][0], (0.3, 2.0)),
+    "a named tuple": at(0, lambda: [Pair(1.0, 2)], lambda o: o[0].tau, Pair(0.3, 2)),
     "a set": attribute(
         set, lambda o: 0.3 if "user" in o else 1.0, lambda o: o.add("user")
     ),
     "a deque": attribute(
         lambda: collections.deque([1.0]), lambda o: o[0], lambda o: o.appendleft(0.3)
     ),
-    "a range": attribute(
-        lambda: [range(1)], lambda o: 1.0 / len(o[0]), lambda o: item_of(o, 0, range(3))
+    "a range": at(0, lambda: [range(1)], lambda o: 1.0 / len(o[0]), range(3)),
+    "a string": at(
+        0, lambda: ["one"], lambda o: 1.0 if o[0] == "one" else 0.3, "other"
     ),
-    "a string": attribute(
-        lambda: ["one"],
-        lambda o: 1.0 if o[0] == "one" else 0.3,
-        lambda o: item_of(o, 0, "other"),
+    "None": at(0, lambda: [None], lambda o: 1.0 if o[0] is None else o[0]),
+    "a bool": at(0, lambda: [True], lambda o: 1.0 if o[0] else 0.3, False),
+    "an int": at(0, lambda: [1], lambda o: 1.0 / o[0], 3),
+    "an int for a float": at(0, lambda: [1.0], lambda o: o[0] * 1.0, 2),
+    "a numpy number": at(0, lambda: np.ones(2), lambda o: float(o[0])),
+    "a numpy array as a tensor": at(
+        0, lambda: np.ones(1, np.float32), lambda o: torch.from_numpy(o)
     ),
-    "None": attribute(
-        lambda: [None],
-        lambda o: 1.0 if o[0] is None else o[0],
-        lambda o: item_of(o, 0, 0.3),
+    "a function": at(0, lambda: [lambda: 1.0], lambda o: o[0](), lambda: 0.3),
+    "a default": named(
+        lambda: lambda tau=1.0: tau, lambda o: o(), "__defaults__", (0.3,)
     ),
-    "a bool": attribute(
-        lambda: [True], lambda o: 1.0 if o[0] else 0.3, lambda o: item_of(o, 0, False)
-    ),
-    "an int": attribute(lambda: [1], lambda o: 1.0 / o[0], lambda o: item_of(o, 0, 3)),
-    "an int for a float": attribute(
-        lambda: [1.0], lambda o: o[0] * 1.0, lambda o: item_of(o, 0, 2)
-    ),
-    "a numpy number": attribute(
-        lambda: np.ones(2), lambda o: float(o[0]), lambda o: item_of(o, 0, 0.3)
-    ),
-    "a numpy array as a tensor": attribute(
-        lambda: np.ones(1, np.float32),
-        lambda o: torch.from_numpy(o),
-        lambda o: item_of(o, 0, 0.3),
-    ),
-    "a function": attribute(
-        lambda: [lambda: 1.0], lambda o: o[0](), lambda o: item_of(o, 0, lambda: 0.3)
-    ),
-    "a default": attribute(
-        lambda: lambda tau=1.0: tau,
-        lambda o: o(),
-        lambda o: put(o, "__defaults__", (0.3,)),
-    ),
-    "a function's attribute": attribute(
-        lambda: functools.wraps(max)(lambda: 1.0),
-        lambda o: getattr(o, "tau", 1.0),
-        lambda o: put(o, "tau", 0.3),
-    ),
-    "a partial": attribute(
+    "a function's attribute": named(lambda: functools.wraps(max)(lambda: 1.0), or_one),
+    "a partial": at(
+        0,
         lambda: [functools.partial(float, 1.0)],
         lambda o: o[0](),
-        lambda o: item_of(o, 0, functools.partial(float, 0.3)),
+        functools.partial(float, 0.3),
     ),
     "a cached function": attribute(
         lambda: (cell := [1.0], functools.lru_cache(lambda: cell[0])),
         lambda o: o[1](),
         lambda o: (item_of(o[0], 0, 0.3), o[1].cache_clear()),
     ),
-    "a method replaced in its class": attribute(
-        Doubled, lambda o: o.tau(), lambda o: put(o, "tau", lambda: 0.3)
+    "a method replaced in its class": named(
+        Doubled, lambda o: o.tau(), value=lambda: 0.3
     ),
-    "under no_grad": attribute(Plain, no_grad_reader, lambda o: put(o, "tau", 0.3)),
+    "under no_grad": named(Plain, no_grad_reader),
     "the environment": attribute(
         lambda: None,
         lambda _: float(os.environ.get("TAU_OF_A_TEST", "1")),
         set_environment,
     ),
-    "a thread's local": attribute(
-        lambda: LOCAL, lambda o: getattr(o, "tau", 1.0), lambda o: put(o, "tau", 0.3)
-    ),
+    "a thread's local": named(lambda: LOCAL, or_one),
     "a context variable": attribute(
         lambda: CONTEXT, lambda o: o.get(), lambda o: o.set(0.3)
     ),
@@ -744,28 +704,19 @@ PROGRAMS: dict[str, Program] = {
     **READS,
     **AGAIN,
 }
-OFTEN = AGAIN.keys() | {  # in the default run; the others are in the slow one
-    *(
-        "a class",
-        "__getattr__",
-        "one key of 80",
-        "the environment",
-        "a numpy number",
-        "random numbers of an object",
-    ),
-    *(
-        "a layer appended",
-        "a matrix read from now on",
-        "state cleared",
-        "the user's own step",
-        "a hook on a gradient",
-    ),
-    *(
-        "a teacher's data",
-        "a teacher that shares memory",
-        "counts beside the loss",
-        "a mask",
-    ),
+# In the default run; the others are in the slow one.
+OFTEN = {
+    "a class",
+    "__getattr__",
+    "the environment",
+    "a layer appended",
+    "a matrix read from now on",
+    "state cleared",
+    "the user's own step",
+    "a teacher that shares memory",
+    "counts beside the loss",
+    "a layer frozen and unfrozen",
+    "a target network renewed",
 }
 
 

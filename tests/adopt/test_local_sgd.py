@@ -168,7 +168,6 @@ def refusals(runtime: Runtime) -> dict[str, str]:
             ),
         ),
         ("warmup", lambda: LocalSGD(model, optimizer, every=2, warmup=3)),
-        ("every", lambda: LocalSGD(model, optimizer, every=0)),
     ):
         try:
             make()
@@ -225,16 +224,6 @@ def test_torchs_own_optimizer_is_averaged_too(
     assert farthest(by_hand(name), first) < 1e-6
 
 
-def test_averaging_every_step_of_sgd_is_one_step_on_both_batches(
-    ranks: list[dict[str, Any]],
-) -> None:
-    model = made()
-    step = own_step(model, sgd(model))
-    for pair in zip(batches(0), batches(1), strict=True):
-        step(*(torch.cat(column) for column in zip(*pair, strict=True)))
-    assert farthest(kept(model), ranks[0]["captured"]["every step"][0]) < 1e-6
-
-
 def test_what_does_not_fit_is_refused_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["refused"] for rank in ranks)
     assert first == second
@@ -252,7 +241,6 @@ def test_what_does_not_fit_is_refused_on_all_ranks(ranks: list[dict[str, Any]]) 
     assert first["warmup"].startswith(
         "warmup=3: a module that is not sharded takes no steps together"
     )
-    assert first["every"] == "every=0: must be 1 step or more"
 
 
 def test_without_a_process_group_it_says_how_to_have_one() -> None:

@@ -21,24 +21,6 @@ from torchrec_ext.distributed.runtime import Runtime
 USERS, ITEMS, D, ROWS, STEPS, LR = 40, 30, 8, 24, 40, 0.5
 
 
-class Four(nn.Module):
-    """A user's model of four tables, all read id by id."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.user, self.item = nn.Embedding(USERS, D), nn.Embedding(ITEMS, D)
-        self.city, self.hashed = nn.Embedding(7, D), nn.Embedding(11, D)
-        self.top = nn.Sequential(nn.Linear(5 * D, 8), nn.ReLU(), nn.Linear(8, 1))
-
-    def forward(
-        self, user: Tensor, history: Tensor, item: Tensor, city: Tensor
-    ) -> Tensor:
-        seen = self.item(history).mean(1)
-        rows = [self.user(user), seen, self.item(item), self.city(city)]
-        crossed = self.hashed((user * 31 + item) % 11)
-        return self.top(torch.cat([*rows, crossed], 1)).squeeze(1)
-
-
 class Mixed(nn.Module):
     """Tables of two widths, a bag, tables within nn.Sequential and by a tied weight, and a chain of computed ids."""
 
@@ -60,10 +42,16 @@ class Mixed(nn.Module):
         return self.top(self.drop(torch.cat([user_row, bag, rows], 1))).squeeze(1)
 
 
-class Branching(Four):
+class Branching(nn.Module):
     """A forward of which nothing can be traced: it counts, branches, writes in place and reads rows for ids."""
 
     calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item = nn.Embedding(USERS, D), nn.Embedding(ITEMS, D)
+        self.city, self.hashed = nn.Embedding(7, D), nn.Embedding(11, D)
+        self.top = nn.Linear(D, 1)
 
     def forward(
         self,
@@ -75,15 +63,14 @@ class Branching(Four):
     ) -> Tensor:
         self.calls += 1
         nearest = (self.user(user) * self.city(city)).argmax(1)
-        rows = self.item(nearest) + self.item(item) * scale
+        rows = self.item(nearest) + self.item(item) * scale + self.item(history).mean(1)
         user.clamp_(max=USERS - 2)
         if self.calls % 2:
             rows = rows + self.hashed(user % 11)
-        return self.top(torch.cat([rows] * 5, 1)).squeeze(1)
+        return self.top(rows).squeeze(1)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "four": Four,
     "mixed": Mixed,
     "branching": Branching,
 }
@@ -158,9 +145,7 @@ def users_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("name", "world_size", "sharding"),
     [
-        ("four", 1, "auto"),
-        ("four", 2, "row_wise"),
-        ("mixed", 1, "table_wise"),
+        ("mixed", 1, "auto"),
         ("mixed", 2, "table_wise"),
         ("branching", 2, "row_wise"),
     ],
@@ -204,7 +189,7 @@ def test_unsharded_it_is_the_users_model() -> None:
 
 def on_meta(runtime: Runtime) -> tuple[float, float]:
     with torch.device("meta"):
-        model = Four()
+        model = Branching()
     parallel, _ = hybrid_parallel(
         adopt_tables(model.to_empty(device="meta")), runtime, seed=1
     )
@@ -222,123 +207,50 @@ def test_tables_without_memory_are_drawn_as_torch_draws_them() -> None:
     assert abs(deviation - 1) < 4 / 37
 
 
-def forward_of(
-    forward: Callable[..., Any], make: Callable[[], nn.Module] = Four
-) -> Callable[[], nn.Module]:
-    def changed() -> nn.Module:
-        model = make()
-        model.__class__ = type("Changed", (type(model),), {"forward": forward})
-        return model
-
-    return changed
-
-
-def with_table(table: nn.Module) -> Callable[[], nn.Module]:
-    def changed() -> nn.Module:
-        model = Four()
-        model.user = table  # type: ignore[assignment]
-        return model
-
-    return changed
-
-
-def tied_to_a_bag() -> nn.Module:
-    model = Mixed()
-    model.bag.weight = model.item.weight
-    return model
-
-
 class OfItsOwn(nn.Embedding):
     def forward(self, ids: Tensor) -> Tensor:
         return super().forward(ids) * 2
 
 
-def as_matrix(
-    self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor
-) -> Tensor:
-    return (
-        self.user(user) @ self.item.weight.T
-        + self.item(item).sum()
-        + self.city(city).sum()
-        + self.hashed(city).sum()
-    )
+def tied_to_a_bag() -> nn.ModuleDict:
+    model = nn.ModuleDict({"item": nn.Embedding(8, D), "bag": nn.EmbeddingBag(8, D)})
+    model["bag"].weight = model["item"].weight
+    return model
 
 
-def offsets(
-    self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor
-) -> Tensor:
-    return (
-        self.bag(history.flatten(), torch.arange(0, 3 * history.shape[0], 3))
-        + self.item(item)
-        + self.user(user)
-    )
-
-
-def weights(
-    self: Any, user: Tensor, history: Tensor, item: Tensor, city: Tensor
-) -> Tensor:
-    return (
-        self.bag(history, per_sample_weights=history.float())
-        + self.item(item)
-        + self.user(user)
-    )
-
-
-def frozen() -> nn.Module:
-    return nn.Embedding.from_pretrained(torch.zeros(USERS, D))
-
-
-LINE = r"tests/adopt/test_tables\.py:\d+: "
-REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+REFUSED: dict[str, tuple[nn.Module, str]] = {
     "no table": (
-        lambda: nn.Linear(2, 1),
-        "Linear has no nn.Embedding and no nn.EmbeddingBag: there is no table to move",
+        nn.Linear(2, 1),
+        "has no nn.Embedding and no nn.EmbeddingBag: there is no table to move",
     ),
     "padding": (
-        with_table(nn.Embedding(USERS, D, padding_idx=0)),
+        nn.Embedding(8, D, padding_idx=0),
         "table 'user' has padding_idx=0, .* mask its rows in",
     ),
     "norm": (
-        with_table(nn.Embedding(USERS, D, max_norm=1.0)),
+        nn.Embedding(8, D, max_norm=1.0),
         "table 'user' has max_norm=1.0, .* normalise the rows",
     ),
     "frequency": (
-        with_table(nn.Embedding(USERS, D, scale_grad_by_freq=True)),
+        nn.Embedding(8, D, scale_grad_by_freq=True),
         "has scale_grad_by_freq=True",
     ),
     "max": (
-        with_table(nn.EmbeddingBag(USERS, D, mode="max")),
+        nn.EmbeddingBag(8, D, mode="max"),
         "table 'user' has mode='max', .* take nn.Embedding and",
     ),
     "frozen": (
-        with_table(frozen()),
+        nn.Embedding.from_pretrained(torch.zeros(8, D)),
         "table 'user' has a frozen weight, .* make it a buffer of a module of your own",
     ),
     "half": (
-        with_table(nn.Embedding(USERS, D).half()),
+        nn.Embedding(8, D).half(),
         r"table 'user' has a torch.float16 weight, .* call float\(\)",
     ),
-    "own forward": (
-        with_table(OfItsOwn(USERS, D)),
-        "table 'user' has a forward of its own",
-    ),
+    "own forward": (OfItsOwn(8, D), "table 'user' has a forward of its own"),
     "tied": (
-        tied_to_a_bag,
-        r"table 'item' shares its weight with one that is pooled otherwise: look both up",
-    ),
-}
-AT_THE_CALL: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "matrix": (
-        forward_of(as_matrix),
-        rf"{LINE}the weight of table 'item' is read as a matrix, but a sharded table is",
-    ),
-    "offsets": (
-        forward_of(offsets, Mixed),
-        rf"{LINE}table 'bag' is looked up with offsets: give ids as \(B, L\)",
-    ),
-    "weights": (
-        forward_of(weights, Mixed),
-        rf"{LINE}table 'bag' is looked up with per_sample_weights: .*weigh the rows",
+        tied_to_a_bag(),
+        "table 'user.bag' shares its weight with one that is pooled otherwise: look both up",
     ),
 }
 
@@ -346,26 +258,44 @@ AT_THE_CALL: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @pytest.mark.unit
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_table_without_a_collection_of_its_kind_is_refused_by_name(name: str) -> None:
-    make, pattern = REFUSED[name]
+    table, pattern = REFUSED[name]
     with pytest.raises(CannotAdopt, match=re.compile(pattern, re.DOTALL)):
-        adopt_tables(make())
+        adopt_tables(nn.ModuleDict({"user": table}))
+
+
+IDS = torch.tensor([[0, 1], [2, 3]])
+CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
+    "matrix": (
+        lambda model: model["user"].weight.T,
+        CannotAdopt,
+        "the weight of table 'user' is read as a matrix, but a sharded table is",
+    ),
+    "offsets": (
+        lambda model: model["bag"](IDS.flatten(), torch.tensor([0, 2])),
+        CannotAdopt,
+        r"table 'bag' is looked up with offsets: give ids as \(B, L\)",
+    ),
+    "weights": (
+        lambda model: model["bag"](IDS, per_sample_weights=IDS.float()),
+        CannotAdopt,
+        "table 'bag' is looked up with per_sample_weights: .*weigh the rows",
+    ),
+    "an id": (
+        lambda model: model["user"](IDS + 5),
+        IndexError,
+        "table 'user': ids from 5 to 8, must be 0 to 7",
+    ),
+}
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("name", AT_THE_CALL)
+@pytest.mark.parametrize("name", CALLS)
 def test_what_a_collection_does_not_do_is_refused_with_the_users_line(
     name: str,
 ) -> None:
-    make, pattern = AT_THE_CALL[name]
-    adopted, (columns, _) = adopt_tables(make()), next(batches(1))
-    with pytest.raises(CannotAdopt, match=re.compile(pattern, re.DOTALL)):
-        adopted(*columns)
-
-
-@pytest.mark.unit
-def test_ids_outside_of_a_table_are_refused_in_the_step() -> None:
-    adopted, (columns, _) = adopt_tables(seeded(Four)), next(batches(1))
-    with pytest.raises(
-        IndexError, match="table 'user': ids from 40 to 40, must be 0 to 39"
-    ):
-        adopted(torch.full((ROWS,), USERS), *columns[1:])
+    call, kind, pattern = CALLS[name]
+    tables = {"user": nn.Embedding(8, D), "bag": nn.EmbeddingBag(8, D, mode="sum")}
+    model = adopt_tables(nn.ModuleDict(tables))
+    with pytest.raises(kind, match=re.compile(pattern, re.DOTALL)) as refused:
+        call(model)
+    assert kind is IndexError or "test_tables.py:" in str(refused.value)

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.capture.test_captured import Few
-from tests.contracts import gather_state, run_ranks
+from tests.capture.runs import Ended, Few, ended
+from tests.contracts import run_ranks
 from tests.examples import META, small_model
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.capture import policy
 from torchrec_ext.capture.executors import StepExecutor, as_it_is, traced
-from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.modules.losses import bce
-from torchrec_ext.train.loop import TrainConfig, train
-from torchrec_ext.train.step import choose as steps
 
+REQUIRED = (
+    "CannotCaptureError: train.compile=require: the training step cannot be captured: "
+)
 SIZES = [24, 24, 24, 12, 24, 24]  # two steps are watched, the third is captured
 
 
@@ -62,45 +58,16 @@ def breaking(step: Any, memory: list[Tensor], inputs: list[Tensor]) -> Any:
     return once
 
 
-def end_of(
-    runtime: Runtime,
-    model: nn.Module,
-    engine: StepExecutor,
-    compile_: str,
-    sizes: list[int] = SIZES,
-) -> tuple[str, Any, str]:
-    """The error that ended a run, if any, the weights, and what was said."""
-    policy.PAYS_S, policy.WATCHED, policy.PATIENCE = {"cpu": 0.0}, 2, 0
-    steps.engine_for = lambda _: (engine, "capturing")
-    parallel, optimizer = hybrid_parallel(
-        model, runtime, optimizer=OptimizerConfig(tables="adam", tables_lr=0.01)
-    )
-    said, error = io.StringIO(), ""
-    with contextlib.redirect_stdout(said):
-        try:
-            train(
-                parallel,
-                optimizer,
-                Few(sizes),
-                runtime,
-                TrainConfig(epochs=1, compile=compile_),
-            )  # type: ignore[arg-type]
-        except Exception as found:
-            error = f"{type(found).__name__}: {found}"
-    return error, gather_state(parallel), said.getvalue()
-
-
-def user_errors(runtime: Runtime) -> list[tuple[str, str]]:
+def user_errors(runtime: Runtime) -> list[Ended]:
     """Of a shape that comes first, and later, to a captured step; of a step that has run already."""
     found = []
-    for compile_ in ("auto", "require"):
+    for way in ("auto", "require"):
         for engine, size, sizes in (
             (tracing, 24, [12, 12, 24]),
             (tracing, 12, SIZES),
             (breaking, 12, [24, 24, 24, 12]),
         ):
-            error, _, said = end_of(runtime, strict(size), engine, compile_, sizes)
-            found.append((error, said))
+            found.append(ended(runtime, Few(sizes), engine, way, strict(size)))
     return found
 
 
@@ -108,37 +75,34 @@ def test_an_error_of_the_users_own_code_is_raised_as_it_is_and_not_taken_for_one
     None
 ):
     (found,) = run_ranks(user_errors, 1)
-    for error, said in found:
-        assert error.startswith("ValueError: my loss takes no ")
-        assert "not captured" not in said
+    for run in found:
+        assert run.error.startswith("ValueError: my loss takes no ")
+        assert "not captured" not in run.said
 
 
-def engine_errors(runtime: Runtime) -> list[tuple[str, Any, str]]:
+def engine_errors(runtime: Runtime) -> list[Ended]:
     ways: list[tuple[StepExecutor, str]] = [
         (as_it_is, "off"),
         (refusing, "auto"),
         (refusing, "require"),
+        (breaking, "auto"),
     ]
-    found = [
-        end_of(runtime, small_model(META), engine, compile_)
-        for engine, compile_ in ways
-    ]
-    return [*found, end_of(runtime, small_model(META), breaking, "auto")]
+    return [ended(runtime, Few(SIZES), engine, way) for engine, way in ways]
 
 
 def test_an_error_of_the_capture_alone_is_told_with_its_line_and_no_step_is_left_out_or_made_twice() -> (
     None
 ):
     ((plain, refused, required, broken),) = run_ranks(engine_errors, 1)
-    assert plain[0] == refused[0] == ""
-    assert all(torch.equal(refused[1][name], value) for name, value in plain[1].items())
-    assert refused[2].count("not captured: RuntimeError at ") == 1
-    assert "this engine takes nothing; training goes on without" in refused[2]
-    assert required[0].startswith(
-        "CannotCaptureError: train.compile=require: the training step cannot be captured: RuntimeError"
+    assert plain.error == refused.error == ""
+    assert all(
+        torch.equal(refused.state[name], value) for name, value in plain.state.items()
     )
+    assert refused.said.count("not captured: RuntimeError at ") == 1
+    assert "this engine takes nothing; training goes on without" in refused.said
+    assert required.error.startswith(f"{REQUIRED}RuntimeError")
     # the model itself has nothing against the batch
-    assert broken[0] == "RuntimeError: index out of bounds: 0 <= tmp7 < 654"
+    assert broken.error == "RuntimeError: index out of bounds: 0 <= tmp7 < 654"
 
 
 def sometimes(size: int) -> nn.Module:
@@ -160,28 +124,22 @@ def once(step: Any, memory: list[Tensor], inputs: list[Tensor]) -> Any:
     return as_it_is(step, memory, inputs)
 
 
-def uneven(runtime: Runtime) -> list[tuple[str, Any, str]]:
-    return [
-        end_of(runtime, sometimes(12), engine, way)
-        for engine, way in ((as_it_is, "off"), (once, "auto"), (once, "require"))
+def uneven(runtime: Runtime) -> list[Ended]:
+    ways: list[tuple[StepExecutor, str]] = [
+        (as_it_is, "off"),
+        (once, "auto"),
+        (once, "require"),
     ]
+    return [ended(runtime, Few(SIZES), each, way, sometimes(12)) for each, way in ways]
 
 
 def test_a_step_after_which_parameters_stand_apart_ends_the_capture_and_not_the_run() -> (
     None
 ):
     ((plain, auto, required),) = run_ranks(uneven, 1)
-    assert plain[0] == auto[0] == ""
-    assert (
-        auto[2].count(
-            "not captured: some parameters have made 3 steps and others 4; training goes on without"
-        )
-        == 1
-    )
-    assert all(
-        torch.allclose(auto[1][name], value, atol=1e-5)
-        for name, value in plain[1].items()
-    )
-    assert required[0].startswith(
-        "CannotCaptureError: train.compile=require: the training step cannot be captured: "
-    )
+    assert plain.error == auto.error == ""
+    text = "not captured: some parameters have made 3 steps and others 4; training goes on without"
+    assert auto.said.count(text) == 1
+    for name, value in plain.state.items():
+        assert torch.allclose(auto.state[name], value, atol=1e-5)
+    assert required.error.startswith(REQUIRED)

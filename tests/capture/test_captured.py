@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec import EmbeddingCollection, EmbeddingConfig
 
+from tests.capture.runs import Ended, Few, ended
 from tests.contracts import gather_state, run_ranks
 from tests.examples import ITEMS, META, USERS, batches, redrawn, small_model, table
 from torchrec_ext.batch import DrawnStep, TowerBatch
-from torchrec_ext.capture import policy
-from torchrec_ext.capture.captured import MOST_GRAPHS, CapturedStep
-from torchrec_ext.capture.errors import CannotCaptureError
+from torchrec_ext.capture.captured import CapturedStep
 from torchrec_ext.capture.executors import (
     StepExecutor,
     as_it_is,
@@ -28,7 +27,7 @@ from torchrec_ext.capture.executors import (
     inductor,
     traced,
 )
-from torchrec_ext.capture.sharded import ShardedSource
+from torchrec_ext.capture.policy import MOST_GRAPHS
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives.known_items import KnownItems
@@ -93,9 +92,7 @@ def differences(
     for rows in (False, True):
         other, own = sharded(runtime, *kind)
         stepped(other, own, given[0])
-        step = CapturedStep(
-            ShardedSource(other, own), engine, rule=lambda *_, rows=rows: rows
-        )
+        step = CapturedStep(other, own, engine, rule=lambda *_, rows=rows: rows)
         off = max(
             abs(float(loss - step(batch)[0]))
             for loss, batch in zip(losses[1:], given[1:], strict=True)
@@ -181,71 +178,16 @@ def test_200_compiled_steps_equal_200_of_the_sharded_model() -> None:
     check(kind, found)
 
 
-def ncf(runtime: Runtime) -> tuple[Any, Any, ChunkLoader]:
-    """A small network over 90 positives with 2 negatives, resident, in steps of 16: the last one has 10."""
+def resident(
+    runtime: Runtime, model: Any, columns: dict[str, Column], catalogue: Chunk
+) -> tuple[Any, Any, ChunkLoader]:
+    """A model over 90 positives with 2 negatives, resident, in steps of 16: the last one has 10."""
     generator = np.random.default_rng(0)
     users, items = generator.integers(0, 20, 90), generator.integers(1, 31, 90)
-    chunk = Chunk(
-        {
-            "user_id": Column(users),
-            "item_id": Column(items),
-            "age": Column(generator.random(90, dtype=np.float32)),
-        }
-    )
-    model = ContextualNCF(20, 31, context_dense=["age"], shared=("user",), device=META)
+    ids = {"user_id": Column(users), "item_id": Column(items)}
     torch.manual_seed(0)
     loader = ChunkLoader(
-        chunk,
-        model.schema(),
-        config=LoaderConfig(batch_size=16, negatives=2),
-        items=Chunk({"item_id": Column(np.arange(31))}),
-        negatives=UniformNegatives(30, users, items),
-        device=runtime.device,
-    )
-    parallel, optimizer = hybrid_parallel(
-        model, runtime, optimizer=OptimizerConfig(tables="adam", tables_lr=0.01)
-    )
-    return parallel, optimizer, loader
-
-
-def towers(runtime: Runtime) -> tuple[Any, Any, ChunkLoader]:
-    """Two towers over the rows of :func:`ncf`, users with a history of 0 to 6 items, items with 0 to 2 genres."""
-    generator = np.random.default_rng(0)
-    users, items = generator.integers(0, 20, 90), generator.integers(1, 31, 90)
-    lengths, genres = generator.integers(0, 7, 90), np.arange(31) % 3
-    chunk = Chunk(
-        {
-            "user_id": Column(users),
-            "item_id": Column(items),
-            "history": Column.from_lengths(
-                generator.integers(1, 31, lengths.sum()), lengths
-            ),
-        }
-    )
-    catalogue = Chunk(
-        {
-            "item_id": Column(np.arange(31)),
-            "genres": Column.from_lengths(np.arange(genres.sum()) % 5, genres),
-        }
-    )
-
-    def tables(**sizes: int) -> list[EmbeddingBagConfig]:
-        return [
-            EmbeddingBagConfig(
-                name=name, embedding_dim=8, num_embeddings=size, feature_names=[name]
-            )
-            for name, size in sizes.items()
-        ]
-
-    model = two_tower(
-        tables(user_id=20, history=31),
-        tables(item_id=31, genres=5),
-        shared=("user",),
-        device=META,
-    )
-    torch.manual_seed(0)
-    loader = ChunkLoader(
-        chunk,
+        Chunk(ids | columns),
         model.schema(),
         config=LoaderConfig(batch_size=16, negatives=2),
         items=catalogue,
@@ -256,6 +198,32 @@ def towers(runtime: Runtime) -> tuple[Any, Any, ChunkLoader]:
         model, runtime, optimizer=OptimizerConfig(tables="adam", tables_lr=0.01)
     )
     return parallel, optimizer, loader
+
+
+def ncf(runtime: Runtime) -> tuple[Any, Any, ChunkLoader]:
+    ages = np.random.default_rng(1).random(90, dtype=np.float32)
+    model = ContextualNCF(20, 31, context_dense=["age"], shared=("user",), device=META)
+    catalogue = Chunk({"item_id": Column(np.arange(31))})
+    return resident(runtime, model, {"age": Column(ages)}, catalogue)
+
+
+def towers(runtime: Runtime) -> tuple[Any, Any, ChunkLoader]:
+    """Two towers, users with a history of 0 to 6 items, items with 0 to 2 genres."""
+    generator = np.random.default_rng(1)
+    lengths, genres = generator.integers(0, 7, 90), np.arange(31) % 3
+    histories = Column.from_lengths(generator.integers(1, 31, lengths.sum()), lengths)
+    catalogue = {
+        "item_id": Column(np.arange(31)),
+        "genres": Column.from_lengths(np.arange(genres.sum()) % 5, genres),
+    }
+    users, items = {"user_id": 20, "history": 31}, {"item_id": 31, "genres": 5}
+    model = two_tower(
+        [table(name, size) for name, size in users.items()],
+        [table(name, size) for name, size in items.items()],
+        shared=("user",),
+        device=META,
+    )
+    return resident(runtime, model, {"history": histories}, Chunk(catalogue))
 
 
 def drawing(loader_steps: Callable[..., Any]) -> Callable[..., Any]:
@@ -382,7 +350,7 @@ def test_a_cuda_graph_learns_what_the_sharded_model_learns_and_waits_for_nothing
         stepped(
             model, optimizer, first.batch() if isinstance(first, DrawnStep) else first
         )
-        step = CapturedStep(ShardedSource(model, optimizer), cuda_graph)
+        step = CapturedStep(model, optimizer, cuda_graph)
         step(next(items))
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -429,105 +397,46 @@ class Listed(nn.Module):
         )
 
 
-class Few:
-    """Batches of several sizes."""
-
-    def __init__(self, sizes: list[int]) -> None:
-        self._batches = [next(batches(1, size, seed=size)) for size in sizes]
-
-    def __iter__(self) -> Iterator[TowerBatch]:
-        return iter(self._batches)
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def set_epoch(self, epoch: int) -> None:
-        pass
-
-
-def refused(runtime: Runtime) -> list[str]:
-    """What is said of models that cannot be captured: by "auto" in a note, by "require" in an error."""
-    found = []
-    policy.PAYS_S = {"cpu": 0.0}
-    for made in (branching, Listed):
-        for compile_ in ("auto", "require"):
-            model, optimizer = hybrid_parallel(made(), runtime)
-            said = io.StringIO()
-            with contextlib.redirect_stdout(said):
-                try:
-                    engine: Any = lambda step, memory, inputs: traced(  # noqa: E731
-                        step, [*memory, *inputs]
-                    )
-                    steps.engine_for = lambda _, engine=engine: (engine, "capturing")
-                    train(
-                        model,
-                        optimizer,
-                        Few([24] * 20),
-                        runtime,
-                        TrainConfig(epochs=1, compile=compile_),
-                    )  # type: ignore[arg-type]
-                    found.append(f"trained; {said.getvalue()}")
-                except CannotCaptureError as error:
-                    found.append(f"refused: {error}")
-    return found
+def refused(runtime: Runtime) -> list[Ended]:
+    """Models that cannot be captured: by "auto" with a note, by "require" with an error."""
+    return [
+        ended(runtime, Few([24] * 4), as_traced, way, made(), tables="adagrad")
+        for made in (branching, Listed)
+        for way in ("auto", "require")
+    ]
 
 
 def test_what_cannot_be_captured_is_named_and_trained_without_unless_it_is_required() -> (
     None
 ):
     (found,) = run_ranks(refused, 1)
-    branching, required, listed, required_list = found
-    for text in (branching, required):
+    auto, required, listed, required_list = found
+    for text in (auto.said, required.error):
         assert "aten._local_scalar_dense" in text
         assert "test_captured.py" in text
         assert "float(loss) > 1" in text
-    for text in (listed, required_list):
+    for text in (listed.said, required_list.error):
         assert "'rows' returns a row for each id" in text
-    assert branching.startswith("trained; ")
-    assert "training goes on without" in branching
-    assert listed.startswith("trained; ")
-    assert required.startswith("refused: train.compile=require: ")
+    assert auto.error == listed.error == ""
+    assert "training goes on without" in auto.said
+    assert "train.compile=require: " in required.error
 
 
-def shapes(runtime: Runtime) -> tuple[dict[str, int], Any]:
-    sizes = [24, 24, 24, 8, 12, 24, 16]
-    states, counts = [], {}
-    policy.PAYS_S, policy.WATCHED, policy.PATIENCE = {"cpu": 0.0}, 2, 1
-    for compile_ in ("off", "require", "auto"):
-        model, optimizer = hybrid_parallel(
-            small_model(META),
-            runtime,
-            optimizer=OptimizerConfig(tables="adam", tables_lr=0.01),
-        )
-        said = io.StringIO()
-        count = 0
-
-        def counting(step: Any, memory: Any, inputs: Any) -> Any:
-            nonlocal count
-            count += 1
-            return as_it_is(step, memory, inputs)
-
-        steps.engine_for = lambda _: (counting, "capturing")
-        with contextlib.redirect_stdout(said), contextlib.suppress(CannotCaptureError):
-            train(
-                model,
-                optimizer,
-                Few(sizes),
-                runtime,
-                TrainConfig(epochs=2, compile=compile_),
-            )  # type: ignore[arg-type]
-        states.append(gather_state(model))
-        counts[compile_] = count
-    return counts, states
+def shapes(runtime: Runtime) -> list[Ended]:
+    loader = Few([24, 24, 24, 8, 12, 24, 16])
+    return [
+        ended(runtime, loader, as_it_is, way, epochs=2, patience=1)
+        for way in ("off", "require", "auto")
+    ]
 
 
 def test_batches_of_another_size_are_captured_too_and_learn_the_same() -> None:
-    ((counts, (before, after, patient)),) = run_ranks(shapes, 1)
-    assert 2 <= counts["require"] <= MOST_GRAPHS
+    ((off, required, auto),) = run_ranks(shapes, 1)
+    assert 2 <= required.captures <= MOST_GRAPHS
     # the three rare shapes when they come for the second time
-    assert counts["auto"] == 4
-    assert farthest(before, after) < 1e-4
-    assert farthest(before, patient) < 1e-4
+    assert auto.captures == 4
+    assert farthest(off.state, required.state) < 1e-4
+    assert farthest(off.state, auto.state) < 1e-4
 
 
 def as_traced(step: Any, memory: list[Tensor], inputs: list[Tensor]) -> Any:
@@ -617,7 +526,7 @@ def of_layers(runtime: Runtime) -> list[dict[str, float]]:
         for each in made:  # of which the state is made
             torch.manual_seed(0)
             stepped(*each, given[0])
-        captured = CapturedStep(ShardedSource(other, own), as_traced)
+        captured = CapturedStep(other, own, as_traced)
         far = {"loss": 0.0}
         for number, batch in enumerate(given[1:]):
             torch.manual_seed(number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from tests.examples import USERS, batches
 from torchrec_ext.capture import memory as step_memory
 from torchrec_ext.capture.captured import CapturedStep
 from torchrec_ext.capture.executors import as_it_is
-from torchrec_ext.capture.sharded import ShardedSource
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Schedule
 from torchrec_ext.train.step.schedule import scheduler
@@ -49,7 +47,7 @@ def settled(runtime: Runtime, block: int) -> tuple[dict[str, Tensor] | None, int
     model, optimizer = sharded(runtime, *KINDS[0])
     first, *rest = batches(12)
     stepped(model, optimizer, first)
-    step = CapturedStep(ShardedSource(model, optimizer), as_it_is, rule=lambda *_: True)
+    step = CapturedStep(model, optimizer, as_it_is, rule=lambda *_: True)
     for batch in rest:
         step(batch)
     step_memory._BLOCK_ROWS = block
@@ -79,9 +77,7 @@ def scheduled(runtime: Runtime, schedule: Schedule) -> float:
         step: CapturedStep | None = None
         for number, batch in enumerate(given):
             if captured and number == 1:
-                step = CapturedStep(
-                    ShardedSource(model, optimizer), as_it_is, rule=lambda *_: True
-                )
+                step = CapturedStep(model, optimizer, as_it_is, rule=lambda *_: True)
             _ = stepped(model, optimizer, batch) if step is None else step(batch)
             rates.step()
         if step is not None:
@@ -107,35 +103,6 @@ def test_rows_that_are_seldom_read_end_where_dense_adam_ends_under_a_schedule() 
         assert far < 5e-3, found
 
 
-def devices(runtime: Runtime) -> list[set[str]]:
-    """Devices of an engine's inputs, at the capture and at calls, for a memory on another device than the batches."""
-    found: list[set[str]] = []
-
-    def looking(step: Any, memory: list[Tensor], inputs: list[Tensor]) -> Any:
-        def run(later: list[Tensor]) -> list[Tensor]:
-            found.extend(
-                {str(part.device) for part in parts} for parts in (inputs, later)
-            )
-            return [torch.zeros(())]
-
-        return run
-
-    model, optimizer = sharded(runtime, *KINDS[0])
-    stepped(model, optimizer, next(batches(1)))
-    step = CapturedStep(ShardedSource(model, optimizer), as_it_is)
-    step(next(batches(1)))
-    step._engine, step._memory.device = looking, torch.device("meta")  # type: ignore[assignment]
-    with contextlib.suppress(AttributeError):
-        # this engine leaves nothing to put together
-        step(next(batches(1, size=12)))
-    return found
-
-
-def test_a_batch_on_the_host_reaches_the_engine_on_the_device_of_the_tables() -> None:
-    (found,) = run_ranks(devices, 1)
-    assert found == [{"meta"}, {"meta"}]
-
-
 @pytest.mark.gpu
 def test_batches_on_the_host_train_a_cuda_graph() -> None:
     from torchrec_ext.capture.executors import cuda_graph
@@ -146,7 +113,7 @@ def test_batches_on_the_host_train_a_cuda_graph() -> None:
             model, optimizer = sharded(runtime, *KINDS[0])
             first, *rest = batches(20)
             stepped(model, optimizer, first.to(runtime.device))
-            step = CapturedStep(ShardedSource(model, optimizer), cuda_graph)
+            step = CapturedStep(model, optimizer, cuda_graph)
             losses.append(
                 [
                     float(step(batch if on_host else batch.to(runtime.device))[0])

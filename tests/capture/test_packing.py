@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-from typing import Any
-
 import pytest
 import torch
 
-from tests.capture.test_captured import Few, farthest
-from tests.contracts import gather_state, run_ranks
+from tests.capture.runs import Ended, Few, Given, ended
+from tests.capture.test_captured import farthest
+from tests.contracts import run_ranks
 from tests.examples import ITEMS, META, USERS, small_model
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.capture import policy
-from torchrec_ext.capture.captured import MOST_GRAPHS
-from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.executors import as_it_is
 from torchrec_ext.capture.lowering import Packer
-from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.capture.policy import MOST_GRAPHS
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import Jagged
-from torchrec_ext.train.loop import TrainConfig, train
-from torchrec_ext.train.step import choose as steps
 
 ROWS = 24
 
@@ -60,11 +51,6 @@ def growing(count: int, rows: int = ROWS) -> list[TowerBatch]:
     return made
 
 
-class Growing(Few):
-    def __init__(self, count: int) -> None:
-        self._batches = growing(count)
-
-
 @pytest.mark.unit
 def test_lists_that_grow_a_hundredfold_make_few_layouts_and_never_an_earlier_one_again() -> (
     None
@@ -83,66 +69,32 @@ def test_lists_that_grow_a_hundredfold_make_few_layouts_and_never_an_earlier_one
     assert len({layout.sizes for layout in seen}) == 1
 
 
-def runs(runtime: Runtime) -> tuple[list[Any], int, list[str]]:
-    """Weights of an eager run and of two captured ones, how often the latter captured, and what they said."""
-    policy.PAYS_S, policy.WATCHED = {"cpu": 0.0}, 2
-    states, said, captures = [], [], 0
-
-    def counting(step: Any, memory: Any, inputs: Any) -> Any:
-        nonlocal captures
-        captures += 1
-        return as_it_is(step, memory, inputs)
-
-    steps.engine_for = lambda _: (counting, "capturing")
-    for compile_ in ("off", "require", "auto"):
-        model, optimizer = hybrid_parallel(
-            small_model(META),
-            runtime,
-            optimizer=OptimizerConfig(tables="adam", tables_lr=0.01),
-        )
-        spoken = io.StringIO()
-        with contextlib.redirect_stdout(spoken):
-            train(
-                model,
-                optimizer,
-                Growing(40),
-                runtime,
-                TrainConfig(epochs=2, compile=compile_),
-            )  # type: ignore[arg-type]
-        states.append(gather_state(model))
-        said.append(spoken.getvalue())
-    return states, captures, said
+def runs(runtime: Runtime) -> list[Ended]:
+    loader = Given(growing(40))
+    return [
+        ended(runtime, loader, as_it_is, way, epochs=2)
+        for way in ("off", "require", "auto")
+    ]
 
 
 def test_a_run_whose_lists_grow_is_captured_throughout_and_ends_where_the_eager_one_does() -> (
     None
 ):
-    ((states, captures, said),) = run_ranks(runs, 1)
-    assert farthest(states[0], states[1]) < 1e-3
-    assert farthest(states[0], states[2]) < 1e-3
-    assert MOST_GRAPHS < captures <= 16  # of both runs
-    assert not any("not captured" in text for text in said)
+    ((off, required, auto),) = run_ranks(runs, 1)
+    for run in (required, auto):
+        assert farthest(off.state, run.state) < 1e-3
+        assert "not captured" not in run.said
+    assert MOST_GRAPHS < required.captures + auto.captures <= 16
 
 
-def too_many(runtime: Runtime) -> str:
-    policy.PAYS_S = {"cpu": 0.0}
-    policy.WATCHED = 2
-    steps.engine_for = lambda _: (as_it_is, "capturing")
-    model, optimizer = hybrid_parallel(small_model(META), runtime)
-    with pytest.raises(CannotCaptureError) as error:
-        train(
-            model,
-            optimizer,
-            Few([24, 24, 24, 8, 12, 16, 20]),
-            runtime,
-            TrainConfig(epochs=1, compile="require"),
-        )  # type: ignore[arg-type]
-    return str(error.value)
+def too_many(runtime: Runtime) -> Ended:
+    loader = Few([24, 24, 24, 8, 12, 16, 20])
+    return ended(runtime, loader, as_it_is, "require")
 
 
 def test_batches_of_too_many_sizes_are_told_with_their_sizes() -> None:
-    (text,) = run_ranks(too_many, 1)
+    (run,) = run_ranks(too_many, 1)
     assert (
         "batches of more than 4 shapes, of 8, 12, 16, 20, 24 rows; give them one batch_size"
-        in text
+        in run.error
     )

@@ -185,37 +185,31 @@ def test_a_part_that_the_loss_does_not_reach_is_not_moved() -> None:
 
 
 def test_the_traced_door_makes_the_same_step() -> None:
-    losses = []
-    for is_traced in (False, True):
-        made = Trained(Model(), by_row=False, clip_norm=0.0)
-        weights = [part.weight.detach() for part in made.parts]
-        state = [tensor for part in made.parts for tensor in part.state]
-        memory = [made.count, made.clock.lr, *weights, *state]
+    _, losses = own_loop(0.0)
+    made = Trained(Model(), by_row=False, clip_norm=0.0)
+    weights = [part.weight.detach() for part in made.parts]
+    state = [tensor for part in made.parts for tensor in part.state]
 
-        def step(*tensors: Tensor) -> list[Tensor]:
-            count, rate, *rest = tensors
-            one, two, label = rest[9:]
-            parts = []
-            for index in range(3):
-                weight = rest[index].detach().requires_grad_()
-                own = [rest[3 + 2 * index], rest[4 + 2 * index]]
-                parts.append(StepPart(weight, own, ADAM, Clock(count, rate)))
-            vectors = [embedding(ids, parts[0].weight) for ids in (one, two)]
+    def step(*tensors: Tensor) -> list[Tensor]:
+        count, rate, *rest = tensors
+        one, two, label = rest[9:]
+        parts = []
+        for index in range(3):
+            weight = rest[index].detach().requires_grad_()
+            own = [rest[3 + 2 * index], rest[4 + 2 * index]]
+            parts.append(StepPart(weight, own, ADAM, Clock(count, rate)))
+        item, top, bias = parts
 
-            def forward(tables: Any) -> tuple[Tensor, None]:
-                scores = nn.functional.linear(
-                    torch.cat(vectors, 1), parts[1].weight, parts[2].weight
-                )
-                return binary_cross_entropy_with_logits(scores.squeeze(1), label), None
+        def forward(tables: Any) -> tuple[Tensor, None]:
+            vectors = [embedding(ids, item.weight) for ids in (one, two)]
+            scores = nn.functional.linear(
+                torch.cat(vectors, 1), top.weight, bias.weight
+            )
+            return binary_cross_entropy_with_logits(scores.squeeze(1), label), None
 
-            return [trained(forward, (), parts, count)[0]]
+        return [trained(forward, (), parts, count)[0]]
 
-        draws = torch.Generator().manual_seed(1)
-        given = batch(draws)
-        run: Any = lambda inputs, step=step, memory=memory: step(*memory, *inputs)  # noqa: E731
-        if is_traced:
-            run = inductor(step, memory, list(given))
-        losses.append([float(run(list(given))[0])])
-        for _ in range(STEPS):
-            losses[-1].append(float(run(list(batch(draws)))[0]))
-    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+    draws = torch.Generator().manual_seed(1)
+    given = [list(batch(draws)) for _ in range(STEPS)]
+    run = inductor(step, [made.count, made.clock.lr, *weights, *state], given[0])
+    assert [float(run(each)[0]) for each in given] == pytest.approx(losses, abs=1e-6)

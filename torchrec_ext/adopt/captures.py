@@ -6,7 +6,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -42,11 +42,9 @@ from torchrec_ext.adopt.graph import (
 from torchrec_ext.adopt.lag import catch_up
 from torchrec_ext.adopt.reads import StepReads, the_loss
 from torchrec_ext.adopt.source import (
-    AnyBatch,
-    GivenBatch,
     RowsOnDevice,
     Shapes,
-    repeats_of,
+    StepBatch,
 )
 from torchrec_ext.adopt.updates import (
     CapturedUpdate,
@@ -57,14 +55,15 @@ from torchrec_ext.adopt.updates import (
 from torchrec_ext.adopt.user_step import UserStep
 from torchrec_ext.adopt.verify import StepComparison, Verification
 from torchrec_ext.capture import executors
-from torchrec_ext.capture.captured import MOST_GRAPHS, RareShapeError
 from torchrec_ext.capture.compiled import (
     TRACERS,
     CompiledCall,
     replayed,
     without_gradients,
 )
+from torchrec_ext.capture.errors import RareShapeError
 from torchrec_ext.capture.memory import RowTable, StepMemory
+from torchrec_ext.capture.policy import MOST_GRAPHS
 from torchrec_ext.capture.step import StepPart, parts_of, trained
 from torchrec_ext.distributed.row_rule import row_by_row
 from torchrec_ext.observe.user_lines import first_line, module_line
@@ -82,13 +81,11 @@ class Seen(NamedTuple):
     Args:
         look_ups: rows that it read of each table, by the id of its weight.
         matrices: the line that reads a table otherwise, by its name.
-        selects: whether the forward selects by masks.
         draws_random: whether the forward draws random numbers.
     """
 
     look_ups: Mapping[int, int] = MappingProxyType({})
     matrices: Mapping[str, str] = MappingProxyType({})
-    selects: bool = False
     draws_random: bool = False
 
 
@@ -127,7 +124,7 @@ class Captures:
 
     # --- which step
 
-    def __call__(self, batch: AnyBatch) -> tuple[Tensor, Any]:
+    def __call__(self, batch: StepBatch) -> tuple[Tensor, Any]:
         """Makes the captured step of a batch; returns loss and output.
 
         Raises:
@@ -141,12 +138,12 @@ class Captures:
         with self._tables_marked(is_marked=False), self._user_step.autocast():
             for update in updates:
                 call = update.calls.get(batch.resident)
-                code = call.holds(batch.parts()) if call is not None else None
+                code = call.holds(batch.parts) if call is not None else None
                 if code is not None:
-                    return code(*batch.parts())  # type: ignore[no-any-return]
+                    return code(*batch.parts)  # type: ignore[no-any-return]
             return self._traced(batch)
 
-    def _traced(self, batch: AnyBatch) -> tuple[Tensor, Any]:
+    def _traced(self, batch: StepBatch) -> tuple[Tensor, Any]:
         """Has Dynamo trace the step of a batch, with the memory that it needs."""
         self.settle()
         self._graph_count += 1
@@ -156,26 +153,20 @@ class Captures:
         rules = update_rules(self._user_step.model, self._user_step.optimizers)
         every = {name for name, (_, _, each, _) in rules.items() if each.requires_grad}
         names = {name for name in every if self._is_moved(rules[name])}
-        is_probe = False
         if self.current is not None:
             names = every & self.current.weights.keys()
-        allowed: set[str] = set()
+        unreached: set[str] = set()
         for _ in range(_TRIES):
             try:
-                update = self._update_of(rules, names, is_probe=is_probe)
-                update.allowed = allowed
-                return self._try(update, batch, is_probe=is_probe)
+                self._tracing = self._update_of(rules, names)
+                self._tracing.allowed = unreached
+                return self._try(self._tracing, batch)
             except OtherMemory as other:
                 if other.matrices:
                     matrices = {**self.seen.matrices, **other.matrices}
                     self.seen = self.seen._replace(matrices=matrices)
-                elif is_probe:
-                    allowed = other.unreached
-                    names = every - other.unreached
-                    is_probe = False
-                else:
-                    names = set(every)
-                    is_probe = True
+                unreached |= other.unreached
+                names = (names | other.read) - unreached
         raise CannotAdopt("the parameters that the loss depends on change in each step")
 
     def _is_moved(self, rule: tuple[int, int, nn.Parameter, Any]) -> bool:
@@ -183,18 +174,13 @@ class Captures:
         state = self._user_step.optimizers[number].state.get(parameter, {})
         return set(STATES[choice.kind]) <= set(state)
 
-    def _try(
-        self, update: CapturedUpdate, batch: AnyBatch, *, is_probe: bool
-    ) -> tuple[Tensor, Any]:
+    def _try(self, update: CapturedUpdate, batch: StepBatch) -> tuple[Tensor, Any]:
         resident = batch.resident
         if resident not in update.calls:
-            step = _step_of(
-                update, self._user_step, resident, selects=self.seen.selects
-            )
+            step = _step_of(update, self._user_step, resident)
             update.calls[resident] = CompiledCall(step, weakly(self._take_graph))
-        self._tracing = update, is_probe
         try:
-            return update.calls[resident](*batch.parts())  # type: ignore[no-any-return]
+            return update.calls[resident](*batch.parts)  # type: ignore[no-any-return]
         except Exception as error:
             if not type(error).__module__.startswith(TRACERS):
                 raise
@@ -205,9 +191,7 @@ class Captures:
                 ) from error
             raise untraceable(error) from None
 
-    def _update_of(
-        self, rules: Rules, names: Collection[str], *, is_probe: bool
-    ) -> CapturedUpdate:
+    def _update_of(self, rules: Rules, names: Collection[str]) -> CapturedUpdate:
         """Returns the captured steps that update some parameters."""
         if not names:
             raise CannotAdopt(
@@ -222,16 +206,20 @@ class Captures:
             for name in names
             if id(rules[name][2]) in self.seen.look_ups and name not in dense_tables
         }
-        key = frozenset(names), frozenset(tables), is_probe
-        if key not in self._updates or is_probe:
+        # A memory for which there was no graph may be of a state that is no longer there.
+        for key, each in list(self._updates.items()):
+            if not each.runs and not each.waiting:
+                del self._updates[key]
+        key = frozenset(names), frozenset(tables)
+        if key not in self._updates:
             parameters, state, unmoved = updated_parameters(
-                rules, names, tables, user_step, is_probe=is_probe
+                rules, names, tables, user_step
             )
             memory = StepMemory(parameters, {})
             weights = {each.name: rules[each.name][2] for each in parameters}
             counts = {name: self.seen.look_ups[id(rules[name][2])] for name in tables}
             memory.choose(counts, row_by_row)
-            update = CapturedUpdate(
+            self._updates[key] = CapturedUpdate(
                 memory,
                 weights,
                 state,
@@ -239,12 +227,9 @@ class Captures:
                 lag_of(memory, weights, state),
                 unmoved,
             )
-            if is_probe:
-                return update
-            self._updates[key] = update
         return self._updates[key]
 
-    def check_shapes(self, batch: AnyBatch) -> None:
+    def check_shapes(self, batch: StepBatch) -> None:
         """Lets a batch be captured if few shapes are so far, and its own came often; each trace of a shape costs.
 
         Raises:
@@ -271,7 +256,7 @@ class Captures:
         self, module: GraphModule, examples: list[Tensor]
     ) -> Callable[..., Sequence[Any]]:
         """Receives a graph of Dynamo's, and returns the function to call in its place."""
-        update, is_probe = self._tracing
+        update = self._tracing
         user_step = self._user_step
         rules = update_rules(user_step.model, user_step.optimizers)
         parameters = {
@@ -287,14 +272,12 @@ class Captures:
             module,
             examples,
             model=user_step.model,
-            batch=pytree.tree_leaves(self._batch.parts()),
+            batch=pytree.tree_leaves(self._batch.parts),
             trained=parameters,
             updated=set(update.weights),
             late=update.memory.row_tables,
             memory=memory,
         )
-        if is_probe:
-            raise OtherMemory()
         if update.unmoved:
             raise CannotAdopt(
                 f"{module_line(user_step.model, min(update.unmoved))} has not been moved by an eager step yet"
@@ -309,9 +292,12 @@ class Captures:
         self._check(update, graph, tensors)
         # On a GPU this would wait for its work. Of a batch that is made inside the step
         # these tensors are another one's.
-        is_given = isinstance(self._batch, GivenBatch)
+        is_given = self._batch.resident is None
         if is_given and update.memory.device.type == "cpu":
-            bad = graph.bad_id(tensors)
+            # The step draws its random numbers after them.
+            draws = self.seen.draws_random
+            with torch.random.fork_rng([]) if draws else nullcontext():
+                bad = graph.bad_id(tensors)
             if bad:
                 raise BadIdError(bad)
         call = StepCall(graph, tensors)
@@ -333,9 +319,6 @@ class Captures:
                 raise CannotAdopt(
                     f"{module_line(self._user_step.model, name)} {HOOK_ON_GRADIENT}"
                 )
-        for index, (line, value) in graph.masks.items():
-            if not torch.equal(tensors[index], value):
-                raise TensorChangedError(f"the mask of {line}")
 
     def _run(self, update: CapturedUpdate, call: StepCall) -> list[Any]:
         """Makes the step of a graph, and returns the graph's outputs."""
@@ -483,8 +466,6 @@ def _step_of(
     update: CapturedUpdate,
     user_step: UserStep,
     resident: RowsOnDevice | None,
-    *,
-    selects: bool,
 ) -> Callable[..., Any]:
     """Returns the step as a function of a batch, or of the rows of one that is made inside."""
     memory, loss, clip_norm = update.memory, user_step.loss, user_step.clip_norm
@@ -510,7 +491,7 @@ def _step_of(
         for part, table in zip(parts, tables, strict=False):
             if table is not None:
                 late.append((part.weight, table))
-        with StepReads(late, selects=selects, repeats=repeats, is_exact=is_exact):
+        with StepReads(late, repeats=repeats, is_exact=is_exact):
             value, output = loss_and_output(loss(*batch))
         return the_loss(value), output
 
@@ -523,9 +504,7 @@ def _step_of(
 
         def forward(tables: Any, *rows: Any) -> tuple[Tensor, Any]:
             batch = resident.assemble(resident.tensors, rows)
-            repeats = repeats_of(
-                resident.rows, pytree.tree_leaves(batch), rows[0].shape[0]
-            )
+            repeats = resident.repeats(batch, rows[0].shape[0])
             return run(tables, batch, repeats)
 
     def step(*batch: Any) -> tuple[Tensor, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.capture.policy import Compile
 from torchrec_ext.distributed.optim.config import Choice
+from torchrec_ext.observe.ops import tensors_in
 from torchrec_ext.observe.state_copy import random_state
 from torchrec_ext.observe.user_lines import module_line, user_line, with_text
 
@@ -220,7 +221,7 @@ def _check_settings(optimizer: str, group: Mapping[str, Any]) -> None:
                 f"{optimizer} with {setting}={group[setting]} has no captured form; {remedy}"
             )
     for setting in ("lr", "betas", "eps", "weight_decay"):
-        if list(tensor_leaves(group.get(setting))):
+        if tensors_in(group.get(setting)):
             raise CannotAdopt(
                 f"{optimizer} has a tensor for {setting}; give a float, which schedulers change as well"
             )
@@ -331,7 +332,6 @@ class ForwardWatch(TorchFunctionMode):
         look_ups: rows that look-ups read of each parameter, by its id.
         matrices: the line that reads a parameter otherwise, by its id.
         random: whether the forward draws random numbers.
-        selects: whether the forward calls masked_select.
         problem: what stands in the way of a captured step; empty if nothing was seen.
     """
 
@@ -348,11 +348,10 @@ class ForwardWatch(TorchFunctionMode):
         self._repeats = repeats
         self.calls = 0
         self.random = False
-        self.selects = False
         self.problem = ""
         self._parameters = list(model.parameters())
         # Each tensor counts the writes in place, in _version.
-        self._watched = [*self._parameters, *tensor_leaves(args)]
+        self._watched = [*self._parameters, *tensors_in(args)]
         self._ids = set(map(id, self._parameters))
         self._device = self._parameters[0].device
 
@@ -380,9 +379,10 @@ class ForwardWatch(TorchFunctionMode):
     ) -> Any:
         """Counts one call."""
         self.calls += 1
-        name = getattr(func, "__name__", "")
-        self.selects |= name == "masked_select"
-        if name == "backward" or func is torch.autograd.backward:
+        if (
+            getattr(func, "__name__", "") == "backward"
+            or func is torch.autograd.backward
+        ):
             self.problem = "the loss function calls backward(); return the loss, and leave it to the step"
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -471,8 +471,3 @@ def device_of(model: nn.Module) -> torch.device:
     for parameter in model.parameters():
         return parameter.device
     return torch.device("cpu")
-
-
-def tensor_leaves(tree: Any) -> Iterator[Tensor]:
-    """Yields the tensors of a tree of tuples, lists and dicts."""
-    return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))

@@ -20,11 +20,10 @@ from torch import Tensor, fx, nn
 
 from torchrec_ext.adopt.checks import device_of
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.reads import WRITES, the_ids, the_loss, the_mask
+from torchrec_ext.adopt.reads import WRITES, the_ids, the_loss
 from torchrec_ext.capture.compiled import SKIPPED, real_inputs
 from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.executors import depends_on_values
-from torchrec_ext.observe.state_copy import random_state
 from torchrec_ext.observe.user_lines import UNKNOWN, first_line, is_users_file
 
 LossFunction = Callable[..., Any]
@@ -188,7 +187,6 @@ class StepGraph:
         number: number of the graph.
         module: the graph.
         parameters: index of each input that is a parameter which the step updates, by its name.
-        masks: the inputs of masks that must stay as they are, by their index: the line that selects, and the value.
         outer: indices of inputs that are neither updated parameters, nor of the batch, nor of the memory.
         of_batch: leaf of the batch by the index of an input.
         loss: index of the loss among the outputs.
@@ -253,20 +251,6 @@ class StepGraph:
         matrices = self._matrices(late)
         if matrices:
             raise OtherMemory(matrices=matrices)
-        self.masks: dict[int, tuple[str, Tensor]] = {}
-        # The inputs that decide how many entries a mask has must stay as they are.
-        changing = {
-            self._placeholders[index]
-            for index in (*self.of_batch, *self.parameters.values())
-        }
-        for mask in self._calls(the_mask):
-            line = _line_of(mask)
-            before = _ancestors(mask)
-            if changing & before or self._draws(before, real):
-                raise CannotAdopt(values_needed(line))
-            for index, node in enumerate(self._placeholders):
-                if node in before:
-                    self.masks[index] = line, real[index].detach().clone()
         self._id_ranges = self._ids_to_check(real, model)
         self.loss = self._place_of_loss()
 
@@ -361,7 +345,7 @@ class StepGraph:
                 return index
         raise AssertionError("the loss is no output")
 
-    def _needs_the_step(self, nodes: Collection[fx.Node], real: Sequence[Any]) -> bool:
+    def _needs_the_step(self, nodes: Collection[fx.Node]) -> bool:
         """Whether some nodes cannot be computed before the step, once more, with the same result."""
         refused = {self._placeholders[index] for index in self.parameters.values()}
         for node in nodes:
@@ -371,7 +355,7 @@ class StepGraph:
                 node.target in WRITES or str(node.target).endswith("_")
             ):
                 refused.add(node)
-        return bool(refused.intersection(nodes)) or self._draws(nodes, real)
+        return bool(refused.intersection(nodes))
 
     def _part(self, results: Sequence[Any]) -> fx.GraphModule:
         """Returns the part of the graph that computes some nodes from its inputs."""
@@ -401,7 +385,7 @@ class StepGraph:
         for ids, known in ranges.items():
             if ids in self._placeholders:
                 given[self._placeholders.index(ids)] = known
-            elif not self._needs_the_step({ids, *_ancestors(ids)}, real):
+            elif not self._needs_the_step({ids, *_ancestors(ids)}):
                 computed[ids] = known
         part = self._part(list(computed)) if computed else None
         return _IdRanges(given, part, list(computed.values()))
@@ -409,8 +393,8 @@ class StepGraph:
     def bad_id(self, tensors: Sequence[Tensor]) -> str:
         """Names an id that is outside of its table; empty without one.
 
-        A captured step would find it half way, with weights written. Ids that weights or random numbers decide are
-        known to the step alone.
+        A captured step would find it half way, with weights written. Ids that weights decide are known to the step
+        alone; random numbers on which ids depend are drawn here too.
         """
         given, part, computed = self._id_ranges
         for index, known in given.items():
@@ -421,18 +405,6 @@ class StepGraph:
                 if bad := bad_id(ids, *known):
                     return bad
         return ""
-
-    def _draws(self, nodes: Collection[fx.Node], real: Sequence[Any]) -> bool:
-        """Whether some nodes of the graph draw random numbers."""
-        runner = fx.Interpreter(self.module)
-        device = real[0].device
-        runner.env = dict(zip(self._placeholders, real, strict=True))
-        with torch._guards.tracing(None), torch.no_grad(), torch.random.fork_rng():
-            before = random_state(device)
-            for node in self.module.graph.nodes:
-                if node in nodes and node.op != "placeholder":
-                    runner.env[node] = runner.run_node(node)
-            return not torch.equal(before, random_state(device))
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:

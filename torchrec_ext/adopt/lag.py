@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrec_ext.adopt.checks import tensor_leaves
 from torchrec_ext.capture.memory import StepMemory
+from torchrec_ext.observe.ops import tensors_in
 from torchrec_ext.observe.user_lines import user_line, with_text
 
 _LIVE: weakref.WeakSet[Lag] = weakref.WeakSet()
@@ -148,7 +148,7 @@ class Lag:
 
 def catch_up(tree: Any) -> None:
     """Updates the rows of all tensors of a tree that are behind."""
-    for tensor in tensor_leaves(tree):
+    for tensor in tensors_in(tree):
         if isinstance(tensor, _LaggingTensor | _LaggingParameter):
             tensor.__dict__["_lag"].settle()
 

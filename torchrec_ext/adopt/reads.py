@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from torchrec_ext.capture.captured import Reader, Whole
-from torchrec_ext.capture.memory import RowTable
+from torchrec_ext.capture.memory import Reader, RowTable, Whole
 
 _ONE = (
     "input",
@@ -50,21 +49,9 @@ def the_loss(loss: Tensor) -> Tensor:
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def the_mask(mask: Tensor) -> Tensor:
-    """Marks a mask in a graph as constant, because its number of entries is one."""
-    return mask.clone()
-
-
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def the_ids(ids: Tensor, weight: Tensor) -> Tensor:
     """Marks ids in a graph that rows of a weight are read by."""
     return ids.clone()
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _entries(mask: Tensor) -> int:
-    """Counts the entries of a mask: Dynamo calls it with the values of its example."""
-    return int(mask.sum())
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -75,21 +62,6 @@ def _writes(func: Any) -> bool:
     return is_in_place or name in ("__setitem__", "__set__") or name[:3] == "__i"
 
 
-def is_masked_select(func: Any) -> bool:
-    """Whether a call of torch's selects by a mask."""
-    return func is torch.masked_select or func is Tensor.masked_select
-
-
-def _selected(input: Tensor, mask: Tensor) -> Tensor:  # noqa: A002
-    """Returns masked_select by an index_select, whose size does not depend on values if the mask is a constant."""
-    shape = torch.broadcast_shapes(input.shape, mask.shape)  # type: ignore[no-untyped-call]
-    # Of the dimensions that the mask has: along the others each slice of the input has
-    # the same places.
-    once = the_mask(mask).expand(shape[len(shape) - mask.dim() :]).flatten()
-    places = torch.nonzero_static(once, size=_entries(once)).squeeze(1)
-    return input.expand(shape).reshape(-1, len(once)).index_select(1, places).flatten()
-
-
 class _Columns(NamedTuple):
     """Columns of a matrix (B, n) in which every row of ``rows`` stands ``repeats`` times, one after the other."""
 
@@ -98,7 +70,7 @@ class _Columns(NamedTuple):
 
 
 class StepReads(TorchFunctionMode):
-    """Reads rows of late tables, each once where the batch repeats it, and selects by constant masks.
+    """Reads rows of late tables, each once where the batch repeats it.
 
     Rows that stand several times in a batch are multiplied by a layer's weights once, and the products are repeated. A
     matrix of such rows, be it a column of the batch, what is looked up by one, or a concatenation with others, is
@@ -106,7 +78,6 @@ class StepReads(TorchFunctionMode):
 
     Args:
         tables: the weights of late tables with their tables.
-        selects: whether the forward selects by masks.
         repeats: tensors of the batch that repeat each value along their first dimension, with how often.
         is_exact: whether a sum of two products is that of one, as it is without autocast.
     """
@@ -115,13 +86,11 @@ class StepReads(TorchFunctionMode):
         self,
         tables: Sequence[tuple[Tensor, RowTable]],
         *,
-        selects: bool,
         repeats: Sequence[tuple[Tensor, int]] = (),
         is_exact: bool = True,
     ) -> None:
         super().__init__()
         self._tables = tables
-        self._selects = selects
         self._repeats = list(repeats)
         self._is_exact = is_exact
         self._matrices: list[tuple[Tensor, list[_Columns]]] = []
@@ -133,12 +102,10 @@ class StepReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Calls ``func``, but for a look-up, a selection, and a layer on repeated rows."""
+        """Calls ``func``, but for a look-up and a layer on repeated rows."""
         kwargs = kwargs or {}
         if func is F.embedding or func is F.embedding_bag:
             return self._look_up(func, args, kwargs)
-        if self._selects and is_masked_select(func):
-            return _selected(*args, **kwargs)
         if not self._repeats:
             return func(*args, **kwargs)
         if func is F.linear and len(args) > 1 and args[1].dim() == 2:

@@ -1,8 +1,9 @@
-"""GivenBatch, DrawnBatch: a batch that the user's loop made, and one that is made of :class:`Rows` inside the step."""
+"""StepBatch: a batch that the user's loop made, or one that is made of :class:`Rows` inside the step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,35 +25,30 @@ class TensorKind(NamedTuple):
 Shapes = tuple[TensorKind, ...]  # of the tensors of a batch
 
 
-def _shapes(leaves: Sequence[Any]) -> Shapes:
-    return tuple(
-        TensorKind(leaf.shape, leaf.dtype)
-        for leaf in leaves
-        if isinstance(leaf, Tensor)
-    )
+class StepBatch(NamedTuple):
+    """A batch, as the user's loop made it or not made yet.
 
+    Args:
+        parts: arguments of the step: those of the user's function, or the tensors of which ``resident`` makes them.
+        resident: rows that make the batch inside the step; None for a batch of the user's loop.
+        make: makes the arguments of the user's function of such parts.
+    """
 
-class GivenBatch(NamedTuple):
-    """A batch that the user's loop made."""
-
-    values: tuple[Any, ...]
-
-    @property
-    def resident(self) -> None:
-        """There are no rows on the device that it is made of."""
-        return
-
-    def parts(self) -> tuple[Any, ...]:
-        """Returns the arguments of the step."""
-        return self.values
+    parts: tuple[Any, ...]
+    resident: RowsOnDevice | None = None
+    make: Callable[[], tuple[Any, ...]] | None = None
 
     def args(self) -> tuple[Any, ...]:
         """Returns the arguments of the user's function."""
-        return self.values
+        return self.parts if self.make is None else self.make()
 
     def shapes(self) -> Shapes:
-        """Returns the shapes of its tensors."""
-        return _shapes(pytree.tree_leaves(self.values))
+        """Returns the shapes of the tensors of its parts."""
+        return tuple(
+            TensorKind(leaf.shape, leaf.dtype)
+            for leaf in pytree.tree_leaves(self.parts)
+            if isinstance(leaf, Tensor)
+        )
 
 
 class RowsOnDevice:
@@ -84,11 +80,7 @@ class RowsOnDevice:
             tensors += self.draws.tensors
         self.tensors = [tensor.to(device) for tensor in tensors]
 
-    def columns(self) -> dict[str, Tensor]:
-        """Returns the columns and constants of the rows on the device, by name."""
-        return dict(zip(self._names, self.tensors, strict=False))
-
-    def batches(self) -> Iterator[DrawnBatch]:
+    def batches(self) -> Iterator[StepBatch]:
         """Returns the batches of an epoch: the next, or the rest of the one whose state was loaded."""
         steps = self.rows.steps(self.device, draws=self.draws is None)
         epoch = self.rows.epoch
@@ -96,7 +88,22 @@ class RowsOnDevice:
         if self.draws is not None:
             keys = self.draws.keys(epoch).to(self.device)
         for step in steps:
-            yield DrawnBatch(self, step, epoch, keys)
+            draws = step.draws if keys is None else keys
+            parts = (step.on_device,) if draws is None else (step.on_device, draws)
+            yield StepBatch(parts, self, partial(self._args, step, epoch))
+
+    def _args(self, step: RowStep, epoch: int) -> tuple[Any, ...]:
+        """Makes the batch of a step outside of it."""
+        draws = step.draws
+        # By numpy: op by op it takes several times as long on a device.
+        if self.draws is not None:
+            drawn = self.rows.draw(step.indices, epoch)
+            assert drawn is not None
+            draws = drawn.to(self.device)
+        columns = dict(zip(self._names, self.tensors, strict=False))
+        batch = self.rows.assemble(step.on_device, draws, columns)
+        # In memory as a DataLoader's batch: repeated rows are views until here.
+        return pytree.tree_map_only(Tensor, Tensor.contiguous, batch)  # type: ignore[no-any-return]
 
     def assemble(
         self, tensors: Sequence[Tensor], parts: Sequence[Tensor]
@@ -110,57 +117,13 @@ class RowsOnDevice:
         named = dict(zip(self._names, tensors, strict=False))
         return self.rows.assemble(indices, draws, named)
 
-
-class DrawnBatch(NamedTuple):
-    """A batch that is not made yet: a step of rows on a device, and the keys (2,) from which it draws inside, if so."""
-
-    resident: RowsOnDevice
-    step: RowStep
-    epoch: int
-    keys: Tensor | None
-
-    def parts(self) -> tuple[Tensor, ...]:
-        """Returns the tensors of which the batch is made, on the device."""
-        indices = self.step.on_device
-        draws = self.step.draws if self.keys is None else self.keys
-        return (indices,) if draws is None else (indices, draws)
-
-    def repeats(self, args: Any) -> dict[int, int]:
-        """Returns how often tensors of its arguments repeat each value, by their ids."""
-        leaves = pytree.tree_leaves(args)
-        found = repeats_of(self.resident.rows, leaves, len(self.step.indices))
-        return {id(leaf): count for leaf, count in found}
-
-    def shapes(self) -> Shapes:
-        """Returns the shapes of the tensors of which it is made."""
-        return _shapes(self.parts())
-
-    def args(self) -> tuple[Any, ...]:
-        """Returns the arguments of the user's function."""
-        resident = self.resident
-        draws = self.step.draws
-        # By numpy: op by op it takes several times as long on a device.
-        if self.keys is not None:
-            drawn = resident.rows.draw(self.step.indices, self.epoch)
-            assert drawn is not None
-            draws = drawn.to(resident.device)
-        batch = resident.rows.assemble(self.step.on_device, draws, resident.columns())
-        # In memory as a DataLoader's batch: repeated rows are views until here.
-        return pytree.tree_map_only(Tensor, Tensor.contiguous, batch)  # type: ignore[no-any-return]
-
-
-AnyBatch = GivenBatch | DrawnBatch
-
-
-def repeats_of(
-    rows: Rows, leaves: Sequence[Any], size: int
-) -> list[tuple[Tensor, int]]:
-    """Returns the leaves of a batch of ``size`` rows that repeat each value, with how often."""
-    repeats = []
-    for name, leaf in zip(rows.names, leaves, strict=False):
-        count = rows.repeats.get(name)
-        # Concatenated, a row's values repeat along the first dimension; stacked, they
-        # have one of their own.
-        if count is not None and leaf.dim() and leaf.shape[0] == size * count:
-            repeats.append((leaf, count))
-    return repeats
+    def repeats(self, batch: Any, size: int) -> list[tuple[Tensor, int]]:
+        """Returns the tensors of a batch of ``size`` rows that repeat each value, with how often."""
+        repeats = []
+        for name, leaf in zip(self.rows.names, pytree.tree_leaves(batch), strict=False):
+            count = self.rows.repeats.get(name)
+            # Concatenated, a row's values repeat along the first dimension; stacked, they
+            # have one of their own.
+            if count is not None and leaf.dim() and leaf.shape[0] == size * count:
+                repeats.append((leaf, count))
+        return repeats

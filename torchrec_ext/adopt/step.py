@@ -35,11 +35,10 @@ from torchrec_ext.adopt.errors import (
 from torchrec_ext.adopt.graph import GRAPHS, LossFunction, OneGraphTooMany
 from torchrec_ext.adopt.lag import catch_up
 from torchrec_ext.adopt.rows.rows import Rows
-from torchrec_ext.adopt.source import AnyBatch, DrawnBatch, GivenBatch, RowsOnDevice
+from torchrec_ext.adopt.source import RowsOnDevice, StepBatch
 from torchrec_ext.adopt.user_step import UserStep
 from torchrec_ext.adopt.verify import StepComparison, Verification
-from torchrec_ext.capture.captured import RareShapeError
-from torchrec_ext.capture.errors import CannotCaptureError
+from torchrec_ext.capture.errors import CannotCaptureError, RareShapeError
 from torchrec_ext.capture.executors import engine_for
 from torchrec_ext.capture.policy import (
     CapturePolicy,
@@ -210,7 +209,7 @@ class AdoptedStep:
             IndexError: an id is outside of its table; nothing was written, and the next step goes on.
             RuntimeError: a captured step before has failed half way.
         """
-        return self._train(GivenBatch(batch))
+        return self._train(StepBatch(batch))
 
     def epoch(self, rows: Rows | None = None) -> Iterator[Tensor]:
         """Trains on the batches of an epoch, which a captured step makes inside, and yields their losses, ().
@@ -231,7 +230,7 @@ class AdoptedStep:
         for batch in self._resident.batches():
             yield self._train(batch)[0]
 
-    def _train(self, batch: AnyBatch) -> tuple[Tensor, Any]:
+    def _train(self, batch: StepBatch) -> tuple[Tensor, Any]:
         if self._broken:
             raise RuntimeError(self._broken)
         self._user_step.begin_step()
@@ -241,7 +240,7 @@ class AdoptedStep:
             call()
         return result
 
-    def _any_step(self, batch: AnyBatch) -> tuple[Tensor, Any]:
+    def _any_step(self, batch: StepBatch) -> tuple[Tensor, Any]:
         # The second eager step is observed, so it comes before a capture.
         if (
             not self._policy.reason
@@ -313,7 +312,7 @@ class AdoptedStep:
             self._stay_eager(error)
         self._policy.since = self._user_step.number
 
-    def _captured(self, batch: AnyBatch) -> tuple[Tensor, Any]:
+    def _captured(self, batch: StepBatch) -> tuple[Tensor, Any]:
         """Makes a captured step, or the eager one if there is none for this batch."""
         change = self._changes.ending()
         if change:
@@ -359,7 +358,7 @@ class AdoptedStep:
             self._stay_eager(CannotAdopt(self._watch.problem))
         return loss, output
 
-    def _refuse_ids(self, problem: str, batch: AnyBatch) -> NoReturn:
+    def _refuse_ids(self, problem: str, batch: StepBatch) -> NoReturn:
         """Raises the user's own error of an id outside of its table, with the table and the id as its cause."""
         error = self._user_step.forward_error(batch)
         if error is None:
@@ -367,7 +366,7 @@ class AdoptedStep:
         raise error from IndexError(problem)
 
     def _compared(
-        self, captured: StepComparison, batch: AnyBatch
+        self, captured: StepComparison, batch: StepBatch
     ) -> tuple[Tensor, Any]:
         """Makes the eager step in place of a captured one, and gives the capture up if the two differ."""
         eager, difference = self._verification.compare(captured, batch)
@@ -377,7 +376,7 @@ class AdoptedStep:
         return eager
 
     def _anew(
-        self, changed: str, batch: AnyBatch, *, is_last: bool = False
+        self, changed: str, batch: StepBatch, *, is_last: bool = False
     ) -> tuple[Tensor, Any]:
         """Gives up the captured steps, because somebody changed what they have fixed, and makes an eager one."""
         self.settle()
@@ -398,7 +397,7 @@ class AdoptedStep:
         return result
 
     def _instead(
-        self, error: CannotCaptureError, batch: AnyBatch
+        self, error: CannotCaptureError, batch: StepBatch
     ) -> tuple[Tensor, Any]:
         """Makes the eager step on a batch for which there is no captured one."""
         self.settle()
@@ -424,7 +423,7 @@ class AdoptedStep:
             self._policy.note(f"batches of one kind stay eager: {error}")
         return self._user_step.eager(batch)
 
-    def _broken_by(self, error: BaseException | None, batch: AnyBatch) -> Exception:
+    def _broken_by(self, error: BaseException | None, batch: StepBatch) -> Exception:
         """Returns the error of a captured step that failed half way; no step follows it."""
         assert isinstance(error, Exception)
         self._broken = (
@@ -487,7 +486,7 @@ class StepWatch:
             return False
         return self._policy.compile == "require" or sum(seconds) >= self._capture_s
 
-    def step(self, batch: AnyBatch) -> tuple[Tensor, Any]:
+    def step(self, batch: StepBatch) -> tuple[Tensor, Any]:
         """Makes an eager step; the second one is observed, because the first makes the optimizers' state."""
         policy = self._policy
         user_step = self._user_step
@@ -513,11 +512,14 @@ class StepWatch:
             )
         return result
 
-    def _observed(self, batch: AnyBatch) -> tuple[Tensor, Any]:
+    def _observed(self, batch: StepBatch) -> tuple[Tensor, Any]:
         args = batch.args()
-        repeats = batch.repeats(args) if isinstance(batch, DrawnBatch) else {}
+        repeats = {}
+        if batch.resident is not None:
+            for leaf, count in batch.resident.repeats(args, len(batch.parts[0])):
+                repeats[id(leaf)] = count
         watch = ForwardWatch(self._user_step.model, args, repeats)
-        result = self._user_step.eager(GivenBatch(args), watch)
+        result = self._user_step.eager(StepBatch(args), watch)
         seconds = self._policy.eager_seconds
         # The watch takes time, so this step is not timed.
         seconds.append(seconds[-1])
@@ -539,7 +541,7 @@ class StepWatch:
             if id(parameter) in watch.matrices
             and (id(parameter) in tables or id(parameter) in watch.look_ups)
         }
-        return Seen(watch.look_ups, matrices, watch.selects, watch.random)
+        return Seen(watch.look_ups, matrices, watch.random)
 
     def now(self) -> float:
         """Returns the time in seconds; once the times are reported, no step waits for a GPU to be timed."""

@@ -104,8 +104,6 @@ def updated_parameters(
     names: Collection[str],
     tables: Collection[str],
     user_step: UserStep,
-    *,
-    is_probe: bool,
 ) -> tuple[list[UpdatedParameter], list[StateTensor], set[str]]:
     """Returns the parameters that a step updates, the optimizers' state of these, and the names without one.
 
@@ -114,7 +112,6 @@ def updated_parameters(
         names: the parameters' names.
         tables: those that may be updated row by row.
         user_step: the optimizers.
-        is_probe: whether no step is made, so that numbers of steps may differ.
     """
     parameters = []
     state = []
@@ -136,7 +133,7 @@ def updated_parameters(
             state.append(StateTensor(number, parameter, key, values[key]))
             tensors.append(values[key].detach())
         # SGD counts no steps.
-        if "step" in values and not is_probe:
+        if "step" in values:
             state.append(StateTensor(number, parameter, "step", values["step"]))
             steps.append(values["step"].detach())
         group = groups.setdefault((number, index), GroupSettings(optimizer, index))

@@ -24,7 +24,7 @@ from torchrec_ext.adopt.checks import (
 )
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.graph import LossFunction
-from torchrec_ext.adopt.source import AnyBatch
+from torchrec_ext.adopt.source import StepBatch
 from torchrec_ext.capture.executors import engine_for
 from torchrec_ext.capture.policy import TrainingDivergedError
 from torchrec_ext.observe.host_copy import HostCopy
@@ -79,7 +79,7 @@ class UserStep:
             )
 
     def eager(
-        self, batch: AnyBatch, watch: ForwardWatch | None = None
+        self, batch: StepBatch, watch: ForwardWatch | None = None
     ) -> tuple[Tensor, Any]:
         """Makes the user's own step; ``watch`` surrounds its forward."""
         self._has_gradients = True
@@ -143,7 +143,7 @@ class UserStep:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
             print(f"adopt: {text}", flush=True)
 
-    def forward_error(self, batch: AnyBatch) -> Exception | None:
+    def forward_error(self, batch: StepBatch) -> Exception | None:
         """Returns the error of the user's own forward on a batch: it says more than that of a captured step."""
         try:
             with torch.no_grad():

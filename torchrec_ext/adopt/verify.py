@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_ext.adopt.checks import STATES, tensor_leaves, update_rules
-from torchrec_ext.adopt.source import AnyBatch
+from torchrec_ext.adopt.checks import STATES, update_rules
+from torchrec_ext.adopt.source import StepBatch
 from torchrec_ext.adopt.updates import CapturedUpdate, StepCall
 from torchrec_ext.adopt.user_step import UserStep
 from torchrec_ext.capture.memory import StepMemory, UpdatedParameter
 from torchrec_ext.capture.policy import CapturePolicy
+from torchrec_ext.observe.ops import tensors_in
 from torchrec_ext.observe.state_copy import random_state, set_random_state
 
 # Share of the time since the capture that goes to comparing later steps, and as much to those that follow a reader:
@@ -64,7 +65,7 @@ class Verification:
         return Snapshot(update.memory, call.outer())
 
     def compare(
-        self, captured: StepComparison, batch: AnyBatch
+        self, captured: StepComparison, batch: StepBatch
     ) -> tuple[tuple[Tensor, Any], str]:
         """Takes a captured step back and makes the eager one, which stays.
 
@@ -274,8 +275,8 @@ def step_difference(
             buffer.float(), other, rtol=10 * near, atol=near, equal_nan=True
         ):
             return f"a buffer of shape {tuple(buffer.shape)}"
-    outputs = list(tensor_leaves(output))
-    for tensor in tensor_leaves(eager_output):
+    outputs = tensors_in(output)
+    for tensor in tensors_in(eager_output):
         if not any(_alike(tensor, other, 10 * near) for other in outputs):
             return f"an output of {tuple(tensor.shape)} {tensor.dtype} beside the loss"
     return ""

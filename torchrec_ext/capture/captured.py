@@ -1,6 +1,7 @@
 """CapturedStep: forward, backward and optimizers of a training step as one captured function of tensors.
 
-It works on the memory of a model and of its optimizer, see :class:`StepMemory`. A :class:`StepSource` provides both.
+It works on the memory of a model from :func:`hybrid_parallel` and of its optimizer, see :class:`StepMemory`. Of this
+folder it, :mod:`sharded` and :mod:`lowering` alone need TorchRec.
 """
 
 from __future__ import annotations
@@ -9,25 +10,26 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
+
+from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 
 import torch
-from torch import Tensor
-from torch.nn.functional import embedding
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from torchrec_ext.capture.errors import CannotCaptureError
+from torchrec_ext.batch import DrawnStep, TowerBatch
+from torchrec_ext.capture.errors import CannotCaptureError, RareShapeError
 from torchrec_ext.capture.executors import StepExecutor
-from torchrec_ext.capture.memory import RowRule, RowTable, StepMemory
+from torchrec_ext.capture.lowering import Packer, lowered, static_bags
+from torchrec_ext.capture.memory import Reader, RowRule, RowTable, StepMemory, Whole
+from torchrec_ext.capture.policy import MOST_GRAPHS
+from torchrec_ext.capture.sharded import moved_parameters
 from torchrec_ext.capture.step import parts_of, trained
+from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.row_rule import row_by_row
 from torchrec_ext.observe.user_lines import first_line, raising_line, with_text
-
-MOST_GRAPHS = 4  # sizes of batches to capture; each costs a compilation
-
-
-class RareShapeError(CannotCaptureError):
-    """A batch has a rare shape, and no step is captured for it yet."""
 
 
 @dataclass(frozen=True)
@@ -51,60 +53,14 @@ class StepInputs:
     resident: Sequence[Tensor] = ()
 
 
-class StepSource(Protocol):
-    """A model for captured steps: its memory, its forward, and its batches as tensors.
-
-    Attributes:
-        memory: parameters to update, with their optimizer's state.
-        reading: the tables by name; ``forward`` reads their rows through these. Set before each forward.
-        clip_norm: limit of the gradients' norm, see :class:`HybridOptimizer`; 0 for none.
-    """
-
-    memory: StepMemory
-    reading: Mapping[str, Reader]
-    clip_norm: float
-
-    def inputs(self, item: Any) -> StepInputs:
-        """Returns the tensors of an item, the argument of a step."""
-
-    def forward(self, tensors: dict[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
-        """Returns the loss, (), and the output; ``tensors`` replace the model's own of the same names."""
-
-    @torch.no_grad()
-    def look_ups(self, inputs: StepInputs) -> dict[str, int]:
-        """Counts the rows of each table read by a step on a batch."""
-        counting = {
-            name: _Counting(parameter.weight)
-            for name, parameter in self.memory.tables.items()
-        }
-        device = self.memory.device
-        # Random numbers and buffers, such as those of a batch norm, stay as they are:
-        # this is no step.
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            fixed = {name: tensor.clone() for name, tensor in self.memory.fixed.items()}
-            self.reading = counting
-            tensors = [tensor.to(device) for tensor in inputs.tensors]
-            self.forward(fixed, inputs.make(inputs.resident, tensors))
-        return {name: table.count for name, table in counting.items()}
-
-    def begin(self, item: Any) -> None:
-        """Prepares the memory for a step on an item."""
-        return
-
-
-class Reader(Protocol):
-    """A table inside one step."""
-
-    def read(self, ids: Tensor) -> Tensor:
-        """Returns the vectors (n, D) of the ids (n,)."""
-
-
 class CapturedStep:
     """One rank's training step, captured once for each shape of a batch.
 
+    Lists of ids are padded, see :class:`Packer`. If a batch's lists outgrow a captured step, a new one replaces it.
+
     Args:
-        source: model, memory and inputs.
+        model: model from :func:`hybrid_parallel`, each table on this rank alone or on every rank.
+        optimizer: the model's optimizer, after its first step, which creates its state.
         engine: executor that makes the step faster.
         autocast: makes the context of the forward.
         rule: decides which tables to update row by row.
@@ -114,11 +70,15 @@ class CapturedStep:
 
     Attributes:
         captures: number of captures so far.
+
+    Raises:
+        CannotCaptureError: the model or the optimizer has no captured form.
     """
 
     def __init__(
         self,
-        source: StepSource,
+        model: nn.Module,
+        optimizer: HybridOptimizer,
         engine: StepExecutor,
         *,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -126,9 +86,18 @@ class CapturedStep:
         take_time: Callable[[], None] = lambda: None,
         patience: int = 0,
     ) -> None:
-        self._source = source
-        self._memory = source.memory
-        self._clip_norm = source.clip_norm
+        # Tables by name, through which the forward reads rows; of one step.
+        self._reading: Mapping[str, Reader] = {}
+        self._model = lowered(
+            model, static_bags(lambda name, ids: self._reading[name].read(ids))
+        )
+        fixed = dict(self._model.named_buffers())
+        for name, parameter in self._model.named_parameters():
+            if not parameter.requires_grad:
+                fixed[name] = parameter.detach()
+        self._memory = StepMemory(moved_parameters(model, optimizer), fixed)
+        self._packer = Packer()
+        self._clip_norm = optimizer.clip_norm
         self._engine = engine
         self._autocast = autocast
         self._rule = rule
@@ -151,15 +120,19 @@ class CapturedStep:
         """Completes deferred updates: model and optimizer then equal those after the same number of eager steps."""
         self._memory.settle()
 
-    def __call__(self, item: Any) -> tuple[Tensor, Any]:
+    def __call__(self, item: TowerBatch | DrawnStep) -> tuple[Tensor, Any]:
         """Trains on one batch; returns the loss, (), and the model's output.
 
         Raises:
             RareShapeError: the shape is too rare so far, see ``patience``; nothing was trained.
             CannotCaptureError: the engine cannot run the model, or there are too many shapes; nothing was trained.
         """
-        self._source.begin(item)
-        step_inputs = self._source.inputs(item)
+        if isinstance(item, TowerBatch):
+            # Rows of new ids begin anew just before they are read: nothing of their past
+            # is left to catch up.
+            for note in item.fresh or ():
+                self._memory.mark_rows_current(note.table, note.rows)
+        step_inputs = self._inputs(item)
         inputs = self._on_device(step_inputs)
         call = self._calls.get(step_inputs.key) or self._capture_once(
             step_inputs, inputs
@@ -168,18 +141,45 @@ class CapturedStep:
         loss, *output = call.run(inputs)
         return loss, pytree.tree_unflatten(output, call.spec)
 
-    def prepare(self, item: Any, *, is_patient: bool = True) -> None:
-        """Captures the step for batches like this one, unless there is one; trains nothing, raises like a call.
-
-        Args:
-            item: argument of a step.
-            is_patient: whether a further shape is refused for some time, see ``patience``.
-        """
-        step_inputs = self._source.inputs(item)
-        if step_inputs.key not in self._calls:
-            self._capture_once(
-                step_inputs, self._on_device(step_inputs), is_patient=is_patient
+    def _inputs(self, item: TowerBatch | DrawnStep) -> StepInputs:
+        """Returns the tensors of a batch, or of a drawn step: the latter becomes a batch inside the captured step."""
+        if isinstance(item, DrawnStep):
+            key = tuple(tensor.shape for tensor in item.tensors)
+            return StepInputs(
+                key,
+                key,
+                len(item.tensors[0]),
+                item.tensors,
+                item.source.assemble,
+                item.source.tensors,
             )
+        layout, tensors = self._packer.pack(item)
+        rows = int(dict(layout.fields)["labels"][0][0])
+        return StepInputs(
+            layout,
+            layout.sizes,
+            rows,
+            tensors,
+            lambda _, parts: layout.batch(list(parts)),
+        )
+
+    @torch.no_grad()
+    def _look_ups(self, inputs: StepInputs) -> dict[str, int]:
+        """Counts the rows of each table read by a step on a batch."""
+        memory = self._memory
+        counting = {
+            name: _Counting(parameter.weight)
+            for name, parameter in memory.tables.items()
+        }
+        # Random numbers and buffers, such as those of a batch norm, stay as they are:
+        # this is no step.
+        devices = [memory.device] if memory.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            fixed = {name: tensor.clone() for name, tensor in memory.fixed.items()}
+            self._reading = counting
+            batch = inputs.make(inputs.resident, self._on_device(inputs))
+            functional_call(self._model, fixed, (batch,))
+        return {name: table.count for name, table in counting.items()}
 
     def _on_device(self, step_inputs: StepInputs) -> list[Tensor]:
         """Copies the batch's tensors from the host, where the loader makes them, to the device of the memory."""
@@ -192,8 +192,6 @@ class CapturedStep:
         self,
         step_inputs: StepInputs,
         inputs: Sequence[Tensor],
-        *,
-        is_patient: bool = True,
     ) -> _Call:
         """Captures the step for batches of this shape, unless that has failed before."""
         key = step_inputs.key
@@ -205,7 +203,7 @@ class CapturedStep:
         ]
         if key in self._failed:
             raise CannotCaptureError(self._failed[key])
-        is_rare = is_patient and self._refused[key] < self._patience
+        is_rare = self._refused[key] < self._patience
         if self._calls and not outgrown and is_rare:
             self._refused[key] += 1
             raise RareShapeError("a batch of a shape that came seldom so far")
@@ -243,7 +241,7 @@ class CapturedStep:
         make = step_inputs.make
         # Chosen once: later shapes update each table in the same way.
         if not self._calls:
-            self._memory.choose(self._source.look_ups(step_inputs), self._rule)
+            self._memory.choose(self._look_ups(step_inputs), self._rule)
         memory = self._memory.tensors()
         resident_end = len(memory) + len(resident)
 
@@ -295,8 +293,8 @@ class CapturedStep:
             ):
                 if parameter.table:
                     reading[parameter.name] = table or Whole(part.weight)
-            self._source.reading = reading
-            return self._source.forward(model_tensors, make())
+            self._reading = reading
+            return functional_call(self._model, model_tensors, (make(),))  # type: ignore[no-any-return]
 
         return trained(
             forward,
@@ -306,17 +304,6 @@ class CapturedStep:
             clip_norm=self._clip_norm,
             autocast=self._autocast,
         )
-
-
-@dataclass
-class Whole:
-    """A table whose gradient is a matrix as large as itself."""
-
-    weight: Tensor
-
-    def read(self, ids: Tensor) -> Tensor:
-        """Returns the vectors (n, D) of the ids (n,)."""
-        return embedding(ids, self.weight)
 
 
 @dataclass

@@ -25,8 +25,6 @@ from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.observe.user_lines import is_users_file
 
 Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Sequence[Any]]]
-# Takes a graph, and the tensors of whoever called behind its inputs; raises CannotCaptureError if it may not run.
-Look = Callable[[fx.GraphModule, list[Any]], None]
 
 _NO_LIMIT = 1 << 20  # of Dynamo's own, which logs a page whenever it is met
 _NUMBERS = itertools.count()
@@ -37,7 +35,6 @@ SKIPPED = re.compile(r"the function `(\w+)` in file `([^`]+)`")
 
 def compiled(
     step: Callable[..., Any],
-    look: Look = lambda *_: None,
     memory: Sequence[Tensor] = (),
 ) -> CompiledCall:
     """Returns a step that inductor has compiled; on a GPU it is one CUDA graph.
@@ -45,7 +42,6 @@ def compiled(
     Args:
         step: function of a batch that calls :func:`~torchrec_ext.capture.step.trained`; what it reads besides stands in
             cells of its own.
-        look: see :data:`Look`.
         memory: what stays at its address from step to step, for a GPU; all else is copied into the graph in each.
     """
     stays = set(map(id, memory))
@@ -54,7 +50,6 @@ def compiled(
         graph: fx.GraphModule, examples: list[Tensor]
     ) -> Callable[..., Sequence[Any]]:
         real = real_inputs(graph, examples)
-        look(graph, real)
         graph = without_gradients(graph)
         if not any(each.is_cuda for each in memory):
             return executors.compile_graph(graph, examples)
@@ -153,17 +148,13 @@ class CompiledCall:
     Args:
         function: function of positional arguments.
         backend: takes a graph and examples of its inputs, and returns what is called in place of the graph.
-        traces_gradients: whether ``torch.autograd.grad`` in it becomes a part of the graph.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
         backend: Backend,
-        *,
-        traces_gradients: bool = True,
     ) -> None:
-        self._traces_gradients = traces_gradients
         # Dynamo keeps what it has traced by code object: each caller has one of its
         # own.
         code = function.__code__.replace(co_name=f"step_{next(_NUMBERS)}")
@@ -194,7 +185,7 @@ class CompiledCall:
             allow_rnn=True,
             dont_skip_tracing=dont_skip_tracing,
             recompile_limit=_NO_LIMIT,
-            trace_autograd_ops=self._traces_gradients,
+            trace_autograd_ops=True,
         )
         self._skips = not dont_skip_tracing
 
@@ -210,7 +201,7 @@ class CompiledCall:
         """Calls the graph whose guards hold, or has Dynamo trace one.
 
         Raises:
-            CannotCaptureError: that of a look at the graph; other errors are Dynamo's, see :data:`TRACERS`.
+            CannotCaptureError: that of the backend; other errors are Dynamo's, see :data:`TRACERS`.
         """
         code = self.holds(args)
         if code is not None:

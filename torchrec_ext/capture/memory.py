@@ -18,11 +18,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.nn.functional import embedding
 
 from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.update_rules import (
@@ -68,6 +69,24 @@ class Clock:
             table=table,
         )
         return [updated, *state]
+
+
+class Reader(Protocol):
+    """A table inside one step."""
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Returns the vectors (n, D) of the ids (n,)."""
+
+
+@dataclass
+class Whole:
+    """A table whose gradient is a matrix as large as itself."""
+
+    weight: Tensor
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Returns the vectors (n, D) of the ids (n,)."""
+        return embedding(ids, self.weight)
 
 
 @dataclass

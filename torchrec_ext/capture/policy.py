@@ -14,6 +14,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 # A capture pays off if the rest of a run takes at least these seconds. On a GPU inductor
 # compiles the step too where Triton is; how long it takes there is not measured.
 PAYS_S = {"cpu": 60.0, "cuda": 60.0 if HAS_TRITON else 10.0}
+MOST_GRAPHS = 4  # sizes of batches to capture; each costs a compilation
 PATIENCE = 20  # eager steps of a rare shape, such as the last batch of an epoch, before it is captured too
 
 

@@ -1,7 +1,4 @@
-"""ShardedSource: the package's own models for captured steps, each table whole on this rank.
-
-It alone of this folder needs TorchRec, with :mod:`lowering`.
-"""
+"""moved_parameters(): the parameters of a sharded model as plain tensors, each table whole on this rank."""
 
 from __future__ import annotations
 
@@ -12,17 +9,12 @@ from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.func import functional_call
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import DataType
 
-from torchrec_ext.batch import DrawnStep, TowerBatch
-from torchrec_ext.capture.captured import Reader, StepInputs, StepSource
 from torchrec_ext.capture.errors import CannotCaptureError
-from torchrec_ext.capture.lowering import Packer, lowered, static_bags
 from torchrec_ext.capture.memory import (
     STATE_COUNTS,
-    StepMemory,
     UpdatedParameter,
     state_tensors,
 )
@@ -35,68 +27,6 @@ from torchrec_ext.distributed.tables import (
     kernels_by_table,
     local_shards,
 )
-
-
-class ShardedSource(StepSource):
-    """A model from :func:`hybrid_parallel`; its steps take a :class:`TowerBatch` or a :class:`DrawnStep`.
-
-    Lists of ids are padded, see :class:`Packer`. If a batch's lists outgrow a captured step, a new one replaces it.
-
-    Args:
-        model: model from :func:`hybrid_parallel`, each table on this rank alone or on every rank.
-        optimizer: the model's optimizer, after its first step, which creates its state.
-
-    Raises:
-        CannotCaptureError: the model or the optimizer has no captured form.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: HybridOptimizer) -> None:
-        self.reading: Mapping[str, Reader] = {}
-        self._model = lowered(
-            model, static_bags(lambda name, ids: self.reading[name].read(ids))
-        )
-        fixed = dict(self._model.named_buffers())
-        for name, parameter in self._model.named_parameters():
-            if not parameter.requires_grad:
-                fixed[name] = parameter.detach()
-        self.clip_norm = optimizer.clip_norm
-        self.memory = StepMemory(moved_parameters(model, optimizer), fixed)
-        self._packer = Packer()
-
-    def inputs(self, item: TowerBatch | DrawnStep) -> StepInputs:
-        """Returns the tensors of a batch, or of a drawn step: the latter becomes a batch inside the captured step."""
-        if isinstance(item, DrawnStep):
-            key = tuple(tensor.shape for tensor in item.tensors)
-            return StepInputs(
-                key,
-                key,
-                len(item.tensors[0]),
-                item.tensors,
-                item.source.assemble,
-                item.source.tensors,
-            )
-        layout, tensors = self._packer.pack(item)
-        rows = int(dict(layout.fields)["labels"][0][0])
-        return StepInputs(
-            layout,
-            layout.sizes,
-            rows,
-            tensors,
-            lambda _, parts: layout.batch(list(parts)),
-        )
-
-    def forward(
-        self, tensors: dict[str, Tensor], batch: TowerBatch
-    ) -> tuple[Tensor, Any]:
-        """Returns the model's loss, (), and its output."""
-        loss, output = functional_call(self._model, tensors, (batch,))
-        return loss, output
-
-    def begin(self, item: TowerBatch | DrawnStep) -> None:
-        """Begins rows of new ids anew just before they are read: nothing of their past is left to catch up."""
-        if isinstance(item, TowerBatch):
-            for note in item.fresh or ():
-                self.memory.mark_rows_current(note.table, note.rows)
 
 
 def moved_parameters(

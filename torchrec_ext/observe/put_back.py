@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import array
-import os
 import random
 import types
 from collections import deque
@@ -17,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_ext.observe.reached import content_of, data_of, globals_of, slots_of
+from torchrec_ext.observe.reached import content_of, globals_of
 
 PutBack = Callable[[], object]
 
@@ -39,14 +37,10 @@ def refill(mapping: MutableMapping[Any, Any], values: Mapping[Any, Any]) -> None
 
 
 def copy_container(container: Any) -> PutBack:
-    """Copies the entries of a dict, list, set, deque, array or bytearray."""
+    """Copies the entries of a dict, list, set or deque."""
     if isinstance(container, dict):
         return copy_mapping(container)
-    values = (
-        container[:]
-        if isinstance(container, array.array | bytearray)
-        else list(container)
-    )
+    values = list(container)
 
     def put_back() -> None:
         if isinstance(container, set):
@@ -68,23 +62,6 @@ def copy_attributes(attributes: dict[str, Any], leave: tuple[str, ...] = ()) -> 
         return {name: value for name, value in attributes.items() if name not in leave}
 
     return _copy_names(present, attributes.__setitem__, attributes.__delitem__)
-
-
-def copy_slots(each: Any) -> PutBack:
-    """Copies the slots of an object."""
-    # Past the class's own __setattr__, which a frozen one refuses with.
-    return _copy_names(
-        partial(slots_of, each),
-        partial(object.__setattr__, each),
-        partial(object.__delattr__, each),
-    )
-
-
-def copy_variables(owner: type | types.ModuleType) -> PutBack:
-    """Copies the data of a class or a Python module."""
-    return _copy_names(
-        partial(data_of, owner), partial(setattr, owner), partial(delattr, owner)
-    )
 
 
 def copy_function(function: types.FunctionType) -> list[PutBack]:
@@ -163,16 +140,3 @@ def copy_global_generators() -> PutBack:
             put_back()
 
     return put_back_all
-
-
-def copy_environment() -> PutBack:
-    """Copies the environment variables."""
-    values = dict(os.environ)
-
-    def put_back() -> None:
-        if os.environ != values:
-            os.environ.update(values)
-            for name in set(os.environ) - set(values):
-                del os.environ[name]
-
-    return put_back

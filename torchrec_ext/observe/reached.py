@@ -1,6 +1,6 @@
 """reachable_from(): what a step function leads to: its modules, optimizers, generators, data, and their owners.
 
-It goes through closures, the globals that a function names, methods, attributes, slots and containers, and stops at
+It goes through closures, the globals that a function names, methods, attributes and containers, and stops at
 objects of libraries, except those that take part in training.
 """
 
@@ -98,8 +98,7 @@ def own_values(each: Any) -> Iterator[Any]:
         if len(each) <= MOST_FOLLOWED:
             yield from each.values() if isinstance(each, dict) else each
     elif is_followed(each):
-        yield from getattr(each, "__dict__", {}).values()
-        yield from slots_of(each).values()
+        yield from vars(each).values()
 
 
 def _all_values(each: Any) -> Iterator[Any]:
@@ -118,7 +117,10 @@ def _all_values(each: Any) -> Iterator[Any]:
     elif isinstance(each, functools.partial):
         yield from (each.func, each.args, each.keywords)
     elif isinstance(each, types.ModuleType):
-        yield from data_of(each).values()
+        if _is_users(each.__name__):
+            for name, value in vars(each).items():
+                if not name.startswith("__") and not isinstance(value, _CODE):
+                    yield value
     elif isinstance(each, type):
         if _is_users(each.__module__):
             yield from vars(each).values()
@@ -132,8 +134,7 @@ def is_followed(each: Any) -> bool:
     """Whether an object's attributes are followed: the user's, and of libraries those that take part in training."""
     if isinstance(each, (*_CODE, Tensor, *GENERATORS)) or hasattr(each, "__next__"):
         return False
-    has_attributes = hasattr(each, "__dict__") or hasattr(type(each), "__slots__")
-    return has_attributes and (
+    return hasattr(each, "__dict__") and (
         not is_library(type(each).__module__)
         or isinstance(each, (*_TRAINING, *_RECORDS))
     )
@@ -160,39 +161,6 @@ def named_modules(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]
     """Yields the modules of several roots, with their paths."""
     for root in roots:
         yield from root.named_modules()
-
-
-def slots_of(each: Any) -> dict[str, Any]:
-    """Returns the slots of a user's object with a value."""
-    values = {}
-    for kind in type(each).__mro__:
-        if is_library(kind.__module__):
-            continue
-        slots = vars(kind).get("__slots__", ())
-        if isinstance(slots, str):
-            slots = (slots,)
-        for name in slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(each, name):
-                values[name] = getattr(each, name)
-    return values
-
-
-def data_of(owner: type | types.ModuleType) -> dict[str, Any]:
-    """Returns the data of a class or a Python module by name; empty for those of a library."""
-    if not _is_users(
-        owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
-    ):
-        return {}
-    data = {}
-    for name, value in vars(owner).items():
-        # What has __get__ is a descriptor: code that looks like data.
-        if (
-            not name.startswith("__")
-            and not isinstance(value, _CODE)
-            and not hasattr(type(value), "__get__")
-        ):
-            data[name] = value
-    return data
 
 
 def globals_of(function: types.FunctionType) -> dict[str, Any]:

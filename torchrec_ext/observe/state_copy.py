@@ -1,26 +1,25 @@
 """StateCopy: everything that a training step may change, copied, and put back bit for bit into the same objects.
 
 What is reached from a step function, its model, optimizer and loader, through closures, the globals that it names,
-methods, attributes, slots and containers:
+methods, attributes and containers:
 
 * modules: parameters and buffers, which objects they are and what they hold; ``.grad``, the same object or none;
   ``requires_grad``; ``training``; plain attributes such as counters, lists of numbers and tensors; modules in plain
   lists too, where TorchRec keeps the kernels of sharded tables, whose optimizers run inside the backward;
 * optimizers: ``state`` with the identity of its tensors, and its absence; ``param_groups``; plain attributes;
-* other objects of the user, schedulers, gradient scalers, datasets, samplers, loaders: attributes and slots;
-* classes and Python modules of the user: the data that hangs on them, such as counters;
+* other objects of the user, schedulers, gradient scalers, datasets, samplers, loaders: attributes;
 * tensors, numpy arrays, lists, deques, dicts and sets that hang on any of these, of any length;
 * generators of torch, numpy and ``random``, the global ones and those that hang on any of these objects;
-* the closure and the globals of the step function; the number of compute threads; environment variables.
+* the closure and the globals of the step function; the number of compute threads.
 
-What is not put back: files and sockets; other processes; large arrays of a loader; what an object of a library keeps
+What is not put back: files and sockets; other processes; data of classes and Python modules, slots, environment
+variables; large arrays of a loader; what an object of a library keeps
 for itself, as an open cursor. :attr:`StateCopy.notes` names what was seen of these, and :meth:`StateCopy.changed_data`
 large arrays that were changed.
 """
 
 from __future__ import annotations
 
-import array
 import io
 import types
 from collections import deque
@@ -42,35 +41,30 @@ from torchrec_ext.observe.put_back import (
     PutBack,
     copy_attributes,
     copy_container,
-    copy_environment,
     copy_function,
     copy_generator,
     copy_global_generators,
     copy_mapping,
-    copy_slots,
     copy_tensor,
-    copy_variables,
     refill,
 )
 from torchrec_ext.observe.reached import (
     GENERATORS,
     MOST_FOLLOWED,
     content_of,
-    data_of,
     every_module,
     globals_of,
     is_followed,
     is_library,
     own_values,
     reachable_from,
-    slots_of,
 )
 
 # bytes of a loader's array or tensor above which it is watched and not copied
 _LARGE = 2**26
 _WATCHED = 4_096  # entries of such an array that are compared
 _OF_DDP = ("training", "require_forward_param_sync", "require_backward_grad_sync")
-_CONTAINERS = (dict, list, set, deque, array.array, bytearray)
+_CONTAINERS = (dict, list, set, deque)
 
 
 class StateCopy:
@@ -121,7 +115,7 @@ class StateCopy:
             )
             self._copy(each)
         threads = partial(torch.set_num_threads, torch.get_num_threads())
-        self._of_step += [copy_global_generators(), threads, copy_environment()]
+        self._of_step += [copy_global_generators(), threads]
 
     def _check_memory(self) -> None:
         tensors: list[Any] = []
@@ -182,7 +176,7 @@ class StateCopy:
             for module in reversed(list(every_module(each))):
                 if self._is_new(module):
                     self._module(module)
-        elif isinstance(each, Tensor | np.ndarray | array.array | bytearray):
+        elif isinstance(each, Tensor | np.ndarray):
             self._value(each)
         elif self._is_new(each):
             if isinstance(each, Optimizer):
@@ -194,15 +188,8 @@ class StateCopy:
                     self._put_backs += copy_function(each)
                     self._values(globals_of(each).values())
                     self._values(map(content_of, each.__closure__ or ()))
-            elif isinstance(each, type | types.ModuleType):
-                self._put_backs.append(copy_variables(each))
-                self._values(data_of(each).values())
             elif is_followed(each):
-                # Copy the attributes and slots of an object.
-                if hasattr(each, "__dict__"):
-                    self._attributes(vars(each))
-                self._put_backs.append(copy_slots(each))
-                self._values(slots_of(each).values())
+                self._attributes(vars(each))
             elif isinstance(each, io.IOBase):
                 self.notes.append(
                     f"a file ({getattr(each, 'name', type(each).__name__)}) is read or written for real"
@@ -301,10 +288,7 @@ class StateCopy:
         elif isinstance(value, _CONTAINERS):
             if self._is_new(value):
                 self._put_backs.append(copy_container(value))
-                if (
-                    not isinstance(value, set | array.array | bytearray)
-                    and len(value) <= MOST_FOLLOWED
-                ):
+                if not isinstance(value, set) and len(value) <= MOST_FOLLOWED:
                     self._values(value.values() if isinstance(value, dict) else value)
         elif isinstance(value, tuple) and len(value) <= MOST_FOLLOWED:
             self._values(value)

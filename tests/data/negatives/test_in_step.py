@@ -29,10 +29,6 @@ def columns(items: range = range(ITEMS)) -> dict[str, torch.Tensor]:
 LAWS: dict[str, tuple[Law, dict[str, Any]]] = {
     "pairs of two columns": (Uniform(ITEMS, draws=4, exclude=PAIRS), columns()),
     "nothing excluded": (Uniform(ITEMS, draws=3), columns()),
-    "a mapping without some users": (
-        Uniform(ITEMS, exclude={0: {1, 2}, 7: set(range(ITEMS - 1))}, by="user"),
-        columns(),
-    ),
     "ids with gaps": (
         Uniform(range(10, 10 + 3 * ITEMS, 3), draws=2, exclude=PAIRS),
         columns(range(10, 10 + 3 * ITEMS, 3)),

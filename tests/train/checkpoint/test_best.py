@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.capture.test_captured import Few
+from tests.capture.runs import Few
 from tests.contracts import gather_state, run_ranks
 from tests.examples import META, small_model
 from torchrec_ext.capture.executors import as_it_is

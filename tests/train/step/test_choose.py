@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tests.capture.test_captured import Few
+from tests.capture.runs import Few
 from tests.contracts import run_ranks
 from tests.examples import META, small_model
 from torchrec_ext.capture import policy

@@ -102,12 +102,9 @@ def _check_settings(rows: Rows, loader: DataLoader[Any]) -> int:
         )
     batch_size = order.batch_size * per_row
     if loader.batch_size != batch_size:
-        exact, rest = divmod(loader.batch_size, per_row)
-        write = f"Rows(..., batch_size={max(1, exact)})"
-        if rest or not exact:
-            write += f" and DataLoader(..., batch_size={max(1, exact) * per_row})"
         raise CannotAdopt(
-            f"the loader's batch_size is {loader.batch_size}, that of these rows {batch_size} rows of {kind}: {write}"
+            f"the loader's batch_size is {loader.batch_size}, that of these rows {batch_size} rows of {kind}; give "
+            "the same to both"
         )
     for name, theirs, ours in (
         ("shuffle", shuffles, order.shuffle),

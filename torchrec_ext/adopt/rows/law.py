@@ -5,11 +5,9 @@ NegativeDraws: a distribution over rows of columns, by the samplers of :mod:`tor
 
 from __future__ import annotations
 
-import itertools
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -28,17 +26,15 @@ from torchrec_ext.data.negatives.samplers import (
 Ids = NDArray[np.int64]
 TensorColumns: TypeAlias = Mapping[str, Tensor]  # (N, ...) each, by name
 Items: TypeAlias = int | range | str | Sequence[int] | Ids | Tensor
-Taken: TypeAlias = tuple[str, str] | Mapping[Any, Collection[int]] | None
 
 
 @dataclass(frozen=True, eq=False)
-class Law(ABC):
+class Law:
     """A sampling distribution that a user declares; its arguments are those of :class:`Uniform`."""
 
     items: Items
     draws: int = field(default=1, kw_only=True)
-    exclude: Taken = field(default=None, kw_only=True)
-    by: str | None = field(default=None, kw_only=True)
+    exclude: tuple[str, str] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if (
@@ -50,19 +46,6 @@ class Law(ABC):
                 f"draws={self.draws!r}: must be the number of negatives of a row, 1 or more"
             )
 
-    @abstractmethod
-    def sampler(
-        self, ids: Ids, users: Ids, items: Ids, columns: TensorColumns
-    ) -> RejectionNegatives:
-        """Returns what draws the numbers 1 to I of the catalogue ``ids`` (I,).
-
-        Args:
-            ids: ids of all items, ascending.
-            users: (P,) rows of :class:`KnownPairs` of the pairs that are not drawn.
-            items: (P,) numbers of their items.
-            columns: the columns of the Dataset, (N, ...).
-        """
-
 
 @dataclass(frozen=True, eq=False)
 class Uniform(Law):
@@ -73,19 +56,11 @@ class Uniform(Law):
             that holds them.
         draws: n, the number of negatives of a row.
         exclude: ids that are never drawn. ``("user", "item")``: an item that stands in the column ``item`` of any row
-            that has the same ``user``. A mapping such as ``{user: {item, ...}}``: the items of the row's user. None:
-            every item can be drawn, the positive too.
-        by: column whose values are the keys of a mapping ``exclude``.
+            that has the same ``user``. None: every item can be drawn, the positive too.
 
     Raises:
         ValueError: ``draws`` is below 1.
     """
-
-    def sampler(
-        self, ids: Ids, users: Ids, items: Ids, columns: TensorColumns
-    ) -> RejectionNegatives:
-        """See :meth:`Law.sampler`."""
-        return UniformNegatives(len(ids), users, items)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +71,6 @@ class Popular(Law):
         items: see :class:`Uniform`.
         draws: see :class:`Uniform`.
         exclude: see :class:`Uniform`.
-        by: see :class:`Uniform`.
         counted: column in which items are counted; needed.
         exponent: power of the counts, 0.75 in word2vec.
         smoothing: added to each count, above 0: where an item without a row can never be drawn, leave it out of
@@ -106,21 +80,6 @@ class Popular(Law):
     counted: str = field(default="", kw_only=True)
     exponent: float = field(default=0.75, kw_only=True)
     smoothing: float = field(default=1e-9, kw_only=True)
-
-    def sampler(
-        self, ids: Ids, users: Ids, items: Ids, columns: TensorColumns
-    ) -> RejectionNegatives:
-        """See :meth:`Law.sampler`."""
-        numbers, there = numbers_of(ids, integers(columns, self.counted, "counted"))
-        counts = np.bincount(numbers[there], minlength=len(ids) + 1)
-        return PopularityNegatives(
-            len(ids),
-            users,
-            items,
-            exponent=self.exponent,
-            smoothing=self.smoothing,
-            counts=counts,
-        )
 
 
 def integers(columns: TensorColumns, name: str, argument: str) -> Ids:
@@ -157,89 +116,49 @@ def numbers_of(ids: Ids, values: Ids) -> tuple[Ids, NDArray[np.bool_]]:
     return numbers + 1, ids[numbers] == values
 
 
-class Exclusion(NamedTuple):
-    """Pairs that are excluded: the key of each row, and (P,) keys and (P,) ids of the pairs.
+def _pairs(law: Law, columns: TensorColumns) -> tuple[Ids, Ids]:
+    """Returns the (N,) user of each row, a number from 0, and the item that is not drawn for this user.
 
-    Keys are numbers from 0; a row without a pair has -1.
-    """
-
-    keys: Ids
-    users: Ids
-    items: Ids
-
-
-def excluded(law: Law, columns: TensorColumns) -> Exclusion:
-    """Returns the excluded pairs of a distribution.
+    Of a distribution that excludes nothing all users are -1, and there are no items.
 
     Raises:
         CannotAdopt: they cannot be read.
     """
-    pairs = law.exclude
-    if pairs is None:
-        # Of no row: a key below 0 has no pairs.
-        none = np.zeros(0, np.int64)
+    names = law.exclude
+    if names is None:
         rows = len(next(iter(columns.values())))
-        return Exclusion(np.full(rows, -1), none, none)
-    if isinstance(pairs, Mapping):
-        if law.by is None:
-            raise CannotAdopt(
-                "exclude is a mapping: name the column that holds its keys, such as by='user'"
-            )
-        return of_mapping(pairs, columns, law.by)
-    if (
-        isinstance(pairs, tuple)
-        and len(pairs) == 2
-        and all(isinstance(name, str) for name in pairs)
+        return np.full(rows, -1), np.zeros(0, np.int64)
+    if not (
+        isinstance(names, tuple)
+        and len(names) == 2
+        and all(isinstance(name, str) for name in names)
     ):
-        return of_columns(columns, *pairs)
-    raise CannotAdopt(
-        f"exclude is a {type(pairs).__name__}: must be two names of columns such as ('user', 'item'), a mapping such "
-        "as {user: {item, ...}}, or None"
-    )
-
-
-def of_columns(columns: TensorColumns, user: str, item: str) -> Exclusion:
-    """Returns the pairs that two columns make."""
-    keys = integers(columns, user, "exclude")
-    # KnownPairs has a row for each number up to the greatest.
-    if keys.min() < 0 or keys.max() > 4 * len(keys):
-        keys = np.unique(keys, return_inverse=True)[1].astype(np.int64)
-    return Exclusion(keys, keys, integers(columns, item, "exclude"))
-
-
-def of_mapping(
-    pairs: Mapping[Any, Collection[int]], columns: TensorColumns, by: str
-) -> Exclusion:
-    """Returns the pairs of a mapping from the values of the column ``by`` to items.
-
-    Raises:
-        CannotAdopt: it does not map integers to collections of integers.
-    """
-    users = _keys(pairs)
-    try:
-        lengths = np.fromiter(map(len, pairs.values()), np.int64, len(pairs))
-        items = np.fromiter(
-            itertools.chain.from_iterable(pairs.values()), np.int64, int(lengths.sum())
+        raise CannotAdopt(
+            f"exclude is a {type(names).__name__}: must be two names of columns, such as ('user', 'item'), or None"
         )
-    except (TypeError, ValueError) as error:
-        raise CannotAdopt(_NO_MAPPING + f" ({error})") from None
-    values = integers(columns, by, "by")
-    order = users.argsort()
-    keys = np.full(len(values), -1)
-    if len(users):
-        numbers, there = numbers_of(users[order], values)
-        keys = np.where(there, order[numbers - 1], -1)
-    return Exclusion(keys, np.arange(len(users)).repeat(lengths), items)
+    user, item = names
+    users = integers(columns, user, "exclude")
+    # KnownPairs has a row for each number up to the greatest.
+    if users.min() < 0 or users.max() > 4 * len(users):
+        users = np.unique(users, return_inverse=True)[1].astype(np.int64)
+    return users, integers(columns, item, "exclude")
 
 
-_NO_MAPPING = "exclude must map ids to collections of ids, such as {3: {17, 40}}"
-
-
-def _keys(pairs: Mapping[Any, Any]) -> Ids:
-    try:
-        return np.fromiter(map(int, pairs), np.int64, len(pairs))
-    except (TypeError, ValueError) as error:
-        raise CannotAdopt(f"{_NO_MAPPING} ({error})") from None
+def _sampler(
+    law: Law, ids: Ids, columns: TensorColumns, users: Ids, items: Ids
+) -> RejectionNegatives:
+    """Returns what draws the numbers 1 to I of the catalogue ``ids`` (I,), but no pair of users and items (P,)."""
+    if not isinstance(law, Popular):
+        return UniformNegatives(len(ids), users, items)
+    numbers, there = numbers_of(ids, integers(columns, law.counted, "counted"))
+    return PopularityNegatives(
+        len(ids),
+        users,
+        items,
+        exponent=law.exponent,
+        smoothing=law.smoothing,
+        counts=np.bincount(numbers[there], minlength=len(ids) + 1),
+    )
 
 
 class NegativeDraws:
@@ -264,19 +183,15 @@ class NegativeDraws:
     """
 
     def __init__(self, law: Law, columns: TensorColumns, seed: int = 0) -> None:
-        self.law = law
         self.count = law.draws
-        self.exclusion = excluded(law, columns)
         self.ids = _catalogue(law.items, columns)
-        numbers, there = numbers_of(self.ids, self.exclusion.items)
-        self._sampler = law.sampler(
-            self.ids, self.exclusion.users[there], numbers[there], columns
-        )
+        # -1 reads the row of the users who have taken nothing.
+        self.keys, items = _pairs(law, columns)
+        numbers, there = numbers_of(self.ids, items)
+        users = self.keys[: len(items)][there]
+        self._sampler = _sampler(law, self.ids, columns, users, numbers[there])
         self._sampler.seed = seed
         self.known: KnownPairs = self._sampler.known
-        # A key above those of the pairs reads the row of the users who have taken
-        # nothing, as -1 does.
-        self.keys = self.exclusion.keys
         short = self.known.known(self.keys) == len(self.ids)
         if short.any():
             raise CannotAdopt(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,11 +48,15 @@ class Drawn(NamedTuple):
     on_host: Int64 | None = None
 
     def part(self, start: int, stop: int) -> Drawn:
-        """Returns the candidates of rows ``start`` to ``stop``."""
-        # Copies, so that a batch owns its memory.
-        log_q = None if self.log_q is None else self.log_q[start:stop].clone()
+        """Returns the candidates of rows ``start`` to ``stop``, views of these."""
+        log_q = None if self.log_q is None else self.log_q[start:stop]
         on_host = None if self.on_host is None else self.on_host[start:stop]
-        return Drawn(self.ids[start:stop].clone(), log_q, on_host)
+        return Drawn(self.ids[start:stop], log_q, on_host)
+
+    def copied(self) -> Drawn:
+        """Returns copies, so that a batch owns its memory."""
+        log_q = None if self.log_q is None else self.log_q.clone()
+        return Drawn(self.ids.clone(), log_q, self.on_host)
 
 
 class DeviceCandidates:
@@ -135,10 +139,28 @@ def moved(array: Array, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-# Steps drawn at a time: one draw for many small steps.
-_STEPS_AHEAD = 64
-# Rows drawn for at a time if batches are made one by one.
-_ROWS_DRAWN = 4096
+# Rows drawn for at a time: one draw for many small steps.
+_ROWS_DRAWN = 1 << 16
+
+
+class _HostStep(NamedTuple):
+    """A step of an epoch: (B,) numbers of this rank's rows, and what the host knows of them.
+
+    Args:
+        number: number of the step.
+        rows: on the device.
+        on_host: on the host.
+        total_weight: weight of the global batch, ().
+        candidates: what was drawn; None without negatives, and where the step draws.
+        is_full: whether the global batch is.
+    """
+
+    number: int
+    rows: Tensor
+    on_host: Int64
+    total_weight: Tensor
+    candidates: Drawn | None
+    is_full: bool
 
 
 class _Tables(NamedTuple):
@@ -234,11 +256,14 @@ class ResidentRows:
 
     def batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
         """See :meth:`Batches.batches`."""
-        order = order_of(self._config, self.num_rows, epoch)
-        yield from self._batches(order, epoch, start)
+        for step in self._steps(epoch, start):
+            yield self._made(epoch, step)
 
-    def _batches(self, order: Int64, epoch: int, start: int) -> Iterator[TowerBatch]:
-        """Yields the batches of the rows ``order``, an epoch's order, from step ``start`` on."""
+    def _steps(
+        self, epoch: int, start: int, *, draws: bool = True
+    ) -> Iterator[_HostStep]:
+        """Yields the steps of an epoch from ``start`` on; without ``draws`` the candidates are left out."""
+        order = order_of(self._config, self.num_rows, epoch)
         numbers = moved(order, self._device)
         size = self._config.batch_size
         parts = []
@@ -251,20 +276,37 @@ class ResidentRows:
             if self._lengths is not None:
                 mine = whole.start + self._share.dealt(self._lengths[order[whole]])
             parts.append((whole, mine))
-        draws = self._draws([order[mine] for _, mine in parts], epoch)
-        for step, ((whole, mine), candidates) in enumerate(
-            zip(parts, draws, strict=True), start=start
-        ):
-            rows = numbers[mine]
-            # Where a thread may build them, the host holds the rows and waits for nobody.
-            totals = {} if self.ahead else self._counts(order[mine], candidates)
-            total = self._total_weight(numbers[whole])
-            if self._of_step is not None:
-                columns = self._tables.rows.columns(rows, totals)
-                batch = self._of_step.batch(StepRows(columns, rows, total), epoch, step)
-            else:
-                batch = self.batch(self._tables, rows, candidates, totals, total)
-            yield self._with_lengths(batch, order[mine])
+        candidates: Iterator[Drawn | None] = repeat(None)
+        if draws and self._candidates is not None:
+            candidates = self._draws([order[mine] for _, mine in parts], epoch)
+        for step, (whole, mine) in enumerate(parts, start=start):
+            yield _HostStep(
+                step,
+                numbers[mine],
+                order[mine],
+                self._total_weight(numbers[whole]),
+                next(candidates),
+                is_full=whole.stop - whole.start == size,
+            )
+
+    def _made(self, epoch: int, step: _HostStep) -> TowerBatch:
+        """Builds a step's batch by what the host knows: op by op a captured step's way takes several times as long."""
+        candidates: Drawn | None = None
+        if step.candidates is not None:
+            candidates = step.candidates.copied()
+        elif self._candidates is not None:
+            candidates = self._candidates.draw(step.on_host, epoch)
+        # Where a thread may build them, the host holds the rows and waits for nobody.
+        totals = {} if self.ahead else self._counts(step.on_host, candidates)
+        if self._of_step is not None:
+            columns = self._tables.rows.columns(step.rows, totals)
+            rows = StepRows(columns, step.rows, step.total_weight)
+            batch = self._of_step.batch(rows, epoch, step.number)
+        else:
+            batch = self.batch(
+                self._tables, step.rows, candidates, totals, step.total_weight
+            )
+        return self._with_lengths(batch, step.on_host)
 
     def _with_lengths(self, batch: TowerBatch, rows: Int64) -> TowerBatch:
         """Tells a batch the lengths of its rows' lists: a session's buckets depend on them, and a GPU is not asked."""
@@ -276,11 +318,9 @@ class ResidentRows:
                     batch.host_lengths[name] = padded(of_rows, len(batch))
         return batch
 
-    def _draws(self, steps: list[Int64], epoch: int) -> Iterator[Drawn | None]:
-        """Yields the candidates of each step's rows; those of several small steps are drawn at once."""
-        if self._candidates is None:
-            yield from [None] * len(steps)
-            return
+    def _draws(self, steps: list[Int64], epoch: int) -> Iterator[Drawn]:
+        """Yields the candidates of each step's rows; those of several steps are drawn at once."""
+        assert self._candidates is not None
         at_once = max(1, _ROWS_DRAWN // self._share.rows(self._config.batch_size))
         for first in range(0, len(steps), at_once):
             some = steps[first : first + at_once]
@@ -358,50 +398,18 @@ class ResidentRows:
         """
         with_draws = self.with_draws if inside else None
         keys = with_draws.keys(epoch) if with_draws else None
-        size = self._config.batch_size
-        order = order_of(self._config, self.num_rows, epoch)
-        numbers = moved(order, self._device)
-        full = self.num_rows // size
-        part = self._share.part(size)
-        for first in range(start, full, _STEPS_AHEAD):
-            last = min(first + _STEPS_AHEAD, full)
-            global_rows = numbers[first * size : last * size].view(-1, size)
-            local_rows = global_rows[:, part].contiguous()
-            total_weights = torch.stack(
-                [self._total_weight(rows) for rows in global_rows]
-            )
-            columns = [local_rows, total_weights]
-            host_rows = order[first * size : last * size].reshape(-1, size)[:, part]
-            if with_draws is not None and keys is not None:
-                for rows, weight, on_host in zip(
-                    local_rows, total_weights, host_rows, strict=True
-                ):
-                    make = partial(self._host_batch, rows, on_host, epoch, weight)
-                    yield DrawnStep((rows, weight, keys), with_draws, make)
+        for step in self._steps(epoch, start, draws=with_draws is None):
+            make = partial(self._made, epoch, step)
+            if not step.is_full:
+                yield make()
                 continue
-            if self._candidates is not None:
-                candidates = self._candidates.draw(host_rows.reshape(-1), epoch)
-                columns += [
-                    tensor.view(*local_rows.shape, -1)
-                    for tensor in (candidates.ids, candidates.log_q)
-                    if tensor is not None
-                ]
-            steps = zip(*(stacked.unbind() for stacked in columns), strict=True)
-            for step, on_host in zip(steps, host_rows, strict=True):
-                make = partial(self._host_batch, step[0], on_host, epoch, step[1])
-                yield DrawnStep(step, self, make if self._ragged else None)
-        yield from self._batches(order, epoch, max(start, full))
-
-    def _host_batch(
-        self, rows: Tensor, host_rows: Int64, epoch: int, total_weight: Tensor
-    ) -> TowerBatch:
-        """Builds a step's batch by what the host knows: op by op a captured step's way takes several times as long."""
-        candidates = None
-        if self._candidates is not None:
-            candidates = self._candidates.draw(host_rows, epoch)
-        totals = self._counts(host_rows, candidates)
-        batch = self.batch(self._tables, rows, candidates, totals, total_weight)
-        return self._with_lengths(batch, host_rows)
+            tensors = [step.rows, step.total_weight]
+            if keys is not None:
+                tensors.append(keys)
+            elif step.candidates is not None:
+                ids, log_q, _ = step.candidates
+                tensors += [ids] if log_q is None else [ids, log_q]
+            yield DrawnStep(tuple(tensors), with_draws or self, make)
 
     def over(self, tensors: Sequence[Tensor]) -> _Tables:
         """Returns the tables behind a step's batch, with other ``tensors`` in place of these rows' own."""

@@ -16,11 +16,10 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.capture import policy as capture_policy
-from torchrec_ext.capture.captured import CapturedStep, RareShapeError
-from torchrec_ext.capture.errors import CannotCaptureError
+from torchrec_ext.capture.captured import CapturedStep
+from torchrec_ext.capture.errors import CannotCaptureError, RareShapeError
 from torchrec_ext.capture.executors import StepExecutor, engine_for
 from torchrec_ext.capture.policy import WATCHED, CapturePolicy, Compile
-from torchrec_ext.capture.sharded import ShardedSource
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import EveryStep
@@ -284,7 +283,8 @@ class Steps:
     def _capture(self) -> CapturedStep:
         engine, progress = self._engine()
         step = CapturedStep(
-            ShardedSource(self._model, self._optimizer),
+            self._model,
+            self._optimizer,
             engine,
             autocast=self._config.context,
             take_time=self._config.take_time,

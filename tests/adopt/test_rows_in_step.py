@@ -1,0 +1,204 @@
+"""Batches made inside of a step, of rows on its device, are those of a loader, and train as these do."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import io
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchrec_ext.adopt import AdoptedStep, CannotAdopt, Rows, Uniform, adopt
+from torchrec_ext.adopt.source import RowsOnDevice
+from torchrec_ext.capture import executors
+
+USERS, ITEMS, D, B = 700, 20, 4, 16
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps run as traced, op by op."""
+    monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
+
+
+class Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item = nn.Embedding(USERS, D), nn.Embedding(ITEMS, D)
+        self.top = nn.Linear(2 * D, 1)
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        return self.top(torch.cat([self.user(user), self.item(item)], 1)).squeeze(1)  # type: ignore[no-any-return]
+
+
+def logistic(model: nn.Module) -> Callable[..., Tensor]:
+    return lambda *batch: F.binary_cross_entropy_with_logits(
+        model(*batch[:-1]), batch[-1]
+    )
+
+
+class Script(NamedTuple):
+    """A user's script up to its loop."""
+
+    model: Pairs
+    optimizer: torch.optim.Optimizer
+    rows: Rows
+    step: AdoptedStep
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.model.state_dict()
+
+
+def script(compile_: Any = "require") -> Script:
+    generator = torch.Generator().manual_seed(5)
+    columns = {
+        "user": torch.randint(USERS, (90,), generator=generator),
+        "item": torch.randint(ITEMS, (90,), generator=generator),
+    }
+    negatives = Uniform(ITEMS, draws=2, exclude=("user", "item"))
+    rows = Rows(columns, B, negatives=negatives, seed=3)
+    torch.manual_seed(0)
+    model = Pairs()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    step = adopt(model, optimizer, logistic(model), rows=rows, compile=compile_)
+    return Script(model, optimizer, rows, step)
+
+
+def losses_of(step: AdoptedStep, epochs: int) -> list[float]:
+    return [float(loss) for _ in range(epochs) for loss in step.epoch()]
+
+
+def test_batches_made_inside_of_a_step_train_as_those_of_a_loader_and_equal_ids_are_read_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Drawn by numpy or inside, as on a GPU; stopped in mid-epoch and resumed by another process, or not."""
+    eager, inside, captured = script("off"), script("off"), script()
+    losses = []
+    for _ in range(3):
+        losses += [float(eager.step(*batch)[0]) for batch in eager.rows]
+    assert len(losses) == 18  # the last batch of an epoch has 10 rows
+    assert losses_of(inside.step, 3) == losses
+    torch.testing.assert_close(inside.weights(), eager.weights(), rtol=0, atol=0)
+    assert losses_of(captured.step, 3) == pytest.approx(losses, abs=1e-5)
+    torch.testing.assert_close(captured.weights(), eager.weights(), rtol=0, atol=2e-3)
+    assert "moved row by row: user.weight" in captured.step.describe()
+    seen = captured.step._captures.seen.look_ups
+    assert seen[id(captured.model.user.weight)] == B
+    assert seen[id(captured.model.item.weight)] == 3 * B
+
+    monkeypatch.setattr(
+        "torchrec_ext.adopt.step.RowsOnDevice",
+        lambda rows, device: RowsOnDevice(rows, device, draws_inside=True),
+    )
+    first = script()
+    begun = losses_of(first.step, 1)
+    begun += [float(loss) for loss in itertools.islice(first.step.epoch(), 3)]
+    file = io.BytesIO()
+    torch.save([each.state_dict() for each in first[:3]], file)
+    second = script()
+    states = torch.load(io.BytesIO(file.getvalue()))
+    for each, state in zip(second[:3], states, strict=True):
+        each.load_state_dict(state)
+    assert begun + losses_of(second.step, 2) == pytest.approx(losses, abs=1e-5)
+    torch.testing.assert_close(second.weights(), eager.weights(), rtol=0, atol=2e-3)
+
+
+class Concatenated(nn.Module):
+    """A layer over what is looked up by ids that repeat, by others, and a column of numbers that repeats."""
+
+    def __init__(self, change: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.user, self.item = nn.Embedding(USERS, 8), nn.Embedding(ITEMS, D)
+        self.change, self.top = change, nn.Linear(8 + D + 8, 6)
+
+    def forward(self, user: Tensor, item: Tensor, context: Tensor) -> Tensor:
+        rows = torch.cat([self.user(user), self.item(item), context], 1)
+        self.change(rows)
+        return self.top(rows).tanh().sum(1)  # type: ignore[no-any-return]
+
+
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "read": lambda rows: None,
+    "written": lambda rows: rows[1].mul_(2.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_multiplies_rows_that_repeat_once_and_learns_the_same(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    columns = {
+        "user": torch.randint(USERS, (40,), generator=generator),
+        "item": torch.randint(ITEMS, (40,), generator=generator),
+        "context": torch.randn(40, 8, generator=generator),
+    }
+    multiplied: list[Any] = []
+
+    def compile_graph(graph: Any, _: Any) -> Any:
+        for node in graph.graph.nodes:
+            if node.target is F.linear:
+                multiplied.append(tuple(node.meta["example_value"].shape))
+        return graph
+
+    monkeypatch.setattr(executors, "compile_graph", compile_graph)
+    found = []
+    for way in ("off", "require"):
+        torch.manual_seed(0)
+        model = Concatenated(CHANGES[change])
+        negatives = Uniform(ITEMS, draws=4)
+        rows = Rows(columns, 8, negatives=negatives, positive="item", seed=3)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        step = adopt(model, optimizer, logistic(model), rows=rows, compile=way)  # type: ignore[arg-type]
+        found.append((losses_of(step, 4), model.state_dict()))
+    (eager, weights), (captured, others) = found
+    assert captured == pytest.approx(eager, abs=2e-6)
+    torch.testing.assert_close(others, weights, rtol=0, atol=1e-5)
+    assert ((8, 6) in multiplied) == (change == "read")
+
+
+def test_an_epoch_without_rows_is_refused() -> None:
+    model = Pairs()
+    step = adopt(model, torch.optim.SGD(model.parameters(), 0.1), logistic(model))
+    text = r"epoch\(\) has no rows; give adopt\(..., rows=Rows\("
+    with pytest.raises(CannotAdopt, match=text):
+        next(step.epoch())
+
+
+def test_the_second_users_script_is_adopted_by_a_few_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Unparsed, each statement is one line, however the files are formatted.
+    texts = [
+        ast.unparse(ast.parse((EXAMPLES / name).read_text().split('"""', 2)[2]))
+        for name in ("ncf_script.py", "ncf_adopted.py")
+    ]
+    lines = list(difflib.unified_diff(*[text.splitlines() for text in texts], n=0))
+    added = [line for line in lines[2:] if line.startswith("+") and line.strip("+ ")]
+    assert (
+        len([line for line in added if "import" not in line and "print" not in line])
+        == 3
+    )
+    monkeypatch.chdir(tmp_path)
+    for name in ("ncf_script", "ncf_adopted"):
+        path = EXAMPLES / f"{name}.py"
+        spec: Any = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        module.main(2_000, 3)
+    said = capsys.readouterr().out
+    losses = [float(line.split()[-1]) for line in said.splitlines() if "epoch " in line]
+    assert losses[:3] == pytest.approx(losses[3:], rel=0.05)
+    assert losses[0] > losses[2]
+    assert "adopt: compiling the training step" in said
