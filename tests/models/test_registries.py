@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.apps.test_recipes import SMALL, job_of, trained
+from tests.apps.test_recipes import job_of, trained
 from tests.contracts import leave_group, run_ranks
 from tests.settings import with_settings
 from torchrec_ext.distributed.runtime import Runtime
@@ -109,7 +109,7 @@ def test_every_loss_learns_planted_tastes(name: str) -> None:
     rows = ROWS["in_batch"] if kind.shared else ROWS["pairwise"]
     job = job_of(
         "two_tower",
-        *SMALL,
+        *("data.name=planted", "data.users=1000", "data.items=200"),
         *(
             f"model.loss={name}",
             "model.interaction=dot",
