@@ -1,15 +1,14 @@
-"""Diagnoses in tests are short: four rounds, four steps a turn, no worker for three seconds."""
+"""Diagnoses in tests are short: four rounds, four steps a turn."""
 
 import pytest
 
-from torchrec_ext.diagnose import loop, measure, variants, why
+from torchrec_ext.diagnose import loop, measure, why
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "MOST_ROUNDS", loop.FEWEST_ROUNDS)
     monkeypatch.setattr(loop, "TURN_S", 0.0)
-    monkeypatch.setattr(variants, "_WORKER_S", 0.2)
     monkeypatch.setattr(why, "LISTEN_S", 0.0)
     monkeypatch.setattr(measure, "SAMPLE_S", 0.2)
     monkeypatch.setattr(why, "_CAPTURED_S", 0.1)

@@ -50,14 +50,12 @@ RECORDED: dict[str, Facts] = {
         {**steps(2.3, ready=2.3), "data": 10.6, "sleep": 10.07},
         loader=LoaderFacts(dataset="Slow"),
         ops=100,
-        worker=((13.0, 11.5), (13.1, 11.4)),
     ),
     "loader_rows": facts(
         {**steps(3.0, quadruple=5.6), "data": 11.1},
         loader=ROWS,
         ops=202,
         product_s=0.36e-3,
-        worker=((14.0, 16.0), (14.2, 15.0), (14.1, 15.5)),
     ),
     "untouched_rows": facts(
         {**steps(83.2, small_tables=4.7, quadruple=84.0), "optimizer": 78.0},

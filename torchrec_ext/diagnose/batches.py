@@ -28,7 +28,7 @@ class BatchSource:
         self.seconds: list[float] = []  # of each batch that was not ready
         if isinstance(batches, DataLoader) and batches.persistent_workers:
             # Its workers may be in the middle of the user's epoch: a copy has workers of its own.
-            self._iterable = loader_with(batches)
+            self._iterable = fresh_loader(batches)
         self._iterator = iter(self._iterable)
         if self._iterator is batches:
             self.notes.append(
@@ -105,11 +105,11 @@ class BatchSource:
         )
 
 
-def loader_with(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+def fresh_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Returns a DataLoader with the same Dataset, sampler and settings, but no running workers of its own."""
     changed = copy.copy(loader)
     # Past __setattr__, by which a DataLoader refuses to change its settings.
-    vars(changed).update({"persistent_workers": False, "_iterator": None, **changes})
+    vars(changed).update({"persistent_workers": False, "_iterator": None})
     return changed
 
 

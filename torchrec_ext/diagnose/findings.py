@@ -157,7 +157,6 @@ class Facts:
             collections of an iteration. Yardsticks:
             ``op``, a tiny op that autograd records, or one of backward; ``bare``, one that autograd does not record;
             and ``sync``, one ``.item()``.
-        worker: seconds of the wall clock for a batch and its step as it is, and with a worker process, by turn.
         captured: seconds of an iteration as it is, and with the adopted step, by turn.
         rows: rows of a batch; 0 if unknown.
         ops: aten ops of a step.
@@ -189,7 +188,6 @@ class Facts:
     """
 
     rounds: Sequence[Round] = ()
-    worker: Sequence[tuple[float, float]] = ()
     captured: Sequence[tuple[float, float]] = ()
     rows: int = 0
     ops: int = 0

@@ -33,8 +33,6 @@ from torchrec_ext.diagnose.ops import Counted, OpsOfLine, count_ops
 from torchrec_ext.diagnose.variants import (
     SmallTables,
     variants,
-    why_no_worker,
-    worker_turns,
 )
 from torchrec_ext.observe.clock import busy_elsewhere
 from torchrec_ext.observe.machine import compiled_graphs
@@ -94,10 +92,8 @@ def measure(loop: TrainingLoop, budget_s: float) -> Facts:
         lines, sampled_s = _sample_lines(loop, counted)
     else:
         rounds = data_alone(loop, budget_s)
-    worker = _time_worker(loop, rounds)
     facts = Facts(
         rounds=rounds,
-        worker=worker,
         rows=row_count(loop.pool[0]) if loop.pool else 0,
         ops=counted.ops,
         bare_ops=counted.bare,
@@ -200,24 +196,6 @@ def _sample_lines(
     attempt(loop, Variant("lines", sample))
     lines.sort(key=lambda each: -each.seconds)
     return lines[:_LINES], seconds
-
-
-def _time_worker(
-    loop: TrainingLoop, rounds: Sequence[Round]
-) -> Sequence[tuple[float, float]]:
-    """Times a real worker by turns with the loader as it is."""
-    if why := why_no_worker(loop, rounds):
-        loop.not_measured["worker"] = why
-        return ()
-    loader: Any = loop.source.batches
-    turns: list[tuple[float, float]] = []
-
-    def measure() -> Round:
-        turns.extend(worker_turns(loader, loop.call))
-        return {}
-
-    attempt(loop, Variant("worker", measure))
-    return turns
 
 
 def _loader_facts(loop: TrainingLoop) -> LoaderFacts:

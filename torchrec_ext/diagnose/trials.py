@@ -24,10 +24,6 @@ ADOPT = (
     "from torchrec_ext.adopt import adopt",
     "step = adopt(model, optimizer, loss)",
 )
-WORKER = (
-    "loader = torch.utils.data.DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, "
-    "collate_fn=loader.collate_fn, num_workers=1, persistent_workers=True)",
-)
 _BF16 = (
     "with torch.autocast('cpu', torch.bfloat16): value = loss(*next(iter(loader)))",
 )
@@ -59,10 +55,6 @@ def trials(facts: Facts) -> tuple[Trial, ...]:
     if facts.has("data", "step", "ready") and facts.share(itemgetter("data")) >= LEAST:
         why = "the step without its loader: no loader gains more"
         add("batches ready in time", facts.gain(alone_seconds), Change.EXACT, why)
-    if facts.worker:
-        why = "a real worker, by the wall clock"
-        gain = gain_of(ratios_of(facts.worker))
-        add("a loader worker", gain, Change.DRAWS, why, WORKER)
     busy = ""
     if facts.busy is not None and facts.busy >= 0.1:
         busy = f"while others keep {facts.busy:.1f} cores busy"

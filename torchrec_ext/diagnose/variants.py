@@ -1,14 +1,10 @@
-"""Variants: a training step changed, each change an experiment of its own; SmallTables: one of these changes.
-
-worker_turns(): the loop with a real worker process, by turns with the loop as it is.
-"""
+"""Variants: a training step changed, each change an experiment of its own; SmallTables: one of these changes."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from time import perf_counter
 from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -16,9 +12,8 @@ import torchrec_ext.needs_torch  # noqa: F401
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
 
-from torchrec_ext.diagnose.batches import loader_with, row_count
+from torchrec_ext.diagnose.batches import row_count
 from torchrec_ext.diagnose.findings import Round
 from torchrec_ext.diagnose.loop import TrainingLoop, Variant
 from torchrec_ext.diagnose.ops import ids_in
@@ -29,8 +24,6 @@ from torchrec_ext.observe.state_copy import StateCopy
 # many times as long.
 _TRIAL = 10.0
 IDLE = 0.3  # cores that others may keep busy where more threads are tried
-_WORKER_S = 3.0  # in which a worker is tried, by turns with the loader as it is
-_LEAST_LOADER = 0.1  # share of an iteration below which no worker is tried
 
 
 def variants(
@@ -163,64 +156,6 @@ def _prices(loop: TrainingLoop) -> Round:
         "op": seconds_of(recorded) / 124,
         "bare": seconds_of(bare) / 124,
     }
-
-
-def why_no_worker(loop: TrainingLoop, rounds: Sequence[Round]) -> str:
-    """Returns why no worker is tried; empty if one is."""
-    loader = loop.source.batches
-    if not isinstance(loader, DataLoader):
-        return "batches come from no DataLoader"
-    is_stream = isinstance(loader.dataset, IterableDataset)
-    if loader.num_workers or is_stream or loader.batch_sampler is None:
-        return "only for a Dataset with rows and no workers yet"
-    if "step" in loop.not_measured or not rounds:
-        return "the step does not run"
-    data = sum(each["data"] for each in rounds)
-    if data < _LEAST_LOADER * (data + sum(each["step"] for each in rounds)):
-        return "the loader takes under a tenth of the time"
-    return ""
-
-
-def worker_turns(
-    loader: DataLoader[Any], call: Callable[[Any], object]
-) -> list[tuple[float, float]]:
-    """Times a batch and its step with the loader as it is and with a real worker, by turns.
-
-    Returns:
-        Seconds of the wall clock, by turn: both wait for cores.
-
-    Raises:
-        RuntimeError: an epoch is too short.
-    """
-    with_worker = iter(loader_with(loader, num_workers=1, prefetch_factor=2))
-    as_it_is = iter(loader_with(loader))
-    turns: list[tuple[float, float]] = []
-    end = perf_counter() + _WORKER_S
-    try:
-        for _ in range(3):
-            call(next(with_worker))
-        while perf_counter() < end or len(turns) < 2:
-            seconds = _wall_seconds(as_it_is, call)
-            # Uses up what the worker made while it was not asked.
-            for _ in range(4):
-                call(next(with_worker))
-            turns.append((seconds, _wall_seconds(with_worker, call)))
-    except StopIteration:
-        if not turns:
-            raise RuntimeError("an epoch is too short to time a worker") from None
-    finally:
-        # Ends the worker's process.
-        del with_worker
-    return turns
-
-
-def _wall_seconds(batches: Iterator[Any], call: Callable[[Any], object]) -> float:
-    start = perf_counter()
-    count = 0
-    while perf_counter() < start + _WORKER_S / 12 or count < 3:
-        call(next(batches))
-        count += 1
-    return (perf_counter() - start) / count
 
 
 class SmallTables:

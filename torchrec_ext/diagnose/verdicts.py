@@ -13,7 +13,6 @@ from torchrec_ext.diagnose.costs import (
     finding_of,
     launched_seconds,
     op_price,
-    ratios_of,
     swept_seconds,
     synced_seconds,
     variant_gain,
@@ -26,10 +25,9 @@ from torchrec_ext.diagnose.findings import (
     Facts,
     Finding,
     Remedy,
-    gain_of,
     in_ms,
 )
-from torchrec_ext.diagnose.trials import ADOPT, WORKER
+from torchrec_ext.diagnose.trials import ADOPT
 from torchrec_ext.diagnose.your_line import (
     debug_mode,
     double_floats,
@@ -51,24 +49,19 @@ def loader_waits(facts: Facts) -> Finding | None:
         f"{in_ms(facts.median('sleep'))} of the {in_ms(facts.median('data'))} that a batch takes, this thread slept or "
         "waited, and did not compute"
     ]
-    if loader.workers:
-        evidence.append(
-            f"{loader.workers} worker(s) make the batches, and are slower than the step"
-        )
     remedies = [
         Remedy(
             name="read the source once, before the first step, or a block ahead of the steps",
             changes=Change.EXACT,
         )
     ]
-    if facts.worker:
-        remedies.append(
-            Remedy(
-                name="a worker process waits in place of the step",
-                changes=Change.DRAWS,
-                lines=WORKER,
-            )
+    if loader.workers:
+        evidence.append(
+            f"{loader.workers} worker(s) make the batches, and are slower than the step"
         )
+    else:
+        name = "a DataLoader of num_workers=1, which waits in place of the step: realised(step, it) measures its gain"
+        remedies.append(Remedy(name=name, changes=Change.DRAWS))
     title = "the loader waits, and the step waits for the loader"
     return finding_of(
         facts, "loader_waits", title, evidence, remedies, itemgetter("data")
@@ -122,14 +115,6 @@ def loader_rows(facts: Facts) -> Finding | None:
                 f"{share:.0%} of an iteration is at {line.name}: {line.text}"
             )
     remedies = [Remedy(name=advice, changes=Change.DRAWS)]
-    if facts.worker and gain_of(ratios_of(facts.worker)).low >= UNDER:
-        remedies.append(
-            Remedy(
-                name="a worker process makes the batches",
-                changes=Change.DRAWS,
-                lines=WORKER,
-            )
-        )
     return finding_of(
         facts, "loader_rows", title, evidence, remedies, itemgetter("data")
     )

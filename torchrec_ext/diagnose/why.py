@@ -53,7 +53,7 @@ class _WhySlow:
 
     All that the step changes is put back bit for bit, see :class:`StateCopy`. The rounds take ``budget_s``
     seconds, the first four up to three times as long: without them there is no verdict. Some more are taken to count
-    ops and to try a worker.
+    ops.
 
     Example:
         >>> import torch

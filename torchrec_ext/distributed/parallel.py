@@ -30,10 +30,8 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec_ext.batch import skip_fx_notice
 from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
 from torchrec_ext.distributed.optim.declared import (
-    chosen_optimizer,
     declare_table_optimizer,
     shardings,
-    undeclared,
 )
 from torchrec_ext.distributed.optim.hybrid import (
     HybridOptimizer,
@@ -97,9 +95,8 @@ def hybrid_parallel(
             0, as its dense layers, are copied to all ranks.
         runtime: this process's rank and device.
         plan: TorchRec's sharding plan, or settings by which :func:`plan_sharding` makes one; by default its own.
-        optimizer: optimizers and learning rates. Where not given, tables keep the optimizer that
-            ``apply_optimizer_in_backward`` declared; the others and the dense layers take :class:`OptimizerConfig`'s
-            defaults, which a line of the log names.
+        optimizer: optimizers and learning rates. Where not given, :class:`OptimizerConfig`'s defaults, which a line of
+            the log names.
         seed: seed of the drawn tables' initial values, which depend on it and the table's name alone, not on the plan
             and not on the ranks.
         codecs: TorchRec's codecs of quantised communication by exchange, as its ``get_qcomm_codecs_registry`` makes
@@ -113,17 +110,15 @@ def hybrid_parallel(
     Raises:
         ValueError: the plan shards a table whose optimizer nothing runs on the device, or an exception names no table
             or layer; a table has rows on some ranks and none on others; a table has an optimizer by
-            ``apply_optimizer_in_backward`` and ``optimizer`` is given too, or has one that cannot be expressed.
+            ``apply_optimizer_in_backward``.
     """
     _refuse_managed_collision(model)
-    # plan_sharding() chooses in the same way, and would refuse our choice beside the
-    # caller's declarations.
-    requested_optimizer = optimizer
-    optimizer = chosen_optimizer(model, optimizer)
-    if requested_optimizer is None and runtime.is_main:
-        _log_defaults(model, optimizer)
+    if optimizer is None:
+        optimizer = OptimizerConfig()
+        if runtime.is_main:
+            _log_defaults(model, optimizer)
     if not isinstance(plan, ShardingPlan):
-        plan = plan_sharding(model, runtime, plan, optimizer=requested_optimizer)
+        plan = plan_sharding(model, runtime, plan, optimizer=optimizer)
     plan = on_own_device(plan, runtime)
     choices = declare_table_optimizer(model, optimizer)
     _refuse_without_kernel(model, plan, choices, runtime.device.type)
@@ -197,7 +192,7 @@ def _ddp_notice_ignored() -> Iterator[None]:
 
 
 def _log_defaults(model: nn.Module, optimizer: OptimizerConfig) -> None:
-    tables = undeclared(model)
+    tables = [table.name for table in tables_of(model)]
     defaults = []
     if tables:
         defaults.append(

@@ -261,58 +261,23 @@ def test_a_sharded_table_without_a_kernel_is_refused_before_anything_is_sharded(
         assert len(message) <= 200
 
 
-def declared_or_given(runtime: Runtime) -> dict[str, Any]:
-    """One step of the model with its optimizer declared, with and without a plan, and with it given; and the log."""
+def by_default(runtime: Runtime) -> tuple[list[str], str]:
+    """The log of a model without an optimizer, and the refusal of one whose tables have TorchRec's own."""
     log = io.StringIO()
     handler = logging.StreamHandler(log)
     logging.getLogger("torchrec_ext").addHandler(handler)
-    states = {}
-    for case in ("declared", "planned", "given", "default"):
-        model = small_model(META)
-        if case in ("declared", "planned"):
-            tables = [
-                value
-                for name, value in model.named_parameters()
-                if "embedding_bags" in name
-            ]
-            apply_optimizer_in_backward(torch.optim.SGD, tables, {"lr": 0.7})
-        plan = (
-            plan_sharding(model, runtime, PlanConfig(sharding="table_wise"))
-            if case == "planned"
-            else None
-        )
-        given = (
-            OptimizerConfig(tables="sgd", tables_lr=0.7) if case == "given" else None
-        )
-        parallel, keyed = hybrid_parallel(
-            model, runtime, plan=plan, optimizer=given, seed=7
-        )
-        make_pipeline(parallel, keyed, runtime.device).progress(batches(1))
-        states[case] = gather_state(parallel)
-    return {"states": states, "log": log.getvalue().splitlines()}
+    hybrid_parallel(small_model(META), runtime)
+    model = small_model(META)
+    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.7})
+    with pytest.raises(ValueError) as error:
+        hybrid_parallel(model, runtime, optimizer=OptimizerConfig())
+    return log.getvalue().splitlines(), str(error.value)
 
 
-def test_a_declared_optimizer_moves_its_tables_and_defaults_are_told() -> None:
-    (results,) = run_ranks(declared_or_given, 1)
-    states = results["states"]
-    for name, value in states["given"].items():
-        for case in ("declared", "planned"):  # another sharding type rounds otherwise
-            torch.testing.assert_close(
-                states[case][name],
-                value,
-                rtol=0,
-                atol=1e-6,
-                msg=lambda text, label=name: f"{label}: {text}",
-            )
-    assert not torch.equal(
-        states["default"]["look_ups.collections.rows.embedding_bags.user_id.weight"],
-        states["given"]["look_ups.collections.rows.embedding_bags.user_id.weight"],
-    )
-    message = "hybrid_parallel() was given no optimizer=, so it takes the defaults, "
-    dense = "dense layers: adam at 0.001; give optimizer=OptimizerConfig(...)"
-    tables = "table(s) user_id, history, item_id: adagrad at 0.05; "
-    assert results["log"] == [
-        message + dense,
-        message + dense,
-        message + tables + dense,
+def test_defaults_are_told_and_a_declared_optimizer_is_refused() -> None:
+    ((log, told),) = run_ranks(by_default, 1)
+    assert log == [
+        "hybrid_parallel() was given no optimizer=, so it takes the defaults, table(s) user_id, history, item_id: "
+        "adagrad at 0.05; dense layers: adam at 0.001; give optimizer=OptimizerConfig(...)"
     ]
+    assert told.startswith("table 'user_id': apply_optimizer_in_backward has declared")

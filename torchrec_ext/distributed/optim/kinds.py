@@ -1,6 +1,6 @@
 """RowAdam: FBGEMM's Adam for tables that every rank holds whole, as a torch optimizer.
 
-FUSED, UNFUSED and KINDS: the classes that stand for an optimizer's name.
+FUSED, UNFUSED: the classes that stand for an optimizer's name.
 """
 
 from __future__ import annotations
@@ -90,14 +90,4 @@ UNFUSED: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
     "lazy_adam": RowAdam,
-}
-# Adam in a backward updates only the rows of the batch, as FBGEMM's does.
-KINDS: dict[type[torch.optim.Optimizer], str] = {
-    torch.optim.SGD: "sgd",
-    placeholders.SGD: "sgd",
-    torch.optim.Adagrad: "adagrad",
-    placeholders.Adagrad: "adagrad",
-    RowWiseAdagrad: "row_wise_adagrad",
-    torch.optim.Adam: "lazy_adam",
-    placeholders.Adam: "lazy_adam",
 }

@@ -31,7 +31,6 @@ from torchrec.distributed.types import (
 )
 
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.distributed.optim.declared import chosen_optimizer
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.draft import (
     PlanError,
@@ -69,9 +68,10 @@ def plan_sharding(
         PlanError: the tables do not fit, or cannot be sharded as asked.
     """
     config = config or PlanConfig()
-    optimizer = chosen_optimizer(model, optimizer)
     # On all ranks: settings that cannot be are the same error everywhere.
-    request = Request.of(model, runtime, config, optimizer, constraints or {})
+    request = Request.of(
+        model, runtime, config, optimizer or OptimizerConfig(), constraints or {}
+    )
     outcome: list[ShardingPlan | Exception] = [RuntimeError("no plan came from rank 0")]
     # The planner runs on rank 0 alone. TorchRec's collective_plan would leave the other
     # ranks waiting where it fails.
