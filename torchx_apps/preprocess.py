@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
-from torchx_apps.config import RecipeOptions, as_toml, parse_job
-from torchx_apps.process import exit_code, say_once
-from torchx_apps.recipes.by_name import list_recipes, load_job
+from torchx_apps.config import RecipeOptions, parse_job
+from torchx_apps.process import exit_code
+from torchx_apps.recipes.by_name import load_job, run_recipe
 from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES, PreprocessJob
 
 
@@ -23,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 when done, 1 when not, 130 after Ctrl-C, 143 after SIGTERM; nothing partial is left.
     """
-    return exit_code(_preprocess, argv)
+    app = partial(run_recipe, parse, _run, recipes=PREPROCESS_RECIPES)
+    return exit_code(app, argv)
 
 
 def parse(words: Sequence[str]) -> tuple[RecipeOptions, PreprocessJob]:
@@ -32,16 +34,10 @@ def parse(words: Sequence[str]) -> tuple[RecipeOptions, PreprocessJob]:
     return parse_job(options, "torchx_apps.preprocess", words, load_job)
 
 
-def _preprocess(argv: Sequence[str] | None) -> int:
-    options, job = parse(sys.argv[1:] if argv is None else argv)
-    if options.list_recipes:
-        return say_once(list_recipes(PREPROCESS_RECIPES))
-    if options.dry_run:
-        return say_once(as_toml(job))
+def _run(options: RecipeOptions, job: PreprocessJob) -> None:
     from torchx_apps.jobs.preprocessing import run_preprocess
 
     run_preprocess(job)
-    return 0
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def exit_code(
         argv: the flags; the command line when None.
 
     Returns:
-        The app's exit code, 1 after an error, 130 after Ctrl-C. SIGTERM ends the process with 143.
+        The app's exit code, 1 after an error, 130 after Ctrl-C, 143 after SIGTERM, by when a training has saved.
     """
     if _is_rank():
         # A rank would outlive a torchrun that is killed.
@@ -59,6 +59,11 @@ def exit_code(
         print("stopped by Ctrl-C", file=sys.stderr)
         return 130
     except Exception as error:
+        # Without an import of the guards nothing can have raised theirs.
+        guards = sys.modules.get("torchrec_ext.train.guards")
+        if guards is not None and isinstance(error, guards.RunStoppedError):
+            say_once(str(error))
+            return STOPPED
         record_error(error)
         return 1
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchx_apps.config import RunOptions, as_toml, parse_job
+from torchx_apps.config import RunOptions, parse_job
 from torchx_apps.process import exit_code, say_once
-from torchx_apps.recipes.by_name import list_recipes, load_recipe
+from torchx_apps.recipes.by_name import load_recipe, run_recipe
 
 # TorchX calls Slurm's srun with --wait=60: it kills all members a minute after the first
 # one has ended. With --kill-on-bad-exit it ends those that wait for one that died.
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 when the member has ended, also where its loss diverged, which the table says; 1 after an error, 130 after
         Ctrl-C, 143 after SIGTERM, by when the run has been saved.
     """
-    return exit_code(_train, argv)
+    return exit_code(partial(run_recipe, parse, _train), argv)
 
 
 def parse(words: Sequence[str]) -> tuple[MemberOptions, Any]:
@@ -56,12 +56,7 @@ def parse(words: Sequence[str]) -> tuple[MemberOptions, Any]:
     return parse_job(MemberOptions(), "torchx_apps.train_networks", words, load_recipe)
 
 
-def _train(argv: Sequence[str] | None) -> int:
-    options, job = parse(sys.argv[1:] if argv is None else argv)
-    if options.list_recipes:
-        return say_once(list_recipes())
-    if options.dry_run:
-        return say_once(as_toml(job))
+def _train(options: MemberOptions, job: Any) -> None:
     run = options.run_dir
     if run is None or run.name not in options.members:
         raise ValueError(
@@ -74,7 +69,6 @@ def _train(argv: Sequence[str] | None) -> int:
         checkpoint = dataclasses.replace(job.checkpoint, folder=own)
         job = dataclasses.replace(job, checkpoint=checkpoint)
     from torchrec_ext.capture.policy import TrainingDivergedError
-    from torchrec_ext.train.guards import RunStoppedError
     from torchx_apps.jobs.resuming import ended
     from torchx_apps.jobs.training import run_training
 
@@ -84,15 +78,11 @@ def _train(argv: Sequence[str] | None) -> int:
     else:
         try:
             run_training(job, run, resume=options.resume, member=run.name)
-        except RunStoppedError as stopped:
-            say_once(str(stopped))
-            return 128 + signal.SIGTERM
         except TrainingDivergedError as error:
             # One rate too high is a result of a grid, not the end of the other members.
             say_once(f"{run.name}: {error}")
     if os.environ.get("RANK", "0") == "0":
         _finish([run.parent / name for name in options.members])
-    return 0
 
 
 def _finish(runs: Sequence[Path]) -> None:

@@ -5,14 +5,14 @@ This file reads the command line and returns an exit code; the work is done by `
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from torchx_apps.config import StreamOptions, as_toml, parse_job
-from torchx_apps.process import exit_code, say_once
-from torchx_apps.recipes.by_name import list_recipes, load_recipe
+from torchx_apps.config import StreamOptions, parse_job
+from torchx_apps.process import exit_code
+from torchx_apps.recipes.by_name import load_recipe, run_recipe
 from torchx_apps.recipes.events import EVENT_RECIPES
 
 
@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 when the log is idle or the last event was trained, 1 after an error, 130 after Ctrl-C, 143 after SIGTERM, by
         when the run has been saved and published.
     """
-    return exit_code(_train, argv)
+    app = partial(run_recipe, parse, _run, recipes=EVENT_RECIPES)
+    return exit_code(app, argv)
 
 
 def parse(words: Sequence[str]) -> tuple[StreamOptions, Any]:
@@ -38,21 +39,10 @@ def parse(words: Sequence[str]) -> tuple[StreamOptions, Any]:
     return parse_job(StreamOptions(), "torchx_apps.train_stream", words, load)
 
 
-def _train(argv: Sequence[str] | None) -> int:
-    options, job = parse(sys.argv[1:] if argv is None else argv)
-    if options.list_recipes:
-        return say_once(list_recipes(EVENT_RECIPES))
-    if options.dry_run:
-        return say_once(as_toml(job))
-    from torchrec_ext.train.guards import RunStoppedError
+def _run(options: StreamOptions, job: Any) -> None:
     from torchx_apps.jobs.streaming import run_stream
 
-    try:
-        run_stream(job, options)
-    except RunStoppedError as stopped:
-        say_once(str(stopped))
-        return 128 + signal.SIGTERM
-    return 0
+    run_stream(job, options)
 
 
 if __name__ == "__main__":

@@ -375,25 +375,17 @@ class Bundle:
             padded[:size] = rows
             padded[size:] = 0
             rows = padded
-        return self._of_whole_steps(query, rows)[:size]
-
-    def _of_whole_steps(self, query: Floats, rows: Floats) -> Floats:
         inputs = {"query": query.reshape(1, -1), "rows": rows}
         logits = _run(self._session, self._path, inputs)
         if logits.shape != (len(rows),):
             raise BundleError(
                 f"{self._path}: gives {logits.shape} for {len(rows)} rows, must be ({len(rows)},); {ANEW}"
             )
-        return logits
+        return logits[:size]
 
     def logits(self, query: Floats, positions: IdArray) -> Floats:
         """Returns the (N,) logits of a query (Wq,) with the items at positions (N,)."""
-        size = len(positions)
-        whole = -(-size // ROWS_STEP) * ROWS_STEP
-        rows = np.empty((whole, self.rows.shape[1]), self.rows.dtype)
-        rows[size:] = 0
-        np.take(self.rows, positions, axis=0, out=rows[:size], mode="clip")
-        return self._of_whole_steps(query, rows.astype(np.float32, copy=False))[:size]
+        return self.pairs(query, self.rows.take(positions, axis=0, mode="clip"))
 
     def check_values(self) -> None:
         """Refuses NaN and infinity in stored rows and tables: a digest proves that a value is unchanged, not usable.

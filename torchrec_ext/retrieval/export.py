@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,7 +46,7 @@ from torchrec_ext.retrieval.catalogue import (
     even_rows,
     write_table,
 )
-from torchrec_ext.retrieval.columns import Columns, ModelColumn, Values
+from torchrec_ext.retrieval.columns import Columns, ModelColumn
 from torchrec_ext.retrieval.graphs import Graphs, require_onnx
 from torchrec_ext.retrieval.leaves import Given, OwnNetwork, TowerNetwork
 from torchrec_ext.retrieval.manifest import (
@@ -325,26 +325,29 @@ class _Content:
         rows, positions = self.audited
         queries = self.queries.take(pa.array(rows.repeat(AUDITED_ITEMS)))
         items = self.catalogue.features.take(pa.array(positions.ravel()))
-        columns = self.sides["query"].read(queries).columns
-        columns |= self.sides["candidate"].read(items).columns
-        logits = self.network.logits(columns, positions.size)
+        logits = self._logits_of(queries, items)
         if not bool(torch.isfinite(logits).all()):
             raise BundleError(
                 "model: gives NaN or infinity as a logit; train with finite values"
             )
         if isinstance(self.network, OwnNetwork):
-            self._check_rows(columns, logits)
+            self._check_rows(queries, items, logits)
         return logits.reshape(positions.shape)
 
-    def _check_rows(self, columns: Mapping[str, Values], logits: Tensor) -> None:
+    def _logits_of(self, queries: pa.Table, items: pa.Table) -> Tensor:
+        """Returns (B,) logits of the trained model for B rows of each side."""
+        columns = self.sides["query"].read(queries).columns
+        columns |= self.sides["candidate"].read(items).columns
+        return self.network.logits(columns, len(queries))
+
+    def _check_rows(self, queries: pa.Table, items: pa.Table, logits: Tensor) -> None:
         """Refuses a forward if the logit of a row depends on other rows of its batch."""
         size = len(logits)
         for row in np.unique(even_rows(size, _CHECKED_ROWS)).tolist():
             # Three rows instead of one, because squeeze() and the like treat a batch of
             # one differently.
-            among = [number % size for number in range(row, row + 3)]
-            few = {name: _taken(each, among) for name, each in columns.items()}
-            alone = self.network.logits(few, 3)[0]
+            among = pa.array([number % size for number in range(row, row + 3)])
+            alone = self._logits_of(queries.take(among), items.take(among))[0]
             allowed = 1e-5 * max(1.0, float(logits.abs().max()))
             if not abs(float(alone - logits[row])) <= allowed:
                 raise BundleError(
@@ -560,15 +563,6 @@ class _Content:
         queries = side.embed(self.queries.take(pa.array(rows)))
         stored = np.load(folder / ROWS, mmap_mode="r")
         return build_faiss(folder, self.index, stored, queries, self.recall)
-
-
-def _taken(column: Values, rows: Sequence[int]) -> Values:
-    values, lengths = column
-    if lengths is None:
-        return Values(values[rows])
-    starts = np.cumsum(lengths) - lengths
-    pieces = [values[starts[row] : starts[row] + lengths[row]] for row in rows]
-    return Values(np.concatenate(pieces), lengths[rows])
 
 
 def _as_json(column: ModelColumn) -> dict[str, Any]:

@@ -8,12 +8,13 @@ import inspect
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from torchx_apps.config import is_group, nearest
+from torchx_apps.config import as_toml, is_group, nearest
+from torchx_apps.process import say_once
 from torchx_apps.recipes import RECIPES
 from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES, PreprocessJob
 
@@ -87,6 +88,32 @@ def list_recipes(recipes: Recipes = RECIPES) -> str:
             )
         )
     return "\n".join(lines)
+
+
+def run_recipe(
+    parse: Callable[[Sequence[str]], tuple[Any, Any]],
+    run: Callable[[Any, Any], None],
+    argv: Sequence[str] | None,
+    recipes: Recipes = RECIPES,
+) -> int:
+    """Does what a command line of a recipe asks for: lists the recipes, prints the settings, or runs the job.
+
+    Args:
+        parse: returns the options and the job of a command line.
+        run: takes the options and the job.
+        argv: the flags; the command line when None.
+        recipes: recipes to list, by name.
+
+    Returns:
+        The exit code 0.
+    """
+    options, job = parse(sys.argv[1:] if argv is None else argv)
+    if options.list_recipes:
+        return say_once(list_recipes(recipes))
+    if options.dry_run:
+        return say_once(as_toml(job))
+    run(options, job)
+    return 0
 
 
 def load_job(recipe: str) -> PreprocessJob:

@@ -39,8 +39,8 @@ from torchrec_ext.retrieval.search import ScoreError
 from torchrec_ext.retrieval.server.describe import bundle_page, openapi
 from torchrec_ext.retrieval.server.settings import ServerConfig
 from torchrec_ext.retrieval.server.telemetry import (
-    Log,
     Metrics,
+    log,
     resident_bytes,
     where,
 )
@@ -125,7 +125,6 @@ class Served:
     def __init__(self, settings: ServerConfig) -> None:
         self.settings = settings
         self.metrics = Metrics()
-        self.log = Log()
         self.refused: str | None = None
         self.vectors: StoredUsers | None = None
         if settings.vectors is not None:
@@ -133,7 +132,7 @@ class Served:
         # Taken before loading, to notice a pointer that moves during the load.
         self._seen = fingerprint(settings.bundle)
         self.scorer = self._loaded()
-        self.log("ready", bundle=self.scorer.digest[:12])
+        log("ready", bundle=self.scorer.digest[:12])
 
     def _loaded(self) -> Scorer:
         folder = bundle_folder(self.settings.bundle)
@@ -164,11 +163,11 @@ class Served:
             # A bundle's error names files, and no caller's data.
             is_ours = isinstance(error, ValueError)
             reason = str(error) if is_ours else type(error).__name__
-            self.log("bundle_refused", reason=reason)
+            log("bundle_refused", reason=reason)
         else:
             self.refused = None
             self.metrics.swaps.labels("loaded").inc()
-            self.log("bundle_loaded", bundle=self.scorer.digest[:12])
+            log("bundle_loaded", bundle=self.scorer.digest[:12])
 
     def bears_token(self, authorization: str) -> bool:
         """Returns whether a header ``Authorization`` has the token, or none is needed."""
@@ -202,7 +201,7 @@ class Served:
         except RequestError as error:
             raise _invalid(error) from None
         except ScoreError as error:
-            self.log("score_refused", bundle=scorer.digest[:12])
+            log("score_refused", bundle=scorer.digest[:12])
             raise Refusal(500, "bundle", str(error)) from None
         if getattr(answer, "unknown_user", False):
             self.metrics.cold.inc()
@@ -452,7 +451,7 @@ class Guard:
             }
             message = messages.get(error.status_code, str(error.detail))
             return Refusal(error.status_code, "http", message, headers=error.headers)
-        self._served.log("error", **where(error))
+        log("error", **where(error))
         return Refusal(
             500,
             "internal",
@@ -469,7 +468,7 @@ class Guard:
             if len(method) >= 10:
                 method = "other"
             ms = round(seconds * 1e3, 2)
-            served.log("request", method=method, route=route, status=status, ms=ms)
+            log("request", method=method, route=route, status=status, ms=ms)
 
 
 def _is_allowed(host_name: str, allowed: Sequence[str]) -> bool:

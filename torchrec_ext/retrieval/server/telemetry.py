@@ -9,7 +9,6 @@ import traceback
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import TextIO
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -81,27 +80,16 @@ class Metrics:
     content_type = CONTENT_TYPE_LATEST
 
 
-class Log:
-    """Writes lines of JSON: ``time`` (UTC), ``event``, ``pid`` and the values of the event.
+def log(event: str, **values: object) -> None:
+    """Writes a line of JSON to standard error: ``time`` (UTC), ``event``, ``pid`` and the values of the event.
 
     Values never contain ids, features, addresses, paths as typed, or error messages, because those may contain them.
     """
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
-
-    def __call__(self, event: str, **values: object) -> None:
-        """Writes a line for an event."""
-        stamp = (
-            datetime.now(timezone.utc)
-            .isoformat(timespec="milliseconds")
-            .replace("+00:00", "Z")
-        )
-        self._stream.write(
-            json.dumps({"time": stamp, "event": event, "pid": os.getpid(), **values})
-            + "\n"
-        )
-        self._stream.flush()
+    now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+    line = {"time": now.replace("+00:00", "Z"), "event": event, "pid": os.getpid()}
+    # In one piece, because all workers write there.
+    sys.stderr.write(json.dumps({**line, **values}) + "\n")
+    sys.stderr.flush()
 
 
 def where(error: BaseException) -> dict[str, object]:
