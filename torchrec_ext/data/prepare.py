@@ -498,28 +498,21 @@ def _last_of_each(splits: Sequence[Opened], key: str, columns: Sequence[str]) ->
 def _doubts(raw: RawSet, fitted: FittedPreprocessor) -> list[str]:
     """Returns a line for each column whose type may not be what its values mean."""
     lines = []
-    for name in fitted.dense:
-        values = raw.splits["train"].get(name)
-        if name in raw.numbers or values is None:
-            continue
-        if not pa.types.is_floating(values.type):
-            continue
-        numbers = values.drop_null().to_numpy()
-        if len(numbers) and (numbers == np.floor(numbers)).all():
-            lines.append(
-                f"column '{name}' is read as a number, and all its values are whole: if they are codes, write them as "
-                "whole numbers (of pandas: astype('Int64'))"
-            )
     low, high = _MILLISECONDS
     for name, values in raw.splits["train"].items():
-        if name in (raw.roles.user, raw.roles.item) or not pa.types.is_integer(
-            values.type
-        ):
-            continue
-        least = pc.min(values).as_py()
-        if least is not None and low <= least and pc.max(values).as_py() < high:
-            lines.append(
-                f"column '{name}' is read as ids, and its values look like milliseconds since 1970: if they are times, "
-                "write them as timestamps"
-            )
+        if name in fitted.dense and name not in raw.numbers:
+            # Of none but missing values neither is true.
+            if pc.all(pc.equal(values, pc.floor(values))).as_py():
+                lines.append(
+                    f"column '{name}' is read as a number, and all its values are whole: if they are codes, write them "
+                    "as whole numbers (of pandas: astype('Int64'))"
+                )
+        elif pa.types.is_integer(values.type):
+            least, most = pc.min_max(values).as_py().values()
+            is_key = name in (raw.roles.user, raw.roles.item)
+            if not is_key and least is not None and low <= least and most < high:
+                lines.append(
+                    f"column '{name}' is read as ids, and its values look like milliseconds since 1970: if they are "
+                    "times, write them as timestamps"
+                )
     return lines

@@ -61,9 +61,6 @@ class KnownPairs:
         counts = np.bincount(owners, minlength=self.num_users + 1).astype(np.int64)
         self.starts = np.cumsum(counts) - counts
         self.num_free = num_items - counts
-        self._log_free = np.log(
-            self.num_free, where=self.num_free > 0, out=np.full(len(counts), -np.inf)
-        )
         # For each pair the number of not taken items below it: ascending within a user,
         # so a search finds the r-th one not taken.
         self.below = self.keys - 1 - (np.arange(len(self.keys)) - self.starts[owners])
@@ -103,10 +100,6 @@ class KnownPairs:
             )
         return free
 
-    def log_free(self, users: Int64) -> NDArray[np.float64]:
-        """Returns (B,) the log of the number of items not taken by each user, -inf for 0."""
-        return self._log_free[self.row_of(users)]
-
     def known(self, users: Int64) -> Int64:
         """Returns (B,) the number of items taken by each user."""
         return self.num_items - self.num_free[self.row_of(users)]
@@ -137,17 +130,13 @@ class KnownPairs:
         items: Int64 = ranks + 1 + below - self.starts[rows]
         return items
 
-    def nth_known(self, users: Int64, ranks: Int64) -> Int64:
-        """Returns (B,) item number ``ranks`` (B,), from 0, among those taken by each of ``users`` (B,)."""
-        items: Int64 = self.keys[self.starts[self.row_of(users)] + ranks] % self._width
+    def of_user(self, user: int) -> Int64:
+        """Returns the items taken by a user, ascending."""
+        row = self.row_of(np.array([user]))[0]
+        start = self.starts[row]
+        taken = self.num_items - self.num_free[row]
+        items: Int64 = self.keys[start : start + taken] % self._width
         return items
-
-    def of(self, users: Int64) -> tuple[Int64, Int64]:
-        """Returns (rows, items) of all items taken by ``users`` (B,); rows are ascending indices into ``users``."""
-        counts = self.known(users)
-        rows = np.arange(len(users)).repeat(counts)
-        ranks = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
-        return rows, self.nth_known(users[rows], ranks)
 
 
 class _Filter:

@@ -129,9 +129,9 @@ class UniformNegatives(RejectionNegatives):
         self, num_items: int, users: Int64, items: Int64, seed: int = 0
     ) -> None:
         super().__init__(num_items, users, items, seed)
-        self.log_q_of = (
-            -self.known.log_free(np.arange(self.known.num_users + 1))
-        ).astype(np.float32)
+        # Of a user who has taken all items it is infinite, and no draw is made.
+        with np.errstate(divide="ignore"):
+            self.log_q_of = -np.log(self.known.num_free).astype(np.float32)
 
     def log_q(self, users: Int64, items: Int64) -> Float32:
         """See :meth:`Negatives.log_q`; ``users`` and ``items`` broadcast."""
@@ -228,8 +228,7 @@ class PopularityNegatives(RejectionNegatives):
         for user in np.unique(users):
             rows = users == user
             units = self._units.copy()
-            _, taken = self.known.of(np.array([user]))
-            units[taken] = 0.0
+            units[self.known.of_user(user)] = 0.0
             sums = np.cumsum(units)
             # Rounding can make a number below 1, times the sum, the sum itself.
             places = np.minimum(np.floor(numbers[rows] * sums[-1]), sums[-1] - 1)

@@ -252,6 +252,16 @@ def md5(text: str) -> str:
     return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
 
 
+def _hashed(values: pa.Array, buckets: int) -> Int64:
+    """Returns the hashed id of each value, each different one hashed once; 0 for null."""
+    encoded = values.dictionary_encode()
+    texts = map(str, encoded.dictionary.to_pylist())
+    # The last one is that of null, whose place is -1.
+    ids = np.array([*(hashed_id(text, buckets) for text in texts), 0])
+    hashed: Int64 = ids[encoded.indices.fill_null(-1).to_numpy()]
+    return hashed
+
+
 @dataclass(frozen=True, kw_only=True)
 class HashBucket(ColumnStep):
     """Maps values to ids from 1 to ``buckets`` by a hash, null to 0: for columns of too many or ever new values.
@@ -271,12 +281,8 @@ class HashBucket(ColumnStep):
 
     def apply(self, columns: Arrays, state: StepState) -> Arrays:
         """Hashes each value, or each element; a null element keeps its place in a list, as id 0."""
-        encoded = flat(columns[self.column]).dictionary_encode()
-        texts = map(str, encoded.dictionary.to_pylist())
-        # The last one is that of null, whose place is -1.
-        ids = np.array([*(hashed_id(text, self.buckets) for text in texts), 0])
-        hashed = ids[encoded.indices.fill_null(-1).to_numpy()]
-        return {self.writes[0]: with_flat(columns[self.column], hashed)}
+        ids = _hashed(flat(columns[self.column]), self.buckets)
+        return {self.writes[0]: with_flat(columns[self.column], ids)}
 
     def vocab(self, state: StepState) -> Mapping[str, int]:
         """Returns ``buckets`` + 1 rows, row 0 included."""
@@ -323,25 +329,13 @@ class Cross(Step):
 
     def apply(self, columns: Arrays, state: StepState) -> Arrays:
         """Hashes the columns' digests: of one length, they keep ("ab", "c") and ("a", "bc") apart."""
-        encoded = [columns[name].dictionary_encode() for name in self.columns]
-        places = [each.indices.fill_null(-1).to_numpy() for each in encoded]
-        codes = np.zeros(len(places[0]), np.int64)
-        for each, place in zip(encoded, places, strict=True):
-            # Numbered anew after each column, so that no product is beyond 64 bits.
-            keys = pa.array(codes * (len(each.dictionary) + 1) + place + 1)
-            codes = keys.dictionary_encode().indices.to_numpy().astype(np.int64)
-        digests = [
-            [md5(str(value)) for value in each.dictionary.to_pylist()]
-            for each in encoded
-        ]
-        _, first_rows = np.unique(codes, return_index=True)
-        ids = np.zeros(len(first_rows), np.int64)
-        for code, row in enumerate(first_rows.tolist()):
-            if all(place[row] >= 0 for place in places):
-                pairs = zip(digests, places, strict=True)
-                text = "".join(of_column[place[row]] for of_column, place in pairs)
-                ids[code] = hashed_id(text, self.buckets)
-        return {self.writes[0]: pa.array(ids[codes])}
+        digests = []
+        for name in self.columns:
+            encoded = columns[name].dictionary_encode()
+            texts = [md5(str(value)) for value in encoded.dictionary.to_pylist()]
+            digests.append(pa.array(texts, pa.string()).take(encoded.indices))
+        joined = pc.binary_join_element_wise(*digests, "")
+        return {self.writes[0]: pa.array(_hashed(joined, self.buckets))}
 
     def vocab(self, state: StepState) -> Mapping[str, int]:
         """Returns ``buckets`` + 1 rows, row 0 included."""

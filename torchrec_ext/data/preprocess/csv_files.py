@@ -85,11 +85,9 @@ def read_csv(
         settings = ", ".join(f"{key}={value}" for key, value in options.items())
         # DuckDB takes every name for a pattern.
         pattern = sql_text(glob.escape(str(path)))
-        before = _count(con, table)
-        con.execute(
+        ((rows,),) = con.execute(
             f"INSERT INTO {table} SELECT {columns} FROM read_csv({pattern}, {settings})"
-        )
-        rows = _count(con, table) - before
+        ).fetchall()
         rejects = f"{table}_rejects"
         count, line, fault = con.sql(
             "SELECT count(DISTINCT line), min(line), arg_min(error_message, line) "
@@ -112,16 +110,13 @@ def read_csv(
 
 
 def _files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
-    files = []
+    files: list[Path] = []
     for path in [paths] if isinstance(paths, str | Path) else paths:
-        found = [Path(path)]
-        if not found[0].exists():
-            found = [Path(name) for name in sorted(glob.glob(str(path)))]
+        # A file may have brackets in its name.
+        found = [str(path)] if Path(path).exists() else sorted(glob.glob(str(path)))
         if not found:
             raise DataError(f"{path}: no such file; check the path")
-        files += found
-    if not files:
-        raise DataError("no file was given; name at least one")
+        files += map(Path, found)
     return files
 
 
@@ -135,7 +130,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 def _header(path: Path, delimiter: str, quote: str, encoding: str) -> list[str]:
     first = next(_lines(path), b"")
     text = first.decode("utf-8-sig" if encoding == "utf-8" else encoding, "replace")
-    options: dict[str, Any] = {"quotechar": quote or None, "delimiter": delimiter}
+    options: dict[str, Any] = {"delimiter": delimiter, "quotechar": quote or None}
     if not quote:
         options["quoting"] = csv.QUOTE_NONE
     return next(csv.reader([text.strip("\r\n")], **options), [])
@@ -151,8 +146,3 @@ def _unclosed(path: Path, quote: str, lines: int, rows: int) -> DataError:
         f"{path}: line {next(odd, 1)}: a quote without its end takes lines into a value: {lines:,} lines, {rows:,} "
         "rows; mend the quote, or read none: read_csv(quote='')"
     )
-
-
-def _count(con: Connection, table: str) -> int:
-    ((rows,),) = con.sql(f"SELECT count(*) FROM {table}").fetchall()
-    return int(rows)

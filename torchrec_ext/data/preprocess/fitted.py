@@ -250,7 +250,7 @@ class FittedPreprocessor:
         overwrite: bool = False,
         watch: Callable[[pa.RecordBatch], None] | None = None,
     ) -> int:
-        """Writes the rows of a source as parquet, ``out/part-*.parquet``, for ``read_parquet`` and the loader.
+        """Writes the rows of a source as parquet, ``out/part-*.parquet``, for the loader.
 
         The rows keep the order of the files, or of the relation.
 
