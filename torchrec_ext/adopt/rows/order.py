@@ -27,7 +27,12 @@ class RowOrder:
     rank: int
 
     def __post_init__(self) -> None:
-        check_positive(batch_size=self.batch_size, ranks=self.ranks)
+        for name in ("batch_size", "ranks"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(
+                    f"{name}={value!r}: must be a whole number of 1 or more"
+                )
         if not 0 <= self.rank < self.ranks:
             raise ValueError(
                 f"rank={self.rank}: must be 0 to ranks - 1 = {self.ranks - 1}"
@@ -79,10 +84,3 @@ def _epoch_seed(seed: int, epoch: int) -> int:
         np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0]
         >> np.uint64(1)
     )
-
-
-def check_positive(**numbers: int | None) -> None:
-    """Raises ValueError if a number is not a whole number of 1 or more."""
-    for name, value in numbers.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}={value!r}: must be a whole number of 1 or more")
