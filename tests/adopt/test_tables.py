@@ -28,7 +28,8 @@ class Mixed(nn.Module):
         super().__init__()
         self.user = nn.Sequential(nn.Embedding(USERS, 4), nn.Linear(4, D))
         self.bag = nn.EmbeddingBag(ITEMS, D, mode="mean")
-        self.item, self.again = nn.Embedding(ITEMS, D), nn.Embedding(ITEMS, D)
+        self.item = nn.Embedding(ITEMS, D, padding_idx=3)
+        self.again = nn.Embedding(ITEMS, D, padding_idx=3)
         self.again.weight = self.item.weight
         self.top, self.drop = nn.Linear(3 * D, 1), nn.Dropout(0.0)
 
@@ -92,6 +93,8 @@ def batches(
             torch.randint(ITEMS, (ROWS,), generator=generator),
             torch.randint(7, (ROWS,), generator=generator),
         ]
+        # Columns of one matrix, as a user slices them: their ids do not lie side by side.
+        columns[2:] = torch.stack(columns[2:], 1).unbind(1)
         label = torch.randint(2, (ROWS,), generator=generator).float()
         local = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
         yield [column[local] for column in columns], label[local]
@@ -212,10 +215,10 @@ class OfItsOwn(nn.Embedding):
         return super().forward(ids) * 2
 
 
-def tied_to_a_bag() -> nn.ModuleDict:
-    model = nn.ModuleDict({"item": nn.Embedding(8, D), "bag": nn.EmbeddingBag(8, D)})
-    model["bag"].weight = model["item"].weight
-    return model
+def tied_with(other: nn.Embedding | nn.EmbeddingBag) -> nn.ModuleDict:
+    item = nn.Embedding(8, D)
+    other.weight = item.weight
+    return nn.ModuleDict({"item": item, "other": other})
 
 
 REFUSED: dict[str, tuple[nn.Module, str]] = {
@@ -224,8 +227,8 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         "has no nn.Embedding and no nn.EmbeddingBag: there is no table to move",
     ),
     "padding": (
-        nn.Embedding(8, D, padding_idx=0),
-        "table 'user' has padding_idx=0, .* mask its rows in",
+        nn.EmbeddingBag(8, D, padding_idx=0),
+        "table 'user' has padding_idx=0, .* take nn.Embedding",
     ),
     "norm": (
         nn.Embedding(8, D, max_norm=1.0),
@@ -248,9 +251,13 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         r"table 'user' has a torch.float16 weight, .* call float\(\)",
     ),
     "own forward": (OfItsOwn(8, D), "table 'user' has a forward of its own"),
+    "tied paddings": (
+        tied_with(nn.Embedding(8, D, padding_idx=1)),
+        "table 'user.other' shares its weight with one of another padding_idx",
+    ),
     "tied": (
-        tied_to_a_bag(),
-        "table 'user.bag' shares its weight with one that is pooled otherwise: look both up",
+        tied_with(nn.EmbeddingBag(8, D)),
+        "table 'user.other' shares its weight with one that is pooled otherwise: look both up",
     ),
 }
 
@@ -263,12 +270,23 @@ def test_a_table_without_a_collection_of_its_kind_is_refused_by_name(name: str) 
         adopt_tables(nn.ModuleDict({"user": table}))
 
 
+@pytest.mark.unit
+def test_tables_named_in_without_stay() -> None:
+    tables = {"user": nn.Embedding(8, D), "pos": nn.Embedding(2, D)}
+    model = nn.ModuleDict(tables)
+    with pytest.raises(ValueError, match=r"without='post'.* did you mean 'pos'"):
+        adopt_tables(model, without=["post"])
+    adopt_tables(model, without=["pos"])
+    assert model["pos"] is tables["pos"]
+    assert model["user"] is not tables["user"]
+
+
 IDS = torch.tensor([[0, 1], [2, 3]])
 CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "matrix": (
         lambda model: model["user"].weight.T,
         CannotAdopt,
-        "the weight of table 'user' is read as a matrix, but a sharded table is",
+        "the weight of table 'user' is read as a matrix, .*adopt_tables\\(without=\\)",
     ),
     "offsets": (
         lambda model: model["bag"](IDS.flatten(), torch.tensor([0, 2])),

@@ -5,7 +5,7 @@ Each module is exchanged in its place: the user's forward runs as it is and call
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
@@ -26,6 +26,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.distributed.tables import GivenRows
 from torchrec_ext.observe.user_lines import user_line
+from torchrec_ext.schema.validation import did_you_mean, listed
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _POOLING = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
@@ -41,11 +42,15 @@ class ShardableTable(nn.Module):
         name: name of the table, and of its ids.
         weight: (rows, D).
         pooling: ``sum`` or ``mean`` of an nn.EmbeddingBag, "" of an nn.Embedding.
+        padding: the id of an nn.Embedding whose row is not trained; None if there is none.
     """
 
-    def __init__(self, name: str, weight: Any, pooling: str) -> None:
+    def __init__(
+        self, name: str, weight: Any, pooling: str, padding: int | None
+    ) -> None:
         super().__init__()
         self._name = name
+        self.padding = padding
         self._rows = len(weight)
         self._is_bag = bool(pooling)
         rows, columns = weight.shape
@@ -76,7 +81,7 @@ class ShardableTable(nn.Module):
         """Refuses: a sharded table is whole on no rank."""
         raise CannotAdopt(
             f"{user_line()}: the weight of table '{self._name}' is read as a matrix, but a sharded table is whole on "
-            "no rank: look its rows up"
+            "no rank: look its rows up, or name it in adopt_tables(without=)"
         )
 
     def forward(
@@ -94,7 +99,11 @@ class ShardableTable(nn.Module):
         found = self.collection(self._jagged(input, offsets, per_sample_weights))
         if self._is_bag:
             return found[self._name]  # type: ignore[no-any-return]
-        return found[self._name].values().view(*input.shape, -1)  # type: ignore[no-any-return]
+        rows = found[self._name].values().view(*input.shape, -1)
+        if self.padding is not None:
+            is_padding = (input == self.padding).unsqueeze(-1)
+            rows = torch.where(is_padding, rows.detach(), rows)
+        return rows  # type: ignore[no-any-return]
 
     def _jagged(
         self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
@@ -124,10 +133,12 @@ class ShardableTable(nn.Module):
             (ids.shape[0], ids.shape[1]) if self._is_bag else (ids.numel(), 1)
         )
         lengths = torch.full((bags,), length, dtype=torch.int64, device=ids.device)
-        return KeyedJaggedTensor([self._name], ids.reshape(-1), lengths=lengths)
+        # TorchRec's kernels read ids as they lie in memory: a column of a matrix is copied.
+        flat = ids.reshape(-1).contiguous()
+        return KeyedJaggedTensor([self._name], flat, lengths=lengths)
 
 
-def adopt_tables(model: nn.Module) -> nn.Module:
+def adopt_tables(model: nn.Module, *, without: Collection[str] = ()) -> nn.Module:
     """Exchanges a user's tables for TorchRec's collections in place, for tables that one machine cannot hold.
 
     :func:`hybrid_parallel` then shards the tables over the ranks, replicates everything else, and gives every shard the
@@ -135,12 +146,14 @@ def adopt_tables(model: nn.Module) -> nn.Module:
 
     Args:
         model: the user's model, with the same weights on all ranks, or on the meta device; its tables are exchanged.
+        without: paths of tables that stay as they are, such as of positions, whose weight is read as a matrix.
 
     Returns:
         The model, or the exchanged table if the model is one.
 
     Raises:
         CannotAdopt: a table does what no collection does; the message names it and the remedy.
+        ValueError: ``without`` names no table.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(8, 1))
@@ -155,6 +168,13 @@ def adopt_tables(model: nn.Module) -> nn.Module:
         for path, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, _TABLES)
     }
+    for path in without:
+        if path not in modules:
+            there = f"there are {listed(sorted(modules))}"
+            raise ValueError(
+                f"adopt_tables(without={path!r}): no such table; {did_you_mean(path, modules, there)}"
+            )
+        del modules[path]
     if not modules:
         raise CannotAdopt(
             f"{type(model).__name__} has no nn.Embedding and no nn.EmbeddingBag: there is no table to move"
@@ -167,8 +187,13 @@ def adopt_tables(model: nn.Module) -> nn.Module:
         pooling = getattr(table, "mode", "")
         key = id(table.weight)
         if key not in exchanged:
-            made = ShardableTable(names[key], table.weight, pooling)
+            padding = table.padding_idx
+            made = ShardableTable(names[key], table.weight, pooling, padding)
             exchanged[key] = made.train(table.training), pooling
+        if exchanged[key][0].padding != table.padding_idx:
+            raise CannotAdopt(
+                f"table '{path}' shares its weight with one of another padding_idx: give both the same"
+            )
         # A collection pools all look-ups of a table alike.
         if exchanged[key][1] != pooling:
             raise CannotAdopt(
@@ -191,9 +216,9 @@ def _refuse_table(path: str, table: nn.Embedding | nn.EmbeddingBag) -> None:
     )
     refused = [
         (
-            table.padding_idx is not None,
+            isinstance(table, nn.EmbeddingBag) and table.padding_idx is not None,
             f"padding_idx={table.padding_idx}",
-            "mask its rows in forward",
+            "take nn.Embedding, and pool its rows in forward",
         ),
         (
             table.max_norm is not None,
