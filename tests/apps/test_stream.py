@@ -23,7 +23,7 @@ from tests.settings import with_settings
 from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.prepared import load_prepared
+from torchrec_ext.data.prepared import Prepared, load_prepared
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle import Bundle
@@ -33,12 +33,14 @@ from torchrec_ext.retrieval.scorer import (
     Scorer,
     ScoreRequest,
 )
+from torchrec_ext.schema import DataError
+from torchrec_ext.train import metrics
 from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.jobs.setup import build_model, load_task
 from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
-from torchx_apps.tasks.evaluator import held_out_rows
+from torchx_apps.tasks.evaluator import held_out_rows, question_of
 from torchx_apps.tasks.job import Job, schema_of
 from torchx_apps.tasks.task import Task
 
@@ -449,3 +451,151 @@ def resumed_run(runtime: Runtime, job: Job, out: Path, checkpoint: str) -> None:
     leave_group(runtime)
     with contextlib.redirect_stdout(io.StringIO()):
         run_training(job, out, resume=checkpoint)
+
+
+def brute_force(data: Prepared, held_out: Chunk, scores: np.ndarray[Any, Any]) -> float:
+    """HR@10 of held-out rows by hand: the items that the user clicked before are left out, and missed."""
+    pairs = set()
+    for split in ("train", "validation"):
+        rows = rows_of(data.folder, split)
+        columns = (rows[name].values for name in ("user_id", "item_id", "clicked"))
+        pairs |= {
+            (user, item)
+            for user, item, label in zip(*columns, strict=True)
+            if label and user
+        }
+    known = set(data.item_ids.tolist())
+    hits = 0
+    for row, (user, target) in enumerate(
+        zip(held_out["user_id"].values, held_out["item_id"].values, strict=True)
+    ):
+        rivals = [
+            item for item in known if item != target and (user, item) not in pairs
+        ]
+        better = sum(scores[row, item] > scores[row, target] for item in rivals)
+        # What the user has clicked before is not ranked, so it is missed.
+        hits += better < 10 and (user, target) not in pairs
+    return hits / held_out.num_rows
+
+
+def test_the_ranking_is_what_a_count_by_hand_gives(folder: Path) -> None:
+    data = load_prepared(DataConfig(name=str(folder), ranked=90))
+    held_out = held_out_rows(data, "test")
+    assert 45 <= held_out.num_rows <= 90, "evenly spread over all positives"
+    assert held_out["clicked"].values.all()
+    scores = np.random.default_rng(0).normal(
+        size=(held_out.num_rows, data.vocab["item_id"])
+    )
+    question = question_of(data, "test", held_out, [("hr", 10)]).question
+    hits = question.hits(question.gains(torch.from_numpy(scores.copy()), 0, 10))
+    assert metrics.ranking_metrics(hits)["hr@10"] == pytest.approx(
+        brute_force(data, held_out, scores)
+    )
+
+
+def test_rows_of_another_vocabulary_and_rows_without_weight_are_named(
+    folder: Path, tmp_path: Path
+) -> None:
+    other = broken(folder, tmp_path / "other")
+    part = next((other / "train").glob("*.parquet"))
+    table = pq.read_table(part)
+    index = table.column_names.index("item_id")
+    pq.write_table(table.set_column(index, "item_id", [np.full(len(table), 41)]), part)
+    data = load_prepared(DataConfig(name=str(other)))
+    job = job_of(folder)
+    schema = schema_of(job, Task(data), build_model(job, Task(data)))
+    with pytest.raises(
+        DataError,
+        match=r"row 0, column 'item_id': id 41 is outside table 'item_id' \(0 to 40",
+    ):
+        list(Task(data).loader(schema, job.loader, rank=0, world_size=1))
+    items = pq.read_table(other / "raw/items.parquet")
+    unknown = pa.array(["of nobody"] * len(items))
+    index = items.column_names.index("what")
+    pq.write_table(
+        items.set_column(index, "what", unknown), other / "raw/items.parquet"
+    )
+    with pytest.raises(
+        DataError,
+        match=r"other: column 'item_id' is 0, the unknown item, in all training rows",
+    ):
+        assert load_prepared(DataConfig(name=str(other))).items
+    summary = json.loads((other / "summary.json").read_text())
+    summary["labels"]["train"]["total"] = 0.0
+    (other / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(
+        DataError, match=r"column 'importance' is 0 in all 4,800 rows of split 'train'"
+    ):
+        assert load_prepared(DataConfig(name=str(other))).positives
+
+
+def broken(folder: Path, out: Path) -> Path:
+    shutil.copytree(folder, out)
+    return out
+
+
+def test_what_is_not_a_preprocessed_folder_is_refused_by_name(
+    folder: Path, tmp_path: Path
+) -> None:
+    def refusal(path: Path) -> str:
+        with pytest.raises(DataError) as raised:
+            load_prepared(DataConfig(name=str(path)))
+        return str(raised.value)
+
+    (tmp_path / "logs").mkdir()
+    assert (
+        "logs: has no summary.json, so rec.data.preprocess did not write it"
+        in refusal(tmp_path / "logs")
+    )
+    shutil.rmtree(broken(folder, tmp_path / "untested") / "test")
+    assert "untested: has no split 'test' (it has train, validation, test)" in refusal(
+        tmp_path / "untested"
+    )
+    part = next((broken(folder, tmp_path / "changed") / "test").glob("*.parquet"))
+    pq.write_table(pq.read_table(part).drop(["item_tags"]), part)
+    assert "column 'item_tags' is missing" in refusal(tmp_path / "changed")
+    for name in ("clicked", "importance"):
+        part = next(
+            (broken(folder, tmp_path / f"without-{name}") / "test").glob("*.parquet")
+        )
+        pq.write_table(pq.read_table(part).drop([name]), part)
+        assert f"column '{name}' is missing" in refusal(tmp_path / f"without-{name}")
+    part = next((broken(folder, tmp_path / "typed") / "train").glob("*.parquet"))
+    table = pq.read_table(part)
+    pq.write_table(
+        table.set_column(0, table.column_names[0], [[0.5] * len(table)]), part
+    )
+    assert f"column '{table.column_names[0]}' is double, must be" in refusal(
+        tmp_path / "typed"
+    )
+    (broken(folder, tmp_path / "cut") / "summary.json").write_text('{"rows"')
+    assert "summary.json: is damaged" in refusal(tmp_path / "cut")
+
+
+def test_a_log_without_a_label_or_without_items_is_told_so(
+    log: Path, folder: Path, tmp_path: Path
+) -> None:
+    run_preprocess(
+        dataclasses.replace(
+            prepare(log, keep=("importance",)), out=str(tmp_path / "unlabelled")
+        )
+    )
+    with pytest.raises(
+        DataError, match=r"unlabelled: its rows have no label: .*it keeps importance"
+    ):
+        load_prepared(DataConfig(name=str(tmp_path / "unlabelled")))
+    with pytest.raises(
+        ValueError,
+        match=r"Prepare\.item: no step writes 'what_id'; the steps write ",
+    ):
+        prepare(log, item="what_id")
+    older = broken(folder, tmp_path / "older")
+    shutil.rmtree(older / "raw")
+    data = load_prepared(DataConfig(name=str(older)))
+    job = job_of(folder)
+    schema = schema_of(job, Task(data), build_model(job, Task(data)))
+    with pytest.raises(
+        ValueError,
+        match=r"older: has no raw/items\.parquet, in which rec\.data\.preprocess keeps",
+    ):
+        Task(data).export_data(schema)
