@@ -33,7 +33,7 @@ from torchrec_ext.train.config import EarlyStop
 from torchrec_ext.train.loop import train
 from torchx_apps import export, recipes
 from torchx_apps.jobs.exporting import bundle_of_run, export_task, report_bundle
-from torchx_apps.jobs.setup import load_task
+from torchx_apps.jobs.setup import build_model, load_task
 from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.recipes.saved_job import saved_job
@@ -562,3 +562,19 @@ def test_a_bundle_is_not_replaced_unasked(
         f"--out {tmp_path / 'bundle'}: there is something already; give another folder, or --overwrite"
         in stderr
     )
+
+
+@pytest.mark.parametrize("recipe", ["n_tower", "stream"])
+def test_towers_that_no_bundle_can_have_are_refused_before_the_first_step(
+    recipe: str,
+) -> None:
+    job = with_settings(load_recipe(recipe), ["data.name=planted", "export=require"])
+    task = job.task(job.data)
+    assert build_model(job, task) is not None, "the towers of the recipe can be served"
+    features, dense = task.data.towers["context"]
+    context = ",".join((*features, *dense))
+    towers = ["model.towers.user=user_id", f"model.towers.item=item_id,{context}"]
+    job = with_settings(job, towers)
+    with pytest.raises(ValueError, match=r"export=require: .*tower 'item' reads"):
+        build_model(job, task)
+    assert build_model(with_settings(job, ["export=auto"]), task) is not None
