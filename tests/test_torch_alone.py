@@ -182,7 +182,8 @@ for epoch in range(100):
 """
     output = ran(python, tmp_path, code, "-m", "torchrec_ext.diagnose", "--budget", "3")
     assert "why is my training slow?" in output
-    assert "4 times the batch" in output
+    # Not measured where others keep the machine busy, which is told by the trial's name.
+    assert "4 times the batch" in output or "quadruple" in output
 
 
 def test_what_needs_torchrec_names_the_extra(python: Path, tmp_path: Path) -> None:
