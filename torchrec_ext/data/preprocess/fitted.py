@@ -280,8 +280,8 @@ class FittedPreprocessor:
             data.check_types(self.raw, "in fitting")
             # The folder `out` is replaced at the end: no file in it may be a source.
             for rows in (data, past):
-                if rows.source:
-                    keep_sources(out, rows.source.files)
+                for files in rows.files:
+                    keep_sources(out, files.files)
             sql = requests_sql(self, data, past)
             seen = 0
 
@@ -381,13 +381,17 @@ class FittedPreprocessor:
             is_there = valid_of(values)
         index = int((~is_there).argmax())
         row = index if array is values else column_of(array).row_of(index)
-        remedy = f"put FillMissing(column='{field.name}', ...) before it"
-        if field.name in self.keep:
+        name = field.name
+        remedy = f"put FillMissing(column='{name}', ...) before it"
+        if name in self.keep:
             remedy = "it is kept as it is: fill it where it is written"
-        rule = (
-            "the result is missing: null, NaN or beyond float32; send a value, or have it filled by the preprocessor: "
-            f"{remedy}"
-        )
+        rule = f"the result is missing, null or NaN; send a value, or have it filled: {remedy}"
+        value = values[index].as_py()
+        if value is not None and not np.isnan(value):
+            rule = (
+                f"the result, {value:.6g}, is beyond float32; mend the value where it is written, or clip it: "
+                f"LogClip(column='{name}', high=...)"
+            )
         raise CellError(field.name, row, rule)
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
