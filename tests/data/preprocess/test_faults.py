@@ -143,6 +143,14 @@ def test_a_name_is_no_pattern(tmp_path: Path) -> None:
     assert fitted.transform(meant, tmp_path / "out") == 2
 
 
+def test_unknown_ids_are_told(
+    tmp_path: Path, fitted: FittedPreprocessor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    later = table(tmp_path / "b.parquet", city=["a", "?", None, "b"], label=[0.0] * 4)
+    fitted.transform(later, tmp_path / "day7")
+    assert capsys.readouterr().out == "day7: 4 rows; unknown ids: city 50.00%\n"
+
+
 def test_a_relation_of_another_connection(good: Path) -> None:
     with connected(threads=1) as mine:
         held = mine.sql(f"SELECT * FROM '{good}'")
