@@ -355,7 +355,7 @@ def test_a_missing_value_is_named_by_its_row(tmp_path: Path) -> None:
         fitted.online({"price": [1.0, float("nan")]})
     with pytest.raises(
         DataError,
-        match=r"column 'price', row 0: the result, 5\.0.*e\+299, is beyond float32; mend.*LogClip\(",
+        match=r"column 'price', row 0: the result, 5\.0.*e\+299, is beyond float32; mend.*LogClip",
     ):
         fitted.online({"price": [1e300]})
     label[5] = None  # type: ignore[call-overload]

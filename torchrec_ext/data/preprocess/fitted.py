@@ -383,17 +383,14 @@ class FittedPreprocessor:
             is_there = valid_of(values)
         index = int((~is_there).argmax())
         row = index if array is values else column_of(array).row_of(index)
-        name = field.name
-        remedy = f"put FillMissing(column='{name}', ...) before it"
-        if name in self.keep:
+        remedy = f"put FillMissing(column='{field.name}', ...) before it"
+        if field.name in self.keep:
             remedy = "it is kept as it is: fill it where it is written"
         rule = f"the result is missing, null or NaN; send a value, or have it filled: {remedy}"
         value = values[index].as_py()
         if value is not None and not np.isnan(value):
-            rule = (
-                f"the result, {value:.6g}, is beyond float32; mend the value where it is written, or clip it: "
-                f"LogClip(column='{name}', high=...)"
-            )
+            remedy = "mend the file or request, or clip it first with LogClip"
+            rule = f"the result, {value:.6g}, is beyond float32; {remedy}"
         raise CellError(field.name, row, rule)
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:

@@ -90,7 +90,7 @@ class SumError(DataError):
     def __init__(self, step: Any, column: str, value: float) -> None:
         self.column = column
         self.value = value
-        remedy = "mend the file, or clip the column first with LogClip"
+        remedy = "mend the file, or clip it first with LogClip"
         self.rule = f"{step}: {value:.6g} makes a sum beyond float64; {remedy}"
         super().__init__(f"column '{column}': {self.rule}")
 
