@@ -288,6 +288,10 @@ def test_a_result_does_not_replace_its_source(
         DataError, match=r"out: holds .*part-00000\.parquet, which is being read"
     ):
         again.transform(tmp_path / "out", tmp_path / "out", overwrite=True)
+    with connected(threads=1) as con:
+        rows = con.sql(f"FROM '{tmp_path}/out/*.parquet'")
+        with pytest.raises(DataError, match="out: holds "):
+            again.transform(rows, tmp_path / "out", overwrite=True, con=con)
     assert read_parquet(tmp_path / "out/part-00000.parquet").num_rows == 3
 
 
