@@ -26,7 +26,11 @@ from torchrec_ext.data.preprocess import (
 )
 from torchx_apps.jobs import preprocessing
 from torchx_apps.preprocess import main
-from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
+from torchx_apps.recipes.preprocess import (
+    PREPROCESS_RECIPES,
+    Prepare,
+    PreprocessJob,
+)
 
 SMALL = [
     "--recipe",
@@ -64,6 +68,8 @@ def log(tmp_path: Path) -> Path:
 class TestValid(ComponentTestCase):
     def test_preprocess(self) -> None:
         self.validate(data, "preprocess")
+        text = (Path(__file__).parents[2] / "components/data.py").read_text()
+        assert f"({', '.join(PREPROCESS_RECIPES)})" in text
 
 
 @pytest.mark.unit

@@ -36,7 +36,7 @@ from torchrec_ext.data.preprocess import (
     TimeFeatures,
     Vocabulary,
 )
-from torchrec_ext.data.preprocess.fitted import requests_sql
+from torchrec_ext.data.preprocess.fitted import UnknownIds, requests_sql
 from torchrec_ext.data.preprocess.history import event_columns
 from torchrec_ext.data.preprocess.numeric import rounded
 from torchrec_ext.data.preprocess.rows import (
@@ -218,7 +218,12 @@ class Counts:
 
 
 def count_split(
-    fitted: FittedPreprocessor, roles: Roles, folder: Path, split: str, con: Connection
+    fitted: FittedPreprocessor,
+    roles: Roles,
+    folder: Path,
+    split: str,
+    con: Connection,
+    unknown: Mapping[str, float],
 ) -> Counts:
     """Counts the rows of a split that is written, and writes its pairs of users and items."""
     rows = view_of(folder / split, con)
@@ -233,14 +238,6 @@ def count_split(
         ]
     (found,) = con.sql(f"SELECT {', '.join(figures)} FROM {rows}").fetchall()
     count, total, *sums = found
-    unknown = {}
-    for name in fitted.vocab:
-        is_list = pa.types.is_list(fitted.schema.field(name).type)
-        values = f"unnest({quoted(name)})" if is_list else quoted(name)
-        ((share,),) = con.sql(
-            f"SELECT avg(CAST(id = 0 AS DOUBLE)) FROM (SELECT {values} AS id FROM {rows})"
-        ).fetchall()
-        unknown[name] = share or 0.0
     width = fitted.vocab.get(roles.item or "", 0)
     popularity = np.zeros(width, np.int64)
     if roles.item and width:
@@ -358,14 +355,16 @@ def write_folder(
     fitted.save(folder / PREPROCESSOR)
     counts = {}
     for split, source in splits.items():
-        fitted.transform(
-            source,
-            folder / split,
-            events=events,
-            con=con,
-            watch=lambda batch, split=split: watch(split, batch.num_rows),  # type: ignore[misc]
-        )
-        counts[split] = count_split(fitted, roles, folder, split, con)
+        ids = UnknownIds(list(fitted.vocab))
+
+        def see(
+            batch: pa.RecordBatch, split: str = split, ids: UnknownIds = ids
+        ) -> None:
+            ids.add(batch)
+            watch(split, batch.num_rows)
+
+        fitted.transform(source, folder / split, events=events, con=con, watch=see)
+        counts[split] = count_split(fitted, roles, folder, split, con, ids.shares)
     raw = write_raw_rows(fitted, list(splits.values()), roles, con, events)
     popularity = next(iter(counts.values())).popularity
     if len(popularity):

@@ -12,13 +12,14 @@ from tqdm import tqdm
 
 from torchrec_ext.data.config import Roles
 from torchrec_ext.data.files.sources import find_files
-from torchrec_ext.data.prepare import SUMMARY, Counts, write_folder
+from torchrec_ext.data.prepare import SUMMARY, write_folder
 from torchrec_ext.data.preprocess import (
     FittedPreprocessor,
     History,
     Step,
 )
 from torchrec_ext.data.preprocess.columns import CellError, short_text
+from torchrec_ext.data.preprocess.fitted import unknown_line
 from torchrec_ext.data.preprocess.folders import keep_sources, whole_folder
 from torchrec_ext.data.preprocess.rows import (
     ROW,
@@ -180,7 +181,7 @@ def run_preprocess(job: PreprocessJob) -> Path:
         }
         figures["seconds"] = time.monotonic() - begun
     for split, each in counts.items():
-        _print_unknown(split, each)
+        print(unknown_line(split, each.rows, each.unknown), flush=True)
     rows = sum(each.rows for each in counts.values())
     seconds = time.monotonic() - begun
     print(f"{rows:,} rows in {seconds:.1f} s; written to {out}", flush=True)
@@ -191,12 +192,6 @@ def run_preprocess(job: PreprocessJob) -> Path:
             flush=True,
         )
     return out
-
-
-def _print_unknown(split: str, counts: Counts) -> None:
-    shares = [f"{name} {share:.2%}" for name, share in counts.unknown.items() if share]
-    text = ", ".join(shares) or "none"
-    print(f"{split}: {counts.rows:,} rows; unknown ids: {text}", flush=True)
 
 
 def _keep_sources(out: Path, prepared: Prepare) -> None:

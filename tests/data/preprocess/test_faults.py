@@ -143,11 +143,77 @@ def test_a_name_is_no_pattern(tmp_path: Path) -> None:
     assert fitted.transform(meant, tmp_path / "out") == 2
 
 
+def test_unknown_ids_are_told(
+    tmp_path: Path, fitted: FittedPreprocessor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    later = table(tmp_path / "b.parquet", city=["a", "?", None, "b"], label=[0.0] * 4)
+    fitted.transform(later, tmp_path / "day7")
+    assert capsys.readouterr().out == "day7: 4 rows; unknown ids: city 50.00%\n"
+
+
 def test_a_relation_of_another_connection(good: Path) -> None:
     with connected(threads=1) as mine:
         held = mine.sql(f"SELECT * FROM '{good}'")
         assert CITY.fit(held, con=mine).vocab == {"city": 3}
         refuses(r"relation is of another connection", held)
+
+
+# Column x of a second file, and the refusal; DuckDB itself reads by the first file's type.
+FILE_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "text": ({"x": ["1"]}, r"b\.parquet: column 'x' is string, in .*a\.parquet it is "),
+    "name": ({"xs": [1.0]}, r"b\.parquet: column 'x' is missing, .* did you mean 'xs'"),
+    "large": (
+        {"x": [4e274]},
+        r"b\.parquet: row group 0, column 'x', row 0: .* 4e\+274 makes a sum .*; mend the file",
+    ),
+}
+
+
+@pytest.mark.parametrize("sql", ["FROM '{}'", "FROM read_parquet(['{}'])"])
+@pytest.mark.parametrize("fault", FILE_FAULTS)
+def test_a_relation_is_refused_by_its_files(
+    tmp_path: Path, fault: str, sql: str
+) -> None:
+    table(tmp_path / "a.parquet", x=[0.5])
+    columns, message = FILE_FAULTS[fault]
+    bad = table(tmp_path / "b.parquet", **columns)
+    steps = Preprocessor([Normalize(column="x")])
+    with connected(threads=1) as con:
+
+        def fit() -> None:
+            rows = con.sql(sql.format(tmp_path / "?.parquet"))
+            steps.fit(rows.filter("x > -1"), con=con)
+
+        with pytest.raises(DataError, match=message) as caught:
+            fit()
+        assert len(str(caught.value)) < 200 + 2 * len(str(tmp_path))
+        bad.write_bytes(bad.read_bytes()[:-20])
+        with pytest.raises(DataError, match=r"b\.parquet: .* it was cut short"):
+            fit()
+        (tmp_path / "a.parquet").write_bytes(bad.read_bytes())
+        with pytest.raises(DataError, match=r"\.parquet: .* was cut short"), telling():
+            fit()
+
+
+NARROWER = {
+    "float32": pa.array([0.5, 2.0], pa.float32()),
+    "int": pa.array([1, 2], pa.int8()),
+    "null": pa.array([None, None], pa.null()),
+}
+
+
+@pytest.mark.parametrize("kind", NARROWER)
+def test_narrower_types_are_read_as_the_wider_one(tmp_path: Path, kind: str) -> None:
+    first = table(tmp_path / "a.parquet", x=[0.5, None, 3.0])
+    later = table(tmp_path / "b.parquet", x=NARROWER[kind])
+    steps = Preprocessor([FillMissing(column="x", value=0)])
+    fitted = steps.fit([first, later])
+    assert fitted.transform([first, later], tmp_path / "both") == 5
+    if kind != "null":
+        fitted.transform(later, tmp_path / "later")
+        made = read_parquet(tmp_path / "later/part-00000.parquet")
+        assert made["x"].values.tolist() == NARROWER[kind].to_pylist()
+    refuses("b.parquet", [later, first], steps)
 
 
 CSV_FAULTS = {
@@ -222,6 +288,10 @@ def test_a_result_does_not_replace_its_source(
         DataError, match=r"out: holds .*part-00000\.parquet, which is being read"
     ):
         again.transform(tmp_path / "out", tmp_path / "out", overwrite=True)
+    with connected(threads=1) as con:
+        rows = con.sql(f"FROM '{tmp_path}/out/*.parquet'")
+        with pytest.raises(DataError, match="out: holds "):
+            again.transform(rows, tmp_path / "out", overwrite=True, con=con)
     assert read_parquet(tmp_path / "out/part-00000.parquet").num_rows == 3
 
 
@@ -288,7 +358,8 @@ def test_a_missing_value_is_named_by_its_row(tmp_path: Path) -> None:
     ):
         fitted.online({"price": [1.0, float("nan")]})
     with pytest.raises(
-        DataError, match=r"column 'price', row 0: the result is missing.*beyond float32"
+        DataError,
+        match=r"column 'price', row 0: the result, 5\.0.*e\+299, is beyond float32; mend.*LogClip",
     ):
         fitted.online({"price": [1e300]})
     label[5] = None  # type: ignore[call-overload]

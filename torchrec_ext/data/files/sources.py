@@ -475,7 +475,7 @@ def _unreadable(file: DataFile, error: Exception) -> DataError:
     rule = "is not parquet"
     if has_magic:
         rule = f"starts as parquet, but its footer is missing or damaged ({size} bytes): it was cut short"
-    return DataError(f"{file.name}: {rule}; copy or write it again ({error})")
+    return DataError(f"{file.name}: {rule}; copy or write it again")
 
 
 def read_columns(path: PathLike, names: Sequence[str] | None = None) -> pa.Table:

@@ -106,6 +106,22 @@ def element(raw: str) -> str:
     return raw[len("list<") : -1] if is_list_column(raw) else raw
 
 
+def widens(kind: str, wider: str) -> bool:
+    """Says whether a column of a raw type can be read as another one, value for value.
+
+    An integer that float64 cannot hold is refused where it is read.
+
+    Example:
+        >>> widens("float32", "float64"), widens("list<int64>", "list<float64>"), widens("float64", "float32")
+        (True, True, False)
+    """
+    if kind == wider:
+        return True
+    is_same_shape = is_list_column(kind) == is_list_column(wider)
+    narrower = element(kind) in ("float32", "int64")
+    return is_same_shape and narrower and element(wider) == "float64"
+
+
 def id_type(dtype: pa.DataType) -> pa.DataType:
     """Returns the type of the ids of a column's values: a list of as many if it is a list column."""
     return pa.list_(INT64) if pa.types.is_list(dtype) else INT64

@@ -260,7 +260,8 @@ class FittedPreprocessor:
             events: rows to make histories of; ``source`` by default.
             con: connection of DuckDB; a new one by default.
             overwrite: replace what is in ``out``.
-            watch: function that is called with each batch of the result.
+            watch: function that is called with each batch of the result; without it a line at the end has the rows and
+                the unknown ids.
 
         Returns:
             The number of rows.
@@ -280,15 +281,14 @@ class FittedPreprocessor:
             data.check_types(self.raw, "in fitting")
             # The folder `out` is replaced at the end: no file in it may be a source.
             for rows in (data, past):
-                if rows.source:
-                    keep_sources(out, rows.source.files)
+                for files in rows.files:
+                    keep_sources(out, files.files)
             sql = requests_sql(self, data, past)
-            seen = 0
+            counts = UnknownIds(list(self.vocab))
 
             def made() -> Iterator[pa.RecordBatch]:
-                nonlocal seen
                 for batch in _ahead(self.batch, batches(opened, sql)):
-                    seen += batch.num_rows
+                    counts.add(batch)
                     if watch:
                         watch(batch)
                     yield batch
@@ -297,11 +297,13 @@ class FittedPreprocessor:
                 try:
                     written = write_files(staging, self.schema, made())
                 except CellError as error:
-                    where, row = data.place(seen + error.row)
+                    where, row = data.place(counts.rows + error.row)
                     raise CellError(error.column, row, error.rule, where) from None
             if not written:
                 raise DataError(f"{data.where}: no rows; give a split at least one")
-            return written
+        if not watch:
+            print(unknown_line(out.name, counts.rows, counts.shares), flush=True)
+        return written
 
     def batches(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Transforms batches of rows as requests have them: ``spark_df.mapInArrow(fitted.batches, fitted.ddl)``.
@@ -384,10 +386,11 @@ class FittedPreprocessor:
         remedy = f"put FillMissing(column='{field.name}', ...) before it"
         if field.name in self.keep:
             remedy = "it is kept as it is: fill it where it is written"
-        rule = (
-            "the result is missing: null, NaN or beyond float32; send a value, or have it filled by the preprocessor: "
-            f"{remedy}"
-        )
+        rule = f"the result is missing, null or NaN; send a value, or have it filled: {remedy}"
+        value = values[index].as_py()
+        if value is not None and not np.isnan(value):
+            remedy = "mend the file or request, or clip it first with LogClip"
+            rule = f"the result, {value:.6g}, is beyond float32; {remedy}"
         raise CellError(field.name, row, rule)
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
@@ -444,6 +447,46 @@ class FittedPreprocessor:
             raise DataError(
                 f"{folder / _MAIN}: cannot be read ({kind}: {error}); copy the folder again, or fit anew"
             ) from None
+
+
+class UnknownIds:
+    """Counts the rows of batches, and the zeros of their id columns.
+
+    Args:
+        names: id columns; in a list column each element counts.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.rows = 0
+        self._ids = dict.fromkeys(names, 0)
+        self._known = dict.fromkeys(names, 0)
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Counts a batch."""
+        self.rows += batch.num_rows
+        for name in self._ids:
+            ids = flat(batch.column(name)).to_numpy()
+            self._ids[name] += len(ids)
+            self._known[name] += int(np.count_nonzero(ids))
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of unknown ids by column; 0 of none."""
+        return {
+            name: (count - self._known[name]) / max(count, 1)
+            for name, count in self._ids.items()
+        }
+
+
+def unknown_line(split: str, rows: int, shares: Mapping[str, float]) -> str:
+    """Returns the line about the rows of a split.
+
+    Example:
+        >>> unknown_line("test", 1000, {"user": 0.75, "item": 0.0})
+        'test: 1,000 rows; unknown ids: user 75.00%'
+    """
+    texts = [f"{name} {share:.2%}" for name, share in shares.items() if share]
+    return f"{split}: {rows:,} rows; unknown ids: {', '.join(texts) or 'none'}"
 
 
 def _digest(text: str) -> str:

@@ -58,24 +58,41 @@ def mean_and_std(
     """Computes the mean and the population standard deviation, in 64 bits.
 
     Raises:
-        DataError: no value is a number, or the sum overflows.
+        DataError: no value is a number.
+        SumError: the sum overflows.
     """
-    sql = f"SELECT count(*) AS n, avg(x) AS mean, stddev_pop(x) AS std FROM {_finite(column)}"
-    overflow = DataError(
-        f"{where}: {step}: the sum of its values is beyond float64; clip the column first with LogClip"
-    )
+    finite = _finite(column)
+    sql = f"SELECT count(*) AS n, avg(x) AS mean, stddev_pop(x) AS std FROM {finite}"
     try:
         (row,) = query(sql).to_pylist()
     except Exception as error:
         if "out of range" not in str(error).lower():
             raise
-        raise overflow from error
+        row = {"n": 1, "mean": None, "std": None}
     _check_not_empty(step, row["n"], where)
     mean = row["mean"]
     std = row["std"]
     if mean is None or std is None or not math.isfinite(mean) or not math.isfinite(std):
-        raise overflow
+        largest = query(f"SELECT x FROM {finite} ORDER BY abs(x) DESC LIMIT 1")
+        raise SumError(step, column, largest["x"][0].as_py())
     return rounded(mean), rounded(std)
+
+
+class SumError(DataError):
+    """The sum of a column's values, or of their squares, is beyond float64.
+
+    Args:
+        step: step that is fitted.
+        column: its column.
+        value: the column's largest value.
+    """
+
+    def __init__(self, step: Any, column: str, value: float) -> None:
+        self.column = column
+        self.value = value
+        remedy = "mend the file, or clip it first with LogClip"
+        self.rule = f"{step}: {value:.6g} makes a sum beyond float64; {remedy}"
+        super().__init__(f"column '{column}': {self.rule}")
 
 
 def quantiles_of(

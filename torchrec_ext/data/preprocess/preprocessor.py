@@ -16,6 +16,7 @@ from torchrec_ext.data.preprocess.fitted import (
     stages,
 )
 from torchrec_ext.data.preprocess.history import event_columns
+from torchrec_ext.data.preprocess.numeric import SumError
 from torchrec_ext.data.preprocess.rows import (
     Connection,
     Opened,
@@ -29,6 +30,7 @@ from torchrec_ext.data.preprocess.rows import (
     working_columns,
 )
 from torchrec_ext.data.preprocess.step import Query, Step, ancestors
+from torchrec_ext.schema import DataError
 
 FitProgress = Callable[[str], None]
 
@@ -131,7 +133,11 @@ class Preprocessor:
                     if progress:
                         progress(str(step))
                     with _fit_rows(fitted, step, data, past, opened) as query:
-                        state = step.fit(query, types[number], data.where)
+                        try:
+                            state = step.fit(query, types[number], data.where)
+                        except SumError as error:
+                            place = data.find(error.column, error.value)
+                            raise DataError(f"{place}: {error.rule}") from None
                     pairs = [*fitted.pairs, (step, state)]
                     fitted = dataclasses.replace(fitted, pairs=pairs)
         return fitted

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from torchrec_ext.data.files.sources import NULL_PARTITION, ParquetSource
-from torchrec_ext.data.preprocess.columns import arrow_type, working_type
+from torchrec_ext.data.preprocess.columns import arrow_type, widens, working_type
 from torchrec_ext.data.preprocess.files import ROW_GROUP, raw_types, scan
 from torchrec_ext.data.preprocess.step import quoted
 from torchrec_ext.schema import DataError
@@ -125,7 +126,7 @@ def named(con: Connection, data: Any) -> str:
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """Raises DuckDB's error over a csv or json file as one line: file, line, what is wrong, remedy."""
+    """Raises DuckDB's error over a file as one line: file, line or column, what is wrong, remedy."""
     try:
         yield
     except DataError:
@@ -142,10 +143,17 @@ def _told(text: str) -> str:
     if json_fault:
         name, line, fault = json_fault.groups()
         return f"{name}: line {line}: {fault.strip(' .')}; write one JSON object a line"
+    lacking = re.search(r'column "(.*?)" was read from .* in file "(.*?)"', text)
+    if lacking:
+        name, file = lacking.groups()
+        return f"{file}: column '{name}' is missing; rename the column, or write it"
+    cut = re.search(r"No magic bytes found at end of file '(.*?)'", text)
+    if cut:
+        return f"{cut[1]}: is not parquet, or was cut short; copy or write it again"
     line_of_csv = re.search(r"CSV Error on Line: (\d+)", text)
     if not line_of_csv:
         return ""
-    file = re.search(r"^\s*file = (.*)$", text, re.MULTILINE)
+    csv_file = re.search(r"^\s*file = (.*)$", text, re.MULTILINE)
     # After the line itself, which may be long, and before DuckDB's own remedies.
     begin = re.split(r"\n\n|\nPossible", text)[0]
     fault = begin.splitlines()[-1].split(". ")[0].strip(" .")[:100]
@@ -154,7 +162,7 @@ def _told(text: str) -> str:
         remedy = "mend it, or read it as what it is: read_csv(..., encoding='latin-1')"
     elif "quote" in fault.lower():
         remedy = "mend the quotes, or read none: read_csv(..., quote='')"
-    where = file.group(1) if file else "the csv file"
+    where = csv_file[1] if csv_file else "the csv file"
     return f"{where}: line {line_of_csv.group(1)}: {fault}; {remedy}"
 
 
@@ -167,21 +175,23 @@ class Opened:
         raw: raw type of each requested column.
         where: name of the files, for messages.
         source: files that were opened; None for a relation.
+        files: all local parquet files that the rows come from, also those that a relation's SQL names.
     """
 
     view: str
     raw: Mapping[str, str]
     where: str
     source: ParquetSource | None = None
+    files: Sequence[ParquetSource] = ()
 
     def check_types(self, expected_types: Mapping[str, str], elsewhere: str) -> None:
-        """Refuses a column with another type than it has elsewhere.
+        """Refuses a column with another type than it has elsewhere; float32 and integers may be read as float64.
 
         Raises:
             DataError: the types differ; the message names column, types and remedy.
         """
         for name, kind in expected_types.items():
-            if self.raw[name] != kind:
+            if not widens(self.raw[name], kind):
                 raise DataError(
                     f"{self.where}: column '{name}' is {self.raw[name]}, {elsewhere} it is {kind}; write it with that "
                     "type"
@@ -195,6 +205,16 @@ class Opened:
             row -= group.rows
         return self.where, row
 
+    def find(self, column: str, value: float) -> str:
+        """Returns the file, row group and row of a value, as far as the files have it."""
+        for source in self.files:
+            for group in source.groups if column in source.columns else ():
+                values = source.table(group, [column])[column]
+                row = pc.index(values, value).as_py()
+                if row >= 0:
+                    return f"{group.name}, column '{column}', row {row}"
+        return f"{self.where}, column '{column}'"
+
     @contextmanager
     def blaming(self) -> Iterator[None]:
         """Names file, row group and column in an error over damaged data."""
@@ -205,9 +225,9 @@ class Opened:
         except Exception:
             # The engine's error names no row group: the file is read again, which fails
             # there.
-            for group in self.source.groups if self.source else ():
-                assert self.source is not None
-                self.source.table(group, self.source.columns)
+            for source in self.files:
+                for group in source.groups:
+                    source.table(group, source.columns)
             raise
 
 
@@ -233,6 +253,10 @@ def open_rows(
     return data, past
 
 
+# What DuckDB makes of FROM 'log/*.parquet' and of read_parquet([...]).
+_READS = r'(?:read_parquet|parquet_scan)\([^)]*\)|"[^"]+\.parquet"'
+
+
 def open_source(source: Source, columns: Sequence[str], con: Connection) -> Opened:
     """Opens files, or takes a relation.
 
@@ -254,7 +278,8 @@ def open_source(source: Source, columns: Sequence[str], con: Connection) -> Open
                 ) from error
         types = dict(zip(schema.names, schema.types, strict=True))
         raw = raw_types("the relation", types, columns)
-        return Opened(view=view, raw=raw, where="the relation")
+        behind = _files_behind(view, columns, con)
+        return Opened(view=view, raw=raw, where="the relation", files=behind)
     files, schema = scan(source)
     where = files.files[0].name
     if len(files.files) > 1:
@@ -262,7 +287,34 @@ def open_source(source: Source, columns: Sequence[str], con: Connection) -> Open
     # Types are checked from the footers, before a row is read.
     raw = raw_types(where, schema, columns)
     view = _view_of(files, schema, con)
-    return Opened(view=view, raw=raw, where=where, source=files)
+    return Opened(view=view, raw=raw, where=where, source=files, files=[files])
+
+
+def _files_behind(
+    view: str, columns: Collection[str], con: Connection
+) -> list[ParquetSource]:
+    """Returns the local parquet files in a relation's SQL, a source for each pattern.
+
+    DuckDB reads them by the first file's types, and would make numbers of texts without a word.
+
+    Raises:
+        DataError: a file is damaged, or lacks a column or has it in another type.
+    """
+    query = f"SELECT sql FROM duckdb_views() WHERE view_name = '{view}'"
+    ((sql,),) = con.execute(query).fetchall()
+    sources = []
+    # By that option files may differ.
+    reads = [] if "union_by_name" in sql else re.findall(_READS, sql)
+    for read in reads:
+        files = []
+        for pattern in re.findall(r"""["']([^"']+)["']""", read):
+            if "://" not in pattern:
+                found = con.execute("SELECT file FROM glob(?)", [pattern]).fetchall()
+                files += [file for (file,) in found]
+        if files:
+            names = {*columns, *re.findall(r"\w+", sql)}
+            sources.append(scan(files, names)[0])
+    return sources
 
 
 def view_of(paths: Any, con: Connection) -> str:
