@@ -450,13 +450,13 @@ def data_alone(loop: TrainingLoop, budget_s: float) -> Sequence[Round]:
     return rounds
 
 
-def sampled(loop: TrainingLoop, seconds: float) -> tuple[Samples, int]:
-    """Runs the loop for so many seconds, and returns at which lines it was, and its iterations."""
+def sampled(once: Callable[[], object], seconds: float) -> tuple[Samples, int]:
+    """Calls a function for so many seconds, and returns at which lines it was, and the number of calls."""
     samples = Samples()
     iterations = 0
     end = time.perf_counter() + seconds
     with samples:
         while time.perf_counter() < end or not iterations:
-            loop.iterate()
+            once()
             iterations += 1
     return samples, iterations

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import Any
 
-from torchrec_ext.diagnose.findings import Facts, Gain, gain_of
+from torchrec_ext.diagnose.findings import Facts, Gain, gain_of, in_ms
 from torchrec_ext.diagnose.trials import trials
 from torchrec_ext.diagnose.verdicts import findings, too_noisy
 
@@ -187,13 +187,31 @@ def _times(facts: Facts) -> list[str]:
         f"{facts.threads} thread(s) on {facts.cores} core(s)"
     )
     if facts.busy is not None and facts.busy >= 0.1:
-        text += f", of which others kept {facts.busy:.1f} busy"
+        others = "others and the workers" if facts.loader.workers else "others"
+        text += f", of which {others} kept {facts.busy:.1f} busy"
     if facts.own_threads > facts.threads:
         text += (
             f". Your program takes {facts.own_threads} threads, which wait for those cores and may make it many times "
             "slower than that: run it with OMP_NUM_THREADS=1 first"
         )
-    return ["", *_wrapped(text)]
+    return ["", *_wrapped(text), *_of_workers(facts)]
+
+
+def _of_workers(facts: Facts) -> list[str]:
+    """Returns what the workers of a DataLoader deliver at most beside the step, as lines."""
+    loader = facts.loader
+    if not loader.worker_s:
+        return []
+    # The step has its own cores, which workers can have only while it waits for them.
+    at_once = min(loader.workers, max(1, facts.cores - facts.threads))
+    least_s = loader.worker_s / at_once
+    text = f"{1 / least_s:,.0f} batches/s"
+    if facts.rows:
+        text = f"{facts.rows / least_s:,.0f} rows/s"
+    return _wrapped(
+        f"a worker takes {in_ms(loader.worker_s)} for a batch, so {loader.workers} deliver at most {text} on the cores "
+        f"beside the step: a step shorter than {in_ms(least_s)} waits for them"
+    )
 
 
 def _wrapped(text: str, indent: str = "", further: int = 0) -> list[str]:

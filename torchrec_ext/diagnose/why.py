@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dis import get_instructions
-from functools import partial
+from functools import partial, wraps
 from types import FunctionType
 from typing import Any
 
@@ -87,10 +87,12 @@ class _WhySlow:
             capture: also measure the step that :func:`adopt` captures, which takes 10 to 60 s more.
 
         Raises:
-            ValueError: there is no batch, or no memory for a copy of the state.
+            ValueError: there is no batch, no memory for a copy of the state, or ``loss`` does not take a batch.
         """
         optimizers = _listed(optimizer)
 
+        # With the signature of the loss, by which a batch is given whole or by entries.
+        @wraps(loss, updated=())
         def step(*batch: Any) -> None:
             for each in optimizers:
                 each.zero_grad()
