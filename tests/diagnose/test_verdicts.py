@@ -274,7 +274,9 @@ def test_what_workers_deliver_beside_the_step_is_said_even_if_it_does_not_wait()
 ):
     """Two cores, of which the step keeps one: two workers of 12 ms a batch deliver one each 12 ms."""
     page = str(Diagnosis(facts(steps(50.0), loader=WORKERS)))
-    assert "2 deliver at most 21,333 rows/s" in " ".join(page.split())
+    assert "1 core(s) are left: 2 worker(s) deliver at most 21,333 rows/s" in " ".join(
+        page.split()
+    )
     assert "a step shorter than 12 ms waits" in " ".join(page.split())
 
 

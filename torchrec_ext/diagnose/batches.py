@@ -125,7 +125,7 @@ def called_with(fn: Callable[..., object], batch: Any) -> Callable[[Any], object
     has_entries = isinstance(batch, tuple | list) and not hasattr(batch, "_fields")
     try:
         signature = inspect.signature(fn)
-    except ValueError:
+    except (TypeError, ValueError):
         # a function in C may have no signature: it is tried with the entries
         return (lambda entries: fn(*entries)) if has_entries else fn
     if has_entries and _takes(signature, *batch):

@@ -67,14 +67,14 @@ def measure(loop: TrainingLoop, budget_s: float) -> Facts:
     moved = _parameters_of(loop.state.optimizers)
     numbers = sum(each.size().numel() for each in moved.values())
 
-    def changes(step_s: float) -> Iterator[Variant]:
+    def changes() -> Iterator[Variant]:
         nonlocal busy
         busy = busy_cores()
         small = None
         if tables:
             reads = [(module, table.read) for table, module in tables]
             small = SmallTables(loop.state, reads, _SMALL_TABLE)
-        yield from variants(loop, small, step_s, busy)
+        yield from variants(loop, small, busy)
 
     if warm_up(loop):
         counted = _counted(loop)
@@ -94,7 +94,7 @@ def measure(loop: TrainingLoop, budget_s: float) -> Facts:
             )
         lines, sampled_s = _sample_lines(loop, counted)
     else:
-        rounds = data_alone(loop, budget_s)
+        rounds = data_alone(loop)
     facts = Facts(
         rounds=rounds,
         rows=row_count(loop.pool[0]) if loop.pool else 0,

@@ -101,7 +101,7 @@ class Diagnosis:
 
 def _page(diagnosis: Diagnosis) -> list[str]:
     facts = diagnosis.facts
-    lines = [f"why is my training slow? {_headline(diagnosis)}", *_times(facts)]
+    lines = [f"why is my training slow? {_cause(diagnosis)}", *_times(facts)]
     if diagnosis.noisy:
         lines += ["", *_wrapped(diagnosis.noisy)]
     for number, finding in enumerate(diagnosis.findings, 1):
@@ -139,14 +139,6 @@ def _not_measured(facts: Facts) -> list[str]:
     for name, why in facts.not_measured.items():
         names.setdefault(why, []).append(name)
     return [f"{', '.join(each)}: {why}" for why, each in names.items()]
-
-
-def _headline(diagnosis: Diagnosis) -> str:
-    text = _cause(diagnosis)
-    facts = diagnosis.facts
-    if diagnosis.verdict == "products" and facts.own_threads > facts.threads:
-        text += f"; on your {facts.own_threads} threads it may be many times slower"
-    return text
 
 
 def _cause(diagnosis: Diagnosis) -> str:
@@ -202,15 +194,13 @@ def _of_workers(facts: Facts) -> list[str]:
     loader = facts.loader
     if not loader.worker_s:
         return []
-    # The step has its own cores, which workers can have only while it waits for them.
-    at_once = min(loader.workers, max(1, facts.cores - facts.threads))
-    least_s = loader.worker_s / at_once
-    text = f"{1 / least_s:,.0f} batches/s"
-    if facts.rows:
-        text = f"{facts.rows / least_s:,.0f} rows/s"
+    # The step has cores of its own, which workers have only while it waits for them.
+    cores = max(1, facts.cores - facts.threads)
+    least_s = loader.worker_s / min(loader.workers, cores)
+    rate = f"{(facts.rows or 1) / least_s:,.0f} {'rows' if facts.rows else 'batches'}/s"
     return _wrapped(
-        f"a worker takes {in_ms(loader.worker_s)} for a batch, so {loader.workers} deliver at most {text} on the cores "
-        f"beside the step: a step shorter than {in_ms(least_s)} waits for them"
+        f"a worker takes {in_ms(loader.worker_s)} for a batch. Beside the step {cores} core(s) are left: "
+        f"{loader.workers} worker(s) deliver at most {rate}, and a step shorter than {in_ms(least_s)} waits for them"
     )
 
 
