@@ -133,8 +133,8 @@ def called_with(fn: Callable[..., object], batch: Any) -> Callable[[Any], object
     # The body of a script's loop has an empty signature: it takes any batch whole.
     if signature.parameters and not _takes(signature, batch):
         raise ValueError(
-            f"the step takes {signature}, and a batch is one {type(batch).__name__}, which is its only argument: "
-            "wrap it, as in lambda batch: loss(batch['user'], batch['item'])"
+            f"the step takes ({', '.join(signature.parameters)}), and a batch is one {type(batch).__name__}, "
+            "which is its only argument: wrap it, as in lambda batch: loss(batch['user'], batch['item'])"
         )
     return fn
 
