@@ -60,6 +60,15 @@ def test_a_batch_moves_whole(device: torch.device) -> None:
     assert len(moved) == len(made)
 
 
+def test_the_ids_of_several_features_are_columns() -> None:
+    made = next(batches(1))
+    ids = made.ids(["item_id", "history"])
+    assert ids.shape == (24, 2)
+    for column, name in enumerate(("item_id", "history")):
+        first = [bag[0] if bag else 0 for bag in map(list, made.bags(name).to_dense())]
+        assert ids[:, column].tolist() == first
+
+
 def test_a_batch_moves_without_log_q() -> None:
     made = next(batches(1))
     assert made.to(torch.device("cpu")).log_q is None

@@ -374,7 +374,6 @@ def api_pages() -> Iterator[tuple[Path, str]]:
 # Flags that say where and with what a job runs: one list for all components.
 _WHERE = (
     "args",
-    "j",
     "threads",
     "max_retries",
     "name",
@@ -431,7 +430,7 @@ def cli_page() -> str:
                 ]
                 lines += ["| flag | default | meaning |", "|---|---|---|"]
                 lines += [
-                    f"| `--{flag}` | {defaults[flag]} | {_cell(meanings[flag])} |"
+                    f"| `{_dashed(flag)}` | {defaults[flag]} | {_cell(meanings[flag])} |"
                     for flag in own
                 ]
     lines += [
@@ -443,10 +442,7 @@ def cli_page() -> str:
         "| flag | meaning |",
         "|---|---|",
     ]
-    lines += [
-        f"| `{'-' if flag in ('j', 'h') else '--'}{flag}` | {_cell(text)} |"
-        for flag, text in places.items()
-    ]
+    lines += [f"| `{_dashed(flag)}` | {_cell(text)} |" for flag, text in places.items()]
     for title, kind in _OPTIONS.items():
         lines += ["", f"## {title}, behind `--`", ""]
         lines += ["| flag | default | meaning |", "|---|---|---|"]
@@ -461,6 +457,10 @@ def cli_page() -> str:
                 f"| `--{field.name}` | {default} | {_cell(meanings[field.name])} |"
             )
     return MADE + "\n".join(lines) + "\n"
+
+
+def _dashed(flag: str) -> str:
+    return f"-{flag}" if len(flag) == 1 else f"--{flag}"
 
 
 def _cell(text: str) -> str:

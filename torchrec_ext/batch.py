@@ -172,8 +172,13 @@ class TowerBatch(_Fields):
             0, self.shared.index, self.weights
         )
 
-    def ids(self, name: str) -> Tensor:
-        """Returns the first id of each bag of a feature, 0 for an empty bag: (B,) int64, or (Q,) if it is shared."""
+    def ids(self, name: str | Sequence[str]) -> Tensor:
+        """Returns the first id of each bag of a feature, 0 for an empty bag: (B,) int64, or (Q,) if it is shared.
+
+        Of several names it returns a column for each: (B, F).
+        """
+        if not isinstance(name, str):
+            return torch.stack([self.ids(each) for each in name], 1)
         ids: Tensor = self.bags(name).to_padded_dense(1)[:, 0].long()
         return ids
 

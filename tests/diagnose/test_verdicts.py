@@ -235,6 +235,51 @@ def test_a_loader_that_collates_for_long_is_not_read_row_by_row() -> None:
     assert ROWS.dataset in by_row.evidence[1]
 
 
+WORKERS = dataclasses.replace(ROWS, workers=2, worker_s=12e-3, worker_sleep_s=0.1e-3)
+# What workers do, measured in this process, with the verdict and a part of its title.
+OF_WORKERS = {
+    "compute by row": (WORKERS, "loader_rows", "row by row in Python, by 2 worker(s)"),
+    "collate": (
+        dataclasses.replace(WORKERS, row_s=1e-6, collate_s=11e-3),
+        "loader_rows",
+        "collate_fn computes in 2 worker(s)",
+    ),
+    "compute": (
+        dataclasses.replace(WORKERS, row_calls=0),
+        "loader_rows",
+        "the loader computes in 2 worker(s)",
+    ),
+    "wait": (
+        dataclasses.replace(WORKERS, worker_sleep_s=11e-3),
+        "loader_waits",
+        "the loader waits",
+    ),
+    "unknown": (LoaderFacts(workers=2), "loader_waits", "the loader waits"),
+}
+
+
+@pytest.mark.parametrize("name", OF_WORKERS)
+def test_workers_that_starve_the_step_have_the_verdict_of_their_own_work(
+    name: str,
+) -> None:
+    loader, cause, title = OF_WORKERS[name]
+    recorded = facts({**steps(1.0), "data": 5.0, "sleep": 4.9}, loader=loader)
+    first = Diagnosis(recorded).findings[0]
+    assert first.cause == cause
+    assert title in first.title
+
+
+def test_what_workers_deliver_beside_the_step_is_said_even_if_it_does_not_wait() -> (
+    None
+):
+    """Two cores, of which the step keeps one: two workers of 12 ms a batch deliver one each 12 ms."""
+    page = str(Diagnosis(facts(steps(50.0), loader=WORKERS)))
+    assert "1 core(s) are left: 2 worker(s) deliver at most 21,333 rows/s" in " ".join(
+        page.split()
+    )
+    assert "a step shorter than 12 ms waits" in " ".join(page.split())
+
+
 def test_a_cause_that_rounds_confirm_stands_however_far_they_are_spread() -> None:
     """Threads that wait for cores make the noise; one thread is twice as fast in each round."""
     scales = (1, 4, 1, 5, 1, 4, 6)

@@ -99,7 +99,7 @@ def folder(tmp_path: Path) -> Path:
     pq.write_table(ratings, tmp_path / "ml-100k" / "inter.parquet")
     random = np.random.default_rng(0)
     columns = {
-        f"c{index}": pa.array(random.integers(0, 1000, 5000)) for index in range(3)
+        f"c{index}": pa.array(random.integers(0, 1000, 5000)) for index in range(12)
     }
     columns |= {
         f"d{index}": pa.array(random.random(5000, dtype=np.float32))

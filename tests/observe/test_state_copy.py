@@ -134,7 +134,7 @@ def test_state_is_put_back_where_a_diagnosis_is_interrupted(
 
     made = training()
     before = [p.tolist() for p in made.model.parameters()]
-    monkeypatch.setattr(measure, "_time_worker", interrupt)
+    monkeypatch.setattr(measure, "_loader_facts", interrupt)
     with pytest.raises(KeyboardInterrupt):
         by_step(made)
     assert [p.tolist() for p in made.model.parameters()] == before

@@ -39,6 +39,7 @@ from torchrec_ext.capture.update_rules import (
     without_closed_form,
 )
 from torchrec_ext.distributed.optim.config import Choice
+from torchrec_ext.distributed.row_rule import ROWS_PER_LOOKUP, WEIGHTS_ON_GPU
 from torchrec_ext.schema.validation import listed
 
 
@@ -397,9 +398,12 @@ class StepMemory:
     def describe(self) -> str:
         """Describes in a line how each table is updated."""
         ways: dict[str, list[str]] = {}
+        few = f"at most {ROWS_PER_LOOKUP} rows per look-up"
+        if self.device.type == "cuda":
+            few += f", or fewer than {WEIGHTS_ON_GPU:,} weights"
         for name, parameter in self.tables.items():
-            reason = without_closed_form(parameter.choice)
-            way = f"moved whole ({reason})" if reason else "moved whole"
+            reason = without_closed_form(parameter.choice) or few
+            way = f"moved whole ({reason})"
             if name in self._rows:
                 way = "moved row by row"
             ways.setdefault(way, []).append(name)

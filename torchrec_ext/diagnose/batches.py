@@ -25,7 +25,6 @@ class BatchSource:
         self.batches = batches
         self.notes: list[str] = []
         self._iterable = batches
-        self.seconds: list[float] = []  # of each batch that was not ready
         if isinstance(batches, DataLoader) and batches.persistent_workers:
             # Its workers may be in the middle of the user's epoch: a copy has workers of its own.
             self._iterable = fresh_loader(batches)
@@ -72,7 +71,6 @@ class BatchSource:
         # The thread's own time leaves out sleeps and reads, which the clock counts.
         computed = thread_time() - computed
         seconds = clock() - start
-        self.seconds.append(seconds)
         return batch, seconds, max(0.0, seconds - computed)
 
     def close(self) -> None:
@@ -80,17 +78,20 @@ class BatchSource:
         if self._iterator is not self.batches and hasattr(self._iterator, "close"):
             self._iterator.close()
 
+    def in_this_process(self) -> BatchSource:
+        """Returns the batches of a DataLoader with workers, made without them."""
+        return BatchSource(fresh_loader(self.batches, num_workers=0, timeout=0))
+
     def facts(self, clock: Callable[[], float]) -> LoaderFacts:
         """Describes the loader; if it reads a Dataset row by row, times the rows of a batch."""
         loader = self.batches
         if not isinstance(loader, DataLoader):
             return LoaderFacts(dataset=type(loader).__name__)
         name = type(loader.dataset).__name__
-        workers = loader.num_workers
         is_stream = isinstance(loader.dataset, IterableDataset)
         by_row = not is_stream and loader.batch_sampler is not None
-        if not by_row or hasattr(loader.dataset, "__getitems__") or workers:
-            return LoaderFacts(dataset=name, workers=workers)
+        if not by_row or hasattr(loader.dataset, "__getitems__"):
+            return LoaderFacts(dataset=name)
         rows = list(next(iter(loader.batch_sampler)))  # type: ignore[arg-type]
         start = clock()
         samples = [loader.dataset[row] for row in rows]
@@ -105,28 +106,45 @@ class BatchSource:
         )
 
 
-def fresh_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Returns a DataLoader with the same Dataset, sampler and settings, but no running workers of its own."""
+def fresh_loader(loader: Any, **settings: Any) -> Any:
+    """Returns a DataLoader with the same Dataset, sampler and other settings, but no running workers of its own."""
     changed = copy.copy(loader)
     # Past __setattr__, by which a DataLoader refuses to change its settings.
-    vars(changed).update({"persistent_workers": False, "_iterator": None})
+    vars(changed).update({**settings, "persistent_workers": False, "_iterator": None})
     return changed
 
 
 def called_with(fn: Callable[..., object], batch: Any) -> Callable[[Any], object]:
-    """Returns a function of a whole batch: ``fn`` is called with the entries of a tuple or list if it takes these."""
+    """Returns a function of a whole batch: ``fn`` is called with the entries of a tuple or list if it takes these.
+
+    Raises:
+        ValueError: ``fn`` takes neither the entries nor the batch.
+    """
     # A named tuple is one thing: whoever names the entries of a batch reads them by
     # name.
-    if not isinstance(batch, tuple | list) or hasattr(batch, "_fields"):
-        return fn
+    has_entries = isinstance(batch, tuple | list) and not hasattr(batch, "_fields")
     try:
-        inspect.signature(fn).bind(*batch)
-    except TypeError:
-        return fn
-    except ValueError:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
         # a function in C may have no signature: it is tried with the entries
-        pass
-    return lambda entries: fn(*entries)
+        return (lambda entries: fn(*entries)) if has_entries else fn
+    if has_entries and _takes(signature, *batch):
+        return lambda entries: fn(*entries)
+    # The body of a script's loop has an empty signature: it takes any batch whole.
+    if signature.parameters and not _takes(signature, batch):
+        raise ValueError(
+            f"the step takes ({', '.join(signature.parameters)}), and a batch is one {type(batch).__name__}, "
+            "which is its only argument: wrap it, as in lambda batch: loss(batch['user'], batch['item'])"
+        )
+    return fn
+
+
+def _takes(signature: inspect.Signature, *arguments: Any) -> bool:
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def _leaves(batch: Any) -> Iterator[Any]:

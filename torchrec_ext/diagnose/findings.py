@@ -136,6 +136,9 @@ class LoaderFacts:
         row_calls: calls of ``__getitem__`` for a batch, if it is called row by row.
         row_s: seconds of such a call.
         collate_s: seconds in which the rows of a batch are put together.
+        worker_s: seconds in which one worker makes a batch, measured in this process; 0 without workers.
+        worker_sleep_s: seconds of these without computing.
+        worker_lines: the user's lines at which most of these go, as sampled.
     """
 
     dataset: str = ""
@@ -143,6 +146,9 @@ class LoaderFacts:
     row_calls: int = 0
     row_s: float = 0.0
     collate_s: float = 0.0
+    worker_s: float = 0.0
+    worker_sleep_s: float = 0.0
+    worker_lines: Sequence[LineFacts] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

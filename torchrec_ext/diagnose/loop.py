@@ -6,8 +6,6 @@ The order of a round is reversed every other time. An experiment that cannot be 
 from __future__ import annotations
 
 import gc
-import os
-import shutil
 import statistics
 import threading
 import time
@@ -128,12 +126,6 @@ class TrainingLoop:
         self.notes = [*dict.fromkeys(state.notes), *self.source.notes]
         if clock.note:
             self.notes.insert(0, clock.note)
-        if not shutil.which(os.environ.get("CXX", "g++")) and not shutil.which(
-            "clang++"
-        ):
-            self.notes.append(
-                "there is no C++ compiler here, which adopt and torch.compile need: install g++"
-            )
         self._step = called_with(fn, self.source.first)
 
     # ---------------------------------------------------------------- the loop as it is
@@ -366,14 +358,14 @@ def warm_up(loop: TrainingLoop) -> bool:
 
 def in_rounds(
     loop: TrainingLoop,
-    variants_of: Callable[[float], Iterable[Variant]],
+    variants_of: Callable[[], Iterable[Variant]],
     budget_s: float,
 ) -> Sequence[Round]:
     """Runs the loop and its variants in turn, all of them in every round.
 
     Args:
         loop: the user's loop.
-        variants_of: returns the changes to a step of so many seconds.
+        variants_of: returns the changes to a step.
         budget_s: seconds of the wall clock for the rounds; the first four may take three times as long.
     """
     start = time.perf_counter()
@@ -386,7 +378,7 @@ def in_rounds(
         if not first:
             return []
         loop.choose_iterations(first, time.perf_counter() - start)
-        variants = [as_it_is, *variants_of(first["step"])]
+        variants = [as_it_is, *variants_of()]
         if not _try_each(loop, variants, budget_s, start):
             return [first]
         rounds: list[Round] = []
@@ -425,16 +417,10 @@ def _try_each(
     return round_s
 
 
-_DATA_S = 5.0  # at most, for a loader whose step cannot be run
-
-
-def data_alone(loop: TrainingLoop, budget_s: float) -> Sequence[Round]:
+def data_alone(loop: TrainingLoop) -> Sequence[Round]:
     """Times the loader alone, after a failed step."""
     rounds: list[Round] = []
-    end = time.perf_counter() + min(_DATA_S, budget_s)
-    while len(rounds) < FEWEST_ROUNDS or (
-        len(rounds) < MOST_ROUNDS and time.perf_counter() < end
-    ):
+    while len(rounds) < FEWEST_ROUNDS:
         ahead = loop.source.is_ahead
         try:
             batch, data, sleep = loop.source.take(loop.clock)
@@ -450,13 +436,13 @@ def data_alone(loop: TrainingLoop, budget_s: float) -> Sequence[Round]:
     return rounds
 
 
-def sampled(loop: TrainingLoop, seconds: float) -> tuple[Samples, int]:
-    """Runs the loop for so many seconds, and returns at which lines it was, and its iterations."""
+def sampled(once: Callable[[], object], seconds: float) -> tuple[Samples, int]:
+    """Calls a function for so many seconds, and returns at which lines it was, and the number of calls."""
     samples = Samples()
     iterations = 0
     end = time.perf_counter() + seconds
     with samples:
         while time.perf_counter() < end or not iterations:
-            loop.iterate()
+            once()
             iterations += 1
     return samples, iterations

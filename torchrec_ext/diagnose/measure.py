@@ -6,12 +6,14 @@ import dataclasses
 import os
 import time
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from torchrec_ext.diagnose.batches import row_count
 from torchrec_ext.diagnose.findings import (
@@ -36,7 +38,7 @@ from torchrec_ext.diagnose.variants import (
 )
 from torchrec_ext.observe.clock import busy_elsewhere
 from torchrec_ext.observe.machine import compiled_graphs
-from torchrec_ext.observe.user_lines import described
+from torchrec_ext.observe.samples import Samples
 
 # Seconds of the loop in which it is sampled at which lines it is: 500 samples.
 SAMPLE_S = 1.5
@@ -44,6 +46,7 @@ SAMPLE_S = 1.5
 # the experiment.
 _SMALL_TABLE = 5
 _LINES = 20  # that are kept
+_WORKER_BATCHES = 3  # that are timed as a worker makes them
 
 
 def measure(loop: TrainingLoop, budget_s: float) -> Facts:
@@ -64,14 +67,14 @@ def measure(loop: TrainingLoop, budget_s: float) -> Facts:
     moved = _parameters_of(loop.state.optimizers)
     numbers = sum(each.size().numel() for each in moved.values())
 
-    def changes(step_s: float) -> Iterator[Variant]:
+    def changes() -> Iterator[Variant]:
         nonlocal busy
         busy = busy_cores()
         small = None
         if tables:
             reads = [(module, table.read) for table, module in tables]
             small = SmallTables(loop.state, reads, _SMALL_TABLE)
-        yield from variants(loop, small, step_s, busy)
+        yield from variants(loop, small, busy)
 
     if warm_up(loop):
         counted = _counted(loop)
@@ -91,7 +94,7 @@ def measure(loop: TrainingLoop, budget_s: float) -> Facts:
             )
         lines, sampled_s = _sample_lines(loop, counted)
     else:
-        rounds = data_alone(loop, budget_s)
+        rounds = data_alone(loop)
     facts = Facts(
         rounds=rounds,
         rows=row_count(loop.pool[0]) if loop.pool else 0,
@@ -169,41 +172,78 @@ def _sample_lines(
         return (), 0.0
     if not SAMPLE_S or "step" in missing or "loop" in missing:
         return (), 0.0
-    lines: list[LineFacts] = []
+    lines: Sequence[LineFacts] = ()
     seconds = 0.0
 
     def sample() -> Round:
-        nonlocal seconds
-        samples, iterations = sampled(loop, SAMPLE_S)
+        nonlocal lines, seconds
+        samples, iterations = sampled(loop.iterate, SAMPLE_S)
         seconds = sum(samples.seconds.values()) / iterations
-        for (phase, line), spent in samples.seconds.items():
-            # A line without a text is none of the user's, such as that of garbage
-            # collections.
-            if line.text:
-                ops = counted.by_line.get(line, OpsOfLine())
-                of_line = LineFacts(
-                    name=line.name,
-                    text=line.text,
-                    phase=phase,
-                    seconds=spent / iterations,
-                    ops=ops.ops,
-                    op_s=ops.seconds,
-                    sync_ops=ops.feeding,
-                )
-                lines.append(of_line)
+        lines = _longest_lines(samples, iterations, counted)
         return {}
 
     attempt(loop, Variant("lines", sample))
+    return lines, seconds
+
+
+def _longest_lines(
+    samples: Samples, iterations: float, counted: Counted
+) -> Sequence[LineFacts]:
+    lines = []
+    for (phase, line), spent in samples.seconds.items():
+        # A line without a text is none of the user's, such as that of garbage
+        # collections.
+        if line.text:
+            ops = counted.by_line.get(line, OpsOfLine())
+            of_line = LineFacts(
+                name=line.name,
+                text=line.text,
+                phase=phase,
+                seconds=spent / iterations,
+                ops=ops.ops,
+                op_s=ops.seconds,
+                sync_ops=ops.feeding,
+            )
+            lines.append(of_line)
     lines.sort(key=lambda each: -each.seconds)
-    return lines[:_LINES], seconds
+    return lines[:_LINES]
 
 
 def _loader_facts(loop: TrainingLoop) -> LoaderFacts:
+    batches = loop.source.batches
+    workers = batches.num_workers if isinstance(batches, DataLoader) else 0
+    facts = LoaderFacts(workers=workers)
+
+    def make() -> Round:
+        nonlocal facts
+        of_worker = _facts_of_worker(loop) if workers else {}
+        of_loader = loop.source.facts(loop.clock.host)
+        facts = dataclasses.replace(of_loader, workers=workers, **of_worker)
+        return {}
+
+    attempt(loop, Variant("rows", make))
+    return facts
+
+
+def _facts_of_worker(loop: TrainingLoop) -> dict[str, Any]:
+    """Makes batches in this process as a worker does, on one thread; the first one opens files, and is not timed."""
+    source = loop.source.in_this_process()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
-        return loop.source.facts(loop.clock.host)
-    except Exception as error:
-        loop.not_measured["rows"] = described(error)
-        return LoaderFacts()
+        taken = [source.take(loop.clock.host) for _ in range(1 + _WORKER_BATCHES)][1:]
+        samples, _ = sampled(lambda: source.take(loop.clock.host), SAMPLE_S / 3)
+    finally:
+        torch.set_num_threads(threads)
+    seconds = median(whole for _, whole, _ in taken)
+    asleep = median(sleep for _, _, sleep in taken)
+    # Sampling slows short lines, so that lines share the seconds without it.
+    count = sum(samples.seconds.values()) / max(seconds, 1e-9)
+    return {
+        "worker_s": seconds,
+        "worker_sleep_s": asleep,
+        "worker_lines": _longest_lines(samples, count, Counted()),
+    }
 
 
 def _parameters_of(optimizers: Sequence[Optimizer]) -> dict[int, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import Any
 
-from torchrec_ext.diagnose.findings import Facts, Gain, gain_of
+from torchrec_ext.diagnose.findings import Facts, Gain, gain_of, in_ms
 from torchrec_ext.diagnose.trials import trials
 from torchrec_ext.diagnose.verdicts import findings, too_noisy
 
@@ -101,7 +101,7 @@ class Diagnosis:
 
 def _page(diagnosis: Diagnosis) -> list[str]:
     facts = diagnosis.facts
-    lines = [f"why is my training slow? {_headline(diagnosis)}", *_times(facts)]
+    lines = [f"why is my training slow? {_cause(diagnosis)}", *_times(facts)]
     if diagnosis.noisy:
         lines += ["", *_wrapped(diagnosis.noisy)]
     for number, finding in enumerate(diagnosis.findings, 1):
@@ -139,14 +139,6 @@ def _not_measured(facts: Facts) -> list[str]:
     for name, why in facts.not_measured.items():
         names.setdefault(why, []).append(name)
     return [f"{', '.join(each)}: {why}" for why, each in names.items()]
-
-
-def _headline(diagnosis: Diagnosis) -> str:
-    text = _cause(diagnosis)
-    facts = diagnosis.facts
-    if diagnosis.verdict == "products" and facts.own_threads > facts.threads:
-        text += f"; on your {facts.own_threads} threads it may be many times slower"
-    return text
 
 
 def _cause(diagnosis: Diagnosis) -> str:
@@ -187,13 +179,29 @@ def _times(facts: Facts) -> list[str]:
         f"{facts.threads} thread(s) on {facts.cores} core(s)"
     )
     if facts.busy is not None and facts.busy >= 0.1:
-        text += f", of which others kept {facts.busy:.1f} busy"
+        others = "others and the workers" if facts.loader.workers else "others"
+        text += f", of which {others} kept {facts.busy:.1f} busy"
     if facts.own_threads > facts.threads:
         text += (
             f". Your program takes {facts.own_threads} threads, which wait for those cores and may make it many times "
             "slower than that: run it with OMP_NUM_THREADS=1 first"
         )
-    return ["", *_wrapped(text)]
+    return ["", *_wrapped(text), *_of_workers(facts)]
+
+
+def _of_workers(facts: Facts) -> list[str]:
+    """Returns what the workers of a DataLoader deliver at most beside the step, as lines."""
+    loader = facts.loader
+    if not loader.worker_s:
+        return []
+    # The step has cores of its own, which workers have only while it waits for them.
+    cores = max(1, facts.cores - facts.threads)
+    least_s = loader.worker_s / min(loader.workers, cores)
+    rate = f"{(facts.rows or 1) / least_s:,.0f} {'rows' if facts.rows else 'batches'}/s"
+    return _wrapped(
+        f"a worker takes {in_ms(loader.worker_s)} for a batch. Beside the step {cores} core(s) are left: "
+        f"{loader.workers} worker(s) deliver at most {rate}, and a step shorter than {in_ms(least_s)} waits for them"
+    )
 
 
 def _wrapped(text: str, indent: str = "", further: int = 0) -> list[str]:

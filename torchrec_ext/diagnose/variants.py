@@ -20,24 +20,19 @@ from torchrec_ext.diagnose.ops import ids_in
 from torchrec_ext.observe.reached import named_modules
 from torchrec_ext.observe.state_copy import StateCopy
 
-# Times the step that a first trial may take: threads that wait for a core make a step
-# many times as long.
-_TRIAL = 10.0
 IDLE = 0.3  # cores that others may keep busy where more threads are tried
 
 
 def variants(
     loop: TrainingLoop,
     small: SmallTables | None,
-    seconds: float,
     busy: float | None,
 ) -> Iterator[Variant]:
-    """Yields the experiments for a step of so many seconds while others keep ``busy`` cores busy.
+    """Yields the experiments while others keep ``busy`` cores busy.
 
     Args:
         loop: the user's loop.
         small: small tables in place of the step's large ones, if it has some.
-        seconds: seconds of a step.
         busy: cores that others keep busy; None if unknown.
     """
     missing = loop.not_measured
@@ -55,7 +50,7 @@ def variants(
         why = "the step is compiled, and would be compiled again for it"
         names = ("quadruple", "bf16", "small_tables")
         missing.update(dict.fromkeys(names, why))
-        yield from _threads(loop, seconds, busy)
+        yield from _threads(loop, busy)
         return
     if row_count(loop.pool[0]):
         yield Variant("quadruple", lambda: {"quadruple": loop.timed(loop.joined(4))})
@@ -63,7 +58,7 @@ def variants(
         missing["quadruple"] = (
             "the batch is not made of tensors with one number of rows"
         )
-    yield from _threads(loop, seconds, busy)
+    yield from _threads(loop, busy)
     yield Variant("bf16", lambda: _bf16(loop))
 
 
@@ -72,9 +67,7 @@ def _inside(small: SmallTables, measure: Callable[[], float]) -> float:
         return measure()
 
 
-def _threads(
-    loop: TrainingLoop, seconds: float, busy: float | None
-) -> Iterator[Variant]:
+def _threads(loop: TrainingLoop, busy: float | None) -> Iterator[Variant]:
     threads = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0))
     if threads > 1:
@@ -91,23 +84,13 @@ def _threads(
     if why:
         loop.not_measured["all_threads"] = why
     else:
-        yield Variant(
-            "all_threads",
-            lambda: {"all_threads": _on(loop, cores, at_most=_TRIAL * seconds)},
-        )
+        yield Variant("all_threads", lambda: {"all_threads": _on(loop, cores)})
 
 
-def _on(loop: TrainingLoop, threads: int, at_most: float = float("inf")) -> float:
+def _on(loop: TrainingLoop, threads: int) -> float:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        # The first step wakes the threads, and shows a number of threads that is
-        # hopeless.
-        first = loop.timed(loop.several(1))
-        if first > at_most:
-            raise RuntimeError(
-                f"{threads} threads took {first * 1e3:.3g} ms for a step, and were not tried again"
-            )
         return loop.timed(loop.steps())
     finally:
         torch.set_num_threads(before)

@@ -55,9 +55,14 @@ def loader_waits(facts: Facts) -> Finding | None:
             changes=Change.EXACT,
         )
     ]
-    if loader.workers:
+    if loader.worker_s:
         evidence.append(
-            f"{loader.workers} worker(s) make the batches, and are slower than the step"
+            f"{loader.workers} worker(s) make the batches, and wait {in_ms(loader.worker_sleep_s)} of the "
+            f"{in_ms(loader.worker_s)} that one takes"
+        )
+    elif loader.workers:
+        evidence.append(
+            f"{loader.workers} worker(s) make the batches, slower than the step: what they do was not measured"
         )
     else:
         name = "a DataLoader of num_workers=1, which waits in place of the step: realised(step, it) measures its gain"
@@ -68,9 +73,15 @@ def loader_waits(facts: Facts) -> Finding | None:
     )
 
 
-def _waits(facts: Facts) -> bool:
+def _sleeps(facts: Facts) -> bool:
     has = facts.has("data", "sleep")
     return has and facts.median("sleep") >= 0.5 * facts.median("data") > 0
+
+
+def _waits(facts: Facts) -> bool:
+    # This thread waits for its workers, whatever these do.
+    loader = facts.loader
+    return _sleeps(facts) and loader.worker_sleep_s >= 0.5 * loader.worker_s
 
 
 def loader_rows(facts: Facts) -> Finding | None:
@@ -79,37 +90,53 @@ def loader_rows(facts: Facts) -> Finding | None:
         return None
     loader = facts.loader
     data = facts.median("data")
-    rows = loader.row_calls * loader.row_s
-    title = "the loader computes in the training thread, and the step waits for it"
+    in_workers = _sleeps(facts)
+    made_s = data
+    # If workers are there and this thread computes, it takes batches that they made.
+    row_calls = 0 if loader.workers and not in_workers else loader.row_calls
+    place = "the training thread"
     evidence = [
         f"a batch takes {in_ms(data)}, a step {in_ms(facts.median('step'))}; the loader computes and does not wait"
     ]
+    lines = [line for line in facts.lines if line.phase == "data"]
+    sampled_s = facts.sampled_s
+    if in_workers:
+        made_s = loader.worker_s
+        place = f"{loader.workers} worker(s)"
+        evidence = [
+            f"a step takes {in_ms(facts.median('step'))}, and waits {in_ms(data)} for {place}: a batch takes "
+            f"{in_ms(made_s)} in one of them, which computes and does not wait"
+        ]
+        lines = list(loader.worker_lines)
+        sampled_s = loader.worker_s
+    rows = row_calls * loader.row_s
+    title = f"the loader computes in {place}, and the step waits for it"
     advice = "make the epoch's batches ahead of the steps, by whole-array operations"
     # Rows and collating are compared with each other: both were timed in one moment.
-    if loader.row_calls and loader.collate_s > max(rows, 0.25 * data):
-        title = "collate_fn computes in the training thread, and the step waits for it"
+    if row_calls and loader.collate_s > max(rows, 0.25 * made_s):
+        title = f"collate_fn computes in {place}, and the step waits for it"
         advice = "do once, before training, what collate_fn does with each batch"
         evidence.append(
-            f"collate_fn takes {in_ms(loader.collate_s)}, reading {loader.row_calls} rows {in_ms(rows)}"
+            f"collate_fn takes {in_ms(loader.collate_s)}, reading {row_calls} rows {in_ms(rows)}"
         )
-    elif loader.row_calls and rows + loader.collate_s >= 0.5 * data:
+    elif row_calls and rows + loader.collate_s >= 0.5 * made_s:
         title = "the Dataset is read row by row in Python"
+        if in_workers:
+            title += f", by {place}"
         evidence.append(
-            f"{loader.dataset}.__getitem__ is called {loader.row_calls} times a batch, {loader.row_s * 1e6:.0f} us each"
+            f"{loader.dataset}.__getitem__ is called {row_calls} times a batch, {loader.row_s * 1e6:.0f} us each"
         )
         advice = (
             f"give {loader.dataset} a __getitems__(rows), which torch calls with all row numbers of a batch, and index "
-            "whole arrays there; adopt's Rows, of columns, makes batches inside of a captured step"
+            "whole arrays there; adopt's Rows, of columns, makes batches inside of a captured step; ChunkLoader reads "
+            "them from parquet"
         )
-    lines = [line for line in facts.lines if line.phase == "data"]
     sampled = sum(line.seconds for line in lines)
     # Lines were sampled in another moment than the rounds, in which the loader may have
     # taken a larger share.
     share_of_data = facts.share(itemgetter("data"))
     for line in lines[:3]:
-        share = min(
-            line.seconds / facts.sampled_s, share_of_data * line.seconds / sampled
-        )
+        share = min(line.seconds / sampled_s, share_of_data * line.seconds / sampled)
         if share >= 0.1:
             evidence.append(
                 f"{share:.0%} of an iteration is at {line.name}: {line.text}"

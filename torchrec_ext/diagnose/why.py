@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dis import get_instructions
-from functools import partial
+from functools import partial, wraps
 from types import FunctionType
 from typing import Any
 
@@ -87,10 +87,12 @@ class _WhySlow:
             capture: also measure the step that :func:`adopt` captures, which takes 10 to 60 s more.
 
         Raises:
-            ValueError: there is no batch, or no memory for a copy of the state.
+            ValueError: there is no batch, no memory for a copy of the state, or ``loss`` does not take a batch.
         """
         optimizers = _listed(optimizer)
 
+        # With the signature of the loss, by which a batch is given whole or by entries.
+        @wraps(loss, updated=())
         def step(*batch: Any) -> None:
             for each in optimizers:
                 each.zero_grad()
@@ -185,12 +187,11 @@ def _diagnosed(
             "read `ranks_wait` of a recipe's records, or take torch.profiler"
         )
     with ExitStack() as stack:
-        note = stack.enter_context(_threads_beside_others())
+        stack.enter_context(_threads_beside_others())
         state = StateCopy(*roots, loader=loader)
         stack.callback(state.restore)
         clock = stack.enter_context(ThreadClock())
         loop = TrainingLoop(fn, batches, state, clock)
-        loop.notes += filter(None, [note])
         facts = measure(loop, budget_s)
     notes = [*facts.notes, *state.changed_data()]
     # By now the program has its own number of threads again.
@@ -210,29 +211,21 @@ def _diagnosed(
 
 
 @contextmanager
-def _threads_beside_others() -> Iterator[str]:
-    """Takes one thread meanwhile if other processes want the cores, and yields a note that says so.
+def _threads_beside_others() -> Iterator[None]:
+    """Takes one thread meanwhile if other processes want the cores; the page says so.
 
     Threads that wait for a core make a step many times slower, which says nothing about the step. More threads than
     cores are the program's own.
     """
     threads = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0))
-    if not 1 < threads <= cores:
-        yield ""
-        return
-    busy = busy_elsewhere()
-    time.sleep(LISTEN_S)
-    others = busy() or 0.0
-    if cores - others >= threads - IDLE:
-        yield ""
-        return
-    torch.set_num_threads(1)
+    if 1 < threads <= cores:
+        busy = busy_elsewhere()
+        time.sleep(LISTEN_S)
+        if cores - (busy() or 0.0) < threads - IDLE:
+            torch.set_num_threads(1)
     try:
-        yield (
-            f"others keep {others:.1f} of {cores} cores busy, so all was measured on 1 thread, not on {threads}; ask "
-            "again on an idle machine for other numbers of threads"
-        )
+        yield
     finally:
         torch.set_num_threads(threads)
 

@@ -92,6 +92,6 @@ def test_how_steps_go_is_said_once_with_its_reason_and_what_a_step_takes() -> No
 
 def test_on_two_ranks_rank_0_tells_it() -> None:
     first, second = run_ranks(by_setting, 2)
-    waiting = rf"eager: 2 ranks wait for each other in every step; {MS} a step"
+    waiting = rf"eager: 2 ranks wait for each other in every step; for .*-j 1x1.*; {MS} a step"
     check(first, {**ALWAYS, "waiting": waiting, "auto": waiting})
     assert all(logged == [] for logged in second.values())

@@ -269,10 +269,12 @@ class Steps:
         too_few = policy.too_few_left(remaining_steps, self._runtime.device.type)
         ranks = self._runtime.world_size
         if ranks > 1 and not self._ranks.silent:
-            policy.reason = f"{ranks} ranks wait for each other in every step"
+            policy.reason = (
+                f"{ranks} ranks wait for each other in every step; for captured steps launch one rank (-j 1x1), "
+                "or set sync.mode=local_sgd and plan.sharding=data_parallel"
+            )
             if policy.compile == "require":
-                remedy = "launch one rank (-j 1x1), or set sync.mode=local_sgd and plan.sharding=data_parallel"
-                self._refuse(CannotCaptureError(f"{policy.reason}; {remedy}"))
+                self._refuse(CannotCaptureError(policy.reason))
         elif too_few:
             policy.reason = f"capturing {too_few}"
         else:
@@ -330,7 +332,9 @@ class Steps:
                 raise
             if step.captures > captures_before:
                 self._policy.since = self._policy.since or self._made + 1
-                self._say(f"... {time.perf_counter() - start:.1f} s; {step.describe()}")
+                # How tables are moved is the same for further shapes of a batch.
+                ways = "" if captures_before else f"; {step.describe()}"
+                self._say(f"... {time.perf_counter() - start:.1f} s{ways}")
             # A captured step updates by its own kernels, so nobody else calls these.
             if isinstance(self._optimizer, HybridOptimizer):
                 for call in self._optimizer.after_step:
