@@ -184,6 +184,38 @@ def test_a_resumed_stack_equals_one_that_never_stopped() -> None:
     assert farthest(after.unstack(), one.unstack()) < 1e-6
 
 
+def test_a_stopped_member_stays_whatever_its_loss_is() -> None:
+    stacked = stack(OPTIMIZERS["adam"])
+    user, item, label = next(batches())
+    stacked.step(user, item, label)
+    stacked.stop(1)
+    before = stacked.state_dict()
+    losses = stacked.step(user, item, torch.full_like(label, torch.nan))
+    assert losses.isnan().all()
+    for name, value in stacked.state_dict().items():
+        if name not in ("step", "rates", "factor"):
+            assert torch.equal(value[1], before[name][1]), name
+
+
+def test_a_state_of_another_stack_is_refused_before_anything_is_written() -> None:
+    other = stack(OPTIMIZERS["adam"])
+    other.step(*next(batches()))
+    kind, settings = OPTIMIZERS["adam"]
+    two = Stack([NCF(0), NCF(1)], loss, RATES[:2], kind, compile=False, **settings)
+    for stacked, told in (
+        (
+            stack(OPTIMIZERS["sgd"]),
+            r"is \(3, .* in the state and not there in the stack",
+        ),
+        (two, r"'rates' is \(3,\) in the state and \(2,\) in the stack"),
+    ):
+        before = stacked.state_dict()
+        with pytest.raises(ValueError, match=told):
+            stacked.load_state_dict(other.state_dict())
+        for name, value in stacked.state_dict().items():
+            assert torch.equal(value, before[name]), name
+
+
 @pytest.mark.parametrize("computed", [False, True], ids=["given", "computed"])
 def test_an_id_out_of_range_is_refused_before_anything_is_written(
     computed: bool,
@@ -208,7 +240,7 @@ def test_a_member_that_diverges_leaves_the_others() -> None:
     expected, _ = alone(OPTIMIZERS["sgd"])
     networks = [NCF(seed) for seed in range(3)]
     kind, settings = OPTIMIZERS["sgd"]
-    rates = [*RATES[:2], float("inf")]
+    rates = [*RATES[:2], 1e38]
     stacked = Stack(networks, loss, rates, kind, compile=False, **settings)
     for number, batch in enumerate(batches()):
         stacked.schedule(factor(number))
@@ -272,6 +304,7 @@ SHARED = nn.Linear(3, 1)
             "the network is Sequential in network 1, Linear in network 0",
         ),
         (lambda: [SHARED, SHARED], "two networks share a weight"),
+        (lambda: [nn.ReLU(), nn.ReLU()], "ReLU has no weight to train"),
         (
             lambda: [nn.BatchNorm1d(3), nn.BatchNorm1d(3)],
             "is a BatchNorm1d, whose running statistics a stack would lose",
@@ -291,13 +324,56 @@ def test_networks_that_are_not_of_one_shape_are_refused(
     assert len(str(refused.value)) <= 200
 
 
-def test_other_numbers_of_rates_and_other_optimizers_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 rates for 2 members"):
-        Stack([NCF(0), NCF(1)], loss, RATES)
-    with pytest.raises(
-        ValueError, match=r"SGD with momentum=0\.9 has no captured form"
-    ):
-        Stack([NCF(0), NCF(1)], loss, RATES[:2], torch.optim.SGD, momentum=0.9)
+def makes(rates: Any, optimizer: Any = torch.optim.SGD, **settings: Any) -> Stack:
+    networks = [NCF(0), NCF(1)]
+    return Stack(networks, loss, rates, optimizer, compile=False, **settings)
+
+
+def steps(each_loss: Callable[..., Any], *batch: Any) -> None:
+    networks = [nn.Linear(3, 1) for _ in range(2)]
+    Stack(networks, each_loss, [0.1, 0.1], compile=False).step(*batch)
+
+
+ONES = torch.ones(4, 3)
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "other rates": (lambda: makes(RATES), "3 rates for 2 members"),
+    "one rate": (lambda: makes(0.1), "rates=0.1 for 2 members: give one for each"),
+    "a negative rate": (lambda: makes([0.1, -1.0]), r"rates\[1\]=-1: must be a finite"),
+    "NaN": (lambda: makes([float("nan"), 0.1]), r"rates\[0\]=nan: must be a finite"),
+    "a factor": (lambda: makes([0.1, 0.1]).schedule(-1), "factor=-1: must be a finite"),
+    "momentum": (
+        lambda: makes([0.1, 0.1], momentum=0.9),
+        r"SGD with momentum=0\.9 has no captured form",
+    ),
+    "lr": (lambda: makes([0.1, 0.1], lr=0.1), "learning rates as rates="),
+    "an optimizer": (
+        lambda: makes([0.1, 0.1], torch.optim.SGD([ONES], 0.1)),
+        "give the class",
+    ),
+    "a list": (
+        lambda: steps(lambda network, x: network(x).mean(), [1.0]),
+        "argument 0 is a list, must be a tensor",
+    ),
+    "a loss of each row": (
+        lambda: steps(lambda network, x: network(x), ONES),
+        r"the loss is of shape \(4, 1\), must be a tensor \(\): take its mean",
+    ),
+    "a branch": (
+        lambda: steps(
+            lambda network, x: network(x).mean() if network(x).mean() > 0 else x.mean(),
+            ONES,
+        ),
+        r"test_stack\.py:\d+ depends on values that a step computes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_is_told_in_a_line(name: str) -> None:
+    call, told = REFUSED[name]
+    with pytest.raises(ValueError, match=told) as refused:
+        call()
+    assert len(str(refused.value)) <= 200
 
 
 @pytest.mark.gpu

@@ -7,7 +7,10 @@ rate for each, (K, 1, ...). Tables are moved whole, so that stacks are for small
 from __future__ import annotations
 
 import copy
+import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +21,14 @@ from torch.optim import Adam, Optimizer
 from torch.overrides import TorchFunctionMode
 
 from torchrec_ext.adopt.checks import STATES, update_rules
-from torchrec_ext.adopt.graph import bad_id, untraceable
+from torchrec_ext.adopt.errors import CannotAdopt
+from torchrec_ext.adopt.graph import bad_id, untraceable, values_needed
 from torchrec_ext.adopt.reads import look_up, look_up_arguments
 from torchrec_ext.capture.compiled import TRACERS, compiled
 from torchrec_ext.capture.memory import Clock
 from torchrec_ext.capture.step import StepPart, trained
 from torchrec_ext.distributed.optim.config import Choice
+from torchrec_ext.observe.user_lines import raising_line
 
 Loss = Callable[..., Tensor]
 
@@ -41,6 +46,27 @@ _WRITE_BUFFERS = (
 )
 
 
+@dataclass
+class _Clock(Clock):
+    """A clock of members; those that are not ``live``, (K, 1, ...), keep values and state, whatever their gradient."""
+
+    live: Tensor
+
+    def stepped(
+        self,
+        values: Tensor,
+        grad: Tensor,
+        state: list[Tensor],
+        choice: Choice,
+        *,
+        table: bool,
+    ) -> list[Tensor]:
+        """See :meth:`Clock.stepped`."""
+        new = super().stepped(values, grad, state, choice, table=table)
+        pairs = zip(new, [values, *state], strict=True)
+        return [torch.where(self.live, now, before) for now, before in pairs]
+
+
 class Stack:
     """K networks of one shape that train by one step, each with a learning rate of its own.
 
@@ -51,7 +77,7 @@ class Stack:
     Args:
         networks: K networks with the same layers; they may differ in weights, and keep these until :meth:`unstack`.
         loss: function of a network and a batch of tensors, which returns the loss, (), as a network alone has it.
-        rates: (K,) learning rates.
+        rates: (K,) learning rates; a member with 0 is not trained.
         optimizer: Adam, AdamW, Adagrad or SGD of torch.
         compile: whether the step is compiled; if not, it is made op by op.
         settings: the optimizer's other settings.
@@ -60,8 +86,8 @@ class Stack:
         networks: the networks.
 
     Raises:
-        ValueError: the networks differ, share a weight, or have a module whose running statistics would be lost; there
-            are not K rates; the optimizer or a setting has no such step.
+        ValueError: the networks differ, share a weight, have none to train, or have a module whose running statistics
+            would be lost; there are not K rates of 0 or more; the optimizer or a setting has no such step.
 
     Example:
         >>> networks = [nn.Linear(3, 1) for _ in range(2)]
@@ -82,12 +108,20 @@ class Stack:
         compile: bool = True,  # noqa: A002
         **settings: Any,
     ) -> None:
+        networks = list(networks)
         _check(networks)
-        if len(rates) != len(networks):
+        if not isinstance(rates, Sequence | Tensor) or len(rates) != len(networks):
+            count = f"rates={rates!r}"
+            if isinstance(rates, Sequence | Tensor):
+                count = f"{len(rates)} rates"
+            raise ValueError(f"{count} for {len(networks)} members: give one for each")
+        for number, rate in enumerate(rates):
+            _check_rate(f"rates[{number}]", float(rate))
+        if "lr" in settings or not inspect.isclass(optimizer):
             raise ValueError(
-                f"{len(rates)} rates for {len(networks)} members: give one for each"
+                "optimizer: give the class, such as torch.optim.Adam, and learning rates as rates="
             )
-        self.networks = list(networks)
+        self.networks = networks
         self._loss = loss
         first = networks[0]
         device = next(first.parameters()).device
@@ -128,9 +162,14 @@ class Stack:
 
         Raises:
             IndexError: an id is outside of its table; nothing was written.
-            ValueError: the loss has no such step; the message has the line.
+            ValueError: the batch has other than tensors, or the loss has no such step; the message has the line.
         """
-        self._check_ids(batch)
+        for number, each in enumerate(batch):
+            if not isinstance(each, Tensor):
+                raise ValueError(
+                    f"step(): argument {number} is a {type(each).__name__}, must be a tensor"
+                )
+        self._check_first(batch)
         shapes = [(each.shape, each.dtype) for each in batch]
         self._shapes = self._shapes or shapes
         run: Callable[..., Any] = self._step
@@ -139,19 +178,27 @@ class Stack:
         try:
             losses: Tensor = run(*batch)
         except Exception as error:
+            # Made op by op, vmap itself refuses what needs values.
+            if str(error).startswith("vmap:"):
+                raise CannotAdopt(values_needed(raising_line(error))) from None
             if not type(error).__module__.startswith(TRACERS):
                 raise
             raise untraceable(error) from None
         return losses
 
     def schedule(self, factor: float) -> None:
-        """Sets the factor of all rates, from the next step on."""
+        """Sets the factor of all rates, from the next step on.
+
+        Raises:
+            ValueError: it is negative or not finite.
+        """
+        _check_rate("factor", factor)
         self._factor.fill_(factor)
 
     def stop(self, member: int) -> None:
         """Ends the training of one member: its weights stay as they are, bit by bit, and the others go on.
 
-        Its rate becomes 0, and nothing is compiled anew.
+        Its rate becomes 0, and nothing is compiled anew. So it is with a member whose loss is NaN.
         """
         self._rates[member] = 0.0
 
@@ -172,9 +219,20 @@ class Stack:
         """Goes on from a state of a stack of the same networks and optimizer.
 
         Raises:
-            KeyError: it is of another stack.
+            ValueError: it is of another stack; nothing was written.
         """
-        for name, tensor in self._tensors():
+        own = dict(self._tensors())
+        for name in [*own, *state]:
+            here, there = (
+                str(tuple(each[name].shape)) if name in each else "not there"
+                for each in (own, state)
+            )
+            if here != there:
+                raise ValueError(
+                    f"'{name}' is {there} in the state and {here} in the stack: give a state of the same networks "
+                    "and optimizer"
+                )
+        for name, tensor in own.items():
             tensor.copy_(state[name])
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -189,11 +247,14 @@ class Stack:
                 yield f"{name}/{number}", each
 
     @torch.no_grad()
-    def _check_ids(self, batch: Sequence[Tensor]) -> None:
-        """Refuses ids outside of their tables, by a forward of the first member: vmap would read another member's rows.
+    def _check_first(self, batch: Sequence[Tensor]) -> None:
+        """Refuses, by a forward of the first member, ids outside of their tables and a loss that is not one number.
+
+        vmap would read another member's rows, and add up a loss of each row.
 
         Raises:
             IndexError: naming the table and the id.
+            ValueError: naming what the loss is.
         """
         if self._given is not None:
             for number, rows, name in self._given:
@@ -202,7 +263,12 @@ class Stack:
         values = {name: values[0] for name, values in self._values.items()}
         reads = _Reads({id(value): name for name, value in values.items()})
         with reads:
-            self._loss(_network(self._base, values), *batch)
+            value = self._loss(_network(self._base, values), *batch)
+        if not isinstance(value, Tensor) or value.dim():
+            found = type(value).__name__
+            if isinstance(value, Tensor):
+                found = f"of shape {tuple(value.shape)}"
+            raise ValueError(f"the loss is {found}, must be a tensor (): take its mean")
         numbers = {id(each): number for number, each in enumerate(batch)}
         if all(id(ids) in numbers for ids, _, _ in reads.look_ups):
             self._given = [
@@ -228,7 +294,8 @@ class Stack:
             parts = []
             for name, state in states.items():
                 wide = [len(rates)] + [1] * (values[name].dim() - 1)
-                clock = Clock(count, (rates * factor).view(wide))
+                live = (rates != 0).view(wide)
+                clock = _Clock(count, (rates * factor).view(wide), live)
                 parts.append(StepPart(values[name], state, choices[name], clock))
             _, losses = trained(forward, batch, parts, count)
             return losses  # type: ignore[no-any-return]
@@ -260,6 +327,9 @@ class _Reads(TorchFunctionMode):
             return func(*args, **kwargs)
         named = look_up_arguments(func, args, kwargs)
         ids = named["input"]
+        if ids.is_floating_point():
+            # Refused by torch.
+            return func(*args, **kwargs)
         weight = named["weight"]
         if self._names is not None:
             name = self._names.get(id(weight), "a table")
@@ -277,6 +347,11 @@ class _Rows(NamedTuple):
         """Returns rows (n, D) for the ids (n,)."""
         # F.embedding would turn (K, V, D) into (V, K x D) and back in each step.
         return self.weight.index_select(0, ids)
+
+
+def _check_rate(name: str, rate: float) -> None:
+    if not (math.isfinite(rate) and rate >= 0):
+        raise ValueError(f"{name}={rate:g}: must be a finite number of 0 or more")
 
 
 def _check_range(ids: Tensor, rows: int, table: str) -> None:
@@ -303,6 +378,8 @@ def _check(networks: Sequence[nn.Module]) -> None:
     if len(networks) < 2:
         raise ValueError(f"{len(networks)} networks: a stack has two or more")
     first, *others = networks
+    if not any(each.requires_grad for each in first.parameters()):
+        raise ValueError(f"{type(first).__name__} has no weight to train")
     expected = _shapes(first)
     for number, other in enumerate(others, 1):
         found = _shapes(other)
