@@ -992,7 +992,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(captured: bool) ->
         step(*batch)
     user, item, label = next(given)
     written = "the update of this step" if captured else "nothing"
-    text = f"the loss is nan at step 8: {written} was written(| by this step); look for values"
+    bad = ", and 'user.weight' is not finite" if captured else " by this step"
+    text = f"the loss is nan at step 8: {written} was written{bad}; look for values"
     with pytest.raises(TrainingDivergedError, match=text):
         step(user, item, label / 0 * 0)
 

@@ -130,6 +130,10 @@ class UserStep:
             if has_updated
             else "nothing was written by this step"
         )
+        for name, parameter in self.model.named_parameters():
+            if not bool(parameter.isfinite().all()):
+                state += f", and '{name}' is not finite"
+                break
         raise TrainingDivergedError(
             f"the loss is {number} at step {step:,}: {state}; look for values in the batch that are not finite, lower "
             "the learning rate, or set clip_norm",
