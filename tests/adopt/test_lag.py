@@ -119,6 +119,32 @@ def test_readers_of_whole_tables_that_eat_the_gain_are_named_and_steps_go_eager(
     assert "norm()" in capsys.readouterr().out
 
 
+class Averages:
+    reader = ("LocalSGD(every=1)", "use every=20")
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def read(self) -> None:
+        self._model.item.weight.norm()
+
+
+@pytest.mark.parametrize("compile_", ["auto", "require"])
+def test_a_reader_after_each_step_that_has_a_name_is_named_once(
+    paced: None, capsys: pytest.CaptureFixture[str], compile_: str
+) -> None:
+    model, step, _ = made(compile_)
+    step.after_step.append(Averages(model).read)
+    for batch in batches(60):
+        step(*batch)
+    lines = capsys.readouterr().out.splitlines()
+    named = [line for line in lines if "all rows are updated" in line]
+    assert len(named) == 1
+    assert "LocalSGD(every=1): all rows are updated after each step" in named[0]
+    assert named[0].endswith("use every=20")
+    assert step.describe().startswith("eager") == (compile_ == "auto")
+
+
 @pytest.mark.parametrize(
     "way", ["data", "numpy", "state_dict", "dlpack", "a frozen table"]
 )

@@ -168,6 +168,8 @@ def refusals(runtime: Runtime) -> dict[str, str]:
             ),
         ),
         ("warmup", lambda: LocalSGD(model, optimizer, every=2, warmup=3)),
+        ("empty", lambda: LocalSGD(nn.ReLU(), optimizer, every=2)),
+        ("other", lambda: LocalSGD(made(), optimizer, every=2)),
     ):
         try:
             make()
@@ -237,6 +239,10 @@ def test_what_does_not_fit_is_refused_on_all_ranks(ranks: list[dict[str, Any]]) 
     assert (
         first["ddp"]
         == "model: DistributedDataParallel averages gradients in every step; give its .module"
+    )
+    assert first["empty"].startswith("model: ReLU has no parameters")
+    assert first["other"].startswith(
+        "optimizer: it moves no parameter of the model, a Net; give the one"
     )
     assert first["warmup"].startswith(
         "warmup=3: a module that is not sharded takes no steps together"

@@ -195,7 +195,7 @@ def test_rows_on_some_ranks_alone_are_refused_by_name() -> None:
 
 
 def managed(runtime: Runtime) -> str:
-    """What is said of a model whose ids TorchRec maps inside of it."""
+    """What is said of a model whose ids TorchRec maps inside of it, after one with nothing to train."""
     table = EmbeddingBagConfig(
         name="item", feature_names=["item"], num_embeddings=50, embedding_dim=8
     )
@@ -208,13 +208,15 @@ def managed(runtime: Runtime) -> str:
     )
     bags = EmbeddingBagCollection([table], device=META)
     ids = ManagedCollisionCollection({"item": module}, [table])
+    with pytest.raises(ValueError, match="model: ReLU has no parameters"):
+        hybrid_parallel(nn.ReLU(), runtime)
     model = nn.Sequential(ManagedCollisionEmbeddingBagCollection(bags, ids))
     with pytest.raises(ValueError, match=r"^'0' has TorchRec's managed") as error:
         hybrid_parallel(model, runtime, optimizer=SGD)
     return str(error.value)
 
 
-def test_managed_collision_is_refused_by_name() -> None:
+def test_managed_collision_and_no_parameters_are_refused_by_name() -> None:
     (message,) = run_ranks(managed, 1)
     assert "DynamicIds" in message
     assert len(message) <= 200

@@ -164,9 +164,52 @@ def test_what_cannot_run_is_refused() -> None:
     model = TowersOnRanks(towers, top, one)
     with pytest.raises(ValueError, match="rows: give the labels"):
         model(inputs)
+    for wrong, kind in (
+        ({"user": inputs["user"]}, "NoneType"),
+        ({**inputs, "item": labels}, "Tensor"),
+    ):
+        with pytest.raises(ValueError, match=f"inputs: tower 'item' has {kind}; give"):
+            model(wrong, labels)
     with pytest.raises(
         ValueError, match=r"tower 'user' returned \(23, 4\) for 22 rows"
     ):
         model(inputs, labels[:22])
     with pytest.raises(ValueError, match="rows: 0 rows on 1 ranks"):
         model(inputs, labels[:0])
+
+
+def refusals(runtime: Runtime) -> list[str]:
+    towers, top = made(("user", "item"), True)
+    inputs, labels = batch(0, ("user", "item"))
+    others, other_labels = batch(runtime.rank, ("user", "item"))
+    found = []
+    for given, rows in (
+        (inputs, other_labels),
+        (inputs, labels[torch.randperm(BATCH) if runtime.rank else slice(None)]),
+        (others, labels),
+        (inputs, labels[: BATCH - runtime.rank]),
+        ({"user": inputs["user"]}, labels),
+    ):
+        with pytest.raises(ValueError) as error:
+            TowersOnRanks(towers, top, runtime)(given, rows)
+        found.append(str(error.value))
+    return found
+
+
+def test_ranks_without_the_same_whole_batch_are_refused_on_all_alike() -> None:
+    first, second = run_ranks(refusals, 2)
+    assert first == second
+    assert max(map(len, first)) <= 200
+    differ = "ranks 0 and 1 have other values; give every rank the whole batch"
+    for message, start in zip(
+        first,
+        (
+            f"rows: {differ}",
+            f"rows: {differ}",
+            f"inputs['user']: {differ}",
+            "rows: ranks 0 and 1 have 23 and 22 of them; give every rank",
+            "inputs: tower 'item' has NoneType; give the tuple",
+        ),
+        strict=True,
+    ):
+        assert message.startswith(start)

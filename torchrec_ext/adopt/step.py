@@ -33,7 +33,7 @@ from torchrec_ext.adopt.errors import (
     TensorChangedError,
 )
 from torchrec_ext.adopt.graph import GRAPHS, LossFunction, OneGraphTooMany
-from torchrec_ext.adopt.lag import catch_up
+from torchrec_ext.adopt.lag import READER, Reader, catch_up
 from torchrec_ext.adopt.rows.rows import Rows
 from torchrec_ext.adopt.source import RowsOnDevice, StepBatch
 from torchrec_ext.adopt.user_step import UserStep
@@ -237,7 +237,12 @@ class AdoptedStep:
         result = self._any_step(batch)
         self._user_step.drop_gradients()
         for call in self.after_step:
-            call()
+            name = getattr(getattr(call, "__self__", None), "reader", None)
+            token = READER.set(None if name is None else Reader(*name))
+            try:
+                call()
+            finally:
+                READER.reset(token)
         return result
 
     def _any_step(self, batch: StepBatch) -> tuple[Tensor, Any]:
@@ -477,6 +482,7 @@ class StepWatch:
         self.seen = Seen()
         self.problem = ""
         self._last_look = 0  # number of the step at which readers were looked at
+        self._named: set[str] = set()  # readers, each of which is named once
 
     @property
     def is_over(self) -> bool:
@@ -589,13 +595,15 @@ class StepWatch:
         step_s = policy.captured_s + current.lag.since_last_look() / steps
         if step_s == policy.captured_s or step_s < policy.eager_s:
             return
+        reader = current.lag.cause()
         text = (
-            f"{current.lag.cause()}: all rows are updated after each step for it, {milliseconds(step_s)} a step with "
-            f"them, eager {1e3 * policy.eager_s:.3g} ms; read them every 100 steps"
+            f"{reader.name}: all rows are updated after each step for it, {milliseconds(step_s)} a step with them, "
+            f"eager {1e3 * policy.eager_s:.3g} ms; {reader.remedy}"
         )
         if policy.compile == "auto":
             self.problem = text
-        else:
+        elif reader.name not in self._named:
+            self._named.add(reader.name)
             policy.note(text)
 
     def figures(self) -> dict[str, float]:

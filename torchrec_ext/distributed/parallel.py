@@ -108,11 +108,16 @@ def hybrid_parallel(
         the dense layers.
 
     Raises:
-        ValueError: the plan shards a table whose optimizer nothing runs on the device, or an exception names no table
-            or layer; a table has rows on some ranks and none on others; a table has an optimizer by
-            ``apply_optimizer_in_backward``.
+        ValueError: the model has no parameters; the plan shards a table whose optimizer nothing runs on the device; an
+            exception names no table or layer; a table has rows on some ranks and none on others; a table has an
+            optimizer by ``apply_optimizer_in_backward``.
     """
     _refuse_managed_collision(model)
+    if not any(True for _ in model.parameters()):
+        raise ValueError(
+            f"model: {type(model).__name__} has no parameters, so there is nothing to train; give the module that "
+            "holds the tables and layers"
+        )
     if optimizer is None:
         optimizer = OptimizerConfig()
         if runtime.is_main:

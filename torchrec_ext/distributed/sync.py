@@ -149,13 +149,19 @@ class LocalOptimizers:
         dense_parameters: all other parameters that the optimizers move.
 
     Raises:
-        ValueError: the module is in DistributedDataParallel, or there is no process group.
+        ValueError: the module is in DistributedDataParallel, has no parameters or none of the optimizer's, or there is
+            no process group.
     """
 
     def __init__(self, model: nn.Module, optimizer: Stepping) -> None:
         if isinstance(model, DistributedDataParallel):
             raise ValueError(
                 "model: DistributedDataParallel averages gradients in every step; give its .module"
+            )
+        if not any(True for _ in model.parameters()):
+            raise ValueError(
+                f"model: {type(model).__name__} has no parameters, so there is nothing to average; give the module "
+                "that is trained"
             )
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
@@ -189,6 +195,11 @@ class LocalOptimizers:
                     for weight in group["params"]
                     if weight.requires_grad
                 }
+        if trainable.keys().isdisjoint(map(id, model.parameters())):
+            raise ValueError(
+                f"optimizer: it moves no parameter of the model, a {type(model).__name__}; give the one made of "
+                "model.parameters()"
+            )
         for key, weight in trainable.items():
             if key in tables:
                 self.replicated_tables.append(weight)
@@ -309,7 +320,8 @@ class LocalSGD(EveryStep):
 
     Raises:
         ValueError: ``warmup`` is less than one step: DDP records its graph in the first; a module that is not
-            sharded is in DistributedDataParallel, is not the same on all ranks, or has no process group.
+            sharded is in DistributedDataParallel, has no parameters or none of the optimizer's, is not the same on all
+            ranks, or has no process group.
 
     Example::
 
@@ -369,6 +381,15 @@ class LocalSGD(EveryStep):
     def silent(self) -> bool:
         """Whether no rank waits for another in the next step."""
         return self._optimizer.apart and not self._shards_tables
+
+    @property
+    def reader(self) -> tuple[str, str]:
+        """What an adopted step calls the reader of whole tables that averages are, and how to make them cost less."""
+        rarer = max(20, 4 * self._every)
+        return (
+            f"LocalSGD(every={self._every})",
+            f"use DistributedDataParallel, or every={rarer}",
+        )
 
     def __enter__(self) -> Self:
         self._optimizer.after_step.append(self._after_step)

@@ -13,6 +13,7 @@ In one process a captured step is the answer: it runs sub-networks at the same t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -20,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_to_all_single
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 from torchrec_ext.distributed.runtime import Runtime, gather_objects
 
@@ -80,6 +82,7 @@ class TowersOnRanks(nn.Module):
         self.top = top
         self._runtime = runtime
         self._outputs: list[_Outputs] = []
+        self._checked_size: int | None = None
         # In a list, so that the names of its parameters are not in the state twice.
         self._summed: list[nn.Module] = [top]
         if runtime.world_size > 1 and any(p.requires_grad for p in top.parameters()):
@@ -100,11 +103,15 @@ class TowersOnRanks(nn.Module):
             rows: (B, ...) tensors for ``top``, such as labels; at least one. Each is cut to this rank's rows.
 
         Raises:
-            ValueError: fewer rows than ranks, a tower that returns another number of rows, or no ``rows``.
+            ValueError: fewer rows than ranks, a tower that returns another number of rows, or no ``rows``; at the first
+                call, or one of another B: ranks with unequal batches, or a tower without a tuple of arguments.
         """
         if not rows:
             raise ValueError("rows: give the labels, or another tensor with B rows")
         size = len(rows[0])
+        if size != self._checked_size:
+            self._refuse_unequal(inputs, rows)
+            self._checked_size = size
         if size < self._runtime.world_size:
             raise ValueError(
                 f"rows: {size} rows on {self._runtime.world_size} ranks, each of which needs one; make batches larger"
@@ -115,6 +122,40 @@ class TowersOnRanks(nn.Module):
         loss, *more = result if isinstance(result, tuple) else (result,)
         loss = self._of_all_ranks(loss * ((here.stop - here.start) / size))
         return (loss, *more) if isinstance(result, tuple) else loss
+
+    def _refuse_unequal(
+        self, inputs: Mapping[str, Sequence[Any]], rows: tuple[Tensor, ...]
+    ) -> None:
+        """Refuses, on every rank alike, ranks that have not the same whole batch. Collective."""
+        problem = ""
+        for name in self.towers:
+            arguments = inputs.get(name)
+            if not isinstance(arguments, list | tuple):
+                problem = (
+                    f"inputs: tower '{name}' has {type(arguments).__name__}; give the tuple of its arguments, such as "
+                    f"{{'{name}': (ids,)}}"
+                )
+        digests = {f"inputs['{name}']": _digest(inputs[name]) for name in inputs}
+        size = len(rows[0])
+        of_ranks = gather_objects(
+            (problem, {"rows": (size, *_digest(rows))} | digests),
+            self._runtime.world_size,
+        )
+        first: dict[str, tuple[int, Sequence[float]]] = {}
+        for rank, (problem, digests) in enumerate(of_ranks):
+            if problem:
+                raise ValueError(problem)
+            for name, digest in digests.items():
+                # Inputs of towers elsewhere may be missing.
+                of, other = first.setdefault(name, (rank, digest))
+                if not _same(digest, other):
+                    differ = "other values"
+                    if name == "rows" and digest[0] != other[0]:
+                        differ = f"{other[0]} and {digest[0]} of them"
+                    raise ValueError(
+                        f"{name}: ranks {of} and {rank} have {differ}; give every rank the whole batch, drawn by one "
+                        "seed, without a DistributedSampler"
+                    )
 
     def slice_of(self, size: int) -> slice:
         """Returns this rank's rows of a batch of ``size``; the first ranks have one more if it does not divide."""
@@ -158,12 +199,13 @@ class TowersOnRanks(nn.Module):
             sent.requires_grad_()
         totals = [sum(of_rank.widths.values()) for of_rank in by_rank]
         receiving = [here * total for total in totals]
-        received: Tensor = all_to_all_single(  # type: ignore[no-untyped-call]
-            sent.new_empty(sum(receiving)),
+        group = dist.group.WORLD
+        assert group is not None
+        received = all_to_all_single_autograd(
             sent.reshape(-1),
             receiving,
             [count * sent.shape[1] for count in counts],
-            group=dist.group.WORLD,
+            group=group,
         )
         outputs: dict[str, Tensor] = {}
         blocks = torch.split(received, receiving)
@@ -204,6 +246,25 @@ class _Outputs(NamedTuple):
 
     widths: dict[str, int]
     dtype: torch.dtype | None
+
+
+def _digest(values: Any) -> list[float]:
+    """Returns the sum of each dense tensor in ``values``, weighted so that another order of rows changes it."""
+    sums = []
+    for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+            flat = leaf.detach().double().reshape(-1).nan_to_num(0, 0, 0)
+            places = torch.arange(1, len(flat) + 1, device=flat.device)
+            sums.append(float((flat * places).sum()))
+    return sums
+
+
+def _same(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Compares digests; hosts of other processors may round a batch in another way."""
+    return len(one) == len(other) and all(
+        math.isclose(mine, theirs, rel_tol=1e-6)
+        for mine, theirs in zip(one, other, strict=True)
+    )
 
 
 def _added_up(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -236,7 +236,8 @@ REFUSED: list[tuple[Any, OptimizerConfig, str]] = [
     (
         Sequences,
         OptimizerConfig(tables="adam"),
-        "table 'item_rows': FBGEMM has no kernel of adam for the cpu; set optimizer.per_table.item_rows.kind=adagrad,",
+        "table 'item_rows': FBGEMM has no kernel of adam for the cpu; set optimizer.per_table.item_rows.kind=adagrad, "
+        "optimizer.per_table.item_rows.lr=0.05, or read it by an EmbeddingBag",
     ),
 ]
 

@@ -11,7 +11,11 @@ from torch.distributed.optim import (
     # torchrec has a name of its own for this function, but it is deprecated.
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    DataType,
+    EmbeddingConfig,
+)
 
 from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
 from torchrec_ext.distributed.sharders import refused_because
@@ -104,6 +108,8 @@ def _without_kernel(
         remedy = f"{prefix}weight_decay=0"
     if can_be_whole:
         remedy = f"plan.tables.{table.name}.sharding=data_parallel, or {remedy}"
+    elif isinstance(table, EmbeddingConfig) and table.data_type == DataType.FP32:
+        remedy += ", or read it by an EmbeddingBag"
     return f"table '{table.name}': FBGEMM has no kernel of {rule} for the {device}; set {remedy}"
 
 
