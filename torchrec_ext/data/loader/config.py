@@ -45,9 +45,8 @@ class LoaderConfig:
         lanes: number of places in the files from which a batch is mixed; where it is a multiple of the number of ranks
             each rank reads only its share of the data, see :class:`StreamPlan`. The order of the rows depends on it.
             With more ranks than lanes every rank has a lane of its own, so the order depends on the number of ranks. On
-            a click log of 40 columns (benchmarks/loader.py) 4 and 8 were equally fast, and a process took 730 MB at its
-            peak with 4 and 880 MB with 8, of which 410 MB are torch and TorchRec; with 4 and row groups of a million
-            rows, each lane holding 65 MB of one, 960 MB.
+            a click log of 40 columns (benchmarks/loader.py) a process took 850 MB at its peak with 4, of which 430 MB are
+            torch and TorchRec.
         buffer_rows: rows of files held for shuffling, over all lanes. A row group that is larger than a
             lane's share is read in parts, in its order, and a warning says so. By default fewer than ``4 * lanes`` row
             groups, some of them so large, are held and shuffled whole by every rank, if all their columns have at most
@@ -55,8 +54,8 @@ class LoaderConfig:
             buffer holds. The order of the rows depends on it.
         device: ``cpu`` or ``cuda``: hold all rows and items as tensors there, gather and draw there; see
             :class:`ChunkLoader`. A captured step then makes its batches itself.
-        read_ahead: parts of the buffer (``buffer_rows / lanes`` rows of files) read and shuffled ahead, each lane's by
-            a thread of its own; 0 reads in the thread that builds the batches.
+        read_ahead: parts of the buffer (``buffer_rows / lanes`` rows of files) read and shuffled ahead, by as many
+            threads; 0 reads in the thread that builds the batches.
     """
 
     batch_size: int = 1024
