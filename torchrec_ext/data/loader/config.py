@@ -45,7 +45,7 @@ class LoaderConfig:
         lanes: number of places in the files from which a batch is mixed; where it is a multiple of the number of ranks
             each rank reads only its share of the data, see :class:`StreamPlan`. The order of the rows depends on it.
             With more ranks than lanes every rank has a lane of its own, so the order depends on the number of ranks. On
-            a click log of 40 columns (benchmarks/loader.py) a process took 850 MB at its peak with 4, of which 430 MB are
+            a click log of 40 columns (benchmarks/loader.py) a process took 850 MB at its peak, 430 MB of which are
             torch and TorchRec.
         buffer_rows: rows of files held for shuffling, over all lanes. A row group that is larger than a
             lane's share is read in parts, in its order, and a warning says so. By default fewer than ``4 * lanes`` row
