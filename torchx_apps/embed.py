@@ -83,7 +83,7 @@ def _embed(argv: Sequence[str] | None) -> int:
         rows = TowerRows(bundle, options.tower, [*options.catalogue], options.id)
     folder = options.out or options.refresh
     assert folder is not None
-    tower = bundle.manifest.content["towers"][options.tower]["digest"]
+    tower = bundle.digest_of(options.tower)
     with tracked(folder, asdict(options), folder="store") as figures:
         blocks = rows.blocks() if rows is not None else ()
         if options.refresh is None:

@@ -51,7 +51,7 @@ def test_a_store_has_the_bundles_rows(
     )
     bundle = Bundle.load(folder / "bundle")
     store = Store.open(out)
-    assert (store.tower, store.side) == (bundle.candidate_digest, "candidate")
+    assert (store.tower, store.side) == (bundle.digest_of("candidate"), "candidate")
     for position, item in enumerate(bundle.items.ids.ids(range(ITEMS))):
         found = store.find(item)
         assert found is not None

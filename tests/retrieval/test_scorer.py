@@ -215,7 +215,7 @@ def test_stored_vectors(small: Small, bundle: Bundle, tmp_path: Path) -> None:
     write_store(
         folder,
         [(np.array([5]), other[None])],
-        tower=bundle.query_digest,
+        tower=bundle.digest_of("query"),
         side="query",
         shape=(1, len(other)),
     )

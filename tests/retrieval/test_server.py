@@ -225,7 +225,7 @@ def test_token_hosts_and_stored_users(folder: Path, tmp_path: Path) -> None:
     write_store(
         tmp_path / "users",
         [(np.arange(1, 21), bundle.query.embed(Small().users().features))],
-        tower=bundle.query_digest,
+        tower=bundle.digest_of("query"),
         side="query",
         shape=(20, bundle.query.width),
     )

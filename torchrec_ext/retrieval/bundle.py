@@ -351,15 +351,9 @@ class Bundle:
         """``product`` if a logit is the dot product of query and stored row, else ``top_nn``."""
         return str(self.manifest.content["metric"])
 
-    @property
-    def query_digest(self) -> str:
-        """Digest of everything behind a query's vector; stores of users' vectors belong to it."""
-        return str(self.manifest.content["towers"]["query"]["digest"])
-
-    @property
-    def candidate_digest(self) -> str:
-        """Digest of everything behind a stored row."""
-        return str(self.manifest.content["towers"]["candidate"]["digest"])
+    def digest_of(self, side: str) -> str:
+        """Returns the digest of all behind the vectors of a side, ``query`` or ``candidate``; stores keep it."""
+        return str(self.manifest.content["towers"][side]["digest"])
 
     @cached_property
     def unknown_item(self) -> Floats:

@@ -16,7 +16,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,8 +46,6 @@ from torchrec_ext.data.loader.epoch_order import (
 from torchrec_ext.data.loader.epochs import Share
 from torchrec_ext.data.loader.shared import SharedCandidates, StepRows
 from torchrec_ext.schema import BatchSchema, RowNumbers
-
-T = TypeVar("T")
 
 
 class LaneReader:
@@ -134,7 +132,9 @@ def _shuffled_column(column: Column, order: Int64 | None) -> Column:
     return Column.from_lengths(values.numpy(), lengths.numpy())
 
 
-def _after(before: Future[Any] | None, load: Callable[[], T]) -> T:
+def _after(
+    before: Future[BlockRows] | None, load: Callable[[], BlockRows]
+) -> BlockRows:
     """Loads the next block of a lane: its reader goes forward only. The one before was begun before."""
     if before is not None:
         wait([before])
