@@ -133,6 +133,7 @@ class Captures:
             HalfStepError: the step failed half way.
         """
         self._batch = batch
+        self._has_waited = False
         updates = [self.current] if self.current is not None else []
         updates += [each for each in self._updates.values() if each is not self.current]
         with self._tables_marked(is_marked=False), self._user_step.autocast():
@@ -141,6 +142,8 @@ class Captures:
                 code = call.holds(batch.parts) if call is not None else None
                 if code is not None:
                     return code(*batch.parts)  # type: ignore[no-any-return]
+            # Guards hold for one shape of each tensor, so only other shapes come here.
+            self._check_shapes(batch)
             return self._traced(batch)
 
     def _traced(self, batch: StepBatch) -> tuple[Tensor, Any]:
@@ -229,7 +232,7 @@ class Captures:
             )
         return self._updates[key]
 
-    def check_shapes(self, batch: StepBatch) -> None:
+    def _check_shapes(self, batch: StepBatch) -> None:
         """Lets a batch be captured if few shapes are so far, and its own came often; each trace of a shape costs.
 
         Raises:
@@ -237,7 +240,6 @@ class Captures:
             TooManyShapesError: it stays eager for good.
         """
         shapes = batch.shapes()
-        self._has_waited = False
         if shapes in self._shapes:
             return
         if self._shapes:
