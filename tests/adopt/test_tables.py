@@ -279,6 +279,10 @@ def test_tables_named_in_without_stay() -> None:
     adopt_tables(model, without=["pos"])
     assert model["pos"] is tables["pos"]
     assert model["user"] is not tables["user"]
+    with pytest.raises(
+        CannotAdopt, match=r"no nn.EmbeddingBag beside those of without=pos"
+    ):
+        adopt_tables(model, without=["pos"])
 
 
 IDS = torch.tensor([[0, 1], [2, 3]])

@@ -22,6 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.contracts import run_ranks
 from tests.examples import META
+from torchrec_ext.adopt.tables import adopt_tables
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig, TablePlan
@@ -219,6 +220,26 @@ def managed(runtime: Runtime) -> str:
 def test_managed_collision_and_no_parameters_are_refused_by_name() -> None:
     (message,) = run_ranks(managed, 1)
     assert "DynamicIds" in message
+    assert len(message) <= 200
+
+
+def one_name(runtime: Runtime) -> str:
+    towers = {
+        "user": nn.ModuleDict({"e": nn.Embedding(8, 4)}),
+        "item": nn.ModuleDict({"e": nn.Embedding(8, 4)}),
+    }
+    for tower in towers.values():
+        adopt_tables(tower)
+    with pytest.raises(ValueError, match="") as error:
+        hybrid_parallel(nn.ModuleDict(towers), runtime, optimizer=SGD)
+    return str(error.value)
+
+
+def test_tables_of_one_name_are_refused() -> None:
+    (message,) = run_ranks(one_name, 1)
+    assert (
+        "'user.e.collection' and 'item.e.collection' both have a table 'e'" in message
+    )
     assert len(message) <= 200
 
 

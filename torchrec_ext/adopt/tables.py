@@ -163,10 +163,17 @@ def adopt_tables(model: nn.Module, *, without: Collection[str] = ()) -> nn.Modul
         (True, True, 'ShardableTable')
     """
     # Each path: a table that two modules share has two.
+    paths = dict(model.named_modules(remove_duplicate=False))
+    # A collection has its tables as modules of torch's.
+    collections = tuple(
+        f"{path}." if path else ""
+        for path, module in paths.items()
+        if isinstance(module, EmbeddingCollection | EmbeddingBagCollection)
+    )
     modules = {
         path: module
-        for path, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, _TABLES)
+        for path, module in paths.items()
+        if isinstance(module, _TABLES) and not path.startswith(collections)
     }
     for path in without:
         if path not in modules:
@@ -176,8 +183,9 @@ def adopt_tables(model: nn.Module, *, without: Collection[str] = ()) -> nn.Modul
             )
         del modules[path]
     if not modules:
+        beside = f" beside those of without={listed(without)}" if without else ""
         raise CannotAdopt(
-            f"{type(model).__name__} has no nn.Embedding and no nn.EmbeddingBag: there is no table to move"
+            f"{type(model).__name__} has no nn.Embedding and no nn.EmbeddingBag{beside}: there is no table to move"
         )
     for path, table in modules.items():
         _refuse_table(path, table)

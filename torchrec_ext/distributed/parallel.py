@@ -50,6 +50,7 @@ from torchrec_ext.distributed.tables import (
     collections,
     initialise_tables,
     rows_of_tables,
+    table_configs,
     table_shardings,
     tables_of,
     without_init_fn,
@@ -109,10 +110,11 @@ def hybrid_parallel(
 
     Raises:
         ValueError: the model has no parameters; the plan shards a table whose optimizer nothing runs on the device; an
-            exception names no table or layer; a table has rows on some ranks and none on others; a table has an
-            optimizer by ``apply_optimizer_in_backward``.
+            exception names no table or layer; two collections have tables of one name; a table has rows on some ranks
+            and none on others, or an optimizer by ``apply_optimizer_in_backward``.
     """
     _refuse_managed_collision(model)
+    _refuse_one_name(model)
     if not any(True for _ in model.parameters()):
         raise ValueError(
             f"model: {type(model).__name__} has no parameters, so there is nothing to train; give the module that "
@@ -163,6 +165,18 @@ def _refuse_managed_collision(model: nn.Module) -> None:
                 f"'{path}' has TorchRec's managed collision, whose tables train under TorchRec's own sharders; take "
                 "plain tables with torchrec_ext.ids.DynamicIds, or DistributedModelParallel"
             )
+
+
+def _refuse_one_name(model: nn.Module) -> None:
+    paths: dict[str, str] = {}
+    for path, collection in collections(model):
+        for table in table_configs(collection):
+            other = paths.setdefault(table.name, path)
+            if other != path:
+                raise ValueError(
+                    f"'{other}' and '{path}' both have a table '{table.name}', by which plans and first values know "
+                    "it; give each a name of its own, as one adopt_tables(model) does"
+                )
 
 
 def _given_rows(model: nn.Module, runtime: Runtime) -> dict[str, Tensor]:
