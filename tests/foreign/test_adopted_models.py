@@ -197,8 +197,9 @@ def test_a_model_of_another_package_learns_what_its_own_loop_learns(
 ) -> None:
     monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
     # Adam makes full steps by a gradient that is rounding alone, as that of a bias
-    # before DSSM's batch normalisation, and refuses DLRM's sparse gradients.
-    kind = torch.optim.SGD if "DSSM" in name or "DLRM" in name else torch.optim.Adam
+    # before torch-rechub's batch normalisation, and refuses DLRM's sparse gradients.
+    has_sgd = "rechub" in name or "DLRM" in name
+    kind = torch.optim.SGD if has_sgd else torch.optim.Adam
     model, optimizer, loss = made(name, kind)
     own = []
     for number in range(STEPS):
