@@ -95,7 +95,6 @@ def make(folder, items, interaction):
         "age": pa.float32(),
     }
     users = pa.Table.from_pylist(questions(items, 512)).cast(pa.schema(types))
-    nobody = pa.array([[]] * 512, pa.list_(pa.int64()))
     attributes = pa.table({"share": values})
     export(
         network(items, interaction),
@@ -106,7 +105,6 @@ def make(folder, items, interaction):
             ids=np.arange(512),
             features=users,
             unknown={"user_id": 0, "history": [], "age": 0.0},
-            seen=nobody,
         ),
     )
     return Bundle.load(folder)

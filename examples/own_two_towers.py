@@ -63,7 +63,6 @@ def train(model: TwoTowers, steps: int) -> float:
 def write_bundle(model: TwoTowers, folder: Path) -> None:
     """Writes the trained model with its catalogue and its users."""
     users, items = torch.arange(USERS), torch.arange(ITEMS)
-    nothing = pa.array([[]] * USERS, pa.list_(pa.int64()))
     export(
         model,
         folder,
@@ -77,7 +76,6 @@ def write_bundle(model: TwoTowers, folder: Path) -> None:
             ids=users.numpy(),
             features=pa.table({"user": users.numpy()}),
             unknown={"user": 0},
-            seen=nothing,
         ),
         overwrite=True,
     )

@@ -84,6 +84,9 @@ def _embed(argv: Sequence[str] | None) -> int:
     folder = options.out or options.refresh
     assert folder is not None
     tower = bundle.digest_of(options.tower)
+    # Rows of files are the caller's own: no bundle says whether they have changed.
+    of_bundle = options.tower == "query" and not options.catalogue
+    features = bundle.features_digest if of_bundle else ""
     with tracked(folder, asdict(options), folder="store") as figures:
         blocks = rows.blocks() if rows is not None else ()
         if options.refresh is None:
@@ -94,13 +97,20 @@ def _embed(argv: Sequence[str] | None) -> int:
                 tower=tower,
                 side=options.tower,
                 shape=rows.shape,
+                features=features,
                 dtype=options.store or "fp32",
                 overwrite=True,
             )
         else:
             texts = options.delete.split(",") if options.delete else []
             deleted = [text.strip() for text in texts]
-            store = refresh_store(folder, blocks, tower=tower, deleted=deleted)
+            store = refresh_store(
+                folder,
+                blocks,
+                tower=tower,
+                features=features if rows is not None else None,
+                deleted=deleted,
+            )
         width = store.vectors.shape[1]
         result = f"store: {folder} ({len(store):,} x {width} {store.dtype} of the {options.tower} side)"
         unknown = rows.unknown if rows is not None else Counter()

@@ -277,7 +277,9 @@ def test_a_user_who_is_named_by_id_is_the_whole_raw_row_without_what_was_taken(
         -1
     ].as_py() + datetime.timedelta(hours=1)
     ages = {row["who"]: row["age"] for row in train}
-    before = train + pq.read_table(log / "validation.parquet").to_pylist()
+    before = list(train)
+    for split in ("validation", "test"):
+        before += pq.read_table(log / f"{split}.parquet").to_pylist()
     clicked = {(row["who"], row["what"]) for row in before if row["clicked"]}
     bundle = Bundle.load(trained / "bundle")
     assert bundle.users is not None

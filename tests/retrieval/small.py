@@ -121,7 +121,7 @@ class Small:
         catalogue.write(folder)
         named = self.users()
         if users:
-            named.write(folder)
+            named.write(folder, np.array(self.ids))
         parity = self._write_audit(folder)
         if preprocessor is not None:
             preprocessor.save(folder / "preprocessor")
@@ -150,7 +150,7 @@ class Small:
                 }
             ),
             unknown={"user": 0, "history": [], "age": 0.0},
-            seen=pa.array([[row] for row in range(USERS)]),
+            seen_ids=pa.array([[each] for each in self.ids[:USERS]]),
         )
 
     def attributes(self) -> pa.Table:

@@ -112,6 +112,7 @@ def test_the_candidate_graph_gives_the_stored_rows(folder: Path) -> None:
         "pairs.onnx",
         "items.arrow",
         "users.arrow",
+        "seen.arrow",
         "audit.arrow",
     ],
 )

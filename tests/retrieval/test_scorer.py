@@ -209,7 +209,7 @@ def test_two_scorers_give_one_order(bundle: Bundle) -> None:
 
 
 def test_stored_vectors(small: Small, bundle: Bundle, tmp_path: Path) -> None:
-    """A user's stored vector is taken for an id alone, and only if the bundle's own query side made it."""
+    """A stored vector is taken for an id alone, if the bundle's query side made it of the bundle's features."""
     other = small.query(9, [1], 3.0).astype(np.float32)
     folder = tmp_path / "users"
     write_store(
@@ -229,13 +229,21 @@ def test_stored_vectors(small: Small, bundle: Bundle, tmp_path: Path) -> None:
         RecommendRequest(user={"user": 6}),
     ):
         assert scorer.recommend(request).vector == "live"
-    write_store(
-        folder,
-        [(np.array([5]), other[None])],
-        tower="another",
-        side="query",
-        shape=(1, len(other)),
-        overwrite=True,
-    )
-    foreign = Scorer(bundle, StoredUsers(folder))
-    assert foreign.recommend(RecommendRequest(user={"user": 5})).vector == "live"
+    tower = bundle.digest_of("query")
+    for made_by, features, vector in (
+        (tower, bundle.features_digest, "store"),
+        (tower, "those of yesterday", "live"),
+        ("another", "", "live"),
+    ):
+        write_store(
+            folder,
+            [(np.array([5]), other[None])],
+            tower=made_by,
+            features=features,
+            side="query",
+            shape=(1, len(other)),
+            overwrite=True,
+        )
+        scorer = Scorer(bundle, StoredUsers(folder))
+        answer = scorer.recommend(RecommendRequest(user={"user": 5}))
+        assert answer.vector == vector

@@ -1,6 +1,7 @@
 """A store is whole or absent, and a refresh changes, adds and removes rows over a copy."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -113,13 +114,14 @@ def test_a_replaced_store_is_picked_up(tmp_path: Path) -> None:
     old, new = vectors(1), vectors(1, 1)
     write(tmp_path / "s", ([1], old))
     users = StoredUsers(tmp_path / "s")
+    bundle: Any = SimpleNamespace(digest_of=lambda side: "t", features_digest="")
     write(tmp_path / "s", ([1], new), overwrite=True)
     users._next = 0.0
-    found = users.find(1, "t")
+    found = users.find(1, bundle)
     assert found is not None
     np.testing.assert_array_equal(found, new[0])
     (tmp_path / "s/manifest.json").write_text("{}")
     users._next = 0.0
-    found = users.find(1, "t")
+    found = users.find(1, bundle)
     assert found is not None
     assert not users.available

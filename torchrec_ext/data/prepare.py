@@ -413,7 +413,10 @@ def write_raw_rows(
     sql = requests_sql(asked, rows, past, where=f"{ROW} % {every} = 0")
     tables = {RAW_REQUESTS: table(con, sql)}
     if isinstance(fitted.state_of(roles.user or ""), Vocabulary):
-        users = _users(fitted, splits, roles, con, log)
+        # A service knows what no training row does: the rows that were held out.
+        users = _users(
+            fitted, splits, roles, con, splits if events is None else [events]
+        )
         if users is not None:
             tables[RAW_USERS] = users
     if roles.item is not None:
@@ -444,9 +447,12 @@ def _users(
     splits: Sequence[Source],
     roles: Roles,
     con: Connection,
-    log: Source,
+    logs: Sequence[Source],
 ) -> pa.Table | None:
-    """Returns the users of the training rows with their request columns; None if they are too many."""
+    """Returns the users of the training rows with their request columns; None if they are too many.
+
+    Their histories are of the events of all ``logs``.
+    """
     (key,) = fitted.only([str(roles.user)]).request_columns
     steps = fitted.only(owned_columns("user", fitted.outputs, roles.user_features))
     histories = [step for step in steps.steps if isinstance(step, History)]
@@ -469,13 +475,15 @@ def _users(
     for step in histories:
         # A history of other users' events does not belong to the user.
         if step.user == key:
-            events = open_source(log, step.reads, con)
-            view = f"({step.latest_sql(view, events.view)})"
+            names = ", ".join(map(quoted, step.reads))
+            views = [open_source(log, step.reads, con).view for log in logs]
+            events = " UNION ALL ".join(f"SELECT {names} FROM {each}" for each in views)
+            view = f"({step.latest_sql(view, f'({events})')})"
             # Where only histories read the time, a user known by id alone is asked at
             # the log's end. An hour of the day must come with the request.
             if step.time not in read_by_others:
                 kind = fitted.raw[step.time]
-                view = f"({step.end_time_sql(view, events.view, kind)})"
+                view = f"({step.end_time_sql(view, f'({events})', kind)})"
                 read_by_others.add(step.time)
     return table(con, f"SELECT * FROM {view} ORDER BY {quoted(key)}")
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.retrieval.catalogue import (
+    USERS,
     IdArray,
     ItemTable,
     UserTable,
@@ -354,6 +355,12 @@ class Bundle:
     def digest_of(self, side: str) -> str:
         """Returns the digest of all behind the vectors of a side, ``query`` or ``candidate``; stores keep it."""
         return str(self.manifest.content["towers"][side]["digest"])
+
+    @property
+    def features_digest(self) -> str:
+        """The digest of the users' features; empty if the bundle knows no users."""
+        files = self.manifest.content["files"]
+        return "" if self.users is None else str(files[USERS]["sha256"])
 
     @cached_property
     def unknown_item(self) -> Floats:

@@ -25,6 +25,7 @@ IdArray = NDArray[np.int64]
 Id = int | str
 ITEMS = "items.arrow"
 USERS = "users.arrow"
+SEEN = "seen.arrow"
 ID = "id"
 TITLE = "title"
 TRAINED = "trained"
@@ -107,17 +108,18 @@ class NamedUsers:
         ids: (U,) int64 or str ids.
         features: U rows with raw columns of the query towers; a request's own values take precedence.
         unknown: raw columns of an unknown user.
-        seen: (U,) lists of positions of items a user has taken, oldest first.
+        seen_ids: (U,) lists of ids of the items a user has taken, oldest first: recommendations leave them out. Ids
+            that the catalogue lacks say nothing. None if nobody's are known.
     """
 
     key: str
     ids: NDArray[Any]
     features: pa.Table
     unknown: Mapping[str, Any]
-    seen: pa.Array
+    seen_ids: pa.Array | None = None
 
     def __post_init__(self) -> None:
-        names = ("features", "seen")
+        names = ("features", "seen_ids")
         _check_lengths("users", vars(self), names, "give one for each user")
         missing = [
             name for name in self.features.column_names if name not in self.unknown
@@ -127,10 +129,15 @@ class NamedUsers:
                 f"users: unknown lacks {missing}; give one value for each column of features"
             )
 
-    def write(self, folder: Path) -> None:
-        """Writes the users of a bundle; the last row is the user of whom nothing is known."""
+    def write(self, folder: Path, items: NDArray[Any]) -> None:
+        """Writes the users of a bundle of ``items``, (I,) ids; the last row is the user of whom nothing is known.
+
+        What they took is a file of its own: the digest of the other one is that of their features.
+
+        Raises:
+            BundleError: ids of users are there twice, or those of their items are of another type.
+        """
         columns: dict[str, Any] = {_USER: Ids(self.ids).arrow()}
-        columns[_SEEN] = self.seen.cast(pa.list_(pa.int32()))
         for name in self.features.column_names:
             columns[name] = self.features[name]
         table = pa.table(columns).replace_schema_metadata(None)
@@ -138,6 +145,27 @@ class NamedUsers:
         for field in table.schema:
             last[field.name] = pa.array([self.unknown.get(field.name)], field.type)
         write_table(folder / USERS, pa.concat_tables([table, pa.table(last)]))
+        write_table(folder / SEEN, pa.table({_SEEN: self._seen(Ids(items))}))
+
+    def _seen(self, items: Ids) -> pa.Array:
+        """Returns (U,) lists of positions of the items that users have taken."""
+        owners = positions = np.zeros(0, np.int64)
+        if self.seen_ids is not None:
+            flat = pc.list_flatten(self.seen_ids)
+            numbers = pa.types.is_integer(flat.type)
+            try:
+                positions = items.positions(
+                    flat.cast(pa.int64()).to_numpy() if numbers else flat.to_pylist()
+                )
+            except ValueError as error:
+                raise BundleError(f"users: seen_ids: {error}") from None
+            owners = pc.list_parent_indices(self.seen_ids).to_numpy()
+        known = positions >= 0
+        counts = np.bincount(owners[known], minlength=len(self.ids))
+        ends = np.concatenate([[0], np.cumsum(counts)])
+        return pa.ListArray.from_arrays(
+            pa.array(ends, pa.int32()), pa.array(positions[known], pa.int32())
+        )
 
 
 def _check_lengths(
@@ -390,10 +418,10 @@ class UserTable:
         ids: map of ids to rows, 0 to U - 1.
     """
 
-    def __init__(self, key: str, table: pa.Table) -> None:
+    def __init__(self, key: str, table: pa.Table, seen: pa.ChunkedArray) -> None:
         self.key = key
-        self._seen = table[_SEEN]
-        self._features = table.drop_columns([_USER, _SEEN])
+        self._seen = seen
+        self._features = table.drop_columns([_USER])
         # The last row is for unknown users.
         self.ids = Ids(table[_USER].slice(0, len(table) - 1))
 
@@ -403,17 +431,18 @@ class UserTable:
     @classmethod
     def open(cls, folder: Path, key: str, items: int) -> UserTable:
         """Opens the users of a bundle of ``items`` items; raises BundleError if they are damaged."""
-        path = folder / USERS
-        table = read_table(path)
-        if not {_USER, _SEEN} <= set(table.column_names) or not len(table):
-            raise BundleError(f"{path}: holds no users with their items; {ANEW}")
-        bounds = pc.min_max(pc.list_flatten(table[_SEEN])).as_py()
+        table = read_table(folder / USERS)
+        seen = read_table(folder / SEEN)
+        has_names = _USER in table.column_names and seen.column_names == [_SEEN]
+        if not has_names or len(table) != len(seen) + 1:
+            raise BundleError(f"{folder}: holds no users with their items; {ANEW}")
+        bounds = pc.min_max(pc.list_flatten(seen[_SEEN])).as_py()
         least, most = bounds["min"], bounds["max"]
         if least is not None and not 0 <= least <= most < items:
             raise BundleError(
-                f"{path}: has items at positions {least} to {most}, must be 0 to {items - 1}; {ANEW}"
+                f"{folder / SEEN}: has items at positions {least} to {most}, must be 0 to {items - 1}; {ANEW}"
             )
-        return cls(key, table)
+        return cls(key, table, seen[_SEEN])
 
     def features(self, row: int) -> dict[str, list[Any]]:
         """Returns a user's raw columns, each a list of one value; row -1 is the unknown user's."""

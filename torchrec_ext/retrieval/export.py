@@ -385,7 +385,7 @@ class _Content:
             self.preprocessor.save(folder / PREPROCESSOR)
         self.catalogue.write(folder)
         if self.users is not None:
-            self.users.write(folder)
+            self.users.write(folder, self.catalogue.ids)
         users = None
         if self.users is not None:
             users = {"rows": len(self.users.ids), "key": self.users.key}

@@ -381,7 +381,7 @@ class Scorer:
             and set(user) == {key}
             and user[key] is not None
         ):
-            stored = self._vectors.find(user[key], self.bundle.digest_of("query"))
+            stored = self._vectors.find(user[key], self.bundle)
             if stored is not None and len(stored) == self.bundle.query.width:
                 return self._checked(stored, "known", [], "store", row)
         side = self.bundle.query

@@ -14,7 +14,7 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
 from torchrec_ext.data.preprocess.folders import whole_folder
-from torchrec_ext.retrieval.bundle import Floats, open_array
+from torchrec_ext.retrieval.bundle import Bundle, Floats, open_array
 from torchrec_ext.retrieval.catalogue import Id, Ids, read_table, write_table
 from torchrec_ext.retrieval.manifest import (
     BUNDLE_MANIFEST,
@@ -46,6 +46,7 @@ class Store:
         vectors: (N, W) float32 or float16.
         tower: digest of the side that made the vectors.
         side: ``query`` or ``candidate``.
+        features: digest of a bundle's users, of whose features the vectors are; empty for rows of files.
     """
 
     def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
@@ -53,6 +54,7 @@ class Store:
         self.folder = folder
         self.tower = str(values["tower"])
         self.side = str(values["side"])
+        self.features = str(values.get("features", ""))
         self.ids = Ids(read_table(folder / _IDS)["id"])
         self.vectors = open_array(folder / _VECTORS)
         shape = (len(self.ids), values["width"])
@@ -115,6 +117,7 @@ def write_store(
     tower: str,
     side: str,
     shape: tuple[int, int],
+    features: str = "",
     dtype: str = "fp32",
     overwrite: bool = False,
 ) -> Store:
@@ -126,6 +129,8 @@ def write_store(
         tower: digest of the side that made the vectors.
         side: ``query`` or ``candidate``.
         shape: (N, W), the number of all rows and the width of each.
+        features: digest of the bundle's users, if the rows are their features: those of another digest are then
+            computed anew.
         dtype: ``fp32`` or ``fp16``.
         overwrite: replace an earlier store. Who has opened it reads on in the old one.
 
@@ -143,6 +148,7 @@ def write_store(
             whole = Ids(pa.concat_arrays(ids))
             write_table(staging / _IDS, pa.table({"id": whole.arrow()}))
             content = {"tower": tower, "side": side, "width": shape[1]}
+            content["features"] = features
             write_manifest(staging, content, {})
             sync_tree(staging)
     except (StoreError, KeyboardInterrupt):
@@ -179,6 +185,7 @@ def refresh_store(
     blocks: Iterable[Block],
     *,
     tower: str,
+    features: str | None = None,
     deleted: Sequence[Id] = (),
 ) -> Store:
     """Changes, adds and removes rows of a store over a copy, which then replaces it.
@@ -189,6 +196,7 @@ def refresh_store(
         folder: folder of the store.
         blocks: ids and vectors that changed or are new.
         tower: digest of the side that made them; must be the store's.
+        features: see :func:`write_store`; None if those of the store stay.
         deleted: ids to remove; texts also stand for whole numbers.
 
     Raises:
@@ -226,6 +234,7 @@ def refresh_store(
         folder,
         every(),
         tower=tower,
+        features=store.features if features is None else features,
         side=store.side,
         shape=(len(stays) + len(new), store.vectors.shape[1]),
         dtype=store.dtype,
@@ -259,17 +268,17 @@ class StoredUsers:
             )
         return store
 
-    @property
-    def tower(self) -> str:
-        """Digest of the side that made the vectors."""
-        return self._store.tower
+    def fits(self, bundle: Bundle) -> bool:
+        """Whether the vectors are those that the bundle would compute: by its tower, and of its users' features."""
+        store = self._store
+        is_same = store.features in ("", bundle.features_digest)
+        return is_same and store.tower == bundle.digest_of("query")
 
-    def find(self, user: Id, tower: str) -> Floats | None:
-        """Returns the (W,) vector of a user by the tower with that digest, or None."""
+    def find(self, user: Id, bundle: Bundle) -> Floats | None:
+        """Returns the (W,) vector of a bundle's user, or None."""
         if time.monotonic() >= self._next:
             self._renew()
-        store = self._store
-        return store.find(user) if store.tower == tower else None
+        return self._store.find(user) if self.fits(bundle) else None
 
     def _renew(self) -> None:
         """Opens a replaced store; keeps the open one if the new one is damaged."""

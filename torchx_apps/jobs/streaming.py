@@ -285,10 +285,6 @@ def export_ids(
         )
     items = live[ITEM].numpy()
     users = live[USER].numpy()
-    # The log says of nobody what was taken, beyond what the weights know.
-    nothing = pa.ListArray.from_arrays(
-        torch.zeros(len(users) + 1, dtype=torch.int32).numpy(), pa.array([], pa.int64())
-    )
     export(
         model,
         out,
@@ -298,7 +294,6 @@ def export_ids(
             ids=users,
             features=pa.table({USER: users}),
             unknown={USER: None},
-            seen=nothing,
         ),
         preprocessor=FittedPreprocessor(steps, {USER: "int64", ITEM: "int64"}),
         rows=rows,

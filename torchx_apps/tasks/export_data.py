@@ -141,7 +141,7 @@ def of_prepared(
             attributes=_attributes(features, key, data.preprocessor),
             trained=ids[known],
         ),
-        users=_users_of(data, names, item_rows),
+        users=_users_of(data, names, item_rows, ids),
         queries=pq.read_table(data.folder / RAW_REQUESTS).select(
             list(request_steps.request_columns)
         ),
@@ -195,13 +195,16 @@ def _attributes(
     return attributes
 
 
-def _users_of(data: Prepared, names: Sequence[str], items: Int64) -> NamedUsers | None:
-    """Returns the users of the vocabulary, with their items in training.
+def _users_of(
+    data: Prepared, names: Sequence[str], items: Int64, item_ids: Any
+) -> NamedUsers | None:
+    """Returns the users of the vocabulary, with the items of all their rows.
 
     Args:
         data: preprocessed rows.
         names: columns that the model reads.
-        items: row of the items' table of each position of the catalogue, (I,), 0 for an unknown item.
+        items: row of the items' table of each item of the catalogue, (I,), 0 for an unknown item.
+        item_ids: ids of these items, (I,).
 
     Returns:
         The users; None if the preprocessing names no user or has no vocabulary of them, or an older version did it.
@@ -234,21 +237,24 @@ def _users_of(data: Prepared, names: Sequence[str], items: Int64) -> NamedUsers 
     position[items] = np.arange(len(items))
     # Row 0 is that of all unknown items, and none of them.
     position[0] = -1
-    item_lists = as_arrow(
-        _taken(
-            data.taken_in_order("train", "validation"),
-            owner,
-            position,
-            len(rows),
-            len(items),
-        )
+    # Held-out rows too: to a service they are what the user took last.
+    taken = _taken(
+        data.taken_in_order("train", "validation", "test"),
+        owner,
+        position,
+        len(rows),
+        len(items),
+    )
+    positions = as_arrow(taken)
+    seen_ids = type(positions).from_arrays(
+        positions.offsets, pa.array(item_ids).take(positions.values)
     )
     return NamedUsers(
         key=key,
         ids=table[key].to_numpy(zero_copy_only=False),
         features=described,
         unknown=_nobody(described, user_steps, dense),
-        seen=item_lists,
+        seen_ids=seen_ids,
     )
 
 

@@ -249,7 +249,7 @@ class Served:
             reason = _REFUSED
         stores = {}
         if self.vectors is not None:
-            fits = self.vectors.tower == self.scorer.bundle.digest_of("query")
+            fits = self.vectors.fits(self.scorer.bundle)
             stores["store"] = self.vectors.available and fits
         return _json(
             {
