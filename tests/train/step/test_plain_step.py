@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
+from tests.capture.runs import Given
 from tests.capture.test_captured import distance, farthest, stepped, whole
 from tests.contracts import gather_state, pipeline_alone, run_ranks
 from tests.examples import ITEMS, META, batches, small_model
@@ -96,22 +96,6 @@ def compared(
     }
 
 
-class Twice:
-    """Given batches as a loader."""
-
-    def __init__(self, given: list[TowerBatch]) -> None:
-        self._given = given
-
-    def __iter__(self) -> Iterator[TowerBatch]:
-        return iter(self._given)
-
-    def __len__(self) -> int:
-        return len(self._given)
-
-    def set_epoch(self, epoch: int) -> None:
-        pass
-
-
 def of_a_run(runtime: Runtime, amp: Any) -> list[Any]:
     """The same run with plain steps and with the pipeline's."""
     found = []
@@ -121,7 +105,7 @@ def of_a_run(runtime: Runtime, amp: Any) -> list[Any]:
         )
         config = TrainConfig(epochs=2, compile="off", amp=amp)
         with road:
-            history = train(model, optimizer, Twice(list(batches(8))), runtime, config)
+            history = train(model, optimizer, Given(list(batches(8))), runtime, config)
         found.append(
             (
                 gather_state(model),
