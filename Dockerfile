@@ -19,8 +19,8 @@ RUN python3 -m venv /opt/venv
 # libnvidia-ml.so.1 of NVIDIA's driver, which a container has when it is run on a GPU and not when it is built.
 COPY torchrec_ext/__init__.py torchrec_ext/__init__.pyi torchrec_ext/exports.py torchrec_ext/
 COPY torchrec_ext/doctor.py torchrec_ext/stack.py torchrec_ext/
-RUN if [ "${VARIANT}" = cuda ]; then check=--no-import; else check=--import; fi \
-    && /opt/venv/bin/python -m torchrec_ext.doctor --install ${STACK:+--stack "${STACK}"} "${check}"
+RUN if [ "${VARIANT}" = cuda ]; then check=--no-import; fi \
+    && /opt/venv/bin/python -m torchrec_ext.doctor --install ${STACK:+--stack "${STACK}"} ${check}
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY components components
 COPY torchx_apps torchx_apps

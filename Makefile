@@ -5,6 +5,9 @@
 PYTHON ?= python3
 # The triple by its torch, as `doctor --stack` takes it. Empty: the doctor chooses one that fits this machine.
 STACK ?=
+TRIPLE = $(BIN)/python -m torchrec_ext.doctor --install $(addprefix --stack ,$(STACK))
+# Bytecode for everything costs 40 s; the first import writes what is used.
+EDITABLE = $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --editable
 VENV := .venv$(addprefix -,$(STACK))
 BIN := $(VENV)/bin
 # What the demo uses; `sharded` is what goes with the triple. Tests and lint add `dev`. PySpark takes 468 MB on disk and needs Java.
@@ -39,8 +42,9 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
 
 everything: $(TOOLS) ## set up with all extras, PySpark where Java is, and shared memory between ranks: then no test of these is skipped
-	@$(BIN)/python -m torchrec_ext.doctor --install $(addprefix --stack ,$(STACK)) --with-shared-memory \
-		--editable '.[$(EXTRAS),dev,docs,kubernetes,retrieval$(SPARK)]'
+	@$(EDITABLE) '.[$(EXTRAS),dev,docs,kubernetes,retrieval$(SPARK)]'
+	@$(BIN)/python -m torchrec_ext.distributed.shared_memory.library >/dev/null
+	@$(TRIPLE)
 
 demo: $(STAMP) ## set up, capture a loop, train two towers on two ranks (`torchx run`), store their vectors, answer a request
 	@$(WITH_VENV) $(BIN)/python examples/demo.py $(DEMO_ARGS)
@@ -59,7 +63,7 @@ lint: $(TOOLS) ## ruff check, ruff format --check, lint-imports, mypy --strict
 
 docs: $(TOOLS) ## build the site of docs/ into build/docs, and that of TAGS="v0.1.0 ..." beside it; needs no network once its tools are installed
 	@$(BIN)/python -c 'import furo, myst_parser, sphinx' 2>/dev/null || \
-		$(BIN)/python -m torchrec_ext.doctor --install --editable '.[$(EXTRAS),dev,docs]'
+		$(EDITABLE) '.[$(EXTRAS),dev,docs]'
 	@$(WITH_VENV) DOCS_TAGS="$(TAGS)" $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
 	@for tag in $(TAGS); do \
 		rm -rf build/tags/$$tag && git worktree prune && git worktree add --quiet --detach --force build/tags/$$tag $$tag && \
@@ -70,7 +74,7 @@ docs: $(TOOLS) ## build the site of docs/ into build/docs, and that of TAGS="v0.
 
 bench: $(TOOLS) ## every benchmark, an hour at most, on a machine that does nothing else; writes benchmarks/results
 	@$(BIN)/python -c 'import duckdb, faiss' 2>/dev/null || \
-		$(BIN)/python -m torchrec_ext.doctor --install --editable '.[$(EXTRAS),dev,retrieval]'
+		$(EDITABLE) '.[$(EXTRAS),dev,retrieval]'
 	@$(WITH_VENV) $(BIN)/python benchmarks/all.py $(BENCH_ARGS)
 
 # Seconds of `make gpu`: a third at most for the tests; rows that it has no time for are measured by the next call.
@@ -105,9 +109,10 @@ $(STAMP): pyproject.toml torchrec_ext/stack.py
 		echo "set-up: $(PYTHON) cannot make environments: apt install python3-venv, or make demo PYTHON=/path/to/python3"; exit 1; }
 	@test -f $(STAMP) || $(PYTHON) -m venv --clear $(VENV)
 	@rm -f $(STAMP)
-	@$(BIN)/python -m torchrec_ext.doctor --install $(addprefix --stack ,$(STACK)) --editable '.[$(EXTRAS)]'
+	@$(TRIPLE)
+	@$(EDITABLE) '.[$(EXTRAS)]'
 	@printf '%s\n' '$(CURDIR)' > $(STAMP)
 
 $(TOOLS): $(STAMP)
-	@$(BIN)/python -m torchrec_ext.doctor --install $(addprefix --stack ,$(STACK)) --no-import --editable '.[$(EXTRAS),dev]' >/dev/null
+	@$(EDITABLE) '.[$(EXTRAS),dev]'
 	@touch $(TOOLS)

@@ -55,11 +55,6 @@ PRIVATE_NAMES = (
         "https://github.com/pytorch/pytorch/issues/65761",
     ),
     PrivateNames(
-        "torch/distributed/_functional_collectives.py",
-        ("all_to_all_single_autograd",),
-        "TowersOnRanks: an exchange with a gradient; the warning of torch's deprecated one names it",
-    ),
-    PrivateNames(
         "torch/utils/_python_dispatch.py",
         ("TorchDispatchMode",),
         "diagnose counts the ops of a step",

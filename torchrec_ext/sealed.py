@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import glob
 import hashlib
 import json
 import os
 import re
 import shutil
-import socket
 import stat
 import sys
 import threading
@@ -25,7 +23,6 @@ from typing import IO, Any, BinaryIO
 
 # Bytes that are read and hashed at a time.
 _BLOCK = 2**22
-_HOST = socket.gethostname()
 
 
 def package_versions() -> dict[str, str]:
@@ -249,39 +246,60 @@ def take_lock(handle: int | IO[str]) -> bool:
     return True
 
 
-def make_hidden(out: Path) -> tuple[Path, int]:
-    """Makes ``.NAME.partial-HOST-PID`` beside ``out`` and locks it.
+def begin_folder(out: Path) -> tuple[Path, int]:
+    """Makes ``.NAME.partial`` beside ``out``, and keeps others from writing it until its handle is closed.
+
+    What a killed process left of either is removed, and a folder that it was replacing is put back.
 
     Returns:
-        The folder, and its file descriptor, which keeps the lock while it is open.
+        The folder, and its file descriptor.
+
+    Raises:
+        OSError: another process writes it, or the file system cannot tell; or it cannot be written.
     """
-    hidden = out.parent / f".{out.name}.partial-{_HOST}-{os.getpid()}"
-    # Another process may remove the new folder as a leftover before it is locked. Then
-    # make it again.
-    while True:
-        hidden.mkdir(parents=True)
-        handle = os.open(hidden, os.O_RDONLY)
-        # A file system without locks: leftovers are then told by host and process id.
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        if hidden.exists():
-            return hidden, handle
+    hidden = out.with_name(f".{out.name}.partial")
+    hidden.mkdir(parents=True, exist_ok=True)
+    handle = os.open(hidden, os.O_RDONLY)
+    try:
+        is_ours = take_lock(handle)
+    except OSError:
+        # A file system without locks: what is there may be written, or left by a kill.
+        is_ours = not any(hidden.iterdir())
+    # The former writer may have given it its name meanwhile.
+    if not is_ours or not hidden.exists() or not _is_open(handle, hidden):
         os.close(handle)
+        why = f"another process writes it; if none does, remove {hidden}"
+        raise OSError(errno.EBUSY, why, os.fspath(out))
+    for left in hidden.iterdir():
+        if left.is_dir():
+            shutil.rmtree(left)
+        else:
+            left.unlink()
+    old = _old(out)
+    if old.exists():
+        if out.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(out)
+    return hidden, handle
+
+
+def _is_open(handle: int, path: Path) -> bool:
+    return os.path.samestat(os.fstat(handle), path.stat())
+
+
+def _old(out: Path) -> Path:
+    return out.with_name(f".{out.name}.old")
 
 
 def visible_name(path: Path) -> Path:
-    """Returns a path with the final names of its :func:`make_hidden` folders."""
-    return Path(
-        *(
-            re.sub(rf"^\.(.+)\.partial-{re.escape(_HOST)}-\d+$", r"\1", name)
-            for name in path.parts
-        )
-    )
+    """Returns a path with the final names of its :func:`begin_folder` folders."""
+    return Path(*(re.sub(r"^\.(.+)\.partial$", r"\1", name) for name in path.parts))
 
 
 def existing_folder(out: Path) -> Path:
     """Returns ``out``, or its temporary name while :func:`replace_folder` replaces it in two steps."""
-    return out if out.exists() else next(iter(_hidden(out, "old")), out)
+    return out if out.exists() or not _old(out).exists() else _old(out)
 
 
 def replace_folder(new: Path, out: Path) -> None:
@@ -289,7 +307,7 @@ def replace_folder(new: Path, out: Path) -> None:
 
     The former folder is hidden for a moment, in which :func:`existing_folder` finds it.
     """
-    old = out.parent / f".{out.name}.old-{_HOST}-{os.getpid()}"
+    old = _old(out)
     if out.exists():
         out.rename(old)
     try:
@@ -303,38 +321,8 @@ def replace_folder(new: Path, out: Path) -> None:
 
 
 def remove_leftovers(out: Path) -> None:
-    """Removes leftovers of killed processes of any host beside ``out``; restores a folder hidden by one."""
-    for old in _hidden(out, "old"):
-        writer = out.with_name(
-            old.name.replace(f".{out.name}.old-", f".{out.name}.partial-", 1)
-        )
-        # Its writer lives and is between the two renames of replace_folder.
-        if writer.exists() and not _remove_unless_written(writer):
-            continue
-        if out.exists():
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            old.rename(out)
-    for leftover in _hidden(out, "partial"):
-        _remove_unless_written(leftover)
-
-
-def _hidden(out: Path, kind: str) -> list[Path]:
-    # Escaped, because a folder's name may have brackets or stars.
-    return list(out.parent.glob(glob.escape(f".{out.name}.{kind}-") + "*"))
-
-
-def _remove_unless_written(folder: Path) -> bool:
-    """Removes a folder unless a process is writing it, which has locked it; returns whether it is gone."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except FileNotFoundError:
-        return True
-    try:
-        # Without locks nobody can tell, and the folder stays.
-        with contextlib.suppress(OSError):
-            if take_lock(handle):
-                shutil.rmtree(folder, ignore_errors=True)
-        return not folder.exists()
-    finally:
+    """Removes what killed processes left beside ``out``, unless another process writes it; see :func:`begin_folder`."""
+    with contextlib.suppress(OSError):
+        hidden, handle = begin_folder(out)
+        hidden.rmdir()
         os.close(handle)

@@ -10,6 +10,7 @@ CUDA build of torch, on a machine without a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -31,7 +32,6 @@ NEEDS: Mapping[str, str | None] = {
     "tqdm": None,
     "pyre-extensions": None,
 }
-UNREADABLE = "unreadable metadata"
 
 
 class Triple(NamedTuple):
@@ -41,25 +41,18 @@ class Triple(NamedTuple):
     fbgemm: str
     torchrec: str
 
-    @property
-    def name(self) -> str:
-        """The triple's name for ``--stack``: torch's major and minor version.
 
-        Example:
-            >>> Triple("2.13.0", "1.8.0", "1.8.0").name
-            '2.13'
-        """
-        return _minor(self.torch)
+TRIPLES: Mapping[str, Triple] = {
+    "2.14": Triple("2.14.1", "1.9.0", "1.9.2"),
+    "2.13": Triple("2.13.0", "1.8.0", "1.8.0"),
+    "2.11": Triple("2.11.0", "1.6.0", "1.6.1"),
+}
+"""All supported triples by their torch, newest first: what TorchRec needs."""
 
-
-TRIPLES = (
-    Triple("2.14.1", "1.9.0", "1.9.2"),
-    Triple("2.13.0", "1.8.0", "1.8.0"),
-    Triple("2.11.0", "1.6.0", "1.6.1"),
-)
-"""All supported triples, newest first: what TorchRec needs."""
-
-DEFAULTS: Mapping[Variant, Triple] = {"cpu": TRIPLES[1], "cuda": TRIPLES[0]}
+DEFAULTS: Mapping[Variant, Triple] = {
+    "cpu": TRIPLES["2.13"],
+    "cuda": TRIPLES["2.14"],
+}
 """The triple of a new environment, which the extras ``sharded-cpu`` and ``sharded-cuda`` pin."""
 
 TORCHES = ("2.11", "2.14")
@@ -87,41 +80,21 @@ def requirements(variant: Variant, triple: Triple) -> dict[str, str | None]:
     return versions
 
 
-def triple_by_name(name: str) -> Triple:
-    """Returns the triple named by ``--stack``.
-
-    Raises:
-        ValueError: no triple has that name.
-
-    Example:
-        >>> triple_by_name("2.15")
-        Traceback (most recent call last):
-        ValueError: --stack 2.15: there is no fbgemm for torch 2.15; choose 2.14, 2.13, 2.11
-    """
-    for triple in TRIPLES:
-        if triple.name == name:
-            return triple
-    choices = ", ".join(triple.name for triple in TRIPLES)
-    raise ValueError(
-        f"--stack {name}: there is no fbgemm for torch {name}; choose {choices}"
-    )
-
-
 def installed_triple(current: Installed, variant: Variant) -> Triple:
     """Returns the triple of the installed torch, else of the installed TorchRec, else the variant's."""
     for name in ("torch", "torchrec"):
-        found = _minor(current.versions.get(name, ""))
-        for triple in TRIPLES:
-            if _minor(getattr(triple, name)) == found:
+        found = minor(current.versions.get(name, ""))
+        for triple in TRIPLES.values():
+            if minor(getattr(triple, name)) == found:
                 return triple
     return DEFAULTS[variant]
 
 
-def _minor(version: str) -> str:
+def minor(version: str) -> str:
     """Returns the major and minor version; empty if there is none.
 
     Example:
-        >>> _minor("2.13.0+cpu"), _minor("2.15.0a0+git1"), _minor("unreadable metadata")
+        >>> minor("2.13.0+cpu"), minor("2.15.0a0+git1"), minor("nothing")
         ('2.13', '2.15', '')
     """
     match = re.match(r"\d+\.\d+", version)
@@ -129,28 +102,18 @@ def _minor(version: str) -> str:
 
 
 def _numbers(version: str) -> list[int]:
-    return [int(digits) for digits in _minor(version).split(".") if digits]
-
-
-def newer_torch(current: Installed) -> str | None:
-    """Returns the installed version of torch if it is newer than every triple's: no fbgemm is known for it."""
-    version = current.versions.get("torch", "")
-    return version if _numbers(version) > _numbers(TRIPLES[0].torch) else None
+    return [int(digits) for digits in minor(version).split(".") if digits]
 
 
 def _version_of(name: str) -> str | None:
-    """Returns the installed version of a distribution; None if there is none."""
+    """Returns the installed version of a distribution; None if there is none, or if pip was interrupted."""
     # Costs 40 ms, so it is imported only when needed.
     from importlib import metadata
 
-    try:
-        # An interrupted pip leaves metadata without a version: None, or KeyError in
-        # newer Pythons.
-        return metadata.version(name) or UNREADABLE
-    except metadata.PackageNotFoundError:
-        return None
-    except KeyError:
-        return UNREADABLE
+    # Metadata without a version: None, or KeyError in newer Pythons.
+    with contextlib.suppress(metadata.PackageNotFoundError, KeyError):
+        return metadata.version(name)
+    return None
 
 
 def installed() -> Installed:
@@ -162,7 +125,7 @@ def installed() -> Installed:
         if version := _version_of(name):
             versions[name] = version
     build = None
-    if versions.get("torch", UNREADABLE) != UNREADABLE:
+    if "torch" in versions:
         build = torch_build(versions["torch"], metadata.requires("torch") or [])
     return Installed(versions=versions, torch_build=build)
 
@@ -194,28 +157,22 @@ def gpu_nodes(dev: Path = Path("/dev")) -> list[str]:
     return nodes
 
 
-def asked_variant() -> Variant | None:
-    """Returns the variant named by TORCHREC_EXT_VARIANT, or None when it is not set.
+def wanted_variant(current: Installed) -> Variant:
+    """Returns the environment's expected variant.
+
+    It is that of TORCHREC_EXT_VARIANT, else the installed one if torch and fbgemm agree on it, else the machine's.
+    CUDA builds work on a login node without a GPU, and CPU builds on a machine with one: only a mix is broken.
 
     Raises:
-        ValueError: the variable holds anything but cpu or cuda.
+        ValueError: TORCHREC_EXT_VARIANT is neither cpu nor cuda.
     """
     value = os.environ.get("TORCHREC_EXT_VARIANT", "")
     if value not in ("", "cpu", "cuda"):
         raise ValueError(
             f"TORCHREC_EXT_VARIANT={value!r}: it must be cpu or cuda; unset it to let the machine decide"
         )
-    return cast(Variant, value) if value else None
-
-
-def wanted_variant(current: Installed) -> Variant:
-    """Returns the environment's expected variant.
-
-    It is the requested one, else the installed one if torch and fbgemm agree on it, else the machine's. CUDA builds
-    work on a login node without a GPU, and CPU builds on a machine with one: only a mix is broken.
-    """
-    if requested := asked_variant():
-        return requested
+    if value:
+        return cast(Variant, value)
     for variant, name in FBGEMM_NAME.items():
         # Both packages of fbgemm can be installed at once, which is a mix and no
         # variant.
@@ -225,18 +182,6 @@ def wanted_variant(current: Installed) -> Variant:
     return "cuda" if gpu_nodes() else "cpu"
 
 
-def torch_fits(current: Installed, variant: Variant) -> bool:
-    """Whether the installed build of torch works with this variant's build of fbgemm.
-
-    The CUDA build of torch runs on a CPU too, next to fbgemm's CPU build. It is no fault unless the CPU was asked for:
-    on a machine with a GPU such a torch would put the tables there.
-    """
-    if current.torch_build == variant:
-        return True
-    beside_cuda = FBGEMM_NAME["cuda"] in current.versions
-    return current.torch_build == "cuda" and not beside_cuda and asked_variant() is None
-
-
 def mismatches(current: Installed, variant: Variant, triple: Triple) -> dict[str, str]:
     """Returns a line about each package that does not fit a triple, by its name, in order of installation."""
     other = FBGEMM_NAME["cuda" if variant == "cpu" else "cpu"]
@@ -244,10 +189,13 @@ def mismatches(current: Installed, variant: Variant, triple: Triple) -> dict[str
     for name, version in requirements(variant, triple).items():
         found = current.versions.get(name, "nothing")
         expected = version or "any version"
-        is_right = found not in ("nothing", UNREADABLE)
+        is_right = name in current.versions
         is_right &= version in (None, found.partition("+")[0])
         if name == "torch":
-            is_right &= torch_fits(current, variant)
+            # The CUDA build of torch runs on a CPU too. On a machine with a GPU it would put the tables there.
+            is_right &= current.torch_build == variant or (
+                variant == "cpu" and not gpu_nodes()
+            )
             expected = f"{version} for {variant}"
             found += f" for {current.torch_build}" if current.torch_build else ""
         # Both unpack into one folder: removing one takes files of the other along.
@@ -258,19 +206,6 @@ def mismatches(current: Installed, variant: Variant, triple: Triple) -> dict[str
         if not is_right:
             wrong[name] = f"{name}: found {found}, expected {expected}"
     return wrong
-
-
-def doctor_line(named: Triple | None = None) -> str:
-    """Returns the line that mends everything, from sources that have it."""
-    line = f"{interpreter()} -m torchrec_ext.doctor --install"
-    if requested := asked_variant():
-        line = f"TORCHREC_EXT_VARIANT={requested} {line}"
-    return f"{line} --stack {named.name}" if named else line
-
-
-def interpreter() -> str:
-    """Returns the running interpreter as a shell takes it."""
-    return shlex.quote(sys.executable)
 
 
 def require_torch() -> None:
@@ -336,7 +271,7 @@ def torchrec_problem(current: Installed, variant: Variant) -> str | None:
     if not wrong:
         return None
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return f"{wrong[0]}{more}: {doctor_line()}"
+    return f"{wrong[0]}{more}: {shlex.quote(sys.executable)} -m torchrec_ext.doctor --install"
 
 
 def _is_unchecked() -> bool:

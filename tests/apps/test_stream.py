@@ -234,7 +234,7 @@ def test_the_score_of_a_raw_row_is_the_models_on_the_preprocessed_row(
 
 def model_scores(runtime: Runtime, job: Job, run: Path) -> list[float]:
     """Returns the logits of the run's last checkpoint for the test split's first 60 rows, as the loader reads them."""
-    from torchrec_ext.train.checkpoint.folder import CheckpointRanks
+    from torchrec_ext.train.checkpoint.folder import CheckpointRanks, read_checkpoint
     from torchrec_ext.train.checkpoint.load import load_checkpoint
     from torchrec_ext.train.checkpoint.state import model_state
     from torchx_apps.jobs.resuming import checkpoint_to_export
@@ -246,7 +246,11 @@ def model_scores(runtime: Runtime, job: Job, run: Path) -> list[float]:
     path, _ = checkpoint_to_export(
         str(run), "last", CheckpointRanks(runtime), restores=False
     )
-    load_checkpoint(path, model_state(parallel, optimizer), CheckpointRanks(runtime))
+    load_checkpoint(
+        read_checkpoint(path),
+        model_state(parallel, optimizer),
+        CheckpointRanks(runtime),
+    )
     parallel.eval()
     config = LoaderConfig(
         batch_size=60, negatives=0, label=task.data.roles.label, shuffle=False
@@ -489,7 +493,7 @@ def test_the_ranking_is_what_a_count_by_hand_gives(folder: Path) -> None:
         size=(held_out.num_rows, data.vocab["item_id"])
     )
     question = question_of(data, "test", held_out, [("hr", 10)]).question
-    hits = question.hits(question.gains(torch.from_numpy(scores.copy()), 0, 10))
+    hits = question.hits(question.found(torch.from_numpy(scores.copy()), 0, 10))
     assert metrics.ranking_metrics(hits)["hr@10"] == pytest.approx(
         brute_force(data, held_out, scores)
     )

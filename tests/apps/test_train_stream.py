@@ -26,7 +26,7 @@ from tests.contracts import _CONTEXT, free_ports
 from tests.settings import as_words
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer
-from torchrec_ext.train.checkpoint.folder import CheckpointFolder, read_index
+from torchrec_ext.train.checkpoint.folder import CheckpointFolder, read_checkpoint
 from torchx_apps import train_stream
 
 SLOW = pytest.mark.slow
@@ -99,7 +99,7 @@ def state_of(run: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The position and all tensors of the last checkpoint: weights, optimizer, ids and random states."""
     folder = CheckpointFolder(str(run / "checkpoints"))
     path = folder.path(max(folder.steps()))
-    metadata = read_index(path).state_dict_metadata
+    metadata = read_checkpoint(path).index.state_dict_metadata
     tensors = {
         name: torch.empty(value.size, dtype=value.properties.dtype)
         for name, value in metadata.items()

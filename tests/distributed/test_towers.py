@@ -56,15 +56,17 @@ def made(names: Sequence[str], layers: bool) -> tuple[dict[str, nn.Module], Top]
     return towers, Top(sum(WIDTHS[name] for name in names), layers)
 
 
-def batch(step: int, names: Sequence[str]) -> tuple[dict[str, tuple[Any, ...]], Tensor]:
+def batch(
+    step: int, names: Sequence[str], rows: int = BATCH
+) -> tuple[dict[str, tuple[Any, ...]], Tensor]:
     draws = torch.Generator().manual_seed(step)
     inputs = {}
     for name in names:
-        lengths = torch.randint(0, 3, (BATCH,), generator=draws)
+        lengths = torch.randint(0, 3, (rows,), generator=draws)
         ids = torch.randint(ROWS, (int(lengths.sum()),), generator=draws)
-        dense = torch.rand(BATCH, 1, generator=draws, dtype=torch.float64)
+        dense = torch.rand(rows, 1, generator=draws, dtype=torch.float64)
         inputs[name] = (KeyedJaggedTensor([name], ids, lengths=lengths), dense)
-    return inputs, torch.rand(BATCH, generator=draws, dtype=torch.float64)
+    return inputs, torch.rand(rows, generator=draws, dtype=torch.float64)
 
 
 def trained(
@@ -193,6 +195,15 @@ def refusals(runtime: Runtime) -> list[str]:
         with pytest.raises(ValueError) as error:
             TowersOnRanks(towers, top, runtime)(given, rows)
         found.append(str(error.value))
+    # A batch may be shorter on both after the first. One rank's alone is refused on both, in the same step.
+    model = TowersOnRanks(towers, top, runtime)
+    model(inputs, labels)
+    model(*batch(0, ("user", "item"), BATCH - 1))
+    model(inputs, labels)
+    fewer, fewer_labels = batch(0, ("user", "item"), BATCH - runtime.rank)
+    with pytest.raises(ValueError) as error:
+        model(fewer, fewer_labels)
+    found.append(str(error.value))
     return found
 
 
@@ -209,6 +220,7 @@ def test_ranks_without_the_same_whole_batch_are_refused_on_all_alike() -> None:
             f"inputs['user']: {differ}",
             "rows: ranks 0 and 1 have 23 and 22 of them; give every rank",
             "inputs: tower 'item' has NoneType; give the tuple",
+            "rows: ranks 0 and 1 have 23 and 22 of them; give every rank",
         ),
         strict=True,
     ):

@@ -24,18 +24,15 @@ TESTS = (
 GIB = 2**30
 
 
-def others() -> list[stack.Triple]:
-    """The triples that this environment does not have."""
-    return [
-        triple
-        for triple in stack.TRIPLES
-        if triple != stack.installed_triple(stack.installed(), "cpu")
-    ]
+def others() -> list[str]:
+    """The names of the triples that this environment does not have."""
+    here = stack.installed_triple(stack.installed(), "cpu")
+    return [name for name, triple in stack.TRIPLES.items() if triple != here]
 
 
-def reason_against(triple: stack.Triple) -> str:
+def reason_against(name: str) -> str:
     """Why its environment cannot be made here; empty if it exists or can be made."""
-    if (CLONE / f".venv-{triple.name}" / ".ready").exists():
+    if (CLONE / f".venv-{name}" / ".ready").exists():
         return ""
     if shutil.disk_usage(CLONE).free < 12 * GIB:
         return "its environment can take 8 GB, and the disk has less than 12 GiB free"
@@ -45,14 +42,15 @@ def reason_against(triple: stack.Triple) -> str:
         text=True,
         check=False,
     )
-    return "" if triple.torch in listed.stdout else f"pip finds no torch {triple.torch}"
+    torch = stack.TRIPLES[name].torch
+    return "" if torch in listed.stdout else f"pip finds no torch {torch}"
 
 
 @pytest.mark.slow(minutes=12)
 @pytest.mark.launch
-@pytest.mark.parametrize("triple", others(), ids=lambda triple: triple.name)
-def test_another_triple_passes_the_same_tests(triple: stack.Triple) -> None:
-    if reason := reason_against(triple):
+@pytest.mark.parametrize("name", others())
+def test_another_triple_passes_the_same_tests(name: str) -> None:
+    if reason := reason_against(name):
         pytest.skip(reason)
     # Of a `make` that runs this test, neither its variables nor its environment.
     clean = {
@@ -63,7 +61,7 @@ def test_another_triple_passes_the_same_tests(triple: stack.Triple) -> None:
     command = [
         "make",
         "test",
-        f"STACK={triple.name}",
+        f"STACK={name}",
         "WORKERS=1",
         f"PYTEST_ARGS=-q {' '.join(TESTS)}",
     ]

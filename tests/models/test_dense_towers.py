@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.capture.runs import Given
 from tests.contracts import gather_state, run_ranks
 from tests.examples import redrawn, table
 from torchrec_ext.batch import TowerBatch
@@ -90,28 +91,6 @@ def unsharded(model: TowerModel) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in model.named_parameters()}
 
 
-class Batches:
-    """A loader of the batches above."""
-
-    def __init__(self, model: TowerModel, runtime: Runtime) -> None:
-        self._made = list(batches(model, runtime.rank, runtime.world_size))
-
-    def __len__(self) -> int:
-        return len(self._made)
-
-    def __iter__(self) -> Iterator[TowerBatch]:
-        return iter(self._made)
-
-    def set_epoch(self, epoch: int) -> None:
-        pass
-
-    def state_dict(self, **kwargs: Any) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Any) -> None:
-        pass
-
-
 def trained(
     runtime: Runtime, sync: SyncConfig, compile_: str = "off"
 ) -> dict[str, Any]:
@@ -120,7 +99,8 @@ def trained(
     plan = plan_sharding(model, runtime, optimizer=SGD)
     parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=SGD)
     config = TrainConfig(epochs=1, compile=compile_)  # type: ignore[arg-type]
-    train(parallel, optimizer, Batches(model, runtime), runtime, config, sync=sync)
+    given = Given(list(batches(model, runtime.rank, runtime.world_size)))
+    train(parallel, optimizer, given, runtime, config, sync=sync)
     return {
         "state": gather_state(parallel),
         "text": explain(plan, parallel, runtime.world_size),

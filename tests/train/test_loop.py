@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.fx
 
+from tests.capture.runs import Given
 from tests.contracts import gather_state, run_ranks
 from tests.examples import META, batches, small_model
 from tests.small_sets import checkerboard_data
@@ -23,20 +24,14 @@ from torchx_apps.recipes import TwoTowerConfig, build_two_tower
 from torchx_apps.tasks.evaluator import Evaluator, OutputCheck
 
 
-class Batches:
+class Batches(Given):
     """The same few batches every epoch, of which each rank has its part."""
 
     def __init__(self, runtime: Runtime, count: int) -> None:
-        self.epochs: list[int] = []
-        self._own = list(
-            batches(count, rank=runtime.rank, world_size=runtime.world_size)
+        super().__init__(
+            list(batches(count, rank=runtime.rank, world_size=runtime.world_size))
         )
-
-    def __iter__(self) -> Iterator[TowerBatch]:
-        return iter(self._own)
-
-    def __len__(self) -> int:
-        return len(self._own)
+        self.epochs: list[int] = []
 
     def set_epoch(self, epoch: int) -> None:
         self.epochs.append(epoch)
@@ -152,8 +147,7 @@ def test_sleep_that_is_no_wait_for_a_batch_is_a_ranks_share_in_collectives() -> 
 
 def foreign(runtime: Runtime) -> str:
     parallel, optimizer = hybrid_parallel(small_model(META), runtime)
-    loader = Batches(runtime, 3)
-    loader._own = [torch.zeros(2)]  # type: ignore[list-item]
+    loader = Given([torch.zeros(2)])  # type: ignore[list-item]
     with pytest.raises(ValueError) as error:
         train(parallel, optimizer, loader, runtime, TrainConfig(epochs=1))
     return str(error.value)

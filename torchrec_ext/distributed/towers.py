@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
@@ -82,7 +81,7 @@ class TowersOnRanks(nn.Module):
         self.top = top
         self._runtime = runtime
         self._outputs: list[_Outputs] = []
-        self._checked_size: int | None = None
+        self._size: int | None = None
         # In a list, so that the names of its parameters are not in the state twice.
         self._summed: list[nn.Module] = [top]
         if runtime.world_size > 1 and any(p.requires_grad for p in top.parameters()):
@@ -103,25 +102,44 @@ class TowersOnRanks(nn.Module):
             rows: (B, ...) tensors for ``top``, such as labels; at least one. Each is cut to this rank's rows.
 
         Raises:
-            ValueError: fewer rows than ranks, a tower that returns another number of rows, or no ``rows``; at the first
-                call, or one of another B: ranks with unequal batches, or a tower without a tuple of arguments.
+            ValueError: fewer rows than ranks, a tower that returns another number of rows, no ``rows``, or, on every
+                rank in the same call, ranks with another B; at the first call, or one of another B: ranks with other
+                values, or a tower without a tuple of arguments.
         """
         if not rows:
             raise ValueError("rows: give the labels, or another tensor with B rows")
         size = len(rows[0])
-        if size != self._checked_size:
-            self._refuse_unequal(inputs, rows)
-            self._checked_size = size
-        if size < self._runtime.world_size:
-            raise ValueError(
-                f"rows: {size} rows on {self._runtime.world_size} ranks, each of which needs one; make batches larger"
-            )
+        if size != self._size:
+            self._agree(inputs, rows)
         here = self.slice_of(size)
-        outputs = self._exchanged(self._run(inputs, size), size)
+        own = self._run(inputs, size)
+        if self._runtime.world_size > 1:
+            blocks = self._exchanged(own, size)
+            # On a GPU this waits for the towers, once a step.
+            if any(bool(block[0, -1]) for block in blocks):
+                self._refuse_unequal(inputs, rows)
+            own = self._by_name(blocks)
+        outputs = [own[name] for name in self._names]
         result = self._summed[0](outputs, *(tensor[here] for tensor in rows))
         loss, *more = result if isinstance(result, tuple) else (result,)
         loss = self._of_all_ranks(loss * ((here.stop - here.start) / size))
         return (loss, *more) if isinstance(result, tuple) else loss
+
+    def _agree(
+        self, inputs: Mapping[str, Sequence[Any]], rows: tuple[Tensor, ...]
+    ) -> None:
+        """Compares the ranks' batches, at the first call and at one of another size."""
+        if self._outputs and self._size:
+            # Ranks whose size has not changed know of this one's by the message that they wait for.
+            with torch.no_grad():
+                self._exchanged({}, self._size, flag=True)
+        self._refuse_unequal(inputs, rows)
+        size = len(rows[0])
+        if size < self._runtime.world_size:
+            raise ValueError(
+                f"rows: {size} rows on {self._runtime.world_size} ranks, each of which needs one; make batches larger"
+            )
+        self._size = size
 
     def _refuse_unequal(
         self, inputs: Mapping[str, Sequence[Any]], rows: tuple[Tensor, ...]
@@ -136,9 +154,8 @@ class TowersOnRanks(nn.Module):
                     f"{{'{name}': (ids,)}}"
                 )
         digests = {f"inputs['{name}']": _digest(inputs[name]) for name in inputs}
-        size = len(rows[0])
         of_ranks = gather_objects(
-            (problem, {"rows": (size, *_digest(rows))} | digests),
+            (problem, {"rows": (len(rows[0]), *_digest(rows))} | digests),
             self._runtime.world_size,
         )
         first: dict[str, tuple[int, Sequence[float]]] = {}
@@ -180,41 +197,44 @@ class TowersOnRanks(nn.Module):
             outputs[name] = output
         return outputs
 
-    def _exchanged(self, own: dict[str, Tensor], size: int) -> list[Tensor]:
-        """Returns all towers' outputs for this rank's rows, in the order of the towers."""
-        if self._runtime.world_size == 1:
-            return [own[name] for name in self._names]
+    def _exchanged(
+        self, own: dict[str, Tensor], size: int, *, flag: bool = False
+    ) -> list[Tensor]:
+        """Returns each rank's towers' outputs for this rank's rows side by side, and its flag in the last column.
+
+        Args:
+            own: outputs of this rank's towers; none beside a flag.
+            size: number of rows that all ranks count on.
+            flag: whether this rank's batch has another number of rows.
+        """
         by_rank = self._outputs_of_all(own)
-        starts = self._starts(size)
-        counts = [stop - start for start, stop in pairwise(starts)]
+        counts = [stop - start for start, stop in pairwise(self._starts(size))]
         here = counts[self._runtime.rank]
-        if own:
-            sent = torch.cat(list(own.values()), dim=1)
-        else:
-            dtype = next(of_rank.dtype for of_rank in by_rank if of_rank.dtype)
-            sent = torch.empty(size, 0, device=self._runtime.device, dtype=dtype)
+        widths = [sum(of_rank.widths.values()) + 1 for of_rank in by_rank]
+        width = widths[self._runtime.rank]
+        dtype = next(of_rank.dtype for of_rank in by_rank if of_rank.dtype)
+        columns = 1 if own else width
+        flags = torch.full(
+            (size, columns), float(flag), device=self._runtime.device, dtype=dtype
+        )
+        sent = torch.cat([*own.values(), flags], dim=1)
         # Every rank takes part in the backward, also one whose towers have nothing to
         # learn.
         if torch.is_grad_enabled() and not sent.requires_grad:
             sent.requires_grad_()
-        totals = [sum(of_rank.widths.values()) for of_rank in by_rank]
-        receiving = [here * total for total in totals]
-        group = dist.group.WORLD
-        assert group is not None
-        received = all_to_all_single_autograd(
-            sent.reshape(-1),
-            receiving,
-            [count * sent.shape[1] for count in counts],
-            group=group,
-        )
-        outputs: dict[str, Tensor] = {}
+        receiving = [here * width for width in widths]
+        sending = [count * width for count in counts]
+        received = _Exchange.apply(sent.reshape(-1), receiving, sending)  # type: ignore[no-untyped-call]
         blocks = torch.split(received, receiving)
-        for of_rank, total, block in zip(by_rank, totals, blocks, strict=True):
-            columns = torch.split(
-                block.view(here, total), list(of_rank.widths.values()), dim=1
-            )
+        return [block.view(here, -1) for block in blocks]
+
+    def _by_name(self, blocks: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Returns the outputs of all towers by name."""
+        outputs: dict[str, Tensor] = {}
+        for of_rank, block in zip(self._outputs, blocks, strict=True):
+            *columns, _ = torch.split(block, [*of_rank.widths.values(), 1], dim=1)
             outputs |= zip(of_rank.widths, columns, strict=True)
-        return [outputs[name] for name in self._names]
+        return outputs
 
     def _outputs_of_all(self, own: Mapping[str, Tensor]) -> list[_Outputs]:
         """Returns the form of all towers' outputs by rank; asked for once, as a tower has one width."""
@@ -239,6 +259,24 @@ class TowersOnRanks(nn.Module):
         total = share.detach().clone()
         dist.all_reduce(total)
         return share + (total - share.detach())
+
+
+class _Exchange(torch.autograd.Function):
+    """``all_to_all_single`` with a gradient; torch's own with one is private, or warns on every rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sent: Tensor, receiving: list[int], sending: list[int]
+    ) -> Tensor:
+        ctx.back = sending, receiving
+        received = sent.new_empty(sum(receiving))
+        dist.all_to_all_single(received, sent, receiving, sending)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        back = _Exchange.apply(gradient.contiguous(), *ctx.back)  # type: ignore[no-untyped-call]
+        return back, None, None
 
 
 class _Outputs(NamedTuple):

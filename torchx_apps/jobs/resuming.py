@@ -25,7 +25,7 @@ from torchrec_ext.train.checkpoint.folder import (
     CheckpointRanks,
     damage,
     newest_good,
-    read_checkpoint_manifest,
+    read_checkpoint,
 )
 from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url
 from torchrec_ext.train.guards import RunStoppedError
@@ -131,7 +131,7 @@ def check_ids_stay(
     Raises:
         DataError: an id or a number stands for another value than in training, or what is recorded cannot be read.
     """
-    then = read_checkpoint_manifest(checkpoint)["content"].get(MEANING)
+    then = read_checkpoint(checkpoint).manifest["content"].get(MEANING)
     if then is None:
         if together.rank == 0:
             print(
@@ -220,7 +220,7 @@ def ended(folder: Path) -> bool:
 
 def records_before(checkpoint: str, run: Path) -> list[str]:
     """Returns the lines of a run's ``metrics.jsonl`` up to one of its checkpoints."""
-    count = read_checkpoint_manifest(checkpoint)["content"]["position"]["records"]
+    count = read_checkpoint(checkpoint).manifest["content"]["position"]["records"]
     lines: list[str] = []
     # A line that was being written when the run was killed is none.
     with suppress(OSError, ValueError, RecursionError):

@@ -331,11 +331,9 @@ class Publisher:
         self._run: Any = None
         self._step = -1
         self.newest: Path | None = None
-        # A process that was killed may have left half a bundle, under whatever name.
-        for hidden in folder.glob(".step-*.*-*"):
-            remove_leftovers(
-                folder / hidden.name[1:].split(".partial-")[0].split(".old-")[0]
-            )
+        # A process that was killed may have left half a bundle.
+        for hidden in folder.glob(".step-*.*"):
+            remove_leftovers(folder / hidden.stem[1:])
 
     def after_step(self, run: CheckpointedRun) -> None:
         """Publishes the run's model if it is time, and training has had as long as the last publication took."""

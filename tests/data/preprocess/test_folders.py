@@ -14,7 +14,7 @@ from tests.killing import killed_everywhere
 from torchrec_ext.data.files.sources import find_files
 from torchrec_ext.data.preprocess.folders import keep_sources, whole_folder
 from torchrec_ext.schema import DataError
-from torchrec_ext.sealed import _HOST, existing_folder
+from torchrec_ext.sealed import existing_folder
 
 pytestmark = pytest.mark.unit
 
@@ -65,7 +65,7 @@ def test_killed_in_the_middle_only_a_hidden_folder_is_left_and_the_next_run_remo
     assert killed.returncode == -signal.SIGKILL
     assert (tmp_path / "out/part-0").read_text() == "old"
     (left,) = (path for path in tmp_path.iterdir() if path.name != "out")
-    assert left.name.startswith(".out.partial-")
+    assert left.name == ".out.partial"
     with pytest.raises(
         DataError, match=r"the folder has no file that ends in \.parquet"
     ):
@@ -95,30 +95,32 @@ def test_killed_at_any_moment_of_a_replacement_a_reader_finds_the_old_or_the_new
     assert set(seen) == {"old", "new"}
 
 
-def test_what_killed_processes_left_is_removed_from_whatever_host_and_whoever_has_their_number_now(
+def test_what_a_living_process_writes_stays_and_a_second_writer_is_refused(
     tmp_path: Path,
 ) -> None:
-    left = [
-        f".out.partial-{host}-{process}"
-        for host, process in (("another-host", 17), (_HOST, os.getppid()))
-    ]
-    for name in left:
-        (tmp_path / name / "train").mkdir(parents=True)
-    write(tmp_path / "out", "new")
+    with whole_folder(tmp_path / "out", overwrite=False, mark="part-*") as staging:
+        (staging / "part-0").write_text("first")
+        with pytest.raises(
+            DataError, match=r"out: cannot be written \(another process writes it; if"
+        ):
+            write(tmp_path / "out", "second")
+    assert (tmp_path / "out" / "part-0").read_text() == "first"
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_what_a_living_process_writes_stays(tmp_path: Path) -> None:
-    with whole_folder(tmp_path / "out", overwrite=False, mark="part-*") as staging:
-        (staging / "part-0").write_text("first")
-        # so would a process elsewhere call it
-        renamed = staging.rename(staging.with_name(".out.partial-another-host-17"))
-        write(tmp_path / "out", "second")
-        assert (renamed / "part-0").read_text() == "first"
-        renamed.rename(staging)
-        (tmp_path / "out" / "part-0").unlink()
-        (tmp_path / "out").rmdir()
-    assert (tmp_path / "out" / "part-0").read_text() == "first"
+def test_without_locks_what_is_there_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    write(tmp_path / "out", "a")
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "part-0").touch()
+    with pytest.raises(DataError, match=r"if none does, remove .*/\.out\.partial\)"):
+        write(tmp_path / "out", "b", overwrite=True)
+    assert (tmp_path / ".out.partial" / "part-0").exists()
 
 
 def test_a_result_that_a_killed_process_had_moved_aside_is_put_back(
@@ -126,8 +128,8 @@ def test_a_result_that_a_killed_process_had_moved_aside_is_put_back(
 ) -> None:
     write(tmp_path / "out", "old")
     # and killed before the new one took the name
-    (tmp_path / "out").rename(tmp_path / ".out.old-another-host-17")
-    (tmp_path / ".out.partial-another-host-17").mkdir()
+    (tmp_path / "out").rename(tmp_path / ".out.old")
+    (tmp_path / ".out.partial" / "train").mkdir(parents=True)
     with pytest.raises(DataError, match=r"out: there is something already"):
         write(tmp_path / "out", "new")
     assert (tmp_path / "out" / "part-0").read_text() == "old"

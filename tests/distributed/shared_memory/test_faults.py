@@ -262,7 +262,7 @@ def test_a_broken_or_missing_library_names_the_remedy(
     read = library.load.__wrapped__
     with pytest.raises(
         library.LibraryError,
-        match=r"its library is not built; build it by: .* --with-shared-memory",
+        match=r"its library is not built; build it by: .*shared_memory.library$",
     ):
         read()
     path = library.library_path()

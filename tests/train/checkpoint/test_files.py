@@ -30,7 +30,6 @@ from torchrec_ext.train.checkpoint.folder import (
     CheckpointFolder,
     CheckpointRanks,
     damage,
-    read_index,
 )
 from torchrec_ext.train.checkpoint.state import (
     LoadPlanner,
@@ -131,7 +130,7 @@ class Bomb:
 
 def seal_again(path: str) -> None:
     """Gives a checkpoint a manifest that fits its files, as whoever crafted them would."""
-    content = manifest.read_checkpoint_manifest(path)
+    content = manifest.read_checkpoint(path).manifest
     content["files"] = {
         name: sealed.measure_file(Path(path, name)) for name in content["files"]
     }
@@ -145,7 +144,7 @@ def test_a_crafted_tensor_runs_nothing(
     shutil.copytree(two, tmp_path / "c")
     checkpointer = Checkpointer(str(tmp_path / "c"), HERE)
     path = checkpointer.folder.path(2)
-    index = read_index(path)
+    index = manifest.read_checkpoint(path).index
     for name in {stored.relative_path for stored in index.storage_data.values()}:
         with Path(path, name).open("r+b") as file:
             for stored in index.storage_data.values():
@@ -241,7 +240,7 @@ def test_what_was_never_finished_is_no_checkpoint_and_is_removed(
 
 
 def _set_aside(folder: str) -> None:
-    Checkpointer(folder, HERE).branch({"step": 1}, None, say=lambda _: None)
+    CheckpointFolder(folder).set_aside(1)
 
 
 def test_killed_at_any_moment_of_a_rollback_the_newest_left_is_of_the_former_run(
@@ -334,10 +333,10 @@ def test_a_full_disk_is_told_and_the_one_before_stays(
     (path,) = saved(tmp_path, 1)
     checkpointer = Checkpointer(str(tmp_path), HERE)
 
-    def fail(_: int) -> None:
+    def fail(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(checkpointer.folder, "begin", fail)
+    monkeypatch.setattr(checkpointer.folder, "seal", fail)
     monkeypatch.setattr(
         module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0)
     )

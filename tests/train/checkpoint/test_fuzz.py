@@ -18,8 +18,7 @@ from tests.train.checkpoint.test_files import HERE, filled, saved
 from torchrec_ext.train.checkpoint import folder as manifest
 from torchrec_ext.train.checkpoint.folder import (
     CheckpointRanks,
-    read_checkpoint_manifest,
-    read_index,
+    read_checkpoint,
 )
 from torchrec_ext.train.checkpoint.load import load_checkpoint
 from torchrec_ext.train.checkpoint.state import model_state
@@ -62,7 +61,7 @@ def fuzzed(examples: int, *strategies: Any) -> Callable[[Any], Any]:
 def test_a_sealed_manifest_that_lacks_a_part(
     checkpoint: Path, tmp_path: Path, lost: str
 ) -> None:
-    whole = read_checkpoint_manifest(str(checkpoint))
+    whole = read_checkpoint(str(checkpoint)).manifest
     for content in (
         {name: value for name, value in whole.items() if name != lost},
         {**whole, lost: "x"},
@@ -72,7 +71,7 @@ def test_a_sealed_manifest_that_lacks_a_part(
             CheckpointError,
             match=f"is not the manifest of a checkpoint: it lacks {lost}",
         ):
-            read_checkpoint_manifest(str(tmp_path))
+            read_checkpoint(str(tmp_path))
 
 
 @pytest.mark.parametrize("examples", [30, pytest.param(3_000, marks=pytest.mark.slow)])
@@ -88,7 +87,7 @@ def test_tensors_with_other_bytes_in_them(
     together = CheckpointRanks(HERE)
     places = [
         place
-        for place in read_index(str(tmp_path)).storage_data.values()
+        for place in read_checkpoint(str(tmp_path)).index.storage_data.values()
         if place.relative_path == victim.name
     ]
     assert places
@@ -101,7 +100,9 @@ def test_tensors_with_other_bytes_in_them(
             whole[: place.offset] + changed + whole[place.offset + place.length :]
         )
         with contextlib.suppress(CheckpointError):
-            load_checkpoint(str(tmp_path), model_state(filled(0)), together)
+            load_checkpoint(
+                read_checkpoint(str(tmp_path)), model_state(filled(0)), together
+            )
 
     fuzzed(examples, EDITS, st.integers(0, 99))(survives)()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
+from tests.capture.runs import Given
 from tests.capture.test_captured import distance, farthest, stepped, whole
 from tests.contracts import gather_state, pipeline_alone, run_ranks
 from tests.examples import ITEMS, META, batches, small_model
@@ -96,32 +96,16 @@ def compared(
     }
 
 
-class Twice:
-    """Given batches as a loader."""
-
-    def __init__(self, given: list[TowerBatch]) -> None:
-        self._given = given
-
-    def __iter__(self) -> Iterator[TowerBatch]:
-        return iter(self._given)
-
-    def __len__(self) -> int:
-        return len(self._given)
-
-    def set_epoch(self, epoch: int) -> None:
-        pass
-
-
-def of_a_run(runtime: Runtime) -> list[Any]:
+def of_a_run(runtime: Runtime, amp: Any) -> list[Any]:
     """The same run with plain steps and with the pipeline's."""
     found = []
     for road in (contextlib.nullcontext(), pipeline_alone()):
         model, optimizer = hybrid_parallel(
             small_model(META), runtime, optimizer=OPTIMIZERS["adam"]
         )
-        config = TrainConfig(epochs=2, compile="off")
+        config = TrainConfig(epochs=2, compile="off", amp=amp)
         with road:
-            history = train(model, optimizer, Twice(list(batches(8))), runtime, config)
+            history = train(model, optimizer, Given(list(batches(8))), runtime, config)
         found.append(
             (
                 gather_state(model),
@@ -143,7 +127,7 @@ def laws(runtime: Runtime) -> dict[str, Any]:
             )
             for name, config in OPTIMIZERS.items()
         },
-        "run": of_a_run(runtime),
+        "run": {amp: of_a_run(runtime, amp) for amp in ("off", "bf16")},
         "refused": refused(runtime),
     }
 
@@ -175,10 +159,14 @@ def test_plain_steps_equal_those_of_the_sharded_model_200_with_adam(
     assert max(found["by optimizer"][name].values()) < 1e-5
 
 
-def test_a_run_of_plain_steps_is_the_pipelines(found: dict[str, Any]) -> None:
-    (plain, losses), (piped, other_losses) = found["run"]
-    assert farthest(plain, piped) < 1e-5
-    assert losses == pytest.approx(other_losses, abs=1e-5)
+@pytest.mark.parametrize(("amp", "near"), [("off", 1e-5), ("bf16", 1e-3)])
+def test_a_run_of_plain_steps_is_the_pipelines(
+    found: dict[str, Any], amp: str, near: float
+) -> None:
+    (plain, losses), (piped, other_losses) = found["run"][amp]
+    assert farthest(plain, piped) < near
+    assert losses == pytest.approx(other_losses, abs=near)
+    assert (losses == found["run"]["off"][0][1]) == (amp == "off")
 
 
 def test_what_kernels_do_otherwise_is_left_to_them(found: dict[str, Any]) -> None:

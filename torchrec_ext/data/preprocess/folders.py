@@ -14,8 +14,7 @@ from pathlib import Path
 from torchrec_ext.data.files.sources import DataFile
 from torchrec_ext.schema import DataError
 from torchrec_ext.sealed import (
-    make_hidden,
-    remove_leftovers,
+    begin_folder,
     replace_folder,
     visible_name,
 )
@@ -34,10 +33,10 @@ _FULL = (
 def whole_folder(out: Path, *, overwrite: bool, mark: str) -> Iterator[Path]:
     """Yields a folder to write to; it is renamed to ``out`` if the block succeeds, and removed if it raises.
 
-    A process that is killed leaves a hidden folder, ``.NAME.partial-HOST-PID``, which the next one for the same name
-    removes, from whatever host; one that is being written is locked, and stays. An earlier result that is replaced is
-    hidden for a moment, in which :func:`~torchrec_ext.sealed.existing_folder` finds it; after a kill the next process
-    puts it back.
+    A process that is killed leaves a hidden folder, ``.NAME.partial``, which the next one for the same name takes over;
+    one that is being written is locked, and a second writer is refused. An earlier result that is replaced is hidden
+    for a moment, in which :func:`~torchrec_ext.sealed.existing_folder` finds it; after a kill the next process puts it
+    back.
 
     Args:
         out: path of the result.
@@ -45,7 +44,7 @@ def whole_folder(out: Path, *, overwrite: bool, mark: str) -> Iterator[Path]:
         mark: pattern of a file that every earlier result has; a folder without one is never replaced.
 
     Raises:
-        DataError: there is something at ``out`` already, or it cannot be written.
+        DataError: there is something at ``out`` already, or another process writes it, or it cannot be written.
     """
     if re.match(r"\w+:/", str(out)) or not out.name:
         raise DataError(
@@ -53,18 +52,19 @@ def whole_folder(out: Path, *, overwrite: bool, mark: str) -> Iterator[Path]:
             "there"
         )
     with disk_errors(out):
-        # Before the check: an earlier result that a killed process hid is put back, and
-        # then counts.
-        remove_leftovers(out)
-        _check_free(out, overwrite, mark)
-        staging, lock = make_hidden(out)
+        staging, lock = begin_folder(out)
     try:
+        # An earlier result that a killed process hid is put back, and counts.
+        _check_free(out, overwrite, mark)
         with disk_errors(out, writing=False):
             yield staging
         with disk_errors(out):
             replace_folder(staging, out)
-    finally:
+    except BaseException:
+        # While it is locked: behind, it may be another process's.
         shutil.rmtree(staging, ignore_errors=True)
+        raise
+    finally:
         os.close(lock)
 
 

@@ -1,6 +1,6 @@
 """The compiled library of shared memory, one for each torch, source and CPU: built ahead, never when a job starts.
 
-`python -m torchrec_ext.doctor --with-shared-memory` builds it, by running this module.
+`python -m torchrec_ext.distributed.shared_memory.library` builds it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def load() -> ModuleType:
     path = library_path()
     if not path.exists():
         raise LibraryError(
-            "its library is not built; build it by: python -m torchrec_ext.doctor --with-shared-memory"
+            "its library is not built; build it by: python -m torchrec_ext.distributed.shared_memory.library"
         )
     spec = importlib.util.spec_from_file_location(NAME, path)
     assert spec is not None

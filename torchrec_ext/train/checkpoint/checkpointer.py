@@ -20,9 +20,11 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint.folder import (
     CheckpointFolder,
     CheckpointRanks,
+    Saved,
     check_shared,
     damage,
     newest_good,
+    read_checkpoint,
 )
 from torchrec_ext.train.checkpoint.load import load_checkpoint
 from torchrec_ext.train.checkpoint.state import ModelState, Parts, SavePlanner, State
@@ -63,6 +65,9 @@ class Checkpointer:
         self.together = CheckpointRanks(runtime)
         self._running: _Save | None = None
         self._copies = _Copies()
+        # The step that the run goes on from; newer checkpoints are of another future.
+        self._begun: int | None = None
+        self._has_saved = False
         # The checkpoint whose files were compared with their digests last.
         self._verified = ""
         if runtime.world_size > 1 or self.folder.remote:
@@ -88,8 +93,8 @@ class Checkpointer:
             CheckpointError: the previous save has failed, on every rank alike.
         """
         self.wait()
-        # Torch would warn of files of an earlier save; the ranks meet before they look.
-        self.together.on_main(lambda: self.folder.empty(step))
+        self.together.on_main(lambda: self._make_room(step))
+        self._has_saved = True
         # A copy, because it is written while the run goes on.
         own_content = json.loads(json.dumps(content or {}))
         about = {
@@ -107,9 +112,7 @@ class Checkpointer:
         group = self.together.group
         future = dcp.async_save(
             {**state.everything(), **(extra or {})},
-            storage_writer=writer(
-                self.folder.path(step), lambda: self._make_room(step), seal
-            ),
+            storage_writer=writer(self.folder.path(step), seal),
             planner=SavePlanner(),
             process_group=group,
             async_stager=self._copies,
@@ -191,6 +194,8 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Loads a checkpoint into ``state`` and ``extra``, saved under any plan and number of ranks.
 
+        The first save after it sets aside the checkpoints ahead of this one.
+
         Args:
             path: checkpoint; its files are compared with their digests before anything of them is read, unless
                 :meth:`last_good` has just done so.
@@ -205,57 +210,36 @@ class Checkpointer:
             CheckpointError: the checkpoint is damaged, or was saved from another model; the first differences are
                 named.
         """
-        self.verify(path)
-        return load_checkpoint(path, state, self.together, extra, partial=partial)[0]
+        saved = self.verified(path)
+        load_checkpoint(saved, state, self.together, extra, partial=partial)
+        self._begun = saved.manifest["step"]
+        return saved.manifest
 
-    def verify(self, path: str) -> None:
-        """Refuses a damaged checkpoint, unless it is the one that was compared last; all ranks call it."""
-        self.wait()
-        if path == self._verified:
-            return
-        wrong = damage(path, self.together)
-        if wrong:
-            raise CheckpointError(wrong)
-        self._verified = path
+    def verified(self, path: str) -> Saved:
+        """Returns a checkpoint, compared with its digests unless it is the one that was compared last. Collective.
 
-    def branch(
-        self,
-        saved: Mapping[str, Any],
-        best: Mapping[str, Any] | None,
-        say: Callable[[str], None] = print,
-    ) -> None:
-        """Sets aside the checkpoints ahead of the loaded one.
-
-        Args:
-            saved: the checkpoint's manifest, as :meth:`load` returns it.
-            best: figures and ``best_step`` of the best evaluation in the loaded run, or None.
-            say: called on rank 0 with a line if something was set aside.
+        Raises:
+            CheckpointError: it is damaged.
         """
-        line = self.together.on_main(lambda: self._set_aside(saved["step"], best))
-        if line and self._runtime.is_main:
-            say(line)
-
-    def _set_aside(self, step: int, best: Mapping[str, Any] | None) -> str | None:
-        """Moves checkpoints ahead of ``step`` away; marks the best one up to that step, if it still exists."""
-        line = self.folder.set_aside(step)
-        marked = self.folder.noted("best.json")
-        steps = self.folder.steps()
-        if isinstance(marked, dict) and marked.get("step") not in steps:
-            note = None
-            if best is not None and best["best_step"] in steps:
-                note = {"step": best["best_step"], **best}
-            self.folder.note("best.json", note)
-        return line
+        self.wait()
+        if path != self._verified:
+            wrong = damage(path, self.together)
+            if wrong:
+                raise CheckpointError(wrong)
+            self._verified = path
+        return read_checkpoint(path)
 
     def _spared(self) -> list[int]:
         best = self.folder.noted("best.json")
         return [best["step"]] if isinstance(best, dict) and "step" in best else []
 
     def _make_room(self, step: int) -> None:
-        # Newer checkpoints are of another run, because this one begins anew.
-        line = self._set_aside(step, None)
-        if line:
-            print(line, flush=True)
+        # Later on none is ahead of the run.
+        if not self._has_saved:
+            ahead_of = step if self._begun is None else self._begun
+            line = self.folder.set_aside(ahead_of)
+            if line:
+                print(line, flush=True)
         self.folder.begin(step)
 
     def _explain_failure(self, step: int, error: BaseException) -> str:

@@ -12,6 +12,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
@@ -132,15 +133,6 @@ class CheckpointFolder:
             (step for step in self._begun() if self._is_whole(step)), reverse=True
         )
 
-    def empty(self, step: int) -> None:
-        """Removes the files of a checkpoint, manifest first, and leaves its folder, which other ranks may have made."""
-        path = self.path(step)
-        if self._is_whole(step):
-            self.files.rm(f"{path}/{MANIFEST_NAME}")
-        if self.files.exists(path):
-            for file in self.files.find(path):
-                self.files.rm(file)
-
     def begin(self, step: int) -> None:
         """Makes an empty folder for the checkpoint after ``step`` steps.
 
@@ -149,8 +141,8 @@ class CheckpointFolder:
         """
         path = self.path(step)
         try:
+            self.remove(step)
             self.files.makedirs(path, exist_ok=True)
-            self.empty(step)
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint folder '{path}' cannot be made: {error.strerror or error}"
@@ -177,9 +169,11 @@ class CheckpointFolder:
 
     def remove(self, step: int) -> None:
         """Removes a checkpoint, manifest first, so that an incomplete one never counts."""
-        self.empty(step)
-        if self.files.exists(self.path(step)):
-            self.files.rm(self.path(step), recursive=True)
+        path = self.path(step)
+        if self._is_whole(step):
+            self.files.rm(f"{path}/{MANIFEST_NAME}")
+        if self.files.exists(path):
+            self.files.rm(path, recursive=True)
 
     def set_aside(self, step: int) -> str | None:
         """Renames every checkpoint newer than ``step``, out of reach of resume and pruning.
@@ -347,11 +341,20 @@ _MANIFEST_TYPES = {
 }
 
 
-def read_checkpoint_manifest(path: str) -> dict[str, Any]:
-    """Returns the manifest of a checkpoint.
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint's path, manifest, and torch's index of it: the file of each chunk of each tensor."""
+
+    path: str
+    manifest: dict[str, Any]
+    index: Metadata
+
+
+def read_checkpoint(path: str) -> Saved:
+    """Returns what a checkpoint says of itself; its files are not read.
 
     Raises:
-        CheckpointError: there is none, or it is damaged or of another format.
+        CheckpointError: it has no manifest, or one that is damaged or of another format.
     """
     where = f"{path}/{MANIFEST_NAME}"
     try:
@@ -361,30 +364,20 @@ def read_checkpoint_manifest(path: str) -> dict[str, Any]:
         raise CheckpointError(
             f"{where} cannot be read: {error.strerror or error}; is '{path}' a checkpoint?"
         ) from None
-    saved = opened(data, where)
+    manifest = opened(data, where)
     for name, kind in _MANIFEST_TYPES.items():
-        if not isinstance(saved.get(name), kind):
+        if not isinstance(manifest.get(name), kind):
             raise CheckpointError(
                 f"{where} is not the manifest of a checkpoint: it lacks {name}"
             )
-    return saved
-
-
-def read_index(path: str) -> Metadata:
-    """Returns torch's index of a checkpoint: the file of each chunk of each tensor.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
-    """
-    saved = read_checkpoint_manifest(path)
-    return index_from_json(saved["tensors"], f"{path}/{MANIFEST_NAME}")
+    return Saved(path, manifest, index_from_json(manifest["tensors"], where))
 
 
 def damage(path: str, together: CheckpointRanks) -> str | None:
     """Describes the damage of a checkpoint, or returns None; the ranks share the reading of its files."""
     wrong = None
     try:
-        listed = read_checkpoint_manifest(path)["files"]
+        listed = read_checkpoint(path).manifest["files"]
         for name in sorted(listed)[together.rank :: together.ranks]:
             wrong = wrong or _file_damage(f"{path}/{name}", listed[name])
     # The list of files is a dict, but its entries may have another form.

@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from torchrec_ext.train.checkpoint.folder import (
     CheckpointRanks,
-    read_checkpoint_manifest,
-    read_index,
+    Saved,
 )
 from torchrec_ext.train.checkpoint.state import (
     LoadPlanner,
@@ -54,29 +53,27 @@ class Match(NamedTuple):
 
 
 def match(
-    path: str,
+    saved: Saved,
     state: ModelState,
     wanted: State,
-    index: Metadata,
     partial: bool,
     together: CheckpointRanks,
 ) -> Match:
     """Compares a model with a checkpoint.
 
     Args:
-        path: name of the checkpoint in messages.
+        saved: the checkpoint.
         state: state of the model.
         wanted: the model's tensors.
-        index: the checkpoint's index of tensors.
         partial: whether tables may have grown, and tables and layers be new or left out.
         together: the ranks that load; all call it.
 
     Raises:
         CheckpointError: there is another difference; the first are named, on every rank alike.
     """
-    saved: dict[str, Size] = {
+    sizes_then: dict[str, Size] = {
         name: tuple(getattr(value, "size", ()))
-        for name, value in index.state_dict_metadata.items()
+        for name, value in saved.index.state_dict_metadata.items()
     }
     sizes: dict[str, Size] = {}
     # A rank without a shard of a table has no tensors of it, so all ranks compare all names.
@@ -88,11 +85,11 @@ def match(
     differences: dict[str, bool] = {}
     grown: dict[str, int] = {}
     for name, size in sizes.items():
-        if name not in saved:
-            differences[f"{name} was not saved"] = _is_new(name, saved)
+        if name not in sizes_then:
+            differences[f"{name} was not saved"] = _is_new(name, sizes_then)
             continue
         table = table_in_name(name)
-        before = saved[name]
+        before = sizes_then[name]
         if table:
             before = before[: len(size)]
         if size != before:
@@ -100,18 +97,18 @@ def match(
             differences[f"{name} is {size}, saved as {before}"] = has_grown
             if has_grown:
                 grown[table] = before[0]
-    for name in saved.keys() - sizes.keys():
+    for name in sizes_then.keys() - sizes.keys():
         table = table_in_name(name)
         # Else the table is there, but its optimizer keeps another state.
         if table or name.startswith("dense."):
             differences[f"{name} is not in this model"] = table not in state.tables
-    said = _refuse(path, differences, partial)
+    said = _refuse(saved.path, differences, partial)
     tensors: State = {}
     for name, value in wanted.items():
         table = table_in_name(name)
         if isinstance(value, Parts) and table in grown:
             value = _clip_rows(value, grown[table])
-        if name in saved:
+        if name in sizes_then:
             tensors[name] = value
     return Match(tensors, grown, said)
 
@@ -195,18 +192,18 @@ def inherited(saved: Tensor, widths: Sequence[int], start: int, stop: int) -> Te
 
 
 def load_checkpoint(
-    path: str,
+    saved: Saved,
     state: ModelState,
     together: CheckpointRanks,
     extra: State | None = None,
     *,
     partial: bool = False,
     cold: Mapping[str, int] | None = None,
-) -> tuple[dict[str, Any], Match]:
+) -> Match:
     """Loads a checkpoint into ``state`` and ``extra``, saved under any plan and number of ranks.
 
     Args:
-        path: checkpoint in which :func:`damage` found nothing.
+        saved: checkpoint in which :func:`damage` found nothing.
         state: state of the model and its optimizers.
         together: the ranks that load; all call it.
         extra: further tensors to load; names without a saved tensor are left unchanged.
@@ -215,39 +212,39 @@ def load_checkpoint(
         cold: row of each table for unseen ids; 0 by default.
 
     Returns:
-        The manifest, and the match.
+        The match of the model and the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint was saved from another model; the first differences are named.
     """
-    saved = read_checkpoint_manifest(path)
-    index = read_index(path)
     step_counts = state.counted()
     wanted = {**state.tensors, **step_counts}
-    matched = match(path, state, wanted, index, partial, together)
+    matched = match(saved, state, wanted, partial, together)
     to_load = dict(matched.tensors)
     for name, tensor in (extra or {}).items():
-        if name in index.state_dict_metadata:
+        if name in saved.index.state_dict_metadata:
             to_load[name] = tensor
     other_splits: dict[str, Parts] = {}
     for name, value in matched.tensors.items():
         if isinstance(value, Parts) and value.widths not in (
             (),
-            _saved_widths(name, index),
+            _saved_widths(name, saved.index),
         ):
-            to_load[name] = other_splits[name] = _saved_columns(value, name, index)
+            to_load[name] = other_splits[name] = _saved_columns(
+                value, name, saved.index
+            )
     cold_rows = _cold_rows(state, matched, cold or {})
-    load_tensors(path, to_load, together.group)
+    load_tensors(saved, to_load, together.group)
     if cold_rows:
         # A load of its own: a name has one shape in a load, and these are full rows
         # even if the table is split.
-        load_tensors(path, cold_rows, together.group)
+        load_tensors(saved, cold_rows, together.group)
     # Kernels have counters, not tensors: the load filled copies.
     state.count(step_counts)
     for name, columns in other_splits.items():
         _merge(matched.tensors[name], columns)
     _grow(state, matched, cold_rows)
-    return saved, matched
+    return matched
 
 
 def empty_tensors(index: Metadata, prefixes: Sequence[str]) -> State:
@@ -262,20 +259,20 @@ def empty_tensors(index: Metadata, prefixes: Sequence[str]) -> State:
 
 
 def load_tensors(
-    path: str, tensors: Mapping[str, Any], group: dist.ProcessGroup | None
+    saved: Saved, tensors: Mapping[str, Any], group: dist.ProcessGroup | None
 ) -> None:
     """Loads tensors of a checkpoint by name; all ranks of the group call it, or this process alone."""
     try:
         dcp.load(
             dict(tensors),
-            storage_reader=reader(path, read_index(path)),
+            storage_reader=reader(saved.path, saved.index),
             planner=LoadPlanner(),
             process_group=group,
             no_dist=group is None,
         )
     except CheckpointException as error:
         raise CheckpointError(
-            f"checkpoint '{path}' could not be read: {cause(error)}"
+            f"checkpoint '{saved.path}' could not be read: {cause(error)}"
         ) from None
 
 

@@ -5,6 +5,7 @@ Records are the log's, and a checkpoint holds their number alone, so its size do
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from torchrec_ext.train.checkpoint.config import StartConfig as StartConfig
 from torchrec_ext.train.checkpoint.folder import (
     CheckpointFolder,
     CheckpointRanks,
-    read_index,
+    read_checkpoint,
 )
 from torchrec_ext.train.checkpoint.load import (
     empty_tensors,
@@ -32,6 +33,8 @@ from torchrec_ext.train.checkpoint.load import (
 )
 from torchrec_ext.train.checkpoint.state import State, model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError
+from torchrec_ext.train.early_stop import EarlyStopWatch
+from torchrec_ext.train.report.progress import Window
 
 # Key that stands for a tensor in a JSON state; no loader has such a key.
 _TENSOR_KEY = "a tensor of the checkpoint"
@@ -74,24 +77,6 @@ class DynamicLoader(Protocol):
         """Begins with the rows that ids have in vocabularies."""
 
 
-class Resumable(Protocol):
-    """An object with a state for JSON, such as an EarlyStopWatch."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a state of :meth:`state_dict`."""
-
-
-class Sums(Protocol):
-    """Sums of figures between two records of a loop."""
-
-    @property
-    def sums(self) -> Tensor:
-        """This rank's sums since the last record, (3,) float64: of losses, of steps and of rows."""
-
-
 class CheckpointedRun(Protocol):
     """The parts of a run saved in a checkpoint."""
 
@@ -108,11 +93,11 @@ class CheckpointedRun(Protocol):
         """The loader of the training batches."""
 
     @property
-    def watch(self) -> Resumable:
+    def watch(self) -> EarlyStopWatch:
         """The state of early stopping."""
 
     @property
-    def window(self) -> Sums:
+    def window(self) -> Window:
         """The sums of the next record."""
 
 
@@ -181,11 +166,11 @@ class RunCheckpoints:
             )
         if self._resume is None:
             return Position()
-        index = read_index(self._resume)
-        names = index.state_dict_metadata
+        checkpointer = self._checkpointer
+        index = checkpointer.verified(self._resume).index
         sums = [
             name
-            for name in names
+            for name in index.state_dict_metadata
             if name.startswith("rank.") and name.endswith(".sums")
         ]
         prefixes = [_LOADER, f"rank.{run.runtime.rank}."]
@@ -193,7 +178,7 @@ class RunCheckpoints:
         if len(sums) != run.runtime.world_size:
             prefixes += sums
         extra = empty_tensors(index, prefixes)
-        saved = self._checkpointer.load(
+        saved = checkpointer.load(
             self._resume, model_state(run.model, run.optimizer), extra
         )
         content = saved["content"]
@@ -208,11 +193,13 @@ class RunCheckpoints:
         # The rest of the epoch would have other samples than the missing ones.
         except ValueError as error:
             raise ValueError(f"checkpoint '{self._resume}': {error}") from None
-        self._checkpointer.branch(saved, content["watch"]["best"])
         # Resumed in its own folder, the run need not save this step again; in another
         # folder it must.
-        if _parent(self._resume) == self._checkpointer.folder.address:
+        if _parent(self._resume) == checkpointer.folder.address:
             self._last_saved_step = position.step
+            checkpointer.together.on_main(
+                lambda: _mark_again(checkpointer.folder, content["watch"]["best"])
+            )
         return position
 
     def after_step(self, run: CheckpointedRun) -> None:
@@ -240,9 +227,7 @@ class RunCheckpoints:
         if self._due(run) or (self._config.saves and (last or best)):
             self.save(run)
             if best:
-                self._checkpointer.mark_best(
-                    run.at.step, run.watch.state_dict()["best"] or {}
-                )
+                self._checkpointer.mark_best(run.at.step, run.watch.best or {})
 
     def _due(self, run: CheckpointedRun) -> bool:
         epoch_is_due = (
@@ -269,11 +254,9 @@ class RunCheckpoints:
                 continue
             # On all ranks alike.
             with suppress(CheckpointError):
-                checkpointer.verify(folder.path(step))
+                saved = checkpointer.verified(folder.path(step))
                 # Without the optimizer, whose state has no use after the end of a run.
-                load_tensors(
-                    folder.path(step), model_state(model).tensors, together.group
-                )
+                load_tensors(saved, model_state(model).tensors, together.group)
                 return True
         return False
 
@@ -288,9 +271,7 @@ class RunCheckpoints:
             "versions": package_versions(),
             "position": vars(run.at),
             "watch": run.watch.state_dict(),
-            "loader": _without_tensors(
-                run.loader.state_dict(step=run.at.done), "loader", extra
-            ),
+            "loader": _without_tensors(run.loader.state_dict(step=run.at.done), extra),
         }
         self._checkpointer.save(
             run.at.step, model_state(run.model, run.optimizer), extra, content
@@ -306,9 +287,18 @@ def load_with_loader(
     path: str, model: nn.Module, optimizer: KeyedOptimizer, together: CheckpointRanks
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Loads a checkpoint into a model; returns its manifest, and the state of the run's loader. Collective."""
-    tensors = empty_tensors(read_index(path), [_LOADER])
-    saved, _ = load_checkpoint(path, model_state(model, optimizer), together, tensors)
-    return saved, _with_tensors(saved["content"]["loader"], tensors)
+    saved = read_checkpoint(path)
+    tensors = empty_tensors(saved.index, [_LOADER])
+    load_checkpoint(saved, model_state(model, optimizer), together, tensors)
+    loader = _with_tensors(saved.manifest["content"]["loader"], tensors)
+    return saved.manifest, loader
+
+
+def _mark_again(folder: CheckpointFolder, best: Mapping[str, Any] | None) -> None:
+    """Moves the mark to the best evaluation of a run that goes on, which a later one may have had."""
+    mark = best and {"step": best["best_step"], **best}
+    if folder.noted("best.json") != mark:
+        folder.note("best.json", mark)
 
 
 def _parent(path: str) -> str:
@@ -344,32 +334,22 @@ def _share_sums(by_rank: Sequence[Any], run: CheckpointedRun) -> None:
     run.window.sums.copy_(shared)
 
 
-def _without_tensors(tree: Any, path: str, tensors: State) -> Any:
-    """Makes a state ready for JSON: moves its tensors to ``tensors``, by path."""
-    if isinstance(tree, Mapping):
-        return {
-            key: _without_tensors(value, f"{path}.{key}", tensors)
-            for key, value in tree.items()
-        }
-    if isinstance(tree, (list, tuple)):
-        return [
-            _without_tensors(value, f"{path}.{number}", tensors)
-            for number, value in enumerate(tree)
-        ]
-    if isinstance(tree, Tensor):
-        tensors[path] = tree
-        return {_TENSOR_KEY: path}
-    return tree
+def _without_tensors(state: Any, tensors: State) -> Any:
+    """Makes a loader's state ready for JSON: moves its tensors to ``tensors``."""
+
+    def moved(tensor: Tensor) -> dict[str, str]:
+        name = f"{_LOADER}{len(tensors)}"
+        tensors[name] = tensor
+        return {_TENSOR_KEY: name}
+
+    return json.loads(json.dumps(state, default=moved))
 
 
-def _with_tensors(tree: Any, tensors: State) -> Any:
-    if isinstance(tree, Mapping):
-        if _TENSOR_KEY in tree:
-            return tensors[tree[_TENSOR_KEY]]
-        return {key: _with_tensors(value, tensors) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_with_tensors(value, tensors) for value in tree]
-    return tree
+def _with_tensors(state: Any, tensors: State) -> Any:
+    def put_back(values: dict[str, Any]) -> Any:
+        return tensors[values[_TENSOR_KEY]] if _TENSOR_KEY in values else values
+
+    return json.loads(json.dumps(state), object_hook=put_back)
 
 
 def begin_with(
@@ -392,9 +372,10 @@ def begin_with(
         cold: row of each table for unseen ids.
         loader: loader whose dynamic ids go on with those of the checkpoint, or with its vocabularies; None without.
     """
-    tensors = {} if loader is None else empty_tensors(read_index(path), [_LOADER])
-    saved, matched = load_checkpoint(
-        path,
+    saved = read_checkpoint(path)
+    tensors = {} if loader is None else empty_tensors(saved.index, [_LOADER])
+    matched = load_checkpoint(
+        saved,
         model_state(model, optimizer),
         together,
         tensors,
@@ -402,12 +383,14 @@ def begin_with(
         cold=cold,
     )
     if loader is not None:
-        state = _with_tensors(saved["content"]["loader"], tensors)
+        state = _with_tensors(saved.manifest["content"]["loader"], tensors)
         if "ids" in state:
             loader.load_ids(state)
         else:
             loader.load_vocabularies()
-    lines = [f"begun with the weights of {path}, after {saved['step']:,} steps"]
+    lines = [
+        f"begun with the weights of {path}, after {saved.manifest['step']:,} steps"
+    ]
     for name, rows in matched.grown.items():
         lines.append(
             f"table '{name}' had {rows:,} rows, the others begin as row {cold.get(name, 0)}"

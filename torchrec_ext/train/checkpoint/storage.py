@@ -166,7 +166,7 @@ _DIGESTS = MetadataIndex("digests of a rank's files")
 
 
 class _Writer(FsspecWriter):
-    """torch's writer: rank 0 makes room before any rank writes, and seals when all have written.
+    """torch's writer: rank 0 seals when all ranks have written.
 
     The digests of a rank's files travel with its results, which torch gathers on rank 0.
     """
@@ -176,13 +176,11 @@ class _Writer(FsspecWriter):
     def __init__(
         self,
         folder: str,
-        make_room: Callable[[], None],
         seal: Callable[[dict[str, Any], Metadata], None],
     ) -> None:
         super().__init__(folder)
         self.fs = _Measured()
         self.fs.init_path(folder)  # the same as in torch's own FsspecWriter
-        self._make_room = make_room
         self._seal = seal
 
     def set_up_storage_writer(
@@ -191,10 +189,6 @@ class _Writer(FsspecWriter):
         # Torch saves in a thread of its own, beside the training.
         yield_to_others()
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self._make_room()
-        return super().prepare_global_plan(plans)
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
@@ -218,15 +212,12 @@ class _Writer(FsspecWriter):
 
 
 def writer(
-    folder: str,
-    make_room: Callable[[], None],
-    seal: Callable[[dict[str, Any], Metadata], None],
+    folder: str, seal: Callable[[dict[str, Any], Metadata], None]
 ) -> StorageWriter:
     """Returns a writer of tensors to ``folder``: one file per rank, synced before it is closed.
 
     Args:
         folder: path or address.
-        make_room: called on rank 0 before anything is written.
         seal: called on rank 0, when all are written, with size and SHA-256 of each file by name, and the index.
     """
-    return _Writer(folder, make_room, seal)
+    return _Writer(folder, seal)

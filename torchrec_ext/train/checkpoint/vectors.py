@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchrec_ext.distributed.tables import local_shards
 from torchrec_ext.sealed import sync_to_disk
 from torchrec_ext.tensor_file import Shape, mapped_tensors
-from torchrec_ext.train.checkpoint.folder import read_checkpoint_manifest, read_index
+from torchrec_ext.train.checkpoint.folder import read_checkpoint
 from torchrec_ext.train.checkpoint.load import load_tensors
 from torchrec_ext.train.checkpoint.storage import CheckpointError
 
@@ -164,10 +164,9 @@ def publish_weights(path: str, file: Path) -> dict[str, tuple[int, ...]]:
     Raises:
         CheckpointError: the checkpoint cannot be read, or the file cannot be written.
     """
-    saved = read_checkpoint_manifest(path)
-    index = read_index(path)
-    metadata: Mapping[str, Any] = index.state_dict_metadata
-    names = dict(_weight_names(saved, metadata))
+    saved = read_checkpoint(path)
+    metadata: Mapping[str, Any] = saved.index.state_dict_metadata
+    names = dict(_weight_names(saved.manifest, metadata))
     shapes = {}
     for name, saved_name in names.items():
         tensor = metadata[saved_name]
@@ -175,7 +174,7 @@ def publish_weights(path: str, file: Path) -> dict[str, tuple[int, ...]]:
     part = file.with_name(f"{file.name}.part")
     try:
         tensors = mapped_tensors(part, shapes)
-        load_tensors(path, {names[name]: tensors[name] for name in names}, None)
+        load_tensors(saved, {names[name]: tensors[name] for name in names}, None)
         sync_to_disk(part)
         part.replace(file)
     except OSError as error:
