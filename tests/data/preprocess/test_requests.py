@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import re
 import subprocess
 import sys
+import zoneinfo
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ def fitted(
     return FittedPreprocessor(pairs, raw, keep)
 
 
+BERLIN = zoneinfo.ZoneInfo("Europe/Berlin")
 CITIES = Vocabulary(pa.array(["Rome", "Oslo"]), pa.array([3, 1]))
 CITY = fitted(
     {"city": "string", "label": "float32"},
@@ -147,6 +150,16 @@ def test_a_value_of_another_type(kind: str, value: Any, message: str) -> None:
         ("string", ["", None, "\x00", "\u00fc", "\U0001f363"]),
         ("string", ["\ud83d", "\ude00"]),
         ("timestamp[ms]", [1_700_000_000_000, None, -1]),
+        ("timestamp[s]", ["2024-02-29", None, "1969-12-31 23:59:58"]),
+        ("timestamp[us]", ["2024-02-29T18:30Z", "2024-02-29 18:30:00.25-0130"]),
+        ("timestamp[ns]", ["2024-02-29T18:30:00.000001+14", "9999-12-31"]),
+        ("timestamp[s]", ["1969-12-31 23:59:58.5", "2024-02-29 18:30:00.5"]),
+        *(("timestamp[s]", [text]) for text in ("2024-02-30", "x", "2024-01-01 24:00")),
+        ("timestamp[s]", ["\u0662024-01-01"]),
+        ("timestamp[ms]", [datetime.datetime(2024, 2, 29, 1, 2, 3, 4567), None]),
+        ("timestamp[ns]", [datetime.datetime(1600, 1, 1)]),
+        ("timestamp[us]", [datetime.datetime(2024, 2, 29, 23, tzinfo=BERLIN)]),
+        ("list<timestamp[s]>", [["2024-02-29", None], None]),
         ("list<int64>", [[1, None], None, [], [2**63 - 1]]),
         ("list<float32>", [[0.1], [None]]),
         ("list<string>", [["a", None], None, [""]]),
@@ -162,10 +175,9 @@ def test_plain_values_are_read_as_arrow_reads_them(
             cells = read_cells("x", data, kind)
         except DataError as error:
             return str(error)
-        dtype = working_type(arrow_type(kind))
-        if cells.unit:
-            dtype = pa.int64()
-        return cells.unit, cells.array(dtype).to_pylist()
+        # Times are compared in their unit.
+        dtype = arrow_type(re.sub(r"timestamp.*\]", "int64", kind))
+        return cells.unit, cells.array(working_type(dtype)).to_pylist()
 
     # Of Python's own sequences only a list is read without Arrow.
     assert repr(read(values)) == repr(read(tuple(values)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime, timedelta, timezone
 from functools import lru_cache
 from types import NoneType
 from typing import Any, NamedTuple
@@ -30,7 +31,8 @@ INT64, FLOAT64, STRING = pa.int64(), pa.float64(), pa.string()
 IDS = frozenset({INT64, STRING})
 ID_LISTS = frozenset(map(pa.list_, IDS))
 NUMBERS = frozenset({INT64, FLOAT64})
-TIMES = frozenset(pa.timestamp(unit, "UTC") for unit in ("s", "ms", "us", "ns"))
+PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+TIMES = frozenset(pa.timestamp(unit, "UTC") for unit in PER_SECOND)
 # In this order: a float64 is a floating number too.
 _TYPE_TESTS = (
     ("bool", pa.types.is_boolean),
@@ -384,6 +386,12 @@ def _plain_cells(data: list[Any], raw: str) -> Cells | None:
         cells = _plain_cells(list(itertools.chain.from_iterable(lists)), element(raw))
         return cells and cells._replace(offsets=offsets_of(list(map(len, lists))))
     unit = raw[len("timestamp[") : -1] if raw.startswith("timestamp[") else None
+    if unit and kinds in ({str}, {datetime}):
+        try:
+            data = [value and _ticks(value, unit) for value in data]
+        except ValueError:
+            return None
+        kinds = {int}
     kind = int if unit or (kinds == {int} and raw in _WHOLE) else _PLAIN[raw]
     if kinds - {kind}:
         return None
@@ -413,6 +421,29 @@ def _plain_cells(data: list[Any], raw: str) -> Cells | None:
         if valid is not None:
             values[~valid] = np.nan
     return Cells(values, valid, unit=unit)
+
+
+_EPOCH = datetime(1970, 1, 1)
+_EPOCH_UTC = _EPOCH.replace(tzinfo=timezone.utc)
+
+
+def _ticks(time: str | datetime, unit: str) -> int:
+    """Returns the units from 1970 to a time, which is in UTC unless it has a zone.
+
+    Raises:
+        ValueError: Arrow has to read or to refuse it.
+    """
+    if isinstance(time, str):
+        # Newer versions of Python know an hour 24.
+        if not is_iso(time) or time[11:13] == "24":
+            raise ValueError(_ISO_RULE)
+        time = datetime.fromisoformat(time)
+    since = time - (_EPOCH_UTC if time.tzinfo else _EPOCH)
+    micro = since // timedelta(microseconds=1)
+    ticks, rest = divmod(micro * PER_SECOND[unit], 10**6)
+    if rest:
+        raise ValueError("Arrow rounds it")
+    return ticks
 
 
 def _typed(data: Sequence[Any], raw: str) -> pa.Array:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from torchrec_ext.data.columns import Column, Int64
+from torchrec_ext.data.columns import Column, Int64, Windows
 from torchrec_ext.data.preprocess.columns import (
     FLOAT64,
     INT64,
@@ -89,13 +89,14 @@ def _only(column: Cells, is_kept: Mask, lengths: Int64) -> Cells:
 
 
 def _split(column: Cells, separator: str) -> Cells:
-    """Splits texts into lists of their parts; an empty part counts as null, and null as an empty list."""
-    # Each different text of a file once, however many rows have it.
-    lists = [text.split(separator) for text in words(column.texts)]
+    """Splits texts into lists of their parts without the empty ones; null is an empty list."""
+    # Each different text of a file once, however many rows have it. The place of null is
+    # -1: that of the empty list at the end.
+    lists = [list(filter(None, text.split(separator))) for text in words(column.texts)]
+    lists.append([])
     places: dict[str, int] = {}
     parts = [places.setdefault(part, len(places)) for each in lists for part in each]
-    offsets = offsets_of([*map(len, lists), 0])
-    # The place of null is -1: that of the empty list at the end.
-    rows = Column(np.array(parts, np.int64), offsets).take(column.values)
-    is_part = rows.values != places.get("", -1)
-    return Cells(rows.values, is_part, rows.offsets, list(places))
+    offsets = offsets_of([len(each) for each in lists])
+    windows = Windows(offsets[:-1].take(column.values), offsets[1:].take(column.values))
+    rows = Column.from_windows(np.array(parts, np.int64), windows)
+    return Cells(rows.values, offsets=offsets_of(rows.lengths), texts=list(places))

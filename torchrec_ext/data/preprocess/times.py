@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.preprocess.columns import (
     INT64,
+    PER_SECOND,
     TIMES,
     Cells,
     Columns,
@@ -25,7 +26,6 @@ from torchrec_ext.schema.validation import did_you_mean
 
 Feature = Literal["hour", "weekday", "month"]
 Unit = Literal["s", "ms", "us", "ns"]
-PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 SIZES = {"hour": 24, "weekday": 7, "month": 12}
 # From 1900 to 2200: beyond it a time is a mistake of unit.
 _FIRST, _LAST = -2_208_988_800, 7_258_118_400
