@@ -223,9 +223,12 @@ class Cells(NamedTuple):
         return Cells(ids, offsets=self.offsets)
 
     def encoded(self) -> tuple[Int64, list[Any]]:
-        """Returns integers or texts as places (V,) in a list of the values, -1 for null."""
+        """Returns integers or texts as places (V,) in a list of values, once or more each; -1 for null."""
         if self.texts is not None:
             return self.values, words(self.texts)
+        if len(self.values) < _FEW:
+            places = np.where(self.is_valid, np.arange(len(self.values)), -1)
+            return places, self.values.tolist()
         nulls = None if self.valid is None else ~self.valid
         encoded = pa.array(self.values, mask=nulls).dictionary_encode()
         return _places(encoded), encoded.dictionary.to_numpy().tolist()
@@ -248,6 +251,9 @@ class Cells(NamedTuple):
             return text_array(self.texts).take(values).cast(dtype)
         return values.cast(dtype)
 
+
+# Integers of which Arrow finds the different ones later than they are hashed one by one.
+_FEW = 16
 
 # Columns of some rows by name.
 Columns = Mapping[str, Cells]
@@ -379,48 +385,57 @@ def _plain_cells(data: list[Any], raw: str) -> Cells | None:
     if NoneType in kinds:
         kinds.discard(NoneType)
         valid = np.array([value is not None for value in data])
+    if raw in _PLAIN:
+        return _plain_values(data, raw, kinds, valid)
     if is_list_column(raw):
         if kinds - {list}:
             return None
         lists = [value or [] for value in data]
         cells = _plain_cells(list(itertools.chain.from_iterable(lists)), element(raw))
         return cells and cells._replace(offsets=offsets_of(list(map(len, lists))))
-    unit = raw[len("timestamp[") : -1] if raw.startswith("timestamp[") else None
-    if unit and kinds in ({str}, {datetime}):
+    unit = raw[len("timestamp[") : -1]
+    if kinds in ({str}, {datetime}):
         try:
             data = [value and _ticks(value, unit) for value in data]
         except ValueError:
             return None
         kinds = {int}
-    kind = int if unit or (kinds == {int} and raw in _WHOLE) else _PLAIN[raw]
-    if kinds - {kind}:
-        return None
-    if valid is not None:
-        missing = kind()
-        data = [missing if value is None else value for value in data]
+    cells = _plain_values(data, "int64", kinds, valid)
+    return cells and cells._replace(unit=unit)
+
+
+def _plain_values(
+    data: list[Any], raw: str, kinds: set[type], valid: Mask | None
+) -> Cells | None:
+    kind = _PLAIN[raw]
     try:
-        if kind is str:
-            # Text that is no UTF-8 is refused.
-            "".join(data).encode()
-            places = np.arange(len(data))
-            if valid is not None:
-                places = np.where(valid, places, -1)
-            return Cells(places, valid, texts=data)
-        values = np.array(data, np.float64 if kind is float else np.int64)
+        if kind is float and kinds == {int}:
+            most = _WHOLE[raw]
+            if any(abs(value) > most for value in data if value is not None):
+                return None
+        elif kinds - {kind}:
+            return None
+        if kind is float:
+            # None becomes NaN.
+            values = np.array(data, np.float64)
+            if raw == "float32":
+                # What is beyond becomes infinite.
+                with np.errstate(over="ignore"):
+                    values = values.astype(np.float32).astype(np.float64)
+            return Cells(values, valid)
+        if valid is not None:
+            missing = kind()
+            data = [missing if value is None else value for value in data]
+        if kind is not str:
+            return Cells(np.array(data, np.int64), valid)
+        # Text that is no UTF-8 is refused.
+        "".join(data).encode()
     except (OverflowError, UnicodeEncodeError):
         return None
-    if raw in _WHOLE:
-        most = _WHOLE[raw]
-        if kind is int and ((values > most) | (values < -most)).any():
-            return None
-        if raw == "float32":
-            # What is beyond becomes infinite.
-            with np.errstate(over="ignore"):
-                values = values.astype(np.float32)
-        values = values.astype(np.float64)
-        if valid is not None:
-            values[~valid] = np.nan
-    return Cells(values, valid, unit=unit)
+    places = np.arange(len(data))
+    if valid is not None:
+        places = np.where(valid, places, -1)
+    return Cells(places, valid, texts=data)
 
 
 _EPOCH = datetime(1970, 1, 1)

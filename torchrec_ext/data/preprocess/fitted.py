@@ -374,8 +374,10 @@ class FittedPreprocessor:
     def apply(self, columns: Columns) -> Columns:
         """Returns the columns of some rows with what the steps write."""
         columns = dict(columns)
-        for step, state in self.pairs:
-            columns |= step.apply(columns, state)
+        # A number beyond float64 is infinite, which counts as missing.
+        with np.errstate(over="ignore"):
+            for step, state in self.pairs:
+                columns |= step.apply(columns, state)
         return columns
 
     def _checked(self, name: str, dtype: Any, most: float, cells: Cells) -> Cells:

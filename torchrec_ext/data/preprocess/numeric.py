@@ -260,9 +260,7 @@ class Normalize(_NumberStep):
 
     def apply(self, columns: Columns, state: StepState) -> Columns:
         """Subtracts the mean and divides by the deviation."""
-        # A sum beyond float64 is infinite, which counts as missing.
-        with np.errstate(over="ignore"):
-            x = (columns[self.column].numbers - state["mean"]) / state["std"]
+        x = (columns[self.column].numbers - state["mean"]) / state["std"]
         return {self.writes[0]: Cells(x)}
 
 
