@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import re
 import subprocess
 import sys
+import zoneinfo
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from torchrec_ext.data.preprocess import (
     Vocabulary,
     categorical,
 )
-from torchrec_ext.data.preprocess.columns import read_array
+from torchrec_ext.data.preprocess.columns import arrow_type, read_cells, working_type
 from torchrec_ext.schema import DataError
 
 pytestmark = pytest.mark.unit
@@ -43,6 +45,7 @@ def fitted(
     return FittedPreprocessor(pairs, raw, keep)
 
 
+BERLIN = zoneinfo.ZoneInfo("Europe/Berlin")
 CITIES = Vocabulary(pa.array(["Rome", "Oslo"]), pa.array([3, 1]))
 CITY = fitted(
     {"city": "string", "label": "float32"},
@@ -128,11 +131,60 @@ def test_requests_that_are_refused(rows: dict[str, Any], message: str) -> None:
 )
 def test_a_value_of_another_type(kind: str, value: Any, message: str) -> None:
     with pytest.raises(DataError, match=rf"column 'x', row 1: {message}"):
-        read_array("x", [None, value], kind)
+        read_cells("x", [None, value], kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("int64", [0, None, -(2**63), 2**63 - 1]),
+        ("int64", [2**63]),
+        ("bool", [True, None, False]),
+        ("bool", [1]),
+        ("float64", [0.1, None, -0.0, float("nan"), float("-inf")]),
+        ("float64", [2**53, None, -(2**53)]),
+        ("float64", [2**53 + 1]),
+        ("float32", [0.1, None, 1e300, 1e-300]),
+        ("float32", [2**24, None]),
+        ("float32", [-(2**24) - 1]),
+        ("string", ["", None, "\x00", "\u00fc", "\U0001f363"]),
+        ("string", ["\ud83d", "\ude00"]),
+        ("timestamp[ms]", [1_700_000_000_000, None, -1]),
+        ("timestamp[s]", ["2024-02-29", None, "1969-12-31 23:59:58"]),
+        ("timestamp[us]", ["2024-02-29T18:30Z", "2024-02-29 18:30:00.25-0130"]),
+        ("timestamp[ns]", ["2024-02-29T18:30:00.000001+14", "9999-12-31"]),
+        ("timestamp[s]", ["1969-12-31 23:59:58.5", "2024-02-29 18:30:00.5"]),
+        *(("timestamp[s]", [text]) for text in ("2024-02-30", "x", "2024-01-01 24:00")),
+        ("timestamp[s]", ["\u0662024-01-01"]),
+        ("timestamp[ms]", [datetime.datetime(2024, 2, 29, 1, 2, 3, 4567), None]),
+        ("timestamp[ns]", [datetime.datetime(1600, 1, 1)]),
+        ("timestamp[us]", [datetime.datetime(2024, 2, 29, 23, tzinfo=BERLIN)]),
+        ("list<timestamp[s]>", [["2024-02-29", None], None]),
+        ("list<int64>", [[1, None], None, [], [2**63 - 1]]),
+        ("list<float32>", [[0.1], [None]]),
+        ("list<string>", [["a", None], None, [""]]),
+        *((kind, [None, None]) for kind in ("int64", "float32", "string")),
+        *((kind, []) for kind in ("int64", "string", "list<string>")),
+    ],
+)
+def test_plain_values_are_read_as_arrow_reads_them(
+    kind: str, values: list[Any]
+) -> None:
+    def read(data: Any) -> Any:
+        try:
+            cells = read_cells("x", data, kind)
+        except DataError as error:
+            return str(error)
+        # Times are compared in their unit.
+        dtype = arrow_type(re.sub(r"timestamp.*\]", "int64", kind))
+        return cells.unit, cells.array(working_type(dtype)).to_pylist()
+
+    # Of Python's own sequences only a list is read without Arrow.
+    assert repr(read(values)) == repr(read(tuple(values)))
 
 
 @pytest.mark.parametrize("one_hash", [False, True])
-@pytest.mark.parametrize("many", [1, 20], ids=["by index", "by Arrow's table"])
+@pytest.mark.parametrize("many", [1, 200], ids=["by index", "by Arrow's table"])
 @pytest.mark.parametrize("dtype", [pa.string(), pa.large_string(), pa.int64()])
 def test_a_vocabulary_knows_its_values_and_no_others(
     dtype: pa.DataType, many: int, one_hash: bool, monkeypatch: pytest.MonkeyPatch
@@ -153,9 +205,8 @@ def test_a_vocabulary_knows_its_values_and_no_others(
         (asked, [4, 1, len(words), 0]),
         (words, range(1, len(vocabulary))),
     ):
-        column = pa.array(
-            list(values) * many, None if dtype == pa.int64() else pa.string()
-        )
+        kind = "int64" if dtype == pa.int64() else "string"
+        column = read_cells("x", list(values) * many, kind)
         assert vocabulary.ids(column).tolist() == list(ids) * many
 
 

@@ -6,11 +6,10 @@ decimal. MD5 is no safeguard here. It takes 1.5 microseconds for each different 
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import md5
 from typing import Any
 
 import numpy as np
@@ -22,15 +21,14 @@ from torchrec_ext.data.preprocess.columns import (
     ID_LISTS,
     IDS,
     INT64,
-    Arrays,
+    Cells,
+    Columns,
     Types,
-    flat,
     id_type,
-    integers,
     need,
     raw_type,
-    valid_of,
-    with_flat,
+    text_array,
+    words,
 )
 from torchrec_ext.data.preprocess.step import (
     ColumnStep,
@@ -64,31 +62,38 @@ class Vocabulary:
         order = pc.sort_indices(self.values)
         return Vocabulary(self.values.take(order), self.counts.take(order))
 
-    def ids(self, values: pa.Array) -> Int64:
-        """Returns the ids of values, an Arrow array of int64 or of texts; 0 for null and for an unknown value."""
+    def ids(self, column: Cells) -> Int64:
+        """Returns the ids of the values of a column of int64 or of texts; 0 for null and for an unknown value."""
+        if column.texts is None:
+            ids = self._ids(column.values)
+            return ids if column.valid is None else np.where(column.valid, ids, 0)
+        # Each text once; the place of null is -1.
+        ids = np.zeros(len(column.texts) + 1, dtype=np.int64)
+        ids[:-1] = self._ids(column.texts)
+        return ids.take(column.values)
+
+    def _ids(self, values: Any) -> Int64:
+        is_text = not isinstance(values, np.ndarray)
         # For many values Arrow's table of the vocabulary, which it makes anew each time,
         # costs less than it saves.
-        if len(self.values) < _TABLE * len(values):
-            places = pc.index_in(values.cast(self.values.type), self.values)
+        if len(self.values) + _CALL < _TABLE * len(values):
+            array = text_array(values) if is_text else pa.array(values)
+            places = pc.index_in(array.cast(self.values.type), self.values)
             ids: Int64 = places.fill_null(-1).to_numpy().astype(np.int64) + 1
             return ids
         ordered, ids = self._index
         if not len(ordered):
             return np.zeros(len(values), dtype=np.int64)
         # Texts are found by their hashes, which take 8 bytes each and no object.
-        keys = _hashes(values) if self._texts else integers(values)
-        places = ordered.searchsorted(keys)
+        texts = words(values) if is_text else []
+        keys = _hashes(texts) if is_text else values
         # Beyond the last value: any place does, since the value there is another.
-        places[places == len(ordered)] = 0
-        is_known = ordered[places] == keys
-        if values.null_count:
-            is_known &= valid_of(values)
-        found: Int64 = np.where(is_known, ids[places], 0)
+        places = np.minimum(ordered.searchsorted(keys), len(ordered) - 1)
+        found: Int64 = ids[places] * (ordered[places] == keys)
         # Equal hashes do not make equal texts.
-        for row in np.flatnonzero(found).tolist() if self._texts else ():
-            text = values[row].as_py()
-            if self.values[int(found[row]) - 1].as_py() != text:
-                found[row] = self._of_equal_hashes(keys[row], text)
+        for row in found.nonzero()[0].tolist() if is_text else ():
+            if self.values[int(found[row]) - 1].as_py() != texts[row]:
+                found[row] = self._of_equal_hashes(keys[row], texts[row])
         return found
 
     def _of_equal_hashes(self, key: int, text: str) -> int:
@@ -99,14 +104,17 @@ class Vocabulary:
                 return int(id_)
         return 0
 
-    @property
-    def _texts(self) -> bool:
-        return not pa.types.is_integer(self.values.type)
-
     @cached_property
     def _index(self) -> tuple[Int64, Int64]:
         """The values, or texts' hashes, in ascending order, and their ids: 16 bytes a value, and no object for each."""
-        keys = _hashes(self.values) if self._texts else self.values.to_numpy()
+        if pa.types.is_integer(self.values.type):
+            keys = self.values.to_numpy()
+        else:
+            # As many objects at a time as a block of rows has: fast, and little memory.
+            starts = range(0, len(self.values), _TEXTS_AT_ONCE)
+            blocks = (self.values.slice(start, _TEXTS_AT_ONCE) for start in starts)
+            hashes = [_hashes(block.to_pylist()) for block in blocks]
+            keys = np.concatenate([*hashes, np.zeros(0, np.int64)])
         ids = np.argsort(keys)
         ordered = keys[ids]
         ids += 1
@@ -116,18 +124,15 @@ class Vocabulary:
 # Values of a vocabulary for each value, below which Arrow's table is made: it takes 60 ns
 # a value and 40 a text, and the index 230 a text.
 _TABLE = 3
+# Values for which the table takes as long as Arrow's call itself, 20 us.
+_CALL = 300
 
-
-# As many objects at a time as a block of rows has: fast, and little memory.
 _TEXTS_AT_ONCE = 65_536
 
 
-def _hashes(texts: pa.Array) -> Int64:
+def _hashes(texts: list[str]) -> Int64:
     """Returns Python's hash of each text."""
-    starts = range(0, len(texts), _TEXTS_AT_ONCE)
-    blocks = (texts.slice(start, _TEXTS_AT_ONCE).to_pylist() for start in starts)
-    hashes = map(hash, itertools.chain.from_iterable(blocks))
-    return np.fromiter(hashes, dtype=np.int64, count=len(texts))
+    return np.fromiter(map(hash, texts), dtype=np.int64, count=len(texts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,12 +212,11 @@ class Categorify(Step):
             _as_one_array(counted["count"], pa.int64()),
         )
 
-    def apply(self, columns: Arrays, state: Vocabulary) -> Arrays:
+    def apply(self, columns: Columns, state: Vocabulary) -> Columns:
         """Looks the values up."""
         results = {}
         for name, output in zip(self.reads, self.writes, strict=True):
-            ids = state.ids(flat(columns[name]))
-            results[output] = with_flat(columns[name], ids)
+            results[output] = columns[name].with_ids(state.ids(columns[name]))
         return results
 
     def vocab(self, state: Vocabulary) -> Mapping[str, int]:
@@ -240,10 +244,6 @@ def _as_one_array(data: pa.ChunkedArray, dtype: pa.DataType) -> pa.Array:
     return pa.concat_arrays(pieces or [pa.array([], dtype)])
 
 
-# Hexadecimal ones: 60 bits are never negative as int64.
-_DIGITS = 15
-
-
 def hashed_id(text: str, buckets: int) -> int:
     """Hashes a text to an id from 1 to ``buckets``.
 
@@ -251,22 +251,16 @@ def hashed_id(text: str, buckets: int) -> int:
         >>> hashed_id("sushi", 1000), hashed_id("-7", 1000)
         (387, 748)
     """
-    return int(md5(text)[:_DIGITS], 16) % buckets + 1
+    digest = md5(text.encode(), usedforsecurity=False).digest()
+    return (int.from_bytes(digest[:8], "big") >> 4) % buckets + 1
 
 
-def md5(text: str) -> str:
-    """Returns the hexadecimal MD5 digest of a text's UTF-8 bytes."""
-    return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
-
-
-def _hashed(values: pa.Array, buckets: int) -> Int64:
-    """Returns the hashed id of each value, each different one hashed once; 0 for null."""
-    encoded = values.dictionary_encode()
-    texts = map(str, encoded.dictionary.to_pylist())
-    # The last one is that of null, whose place is -1.
-    ids = np.array([*(hashed_id(text, buckets) for text in texts), 0])
-    hashed: Int64 = ids[encoded.indices.fill_null(-1).to_numpy()]
-    return hashed
+def _hashed(column: Cells, buckets: int) -> Int64:
+    """Returns the hashed id of each value, each different one of a file hashed once; 0 for null."""
+    places, values = column.encoded()
+    # The place of null is -1.
+    ids = np.array([*(hashed_id(str(value), buckets) for value in values), 0])
+    return ids[places]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,14 +280,23 @@ class HashBucket(ColumnStep):
     def __post_init__(self) -> None:
         check_least(f"HashBucket('{self.column}'): buckets", self.buckets)
 
-    def apply(self, columns: Arrays, state: StepState) -> Arrays:
+    def apply(self, columns: Columns, state: StepState) -> Columns:
         """Hashes each value, or each element; a null element keeps its place in a list, as id 0."""
-        ids = _hashed(flat(columns[self.column]), self.buckets)
-        return {self.writes[0]: with_flat(columns[self.column], ids)}
+        column = columns[self.column]
+        return {self.writes[0]: column.with_ids(_hashed(column, self.buckets))}
 
     def vocab(self, state: StepState) -> Mapping[str, int]:
         """Returns ``buckets`` + 1 rows, row 0 included."""
         return {self.writes[0]: self.buckets + 1}
+
+
+def _digests(column: Cells) -> tuple[Int64, list[str]]:
+    """Returns the values as places in a list of their digests, the last of which is that of null."""
+    places, values = column.encoded()
+    texts = (str(value).encode() for value in values)
+    digests = [md5(text, usedforsecurity=False).hexdigest() for text in texts]
+    digests.append("")
+    return places % len(digests), digests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,15 +337,23 @@ class Cross(Step):
             need(types, self, name, IDS, remedy)
         return {self.writes[0]: INT64}
 
-    def apply(self, columns: Arrays, state: StepState) -> Arrays:
+    def apply(self, columns: Columns, state: StepState) -> Columns:
         """Hashes the columns' digests: of one length, they keep ("ab", "c") and ("a", "bc") apart."""
-        digests = []
-        for name in self.columns:
-            encoded = columns[name].dictionary_encode()
-            texts = [md5(str(value)) for value in encoded.dictionary.to_pylist()]
-            digests.append(pa.array(texts, pa.string()).take(encoded.indices))
-        joined = pc.binary_join_element_wise(*digests, "")
-        return {self.writes[0]: pa.array(_hashed(joined, self.buckets))}
+        places, texts = _digests(columns[self.columns[0]])
+        valid = columns[self.columns[0]].is_valid
+        for name in self.columns[1:]:
+            others, digests = _digests(columns[name])
+            # Each combination is joined once.
+            pairs = Cells(places * len(digests) + others)
+            places, combinations = pairs.encoded()
+            first, second = np.divmod(combinations, len(digests))
+            texts = [
+                texts[place] + digests[other]
+                for place, other in zip(first.tolist(), second.tolist(), strict=True)
+            ]
+            valid = valid & columns[name].is_valid
+        ids = _hashed(Cells(places, texts=texts), self.buckets)
+        return {self.writes[0]: Cells(np.where(valid, ids, 0))}
 
     def vocab(self, state: StepState) -> Mapping[str, int]:
         """Returns ``buckets`` + 1 rows, row 0 included."""

@@ -1,4 +1,4 @@
-"""Columns of a preprocessor: Arrow arrays, one for each column of some rows of a file or of a request.
+"""Columns of a preprocessor: their types, and Cells, the values of one column of some rows of a file or of a request.
 
 A *raw* type is one of ``bool``, ``int64``, ``float32``, ``float64``, ``string``, ``timestamp[UNIT]`` or ``list<...>``
 of one: the word for a column in a saved preprocessor and in a bundle. Steps see fewer Arrow types: ``bool`` becomes
@@ -7,10 +7,13 @@ of one: the word for a column in a saved preprocessor and in a bundle. Steps see
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime, timedelta, timezone
 from functools import lru_cache
-from typing import Any
+from types import NoneType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -21,9 +24,6 @@ from torchrec_ext.data.columns import Array, Column, Int64
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import did_you_mean, listed
 
-# Columns of some rows by name. No list is null, and the values of a list column begin
-# at offset 0.
-Arrays = Mapping[str, pa.Array]
 # Arrow type of every column at one point of a preprocessor.
 Types = Mapping[str, pa.DataType]
 Mask = NDArray[np.bool_]
@@ -31,7 +31,8 @@ INT64, FLOAT64, STRING = pa.int64(), pa.float64(), pa.string()
 IDS = frozenset({INT64, STRING})
 ID_LISTS = frozenset(map(pa.list_, IDS))
 NUMBERS = frozenset({INT64, FLOAT64})
-TIMES = frozenset(pa.timestamp(unit, "UTC") for unit in ("s", "ms", "us", "ns"))
+PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+TIMES = frozenset(pa.timestamp(unit, "UTC") for unit in PER_SECOND)
 # In this order: a float64 is a floating number too.
 _TYPE_TESTS = (
     ("bool", pa.types.is_boolean),
@@ -172,65 +173,145 @@ def _missing(name: str, names: Collection[str]) -> str:
     return f"column '{name}' is missing, it has {there}; {hint}"
 
 
-def flat(array: pa.Array) -> pa.Array:
-    """Returns the values of all rows, those of a list column one row after the other."""
-    return array.values if pa.types.is_list(array.type) else array
+class Cells(NamedTuple):
+    """The values of one column of B rows: numpy arrays, which cost little for one value and for a million.
 
+    Args:
+        values: (V,) int64 or float64, for a list column the elements of one row after the other. A text is its place
+            in ``texts``. A null is 0, NaN or, among texts, -1.
+        valid: (V,) which values are not null; None if all are there.
+        offsets: (B + 1,) int64 offsets of a list column's rows in ``values``, from 0 on; no list is null.
+        texts: texts of a column of texts, once or more each: an Arrow array, as files have them, or a request's list.
+        unit: unit of a column of timestamps.
+    """
 
-def with_flat(array: pa.Array, values: Any) -> pa.Array:
-    """Returns the rows of ``array`` with other values in the order of :func:`flat`."""
-    values = pa.array(values)
-    if not pa.types.is_list(array.type):
-        return values
-    return pa.ListArray.from_arrays(array.offsets, values)
+    values: Array
+    valid: Mask | None = None
+    offsets: Int64 | None = None
+    texts: pa.Array | list[str] | None = None
+    unit: str | None = None
 
+    @property
+    def rows(self) -> int:
+        """Number of rows, B."""
+        return len(self.values if self.offsets is None else self.offsets[1:])
 
-def list_array(values: pa.Array, lengths: Array) -> pa.Array:
-    """Returns lists of ``lengths`` (B,) values each."""
-    offsets = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    return pa.ListArray.from_arrays(pa.array(offsets), values)
+    @property
+    def is_valid(self) -> Mask:
+        """Which values are not null, (V,)."""
+        return np.ones(len(self.values), bool) if self.valid is None else self.valid
 
+    @property
+    def lengths(self) -> Int64:
+        """Number of values of each row of a list column, (B,)."""
+        assert self.offsets is not None
+        lengths: Int64 = self.offsets[1:] - self.offsets[:-1]
+        return lengths
 
-def lengths_of(array: pa.Array) -> Int64:
-    """Returns the number of values of each list, (B,)."""
-    lengths: Int64 = np.diff(array.offsets.to_numpy()).astype(np.int64)
-    return lengths
-
-
-def valid_of(array: pa.Array) -> Mask:
-    """Returns which values are not null."""
-    valid: Mask = array.is_valid().to_numpy(zero_copy_only=False)
-    return valid
-
-
-def integers(array: pa.Array) -> Int64:
-    """Returns integers, or times in their own unit; 0 for null."""
-    if array.type != INT64:
-        array = array.cast(INT64)
-    # With a null Arrow would make floats, and large integers would lose digits.
-    if array.null_count:
-        array = array.fill_null(0)
-    values: Int64 = array.to_numpy()
-    return values
-
-
-def numbers(array: pa.Array) -> NDArray[np.float64]:
-    """Returns integers or floats as float64; NaN for null, NaN and the infinities, which count as missing."""
-    if array.type != FLOAT64:
+    @property
+    def numbers(self) -> NDArray[np.float64]:
+        """The values as float64; NaN for null, NaN and the infinities, which count as missing."""
         # Integers beyond 2**53 are rounded.
-        array = array.cast(FLOAT64, safe=False)
-    values: NDArray[np.float64] = array.to_numpy(zero_copy_only=False)
-    is_number = np.isfinite(values)
-    return values if is_number.all() else np.where(is_number, values, np.nan)
+        x: NDArray[np.float64] = self.values.astype(np.float64, copy=False)
+        is_number = np.isfinite(x)
+        if self.valid is not None:
+            is_number &= self.valid
+        return x if all_true(is_number) else np.where(is_number, x, np.nan)
+
+    def with_ids(self, ids: Int64) -> Cells:
+        """Returns the same rows with ids (V,) for the values."""
+        return Cells(ids, offsets=self.offsets)
+
+    def encoded(self) -> tuple[Int64, list[Any]]:
+        """Returns integers or texts as places (V,) in a list of values, once or more each; -1 for null."""
+        if self.texts is not None:
+            return self.values, words(self.texts)
+        if len(self.values) < _FEW:
+            places = np.where(self.is_valid, np.arange(len(self.values)), -1)
+            return places, self.values.tolist()
+        nulls = None if self.valid is None else ~self.valid
+        encoded = pa.array(self.values, mask=nulls).dictionary_encode()
+        return _places(encoded), encoded.dictionary.to_numpy().tolist()
+
+    def column(self) -> Column:
+        """Returns the rows as a column of a chunk; none of the values may be null."""
+        values = self.values
+        if self.texts is not None:
+            values = np.array(words(self.texts), dtype=object)[values]
+        return Column(values, self.offsets)
+
+    def array(self, dtype: pa.DataType) -> pa.Array:
+        """Returns the rows as an Arrow array."""
+        if self.offsets is not None:
+            values = self._replace(offsets=None).array(dtype.value_type)
+            return pa.ListArray.from_arrays(self.offsets.astype(np.int32), values)
+        nulls = None if self.valid is None else ~self.valid
+        values = pa.array(self.values, mask=nulls)
+        if self.texts is not None:
+            return text_array(self.texts).take(values).cast(dtype)
+        return values.cast(dtype)
 
 
-def column_of(array: pa.Array) -> Column:
-    """Returns the rows as a column of a chunk; none of the values may be null."""
-    values = flat(array).to_numpy(zero_copy_only=False)
-    if not pa.types.is_list(array.type):
-        return Column(values)
-    return Column(values, array.offsets.to_numpy().astype(np.int64))
+# Integers of which Arrow finds the different ones later than they are hashed one by one.
+_FEW = 16
+
+# Columns of some rows by name.
+Columns = Mapping[str, Cells]
+
+
+def all_true(mask: Mask) -> bool:
+    """Says whether all of a mask is true; for one value in a tenth of the time that ``mask.all()`` takes."""
+    return bool(np.count_nonzero(mask) == len(mask))
+
+
+def words(texts: pa.Array | list[str]) -> list[str]:
+    """Returns the texts of cells as a list."""
+    return texts if isinstance(texts, list) else texts.to_pylist()
+
+
+def text_array(texts: pa.Array | list[str]) -> pa.Array:
+    """Returns the texts of cells as an Arrow array."""
+    return pa.array(texts, STRING) if isinstance(texts, list) else texts
+
+
+def offsets_of(lengths: Array | Sequence[int]) -> Int64:
+    """Returns the offsets of lists of ``lengths`` (B,) values each."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _places(encoded: pa.DictionaryArray) -> Int64:
+    indices = encoded.indices
+    if indices.null_count:
+        indices = indices.fill_null(-1)
+    places: Int64 = indices.to_numpy().astype(np.int64)
+    return places
+
+
+def cells_of(array: pa.Array) -> Cells:
+    """Returns an Arrow array of a raw type as cells; a null list becomes an empty one."""
+    dtype = working_type(array.type)
+    if array.type != dtype:
+        array = array.cast(dtype)
+    if pa.types.is_list(dtype):
+        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
+        # Unlike array.values, flatten() leaves out null lists and values outside a
+        # slice.
+        return cells_of(array.flatten())._replace(offsets=offsets_of(lengths))
+    valid = None
+    if array.null_count:
+        valid = array.is_valid().to_numpy(zero_copy_only=False)
+    if pa.types.is_string(dtype):
+        encoded = array.dictionary_encode()
+        return Cells(_places(encoded), valid, texts=encoded.dictionary)
+    unit = dtype.unit if dtype in TIMES else None
+    if unit:
+        array = array.cast(INT64)
+    # With a null Arrow would make floats of integers, and large ones would lose digits.
+    if dtype != FLOAT64 and array.null_count:
+        array = array.fill_null(0)
+    return Cells(array.to_numpy(zero_copy_only=False), valid, unit=unit)
 
 
 class CellError(DataError):
@@ -265,8 +346,8 @@ _TAKES = {
 _TIME_TAKES = {"int64", *map(str, map(raw_type, TIMES))}
 
 
-def read_array(name: str, data: Sequence[Any], raw: str) -> pa.Array:
-    """Reads values of a request or a file in the type that steps see; a null list becomes an empty one.
+def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
+    """Reads values of a request or a file; a null list becomes an empty one.
 
     Args:
         name: name of the column.
@@ -276,6 +357,8 @@ def read_array(name: str, data: Sequence[Any], raw: str) -> pa.Array:
     Raises:
         DataError: a value has another type; the message names its row.
     """
+    if isinstance(data, list) and (cells := _plain_cells(data, raw)):
+        return cells
     if isinstance(data, str | bytes | Mapping) or not hasattr(data, "__iter__"):
         raise DataError(
             f"column '{name}': {short_text(data)} is one value; give a list with one entry per row"
@@ -284,20 +367,98 @@ def read_array(name: str, data: Sequence[Any], raw: str) -> pa.Array:
     if not hasattr(data, "__getitem__"):
         data = list(data)
     try:
-        array = _typed(data, raw)
+        return cells_of(_typed(data, raw))
     except _REFUSALS:
         raise _type_error(name, data, raw) from None
-    dtype = working_type(array.type)
-    if array.type != dtype:
-        array = array.cast(dtype)
-    if not pa.types.is_list(dtype):
-        return array
-    # Unlike array.values, flatten() leaves out null lists and values outside a slice.
-    values = array.flatten()
-    if not array.null_count and not array.offset and len(values) == len(array.values):
-        return array
-    lengths = pc.fill_null(pc.list_value_length(array), 0)
-    return list_array(values, lengths.to_numpy())
+
+
+# Python's type of a raw type's values; an integer is a time in the column's unit.
+_PLAIN = {"bool": bool, "int64": int, "float32": float, "float64": float, "string": str}
+# Up to these, each integer is a float.
+_WHOLE = {"float32": 2**24, "float64": 2**53}
+
+
+def _plain_cells(data: list[Any], raw: str) -> Cells | None:
+    """Reads values of Python's own types; None if Arrow has to read or to refuse them."""
+    kinds = set(map(type, data))
+    valid = None
+    if NoneType in kinds:
+        kinds.discard(NoneType)
+        valid = np.array([value is not None for value in data])
+    if raw in _PLAIN:
+        return _plain_values(data, raw, kinds, valid)
+    if is_list_column(raw):
+        if kinds - {list}:
+            return None
+        lists = [value or [] for value in data]
+        cells = _plain_cells(list(itertools.chain.from_iterable(lists)), element(raw))
+        return cells and cells._replace(offsets=offsets_of(list(map(len, lists))))
+    unit = raw[len("timestamp[") : -1]
+    if kinds in ({str}, {datetime}):
+        try:
+            data = [value and _ticks(value, unit) for value in data]
+        except ValueError:
+            return None
+        kinds = {int}
+    cells = _plain_values(data, "int64", kinds, valid)
+    return cells and cells._replace(unit=unit)
+
+
+def _plain_values(
+    data: list[Any], raw: str, kinds: set[type], valid: Mask | None
+) -> Cells | None:
+    kind = _PLAIN[raw]
+    try:
+        if kind is float and kinds == {int}:
+            most = _WHOLE[raw]
+            if any(abs(value) > most for value in data if value is not None):
+                return None
+        elif kinds - {kind}:
+            return None
+        if kind is float:
+            # None becomes NaN.
+            values = np.array(data, np.float64)
+            if raw == "float32":
+                # What is beyond becomes infinite.
+                with np.errstate(over="ignore"):
+                    values = values.astype(np.float32).astype(np.float64)
+            return Cells(values, valid)
+        if valid is not None:
+            missing = kind()
+            data = [missing if value is None else value for value in data]
+        if kind is not str:
+            return Cells(np.array(data, np.int64), valid)
+        # Text that is no UTF-8 is refused.
+        "".join(data).encode()
+    except (OverflowError, UnicodeEncodeError):
+        return None
+    places = np.arange(len(data))
+    if valid is not None:
+        places = np.where(valid, places, -1)
+    return Cells(places, valid, texts=data)
+
+
+_EPOCH = datetime(1970, 1, 1)
+_EPOCH_UTC = _EPOCH.replace(tzinfo=timezone.utc)
+
+
+def _ticks(time: str | datetime, unit: str) -> int:
+    """Returns the units from 1970 to a time, which is in UTC unless it has a zone.
+
+    Raises:
+        ValueError: Arrow has to read or to refuse it.
+    """
+    if isinstance(time, str):
+        # Newer versions of Python know an hour 24.
+        if not is_iso(time) or time[11:13] == "24":
+            raise ValueError(_ISO_RULE)
+        time = datetime.fromisoformat(time)
+    since = time - (_EPOCH_UTC if time.tzinfo else _EPOCH)
+    micro = since // timedelta(microseconds=1)
+    ticks, rest = divmod(micro * PER_SECOND[unit], 10**6)
+    if rest:
+        raise ValueError("Arrow rounds it")
+    return ticks
 
 
 def _typed(data: Sequence[Any], raw: str) -> pa.Array:

@@ -37,18 +37,15 @@ from torchrec_ext.data.preprocess.categorical import (
 from torchrec_ext.data.preprocess.columns import (
     INT64,
     TIMES,
-    Arrays,
     CellError,
+    Cells,
+    Columns,
     Types,
+    all_true,
     arrow_type,
-    column_of,
-    flat,
-    integers,
     missing_column,
     raw_type,
-    read_array,
-    valid_of,
-    with_flat,
+    read_cells,
     working_type,
 )
 from torchrec_ext.data.preprocess.files import write_files
@@ -320,7 +317,7 @@ class FittedPreprocessor:
             if name not in names:
                 raise missing_column("the batch", name, names)
         made = self._results({name: batch.column(name) for name in names})
-        arrays = [made[field.name] for field in self.schema]
+        arrays = [made[field.name].array(field.type) for field in self.schema]
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
     def online(self, rows: Mapping[str, Sequence[Any]]) -> Chunk:
@@ -333,65 +330,80 @@ class FittedPreprocessor:
             DataError: a column is missing, has a value of another type, or a result has no value.
         """
         made = self._results(rows)
-        return Chunk({name: column_of(array) for name, array in made.items()})
+        return Chunk({name: cells.column() for name, cells in made.items()})
 
-    def _results(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, pa.Array]:
+    def _results(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, Cells]:
         """Transforms rows into columns of ``schema``; those of ``keep`` may be missing, such as the label."""
         columns = {}
         for name, kind in self.request_columns.items():
             if name not in rows:
                 raise missing_column("the request", name, rows.keys())
-            columns[name] = read_array(name, rows[name], kind)
+            columns[name] = read_cells(name, rows[name], kind)
         # A step may read or replace a column of `keep`; the result has it as it was
         # sent.
         kept = {}
         for name in self.keep:
             if name in rows:
-                kept[name] = _in_seconds(read_array(name, rows[name], self.raw[name]))
-        sizes = {name: len(array) for name, array in {**columns, **kept}.items()}
-        if len(set(sizes.values())) > 1:
+                kept[name] = _in_seconds(read_cells(name, rows[name], self.raw[name]))
+        read = {**columns, **kept}
+        if len({cells.rows for cells in read.values()}) > 1:
+            sizes = {name: cells.rows for name, cells in read.items()}
             raise DataError(
                 f"the request's columns have different numbers of rows, {sizes}; send one entry per row in each"
             )
         columns = {**self.apply(columns), **kept}
-        made = {}
-        for field in self.schema:
-            if field.name in kept or field.name not in self.keep:
-                made[field.name] = self._checked(field, columns[field.name])
-        return made
+        return {
+            name: self._checked(name, dtype, most, columns[name])
+            for name, dtype, most in self._limits
+            if name in kept or name not in self.keep
+        }
 
-    def apply(self, columns: Arrays) -> Arrays:
+    @cached_property
+    def _limits(self) -> list[tuple[str, Any, float]]:
+        """The result's columns, numpy's type of those of floats, and the greatest number of that type."""
+        limits: list[tuple[str, Any, float]] = []
+        for field in self.schema:
+            dtype = value_type(field.type)
+            if pa.types.is_floating(dtype):
+                dtype = dtype.to_pandas_dtype()
+                limits.append((field.name, dtype, float(np.finfo(dtype).max)))
+            else:
+                limits.append((field.name, None, 0.0))
+        return limits
+
+    def apply(self, columns: Columns) -> Columns:
         """Returns the columns of some rows with what the steps write."""
         columns = dict(columns)
-        for step, state in self.pairs:
-            columns |= step.apply(columns, state)
+        # A number beyond float64 is infinite, which counts as missing.
+        with np.errstate(over="ignore"):
+            for step, state in self.pairs:
+                columns |= step.apply(columns, state)
         return columns
 
-    def _checked(self, field: pa.Field, array: pa.Array) -> pa.Array:
-        """Returns a result in its type; raises a CellError if a value is missing."""
-        values = flat(array)
-        if pa.types.is_floating(values.type):
-            dtype = value_type(field.type).to_pandas_dtype()
-            x = values.to_numpy(zero_copy_only=False)
+    def _checked(self, name: str, dtype: Any, most: float, cells: Cells) -> Cells:
+        """Returns a result, floats in their type; raises a CellError if a value is missing."""
+        values = cells.values
+        if dtype is not None:
             # What is beyond float32 would become infinite.
-            is_there = np.abs(x) <= np.finfo(dtype).max
-            if is_there.all():
-                return with_flat(array, x.astype(dtype, copy=False))
-        elif not values.null_count:
-            return array if array.type == field.type else array.cast(field.type)
+            is_there = np.abs(values) <= most
+        elif cells.valid is None:
+            return cells
         else:
-            is_there = valid_of(values)
+            is_there = cells.valid
+        if all_true(is_there):
+            if dtype is not None:
+                values = values.astype(dtype, copy=False)
+            return Cells(values, None, cells.offsets, cells.texts)
         index = int((~is_there).argmax())
-        row = index if array is values else column_of(array).row_of(index)
-        remedy = f"put FillMissing(column='{field.name}', ...) before it"
-        if field.name in self.keep:
+        row = index if cells.offsets is None else cells.column().row_of(index)
+        remedy = f"put FillMissing(column='{name}', ...) before it"
+        if name in self.keep:
             remedy = "it is kept as it is: fill it where it is written"
         rule = f"the result is missing, null or NaN; send a value, or have it filled: {remedy}"
-        value = values[index].as_py()
-        if value is not None and not np.isnan(value):
+        if dtype is not None and not np.isnan(cells.values[index]):
             remedy = "mend the file or request, or clip it first with LogClip"
-            rule = f"the result, {value:.6g}, is beyond float32; {remedy}"
-        raise CellError(field.name, row, rule)
+            rule = f"the result, {cells.values[index]:.6g}, is beyond float32; {remedy}"
+        raise CellError(name, row, rule)
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
         """Writes JSON and parquet; see :mod:`torchrec_ext.data.preprocess.fitted`. The folder is whole or not there.
@@ -465,7 +477,9 @@ class UnknownIds:
         """Counts a batch."""
         self.rows += batch.num_rows
         for name in self._ids:
-            ids = flat(batch.column(name)).to_numpy()
+            ids = batch.column(name)
+            if pa.types.is_list(ids.type):
+                ids = ids.flatten()
             self._ids[name] += len(ids)
             self._known[name] += int(np.count_nonzero(ids))
 
@@ -543,12 +557,11 @@ def _as_float32(dtype: pa.DataType) -> pa.DataType:
     return pa.float32() if pa.types.is_float64(dtype) else dtype
 
 
-def _in_seconds(array: pa.Array) -> pa.Array:
+def _in_seconds(cells: Cells) -> Cells:
     """Returns times as seconds since 1970; other columns as they are."""
-    if array.type not in TIMES:
-        return array
-    seconds = integers(array) // per_second(array.type)
-    return pa.array(seconds, mask=~valid_of(array))
+    if cells.unit is None:
+        return cells
+    return cells._replace(values=cells.values // per_second(cells.unit), unit=None)
 
 
 def requests_sql(

@@ -15,17 +15,15 @@ from torchrec_ext.data.preprocess.columns import (
     IDS,
     INT64,
     NUMBERS,
-    STRING,
     TIMES,
-    Arrays,
     CellError,
+    Cells,
+    Columns,
     Mask,
     Types,
-    integers,
-    lengths_of,
-    list_array,
     need,
-    valid_of,
+    offsets_of,
+    text_array,
 )
 from torchrec_ext.data.preprocess.step import Step, StepState, quoted
 from torchrec_ext.data.preprocess.times import per_second
@@ -146,33 +144,33 @@ class History(Step):
             kinds[name] = f"list<{raw[column]}>"
         return kinds
 
-    def apply(self, columns: Arrays, state: StepState) -> Arrays:
+    def apply(self, columns: Columns, state: StepState) -> Columns:
         """Sorts the events that came with each row, and keeps the last ones before it."""
         lists = [columns[name] for name in self.sent]
         _check_lengths(self.sent, lists)
-        values = [each.values for each in lists]
-        lengths = lengths_of(lists[0])
-        row = np.repeat(np.arange(len(lengths)), lengths)
-        now = integers(columns[self.time])
-        times = integers(values[1])
+        lengths = lists[0].lengths
+        row = np.arange(len(lengths)).repeat(lengths)
+        now = columns[self.time].values
+        times = lists[1].values
         # An event counts if none of its values is null, and it is strictly earlier.
-        counts = valid_of(columns[self.time])[row] & (times < now[row])
-        for each in values:
-            counts &= valid_of(each)
+        counts = columns[self.time].is_valid[row] & (times < now[row])
+        for each in lists:
+            counts &= each.is_valid
         order = np.flatnonzero(counts)
-        items, _, *also = [_ranks(each)[order] for each in values]
+        items, _, *also = [_ranks(each)[order] for each in lists]
         order = order[_sorting([*also[::-1], items, times[order], row[order]])]
         kept, lengths = _last(row[order], len(lengths), self.length)
         order = order[kept]
+        offsets = offsets_of(lengths)
         results = {}
-        for name, each in zip(self.ids, [values[0], *values[2:]], strict=True):
-            results[name] = list_array(each.take(pa.array(order)), lengths)
+        for name, each in zip(self.ids, [lists[0], *lists[2:]], strict=True):
+            results[name] = Cells(each.values[order], offsets=offsets, texts=each.texts)
         if self.gaps:
-            size = per_second(values[1].type)
+            size = per_second(lists[1].unit)
             seconds = np.clip(now[row[order]] // size, -_FARTHEST, _FARTHEST)
             gaps = seconds - np.clip(times[order] // size, -_FARTHEST, _FARTHEST)
             buckets = np.searchsorted(np.array(self.gaps), gaps, side="right") + 1
-            results[self.writes[-1]] = list_array(pa.array(buckets), lengths)
+            results[self.writes[-1]] = Cells(buckets, offsets=offsets)
         return results
 
     def sql(self, rows: str, events: str) -> str:
@@ -233,11 +231,13 @@ def event_columns(steps: Sequence[Step]) -> list[str]:
     return list(dict.fromkeys(name for step in histories for name in step.reads))
 
 
-def _ranks(values: pa.Array) -> Int64:
+def _ranks(column: Cells) -> Int64:
     """Returns integers in the order of the values, as DuckDB sorts them: texts by their bytes."""
-    if values.type != STRING:
-        return integers(values)
-    ranks: Int64 = pc.rank(values, tiebreaker="dense").to_numpy().astype(np.int64)
+    if column.texts is None:
+        return column.values
+    texts = pc.rank(text_array(column.texts), tiebreaker="dense").to_numpy()
+    # Null, at -1, counts in no history: any rank does.
+    ranks: Int64 = np.append(texts, 0).astype(np.int64)[column.values]
     return ranks
 
 
@@ -258,11 +258,11 @@ def _last(row: Int64, rows: int, length: int) -> tuple[Mask, Int64]:
     return from_end <= length, np.minimum(lengths, length)
 
 
-def _check_lengths(names: Sequence[str], lists: Sequence[pa.Array]) -> None:
+def _check_lengths(names: Sequence[str], lists: Sequence[Cells]) -> None:
     """Refuses lists without exactly one value per item."""
-    expected = lengths_of(lists[0])
-    for name, array in zip(names, lists, strict=True):
-        lengths = lengths_of(array)
+    expected = lists[0].lengths
+    for name, column in zip(names, lists, strict=True):
+        lengths = column.lengths
         if not np.array_equal(expected, lengths):
             row = int((expected != lengths).argmax())
             what = "time" if name == names[1] else "value"

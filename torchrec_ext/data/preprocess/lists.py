@@ -6,18 +6,19 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from torchrec_ext.data.columns import Column, Int64, Windows
 from torchrec_ext.data.preprocess.columns import (
     FLOAT64,
     INT64,
     STRING,
-    Arrays,
+    Cells,
+    Columns,
+    Mask,
     Types,
-    lengths_of,
-    list_array,
     need,
-    valid_of,
+    offsets_of,
+    words,
 )
 from torchrec_ext.data.preprocess.step import ColumnStep, StepState
 from torchrec_ext.schema.validation import check_least
@@ -57,25 +58,45 @@ class Lists(ColumnStep):
         need(types, self, self.column, {STRING}, remedy)
         return {self.writes[0]: pa.list_(STRING)}
 
-    def apply(self, columns: Arrays, state: StepState) -> Arrays:
+    def apply(self, columns: Columns, state: StepState) -> Columns:
         """Splits, drops nulls and cuts."""
-        lists = columns[self.column]
+        column = columns[self.column]
         if self.separator is not None:
-            # Empty elements are dropped, so an empty text is an empty list.
-            lists = pc.split_pattern(lists.fill_null(""), self.separator)
-        values = lists.values
-        is_kept = valid_of(values)
-        if self.separator is not None:
-            is_kept = pc.not_equal(values, "").to_numpy(zero_copy_only=False)
-        lengths = lengths_of(lists)
-        # The row of each element that is kept, and the number of these in each row.
-        row = np.repeat(np.arange(len(lengths)), lengths)[is_kept]
-        lengths = np.bincount(row, minlength=len(lengths))
-        if not is_kept.all():
-            values = values.filter(pa.array(is_kept))
+            column = _split(column, self.separator)
+        is_kept = column.valid
+        lengths = column.lengths
+        if is_kept is not None:
+            lengths = np.bincount(_rows(lengths)[is_kept], minlength=len(lengths))
+            column = _only(column, is_kept, lengths)
         if self.max_length is not None and (lengths > self.max_length).any():
             # 1 for the last element of a row: the last ones are kept.
-            from_end = np.cumsum(lengths)[row] - np.arange(len(row))
-            values = values.filter(pa.array(from_end <= self.max_length))
+            from_end = lengths.cumsum()[_rows(lengths)] - np.arange(lengths.sum())
             lengths = np.minimum(lengths, self.max_length)
-        return {self.writes[0]: list_array(values, lengths)}
+            column = _only(column, from_end <= self.max_length, lengths)
+        return {self.writes[0]: column}
+
+
+def _rows(lengths: Int64) -> Int64:
+    """Returns the row of each element."""
+    return np.arange(len(lengths)).repeat(lengths)
+
+
+def _only(column: Cells, is_kept: Mask, lengths: Int64) -> Cells:
+    """Returns lists of some of the elements; none of them is null."""
+    return Cells(
+        column.values[is_kept], offsets=offsets_of(lengths), texts=column.texts
+    )
+
+
+def _split(column: Cells, separator: str) -> Cells:
+    """Splits texts into lists of their parts without the empty ones; null is an empty list."""
+    # Each different text of a file once, however many rows have it. The place of null is
+    # -1: that of the empty list at the end.
+    lists = [list(filter(None, text.split(separator))) for text in words(column.texts)]
+    lists.append([])
+    places: dict[str, int] = {}
+    parts = [places.setdefault(part, len(places)) for each in lists for part in each]
+    offsets = offsets_of([len(each) for each in lists])
+    windows = Windows(offsets[:-1].take(column.values), offsets[1:].take(column.values))
+    rows = Column.from_windows(np.array(parts, np.int64), windows)
+    return Cells(rows.values, offsets=offsets_of(rows.lengths), texts=list(places))

@@ -15,18 +15,18 @@ from fractions import Fraction
 from typing import Any, Literal, get_args
 
 import numpy as np
-import pyarrow as pa
 
 from torchrec_ext.data.preprocess.columns import (
     FLOAT64,
     INT64,
     NUMBERS,
     STRING,
-    Arrays,
+    Cells,
+    Columns,
     Types,
     need,
-    numbers,
     raw_type,
+    words,
 )
 from torchrec_ext.data.preprocess.step import ColumnStep, Query, StepState, quoted
 from torchrec_ext.schema import DataError
@@ -186,12 +186,12 @@ class Bucketize(_NumberStep):
         boundaries = quantiles_of(self, self.column, shares, where, query)
         return {"boundaries": sorted(set(boundaries))}
 
-    def apply(self, columns: Arrays, state: StepState) -> Arrays:
+    def apply(self, columns: Columns, state: StepState) -> Columns:
         """Bisects the boundaries."""
-        x = numbers(columns[self.column])
+        x = columns[self.column].numbers
         edges = np.array(state["boundaries"], dtype=np.float64)
-        buckets = np.searchsorted(edges, x, side="right") + 1
-        return {self.writes[0]: pa.array(np.where(np.isnan(x), 0, buckets))}
+        buckets = edges.searchsorted(x, side="right") + 1
+        return {self.writes[0]: Cells(np.where(np.isnan(x), 0, buckets))}
 
     def vocab(self, state: StepState) -> Mapping[str, int]:
         """Returns the number of buckets + 1, row 0 included."""
@@ -224,11 +224,13 @@ class LogClip(_NumberStep):
                 f"LogClip('{self.column}'): low={self.low}, high={self.high}: must be finite, low at most high"
             )
 
-    def apply(self, columns: Arrays, state: StepState) -> Arrays:
+    def apply(self, columns: Columns, state: StepState) -> Columns:
         """Clips, and takes the logarithm."""
-        x = np.clip(numbers(columns[self.column]), self.low, self.high)
+        x = np.maximum(columns[self.column].numbers, self.low)
+        if self.high is not None:
+            x = np.minimum(x, self.high)
         logarithm = np.log(x - self.low + 1.0).astype(np.float32)
-        return {self.writes[0]: pa.array(logarithm.astype(np.float64))}
+        return {self.writes[0]: Cells(logarithm.astype(np.float64))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,12 +258,10 @@ class Normalize(_NumberStep):
         # It is 0 for a column with one value.
         return {"mean": mean, "std": std or 1.0}
 
-    def apply(self, columns: Arrays, state: StepState) -> Arrays:
+    def apply(self, columns: Columns, state: StepState) -> Columns:
         """Subtracts the mean and divides by the deviation."""
-        # A sum beyond float64 is infinite, which counts as missing.
-        with np.errstate(over="ignore"):
-            x = (numbers(columns[self.column]) - state["mean"]) / state["std"]
-        return {self.writes[0]: pa.array(x)}
+        x = (columns[self.column].numbers - state["mean"]) / state["std"]
+        return {self.writes[0]: Cells(x)}
 
 
 Statistic = Literal["mean", "median"]
@@ -337,10 +337,18 @@ class FillMissing(ColumnStep):
             return {"value": mean_and_std(self, column, where, query)[0]}
         return {"value": quantiles_of(self, column, [0.5], where, query)[0]}
 
-    def apply(self, columns: Arrays, state: StepState) -> Arrays:
+    def apply(self, columns: Columns, state: StepState) -> Columns:
         """Replaces the missing values of the column."""
         column = columns[self.column]
-        if self.statistic is None and column.type != FLOAT64:
-            return {self.writes[0]: column.fill_null(state["value"])}
-        x = numbers(column)
-        return {self.writes[0]: pa.array(np.where(np.isnan(x), state["value"], x))}
+        value = state["value"]
+        if column.texts is not None:
+            # The place of null is -1: that of the text at the end.
+            texts = [*words(column.texts), value]
+            places = np.where(column.is_valid, column.values, len(texts) - 1)
+            return {self.writes[0]: Cells(places, texts=texts)}
+        if self.statistic is None and column.values.dtype == np.int64:
+            filled = np.where(column.is_valid, column.values, value)
+        else:
+            x = column.numbers
+            filled = np.where(np.isnan(x), value, x)
+        return {self.writes[0]: Cells(filled)}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from torchrec_ext.data.preprocess.columns import check_case, read_array
+from torchrec_ext.data.preprocess.columns import check_case, read_cells
 from torchrec_ext.data.preprocess.fitted import (
     FittedPreprocessor,
     requests_sql,
@@ -165,11 +165,11 @@ def _fit_rows(
         for batch in batches(con, requests_sql(before, data, past, extra=extra)):
             columns = before.apply(
                 {
-                    name: read_array(name, batch.column(name), kind)
+                    name: read_cells(name, batch.column(name), kind)
                     for name, kind in types.items()
                 }
             )
-            arrays = [columns[name] for name in names]
+            arrays = [columns[field.name].array(field.type) for field in schema]
             yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     schema = pa.schema([(name, before.types[-1][name]) for name in names])

@@ -1,4 +1,4 @@
-"""Step: one named operation on columns: fitted by SQL, applied to Arrow arrays of files and of requests alike."""
+"""Step: one named operation on columns: fitted by SQL, applied to cells of files and of requests alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 from torchrec_ext.data.preprocess.columns import (
     ID_LISTS,
     IDS,
-    Arrays,
+    Columns,
     Types,
     id_type,
     need,
@@ -58,7 +58,7 @@ class Step(ABC):
         return {name: raw[name] for name in self.reads if name in raw}
 
     @abstractmethod
-    def apply(self, columns: Arrays, state: StepState) -> Arrays:
+    def apply(self, columns: Columns, state: StepState) -> Columns:
         """Computes ``writes`` for some rows, of a file or of a request."""
 
     def vocab(self, state: StepState) -> Mapping[str, int]:

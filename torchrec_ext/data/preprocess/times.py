@@ -5,7 +5,7 @@ from __future__ import annotations
 import zoneinfo
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -14,19 +14,18 @@ import pyarrow.compute as pc
 from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.preprocess.columns import (
     INT64,
+    PER_SECOND,
     TIMES,
-    Arrays,
+    Cells,
+    Columns,
     Types,
-    integers,
     need,
-    valid_of,
 )
 from torchrec_ext.data.preprocess.step import Step, StepState
 from torchrec_ext.schema.validation import did_you_mean
 
 Feature = Literal["hour", "weekday", "month"]
 Unit = Literal["s", "ms", "us", "ns"]
-PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 SIZES = {"hour": 24, "weekday": 7, "month": 12}
 # From 1900 to 2200: beyond it a time is a mistake of unit.
 _FIRST, _LAST = -2_208_988_800, 7_258_118_400
@@ -80,17 +79,17 @@ class TimeFeatures(Step):
         need(types, self, self.column, TIMES | {INT64}, remedy)
         return dict.fromkeys(self.writes, INT64)
 
-    def apply(self, columns: Arrays, state: StepState) -> Arrays:
+    def apply(self, columns: Columns, state: StepState) -> Columns:
         """Reads the features off the zone's calendar."""
         times = columns[self.column]
-        second = integers(times) // per_second(times.type, self.unit)
-        in_range = valid_of(times) & (second >= _FIRST) & (second < _LAST)
+        second = times.values // per_second(times.unit, self.unit)
+        in_range = times.is_valid & (second >= _FIRST) & (second < _LAST)
         # Any time does where there is none: its numbers are replaced below.
-        second = np.where(in_range, second, 0)
-        local = pa.array(second).cast(pa.timestamp("s", self.zone))
+        local = _local(np.where(in_range, second, 0), self.zone)
         results = {}
         for name, feature in zip(self.writes, self.features, strict=True):
-            results[name] = pa.array(np.where(in_range, _numbers(feature, local), 0))
+            ids = np.where(in_range, _numbers(feature, local), 0)
+            results[name] = Cells(ids)
         return results
 
     def vocab(self, state: StepState) -> Mapping[str, int]:
@@ -101,28 +100,34 @@ class TimeFeatures(Step):
         }
 
 
-def per_second(dtype: pa.DataType, unit: Unit = "s") -> int:
-    """Returns the units per second of a type of times, or of integers counted in ``unit``."""
-    return PER_SECOND[dtype.unit if dtype in TIMES else unit]
+def per_second(unit: str | None, other: Unit = "s") -> int:
+    """Returns the units per second of times in ``unit``, or of integers, which are counted in ``other``."""
+    return PER_SECOND[unit or other]
 
 
 def _check_zone(zone: str) -> None:
     """Refuses a name that Arrow knows no time zone of."""
     try:
-        pc.hour(pa.array([0]).cast(pa.timestamp("s", zone)))
+        _local(np.zeros(1, np.int64), zone)
     except pa.ArrowInvalid:
         otherwise = "write a name such as UTC or Europe/Berlin, whose tables are in the system's package tzdata"
         hint = did_you_mean(zone, zoneinfo.available_timezones(), otherwise)
         raise ValueError(f"zone={zone!r}: there is no such time zone; {hint}") from None
 
 
-def _numbers(feature: Feature, local: Any) -> Int64:
-    """Returns a feature of times that have a zone; Arrow counts weekdays from Monday, which is 0."""
+def _local(second: Int64, zone: str) -> Int64:
+    """Returns what the clocks of a zone show, as seconds."""
+    times = pa.array(second).view(pa.timestamp("s", zone))
+    local: Int64 = pc.local_timestamp(times).to_numpy().view(np.int64)
+    return local
+
+
+def _numbers(feature: Feature, local: Int64) -> Int64:
+    """Returns a feature of seconds on a clock, from 1 on."""
     if feature == "hour":
-        numbers = pc.add(pc.hour(local), 1)
-    elif feature == "weekday":
-        numbers = pc.add(pc.day_of_week(local), 1)
-    else:
-        numbers = pc.month(local)
-    result: Int64 = numbers.to_numpy(zero_copy_only=False)
-    return result
+        return local // 3600 % 24 + 1
+    if feature == "weekday":
+        # 1970 began on a Thursday.
+        return (local // 86_400 + 3) % 7 + 1
+    months = local.view("datetime64[s]").astype("datetime64[M]").view(np.int64)
+    return months % 12 + 1
