@@ -73,27 +73,36 @@ def _embed(argv: Sequence[str] | None) -> int:
     from torchrec_ext.retrieval.bundle import Bundle
     from torchrec_ext.retrieval.manifest import bundle_folder
     from torchrec_ext.retrieval.store import refresh_store, write_store
-    from torchx_apps.jobs.embedding import TowerRows
+    from torchx_apps.jobs.embedding import (
+        Rows,
+        embedded,
+        rows_of_files,
+        rows_of_users,
+    )
     from torchx_apps.jobs.tracking import tracked
 
     bundle = Bundle.load(bundle_folder(options.bundle))
-    rows = None
-    # Ids may be deleted without rows to write.
-    if options.catalogue or options.delete is None:
-        rows = TowerRows(bundle, options.tower, [*options.catalogue], options.id)
+    side = bundle.query if options.tower == "query" else bundle.candidate
+    if options.catalogue:
+        rows = rows_of_files(side, options.catalogue, options.id)
+    elif options.delete is None:
+        rows = rows_of_users(bundle, options.tower)
+    else:
+        # Ids may be deleted without rows to write.
+        rows = Rows(0, iter(()))
     folder = options.out or options.refresh
     assert folder is not None
     tower = bundle.digest_of(options.tower)
+    unknown: Counter[str] = Counter()
     with tracked(folder, asdict(options), folder="store") as figures:
-        blocks = rows.blocks() if rows is not None else ()
+        blocks = embedded(side, rows, unknown)
         if options.refresh is None:
-            assert rows is not None
             store = write_store(
                 folder,
                 blocks,
                 tower=tower,
                 side=options.tower,
-                shape=rows.shape,
+                shape=(rows.total, side.width),
                 dtype=options.store or "fp32",
                 overwrite=True,
             )
@@ -101,10 +110,9 @@ def _embed(argv: Sequence[str] | None) -> int:
             texts = options.delete.split(",") if options.delete else []
             deleted = [text.strip() for text in texts]
             store = refresh_store(folder, blocks, tower=tower, deleted=deleted)
+        unknown = +unknown
         width = store.vectors.shape[1]
         result = f"store: {folder} ({len(store):,} x {width} {store.dtype} of the {options.tower} side)"
-        unknown = rows.unknown if rows is not None else Counter()
-        unknown = +unknown
         figures.update({"store": result, "unknown": dict(unknown)})
     print(result)
     if unknown:

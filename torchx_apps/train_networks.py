@@ -77,7 +77,7 @@ def _train(options: MemberOptions, job: Any) -> None:
         say_once(f"{run.name}: has ended already")
     else:
         try:
-            run_training(job, run, resume=options.resume, member=run.name)
+            run_training(job, run, member=run.name)
         except TrainingDivergedError as error:
             # One rate too high is a result of a grid, not the end of the other members.
             say_once(f"{run.name}: {error}")

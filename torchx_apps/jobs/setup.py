@@ -128,24 +128,17 @@ def data_for_build(job: Job, task: Task) -> Any:
     """Returns the data for ``Job.build``; a column with dynamic ids has as many rows as its table's capacity.
 
     Raises:
-        ValueError: the model reads no such column, or the task has no raw ids of it.
+        ValueError: the task has no raw ids of a column.
     """
-    if not job.ids.features:
+    policies = job.ids.features
+    if not policies:
         return task.data
-    for name in job.ids.features:
+    rows: dict[str, int] = {}
+    for name, policy in policies.items():
         # Refuses a task without raw ids by name.
         task.raw_values(name)
-    # This model only says which columns share a table, so it takes none of the job's
-    # random numbers.
-    with torch.random.fork_rng(devices=[]):
-        schema: BatchSchema = job.build(job.model, task.data).schema()
-    rows = {}
-    for name, policy in dynamic_ids_of(job, task, schema).items():
-        feature = schema.feature(name)
-        assert feature is not None, "checked by dynamic_ids_of"
-        for other in schema.sparse:
-            if not set(feature.tables).isdisjoint(other.tables):
-                rows[other.name] = policy.capacity
+        rows |= dict.fromkeys(task.same_ids(name), policy.capacity)
+    rows |= {name: policy.capacity for name, policy in policies.items()}
     return DataWithTables(task.data, rows)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -69,24 +68,15 @@ def load_recipe(spec: str, built_in: Recipes = RECIPES) -> Any:
 
 
 def list_recipes(recipes: Recipes = RECIPES) -> str:
-    """Lists each built-in recipe with the first line of its docstring, in lines of the terminal's width.
+    """Lists each built-in recipe with the first line of its docstring below.
 
     Args:
         recipes: recipes by name; by default those that train.
     """
-    column = max(map(len, recipes)) + 2
     lines = []
     for name, recipe in recipes.items():
         summary = (inspect.getdoc(recipe) or "").splitlines()[0]
-        width = max(shutil.get_terminal_size().columns, 2 * column)
-        lines.append(
-            textwrap.fill(
-                f"{name:{column}}{summary}",
-                width,
-                subsequent_indent=" " * column,
-                break_on_hyphens=False,
-            )
-        )
+        lines += [name, textwrap.indent(textwrap.fill(summary, 76), "    ")]
     return "\n".join(lines)
 
 

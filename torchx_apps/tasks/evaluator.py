@@ -209,9 +209,11 @@ class Evaluator:
     def beside(self, split: str) -> Beside:
         """Returns the figures of EASE on the same question; it is fitted on the training rows."""
         question = self.question(split)
-        if question is None:
+        forms = self._closed_forms
+        if question is None or forms is None:
             return Beside({}, {})
-        return question.of_closed_forms(self._closed_forms)
+        beside = forms.beside(question.user_items, question.question, question.figures)
+        return beside._replace(repeats=question.repeats, rule=question.rule)
 
     def question(self, split: str) -> TaskQuestion | None:
         """Returns the question about held-out items; None if the catalogue is not ranked."""

@@ -16,7 +16,6 @@ from torchrec_ext.data.loader.sides import BatchBuilder
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Figure, Record
-from torchx_apps.tasks.baselines import Beside, ClosedForms
 
 # Items of a recommendation that is printed, and of what the user took before.
 K = 10
@@ -59,13 +58,6 @@ class TaskQuestion:
         """Returns the figures of the ranking by each item's count, (I,)."""
         hits = metrics.popularity_hits(counts, self.question, k=self.k)
         return metrics.ranking_metrics(hits, self.figures)
-
-    def of_closed_forms(self, forms: ClosedForms | None) -> Beside:
-        """Returns the figures of EASE, none without ``forms``, and the number of repeats."""
-        beside = Beside({}, {})
-        if forms is not None:
-            beside = forms.beside(self.user_items, self.question, self.figures)
-        return beside._replace(repeats=self.repeats, rule=self.rule)
 
     @property
     def k(self) -> int:
