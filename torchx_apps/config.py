@@ -17,12 +17,10 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
-
-from torchrec_ext.schema.validation import did_you_mean
 
 if typing.TYPE_CHECKING:
     from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -283,17 +281,6 @@ def refuse_mistakes(main: str, words: Sequence[str]) -> None:
         importlib.import_module(main).parse(words)
     except ValueError as error:
         sys.exit(str(error))
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Asks whether the nearest of some names was meant; empty if none is near.
-
-    Example:
-        >>> nearest("two_towr", ["two_tower", "ncf"]), nearest("bert", ["two_tower", "ncf"])
-        ("; did you mean 'two_tower'?", '')
-    """
-    hint = did_you_mean(name, names, "", cutoff=0.5)
-    return f"; {hint}" if hint else ""
 
 
 def is_group(value: object) -> bool:

@@ -116,9 +116,8 @@ def _embed(argv: Sequence[str] | None) -> int:
         figures.update({"store": result, "unknown": dict(unknown)})
     print(result)
     if unknown:
-        print(
-            f"never seen in training, so embedded as unknown: {_counts_text(unknown)}"
-        )
+        counts = [f"{name} in {rows:,} row(s)" for name, rows in unknown.most_common()]
+        print(f"never seen in training, so embedded as unknown: {', '.join(counts)}")
     return 0
 
 
@@ -137,13 +136,6 @@ def _check(options: EmbedOptions) -> None:
         )
     if not options.id and options.catalogue:
         raise ValueError("--id: name the column with the ids")
-
-
-def _counts_text(unknown: Counter[str]) -> str:
-    texts = []
-    for name, rows in unknown.most_common():
-        texts.append(f"{name} in {rows:,} rows" if rows > 1 else f"{name} in 1 row")
-    return ", ".join(texts)
 
 
 if __name__ == "__main__":

@@ -258,7 +258,7 @@ def test_a_recipe_of_the_users_own(spec: str, folder: Path) -> None:
         ),
         (
             "my_script.py:job",
-            "it needs the argument 'path', and is called without any; give it a default",
+            "missing a required argument: 'path', and a recipe is called without any; give it a default",
         ),
         (
             "my_script.py:stop",

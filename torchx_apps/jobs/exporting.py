@@ -112,17 +112,6 @@ def bundle_of_run(
     return describe_bundle(bundle, out)
 
 
-def bundle_figures(manifest: Manifest) -> dict[str, Any]:
-    """Returns a bundle's figures for trackers: its digest, its size and its distance to the trained model."""
-    users = manifest.content["users"]
-    return {
-        "digest": manifest.digest,
-        "items": manifest.content["items"]["rows"],
-        "users": users["rows"] if users else 0,
-        "greatest_difference": float(manifest.parity["greatest_difference"]),
-    }
-
-
 def describe_bundle(manifest: Manifest, out: Path) -> str:
     """Describes a bundle in a line, after any warning and before the command to serve it."""
     items = manifest.content["items"]["rows"]
@@ -214,7 +203,7 @@ def export_run(
                 catalogue=catalogue,
                 **settings,
             )
-            figures["bundle"] = bundle_figures(manifest)
+            figures["bundle"] = {"digest": manifest.digest, **manifest.parity}
         if runtime.is_main:
             if catalogue:
                 print(_describe_catalogue(job, task, out), flush=True)

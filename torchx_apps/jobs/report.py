@@ -173,21 +173,17 @@ def figures_table(
     rows = []
     for name, value in figures.items():
         base = baseline.get(name)
-        row = [name, f"{value:.4f}"]
         # A baseline without this figure, or with a 0, gives no ratio.
-        if base and not math.isnan(value):
-            row += [f"{base:.4f}", f"{value / base:.2f}x"]
-        else:
-            row += ["", ""]
-        for other in others.values():
-            row.append(f"{other[name]:.4f}" if name in other else "")
-        if best:
-            row.append(f"{best[name]:.4f}" if name in best else "")
-        rows.append(row)
+        has_ratio = base and not math.isnan(value)
+        row = [name, value, base, f"{value / base:.2f}x" if has_ratio else None]
+        row += [other.get(name) for other in others.values()]
+        rows.append([*row, best[name]] if name in best else row)
     headers = [task.heading, "this model", task.baseline_name, "ratio", *others]
     if best:
         headers.append("best possible")
-    return str(tabulate(rows, headers=headers, disable_numparse=True))
+    return str(
+        tabulate(rows, headers=headers, floatfmt=".4f", numalign="left", missingval="")
+    )
 
 
 def worse_than(

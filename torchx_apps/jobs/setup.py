@@ -239,7 +239,7 @@ def quieten_libraries() -> None:
     """Silences torch's and torchrec's warnings to their developers; LOGLEVEL=INFO shows them."""
     if os.environ.get("LOGLEVEL", "WARNING").upper() in ("INFO", "DEBUG"):
         return
-    warnings.formatwarning = _one_line
+    warnings.formatwarning = _one_line  # type: ignore[assignment]
     # torch.profiler's library reads the variable when first used.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     logging.getLogger().setLevel(logging.ERROR)
@@ -259,14 +259,8 @@ def quieten_libraries() -> None:
         )
 
 
-def _one_line(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    line: str | None = None,
-) -> str:
+def _one_line(message: Warning | str, category: type[Warning], *place: Any) -> str:
     """Formats a UserWarning without its line of code; other warnings as Python does."""
     if category is UserWarning:
         return f"warning: {message}\n"
-    return _FORMAT(message, category, filename, lineno, line)
+    return _FORMAT(message, category, *place)

@@ -340,14 +340,11 @@ def start_with(
 ) -> None:
     """Loads the weights, the optimizer's state and the dynamic ids of a checkpoint, and prints each difference."""
     schema = parts.schema
-    features = {
-        table.name: schema.feature(table.feature_names[0]) for table in tables_of(model)
-    }
-    cold = {
-        name: feature.oov_id
-        for name, feature in features.items()
-        if feature is not None
-    }
+    cold = {}
+    for table in tables_of(model):
+        feature = schema.feature(table.feature_names[0])
+        if feature is not None:
+            cold[table.name] = feature.oov_id
     loader = parts.loader if schema.dynamic else None
     differences = begin_with(
         path, model, optimizer, together, parts.job.start, cold, loader

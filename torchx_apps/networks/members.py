@@ -134,17 +134,10 @@ def split_words(vary: str, args: Sequence[str]) -> tuple[list[str], list[str]]:
         ([], ['--train.epochs', '2'])
     """
     words = list(args)
-    if "--" in words:
-        end = words.index("--")
-        grid = words[:end]
-        rest = words[end + 1 :]
-    elif words and words[0].startswith("--"):
-        grid = []
-        rest = words
-    else:
-        grid = words
-        rest = []
-    return ([vary] if vary else []) + grid, rest
+    if "--" not in words:
+        words.insert(0 if words and words[0].startswith("--") else len(words), "--")
+    end = words.index("--")
+    return ([vary] if vary else []) + words[:end], words[end + 1 :]
 
 
 def roles_of(vary: str, args: Sequence[str], recipe: str, j: str) -> list[Member]:

@@ -223,7 +223,7 @@ def table(results: Sequence[Result]) -> str:
                 f"{result.name} *" if result is best else result.name,
                 *(_text(result.settings.get(key)) for key in keys),
                 *("" if number is None else f"{number:.4f}" for number in numbers),
-                str(result.epochs),
+                result.epochs,
                 result.ended,
                 f"{result.seconds:.1f}",
             ]
@@ -234,9 +234,9 @@ def table(results: Sequence[Result]) -> str:
         means = []
         for column in zip(*of_done, strict=True):
             values = [value for value in column if value is not None]
-            spread = stdev(values) if len(values) > 1 else None
-            means.append("" if spread is None else f"{mean(values):.4f} ± {spread:.4f}")
-        rows.append(["mean ± std", "", *means, "", "", ""])
+            several = len(values) > 1
+            means.append(f"{mean(values):.4f} ± {stdev(values):.4f}" if several else "")
+        rows.append(["mean ± std", "", *means])
     headers = ["member", *keys, *map(" ".join, figures), "epochs", "ended", "seconds"]
     return str(tabulate(rows, headers=headers, disable_numparse=True))
 

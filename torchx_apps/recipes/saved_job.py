@@ -51,12 +51,11 @@ def saved_job(run: Path, recipe: str | None = None) -> Job:
             f"--recipe {recipe}: its jobs are named {job.name!r}, {path} is of {name!r}; give the recipe of that run"
         )
     try:
-        restored: Job = _restored(job, saved)
+        return _restored(job, saved)  # type: ignore[no-any-return]
     except (NameError, TypeError, ValueError, msgspec.ValidationError) as error:
         raise ValueError(
             f"{path}: does not fit the recipe as it is now ({error}); give what differs, as in --model.loss bce"
         ) from None
-    return restored
 
 
 def _restored(config: Any, saved: Mapping[str, Any]) -> Any:

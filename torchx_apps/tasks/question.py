@@ -29,11 +29,13 @@ class TaskQuestion:
     """Held-out items and their candidates, for Q queries; the same for a model and its baselines.
 
     Args:
+        rows: Q query rows.
         question: the question about the whole catalogue, or about each query's own candidates.
         user_items: Q rows of the items that each query's user has taken, by which EASE knows a user.
         figures: names of the figures with their numbers of items shown.
     """
 
+    rows: Chunk
     question: metrics.Question
     user_items: Column
     figures: Figures
@@ -43,11 +45,10 @@ class TaskQuestion:
         model: metrics.Recommender,
         runtime: Runtime,
         builder: BatchBuilder,
-        rows: Chunk,
-        towers: Sequence[str] = ("user", "item"),
+        towers: Sequence[str],
     ) -> Record:
-        """Returns the figures of a model on Q query rows and all of the builder's items. Collective."""
-        queries = row_batches(builder, rows, runtime)
+        """Returns the figures of a model on all of the builder's items. Collective."""
+        queries = row_batches(builder, self.rows, runtime)
         items = item_batches(builder, builder.items.num_rows, runtime)
         hits = metrics.model_hits(
             model, runtime, queries, items, self.question, k=self.k, towers=towers
