@@ -145,7 +145,7 @@ def networks(
             metadata=metadata,
             debug=debug,
         )
-        app.roles[0].name = member.role
+        app.roles[0].name = member.name
         roles += app.roles
     return specs.AppDef(name=app.name, roles=roles)
 

@@ -12,17 +12,15 @@ import dataclasses
 import importlib
 import io
 import json
+import math
 import os
 import re
 import sys
-import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
-
-from torchrec_ext.schema.validation import did_you_mean
 
 if typing.TYPE_CHECKING:
     from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -59,20 +57,14 @@ class RunOptions(RecipeOptions):
 
     Args:
         run_dir: folder for checkpoints, metrics and plan; a run that is there goes on from its last good checkpoint.
-        resume: another run of the recipe, or a checkpoint of it, to go on from in run_dir.
     """
 
     run_dir: Path | None = None
-    resume: str | None = None
 
     def __post_init__(self) -> None:
         # JSON, protobuf and manifests need the path as UTF-8.
         if self.run_dir is not None and not _is_utf8(str(self.run_dir)):
             raise ValueError(f"{str(self.run_dir)!a} is not UTF-8; choose another name")
-        if self.resume == "auto":
-            raise ValueError(
-                "--resume auto: leave it out; a run goes on by itself in its folder, --run_dir PATH"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,20 +221,20 @@ def read_settings(file: str) -> list[str]:
 
 def keys_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields path and value of every key of a config that a command line can set, as TOML writes them."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+    for key in dataclasses.fields(config):
+        value = getattr(config, key.name)
         if is_group(value):
-            yield from keys_of(value, f"{prefix}{field.name}.")
+            yield from keys_of(value, f"{prefix}{key.name}.")
         elif isinstance(value, Mapping) and value:
             for name, entry in value.items():
                 # As TOML writes a name that may have a dot or a star.
-                path = f"{prefix}{field.name}.{json.dumps(name, ensure_ascii=False)}"
+                path = f"{prefix}{key.name}.{json.dumps(name, ensure_ascii=False)}"
                 if is_group(entry):
                     yield from keys_of(entry, f"{path}.")
                 else:
                     yield path, entry
-        elif field.init and not callable(value):
-            yield f"{prefix}{field.name}", value
+        elif key.init and not callable(value):
+            yield f"{prefix}{key.name}", value
 
 
 def as_toml(config: Any) -> str:
@@ -289,28 +281,6 @@ def refuse_mistakes(main: str, words: Sequence[str]) -> None:
         importlib.import_module(main).parse(words)
     except ValueError as error:
         sys.exit(str(error))
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Asks whether the nearest of some names was meant; empty if none is near.
-
-    Example:
-        >>> nearest("two_towr", ["two_tower", "ncf"]), nearest("bert", ["two_tower", "ncf"])
-        ("; did you mean 'two_tower'?", '')
-    """
-    hint = did_you_mean(name, names, "", cutoff=0.5)
-    return f"; {hint}" if hint else ""
-
-
-def field_hint(config: object, name: str) -> Any:
-    """Returns the type of one field, without evaluating the others: they may need imports of type checkers."""
-    for owner in type(config).__mro__:
-        hint = vars(owner).get("__annotations__", {}).get(name)
-        if hint is not None:
-            holder = types.SimpleNamespace(__annotations__={name: hint})
-            scope = {**vars(sys.modules[owner.__module__]), owner.__name__: owner}
-            return typing.get_type_hints(holder, globalns=scope)[name]
-    return Any
 
 
 def is_group(value: object) -> bool:
@@ -383,7 +353,9 @@ def _message(box: str) -> str:
     parts = [part for part in parts if part]
     # Neither the name that this parser gives to the recipe's dataclass nor that of an
     # app's options is a user's.
-    message = re.sub(r"^(Error parsing )?(job\.|\w+Options: )?", "", " ".join(parts[0]))
+    message = re.sub(
+        r"^(Error parsing )?(job\.|value: |\w+Options: )?", "", " ".join(parts[0])
+    )
     flags = []
     for line in parts[1] if len(parts) > 1 else []:
         if line.startswith("--"):
@@ -401,50 +373,54 @@ def _registry() -> Any:
 
     @registry.primitive_rule
     def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-        spec: Any = tyro.constructors.PrimitiveConstructorSpec
         if info.type is bool:
-            return spec(  # type: ignore[no-any-return]
-                nargs=1,
-                metavar="true|false",
-                instance_from_str=lambda words: _bool(words[0]),
-                is_instance=lambda value: isinstance(value, bool),
-                str_from_instance=lambda value: [str(value).lower()],
-            )
+            return _spec("true|false", bool, lambda words: _bool(words[0]), 1)
         if info.type is int:
-            return spec(  # type: ignore[no-any-return]
-                nargs=1,
-                metavar="INT",
-                instance_from_str=lambda words: _int(words[0]),
-                is_instance=lambda value: type(value) is int,
-                str_from_instance=lambda value: [str(value)],
-            )
+            return _spec("INT", int, lambda words: _int(words[0]), 1)
         item, *rest = typing.get_args(info.type) or (None,)
         if typing.get_origin(info.type) is Mapping:
-            return spec(  # type: ignore[no-any-return]
-                nargs="*",
-                metavar=f"(.NAME{_fields_of(rest[0])} VALUE)",
-                instance_from_str=lambda words: _refuse_words(words, rest[0]),
-                is_instance=lambda value: isinstance(value, Mapping),
-                str_from_instance=lambda value: [str(value)],
+            return _spec(
+                f"(.NAME{_fields_of(rest[0])} VALUE)",
+                Mapping,
+                lambda words: _refuse_words(words, rest[0]),
             )
         if typing.get_origin(info.type) is tuple and rest == [...] and item in _ITEMS:
-            return spec(  # type: ignore[no-any-return]
-                nargs="*",
-                metavar=f"{getattr(item, '__name__', 'item').upper()} ...",
-                instance_from_str=lambda words: _several(words, item),
-                is_instance=lambda value: isinstance(value, tuple),
-                str_from_instance=lambda value: [str(each) for each in value],
-            )
+            metavar = f"{getattr(item, '__name__', 'item').upper()} ..."
+            return _spec(metavar, tuple, lambda words: _several(words, item))
         return None
 
     return registry
+
+
+def _spec(
+    metavar: str, kind: type, read: Callable[[list[str]], Any], nargs: Any = "*"
+) -> PrimitiveConstructorSpec[Any]:
+    import tyro
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=nargs,
+        metavar=metavar,
+        instance_from_str=read,
+        # A bool is an int to isinstance.
+        is_instance=lambda value: (
+            isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+        ),
+        str_from_instance=_words_of,
+    )
+
+
+def _words_of(value: Any) -> list[str]:
+    """Returns a value as the words that a command line has for it."""
+    if isinstance(value, tuple):
+        return [str(each) for each in value]
+    return [str(value).lower() if isinstance(value, bool) else str(value)]
 
 
 def _fields_of(kind: Any) -> str:
     """Returns what follows the user's name in a flag of a mapping."""
     if not dataclasses.is_dataclass(kind):
         return ""
-    return f".{{{','.join(field.name for field in dataclasses.fields(kind))}}}"
+    return f".{{{','.join(each.name for each in dataclasses.fields(kind))}}}"
 
 
 def _refuse_words(words: Sequence[str], kind: Any) -> Mapping[str, Any]:
@@ -459,30 +435,25 @@ def _with_entries(config: Any, words: Sequence[str]) -> tuple[Any, list[str]]:
     Returns:
         the config with these entries, not checked yet, and the other words.
     """
-    rest: list[str] = []
-    # Words by the mapping's path and the user's name.
-    entries: dict[tuple[str, str], list[str]] = {}
-    target = rest
+    # The type of each entry by the mapping's path and the user's name.
+    entries: dict[tuple[str, str], Any] = {}
     for word in words:
-        if word.startswith("--"):
-            target = rest
-            path, equals, text = word.removeprefix("--").partition("=")
-            found = _mapping_in(config, path)
-            if found is not None:
-                mapping, kind, name = found
-                flag = "value"
-                if dataclasses.is_dataclass(kind):
-                    # A pattern for modules has dots of its own.
-                    name, _, flag = name.rpartition(".")
-                    if not name:
-                        raise ValueError(
-                            f"--{path}: write --{mapping}.NAME{_fields_of(kind)} VALUE"
-                        )
-                target = entries.setdefault((mapping, name), [])
-                word = f"--{flag}{equals}{text}"
-        target.append(word)
-    for (path, name), given in entries.items():
-        config = _with_entry(config, path.split("."), name, given, path)
+        path = word.removeprefix("--").partition("=")[0]
+        found = _mapping_in(config, path) if word.startswith("--") else None
+        if found is None:
+            continue
+        mapping, kind, name = found
+        if dataclasses.is_dataclass(kind):
+            # A pattern for modules has dots of its own.
+            name = name.rpartition(".")[0]
+            if not name:
+                raise ValueError(
+                    f"--{path}: write --{mapping}.NAME{_fields_of(kind)} VALUE"
+                )
+        entries[mapping, name] = kind
+    rest = list(words)
+    for (mapping, name), kind in entries.items():
+        config, rest = _with_entry(config, mapping, name, kind, rest)
     return config, rest
 
 
@@ -492,7 +463,7 @@ def _mapping_in(config: Any, path: str) -> tuple[str, Any, str] | None:
     for number, part in enumerate(parts[:-1]):
         value = getattr(config, part, None)
         if isinstance(value, Mapping):
-            kind = typing.get_args(field_hint(config, part))[1]
+            kind = typing.get_args(typing.get_type_hints(type(config))[part])[1]
             return ".".join(parts[: number + 1]), kind, ".".join(parts[number + 1 :])
         if not is_group(value):
             return None
@@ -501,34 +472,30 @@ def _mapping_in(config: Any, path: str) -> tuple[str, Any, str] | None:
 
 
 def _with_entry(
-    config: Any, parts: Sequence[str], name: str, words: Sequence[str], path: str
-) -> Any:
-    """Returns a copy of a config, not checked, whose mapping at ``parts`` has another entry."""
-    part, *deeper = parts
-    before = getattr(config, part)
-    if deeper:
-        value = _with_entry(before, deeper, name, words, path)
-    else:
-        kind = typing.get_args(field_hint(config, part))[1]
-        try:
-            value = {**before, name: _entry(kind, before.get(name), words)}
-        except ValueError as error:
-            raise ValueError(f"{path}.{name}: {error}") from None
-    # dataclasses.replace() would check before the other words have been read.
-    new = copy.copy(config)
-    object.__setattr__(new, part, value)
-    return new
-
-
-def _entry(kind: type, before: Any, words: Sequence[str]) -> Any:
-    if not dataclasses.is_dataclass(kind):
-        # tyro would name the flag of the holder, which nobody has typed.
-        if words == ["--value"]:
-            raise ValueError("has no value; write it behind the flag")
-        holder = dataclasses.make_dataclass("Entry", [("value", kind)], frozen=True)
-        return _cli(_flags(holder, "FlagConversionOff"), "settings", words).value
-    known = {} if before is None else {"default": before}
-    return _cli(_flags(kind, "FlagConversionOff"), "settings", words, **known)
+    config: Any, path: str, name: str, kind: Any, words: Sequence[str]
+) -> tuple[Any, list[str]]:
+    """Returns a copy of a config, not checked, whose mapping at ``path`` has another entry, and the other words."""
+    parts = path.split(".")
+    owners = [config]
+    for part in parts:
+        owners.append(getattr(owners[-1], part))
+    mapping = owners.pop()
+    known = {"default": mapping[name]} if name in mapping else {}
+    flag = f"{path}.{name}"
+    value = ("value", _flags(kind, "FlagConversionOff", flag), field(**known))
+    holder = dataclasses.make_dataclass("Entry", [value], frozen=True, kw_only=True)
+    try:
+        entry, rest = _cli(holder, "settings", words, return_unknown_args=True)
+    except ValueError as error:
+        place = "" if flag in str(error) else f"{flag}: "
+        raise ValueError(f"{place}{error}") from None
+    new: Any = {**mapping, name: entry.value}
+    for owner, part in zip(owners[::-1], parts[::-1], strict=True):
+        # dataclasses.replace() would check before the other words have been read.
+        changed_owner = copy.copy(owner)
+        object.__setattr__(changed_owner, part, new)
+        new = changed_owner
+    return new, rest
 
 
 def _bool(word: str) -> bool:
@@ -539,13 +506,17 @@ def _bool(word: str) -> bool:
 
 def _int(word: str) -> int:
     try:
-        number = float(word)
+        return int(word)
+    except ValueError:
+        pass
+    try:
         # int() takes no 4e3.
-        return int(number) if "e" in word.lower() and number % 1 == 0 else int(word)
-    except (ValueError, OverflowError):
-        raise ValueError(
-            f"{word!r} is not an int; write for example 4096 or 4e3"
-        ) from None
+        number = float(word)
+    except ValueError:
+        number = math.nan
+    if number % 1 != 0:
+        raise ValueError(f"{word!r} is not an int; write for example 4096 or 4e3")
+    return int(number)
 
 
 def _several(words: Sequence[str], item: Any) -> tuple[Any, ...]:
@@ -570,21 +541,12 @@ def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")
             continue
-        texts = []
-        for each in value if isinstance(value, list) else [value]:
-            if not isinstance(each, str | int | float):
-                raise ValueError(
-                    f"{prefix}{key} = {str(value)[:60]}: write a text, a number, true, false or a list of them"
-                )
-            if isinstance(each, bool):
-                # TOML's true and false, not Python's.
-                texts.append(str(each).lower())
-            elif isinstance(each, float) and each.is_integer():
-                # 1e6 rows are a whole number, which TOML reads as 1000000.0.
-                texts.append(str(int(each)))
-            else:
-                texts.append(str(each))
-        yield from _flag(f"--{prefix}{key}", *texts)
+        values = value if isinstance(value, list) else [value]
+        if not all(isinstance(each, str | int | float) for each in values):
+            raise ValueError(
+                f"{prefix}{key} = {str(value)[:60]}: write a text, a number, true, false or a list of them"
+            )
+        yield from _flag(f"--{prefix}{key}", *map(str, values))
 
 
 def _flag(flag: str, *values: str) -> list[str]:

@@ -73,30 +73,39 @@ def _embed(argv: Sequence[str] | None) -> int:
     from torchrec_ext.retrieval.bundle import Bundle
     from torchrec_ext.retrieval.manifest import bundle_folder
     from torchrec_ext.retrieval.store import refresh_store, write_store
-    from torchx_apps.jobs.embedding import TowerRows
+    from torchx_apps.jobs.embedding import (
+        Rows,
+        embedded,
+        rows_of_files,
+        rows_of_users,
+    )
     from torchx_apps.jobs.tracking import tracked
 
     bundle = Bundle.load(bundle_folder(options.bundle))
-    rows = None
-    # Ids may be deleted without rows to write.
-    if options.catalogue or options.delete is None:
-        rows = TowerRows(bundle, options.tower, [*options.catalogue], options.id)
+    side = bundle.query if options.tower == "query" else bundle.candidate
+    # Rows of files are the caller's own: no bundle says whether they have changed.
+    features = ""
+    if options.catalogue:
+        rows = rows_of_files(side, options.catalogue, options.id)
+    elif options.delete is None:
+        rows = rows_of_users(bundle, options.tower)
+        features = bundle.features_digest
+    else:
+        # Ids may be deleted without rows to write.
+        rows = Rows(0, iter(()))
     folder = options.out or options.refresh
     assert folder is not None
     tower = bundle.digest_of(options.tower)
-    # Rows of files are the caller's own: no bundle says whether they have changed.
-    of_bundle = options.tower == "query" and not options.catalogue
-    features = bundle.features_digest if of_bundle else ""
+    unknown: Counter[str] = Counter()
     with tracked(folder, asdict(options), folder="store") as figures:
-        blocks = rows.blocks() if rows is not None else ()
+        blocks = embedded(side, rows, unknown)
         if options.refresh is None:
-            assert rows is not None
             store = write_store(
                 folder,
                 blocks,
                 tower=tower,
                 side=options.tower,
-                shape=rows.shape,
+                shape=(rows.total, side.width),
                 features=features,
                 dtype=options.store or "fp32",
                 overwrite=True,
@@ -108,19 +117,17 @@ def _embed(argv: Sequence[str] | None) -> int:
                 folder,
                 blocks,
                 tower=tower,
-                features=features if rows is not None else None,
+                features=features if rows.total else None,
                 deleted=deleted,
             )
+        unknown = +unknown
         width = store.vectors.shape[1]
         result = f"store: {folder} ({len(store):,} x {width} {store.dtype} of the {options.tower} side)"
-        unknown = rows.unknown if rows is not None else Counter()
-        unknown = +unknown
         figures.update({"store": result, "unknown": dict(unknown)})
     print(result)
     if unknown:
-        print(
-            f"never seen in training, so embedded as unknown: {_counts_text(unknown)}"
-        )
+        counts = [f"{name} in {rows:,} row(s)" for name, rows in unknown.most_common()]
+        print(f"never seen in training, so embedded as unknown: {', '.join(counts)}")
     return 0
 
 
@@ -139,13 +146,6 @@ def _check(options: EmbedOptions) -> None:
         )
     if not options.id and options.catalogue:
         raise ValueError("--id: name the column with the ids")
-
-
-def _counts_text(unknown: Counter[str]) -> str:
-    texts = []
-    for name, rows in unknown.most_common():
-        texts.append(f"{name} in {rows:,} rows" if rows > 1 else f"{name} in 1 row")
-    return ", ".join(texts)
 
 
 if __name__ == "__main__":

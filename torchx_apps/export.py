@@ -27,8 +27,7 @@ class ExportOptions:
     Args:
         run: a run folder.
         out: the bundle's folder; RUN/bundle where not given.
-        checkpoint: best (by train.early_stop.metric), last, a step, or a path or address; best where the run has marked
-            one, else last.
+        checkpoint: best (by train.early_stop.metric), last, or a step; best where the run has marked one, else last.
         recipe: my_recipe.py:job or my.module:job, where the run's recipe is not built in.
         store: type of the stored rows.
         index: exact, or a text for FAISS's index_factory, such as IVF1024,Flat or HNSW32, for logits that are products.

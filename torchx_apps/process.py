@@ -74,10 +74,7 @@ def record_error(error: BaseException) -> None:
         # Another rank failed first and this one only noticed. torchrun reports the
         # first rank to *exit*: this pause lets the rank with the cause exit first.
         time.sleep(_PATIENCE_S)
-    _tell(describe_error(error))
-
-
-def _tell(message: str) -> None:
+    message = describe_error(error)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not (_is_rank() and path):
         print(message, file=sys.stderr, flush=True)

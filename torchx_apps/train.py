@@ -35,7 +35,7 @@ def parse(words: Sequence[str]) -> tuple[RunOptions, Job]:
 def _run(options: RunOptions, job: Job) -> None:
     from torchx_apps.jobs.training import run_training
 
-    run_training(job, options.run_dir, resume=options.resume)
+    run_training(job, options.run_dir)
 
 
 if __name__ == "__main__":

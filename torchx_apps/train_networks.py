@@ -1,8 +1,7 @@
 """Train one member of a grid: `torchx run rec.train.networks --vary train.seed 0 1 2` starts it for each.
 
 A member is an ordinary training with a run folder of its own, beside those of the other members. The member that ends
-last makes the table of all; `python -m torchx_apps.compare` makes it at any time. This file is the
-outer shell: command line in, exit code out, each error printed once.
+last makes the table of all. This file is the outer shell: command line in, exit code out, each error printed once.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def _train(options: MemberOptions, job: Any) -> None:
         say_once(f"{run.name}: has ended already")
     else:
         try:
-            run_training(job, run, resume=options.resume, member=run.name)
+            run_training(job, run, member=run.name)
         except TrainingDivergedError as error:
             # One rate too high is a result of a grid, not the end of the other members.
             say_once(f"{run.name}: {error}")

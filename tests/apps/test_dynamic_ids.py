@@ -81,7 +81,6 @@ def trained(
     day: str,
     name: str,
     *settings: str,
-    resume: str | None = None,
     recipe: str = "two_tower",
 ) -> Path:
     sets = [
@@ -100,7 +99,6 @@ def trained(
     run_training(
         with_settings(load_recipe(recipe), [*sets, *settings]),
         root / name,
-        resume=resume,
     )
     return root / name
 
@@ -270,11 +268,9 @@ def test_dynamic_ids_begin_with_the_rows_of_a_static_training(tmp_path: Path) ->
     assert after["hr@10"] == pytest.approx(before["hr@10"], abs=1e-3)
     same_rows = ("ids.features.item_id.capacity=29", "ids.features.user_id.capacity=41")
     with pytest.raises(ValueError, match="it was trained without dynamic ids"):
-        trained(
-            tmp_path, "one", "resumed", *same_rows, "train.epochs=2", resume=str(static)
-        )
+        trained(tmp_path, "one", static.name, *same_rows, "train.epochs=2")
     with pytest.raises(ValueError, match=r"column '\w+' had dynamic ids in training"):
-        trained(tmp_path, "one", "back", resume=str(dynamic))
+        trained(tmp_path, "one", dynamic.name)
 
 
 @pytest.mark.unit
@@ -282,11 +278,11 @@ def test_dynamic_ids_begin_with_the_rows_of_a_static_training(tmp_path: Path) ->
     ("settings", "words"),
     [
         (["ids.features.item_id=9"], "write --ids.features.NAME.{capacity,"),
-        (["ids.features.item_id.ttl=9"], "--capacity"),
+        (["ids.features.item_id.ttl=9"], "--ids.features.item_id.capacity"),
         (["ids.features.item_id.capacity=1"], "capacity=1: must be from 2 to"),
         (
             ["ids.features.item_id.capacity=9", "ids.features.item_id.evicts=lfu"],
-            "Unrecognized options: --evicts, lfu",
+            "--ids.features.item_id.evicts, lfu",
         ),
         (["ids.features.item_id.capacity=many"], "'many' is not an int"),
         (["ids.every=0"], "ids.every=0: must be 1 or more"),

@@ -80,7 +80,7 @@ def test_a_refresh(
     flags = ["--catalogue", tmp_path / "changed.parquet", "--id=key", "--refresh", out]
     assert run(folder, *flags, "--delete=100,110") == 0
     told = capsys.readouterr().out
-    assert "embedded as unknown: item in 1 row" in told
+    assert "embedded as unknown: item in 1 row(s)" in told
     store = Store.open(out)
     assert len(store) == ITEMS - 1
     assert store.find(100) is None

@@ -132,7 +132,7 @@ def test_a_run_is_taken_up_only_where_its_ids_stand_for_the_same_values(
     """A new item after the old ones in the order of the ids leaves their rows alone; one before them moves all."""
     folder = of_pairs(tmp_path / "log", in_order)
     sets = {"name": "log", "folder": str(tmp_path)}
-    task = SimpleNamespace(data=load_dataset(**sets), prepared=None)
+    task = SimpleNamespace(data=load_dataset(**sets))
     checkpoint = checkpoint_of(tmp_path, task)
     check_ids_stay(checkpoint, task, HERE)
     log = pq.read_table(folder / "inter.parquet")
@@ -144,7 +144,7 @@ def test_a_run_is_taken_up_only_where_its_ids_stand_for_the_same_values(
     at = log.column_names.index("item_id")
     bought = pa.array([new, *log["item_id"].to_pylist()[1:]])
     pq.write_table(log.set_column(at, "item_id", [bought]), folder / "inter.parquet")
-    grown = SimpleNamespace(data=load_dataset(**sets), prepared=None)
+    grown = SimpleNamespace(data=load_dataset(**sets))
     words = (
         r"column 'item_id' had \d+ values in training, whose ids now stand for others"
     )
@@ -154,15 +154,20 @@ def test_a_run_is_taken_up_only_where_its_ids_stand_for_the_same_values(
         check_ids_stay(checkpoint, grown, HERE, later=True)
 
 
+def shops(values: dict[str, list[str]], **origins: str) -> Any:
+    """A task whose rows have the column ``shop``, which comes from some steps."""
+    data = SimpleNamespace(
+        vocab={"shop": 3},
+        id_values=values,
+        preprocessor=SimpleNamespace(origins=origins),
+    )
+    return SimpleNamespace(data=data)
+
+
 def test_a_column_whose_values_were_their_ids_may_not_be_numbered_later(
     tmp_path: Path,
 ) -> None:
-    whole, numbered = (
-        SimpleNamespace(
-            data=SimpleNamespace(vocab={"shop": 3}, id_values=values), prepared=None
-        )
-        for values in ({}, {"shop": ["a", "b"]})
-    )
+    whole, numbered = (shops(values) for values in ({}, {"shop": ["a", "b"]}))
     for before, after in ((whole, numbered), (numbered, whole)):
         checkpoint = checkpoint_of(tmp_path, before)
         check_ids_stay(checkpoint, before, HERE, later=True)
@@ -176,19 +181,13 @@ def test_a_column_whose_values_were_their_ids_may_not_be_numbered_later(
 def test_a_column_whose_steps_have_changed_is_refused_by_a_new_run_too(
     tmp_path: Path,
 ) -> None:
-    def rows(**origins: str) -> Any:
-        prepared = SimpleNamespace(preprocessor=SimpleNamespace(origins=origins))
-        return SimpleNamespace(
-            data=SimpleNamespace(vocab={"shop": 9}, id_values={}), prepared=prepared
-        )
-
-    checkpoint = checkpoint_of(tmp_path, rows(shop="a", gone="b"))
-    check_ids_stay(checkpoint, rows(shop="a", new="c"), HERE, later=True)
+    checkpoint = checkpoint_of(tmp_path, shops({}, shop="a", gone="b"))
+    check_ids_stay(checkpoint, shops({}, shop="a", new="c"), HERE, later=True)
     for later in (False, True):
         with pytest.raises(
             DataError, match=r"step-0000000001: column 'shop' came from other steps"
         ):
-            check_ids_stay(checkpoint, rows(shop="other"), HERE, later=later)
+            check_ids_stay(checkpoint, shops({}, shop="other"), HERE, later=later)
 
 
 @pytest.mark.parametrize("ids", [in_order, in_other_order, hashed])

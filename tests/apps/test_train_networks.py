@@ -14,10 +14,9 @@ from torchx.specs import AppDef
 from torchx.specs.builders import materialize_appdef
 
 from tests.launch.jobs import torchx_run
-from torchx_apps import compare as compare_app
 from torchx_apps import train, train_networks
 from torchx_apps.networks.members import members_of
-from torchx_apps.networks.report import Result, best_of, differing, table
+from torchx_apps.networks.report import Result, best_of, compare, differing, table
 
 TINY = [
     "--data.name=planted",
@@ -195,8 +194,10 @@ def test_any_runs_are_compared_by_the_settings_that_set_them_apart(
     write_run(tmp_path / "grid" / "one", 0, 0.6)
     write_run(tmp_path / "grid" / "two", 1, 0.7)
     write_run(tmp_path / "grid" / "late", 2, 0.9, ended=False)
-    assert compare_app.main([str(tmp_path / "grid")]) == 0
+    runs = [tmp_path / "grid" / name for name in ("late", "none", "one", "two")]
+    compare(runs, tmp_path / "grid")
     said = capsys.readouterr().out
+    assert "none: has not begun" in said
     assert "best: two (*), by validation auc" in said
     written = json.loads((tmp_path / "grid" / "results.json").read_text())
     assert written["best"] == "two"
@@ -209,21 +210,6 @@ def test_any_runs_are_compared_by_the_settings_that_set_them_apart(
     assert header.split()[:2] == ["member", "train.seed"]
     left = {path.name for path in (tmp_path / "grid").iterdir() if path.is_file()}
     assert left == {"results.txt", "results.json"}
-
-
-@pytest.mark.unit
-def test_what_is_no_run_is_refused_and_runs_of_two_folders_need_a_third(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert compare_app.main([str(tmp_path)]) == 1
-    assert "neither a run folder nor a folder of such" in capsys.readouterr().err
-    write_run(tmp_path / "a" / "one", 0, 0.6)
-    write_run(tmp_path / "b" / "two", 1, 0.7)
-    runs = [str(tmp_path / "a" / "one"), str(tmp_path / "b")]
-    assert compare_app.main(runs) == 1
-    assert "say where the table goes: --out FOLDER" in capsys.readouterr().err
-    assert compare_app.main([*runs, "--out", str(tmp_path / "c")]) == 0
-    assert (tmp_path / "c" / "results.txt").exists()
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -89,58 +89,27 @@ def export_task(
 
 
 def bundle_of_run(
+    when: Export,
     model: DistributedModelParallel,
     task: Task,
     schema: BatchSchema,
     runtime: Runtime,
     out: Path,
-    details: Mapping[str, Any],
-    loader: Any = None,
-) -> Manifest | BundleError:
-    """Exports the bundle of a run; returns why it cannot, if the model or the data cannot be served. Collective."""
-    try:
-        # An earlier attempt of the run may have left its bundle.
-        return export_task(
-            model,
-            task,
-            schema,
-            runtime,
-            out,
-            details=details,
-            loader=loader,
-            overwrite=True,
-        )
-    except BundleError as error:
-        return error
-
-
-def report_bundle(
-    when: Export, bundle: Manifest | BundleError, runtime: Runtime, out: Path
-) -> None:
-    """Prints on rank 0 the place of a run's bundle and how to serve it, or the reason against a bundle.
+    **more: Any,
+) -> str:
+    """Exports the bundle of a run; returns its description, or the reason against a bundle. Collective.
 
     Raises:
         BundleError: ``when`` is ``require``, and the model or the data cannot be served.
     """
-    if isinstance(bundle, BundleError):
+    try:
+        # An earlier attempt of the run may have left its bundle.
+        bundle = export_task(model, task, schema, runtime, out, overwrite=True, **more)
+    except BundleError as error:
         if when == "require":
-            raise bundle
-        text = f"no bundle: {bundle}"
-    else:
-        text = describe_bundle(bundle, out)
-    if runtime.is_main:
-        print(f"\n{text}", flush=True)
-
-
-def bundle_figures(manifest: Manifest) -> dict[str, Any]:
-    """Returns a bundle's figures for trackers: its digest, its size and its distance to the trained model."""
-    users = manifest.content["users"]
-    return {
-        "digest": manifest.digest,
-        "items": manifest.content["items"]["rows"],
-        "users": users["rows"] if users else 0,
-        "greatest_difference": float(manifest.parity["greatest_difference"]),
-    }
+            raise
+        return f"no bundle: {error}"
+    return describe_bundle(bundle, out)
 
 
 def describe_bundle(manifest: Manifest, out: Path) -> str:
@@ -234,7 +203,7 @@ def export_run(
                 catalogue=catalogue,
                 **settings,
             )
-            figures["bundle"] = bundle_figures(manifest)
+            figures["bundle"] = {"digest": manifest.digest, **manifest.parity}
         if runtime.is_main:
             if catalogue:
                 print(_describe_catalogue(job, task, out), flush=True)

@@ -45,23 +45,6 @@ class Trained:
     seconds: float
     collectives: str = "gloo"
 
-    @property
-    def records(self) -> list[Record]:
-        """The records of losses and rows."""
-        return records_of(self.history, "train")
-
-    @property
-    def steps_s(self) -> float:
-        """Seconds spent in steps."""
-        return float(
-            sum(record["rows"] / record["rows_per_s"] for record in self.records)
-        )
-
-
-def data_wait(records: Sequence[Record]) -> float:
-    """Returns the share of the steps' time spent waiting for batches, by the rank with the longest wait."""
-    return mean_over_time(records, [record["data_wait"] for record in records])
-
 
 def report_start(task: Task, runtime: Runtime, amp: str) -> None:
     """Prints the data, the ranks and the precision ``amp`` as soon as they are known: the next stage takes seconds."""
@@ -111,9 +94,10 @@ def finish_training(
         beside: figures of further baselines there.
     """
     figures, baseline, example, memory = tested
-    records = trained.records
+    records = records_of(trained.history, "train")
+    seconds = sum(record["rows"] / record["rows_per_s"] for record in records)
     # A run that was resumed after its last step has none.
-    rate = sum(record["rows"] for record in records) / (trained.steps_s or 1.0)
+    rate = sum(record["rows"] for record in records) / (seconds or 1.0)
     shares = time_shares(trained.history)
     if beside.rule:
         print(f"\n{beside.rule}", end="")
@@ -128,8 +112,6 @@ def finish_training(
     worse = worse_than(task.baseline_name, figures, baseline)
     if worse:
         print(f"\nwarning: {worse}")
-    for note in closed_form_notes(figures, beside.figures):
-        print(f"\nnote: {note}")
     in_collectives = (
         f"{shares['ranks']:.1%} in collectives, " if "ranks" in shares else ""
     )
@@ -149,7 +131,10 @@ def finish_training(
         "best": dict(task.best),
         "seconds": trained.seconds,
         "samples_per_s": rate,
-        "data_wait": data_wait(records),
+        # Of the rank with the longest wait.
+        "data_wait": mean_over_time(
+            records, [record["data_wait"] for record in records]
+        ),
         "shares": shares,
         "peak_memory_mib": max(memory),
         "collectives": trained.collectives,
@@ -188,21 +173,17 @@ def figures_table(
     rows = []
     for name, value in figures.items():
         base = baseline.get(name)
-        row = [name, f"{value:.4f}"]
         # A baseline without this figure, or with a 0, gives no ratio.
-        if base and not math.isnan(value):
-            row += [f"{base:.4f}", f"{value / base:.2f}x"]
-        else:
-            row += ["", ""]
-        for other in others.values():
-            row.append(f"{other[name]:.4f}" if name in other else "")
-        if best:
-            row.append(f"{best[name]:.4f}" if name in best else "")
-        rows.append(row)
+        has_ratio = base and not math.isnan(value)
+        row = [name, value, base, f"{value / base:.2f}x" if has_ratio else None]
+        row += [other.get(name) for other in others.values()]
+        rows.append([*row, best[name]] if name in best else row)
     headers = [task.heading, "this model", task.baseline_name, "ratio", *others]
     if best:
         headers.append("best possible")
-    return str(tabulate(rows, headers=headers, disable_numparse=True))
+    return str(
+        tabulate(rows, headers=headers, floatfmt=".4f", numalign="left", missingval="")
+    )
 
 
 def worse_than(
@@ -239,7 +220,9 @@ def worse_than(
             worse.append(key)
     if not worse:
         return ""
-    reasons = _against(worse, figures, baseline)
+    reasons = ", ".join(
+        f"{key} ({figures[key]:.4f} against {baseline[key]:.4f})" for key in worse
+    )
     calibration = figures.get("calibration", 1.0)
     # Without a positive it is not a number.
     if calibration < 0.8 or calibration > 1.25:
@@ -249,35 +232,6 @@ def worse_than(
     if rising:
         remedy += f", and end where validation is best (train.early_stop.metric={rising}, train.early_stop.mode=min)"
     return f"this model is worse than {name} by {reasons}; {remedy}"
-
-
-def closed_form_notes(
-    figures: Mapping[str, float], beside: Mapping[str, Record]
-) -> list[str]:
-    """Notes each closed form with a better ranking than the model by some figure.
-
-    Example:
-        >>> closed_form_notes({"hr@10": 0.5}, {"ease": {"hr@10": 0.6}})[0][:65]
-        'ease, which is solved for and not trained, is better by hr@10 (0.'
-    """
-    notes = []
-    for name, theirs in beside.items():
-        better = [
-            key for key, value in theirs.items() if value > figures.get(key, value)
-        ]
-        if better:
-            notes.append(
-                f"{name}, which is solved for and not trained, is better by {_against(better, theirs, figures)}"
-            )
-    return notes
-
-
-def _against(
-    names: Sequence[str], figures: Mapping[str, float], others: Mapping[str, float]
-) -> str:
-    return ", ".join(
-        f"{name} ({figures[name]:.4f} against {others[name]:.4f})" for name in names
-    )
 
 
 def read_warning(run: Path) -> dict[str, str]:

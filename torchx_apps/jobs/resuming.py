@@ -1,4 +1,4 @@
-"""Where a run begins, anew or at a checkpoint that --resume names or finds; and the signal that asks it to stop."""
+"""Where a run begins, anew or at a checkpoint; and the signal that asks it to stop."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from torchrec_ext.capture.policy import TrainingDivergedError
 from torchrec_ext.schema import BatchSchema, DataError
@@ -43,11 +44,10 @@ def new_run(recipe: str) -> Path:
     return Path("runs") / f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def check_recipe(flag: str, folder: Path, recipe: str) -> None:
+def check_recipe(folder: Path, recipe: str) -> None:
     """Refuses to go on with a run of another recipe, and so to write over its settings.
 
     Args:
-        flag: flag and value by which the user named the folder, for messages.
         folder: a run folder, or the folder of a job of several networks.
         recipe: name of the job's recipe.
 
@@ -62,8 +62,8 @@ def check_recipe(flag: str, folder: Path, recipe: str) -> None:
             other = config.get("name") if isinstance(config, dict) else None
         if other not in (None, recipe):
             raise CheckpointError(
-                f"{flag}: is a run of recipe '{other}', not of '{recipe}'; give a run of '{recipe}', or begin with its "
-                "weights: --start.path RUN"
+                f"--run_dir {folder}: is a run of recipe '{other}', not of '{recipe}'; give a run of '{recipe}', or "
+                "begin with its weights: --start.path RUN"
             )
 
 
@@ -93,14 +93,12 @@ def meaning_of_ids(
         ``steps``, the digest of the steps that a column comes from; ``values``, the number of its values and their
         digest, or None if a value is its id.
     """
-    origins = {} if task.prepared is None else task.prepared.preprocessor.origins
+    origins = task.data.preprocessor.origins
     id_values = task.data.id_values
     columns = {}
     for name in {**origins, **task.data.vocab, **id_values}:
         described = None
-        kind = None
-        if name in task.data.vocab or name in id_values:
-            kind = _raw_kind(task, name, dynamic)
+        kind = _raw_kind(task, name, dynamic)
         if kind is not None:
             described = [0, kind]
         elif name in id_values:
@@ -138,33 +136,29 @@ def check_ids_stay(
                 f"note: {checkpoint}: does not say what its ids stand for: not compared"
             )
         return
-    dynamic = [] if schema is None else schema.dynamic
     first = {}
     for name, column in then.items():
         if later and column["values"]:
             first[name] = column["values"][0]
-    now = meaning_of_ids(task, dynamic, first)
+    dynamic = schema.dynamic if schema else []
+    read = set(schema.keys if schema else [])
     # Rows of a training without dynamic ids go to these by the numbering of then.
-    static = meaning_of_ids(task, (), first) if dynamic else now
+    now = meaning_of_ids(task, (), first)
     for name in sorted(then.keys() & now.keys()):
         before, after = then[name]["values"], now[name]["values"]
-        if not before or before[1] not in _RAW_KINDS:
-            after = static[name]["values"]
         steps = {then[name]["steps"], now[name]["steps"]} - {None}
         if len(steps) > 1:
             difference = (
                 "came from other steps or rows: its values stand for something else"
             )
+        elif before and before[1] in _RAW_KINDS:
+            kind = _raw_kind(task, name, dynamic)
+            if before[1] == kind:
+                continue
+            difference = f"had dynamic ids in training, which were {before[1]}, and has {kind or 'none'} now"
         elif before == after:
             continue
-        elif before and before[1] in _RAW_KINDS:
-            has = after[1] if after and after[1] in _RAW_KINDS else "none"
-            difference = f"had dynamic ids in training, which were {before[1]}, and has {has} now"
-        elif (
-            schema is not None
-            and dynamic
-            and set(schema.keys).isdisjoint(task.same_ids(name))
-        ):
+        elif dynamic and read.isdisjoint(task.same_ids(name)):
             # No table has a row of these ids.
             continue
         else:
@@ -176,34 +170,24 @@ def check_ids_stay(
         )
 
 
-_TEXTS_AT_ONCE = 65_536
-
-
 def _digest_of(values: Any) -> str:
     """Returns the SHA-256 of values (N,), whole numbers or text, in their order.
 
-    Texts are joined by NUL. Where a text has a NUL itself, the lengths count too.
+    Texts are joined by NUL. If a text has a NUL itself, the lengths count too.
     """
-    array = values if isinstance(values, pa.Array) else np.asarray(values)
-    if isinstance(array, pa.Array) and pa.types.is_primitive(array.type):
-        array = array.to_numpy(zero_copy_only=False)
-    if isinstance(array, np.ndarray) and array.dtype.kind not in "OU":
-        return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
-    digest = hashlib.sha256()
-    lengths = hashlib.sha256()
-    nul = False
-    for start in range(0, len(array), _TEXTS_AT_ONCE):
-        texts = [
-            str(value).encode()
-            for value in array[start : start + _TEXTS_AT_ONCE].tolist()
-        ]
-        joined = b"\0".join(texts)
-        digest.update(b"\0" + joined if start else joined)
-        lengths.update(np.array([len(text) for text in texts], dtype="<i8").data)
-        # With more NULs than joints a text has one itself.
-        nul = nul or joined.count(b"\0") >= len(texts)
-    if nul:
-        digest.update(lengths.digest())
+    array = values if isinstance(values, pa.Array) else pa.array(values)
+    if pa.types.is_primitive(array.type):
+        numbers = np.ascontiguousarray(array.to_numpy(zero_copy_only=False))
+        return hashlib.sha256(numbers.data).hexdigest()
+    texts = array.cast(pa.large_string()).fill_null("None")
+    whole = pa.LargeListArray.from_arrays([0, len(texts)], texts)
+    nul = pa.scalar("\0", pa.large_string())
+    joined = np.frombuffer(pc.binary_join(whole, nul)[0].as_buffer(), np.uint8)
+    digest = hashlib.sha256(joined.data)
+    # With more NULs than joints a text has one itself.
+    if np.count_nonzero(joined == 0) >= max(len(texts), 1):
+        lengths = pc.binary_length(texts).to_numpy().astype("<i8")
+        digest.update(hashlib.sha256(lengths.data).digest())
     return digest.hexdigest()
 
 
@@ -231,44 +215,22 @@ def records_before(checkpoint: str, run: Path) -> list[str]:
     return lines[:count]
 
 
-def find_checkpoint(
-    flag: str, location: str, together: CheckpointRanks, which: str = "last"
-) -> str:
-    """Returns the path of a good checkpoint at a location. Collective.
+def find_checkpoint(flag: str, location: str, together: CheckpointRanks) -> str:
+    """Returns the path of the last good checkpoint at a location. Collective.
 
     Args:
         flag: flag by which the user named the location, for messages.
         location: path or address of a checkpoint, of a folder of checkpoints, or of a run folder.
         together: the ranks that call it.
-        which: ``last``, ``best`` (by the figure that ``train.early_stop.metric`` watched), or a number of steps.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
-    # A folder of checkpoints, or a run folder with one; else the location is a
-    # checkpoint itself.
     for folder in _folders_at(location):
-        steps = together.on_main(folder.steps)
-        if which == "last":
-            path = newest_good(folder, together)
-            if path is not None:
-                return path
-        elif steps:
-            step: Any = best_step(folder, together)
-            if which != "best":
-                step = int(which) if which.isdecimal() else None
-            message: str | None = "there is no such checkpoint"
-            if step in steps:
-                message = damage(folder.path(step), together)
-            if message is None:
-                return folder.path(step)
-            raise CheckpointError(
-                f"--checkpoint {which}: {message}; give last, or one of the steps {listed(map(str, sorted(steps)))}; "
-                "best is of runs with train.early_stop.metric"
-            )
+        path = newest_good(folder, together)
+        if path is not None:
+            return path
     message = damage(location, together)
-    if message is None and which != "last":
-        message = f"is one checkpoint, and there is no {which!r} of it"
     if message is not None:
         raise CheckpointError(
             f"{flag}{location}: {message}; give a run folder, or a checkpoint in one"
@@ -281,13 +243,6 @@ def _folders_at(location: str) -> list[CheckpointFolder]:
     return [CheckpointFolder(root) for root in roots]
 
 
-def best_step(folder: CheckpointFolder, together: CheckpointRanks) -> int | None:
-    """Returns the marked step of the best evaluation, if its checkpoint exists, else None. Collective."""
-    noted = together.on_main(lambda: folder.noted("best.json"))
-    step = noted.get("step") if isinstance(noted, dict) else None
-    return step if step in together.on_main(folder.steps) else None
-
-
 def checkpoint_to_export(
     location: str,
     which: str | None,
@@ -298,30 +253,42 @@ def checkpoint_to_export(
     """Returns the path of the checkpoint to export or publish, and a description of the choice. Collective.
 
     Args:
-        location: path or address of a run folder, or of a folder of checkpoints.
-        which: ``best``, ``last``, a number of steps, or the path or address of another checkpoint; None for the best
-            where the run has marked one, else the last.
+        location: path or address of a run folder, of a folder of checkpoints, or of one checkpoint.
+        which: ``best`` (by the figure that ``train.early_stop.metric`` watched), ``last``, or a number of steps; None
+            for the best if the run has marked one, else the last.
         together: the ranks that call it.
         restores: whether the run ends with its best weights, see ``train.early_stop.restore``; if it does not, None
             stands for the last.
 
     Raises:
-        CheckpointError: see :func:`find_checkpoint`.
+        CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    if which is not None and which not in ("best", "last") and not which.isdecimal():
-        return find_checkpoint(
-            "--checkpoint ", which, together
-        ), f"as given by --checkpoint {which}"
+    steps: list[int] = []
+    for folder in _folders_at(location):
+        steps = together.on_main(folder.steps)
+        if steps:
+            break
+    noted = together.on_main(lambda: folder.noted("best.json"))
+    best = noted.get("step") if isinstance(noted, dict) else None
     if which is None:
-        # Both are asked on every rank, because the question is collective.
-        marked = [best_step(folder, together) for folder in _folders_at(location)]
-        which = "best" if restores and marked != [None, None] else "last"
-    text = f"of step {which}" if which.isdecimal() else f"the {which}"
-    path = find_checkpoint("", location, together, which)
-    # ``location`` is the checkpoint itself, whatever else its folder has.
-    if path.rpartition("/")[2] == location.rstrip("/").rpartition("/")[2]:
-        text = "the named"
-    return path, text
+        which = "best" if restores and best in steps else "last"
+    if which == "last":
+        path = find_checkpoint("", location, together)
+        return path, "the last" if steps else "the named"
+    step: Any = best
+    text = "the best"
+    if which != "best":
+        step = int(which) if which.isdecimal() else None
+        text = f"of step {which}"
+    message: str | None = "there is no such checkpoint"
+    if step in steps:
+        message = damage(folder.path(step), together)
+    if message is not None:
+        raise CheckpointError(
+            f"--checkpoint {which}: {message}; give last, or one of the steps {listed(map(str, sorted(steps)))}; best "
+            "is of runs with train.early_stop.metric"
+        )
+    return folder.path(step), text
 
 
 def say_how_to_resume(checkpointer: Checkpointer | None, run: Path) -> None:

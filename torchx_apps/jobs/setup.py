@@ -128,24 +128,17 @@ def data_for_build(job: Job, task: Task) -> Any:
     """Returns the data for ``Job.build``; a column with dynamic ids has as many rows as its table's capacity.
 
     Raises:
-        ValueError: the model reads no such column, or the task has no raw ids of it.
+        ValueError: the task has no raw ids of a column.
     """
-    if not job.ids.features:
+    policies = job.ids.features
+    if not policies:
         return task.data
-    for name in job.ids.features:
+    rows: dict[str, int] = {}
+    for name, policy in policies.items():
         # Refuses a task without raw ids by name.
         task.raw_values(name)
-    # This model only says which columns share a table, so it takes none of the job's
-    # random numbers.
-    with torch.random.fork_rng(devices=[]):
-        schema: BatchSchema = job.build(job.model, task.data).schema()
-    rows = {}
-    for name, policy in dynamic_ids_of(job, task, schema).items():
-        feature = schema.feature(name)
-        assert feature is not None, "checked by dynamic_ids_of"
-        for other in schema.sparse:
-            if not set(feature.tables).isdisjoint(other.tables):
-                rows[other.name] = policy.capacity
+        rows |= dict.fromkeys(task.same_ids(name), policy.capacity)
+    rows |= {name: policy.capacity for name, policy in policies.items()}
     return DataWithTables(task.data, rows)
 
 
@@ -246,7 +239,7 @@ def quieten_libraries() -> None:
     """Silences torch's and torchrec's warnings to their developers; LOGLEVEL=INFO shows them."""
     if os.environ.get("LOGLEVEL", "WARNING").upper() in ("INFO", "DEBUG"):
         return
-    warnings.formatwarning = _one_line
+    warnings.formatwarning = _one_line  # type: ignore[assignment]
     # torch.profiler's library reads the variable when first used.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     logging.getLogger().setLevel(logging.ERROR)
@@ -266,14 +259,8 @@ def quieten_libraries() -> None:
         )
 
 
-def _one_line(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    line: str | None = None,
-) -> str:
+def _one_line(message: Warning | str, category: type[Warning], *place: Any) -> str:
     """Formats a UserWarning without its line of code; other warnings as Python does."""
     if category is UserWarning:
         return f"warning: {message}\n"
-    return _FORMAT(message, category, filename, lineno, line)
+    return _FORMAT(message, category, *place)

@@ -74,7 +74,7 @@ def run_stream(job: Job, options: StreamOptions) -> None:
                 f"{runtime.world_size} ranks: a log is trained on one rank yet; write -j 1x1"
             )
         model, events, loader, schema = _model_and_loader(job, stop)
-        run = open_run(job, options.run_dir, options.resume, runtime, "")
+        run = open_run(job, options.run_dir, runtime)
         assert run.folder is not None, "there is one rank"
         assert run.checkpointer is not None, "checkpoint.steps is 1 or more"
         folder = options.bundles or run.path / BUNDLES

@@ -56,7 +56,7 @@ class Tracking:
             return
         try:
             self._run = run = _run_of(path, member, self._names.count(",") + 1)
-            run.add_metadata(**{key: _plain(value) for key, value in _flat(config)})
+            run.add_metadata(**{key: _plain(value) for key, value in flat(config)})
             run.add_artifact(folder, str(path.absolute()))
         except Exception as error:
             raise ValueError(
@@ -86,7 +86,7 @@ class Tracking:
             figures = json.loads((self._path / "summary.json").read_text())
         paths = {name: self._path.absolute() / name for name in _ARTIFACTS}
         self._write(
-            {name: _plain(value) for name, value in _flat(figures)},
+            {name: _plain(value) for name, value in flat(figures)},
             {name: str(path) for name, path in paths.items() if path.exists()},
         )
 
@@ -140,16 +140,16 @@ def _reason(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields nested values by their dotted names.
 
     Example:
-        >>> list(_flat({"train": {"epochs": 2}, "test": {"hr@10": 0.5}}))
+        >>> list(flat({"train": {"epochs": 2}, "test": {"hr@10": 0.5}}))
         [('train.epochs', 2), ('test.hr@10', 0.5)]
     """
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -80,20 +80,13 @@ class _Run:
             self.tracking.log(record)
 
 
-def run_training(
-    job: Job,
-    run_dir: Path | None = None,
-    *,
-    resume: str | None = None,
-    member: str = "",
-) -> None:
+def run_training(job: Job, run_dir: Path | None = None, *, member: str = "") -> None:
     """Trains a job on this process's rank; every rank calls it, and rank 0 prints and writes the run folder.
 
     Args:
         job: the job to train.
         run_dir: the run folder; ``runs/RECIPE-DATE`` where not given. A run of the same recipe there goes on from its
             last checkpoint, as a rank that was started again does.
-        resume: path or address of another run of the recipe, or of a checkpoint, to go on from in ``run_dir``.
         member: name of this network for trackers, where the job trains several.
 
     Raises:
@@ -111,7 +104,7 @@ def run_training(
             report.report_start(task, runtime, job.train.amp)
         parts = set_up(job, task, runtime)
         job = parts.job
-        run = open_run(job, run_dir, resume, runtime, member)
+        run = open_run(job, run_dir, runtime, member)
         folder = run.folder
         checkpointer = run.checkpointer
         if run.checkpoint and checkpointer:
@@ -166,34 +159,49 @@ def run_training(
             collectives=report.collectives_of(runtime),
         )
         tested = _tested(folder, task, evaluator, runtime)
-        # Before EASE, which may need more memory than there is: a run that ends
-        # there has its bundle.
-        bundle = None
-        if job.export != "never":
-            # Imported here: it takes a second that other runs need not wait.
-            from torchx_apps.jobs.exporting import BUNDLE, bundle_of_run, report_bundle
-
-            worse = report.worse_than(
-                task.baseline_name, tested.figures, tested.baseline
-            )
-            details = {"recipe": job.name, "run": str(run.path)}
-            if worse:
-                details["warning"] = worse
-            bundle = bundle_of_run(
-                parallel,
-                task,
-                parts.schema,
-                runtime,
-                run.path / BUNDLE,
-                details,
-                parts.loader,
-            )
-        if folder is not None:
-            _finish(folder, task, evaluator, trained, tested)
-        if bundle is not None:
-            report_bundle(job.export, bundle, runtime, run.path / BUNDLE)
+        bundle = ""
+        try:
+            # Before EASE, which may need more memory than there is: a run that ends
+            # there has its bundle.
+            if job.export != "never":
+                bundle = _bundle_of(run.path, parts, parallel, task, tested, runtime)
+        finally:
+            if folder is not None:
+                beside = evaluator.beside("test")
+                report.finish_training(folder, task, tested, trained, beside)
+                folder.close()
+                report.say_end(folder.path)
+        if bundle and runtime.is_main:
+            print(f"\n{bundle}", flush=True)
         if run.tracking is not None:
             run.tracking.end()
+
+
+def _bundle_of(
+    path: Path,
+    parts: JobParts,
+    model: DistributedModelParallel,
+    task: Task,
+    tested: report.Tested,
+    runtime: Runtime,
+) -> str:
+    # Imported here: it takes a second that other runs need not wait.
+    from torchx_apps.jobs.exporting import BUNDLE, bundle_of_run
+
+    details = {"recipe": parts.job.name, "run": str(path)}
+    worse = report.worse_than(task.baseline_name, tested.figures, tested.baseline)
+    if worse:
+        details["warning"] = worse
+    return bundle_of_run(
+        parts.job.export,
+        model,
+        task,
+        parts.schema,
+        runtime,
+        path / BUNDLE,
+        details=details,
+        loader=parts.loader,
+    )
 
 
 def check_watched(job: Job, task: Task, evaluator: Evaluator) -> None:
@@ -231,19 +239,6 @@ def _tested(
     return report.Tested(figures, evaluator.baseline("test"), example, memory)
 
 
-def _finish(
-    folder: RunFolder,
-    task: Task,
-    evaluator: Evaluator,
-    trained: report.Trained,
-    tested: report.Tested,
-) -> None:
-    """Solves for the further baselines, and reports how the run went; rank 0 calls it."""
-    report.finish_training(folder, task, tested, trained, evaluator.beside("test"))
-    folder.close()
-    report.say_end(folder.path)
-
-
 def peak_memory(runtime: Runtime) -> list[float]:
     """Returns the peak memory of each rank in MiB: resident memory, or device memory on a GPU. Collective."""
     if runtime.device.type == "cuda":
@@ -254,7 +249,7 @@ def peak_memory(runtime: Runtime) -> list[float]:
 
 
 def open_run(
-    job: Job, run_dir: Path | None, resume: str | None, runtime: Runtime, member: str
+    job: Job, run_dir: Path | None, runtime: Runtime, member: str = ""
 ) -> _Run:
     """Opens the run folder, and finds the checkpoint to go on from. Collective."""
     # Rank 0 decides: names have the time, and only its host may have the folder yet.
@@ -266,26 +261,15 @@ def open_run(
     path, begun = decided
     checkpointer = None
     checkpoint = None
-    former = path
-    if job.checkpoint.saves or resume or begun:
+    if job.checkpoint.saves or begun:
         root = job.checkpoint.folder or str(path / CHECKPOINTS)
         checkpointer = Checkpointer(root, runtime, keep=job.checkpoint.keep)
         if runtime.is_main:
             # An earlier attempt may have left half-written files.
             checkpointer.folder.clean()
-        together = checkpointer.together
-        together.on_main(lambda: check_recipe(f"--run_dir {path}", path, job.name))
+        checkpointer.together.on_main(lambda: check_recipe(path, job.name))
         if begun:
             checkpoint = checkpointer.last_good()
-        # A run that was started again has saved more than the path that it was given.
-        if checkpoint is None and resume:
-            checkpoint = find_checkpoint("--resume ", resume, together)
-            former = Path(checkpoint).parent
-            if former.name == CHECKPOINTS:
-                former = former.parent
-            together.on_main(
-                lambda: check_recipe(f"--resume {resume}", former, job.name)
-            )
         if runtime.is_main and checkpoint:
             print(f"resuming from {checkpoint}", flush=True)
         if runtime.is_main and job.checkpoint.saves and not checkpoint:
@@ -299,7 +283,7 @@ def open_run(
         # its first checkpoint. One that has ended without checkpoints is refused.
         unfinished = begun and not ended(path)
         replace = checkpoint is not None or unfinished
-        before = records_before(checkpoint, former) if checkpoint else []
+        before = records_before(checkpoint, path) if checkpoint else []
         folder = RunFolder(path, settings_of(job), replace=replace, before=before)
         tracking = Tracking(path, settings_of(job), member=member)
     return _Run(
@@ -356,14 +340,11 @@ def start_with(
 ) -> None:
     """Loads the weights, the optimizer's state and the dynamic ids of a checkpoint, and prints each difference."""
     schema = parts.schema
-    features = {
-        table.name: schema.feature(table.feature_names[0]) for table in tables_of(model)
-    }
-    cold = {
-        name: feature.oov_id
-        for name, feature in features.items()
-        if feature is not None
-    }
+    cold = {}
+    for table in tables_of(model):
+        feature = schema.feature(table.feature_names[0])
+        if feature is not None:
+            cold[table.name] = feature.oov_id
     loader = parts.loader if schema.dynamic else None
     differences = begin_with(
         path, model, optimizer, together, parts.job.start, cold, loader

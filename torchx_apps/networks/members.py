@@ -134,29 +134,14 @@ def split_words(vary: str, args: Sequence[str]) -> tuple[list[str], list[str]]:
         ([], ['--train.epochs', '2'])
     """
     words = list(args)
-    if "--" in words:
-        end = words.index("--")
-        grid = words[:end]
-        rest = words[end + 1 :]
-    elif words and words[0].startswith("--"):
-        grid = []
-        rest = words
-    else:
-        grid = words
-        rest = []
-    return ([vary] if vary else []) + grid, rest
+    if "--" not in words:
+        words.insert(0 if words and words[0].startswith("--") else len(words), "--")
+    end = words.index("--")
+    return ([vary] if vary else []) + words[:end], words[end + 1 :]
 
 
-@dataclass(frozen=True)
-class MemberRole:
-    """A member as a role of a job: the role's name and the words of its command line."""
-
-    role: str
-    words: tuple[str, ...]
-
-
-def roles_of(vary: str, args: Sequence[str], recipe: str, j: str) -> list[MemberRole]:
-    """Returns the members of a grid as roles, each with a run folder in one folder.
+def roles_of(vary: str, args: Sequence[str], recipe: str, j: str) -> list[Member]:
+    """Returns the members of a grid as roles of a job, by name, each with a run folder in one folder.
 
     Args:
         vary: the first word of the grid.
@@ -182,22 +167,18 @@ def roles_of(vary: str, args: Sequence[str], recipe: str, j: str) -> list[Member
     )
     folder = parent.run_dir or Path("runs") / time.strftime("networks-%Y%m%d-%H%M%S")
     names = [member.name for member in members]
-    roles = []
-    taken: set[str] = set()
+    roles: dict[str, Member] = {}
     for index, member in enumerate(members):
         role = _ROLE.sub("-", member.name)
-        if role in taken:
+        if role in roles:
             role = f"{role}-{index}"
-        taken.add(role)
         words = ["--members", *names, "--recipe", recipe]
         words += ["--run_dir", str(folder / member.name), *others, *member.words]
-        roles.append(MemberRole(role, tuple(words)))
-    return roles
+        roles[role] = Member(role, tuple(words))
+    return list(roles.values())
 
 
-def roles_or_exit(
-    vary: str, args: Sequence[str], recipe: str, j: str
-) -> list[MemberRole]:
+def roles_or_exit(vary: str, args: Sequence[str], recipe: str, j: str) -> list[Member]:
     """Returns :func:`roles_of`; ends a launcher with one line if the grid is wrong, before any rank starts."""
     try:
         return roles_of(vary, args, recipe, j)

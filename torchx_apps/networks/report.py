@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 from tabulate import tabulate
 
 from torchrec_ext.train.config import Record
+from torchx_apps.jobs.tracking import flat
 from torchx_apps.recipes.saved_job import CONFIG
 
 _LOWER_IS_BETTER = ("loss", "log_loss", "ne")
@@ -74,7 +75,7 @@ def compare(runs: Sequence[Path], out: Path) -> Result | None:
     best = best_of(results)
     part, name, _ = chosen_by(results)
     document = {
-        "best": None if best is None else best.name,
+        "best": best.name if best else None,
         "chosen_by": f"{part} {name}",
         "members": [asdict(result) for result in results],
     }
@@ -109,7 +110,7 @@ def read_result(run: Path) -> Result:
         ValueError: its settings cannot be read.
     """
     try:
-        settings = dict(_flat(json.loads((run / CONFIG).read_text())))
+        settings = dict(flat(json.loads((run / CONFIG).read_text())))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{run / CONFIG}: cannot be read ({error}); name a run folder"
@@ -157,14 +158,6 @@ def _validation(records: Sequence[Record]) -> dict[str, float]:
         evaluations = best or evaluations
     last: Record = evaluations[-1] if evaluations else {}
     return {name: value for name, value in last.items() if isinstance(value, float)}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _keys(mappings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -230,7 +223,7 @@ def table(results: Sequence[Result]) -> str:
                 f"{result.name} *" if result is best else result.name,
                 *(_text(result.settings.get(key)) for key in keys),
                 *("" if number is None else f"{number:.4f}" for number in numbers),
-                str(result.epochs),
+                result.epochs,
                 result.ended,
                 f"{result.seconds:.1f}",
             ]
@@ -241,9 +234,9 @@ def table(results: Sequence[Result]) -> str:
         means = []
         for column in zip(*of_done, strict=True):
             values = [value for value in column if value is not None]
-            spread = stdev(values) if len(values) > 1 else None
-            means.append("" if spread is None else f"{mean(values):.4f} ± {spread:.4f}")
-        rows.append(["mean ± std", "", *means, "", "", ""])
+            several = len(values) > 1
+            means.append(f"{mean(values):.4f} ± {stdev(values):.4f}" if several else "")
+        rows.append(["mean ± std", "", *means])
     headers = ["member", *keys, *map(" ".join, figures), "epochs", "ended", "seconds"]
     return str(tabulate(rows, headers=headers, disable_numparse=True))
 

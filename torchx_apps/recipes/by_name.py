@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from torchx_apps.config import as_toml, is_group, nearest
+from torchrec_ext.schema.validation import did_you_mean
+from torchx_apps.config import as_toml, is_group
 from torchx_apps.process import say_once
 from torchx_apps.recipes import RECIPES
 from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES, PreprocessJob
@@ -69,24 +69,15 @@ def load_recipe(spec: str, built_in: Recipes = RECIPES) -> Any:
 
 
 def list_recipes(recipes: Recipes = RECIPES) -> str:
-    """Lists each built-in recipe with the first line of its docstring, in lines of the terminal's width.
+    """Lists each built-in recipe with the first line of its docstring below.
 
     Args:
         recipes: recipes by name; by default those that train.
     """
-    column = max(map(len, recipes)) + 2
     lines = []
     for name, recipe in recipes.items():
         summary = (inspect.getdoc(recipe) or "").splitlines()[0]
-        width = max(shutil.get_terminal_size().columns, 2 * column)
-        lines.append(
-            textwrap.fill(
-                f"{name:{column}}{summary}",
-                width,
-                subsequent_indent=" " * column,
-                break_on_hyphens=False,
-            )
-        )
+        lines += [name, textwrap.indent(textwrap.fill(summary, 76), "    ")]
     return "\n".join(lines)
 
 
@@ -137,12 +128,10 @@ def load_job(recipe: str) -> PreprocessJob:
 def _built_in(name: str, recipes: Recipes) -> Callable[[], Any]:
     if name in recipes:
         return recipes[name]
-    question = (
-        nearest(name, recipes)
-        or "; write a built-in name, my_recipe.py:job or my.module:job."
-    )
+    forms = "write a built-in name, my_recipe.py:job or my.module:job."
+    question = did_you_mean(name, recipes, forms, cutoff=0.5)
     raise ValueError(
-        f"--recipe {name}: there is no such recipe{question} Built in: {', '.join(recipes)}"
+        f"--recipe {name}: there is no such recipe; {question} Built in: {', '.join(recipes)}"
     )
 
 
@@ -180,11 +169,12 @@ def _import_file(file: Path, spec: str) -> ModuleType:
 
 
 def _check_callable_bare(recipe: Callable[[], Any], spec: str) -> None:
-    for p in inspect.signature(recipe).parameters.values():
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
-            raise ValueError(
-                f"--recipe {spec}: it needs the argument {p.name!r}, and is called without any; give it a default"
-            )
+    try:
+        inspect.signature(recipe).bind()
+    except TypeError as error:
+        raise ValueError(
+            f"--recipe {spec}: {error}, and a recipe is called without any; give it a default"
+        ) from None
 
 
 def _from_module(module: ModuleType, name: str, spec: str) -> Callable[[], Any]:
@@ -192,5 +182,5 @@ def _from_module(module: ModuleType, name: str, spec: str) -> Callable[[], Any]:
     if callable(recipe):
         return cast("Callable[[], Any]", recipe)
     functions = [name for name, _ in inspect.getmembers(module, inspect.isfunction)]
-    question = nearest(name, functions) or "; name a function of the file"
-    raise ValueError(f"--recipe {spec}: there is no function {name!r}{question}")
+    question = did_you_mean(name, functions, "name a function of the file", cutoff=0.5)
+    raise ValueError(f"--recipe {spec}: there is no function {name!r}; {question}")

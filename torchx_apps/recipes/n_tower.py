@@ -64,18 +64,16 @@ def columns_by_name(
                         f"model.towers: column '{name}' is in the towers '{owner[name]}' and '{tower}'; a column is in "
                         "one tower"
                     )
-    if missing := [name for name in columns if name not in owner]:
+    missing = [name for name in columns if name not in owner]
+    if missing:
         raise ValueError(
             f"model.towers: column '{missing[0]}' stands in no tower ({len(missing)} such columns); name it, or a "
             f"pattern, such as --model.towers.{next(iter(towers))} {missing[0]}"
         )
-
-    def of_tower(tower: str, names: Sequence[str]) -> list[str]:
-        return [name for name in names if owner[name] == tower]
-
-    return {
-        tower: (of_tower(tower, features), of_tower(tower, dense)) for tower in towers
-    }
+    found: dict[str, Any] = {name: ([], []) for name in towers}
+    for name in columns:
+        found[owner[name]][name in dense].append(name)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,6 @@ class NCFConfig:
         dropout: share of values dropped after each activation.
         loss: ``bce``, over drawn negatives or over labels; or, over drawn negatives, ``bpr`` or
             ``sampled_softmax``, which compare a positive with its own negatives.
-        share_user: compute the user's vectors once for a positive and its negatives; the result is the same.
         out_of_range: what happens to an id outside its table: ``error``, or ``oov``, which reads row 0.
     """
 
@@ -46,7 +45,6 @@ class NCFConfig:
     activation: Activation = "relu"
     dropout: float = 0.0
     loss: LossName = "bce"
-    share_user: bool = True
     out_of_range: OutOfRange = "error"
 
     def __post_init__(self) -> None:
@@ -80,7 +78,7 @@ def contextual_ncf() -> Job:
     return Job(
         name="contextual_ncf",
         build=build_contextual_ncf,
-        model=NCFConfig(share_user=False),
+        model=NCFConfig(),
         data=DataConfig(ranked=0),
         task=labelled_task,
         loader=LoaderConfig(batch_size=512, negatives=0, label="label"),
@@ -96,7 +94,8 @@ def contextual_ncf() -> Job:
 def build_ncf(config: NCFConfig, data: Prepared) -> ContextualNCF:
     """Builds the network over users' and items' ids, as published, and over a row's context if there is one."""
     features, dense = data.towers.get("context", ((), ()))
-    return _network(config, data.vocab, features, dense)
+    # The user's vectors are computed once for a positive and its negatives.
+    return _network(config, data.vocab, features, dense, shared=("user",))
 
 
 def build_contextual_ncf(config: NCFConfig, data: Prepared) -> ContextualNCF:
@@ -110,16 +109,14 @@ def build_contextual_ncf(config: NCFConfig, data: Prepared) -> ContextualNCF:
             f"recipe contextual_ncf: the rows of '{data.name}' have no column '{missing[0]}', which "
             "NeuMF multiplies; take --recipe n_tower, which needs none"
         )
-    towers = {}
-    for tower, (features, dense) in data.towers.items():
-        # The ids have tables of their own, in both halves.
-        others = [name for name in features if name not in ("user_id", "item_id")]
-        towers[tower] = others, dense
-    user, user_dense = towers["user"]
-    item, item_dense = towers["item"]
-    context, dense = towers.get("context", ((), ()))
+    features, dense = data.towers.get("context", ((), ()))
+    user, user_dense = data.towers["user"]
+    item, item_dense = data.towers["item"]
+    # The ids have tables of their own, in both halves.
+    context = [name for name in (*user, *features) if name != "user_id"]
+    item = [name for name in item if name != "item_id"]
     return _network(
-        config, data.vocab, (*user, *context), (*user_dense, *dense), item, item_dense
+        config, data.vocab, context, (*user_dense, *dense), item, item_dense
     )
 
 
@@ -130,6 +127,7 @@ def _network(
     dense: Sequence[str],
     item: Sequence[str] = (),
     item_dense: Sequence[str] = (),
+    shared: Sequence[str] = (),
 ) -> ContextualNCF:
     """Builds the network over ids, columns of context, and the item's columns of ids and of numbers beside its id."""
     import torch
@@ -161,6 +159,6 @@ def _network(
         activation=config.activation,
         dropout=config.dropout,
         loss=row_loss(config.loss),
-        shared=("user",) if config.share_user else (),
+        shared=shared,
         device=torch.device("meta"),
     )

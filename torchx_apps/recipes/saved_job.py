@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from torchx_apps.config import field_hint, is_group
+from torchx_apps.config import is_group
 from torchx_apps.recipes import RECIPES
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.tasks.job import Job
@@ -50,17 +51,17 @@ def saved_job(run: Path, recipe: str | None = None) -> Job:
             f"--recipe {recipe}: its jobs are named {job.name!r}, {path} is of {name!r}; give the recipe of that run"
         )
     try:
-        restored: Job = _restored(job, saved)
-    except (TypeError, ValueError, msgspec.ValidationError) as error:
+        return _restored(job, saved)  # type: ignore[no-any-return]
+    except (NameError, TypeError, ValueError, msgspec.ValidationError) as error:
         raise ValueError(
             f"{path}: does not fit the recipe as it is now ({error}); give what differs, as in --model.loss bce"
         ) from None
-    return restored
 
 
 def _restored(config: Any, saved: Mapping[str, Any]) -> Any:
     """Returns ``config`` with the values of a JSON object."""
     changes = {}
+    hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         # A setting newer than the run keeps the recipe's value. Functions do too: the
@@ -73,7 +74,7 @@ def _restored(config: Any, saved: Mapping[str, Any]) -> Any:
         else:
             changes[field.name] = msgspec.convert(
                 json_value,
-                field_hint(config, field.name),
+                hints[field.name],
                 dec_hook=lambda kind, text: kind(text),
             )
     return dataclasses.replace(config, **changes)

@@ -72,25 +72,9 @@ class TwoTowerConfig(TowersConfig):
 
     Args:
         without: columns that the towers do not read.
-        reject_known: under ``in_batch`` never use an item as a negative of a user who has taken it. Where false, a
-            user's other items compete with the row's item, as in the softmax over the whole catalogue that the batch
-            stands for.
-        share_items: the user's history reads the item table, instead of a table for histories.
-        share_user: run the user tower once for a positive and its negatives; the result is the same.
     """
 
     without: tuple[str, ...] = ()
-    reject_known: bool = False
-    share_items: bool = False
-    share_user: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.reject_known and not LOSSES[self.loss].in_batch:
-            raise ValueError(
-                f"model.reject_known=true with model.loss={self.loss}: only the softmax over the batch can meet known "
-                "items; leave it out, or set model.loss=in_batch"
-            )
 
 
 def two_tower_job() -> Job:
@@ -133,9 +117,6 @@ def build_two_tower(config: TwoTowerConfig, data: Prepared) -> TowerModel:
     """Builds a tower over the item's columns and one over all others; ids and lists have tables, the rest is dense."""
     from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
-    from torchrec_ext.data.negatives.known_items import KnownItems
-    from torchrec_ext.data.negatives.known_pairs import KnownPairs
-
     columns = (*data.features, *data.dense)
     unknown = sorted(set(config.without) - set(columns))
     if unknown:
@@ -152,23 +133,18 @@ def build_two_tower(config: TwoTowerConfig, data: Prepared) -> TowerModel:
             dense[tower].append(name)
             continue
         table = EmbeddingBagConfig(
-            # Tables of one name are one table, also in two towers.
-            name="item_id" if name == "history" and config.share_items else name,
+            name=name,
             feature_names=[name],
             num_embeddings=data.vocab[name],
             embedding_dim=config.embedding_dim,
             pooling=PoolingType.MEAN,
         )
         tables[tower].append(table)
-    known = None
-    if config.reject_known:
-        known = KnownItems(KnownPairs(data.drawable(), *data.taken("train")))
     towers = {name: tower_of(config, tables[name], dense[name]) for name in tables}
-    # Under a softmax over the batch no two rows share a user.
-    shares = config.share_user and not LOSSES[config.loss].shared
-    return model_of(
-        config, towers, data, known=known, shared=("user",) if shares else ()
-    )
+    # The user's tower runs once for a positive and its negatives; under a softmax over the
+    # batch no two rows share a user.
+    shared = () if LOSSES[config.loss].shared else ("user",)
+    return model_of(config, towers, data, shared=shared)
 
 
 def tower_of(
@@ -193,7 +169,6 @@ def model_of(
     data: Prepared,
     *,
     item: str = "item_id",
-    known: Any = None,
     shared: Sequence[str] = (),
 ) -> TowerModel:
     """Builds the interaction over towers and the loss, the tables on the meta device.
@@ -203,7 +178,6 @@ def model_of(
         towers: the towers by name, the item's last.
         data: the training rows, whose counts of items correct a softmax over the batch.
         item: column of the items.
-        known: module that knows the items of each user, which then are no negatives.
         shared: towers that run once for the rows that share their input.
     """
     import torch
@@ -237,7 +211,6 @@ def model_of(
         towers,
         top,
         counts=counts,
-        known=known,
         item_feature=item,
         temperature=config.temperature,
         loss=config.loss,

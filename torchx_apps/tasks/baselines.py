@@ -73,23 +73,19 @@ class ClosedForms:
                 f"{size / 2**30:,.1f} GiB, and {free / 2**30:,.1f} are free"
             )
 
-    @property
-    def seconds(self) -> float:
-        """About how long EASE takes on one core: its fit, and its scores for all users."""
-        # It inverts a matrix (I, I) and multiplies each user's row by it.
+    def left_out(self) -> dict[str, str]:
+        """Returns the reason against ranking a baseline, by its name; only for baselines chosen by default."""
+        # EASE inverts a matrix (I, I) and multiplies each user's row by it.
         work = (
             self.num_items**3
             + self.num_users * self.num_items**2
             + self.num_pairs * self.num_items
         )
-        return work / _RATE
-
-    def left_out(self) -> dict[str, str]:
-        """Returns the reason against ranking a baseline, by its name; only for baselines chosen by default."""
-        if self.names or self.seconds <= _SECONDS:
+        seconds = work / _RATE
+        if self.names or seconds <= _SECONDS:
             return {}
         return {
-            EASE: f"about {self.seconds:,.0f} s for {self.num_users:,} users and {self.num_items:,} items; "
+            EASE: f"about {seconds:,.0f} s for {self.num_users:,} users and {self.num_items:,} items; "
             f"evaluation.baselines=popularity,{EASE} ranks it"
         }
 

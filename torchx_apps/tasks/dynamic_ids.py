@@ -21,7 +21,7 @@ from torchrec_ext.data.preprocess import (
 from torchrec_ext.ids import DynamicIds, string_ids
 from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.retrieval.manifest import BundleError
-from torchx_apps.tasks.export_data import ExportData, raw_types
+from torchx_apps.tasks.export_data import ExportData
 
 if TYPE_CHECKING:
     from torchx_apps.tasks.task import Task
@@ -66,6 +66,10 @@ def with_live_ids(data: ExportData, task: Task, loader: DynamicIdLoader) -> Expo
     Raises:
         BundleError: a column's ids come from a hash, or are read by a later step.
     """
+    if data.preprocessor is None:
+        raise BundleError(
+            "export_data: dynamic ids are mapped by the preprocessor of the rows; give ExportData(preprocessor=)"
+        )
     table_rows: dict[str, Tensor] = {}
     vocabularies: dict[str, pa.Array] = {}
     for space, features in loader.features.items():
@@ -74,11 +78,6 @@ def with_live_ids(data: ExportData, task: Task, loader: DynamicIdLoader) -> Expo
         rows = torch.cat([live_rows.new_zeros(1), live_rows])
         table_rows |= dict.fromkeys(loader.tables[space], rows)
     users = data.users
-    tables = [data.catalogue.features, data.queries]
-    if users is not None:
-        tables.insert(1, users.features)
-    raw = raw_types(filter(None, tables))
-    preprocessor = data.preprocessor or FittedPreprocessor([], raw, list(raw))
     if users is not None:
         unknown = dict(users.unknown)
         for name in vocabularies.keys() & unknown.keys():
@@ -88,7 +87,7 @@ def with_live_ids(data: ExportData, task: Task, loader: DynamicIdLoader) -> Expo
     return dataclasses.replace(
         data,
         users=users,
-        preprocessor=_with_vocabularies(preprocessor, vocabularies),
+        preprocessor=_with_vocabularies(data.preprocessor, vocabularies),
         rows=table_rows,
     )
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.data.columns import Chunk, Column, Int64, concatenate_rows
-from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.loader import ChunkLoader
 from torchrec_ext.data.loader.sides import BatchBuilder
@@ -44,13 +43,6 @@ from torchx_apps.tasks.question import (
 BATCH_ROWS = 8_192
 # Splits before a held-out one, whose items a user has taken.
 _BEFORE = {"validation": ("train",), "test": ("train", "validation")}
-
-
-class _RankedRows(NamedTuple):
-    """Held-out rows to rank the catalogue for, and their question."""
-
-    rows: Chunk
-    question: TaskQuestion
 
 
 @dataclass(frozen=True)
@@ -124,8 +116,8 @@ class Evaluator:
         usual = [(name, k) for k in rule.at for name in rule.figures]
         self.ranking_figures = figures or usual
         self._closed_forms = closed_forms
-        # The rankings asked for so far, by split.
-        self._rankings: dict[str, _RankedRows | None] = {}
+        # The questions asked for so far, by split.
+        self._questions: dict[str, TaskQuestion | None] = {}
 
     def builder(self) -> BatchBuilder:
         """Returns a builder of batches for the model, whose ids are rows of its tables."""
@@ -183,11 +175,11 @@ class Evaluator:
         record: Record = {}
         if self.data.form == "labels":
             record |= self._classification(split)
-        ranking = self._ranking(split)
-        if ranking is None or self.towers is None:
+        question = self.question(split)
+        if question is None or self.towers is None:
             return record
-        return record | ranking.question.of_model(
-            self.model.module, self.runtime, self.builder(), ranking.rows, self.towers
+        return record | question.of_model(
+            self.model.module, self.runtime, self.builder(), self.towers
         )
 
     def baseline(self, split: str) -> Record:
@@ -209,40 +201,36 @@ class Evaluator:
     def beside(self, split: str) -> Beside:
         """Returns the figures of EASE on the same question; it is fitted on the training rows."""
         question = self.question(split)
-        if question is None:
+        forms = self._closed_forms
+        if question is None or forms is None:
             return Beside({}, {})
-        return question.of_closed_forms(self._closed_forms)
+        beside = forms.beside(question.user_items, question.question, question.figures)
+        return beside._replace(repeats=question.repeats, rule=question.rule)
 
     def question(self, split: str) -> TaskQuestion | None:
         """Returns the question about held-out items; None if the catalogue is not ranked."""
-        ranking = self._ranking(split)
-        return None if ranking is None else ranking.question
+        if self.towers is None:
+            return None
+        if split not in self._questions:
+            rows = held_out_rows(self.data, split)
+            self._questions[split] = None
+            if rows.num_rows:
+                figures = self.ranking_figures
+                self._questions[split] = question_of(self.data, split, rows, figures)
+        return self._questions[split]
 
-    def outputs(
-        self,
-        rows: Chunk | ParquetSource,
-        batch_size: int,
-        label: str,
-        weight: str | None,
-    ) -> Iterator[Any]:
-        """Yields the model's output for each batch of this rank's part of held-out rows.
-
-        Args:
-            rows: rows of all ranks.
-            batch_size: number of rows of a batch, over all ranks.
-            label: column of the labels.
-            weight: column of the weights, or None.
-        """
+    def _classification(self, split: str) -> Record:
+        roles = self.data.roles
         config = LoaderConfig(
-            batch_size=batch_size,
+            batch_size=BATCH_ROWS * self.runtime.world_size,
             negatives=0,
-            label=label,
-            weight=weight,
+            label=roles.label,
+            weight=roles.weight,
             shuffle=False,
         )
         # Figures do not depend on the order, so each rank reads its own part of files.
         loader = ChunkLoader(
-            rows,
+            self.data.splits[split],
             self.schema,
             config=config,
             rank=self.runtime.rank,
@@ -250,20 +238,11 @@ class Evaluator:
             in_order=False,
         )
         loader.hook.replace = self.rows
+        sums: dict[str, metrics.ClassificationMetrics] = {}
         for batch in loader:
             with torch.no_grad():
                 # The first of two results is the loss.
                 output = self.model.module(batch.to(self.runtime.device))[1]
-            yield output
-
-    def _classification(self, split: str) -> Record:
-        roles = self.data.roles
-        runtime = self.runtime
-        size = BATCH_ROWS * runtime.world_size
-        sums: dict[str, metrics.ClassificationMetrics] = {}
-        for output in self.outputs(
-            self.data.splits[split], size, roles.label, roles.weight
-        ):
             tasks = getattr(output, "tasks", None) or {}
             outputs = {f"{name}_": task for name, task in tasks.items()} or {"": output}
             for prefix, each in outputs.items():
@@ -273,7 +252,7 @@ class Evaluator:
                 classification.update(each.logits, each.labels, each.weights)
         record: Record = {}
         for prefix, classification in sums.items():
-            figures = classification.compute(runtime)
+            figures = classification.compute(self.runtime)
             record |= {f"{prefix}{name}": figures[name] for name in self.classified}
         return record
 
@@ -298,22 +277,6 @@ class Evaluator:
                 clicked, total = data.positives[of]
                 sums.append((some, clicked) if among_clicked else (every, total))
             yield f"{name}_", sums[0], positive_share(*sums[1])
-
-    def _ranking(self, split: str) -> _RankedRows | None:
-        """Returns the rows to rank the catalogue for; None if it is not ranked."""
-        if self.towers is None:
-            return None
-        if split not in self._rankings:
-            rows = held_out_rows(self.data, split)
-            self._rankings[split] = None
-            if rows.num_rows:
-                question = question_of(self.data, split, rows, self.ranking_figures)
-                if self.data.evaluation.by == "user":
-                    # One query for each user, in the order of the users' ids.
-                    users = rows[str(self.data.roles.user)].values
-                    rows = rows.take(np.unique(users, return_index=True)[1])
-                self._rankings[split] = _RankedRows(rows, question)
-        return self._rankings[split]
 
     def example(self) -> str:
         """Returns the recommendations for the first test row as text for a person; empty for rows with labels."""
@@ -354,13 +317,11 @@ def recommendation_text(data: Prepared, recommended: Recommended) -> str:
     titles = data.titles
     held_out = int(rows[str(data.roles.item)].values[row])
     who = data.values_of(str(data.roles.user))[user]
+    shown = "; ".join(titles[item] for item in before[-SHOWN:])
     lines = [
-        f"user {who} took before: "
-        + "; ".join(titles[item] for item in before[-SHOWN:])
+        f"user {who} took before: {shown}",
+        f"{len(recommended.items)} recommendations (the held-out item was: {titles[held_out]}):",
     ]
-    lines.append(
-        f"{len(recommended.items)} recommendations (the held-out item was: {titles[held_out]}):"
-    )
     scored = zip(recommended.items, recommended.scores, strict=True)
     for rank, (item, score) in enumerate(scored, start=1):
         mark = "   <- the held-out item" if item == held_out else ""
@@ -443,11 +404,8 @@ def question_of(
     # A copy, because Arrow's memory is read-only.
     targets = held_out[str(data.roles.item)].values.copy()
     target_rows = None
-    candidates = None
-    if rule.candidates is not None:
-        candidates = torch.from_numpy(padded_lists(held_out[rule.candidates]))
     if rule.by == "user":
-        # All held-out items of a user are one question.
+        # All held-out items of a user are one query, in the order of the users' ids.
         users = held_out[str(data.roles.user)].values
         order = np.argsort(users, kind="stable")
         targets = targets[order]
@@ -455,18 +413,19 @@ def question_of(
         target_rows = torch.from_numpy(rows)
         held_out = held_out.take(order[first])
     taken = user_items(data, split, held_out)
-    if candidates is not None:
-        question = metrics.Question(
-            targets=torch.from_numpy(targets), candidates=candidates
-        )
-        return TaskQuestion(question=question, user_items=taken, figures=figures)
-    # Some protocols rank what a user has taken, too.
-    left_out = taken.slice(0, 0) if rule.keep_seen else taken
+    among: dict[str, Any] = {}
+    if rule.candidates is not None:
+        lists = padded_lists(held_out[rule.candidates])
+        among["candidates"] = torch.from_numpy(lists)
+    else:
+        among["not_items"] = not_items(data).tolist()
+        # Some protocols rank what a user has taken, too.
+        if not rule.keep_seen:
+            among["seen_rows"] = torch.from_numpy(taken.owners)
+            among["seen_items"] = torch.from_numpy(taken.values)
     question = metrics.Question(
-        targets=torch.from_numpy(targets),
-        target_rows=target_rows,
-        seen_rows=torch.from_numpy(left_out.owners),
-        seen_items=torch.from_numpy(left_out.values),
-        not_items=not_items(data).tolist(),
+        targets=torch.from_numpy(targets), target_rows=target_rows, **among
     )
-    return TaskQuestion(question=question, user_items=taken, figures=figures)
+    return TaskQuestion(
+        rows=held_out, question=question, user_items=taken, figures=figures
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.prepare import RAW_ITEMS, RAW_REQUESTS, RAW_USERS
 from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.data.preprocess import FittedPreprocessor, Lists
-from torchrec_ext.data.preprocess.columns import raw_type
 from torchrec_ext.data.splits import Pairs
 from torchrec_ext.retrieval.catalogue import Catalogue, NamedUsers, filterable
 from torchrec_ext.retrieval.manifest import BundleError
@@ -46,30 +45,26 @@ def without_item(why: str) -> str:
 
 
 def without_item_tower(
-    model: Any, item: tuple[Sequence[str], Sequence[str]], candidate: str | None = None
+    model: Any, item: tuple[Sequence[str], Sequence[str]]
 ) -> str | None:
     """Returns why a model of towers cannot be served: its item tower reads other columns; None if it does not.
 
     Args:
         model: the model that is trained.
         item: the item's features and dense columns, which a bundle knows of each item of the catalogue.
-        candidate: name of the item tower; by default the model's last.
     """
     towers = getattr(model, "towers", None)
     if not towers:
         # The export itself explains this case better.
         return None
-    name = candidate or list(towers)[-1]
+    name = list(towers)[-1]
     columns = {*item[0], *item[1]}
-    why = f"there is no tower '{name}'"
-    if name in towers:
-        others = sorted(set(tower_columns(towers[name])) - columns)
-        if not others:
-            return None
-        why = f"tower '{name}' reads {', '.join(others)}, too"
+    others = sorted(set(tower_columns(towers[name])) - columns)
+    if not others:
+        return None
     return (
         f"a bundle stores the vectors of an item tower, which reads {', '.join(sorted(columns))} and nothing else, and "
-        f"{why}; leave model.towers out, or the bundle (--export never)"
+        f"tower '{name}' reads {', '.join(others)}, too; leave model.towers out, or the bundle (--export never)"
     )
 
 
@@ -287,28 +282,16 @@ def _nobody(
     nobody: dict[str, Any] = {}
     for field in described.schema:
         nobody[field.name] = [] if pa.types.is_list(field.type) else None
-    for number in dense:
-        if number not in steps.outputs:
-            continue
+    for number in set(dense) & steps.outputs.keys():
         number_steps = steps.only([number])
+        names = number_steps.request_columns
         try:
-            number_steps.online(
-                {name: [nobody.get(name)] for name in number_steps.request_columns}
-            )
+            number_steps.online({name: [nobody.get(name)] for name in names})
         except DataError:
             # The steps of this number take no missing value, so give them the mean.
-            for name in nobody.keys() & number_steps.request_columns:
+            for name in nobody.keys() & names:
                 kind = described.schema.field(name).type
                 if nobody[name] is None and not pa.types.is_string(kind):
                     mean = pc.mean(described[name]).as_py() or 0.0
                     nobody[name] = mean if pa.types.is_floating(kind) else round(mean)
     return nobody
-
-
-def raw_types(tables: Iterable[pa.Table]) -> dict[str, str]:
-    """Returns the raw type of each column of some tables."""
-    return {
-        field.name: raw_type(field.type) or "int64"
-        for table in tables
-        for field in table.schema
-    }

@@ -16,7 +16,6 @@ from torchrec_ext.data.loader.sides import BatchBuilder
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Figure, Record
-from torchx_apps.tasks.baselines import Beside, ClosedForms
 
 # Items of a recommendation that is printed, and of what the user took before.
 K = 10
@@ -30,11 +29,13 @@ class TaskQuestion:
     """Held-out items and their candidates, for Q queries; the same for a model and its baselines.
 
     Args:
+        rows: Q query rows.
         question: the question about the whole catalogue, or about each query's own candidates.
         user_items: Q rows of the items that each query's user has taken, by which EASE knows a user.
         figures: names of the figures with their numbers of items shown.
     """
 
+    rows: Chunk
     question: metrics.Question
     user_items: Column
     figures: Figures
@@ -44,11 +45,10 @@ class TaskQuestion:
         model: metrics.Recommender,
         runtime: Runtime,
         builder: BatchBuilder,
-        rows: Chunk,
-        towers: Sequence[str] = ("user", "item"),
+        towers: Sequence[str],
     ) -> Record:
-        """Returns the figures of a model on Q query rows and all of the builder's items. Collective."""
-        queries = row_batches(builder, rows, runtime)
+        """Returns the figures of a model on all of the builder's items. Collective."""
+        queries = row_batches(builder, self.rows, runtime)
         items = item_batches(builder, builder.items.num_rows, runtime)
         hits = metrics.model_hits(
             model, runtime, queries, items, self.question, k=self.k, towers=towers
@@ -59,13 +59,6 @@ class TaskQuestion:
         """Returns the figures of the ranking by each item's count, (I,)."""
         hits = metrics.popularity_hits(counts, self.question, k=self.k)
         return metrics.ranking_metrics(hits, self.figures)
-
-    def of_closed_forms(self, forms: ClosedForms | None) -> Beside:
-        """Returns the figures of EASE, none without ``forms``, and the number of repeats."""
-        beside = Beside({}, {})
-        if forms is not None:
-            beside = forms.beside(self.user_items, self.question, self.figures)
-        return beside._replace(repeats=self.repeats, rule=self.rule)
 
     @property
     def k(self) -> int:

@@ -65,11 +65,6 @@ class Task:
         return self.data.best
 
     @property
-    def prepared(self) -> Prepared:
-        """The prepared folder that the rows come from."""
-        return self.data
-
-    @property
     def heading(self) -> str:
         """Heading of the figures: the rows that are evaluated, and what against."""
         if self.data.form == "labels":

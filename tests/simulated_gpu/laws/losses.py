@@ -42,11 +42,5 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     )
     whole = train("two_tower", tmp_path / "whole", *settings, "train.epochs=3")
     train("two_tower", tmp_path / "cut", *settings, "train.epochs=2")
-    resumed = train(
-        "two_tower",
-        tmp_path / "resumed",
-        *settings,
-        "train.epochs=3",
-        flags=("--resume", str(tmp_path / "cut")),
-    )
+    resumed = train("two_tower", tmp_path / "cut", *settings, "train.epochs=3")
     assert resumed == pytest.approx(whole, rel=0, abs=1e-6)
