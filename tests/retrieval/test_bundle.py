@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from onnx import TensorProto, helper, load, numpy_helper, save
 
 from tests.retrieval.small import USERS, WIDTH, Small, graph
 from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.columns import Columns
 from torchrec_ext.retrieval.manifest import (
     BundleError,
     Manifest,
@@ -142,6 +143,19 @@ def test_changed_rows_are_refused_even_if_the_manifest_agrees(copy: Path) -> Non
     rows = np.load(copy / "rows.npy")
     np.save(copy / "rows.npy", -rows)
     resealed(copy)
+    assert "audited logits differ" in refusal(copy)
+
+
+def test_the_audit_reads_a_row_as_a_request_does(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader of single rows that differs from the reader of tables is found, so no bundle fails at its requests."""
+    reads = Columns.read_row
+
+    def read(columns: Columns, row: Mapping[str, Any]) -> Any:
+        return reads(columns, {**row, "age": row["age"] + 1})
+
+    monkeypatch.setattr(Columns, "read_row", read)
     assert "audited logits differ" in refusal(copy)
 
 

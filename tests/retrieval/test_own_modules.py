@@ -149,6 +149,38 @@ class Attentive(nn.Module):
         return (logit + self.bias(item)).squeeze(-1)
 
 
+class Counted(Networks):
+    """Whole numbers that are no ids, in lists of one length."""
+
+    def forward(self, history: Tensor, content: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(F.pad(history.log1p(), (0, 2)), content)
+
+
+class Bags(nn.Module):
+    """Bags of every form that can be exported: with a padding row or none, weighted, and of ids that it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.EmbeddingBag(ITEMS, D, padding_idx=0)
+        self.sum = nn.EmbeddingBag(ITEMS, D, mode="sum")
+        self.weighted = nn.EmbeddingBag(ITEMS, D, mode="sum", padding_idx=3)
+        self.moved = nn.EmbeddingBag(ITEMS, D, padding_idx=0)
+        self.plain = nn.EmbeddingBag(ITEMS, D)
+        self.item = nn.Embedding(ITEMS, D)
+        # As large as trained ones: the row of padding begins as zeros.
+        for bag in (self.mean, self.weighted, self.moved):
+            nn.init.normal_(bag.weight)
+
+    def forward(
+        self, history: Tensor, recent: Tensor, share: Tensor, item: Tensor
+    ) -> Tensor:
+        other = recent * 7 % ITEMS
+        query = self.sum(recent) + self.weighted(recent, per_sample_weights=share)
+        query = query + self.moved(other) + self.plain(other) + self.plain(recent)
+        query = query + self.mean(history) * self.mean(history).sigmoid()
+        return (self.item(item) * query).sum(1)
+
+
 class Case(NamedTuple):
     model: Callable[[], nn.Module]
     query: list[str]
@@ -164,6 +196,10 @@ CASES = {
     "sessions": Case(Sessions, ["history"], ["item", "price"], product=True),
     "offsets": Case(Biased, ["user"], ["item"]),
     "attention": Case(Attentive, ["history"], ["item"]),
+    "counts": Case(Counted, ["history"], ["content"]),
+    "bags": Case(
+        Bags, ["history", "recent", "share"], ["item"], product=True, oov={"history": 0}
+    ),
 }
 DRAW = np.random.default_rng(0)
 COLUMNS: dict[str, Any] = {
@@ -173,6 +209,8 @@ COLUMNS: dict[str, Any] = {
     "item": np.arange(ITEMS)[::-1].copy(),
     "content": DRAW.normal(size=(ITEMS, 3)).astype(np.float32),
     "price": DRAW.random(ITEMS).astype(np.float32),
+    "recent": DRAW.integers(0, ITEMS, (USERS, L)),
+    "share": DRAW.random((USERS, L)).astype(np.float32),
 }
 
 
@@ -226,7 +264,8 @@ def row(case: Case, user: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", mostly_slow(CASES, "two networks", "sessions", "attention")
+    "name",
+    mostly_slow(CASES, "two networks", "sessions", "attention", "counts", "bags"),
 )
 def test_what_is_served_is_what_was_trained(name: str, bundles: Bundles) -> None:
     case = CASES[name]
@@ -340,7 +379,43 @@ def test_the_items_half_of_the_first_layer_is_applied_before_a_row_is_stored(
 
 def test_a_table_of_both_sides_is_kept_once(bundles: Bundles) -> None:
     _, bundle = bundles("sessions")
-    assert list(bundle.manifest.content["tables"]) == ["items"]
+    assert list(bundle.manifest.content["tables"]) == ["bag", "items"]
+
+
+@torch.no_grad()
+def test_a_bag_is_filled_up_by_its_padding_row_on_either_side(bundles: Bundles) -> None:
+    """The padding row takes no part, so shorter lists are what training padded; an unknown id reads its oov row."""
+    case = CASES["bags"]
+    model, bundle = bundles("bags")
+    scorer = Scorer(bundle)
+    tables = bundle.manifest.content["tables"]
+    assert sorted(tables) == ["item", "mean", "plain", "sum", "weighted"]
+    assert bundle.query.list_widths() == {"recent": L, "share": L}
+
+    def served(history: list[int]) -> Any:
+        user = row(case, 4) | {"history": history}
+        return scorer.score(ScoreRequest(user=user, items=[FIRST, FIRST + 7]))
+
+    for sent, padded, unknown in (
+        ([], [0, 0, 0, 0], []),
+        ([9, 3], [9, 3, 0, 0], []),
+        ([0, 9, 0, 3], [9, 3, 0, 0], []),
+        ([9, -1, 3], [0, 9, 0, 3], ["history"]),
+        ([9, 3, ITEMS, 5], [9, 3, 5, 0], ["history"]),
+    ):
+        columns = {name: torch.from_numpy(COLUMNS[name])[[4, 4]] for name in case.query}
+        columns["history"] = torch.tensor([padded] * 2)
+        items = torch.from_numpy(COLUMNS["item"])[[0, 7]]
+        expected = model.eval()(**columns, item=items).tolist()
+        answer = served(sent)
+        assert answer.scores == pytest.approx(expected, abs=1e-5)
+        assert answer.unknown_features == unknown
+    with pytest.raises(RequestError, match=f"5 numbers, must be {L} or fewer"):
+        served([1, 2, 3, 4, 5])
+    # Without a padding row the number of ids is part of a mean.
+    user = row(case, 4) | {"recent": [1, 2]}
+    with pytest.raises(RequestError, match=rf"'recent', row 0: 2 .*a list of {L}"):
+        scorer.score(ScoreRequest(user=user, items=[FIRST]))
 
 
 def test_an_unknown_id_is_refused_or_read_as_the_row_that_the_user_names(
@@ -455,6 +530,28 @@ def of_len(model: Any, profile: Tensor, content: Tensor) -> Any:
     return Networks.forward(model, profile, content.view(len(content), 3))
 
 
+class Bagged(Networks):
+    def __init__(self, mode: str, forward: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(ITEMS, 6, mode=mode)
+        self.looked_up = forward
+
+    def forward(self, history: Tensor, content: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(self.looked_up(self.bag, history), content)
+
+
+def by_offsets(bag: Any, history: Tensor) -> Any:
+    return bag(history.flatten(), torch.arange(history.shape[0]) * L)
+
+
+def of_single_ids(bag: Any, history: Tensor) -> Any:
+    return bag(history[:, 0], torch.arange(history.shape[0]))
+
+
+def of_rows(bag: Any, history: Tensor) -> Any:
+    return bag(history)
+
+
 class Whole(nn.Module):
     """A softmax over the user's whole table, which no column looks up."""
 
@@ -484,6 +581,24 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], list[str], Any, str]] = {
     "a column less": (Networks, PROFILE, ["price"], "content, which is no column"),
     "a column twice": (Networks, CONTENT, CONTENT, r"columns \['content'\]"),
     "ragged lists": (Networks, PROFILE, RAGGED, "'content': lists"),
+    "a bag's maximum": (
+        lambda: Bagged("max", of_rows),
+        ["history"],
+        CONTENT,
+        r"modules.py:\d+: .*mode=max .*pool an nn.Embedding",
+    ),
+    "a bag's offsets": (
+        lambda: Bagged("sum", by_offsets),
+        ["history"],
+        CONTENT,
+        r"modules.py:\d+: .*with offsets cannot .*ids \(B, L\)",
+    ),
+    "a bag of single ids": (
+        lambda: Bagged("sum", of_single_ids),
+        ["history"],
+        CONTENT,
+        r"modules.py:\d+: .*with offsets cannot",
+    ),
     "words": (Networks, PROFILE, WORDS, "'content': string"),
 }
 

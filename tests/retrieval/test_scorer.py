@@ -176,6 +176,7 @@ def test_embed(small: Small, scorer: Scorer) -> None:
     np.testing.assert_allclose(items.vectors[3], small.row(7), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("options", "field"),
     [

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from torchrec_ext.data.preprocess.columns import is_list_column
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.retrieval.catalogue import (
     USERS,
@@ -139,14 +140,22 @@ class Side:
         """Returns (B, W) outputs of B raw rows; see :meth:`Columns.read` for the rows and what is refused."""
         return self(self.columns.read(rows).columns)
 
+    def embed_row(self, row: Mapping[str, Any]) -> Floats:
+        """Returns the (W,) output of one raw row, read as a request's; see :meth:`Columns.read_row`."""
+        vector: Floats = self(self.columns.read_row(row).columns)[0]
+        return vector
+
     def list_widths(self) -> dict[str, int]:
         """Returns the lengths of lists whose rows all have one length, by column."""
         widths = {}
         for leaf in self._leaves:
             column = self.columns.columns[leaf["column"]]
-            is_array = leaf["kind"] == "column" and column.type.startswith("list<")
-            if is_array and not column.padded:
+            if column.padded or not is_list_column(column.type):
+                continue
+            if leaf["kind"] in ("column", "rows"):
                 widths[str(leaf["column"])] = int(leaf["shape"][0])
+            elif leaf.get("length") and leaf.get("padding") is None:
+                widths[str(leaf["column"])] = int(leaf["length"])
         return widths
 
     def unknown_row(self) -> Floats:
@@ -162,7 +171,8 @@ class Side:
         column = self.columns.columns[name]
         values = columns[name]
         if kind == "pooled":
-            return _pooled(self._tables[leaf["table"]], values, leaf["pooling"])
+            bags = _bags(name, values, leaf.get("length"), leaf.get("padding"))
+            return _pooled(self._tables[leaf["table"]], bags, leaf["pooling"])
         if column.padded:
             values = latest(values, column.longest)
         if kind == "lengths":
@@ -200,6 +210,25 @@ def _padded(values: Values, size: int | None) -> NDArray[Any]:
     padded = np.zeros((len(lengths), size), values.values.dtype)
     padded[np.arange(size) < lengths[:, None]] = values.values
     return padded
+
+
+def _bags(name: str, bags: Values, length: int | None, padding: int | None) -> Values:
+    """Returns bags without the row that fills them up to ``length`` ids; without such a row, all have that length."""
+    lengths = bags.lengths
+    if length is None or lengths is None:
+        return bags
+    if padding is None:
+        _matrix(name, bags, length)
+        return bags
+    if (lengths > length).any():
+        row = int((lengths > length).argmax())
+        raise DataError(
+            f"column '{name}', row {row}: {lengths[row]} numbers, must be {length} or fewer; send those that training "
+            "would take"
+        )
+    stays = bags.values != padding
+    owners = np.repeat(np.arange(len(lengths)), lengths)[stays]
+    return Values(bags.values[stays], np.bincount(owners, minlength=len(lengths)))
 
 
 def _pooled(table: NDArray[Any], bags: Values, pooling: str) -> Floats:
@@ -423,7 +452,13 @@ class Bundle:
             raise BundleError(f"{path}: has no pairs, so nothing is proven; {ANEW}")
         queries = table.drop_columns([POSITION, LOGIT])
         allowed = float(self.manifest.content["audit"]["tolerance"])
-        batch = self._audited(path, queries)
+        try:
+            batch = self.query.embed(queries)
+            # As a request gives them: Python's own values, a row by itself.
+            rows = queries.to_pylist()
+            singles = [self.query.embed_row(row) for row in rows]
+        except DataError as error:
+            raise BundleError(f"{path}: {error}; {ANEW}") from None
         greatest = 0.0
         pairs = 0
         both = zip(table[POSITION].to_pylist(), table[LOGIT].to_pylist(), strict=True)
@@ -435,8 +470,7 @@ class Bundle:
                 raise BundleError(
                     f"{path}: row {index} names items that the bundle lacks; {ANEW}"
                 )
-            alone = self._audited(path, queries.slice(index, 1))
-            for query in (alone[0], batch[index]):
+            for query in (singles[index], batch[index]):
                 difference = np.abs(self.logits(query, positions) - expected)
                 # NaN must not pass as a small difference.
                 worst = np.nan_to_num(difference, nan=np.inf).max(initial=0.0)
@@ -450,12 +484,6 @@ class Bundle:
         if not pairs:
             raise BundleError(f"{path}: has no pairs, so nothing is proven; {ANEW}")
         return Parity(pairs, greatest, allowed)
-
-    def _audited(self, path: Path, queries: pa.Table) -> Floats:
-        try:
-            return self.query.embed(queries)
-        except DataError as error:
-            raise BundleError(f"{path}: {error}; {ANEW}") from None
 
 
 def _first_nonfinite(rows: NDArray[Any]) -> int | None:

@@ -13,9 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from torchrec_ext.data.preprocess.columns import (
-    missing_column,
-)
+from torchrec_ext.data.preprocess.columns import element, missing_column
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.schema.validation import DataError, listed
 
@@ -263,7 +261,7 @@ def _plain_value(value: Any, kind: str, column: ModelColumn) -> Values | None:
         most = max(numbers, default=0)
         if least < 0 or most >= column.rows or column.oov in numbers:
             return None
-    elif kind.endswith("int64") or not abs(value) <= _FLOAT32_MAX:
+    elif element(kind) == "int64" or not abs(value) <= _FLOAT32_MAX:
         return None
     lengths = np.array([len(numbers)]) if listed else None
     return Values(np.array(numbers, np.int64 if column.rows else np.float64), lengths)

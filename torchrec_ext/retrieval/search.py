@@ -132,8 +132,11 @@ def check_query(query: Floats) -> None:
     Raises:
         QueryError: a number is NaN or infinite, or the norm is beyond 1e15.
     """
+    # The refusal below says what overflowed.
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = float(query @ query)
     # Written so, because NaN is below nothing.
-    if not float(query @ query) <= _GREATEST_QUERY**2:
+    if not squares <= _GREATEST_QUERY**2:
         raise QueryError(
             "the scores would be beyond float32: a feature is too large; send smaller numbers"
         )

@@ -6,6 +6,7 @@ and element-wise functions are moved through concatenations.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,6 +40,7 @@ _NOTHING = {
     aten.dropout.default,
     aten.lift_fresh_copy.default,
 }
+_MAX = 2  # torch's number of an EmbeddingBag's mode
 _ELEMENTWISE = {
     aten.relu.default,
     aten.gelu.default,
@@ -77,6 +79,8 @@ class Leaf:
         dtype: ``float32``, ``int64`` or ``bool``.
         table: name of the table.
         pooling: ``sum`` or ``mean``.
+        length: ids of each bag in training; None for any number.
+        padding: row of the table that fills shorter bags up, and is not pooled; None if there is none.
     """
 
     name: str
@@ -87,6 +91,8 @@ class Leaf:
     dtype: str = "float32"
     table: str = ""
     pooling: str = ""
+    length: int | None = None
+    padding: int | None = None
 
     @property
     def input(self) -> str:
@@ -96,7 +102,9 @@ class Leaf:
     def as_json(self) -> dict[str, Any]:
         """Returns the manifest's entry."""
         values = {**vars(self), "input": self.input, "shape": list(self.shape)}
-        left_out = ("name", "candidate")
+        left_out = {"name", "candidate"}
+        # No entry for None, so that the digests of networks without bags of their own stay.
+        left_out |= {key for key in values if values[key] is None}
         return {key: values[key] for key in values if key not in left_out}
 
     def example(self, rows: int = 3, longest: int = 5) -> Tensor:
@@ -168,6 +176,7 @@ class Trace:
                     self.leaves[node] = next(inputs)
         self._own_values = {**program.state_dict, **program.constants}
         self.tables: dict[str, str] = {}
+        self._sides: dict[Node, int] = {}
         self._check_result()
         self._look_ups()
         self._rewrite()
@@ -265,6 +274,9 @@ class Trace:
             elif node.target in (aten.view.default, aten._unsafe_view.default):
                 # Without copies that only made a tensor contiguous.
                 node.target = aten.reshape.default
+        for node in list(self.graph.nodes):
+            if "embedding_bag" in str(node.target):
+                self._replace_bag(node)
         found: dict[tuple[Node, Node], Node] = {}
         for node in list(self.graph.nodes):
             if node.target is not aten.embedding.default:
@@ -281,9 +293,7 @@ class Trace:
                 node.replace_all_uses_with(found[weight, ids])
                 continue
             found[weight, ids] = node
-            path = self._paths[weight]
-            table = path.removeprefix("model.").removesuffix(".weight")
-            self.tables[table] = path
+            table = self._table(weight)
             self.leaves[node] = Leaf(
                 name=f"{leaf.column}@{table}",
                 kind="rows",
@@ -292,6 +302,91 @@ class Trace:
                 shape=(*leaf.shape, weight.meta["val"].shape[1]),
                 table=table,
             )
+
+    def _replace_bag(self, node: Any) -> None:
+        """Makes a bag of a plain column a leaf; of other ids, pools the rows that an embedding looks up.
+
+        ONNX's own form of a bag is a loop over a sequence, on which ONNX Runtime 1.24 ends the process.
+        """
+        weight, flat, offsets, _, mode, _, weights, _, padding = node.args
+        # What torch makes of ids (B, L); any other offsets are the caller's own.
+        is_matrix = (
+            flat.target is aten.reshape.default
+            and offsets.target is aten.arange.start_step
+            and (0, *flat.args[0].meta["val"].shape[1:]) == offsets.args[::2]
+        )
+        if not is_matrix or mode == _MAX:
+            raise BundleError(
+                f"model: forward{line_of(node)}: an EmbeddingBag with {'mode=max' if is_matrix else 'offsets'} cannot "
+                "be exported; give it ids (B, L) without offsets, mode sum or mean, or pool an nn.Embedding"
+            )
+        (pooled,) = node.users  # the sums, not the other results
+        ids = flat.args[0]
+        leaf = self.leaves.get(ids)
+        is_table = weight in self._paths and weight.meta["val"].dtype == torch.float32
+        if leaf is not None and is_table and weights is None:
+            table = self._table(weight)
+            pooling = "mean" if mode else "sum"
+            bag = dataclasses.replace(
+                leaf,
+                name=f"{pooling} of {leaf.column}@{table} without {padding}",
+                kind="pooled",
+                shape=(weight.meta["val"].shape[1],),
+                dtype="float32",
+                table=table,
+                pooling=pooling,
+                length=leaf.shape[0],
+                padding=padding,
+            )
+            for node, known in self.leaves.items():
+                if known == bag:
+                    pooled.replace_all_uses_with(node)
+                    return
+            self.leaves[pooled] = bag
+            return
+        with self.graph.inserting_before(node):
+            new = self._pooled(node, weight, ids, weights, padding, mean=bool(mode))
+        pooled.replace_all_uses_with(new)
+
+    def _pooled(
+        self,
+        like: Node,
+        weight: Any,
+        ids: Any,
+        weights: Any,
+        padding: Any,
+        *,
+        mean: bool,
+    ) -> Node:
+        """Adds nodes for the sums or means of rows of a table, by ids (B, L); ``weights`` is of (B x L) or None."""
+        rows = self._call(like, aten.embedding.default, weight, ids)
+        if weights is None and padding is None:
+            pool = aten.mean.dim if mean else aten.sum.dim_IntList
+            return self._call(like, pool, rows, [1])
+        if weights is not None:
+            size = ids.meta["val"].shape[1]
+            shares = self._call(like, aten.reshape.default, weights, [-1, size])
+        if padding is not None:
+            stays = self._call(like, aten.ne.Scalar, ids, padding)
+            stays = self._call(like, aten._to_copy.default, stays, dtype=torch.float32)
+            if weights is not None:
+                stays = self._call(like, aten.mul.Tensor, shares, stays)
+            shares = stays
+        column = self._call(like, aten.unsqueeze.default, shares, 2)
+        rows = self._call(like, aten.mul.Tensor, rows, column)
+        total = self._call(like, aten.sum.dim_IntList, rows, [1])
+        if not mean:
+            return total
+        count = self._call(like, aten.sum.dim_IntList, shares, [1], True)
+        count = self._call(like, aten.clamp_min.default, count, 1)
+        return self._call(like, aten.div.Tensor, total, count)
+
+    def _table(self, weight: Node) -> str:
+        """Notes a table that is looked up outside of the graphs, and returns its name."""
+        path = self._paths[weight]
+        table = path.removeprefix("model.").removesuffix(".weight")
+        self.tables[table] = path
+        return table
 
     def _rewrite(self) -> None:
         changed = True
