@@ -490,7 +490,7 @@ def test_the_ranking_is_what_a_count_by_hand_gives(folder: Path) -> None:
         size=(held_out.num_rows, data.vocab["item_id"])
     )
     question = question_of(data, "test", held_out, [("hr", 10)]).question
-    hits = question.hits(question.found(torch.from_numpy(scores.copy()), 0, 10))
+    hits = question.hits(question.gains(torch.from_numpy(scores.copy()), 0, 10))
     assert metrics.ranking_metrics(hits)["hr@10"] == pytest.approx(
         brute_force(data, held_out, scores)
     )

@@ -115,7 +115,7 @@ class EvaluationConfig:
 
     Args:
         metrics: ranking figures with the length of the list, as ``recall@20,ndcg@20``: ``hr``, ``recall``,
-            ``precision``, ``ndcg``, ``mrr`` or ``map``, see :func:`ranking_metrics`; by default the recipe's own.
+            ``precision``, ``ndcg``, ``mrr`` or ``map``, see :func:`query_figures`; by default the recipe's own.
         baselines: rankings to compare the model with, as ``popularity,ease``, fitted on its training rows and
             ranked by its rules: ``popularity``, always included; ``ease``, see :class:`ClosedFormConfig`.
             By default all that take less than about ten seconds.

@@ -18,7 +18,7 @@ from torchrec_ext.train.metrics import (
     popularity_hits,
     ranking_metrics,
 )
-from torchrec_ext.train.metrics.hits import first_hits
+from torchrec_ext.train.metrics.hits import first_gains
 
 pytestmark = pytest.mark.unit
 ALL: tuple[Figure, ...] = ("hr", "recall", "precision", "ndcg", "mrr", "map")
@@ -28,11 +28,13 @@ def at(k: int) -> list[tuple[Figure, int]]:
     return [(name, k) for name in ALL]
 
 
-def plain(order: list[bool], k: int) -> list[float]:
-    """The definitions of RecBole on one list, best place first."""
-    relevant, hits = sum(order), order[:k]
-    gain = sum(1 / math.log2(place + 2) for place, hit in enumerate(hits) if hit)
-    ideal = sum(1 / math.log2(place + 2) for place in range(min(relevant, k)))
+def plain(order: list[float], k: int) -> list[float]:
+    """The definitions of RecBole, and of scikit-learn's graded NDCG, on one list of grades, best place first."""
+    relevant, top = sum(grade > 0 for grade in order), order[:k]
+    hits = [grade > 0 for grade in top]
+    gain = sum(grade / math.log2(place + 2) for place, grade in enumerate(top))
+    best = sorted(order, reverse=True)[:k]
+    ideal = sum(grade / math.log2(place + 2) for place, grade in enumerate(best))
     first = next((1 / (place + 1) for place, hit in enumerate(hits) if hit), 0.0)
     precisions = sum(
         sum(hits[: place + 1]) / (place + 1) for place, hit in enumerate(hits) if hit
@@ -49,18 +51,21 @@ def plain(order: list[bool], k: int) -> list[float]:
 
 @given(
     lists=st.lists(
-        st.lists(st.booleans(), min_size=7, max_size=7).filter(any),
+        st.lists(st.sampled_from([0.0, 0.0, 1.0, 2.0, 3.5]), min_size=7, max_size=7),
         min_size=1,
         max_size=4,
-    ),
+    ).filter(lambda rows: all(any(row) for row in rows)),
     k=st.integers(1, 9),
 )
-def test_figures_of_any_lists_are_those_of_a_plain_list(
-    lists: list[list[bool]], k: int
+def test_figures_of_any_grades_are_those_of_a_plain_list(
+    lists: list[list[float]], k: int
 ) -> None:
+    grades = torch.tensor(lists)
     scores = torch.arange(7.0).flip(0).repeat(len(lists), 1)
-    rows, items = torch.tensor(lists).nonzero().unbind(1)
-    question = Question(targets=items, target_rows=rows, not_items=())
+    rows, items = grades.nonzero().unbind(1)
+    question = Question(
+        targets=items, target_rows=rows, grades=grades[rows, items], not_items=()
+    )
     hits = hits_by(lambda block: scores[block].clone(), question, 7, k=k)
     expected = np.mean([plain(row, k) for row in lists], axis=0)
     assert list(ranking_metrics(hits, at(k)).values()) == pytest.approx(list(expected))
@@ -71,9 +76,9 @@ def test_each_of_equal_scores_is_equally_often_at_each_place() -> None:
     queries = 8_000
     scores = torch.tensor([0.5, 1.0, 0.5, -1.0, 0.5, 0.5]).repeat(queries, 1)
     for target in (0, 2, 4, 5):
-        targets = torch.zeros_like(scores, dtype=torch.bool)
-        targets[:, target] = True
-        counts = first_hits(scores, targets, 6).sum(0)
+        grades = torch.zeros_like(scores)
+        grades[:, target] = 1.0
+        counts = first_gains(scores, grades, 6).sum(0)
         assert counts[[0, 5]].tolist() == [0, 0]
         # Four standard deviations of a share of a quarter.
         margin = 4 * math.sqrt(queries * 0.25 * 0.75)
@@ -82,17 +87,21 @@ def test_each_of_equal_scores_is_equally_often_at_each_place() -> None:
 
 def test_ties_fall_alike_in_every_block_and_run(device: torch.device) -> None:
     scores = torch.zeros(50, 30, device=device)
-    targets = torch.zeros_like(scores, dtype=torch.bool)
-    targets[:, 3] = True
-    whole = first_hits(scores, targets, 7)
+    grades = torch.zeros_like(scores)
+    grades[:, 3] = 1.0
+    whole = first_gains(scores, grades, 7)
     assert 0 < int(whole.sum()) < 50
     for start in (0, 13, 49):
-        part = first_hits(scores[start:], targets[start:], 7, start)
+        part = first_gains(scores[start:], grades[start:], 7, start)
         assert torch.equal(part, whole[start:])
 
 
-def hits_of(found: Tensor) -> Hits:
-    return Hits(found.bool(), torch.ones(len(found), dtype=torch.int64))
+def some_hits() -> Hits:
+    generator = torch.Generator().manual_seed(0)
+    gains = (torch.rand(40, 20, generator=generator) < 0.2).float()
+    relevant = gains.sum(1).long() + 1
+    ideal = (torch.arange(20) < relevant[:, None]).float()
+    return Hits(gains, ideal, relevant)
 
 
 def test_popularity_ranks_by_counts_of_any_size() -> None:
@@ -104,7 +113,7 @@ def test_popularity_ranks_by_counts_of_any_size() -> None:
     )
     counts = torch.tensor([9, 2**24, 2**24 + 1, 5])
     hits = popularity_hits(counts, question, k=2)
-    assert hits.found.tolist() == [[False, True], [False, True]]
+    assert hits.gains.tolist() == [[0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize(
@@ -117,9 +126,10 @@ def test_popularity_ranks_by_counts_of_any_size() -> None:
 )
 def test_wrong_figures_are_named(figures: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ranking_metrics(hits_of(torch.zeros(1, 20)), figures)
+        ranking_metrics(some_hits(), figures)
 
 
 def test_no_query_has_no_figure() -> None:
-    hits = hits_of(torch.zeros(0, 3))
+    none: Tensor = torch.zeros(0, 3)
+    hits = Hits(none, none, torch.zeros(0, dtype=torch.int64))
     assert math.isnan(ranking_metrics(hits, [("hr", 3)])["hr@3"])

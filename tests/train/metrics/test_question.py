@@ -45,9 +45,10 @@ def test_targets_that_no_list_shows_count_as_missed() -> None:
         seen_rows=torch.tensor([0]),
         seen_items=torch.tensor([2]),
     )
-    found = question.found(torch.tensor([[9.0, 1.0, 5.0, 4.0]]), 0, 4)
-    assert found.tolist() == [[1, 0, 0, 0]]
-    assert question.hits(found).relevant.tolist() == [4]
+    gains = question.gains(torch.tensor([[9.0, 1.0, 5.0, 4.0]]), 0, 4)
+    assert gains.tolist() == [[1, 0, 0, 0]]
+    assert question.hits(gains).relevant.tolist() == [4]
+    assert question.hits(gains).ideal.tolist() == [[1, 1, 1, 1]]
     assert question.new.tolist() == [True, True, False, False]
 
 
@@ -79,7 +80,7 @@ def test_any_targets_and_any_block_like_a_plain_loop(data: st.DataObject) -> Non
     found = []
     for start in range(0, rows, block):
         part = scores[start : start + block].clone()
-        found += question.found(part, start, k).tolist()
+        found += question.gains(part, start, k).tolist()
     for row, targets in enumerate(own):
         shown = [item for item in range(1, items) if item not in seen[row]]
         shown.sort(key=lambda item: -float(scores[row, item]))
@@ -93,6 +94,7 @@ def test_any_targets_and_any_block_like_a_plain_loop(data: st.DataObject) -> Non
     [
         ({"seen_items": [1, 2]}, "seen_rows: 0 for 2 rows; must be equally many"),
         ({"targets": [1, -2, 3]}, "targets: -2; must be -1 or more"),
+        ({"grades": [1.0, 0.0, 2.0]}, "grades: 0.0; must be above 0"),
         ({"target_rows": [0, 0, 2]}, "target_rows: 2 at 2; must ascend from 0 without"),
         (
             {"targets": [5, 6, 5], "target_rows": [0, 0, 0]},
@@ -113,11 +115,11 @@ def test_wrong_questions_are_named(options: dict[str, Any], message: str) -> Non
 @pytest.mark.unit
 def test_a_target_outside_of_the_catalogue_is_named() -> None:
     with pytest.raises(ValueError, match="item 3, but the catalogue has 3 items"):
-        Question(targets=torch.tensor([1, 2, 3])).found(torch.zeros(3, 3), 0, 2)
+        Question(targets=torch.tensor([1, 2, 3])).gains(torch.zeros(3, 3), 0, 2)
 
 
 @pytest.mark.unit
-def test_hits_among_candidates_by_hand(device: torch.device) -> None:
+def test_gains_among_candidates_by_hand(device: torch.device) -> None:
     """An id that repeats counts once, at its first place; padding not at all."""
     ids = torch.tensor([[1, 2, 3, 4], [1, 2, 1, 2], [5, 6, -1, -1], [0, 7, 8, 7]])
     scores = torch.tensor(
@@ -130,9 +132,11 @@ def test_hits_among_candidates_by_hand(device: torch.device) -> None:
         device=device,
     )
     question = Question(targets=ids[:, 0], candidates=ids[:, 1:])
-    found = question.found(scores, 0, 3)
-    assert found.tolist() == [[0, 0, 1], [0, 1, 0], [1, 0, 0], [0, 1, 0]]
-    assert question.hits(found.cpu()).relevant.tolist() == [1] * 4
+    gains = question.gains(scores, 0, 3)
+    assert gains.tolist() == [[0, 0, 1], [0, 1, 0], [1, 0, 0], [0, 1, 0]]
+    hits = question.hits(gains.cpu())
+    assert hits.ideal.tolist() == [[1, 0, 0]] * 4
+    assert hits.relevant.tolist() == [1] * 4
 
 
 @pytest.mark.unit
@@ -143,14 +147,14 @@ def test_a_score_that_is_no_number_is_not_counted_as_worse() -> None:
     with pytest.raises(
         ValueError, match=r"scores: nan of query 8 for item 3.*has training diverged"
     ):
-        dataclasses.replace(question, targets=torch.arange(9) % 3).found(scores, 7, 2)
+        dataclasses.replace(question, targets=torch.arange(9) % 3).gains(scores, 7, 2)
     with pytest.raises(ValueError, match=r"scores: inf of query 0 for item 1"):
-        question.found(torch.full((2, 4), torch.inf), 0, 2)
+        question.gains(torch.full((2, 4), torch.inf), 0, 2)
     scores = torch.tensor(
         [[0.0, 1.0, torch.inf, -torch.inf], [0.0, torch.inf, 1.0, -torch.inf]]
     )
     # Other items may have infinite scores.
-    assert question.found(scores, 0, 2).tolist() == [[0, 1], [0, 1]]
+    assert question.gains(scores, 0, 2).tolist() == [[0, 1], [0, 1]]
 
 
 def small() -> Prepared:
@@ -208,9 +212,9 @@ def ranked(runtime: Runtime, interaction: str, sharding: str) -> dict[str, Any]:
         ):
             rank(users[:-1], items, question)
     return {
-        "found": hits.found.byte(),
+        "gains": hits.gains,
         "scores": scores,
-        "among": some.found.byte().argmax(1).tolist(),
+        "among": some.gains.argmax(1).tolist(),
     }
 
 
@@ -251,10 +255,10 @@ def test_any_number_of_ranks_ranks_like_a_plain_loop() -> None:
         for outcomes in run_ranks(all_ranked, world_size):
             expected = expected or outcomes
             for own, first in zip(outcomes, expected, strict=True):
-                assert torch.equal(own["found"], first["found"])
+                assert torch.equal(own["gains"], first["gains"])
                 assert own["among"] == first["among"]
     for model in expected:
-        check_places(model["found"], model["scores"], question)
+        check_places(model["gains"], model["scores"], question)
         drawn = among(question)
         assert drawn.candidates is not None
         for query, target in enumerate(drawn.targets.tolist()):
@@ -265,10 +269,10 @@ def test_any_number_of_ranks_ranks_like_a_plain_loop() -> None:
             assert better <= model["among"][query] <= least
 
 
-def check_places(shown: Tensor, scores: Tensor, question: Question) -> None:
-    found = shown.sum(1) > 0
+def check_places(gains: Tensor, scores: Tensor, question: Question) -> None:
+    found = gains.sum(1) > 0
     # The place of each target from 0, and the last one for a missed target.
-    better = torch.where(found, shown.argmax(1), shown.shape[1])
+    better = torch.where(found, gains.argmax(1), gains.shape[1])
     # Candidates closer than this may change places, since sums are taken in another
     # order.
     most, least = (

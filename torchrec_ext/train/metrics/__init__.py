@@ -4,7 +4,7 @@ from torchrec_ext.train.metrics.classification import (
     ClassificationMetrics,
     classification_names,
 )
-from torchrec_ext.train.metrics.hits import Hits, ranking_metrics
+from torchrec_ext.train.metrics.hits import Hits, query_figures, ranking_metrics
 from torchrec_ext.train.metrics.question import (
     Question,
     hits_by,
@@ -34,5 +34,6 @@ __all__ = [
     "model_hits",
     "own_share",
     "popularity_hits",
+    "query_figures",
     "ranking_metrics",
 ]

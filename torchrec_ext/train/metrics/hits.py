@@ -2,9 +2,9 @@
 
 One row for each query, one column for each place::
 
-    query 0, target at place 2        0 1 0 0
-    query 1, targets at 1 and 4       1 0 0 1
-    query 2, target behind place 4    0 0 0 0
+    query 0, target at place 2        gains  0 1 0 0
+    query 1, targets at 1 and 4       gains  1 0 0 1
+    query 2, target behind place 4    gains  0 0 0 0
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ class Hits(NamedTuple):
     """The first k places of U queries.
 
     Attributes:
-        found: whether the item at each place is relevant, (U, k) bool.
+        gains: grade of the item at each place, (U, k) float32; 0 for an irrelevant item.
+        ideal: greatest grades of the query's relevant items, in descending order, (U, k) float32.
         relevant: number of relevant items of each query, (U,) int64.
     """
 
-    found: Tensor
+    gains: Tensor
+    ideal: Tensor
     relevant: Tensor
 
 
-def first_hits(scores: Tensor, targets: Tensor, k: int, start: int = 0) -> Tensor:
-    """Returns whether each of a query's k best candidates is a target, (B, k) bool, best first.
+def first_gains(scores: Tensor, grades: Tensor, k: int, start: int = 0) -> Tensor:
+    """Returns the grades of the k best candidates of each query, (B, k), best first; 0 where there are fewer.
 
     Ties are broken by a seeded jitter: each order of equal scores is equally likely, another one for each query, and
     the same in every run, on any number of ranks.
 
     Args:
         scores: scores, (B, N), compared as float32; -inf leaves a candidate out.
-        targets: whether each candidate is a target, (B, N) bool.
+        grades: grades, (B, N); 0 for an irrelevant candidate.
         k: number of first places.
         start: number of the first query.
     """
@@ -56,7 +58,7 @@ def first_hits(scores: Tensor, targets: Tensor, k: int, start: int = 0) -> Tenso
     if len(tied):
         best[tied] = _keys(scores[tied], start + tied).topk(width).indices
     shown = scores.gather(1, best) > -torch.inf
-    return pad(targets.gather(1, best) & shown, (0, k - width))
+    return pad(grades.gather(1, best) * shown, (0, k - width))
 
 
 def _keys(scores: Tensor, rows: Tensor) -> Tensor:
@@ -72,24 +74,26 @@ def _keys(scores: Tensor, rows: Tensor) -> Tensor:
     return ordered * 2**31 + ((factors[:, None] * drawn.to(rows.device)) & 0x7FFFFFFF)
 
 
-def ranking_metrics(
+def query_figures(
     hits: Hits, figures: Sequence[tuple[Figure, int]] = _DEFAULT_FIGURES
-) -> dict[str, float]:
-    """Returns the mean of each figure over the queries by ``name@k``.
+) -> dict[str, Tensor]:
+    """Returns figures of each query, (U,) float64, by ``name@k``.
 
     ``hr``: whether a relevant item is among the first k. ``recall``: the share of the relevant items among the first k.
-    ``precision``: the share of relevant items in the first k. ``ndcg``: the sum of 1 / log2(1 + place) over the
-    relevant items, divided by its greatest possible value (Järvelin and Kekäläinen 2002). ``mrr``: 1 / place of the
-    first relevant item, 0 beyond k. ``map``: the mean of the precisions at the relevant items' places, over as many as
-    could be among the first k. These are RecBole's figures.
+    ``precision``: the share of relevant items in the first k. ``ndcg``: the sum of grade / log2(1 + place), divided by
+    its greatest possible value (Järvelin and Kekäläinen 2002). ``mrr``: 1 / place of the first relevant item, 0 beyond
+    k. ``map``: the mean of the precisions at the relevant items' places, over as many as could be among the first k.
+
+    These are RecBole's figures; ``ndcg`` with grades is scikit-learn's.
 
     Raises:
         ValueError: an unknown name, or a k below 1 or above the number of places.
 
     Example:
-        >>> hits = Hits(torch.tensor([[False, True], [False, False]]), torch.tensor([1, 1]))
-        >>> ranking_metrics(hits, [("hr", 2), ("mrr", 2)])
-        {'hr@2': 0.5, 'mrr@2': 0.25}
+        >>> gains = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+        >>> hits = Hits(gains, torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([1, 1]))
+        >>> query_figures(hits, [("hr", 2), ("mrr", 2)])["mrr@2"].tolist()
+        [0.5, 0.0]
     """
     result = {}
     for name, k in figures:
@@ -97,17 +101,18 @@ def ranking_metrics(
             raise ValueError(
                 f"figure {name!r}: must be one of {', '.join(get_args(Figure))}"
             )
-        if not 1 <= k <= hits.found.shape[1]:
+        if not 1 <= k <= hits.gains.shape[1]:
             raise ValueError(
-                f"{name}@{k}: must be 1 to {hits.found.shape[1]} places, as many as were ranked"
+                f"{name}@{k}: must be 1 to {hits.gains.shape[1]} places, as many as were ranked"
             )
-        result[f"{name}@{k}"] = float(_figure(name, hits, k).mean())
+        result[f"{name}@{k}"] = _figure(name, hits, k)
     return result
 
 
 def _figure(name: Figure, hits: Hits, k: int) -> Tensor:
-    is_hit = hits.found[:, :k].double()
-    places = torch.arange(1, k + 1, dtype=torch.float64, device=is_hit.device)
+    gains = hits.gains[:, :k].double()
+    is_hit = (gains > 0).double()
+    places = torch.arange(1, k + 1, dtype=torch.float64, device=gains.device)
     if name == "hr":
         return is_hit.amax(1)
     if name == "recall":
@@ -120,5 +125,14 @@ def _figure(name: Figure, hits: Hits, k: int) -> Tensor:
         precisions = is_hit.cumsum(1) / places
         return (precisions * is_hit).sum(1) / hits.relevant.clamp(max=k)
     discounts = 1 / torch.log2(places + 1)
-    ideal = (places <= hits.relevant[:, None]).double()
-    return is_hit @ discounts / (ideal @ discounts)
+    return gains @ discounts / (hits.ideal[:, :k].double() @ discounts)
+
+
+def ranking_metrics(
+    hits: Hits, figures: Sequence[tuple[Figure, int]] = _DEFAULT_FIGURES
+) -> dict[str, float]:
+    """Returns the mean of each figure over the queries by ``name@k``, see :func:`query_figures`."""
+    return {
+        name: float(values.mean())
+        for name, values in query_figures(hits, figures).items()
+    }

@@ -9,9 +9,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.train.metrics.hits import Hits, first_hits
+from torchrec_ext.train.metrics.hits import Hits, first_gains
 from torchrec_ext.train.metrics.shares import (
     Kept,
     Recommender,
@@ -48,6 +49,7 @@ class Question:
         not_items: ids that are never ranked, such as the out-of-vocabulary row.
         target_rows: query of each target, (T,) int64, ascending, if queries have several targets. Each of 0 to U - 1
             occurs at least once.
+        grades: relevance of each target, (T,), above 0; by default all 1.
         candidates: other items to rank each target among, (U, N) int64, below 0 for padding, instead of the catalogue;
             the arguments between ``targets`` and this one are then left out. An id counts once, at its first place: a
             target among its own negatives, as for 156 of the 6,040 users of He et al. 2017, is no rival of itself.
@@ -62,6 +64,7 @@ class Question:
     seen_items: Tensor = field(default_factory=_no_pairs)
     not_items: Sequence[int] = (0,)
     target_rows: Tensor | None = None
+    grades: Tensor | None = None
     candidates: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -71,6 +74,7 @@ class Question:
             ("seen_rows", self.seen_items, 0),
             ("seen_items", self.seen_rows, 0),
             ("candidates", self.targets, None),
+            ("grades", self.targets, None),
         ):
             values = getattr(self, name)
             if values is None:
@@ -83,6 +87,10 @@ class Question:
                 raise ValueError(
                     f"{name}: {int(values.min())}; must be {lowest} or more: leave padding out"
                 )
+        if self.grades is not None and not bool((self.grades > 0).all()):
+            raise ValueError(
+                f"grades: {float(self.grades.min())}; must be above 0: leave irrelevant items out of targets"
+            )
         steps = torch.diff(self.rows, prepend=self.rows.new_tensor([-1]))
         wrong = ((steps < 0) | (steps > 1) | (self.rows < 0)).nonzero()
         if len(wrong):
@@ -137,8 +145,8 @@ class Question:
             return None
         return torch.cat([self.targets[block, None], self.candidates[block]], dim=1)
 
-    def found(self, scores: Tensor, start: int, k: int) -> Tensor:
-        """Returns whether each of the k best items of queries ``start`` to ``start + B`` is a target, (B, k) bool.
+    def gains(self, scores: Tensor, start: int, k: int) -> Tensor:
+        """Returns the grades of the k best items of queries ``start`` to ``start + B``, (B, k).
 
         Args:
             scores: score of each item for each query, (B, I), or of :meth:`ids`, (B, 1 + N); overwritten.
@@ -149,26 +157,26 @@ class Question:
             ValueError: a score is NaN, a target's score is infinite, or a target is not an item.
         """
         ids = self.ids(slice(start, start + len(scores)))
-        targets = torch.zeros_like(scores, dtype=torch.bool)
+        grades = torch.zeros_like(scores, dtype=torch.float32)
         if ids is None:
-            rows, items, left_out = self._of_catalogue(scores, start)
-            targets[rows, items] = True
+            rows, items, values, left_out = self._of_catalogue(scores, start)
+            grades[rows, items] = values.to(grades)
         else:
             left_out = _repeated(ids).to(scores.device)
-            targets[:, 0] = True
-        bad = torch.isnan(scores) | (torch.isinf(scores) & targets)
+            grades[:, 0] = 1.0
+        bad = torch.isnan(scores) | (torch.isinf(scores) & (grades > 0))
         if bad.any():
             row, column = bad.nonzero()[0].tolist()
             raise ValueError(
                 f"scores: {float(scores[row, column])} of query {start + row} for item {column}; a ranking needs "
                 "numbers: has training diverged?"
             )
-        return first_hits(scores.masked_fill_(left_out, -torch.inf), targets, k, start)
+        return first_gains(scores.masked_fill_(left_out, -torch.inf), grades, k, start)
 
     def _of_catalogue(
         self, scores: Tensor, start: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns row and item of each target that can be shown, (t,), and the items left out, (B, I)."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns row, item and grade of each target that can be shown, (t,), and the items left out, (B, I)."""
         block = torch.tensor([start, start + len(scores)])
         first, last = torch.searchsorted(self.rows, block).tolist()
         is_shown = ~(self.repeats | self.new)[first:last]
@@ -177,17 +185,30 @@ class Question:
             raise ValueError(
                 f"targets: item {int(items.max())}, but the catalogue has {scores.shape[1]} items, from 0; give its row"
             )
+        values = torch.ones(len(items))
+        if self.grades is not None:
+            values = self.grades[first:last][is_shown]
         left_out = torch.zeros_like(scores, dtype=torch.bool)
         left_out[:, list(self.not_items)] = True
         seen_rows, seen_items = self._seen
         first_seen, last_seen = torch.searchsorted(seen_rows, block).tolist()
         seen = slice(first_seen, last_seen)
         left_out[seen_rows[seen] - start, seen_items[seen]] = True
-        return self.rows[first:last][is_shown] - start, items, left_out
+        return self.rows[first:last][is_shown] - start, items, values, left_out
 
-    def hits(self, found: Tensor) -> Hits:
-        """Returns the hits of all queries, given whether the item at each place is a target, (U, k) bool."""
-        return Hits(found, self.rows.bincount(minlength=self.queries))
+    def hits(self, gains: Tensor) -> Hits:
+        """Returns the hits of all queries, given their gains (U, k)."""
+        relevant = self.rows.bincount(minlength=self.queries)
+        grades = self.grades
+        if grades is None:
+            grades = torch.ones(len(self.targets))
+        ideal = torch.zeros_like(gains)
+        if self.queries:
+            by_query = list(torch.split(grades.float(), relevant.tolist()))
+            best = pad_sequence(by_query, batch_first=True).sort(descending=True).values
+            width = min(best.shape[1], gains.shape[1])
+            ideal[:, :width] = best[:, :width]
+        return Hits(gains, ideal, relevant)
 
 
 def _repeated(ids: Tensor) -> Tensor:
@@ -211,19 +232,19 @@ def hits_by(
     Example:
         >>> users, items = torch.eye(2, 3), torch.eye(3)
         >>> question = Question(targets=torch.tensor([1, 2]), not_items=())
-        >>> hits_by(lambda block: users[block] @ items.T, question, 3, k=1).found
-        tensor([[False],
-                [False]])
+        >>> hits_by(lambda block: users[block] @ items.T, question, 3, k=1).gains
+        tensor([[0.],
+                [0.]])
     """
-    found = [torch.zeros(0, k, dtype=torch.bool)]
+    gains = [torch.zeros(0, k)]
     for block in _blocks(0, question.queries, num_items, _SCORES_PER_BLOCK):
         scores = score(block)
         ids = question.ids(block)
         if ids is not None:
             # Padding has ids below 0: it is scored as item 0, and left out.
             scores = scores.gather(1, ids.clamp(min=0).to(scores.device))
-        found.append(question.found(scores, block.start, k).cpu())
-    return question.hits(torch.cat(found))
+        gains.append(question.gains(scores, block.start, k).cpu())
+    return question.hits(torch.cat(gains))
 
 
 def _blocks(start: int, stop: int, width: int, most: int) -> list[slice]:
@@ -278,7 +299,7 @@ def model_hits(
     width, most = len(catalogue), _SCORES_PER_BLOCK
     if question.candidates is not None:
         width, most = 1 + question.candidates.shape[1], _PAIRS_PER_BLOCK
-    found = [torch.zeros(0, k, dtype=torch.bool, device=runtime.device)]
+    gains = [torch.zeros(0, k, device=runtime.device)]
     for block in _blocks(0, len(own[0]), width, most):
         outputs = [output[block] for output in own]
         ids = question.ids(slice(start + block.start, start + block.stop))
@@ -288,5 +309,5 @@ def model_hits(
             outputs = [output.repeat_interleave(width, dim=0) for output in outputs]
             outputs.append(catalogue[ids.clamp(min=0).flatten().to(catalogue.device)])
             scores = model.interaction(outputs).view(ids.shape)
-        found.append(question.found(scores, start + block.start, k))
-    return question.hits(gather_uneven_rows(torch.cat(found), runtime).cpu())
+        gains.append(question.gains(scores, start + block.start, k))
+    return question.hits(gather_uneven_rows(torch.cat(gains), runtime).cpu())
