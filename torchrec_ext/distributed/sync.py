@@ -252,7 +252,8 @@ class EveryStep:
     """DDP under TorchRec's DMP: dense gradients, and those of data_parallel tables, are averaged in every backward.
 
     Attributes:
-        takes_local_steps: whether ranks may differ, in what each holds whole, between two calls of :meth:`settle`.
+        takes_local_steps: whether ranks may differ, in what each holds whole, between two calls of :meth:`settle`. Then
+            no step can be left out on all ranks, no loss be scaled, and no tower run on ranks of its own.
         checks: functions called on every rank before ranks are made equal; what one raises, it must raise on all.
     """
 

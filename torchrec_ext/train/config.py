@@ -18,7 +18,7 @@ from typing import Any, Literal, cast, get_args
 from torchrec_ext.capture.policy import Compile
 from torchrec_ext.schema.validation import check_choice, check_least
 
-Amp = Literal["off", "bf16"]
+Amp = Literal["off", "bf16", "fp16"]
 Figure = Literal["hr", "recall", "precision", "ndcg", "mrr", "map"]
 Baseline = Literal["popularity", "ease"]
 ScheduleKind = Literal["constant", "linear", "cosine"]
@@ -198,7 +198,8 @@ class TrainConfig:
             that no other waits for; members of a stack of networks together. ``auto`` captures if the model allows it
             and the rest of the run is long enough to pay for it, ``off`` never captures, ``require`` ends with an error
             if it is not possible. The result is the same to rounding; see :class:`Steps`.
-        amp: ``bf16`` computes the dense layers in bfloat16; tables, weights and optimizer state stay float32.
+        amp: ``bf16`` computes the dense layers in bfloat16; tables, weights and optimizer state stay float32. ``fp16``
+            computes them in float16, for devices without bfloat16, with a scaled loss; see :class:`LossScaling`.
     """
 
     epochs: int = 10

@@ -16,6 +16,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import DrawnStep, Fresh, TowerBatch
 from torchrec_ext.capture.policy import TrainingDivergedError as TrainingDivergedError
+from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime, gather_objects
 from torchrec_ext.distributed.sync import EveryStep, SyncConfig, synchronised
 from torchrec_ext.distributed.sync import UnevenStepsError as UnevenStepsError
@@ -29,8 +30,26 @@ from torchrec_ext.train.report.progress import Progress, Window
 from torchrec_ext.train.step.choose import Steps, StepsConfig
 from torchrec_ext.train.step.fresh_rows import FreshRows
 from torchrec_ext.train.step.pipeline import make_pipeline
-from torchrec_ext.train.step.precision import forward_context, training_forward
+from torchrec_ext.train.step.precision import (
+    LossScaling,
+    forward_context,
+    training_forward,
+)
 from torchrec_ext.train.step.schedule import rates, scheduler
+
+
+def scaling(
+    config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer, runtime: Runtime
+) -> LossScaling | None:
+    """Returns the scaling of the loss for float16, else None."""
+    if config.amp != "fp16":
+        return None
+    if sync.takes_local_steps or not isinstance(optimizer, HybridOptimizer):
+        raise ValueError(
+            f"train.amp=fp16 with sync.mode={sync.mode}: ranks must agree to leave out a step whose gradients "
+            "overflow; set sync.mode=every_step, or train.amp=bf16"
+        )
+    return LossScaling(optimizer, runtime.device)
 
 
 def check_even(loader: Sized, runtime: Runtime) -> None:
@@ -190,6 +209,7 @@ def train(
             loader,
             runtime,
             config,
+            sync=sync,
             ranks=ranks,
             checkpoints=checkpoints,
             observer=observer,
@@ -246,6 +266,7 @@ class _Run:
         runtime: Runtime,
         config: TrainConfig,
         *,
+        sync: SyncConfig,
         ranks: EveryStep,
         checkpoints: RunCheckpoints | None,
         observer: StepObserver | None,
@@ -284,7 +305,7 @@ class _Run:
         progress = Progress(total=total, visible=runtime.is_main, done=self.at.step)
         self.records = _Records(self.at, progress, log)
         self.guard = Guard(runtime, len(loader), self.at.step, stop)
-        self.steps = _steps_of(self, total - self.at.step)
+        self.steps = _steps_of(self, sync, total - self.at.step)
         self._resume()
 
     def _resume(self) -> None:
@@ -474,21 +495,23 @@ class _Run:
             self.checkpoints.close()
 
 
-def _steps_of(run: _Run, total: int) -> Steps:
-    """Returns the steps of a run, ``total`` of them, with the pipeline of its settings."""
+def _steps_of(run: _Run, sync: SyncConfig, total: int) -> Steps:
+    """Returns the steps of a run, ``total`` of them, with the pipeline and the scaling of its settings."""
     config = run.config
+    scaler = scaling(config, sync, run.optimizer, run.runtime)
     context = forward_context(config.amp, run.runtime.device)
     pipeline = make_pipeline(
         run.model,
-        run.optimizer,
+        scaler or run.optimizer,
         run.runtime.device,
-        forward=training_forward(run.model, context),
+        forward=training_forward(run.model, context, scaler),
     )
     steps_config = StepsConfig(
         compile=config.compile,
         total=total,
         made=run.at.step,
         context=context,
+        scaling=scaler,
         take_time=run.pause,
         # Whether this process captures its steps is no part of the run's history.
         tell=lambda figures: run.records.tell(run.records.stamped("steps", **figures)),

@@ -24,7 +24,7 @@ from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import EveryStep
 from torchrec_ext.train.step.plain import PlainStep
-from torchrec_ext.train.step.precision import Context
+from torchrec_ext.train.step.precision import Context, LossScaling
 
 
 def plain_step(
@@ -34,6 +34,7 @@ def plain_step(
     *,
     together: bool,
     context: Context = nullcontext,
+    scaling: LossScaling | None = None,
 ) -> PlainStep | None:
     """Returns a :class:`PlainStep`; None where eager steps are the pipeline's.
 
@@ -43,6 +44,7 @@ def plain_step(
         runtime: rank and device of this process.
         together: whether ranks average their gradients in each step.
         context: makes the context of the forward.
+        scaling: scales the loss for float16.
     """
     # On a GPU the pipeline overlaps copies with kernels, which a plain step does not.
     if runtime.device.type != "cpu" or not isinstance(optimizer, HybridOptimizer):
@@ -52,6 +54,7 @@ def plain_step(
             model,
             optimizer,
             context=context,
+            scaling=scaling,
             together=together,
         )
     except CannotCaptureError:
@@ -71,6 +74,7 @@ class StepsConfig:
         total: number of remaining steps of the run.
         made: number of steps of the run before them.
         context: makes the context of a captured step's forward, the same as in the pipeline.
+        scaling: scales the loss, the same as in the pipeline's forward and optimizer; such steps are not captured.
         take_time: called before work that may take minutes.
         tell: receives the choice, once and after each change: ``captured``, the medians ``eager_ms`` and
             ``captured_ms``, and a ``message``.
@@ -80,6 +84,7 @@ class StepsConfig:
     total: int
     made: int = 0
     context: Context = nullcontext
+    scaling: LossScaling | None = None
     take_time: Callable[[], None] = lambda: None
     tell: Callable[[dict[str, Any]], None] = lambda _: None
 
@@ -132,6 +137,7 @@ class Steps:
             runtime,
             together=together,
             context=config.context,
+            scaling=config.scaling,
         )
         ranks.checks.append(self.settle)
         if config.compile == "require":
@@ -293,6 +299,10 @@ class Steps:
         if not isinstance(self._optimizer, HybridOptimizer):
             raise CannotCaptureError(
                 f"the optimizer is a {type(self._optimizer).__name__}, not that of hybrid_parallel()"
+            )
+        if self._config.scaling is not None:
+            raise CannotCaptureError(
+                "train.amp=fp16 leaves out steps whose gradients overflow; bf16 needs no such look at them"
             )
         return engine_for(self._runtime.device)
 

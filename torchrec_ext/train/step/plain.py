@@ -34,7 +34,7 @@ from torchrec_ext.capture.lowering import Pooled, check_pools, lowered
 from torchrec_ext.capture.sharded import owners
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.tables import local_shards, table_configs
-from torchrec_ext.train.step.precision import Context
+from torchrec_ext.train.step.precision import Context, LossScaling
 
 
 class _Group(NamedTuple):
@@ -175,6 +175,7 @@ class PlainStep:
         model: model from :func:`hybrid_parallel`.
         optimizer: the model's optimizer.
         context: makes the context of the forward.
+        scaling: scales the loss for float16.
         together: whether ranks average their gradients; else this rank steps by its own.
 
     Raises:
@@ -188,10 +189,12 @@ class PlainStep:
         optimizer: HybridOptimizer,
         *,
         context: Context = nullcontext,
+        scaling: LossScaling | None = None,
         together: bool = False,
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer = scaling or optimizer
         self._context = context
+        self._scaling = scaling
         replicated = set(map(id, optimizer.replicated_tables))
         by_name = owners(optimizer)
         tables = {}
@@ -244,10 +247,15 @@ class PlainStep:
         """Trains on a batch and returns the model's output."""
         with self._context():
             loss, output = self._model(batch)
-        # Not backward(), because that would run the hooks of DistributedDataParallel.
-        grads = torch.autograd.grad(loss, self._leaves, allow_unused=True)
+        grads = self._gradients(loss)
         self._update(grads if self._mean is None else self._mean(grads))
         return output
+
+    def _gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
+        if self._scaling is not None:
+            loss = self._scaling.scale(loss)
+        # Not backward(), because that would run the hooks of DistributedDataParallel.
+        return torch.autograd.grad(loss, self._leaves, allow_unused=True)
 
     def _update(self, grads: Sequence[Tensor | None]) -> None:
         if self._adam is not None and self._adam.step(grads):
@@ -257,7 +265,9 @@ class PlainStep:
         for parameter, grad in zip(self._parameters, grads, strict=True):
             parameter.grad = grad
         self._optimizer.step()
-        if FusedAdam.fits(self._optimizer, self._parameters):
+        if isinstance(self._optimizer, HybridOptimizer) and FusedAdam.fits(
+            self._optimizer, self._parameters
+        ):
             self._adam = FusedAdam(self._optimizer, self._parameters, self._leaves)
 
 
