@@ -122,6 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     flag = parser.add_argument
     flag("--install", action="store_true", help="run that line first")
+    flag("--with-shared-memory", action="store_true", help="compile its library, too")
     flag("--stack", choices=stack.TRIPLES, help="another triple, by its torch")
     flag("--no-import", action="store_true", help="do not import torchrec (seconds)")
     flags = parser.parse_args(argv)
@@ -142,6 +143,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         install(repair(current, variant, triple))
         current = stack.installed()
+    if flags.with_shared_memory:
+        module = "torchrec_ext.distributed.shared_memory.library"
+        if subprocess.run([sys.executable, "-m", module], check=False).returncode:
+            sys.exit("doctor: shared memory's library was not compiled, see above")
     print(f"python           {platform.python_version()}  {sys.executable}")
     print(f"devices          {variant}  {', '.join(stack.gpu_nodes()) or 'no GPU'}")
     wrong = stack.mismatches(current, variant, triple)
