@@ -129,7 +129,11 @@ class Small:
         content["audit"] = parity
         if users:
             content["users"] = {"rows": USERS, "key": "user"}
-        manifest = write_manifest(folder, content, {"parity": {}, "versions": {}})
+        manifest = write_manifest(
+            folder,
+            content,
+            {"parity": {}, "versions": {}, "created": "2026-11-29T00:00:00Z"},
+        )
         if certify:
             found = Bundle.load(folder, verify=False).audit()
             certificate = {**manifest.certificate, "parity": found._asdict()}

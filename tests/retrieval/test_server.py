@@ -181,6 +181,15 @@ def test_pages_and_probes(client: Client, folder: Path) -> None:
     assert re.search(
         r'serve_requests_total\{route="/healthz",status="200"\} \d', figures
     )
+    for line in (
+        'serve_bundle_loads_total{result="refused"} 0.0',
+        "serve_bundle_created_seconds 1.7959104e+09",
+    ):
+        assert line in figures
+    (memory,) = re.findall(
+        r"^serve_resident_bytes\{.*\} ([\d.e+]+)$", figures, re.MULTILINE
+    )
+    assert float(memory) > 1e6
 
 
 def test_the_log_has_no_data_of_callers(server: Server, client: Client) -> None:
@@ -247,6 +256,9 @@ def test_token_hosts_and_stored_users(folder: Path, tmp_path: Path) -> None:
         live = client.post(RECOMMEND, {**body, "vector": "live"}, **bearer).json
         assert (stored.pop("vector"), live.pop("vector")) == ("store", "live")
         assert stored["items"] == live["items"]
+        figures = client.get("/metrics", **bearer).content.decode()
+        for source in ("store", "live"):
+            assert f'serve_user_vectors_total{{from="{source}"}} 1.0' in figures
         assert client.get("/readyz").json["vectors"] == {"store": True}
         assert client.get("/v1/bundle", **bearer).json["sample_users"]
         foreign = client.get("/healthz", Host="evil.example")

@@ -394,6 +394,10 @@ class Captures:
         # No line before it says that it compiles, as for the first one.
         if is_another:
             text = f"compiled one more step in {seconds:.1f} s: rows of other shapes, or another forward"
+            if self._batch.resident is not None:
+                text += (
+                    "; Rows(drop_last=True) leaves out an epoch's last, shorter batch"
+                )
         if is_first:
             text = "; ".join(filter(None, (text, update.memory.describe())))
         self.seconds += seconds

@@ -212,10 +212,17 @@ def check_described(path: Path, key: str, ids: pa.Array) -> None:
         )
 
 
+def why_no_lists(kind: pa.DataType) -> str:
+    """Says why a column of lists describes nothing, and what takes it."""
+    if pa.types.is_floating(kind.value_type):
+        return "it holds vectors; pretrained.ID=FILE begins the table of column ID with vectors"
+    return "it holds lists; a preprocessing recipe takes them by Lists(column=...)"
+
+
 def why_left_out(column: pa.Array) -> str | None:
     """Says why a column of users or items describes none of them; None if it does."""
     if is_list_type(column.type):
-        return "it holds lists"
+        return why_no_lists(column.type)
     known = len(column) - column.null_count
     if not known:
         return "all its values are missing"

@@ -174,9 +174,9 @@ def steps_of(raw: RawSet) -> list[Step]:
             )
         if pa.types.is_floating(column.type):
             numbers.append(Normalize(column=name))
-            if any(columns[name].null_count for columns in raw.splits.values()):
-                # The mean, which is 0 now.
-                numbers.append(FillMissing(column=name, value=0.0))
+            # By the mean, which is 0 now; in a request a number may be missing even where none
+            # of the rows lacks it.
+            numbers.append(FillMissing(column=name, value=0.0))
         elif pa.types.is_timestamp(column.type):
             # Where every time is midnight, its hour says nothing.
             times_of_day = column.drop_null().cast(pa.int64()).to_numpy() % _DAY

@@ -28,6 +28,7 @@ from torchrec_ext.data.features import (
     read_rows,
     same_types,
     why_left_out,
+    why_no_lists,
 )
 from torchrec_ext.data.files.arrow import is_list_type
 from torchrec_ext.data.files.sources import ParquetSource
@@ -207,7 +208,7 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
         for name in columns.keys() - train.keys():
             left_out[name] = f"{file.name} has it, and train.parquet has not"
     for name in [name for name in train if is_list_type(train[name].type)]:
-        left_out[name] = "it holds lists"
+        left_out[name] = why_no_lists(train[name].type)
         del train[name]
     rows = same_types(read)
     sides, left_out_of_sides = _sides(folder, files["train"], train)

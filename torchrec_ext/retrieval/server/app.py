@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from datetime import datetime
 from importlib.resources import files
 from typing import Any, get_type_hints
 from urllib.parse import urlsplit
@@ -132,6 +133,7 @@ class Served:
         # Taken before loading, to notice a pointer that moves during the load.
         self._seen = fingerprint(settings.bundle)
         self.scorer = self._loaded()
+        self._measure()
         log("ready", bundle=self.scorer.digest[:12])
 
     def _loaded(self) -> Scorer:
@@ -145,6 +147,13 @@ class Served:
         while True:
             await asyncio.sleep(self.settings.watch)
             await loop.run_in_executor(None, self._look)
+            self._measure()
+
+    def _measure(self) -> None:
+        created = str(self.scorer.bundle.manifest.certificate["created"])
+        moment = datetime.strptime(created, "%Y-%m-%dT%H:%M:%S%z")
+        self.metrics.created.set(moment.timestamp())
+        self.metrics.memory.set(resident_bytes())
 
     def _look(self) -> None:
         """Takes the bundle behind the pointer into service if it is another one."""
@@ -205,6 +214,8 @@ class Served:
             raise Refusal(500, "bundle", str(error)) from None
         if getattr(answer, "unknown_user", False):
             self.metrics.cold.inc()
+        if source := getattr(answer, "vector", None):
+            self.metrics.vectors.labels(source).inc()
         return _json(answer)
 
     async def _content(self, request: Request) -> bytes:
@@ -262,7 +273,6 @@ class Served:
 
     async def figures(self, request: Request) -> Response:
         """Returns the metrics of all workers."""
-        self.metrics.memory.set(resident_bytes())
         # In a thread, because it reads the files of all workers, and requests should
         # not wait for that.
         loop = asyncio.get_running_loop()

@@ -60,8 +60,19 @@ class Metrics:
             buckets=_SECONDS,
         )
         self.cold = counter("serve_cold_starts", "Answers to unknown users")
+        self.vectors = counter(
+            "serve_user_vectors", "Answers by where the user's vector is from", ["from"]
+        )
         self.swaps = counter(
             "serve_bundle_loads", "Bundles that were loaded or refused", ["result"]
+        )
+        # There from the start, so that an alarm on the first refusal can be written.
+        for result in ("loaded", "refused"):
+            self.swaps.labels(result)
+        self.created = gauge(
+            "serve_bundle_created_seconds",
+            "When the live bundle was exported, since 1970; the oldest of all workers",
+            multiprocess_mode="livemin",
         )
         self.memory = gauge(
             "serve_resident_bytes",
