@@ -116,9 +116,9 @@ def finish_training(
         f"{shares['ranks']:.1%} in collectives, " if "ranks" in shares else ""
     )
     print(
-        f"\ntrained in {trained.seconds:.1f} s, evaluations included, at {rate:,.0f} samples/s, {shares['data']:.1%} "
-        f"of the steps' time waiting for data, {in_collectives}{shares['compute']:.1%} computing; the largest rank "
-        f"took {max(memory):,.0f} MiB"
+        f"\ntrained in {trained.seconds:.1f} s: steps took {seconds:.1f} s, at {rate:,.0f} samples/s, captures, "
+        f"evaluations and saves the rest; {shares['data']:.1%} of the steps' time waiting for data, {in_collectives}"
+        f"{shares['compute']:.1%} computing; the largest rank took {max(memory):,.0f} MiB"
     )
     if example:
         print(f"\n{example}")
