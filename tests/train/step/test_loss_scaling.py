@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.capture.runs import Given
 from tests.capture.test_captured import farthest
 from tests.contracts import gather_state, pipeline_alone, run_ranks
 from tests.examples import META, batches, small_model
-from tests.train.step.test_plain_step import Twice
 from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -34,7 +34,7 @@ def made(runtime: Runtime, sharding: str = "data_parallel") -> Any:
 def trained(runtime: Runtime, **options: Any) -> tuple[Any, list[float]]:
     """The state after 30 steps, and the losses."""
     model, optimizer = made(runtime)
-    given = Twice(list(batches(30, rank=runtime.rank, world_size=runtime.world_size)))
+    given = Given(list(batches(30, rank=runtime.rank, world_size=runtime.world_size)))
     config = TrainConfig(epochs=1, log_every=10, **{"compile": "off", **options})
     return gather_state(model), [
         one["loss"]
@@ -82,7 +82,7 @@ def refused(runtime: Runtime) -> list[str]:
         train(
             parallel,
             optimizer,
-            Twice(list(batches(2))),
+            Given(list(batches(2))),
             runtime,
             TrainConfig(amp="fp16"),
         )
@@ -94,7 +94,7 @@ def refused(runtime: Runtime) -> list[str]:
         with pytest.raises((ValueError, CannotCaptureError)) as told:
             train(
                 *made(runtime, sharding),
-                Twice(list(batches(2))),
+                Given(list(batches(2))),
                 runtime,
                 TrainConfig(amp="fp16", **options),
                 sync=sync,
