@@ -469,6 +469,79 @@ def test_a_new_item_reads_the_row_of_unknown_ids_or_is_refused_by_name(
     np.testing.assert_allclose(scored.scores, expected.detach().numpy(), atol=1e-5)
 
 
+class Described(nn.Module):
+    """An item is its id and numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user = nn.Embedding(USERS, D)
+        self.item = nn.Embedding(ITEMS, D)
+        self.layer = nn.Linear(3, D)
+
+    def forward(self, user: Tensor, item: Tensor, content: Tensor) -> Tensor:
+        return (self.user(user) * (self.item(item) + self.layer(content).relu())).sum(1)
+
+
+def described(folder: Path, content: Any = COLUMNS["content"], **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = Described()
+    features = pa.table({"item": COLUMNS["item"], "content": content.tolist()})
+    catalogue = Catalogue(ids=np.arange(ITEMS) + FIRST, features=features)
+    queries = table(["user"])
+    export(model, folder / "b", catalogue=catalogue, queries=queries, **options)
+    return model.eval(), Scorer(Bundle.load(folder / "b"))
+
+
+@torch.no_grad()
+def test_an_item_that_the_catalogue_lacks_has_zeros_for_its_numbers(
+    tmp_path: Path,
+) -> None:
+    model, scorer = described(tmp_path, oov_ids={"item": 2})
+    new: dict[str, Any] = {"user": {"user": 3}}
+    scores = scorer.score(ScoreRequest(**new, items=[7, FIRST]))
+    zeros = torch.tensor([3]), torch.tensor([2]), torch.zeros(1, 3)
+    assert scores.scores[0] == pytest.approx(float(model(*zeros)), abs=1e-6)
+    ranked = scorer.recommend(RecommendRequest(**new, candidates=[7, FIRST]))
+    assert sorted(ranked.scores) == sorted(scores.scores)
+    _, strict = described(tmp_path, overwrite=True)
+    for field, ask in (
+        ("items", lambda: strict.score(ScoreRequest(**new, items=[7]))),
+        (
+            "candidates",
+            lambda: strict.recommend(RecommendRequest(**new, candidates=[7])),
+        ),
+    ):
+        with pytest.raises(RequestError, match=r"oov_ids={'item': ROW}") as caught:
+            ask()
+        assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("oov", "named"),
+    [
+        ({"itme": 0}, "'itme': is no column of ids; did you mean 'item'"),
+        ({"content": 0}, "'content': no table is looked up by its values as they are"),
+        ({"user": USERS}, f"{USERS} is no row .* the rows 0 to {USERS - 1}"),
+        ({"genre": 0}, "'genre': .*; columns of ids are item, user"),
+    ],
+)
+def test_a_row_of_unknown_ids_that_has_no_effect_is_refused(
+    oov: dict[str, int], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BundleError, match=named):
+        described(tmp_path, oov_ids=oov)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_wrong_number_is_named_by_its_item(tmp_path: Path) -> None:
+    content = COLUMNS["content"].copy()
+    content[31, 1] = np.nan
+    with pytest.raises(
+        ValueError, match=f"item {FIRST + 31}, column 'content', row 31"
+    ):
+        described(tmp_path, content)
+
+
 def test_lists_that_do_not_fit_are_refused_by_name(bundles: Bundles) -> None:
     _, sessions = bundles("sessions")
     with pytest.raises(

@@ -188,6 +188,7 @@ def test_embed(small: Small, scorer: Scorer) -> None:
         ({"filter": {"genre": [1]}}, "filter.genre"),
         ({"filter": {"year": [1]}}, "filter.year"),
         ({"filter": {"year": "1990"}}, "filter.year"),
+        ({"user": {}}, "user.history"),
     ],
 )
 def test_refusals_name_the_field(options: Any, field: str, scorer: Scorer) -> None:
@@ -197,6 +198,23 @@ def test_refusals_name_the_field(options: Any, field: str, scorer: Scorer) -> No
     assert caught.value.field == field
     assert len(str(caught.value)) <= 200
     assert "\n" not in str(caught.value)
+
+
+def test_refusals_say_what_to_send(scorer: Scorer) -> None:
+    """An id suffices if the bundle knows its users; a list that must not be empty is not left out."""
+    for user in ({}, {"age": 1.0}):
+        with pytest.raises(RequestError, match="send these, or 'user' alone"):
+            scorer.recommend(RecommendRequest(user=user))
+    nobody = scorer.recommend(RecommendRequest(user={"user": None}))
+    assert nobody.unknown_user
+    with pytest.raises(RequestError, match=r"itm: the model reads no .* reads user, "):
+        scorer.recommend(RecommendRequest(user={"itm": 1}))
+    with pytest.raises(RequestError, match="or more; give ids of the catalogue"):
+        ScoreRequest(user={}, items=[])
+    with pytest.raises(RequestError, match="or more; give an object for each row"):
+        EmbedRequest(rows=[])
+    with pytest.raises(RequestError, match="or more; leave it out for no limit"):
+        RecommendRequest(user={}, candidates=[])
 
 
 def test_two_scorers_give_one_order(bundle: Bundle) -> None:

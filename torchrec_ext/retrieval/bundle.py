@@ -160,7 +160,7 @@ class Side:
 
     def unknown_row(self) -> Floats:
         """Returns the (W,) output of a row of which nothing is known; raises DataError if there is none."""
-        row: Floats = self(self.columns.unknown_row())[0]
+        row: Floats = self(self.columns.unknown_row(self.list_widths()))[0]
         return row
 
     def _fill(
@@ -196,7 +196,8 @@ def _matrix(name: str, values: Values, width: int) -> NDArray[Any]:
     if (lengths != width).any():
         row = int((lengths != width).argmax())
         raise DataError(
-            f"column '{name}', row {row}: {lengths[row]} numbers, must be a list of {width}; send as many"
+            f"column '{name}', row {row}: {lengths[row]} numbers, must be a list of {width}; send as many, padded as "
+            "in training"
         )
     return values.values.reshape(len(lengths), width)
 

@@ -208,8 +208,8 @@ class Columns:
             of_row[np.repeat(np.arange(len(of_row)), sent.lengths)[unknown]] = True
         return Values(ids, sent.lengths), of_row
 
-    def unknown_row(self) -> dict[str, Values]:
-        """Returns one row of which nothing is known: out-of-vocabulary ids, empty lists, zeros.
+    def unknown_row(self, widths: Mapping[str, int]) -> dict[str, Values]:
+        """Returns one row of which nothing is known: out-of-vocabulary ids, zeros, and empty lists but for ``widths``.
 
         Raises:
             DataError: a column of ids has no out-of-vocabulary row.
@@ -222,10 +222,9 @@ class Columns:
                     f"column '{name}': the model has no row for unknown ids; leave this one out, or export the model "
                     f"with oov_ids={{'{name}': ROW}}"
                 )
-            if is_list:
-                row[name] = Values(np.zeros(0, np.int64), np.zeros(1, np.int64))
-            else:
-                row[name] = Values(np.full(1, column.oov or 0, np.int64))
+            size = widths.get(name, 0) if is_list else 1
+            values = np.full(size, column.oov or 0, np.int64)
+            row[name] = Values(values, np.array([size]) if is_list else None)
         return row
 
     def features_of(self, raw: str) -> list[str]:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
-from torchrec_ext.data.preprocess.columns import raw_type
+from torchrec_ext.data.preprocess.columns import CellError, raw_type
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.data.preprocess.folders import whole_folder
 from torchrec_ext.exports import CallableModule
@@ -325,6 +325,11 @@ class _Content:
         rows, positions = self.audited
         queries = self.queries.take(pa.array(rows.repeat(AUDITED_ITEMS)))
         items = self.catalogue.features.take(pa.array(positions.ravel()))
+        # Read before the model runs, so that a wrong value is named by its own row.
+        with _named("queries", rows.repeat(AUDITED_ITEMS)):
+            self.sides["query"].read(queries)
+        with _named("item", positions.ravel(), self.catalogue.ids):
+            self.sides["candidate"].read(items)
         logits = self._logits_of(queries, items)
         if not bool(torch.isfinite(logits).all()):
             raise BundleError(
@@ -506,14 +511,14 @@ class _Content:
         )
         for start in range(0, count, _BLOCK_ROWS):
             stop = min(start + _BLOCK_ROWS, count)
-            block = side.embed(features.slice(start, stop - start))
-            rows[start:stop] = block
+            with _named("item", np.arange(start, stop), self.catalogue.ids):
+                rows[start:stop] = side.embed(features.slice(start, stop - start))
             bad = ~np.isfinite(rows[start:stop]).all(axis=1)
             if bad.any():
                 item = self.catalogue.ids[start + int(bad.argmax())]
                 raise BundleError(
-                    f"item {item}: its row holds NaN or infinity in {self.store}; train with finite values, or take "
-                    "store=fp32"
+                    f"item {item}: its row holds NaN or infinity in {self.store}; train with finite values"
+                    f"{'' if self.store == 'fp32' else ', or take store=fp32'}"
                 )
             self.progress("vectors", stop, count)
         rows.flush()
@@ -563,6 +568,20 @@ class _Content:
         queries = side.embed(self.queries.take(pa.array(rows)))
         stored = np.load(folder / ROWS, mmap_mode="r")
         return build_faiss(folder, self.index, stored, queries, self.recall)
+
+
+@contextmanager
+def _named(
+    what: str, places: NDArray[np.int64], ids: NDArray[Any] | None = None
+) -> Iterator[None]:
+    """Names a refused value of some rows by its place in the whole table, and by its id."""
+    try:
+        yield
+    except CellError as error:
+        place = int(places[error.row])
+        if ids is not None:
+            what = f"{what} {ids[place]}"
+        raise CellError(error.column, place, error.rule, what) from None
 
 
 def _as_json(column: ModelColumn) -> dict[str, Any]:

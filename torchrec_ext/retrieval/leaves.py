@@ -49,7 +49,7 @@ from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.retrieval.split import GraphSplit
 from torchrec_ext.retrieval.trace import Leaf
 from torchrec_ext.schema.array_columns import source_columns, widths_of
-from torchrec_ext.schema.validation import listed
+from torchrec_ext.schema.validation import did_you_mean, listed
 
 _EXAMPLE_ROWS = 64  # rows of an own module's traced example, from both tables evenly
 _DENSE = "dense_features"  # DLRM's own name of its argument
@@ -132,7 +132,25 @@ def _columns_of(
             if leaf.kind == "rows" and name in padded:
                 column = dataclasses.replace(column, padded=True, longest=leaf.shape[0])
         of_side[name] = column
+    _check_oov(given, {**columns["query"], **columns["candidate"]})
     return columns
+
+
+def _check_oov(given: Given, columns: Mapping[str, ModelColumn]) -> None:
+    """Refuses a row of unknown ids that would have no effect, or is no row."""
+    ids = sorted(name for name, column in columns.items() if column.rows is not None)
+    for name, row in given.oov_ids.items():
+        if name in ids:
+            rows = columns[name].rows or 0
+            if row < rows:
+                continue
+            why = f"{row} is no row of its table, which has the rows 0 to {rows - 1}"
+        elif name in columns:
+            why = "no table is looked up by its values as they are; leave it out, or map unknown ids in forward"
+        else:
+            others = f"columns of ids are {listed(ids)}"
+            why = f"is no column of ids; {did_you_mean(name, ids, others)}"
+        raise BundleError(f"oov_ids: '{name}': {why}")
 
 
 class TowerNetwork:

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from msgspec import Struct
 
+from torchrec_ext.data.preprocess.columns import is_list_column
 from torchrec_ext.retrieval.bundle import Bundle, Floats, GraphError, Side
 from torchrec_ext.retrieval.catalogue import NOT, Id, IdArray
 from torchrec_ext.retrieval.columns import Read
@@ -26,6 +27,8 @@ from torchrec_ext.retrieval.search import (
 )
 from torchrec_ext.retrieval.store import StoredUsers
 from torchrec_ext.schema.validation import DataError, listed
+
+_NO_LIMIT = "leave it out for no limit"
 
 
 class RequestError(ValueError):
@@ -73,9 +76,9 @@ class RecommendRequest(_Request, frozen=True, kw_only=True):
         _check_least("k", self.k, 1)
         _check_least("liked", self.liked, 0)
         if self.candidates is not None:
-            _check_list("candidates", self.candidates)
+            _check_list("candidates", self.candidates, _NO_LIMIT)
         for name, values in self.filter.items():
-            _check_list(f"filter.{name}", values)
+            _check_list(f"filter.{name}", values, _NO_LIMIT)
 
 
 class ScoreRequest(_Request, frozen=True, kw_only=True):
@@ -95,7 +98,7 @@ class ScoreRequest(_Request, frozen=True, kw_only=True):
     vector: Literal["auto", "live"] = "auto"
 
     def __post_init__(self) -> None:
-        _check_list("items", self.items)
+        _check_list("items", self.items, "give ids of the catalogue")
 
 
 class EmbedRequest(_Request, frozen=True, kw_only=True):
@@ -113,7 +116,7 @@ class EmbedRequest(_Request, frozen=True, kw_only=True):
     side: Literal["query", "candidate"] = "query"
 
     def __post_init__(self) -> None:
-        _check_list("rows", self.rows)
+        _check_list("rows", self.rows, "give an object for each row")
 
 
 class NearestRequest(_Request, frozen=True, kw_only=True):
@@ -141,11 +144,9 @@ def _check_least(field: str, value: int, least: int) -> None:
         raise RequestError(field, f"{value}: must be {least} or more")
 
 
-def _check_list(field: str, values: Any) -> None:
+def _check_list(field: str, values: Any, remedy: str) -> None:
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-        raise RequestError(
-            field, "must be a list of one value or more; leave it out for no limit"
-        )
+        raise RequestError(field, f"must be a list of one value or more; {remedy}")
 
 
 class _OfUser(Struct, kw_only=True, omit_defaults=True):
@@ -281,7 +282,7 @@ class Scorer:
             if left_out := set(unknown):
                 keep &= [each not in left_out for each in candidates]
             chosen = np.flatnonzero(keep)
-            scores = self._logits(user, known[chosen], more)
+            scores = self._logits(user, known[chosen], more, "candidates")
             # Ties keep the request's order.
             best = rank(scores, request.k)
             items = [candidates[index] for index in chosen[best].tolist()]
@@ -313,7 +314,7 @@ class Scorer:
         user = self._user(request.user, request.vector)
         positions, unknown = self._positions("items", request.items)
         return Scores(
-            scores=self._logits(user, positions, unknown).tolist(),
+            scores=self._logits(user, positions, unknown, "items").tolist(),
             unknown_items=list(dict.fromkeys(unknown)),
             **user.fields,
         )
@@ -330,7 +331,8 @@ class Scorer:
                 rows[index] = self._columns(row, self._row(row, where), where)
             else:
                 _check_names(row, side.columns.raw, None, where)
-        read = _read(side, rows, "rows")
+        key = self._key if request.side == "query" else None
+        read = _read(side, rows, "rows", key)
         vectors = _vectors(side, read, "rows")
         if not np.isfinite(vectors).all():
             index = int((~np.isfinite(vectors)).any(axis=1).argmax())
@@ -385,7 +387,7 @@ class Scorer:
             if stored is not None and len(stored) == self.bundle.query.width:
                 return self._checked(stored, "known", [], "store", row)
         side = self.bundle.query
-        read = _read(side, [self._columns(user, row, "user")], "user")
+        read = _read(side, [self._columns(user, row, "user")], "user", self._key)
         unknown = _unknown(read, 0)
         is_new = row < 0
         if self._id_features:
@@ -429,17 +431,23 @@ class Scorer:
         raw = self.bundle.query.columns.raw
         table = self.bundle.users
         _check_names(user, raw, self._key, where)
-        if raw.keys() <= user.keys():
-            return user
+        # An id of null is nobody's: the bundle says which value the model then reads.
+        sent = {
+            name: value
+            for name, value in user.items()
+            if name != self._key or value is not None
+        }
+        if raw.keys() <= sent.keys():
+            return sent
         stored: dict[str, Any] = {}
         # The features of an unknown user apply only to a request with nothing but an
         # id. Next to other features they would hide a missing column.
         if table is not None and (row >= 0 or set(user) == {self._key}):
             features = table.features(row)
             stored = {name: values[0] for name, values in features.items()}
-        if table is not None and table.key in raw and table.key not in user:
+        if table is not None and table.key in raw and table.key not in sent:
             stored[table.key] = table.features(-1).get(table.key, [None])[0]
-        return {**stored, **user}
+        return {**stored, **sent}
 
     def _mask(self, request: RecommendRequest) -> Mask | None:
         """Returns (N,) whether an item has one of the wanted values of each attribute; None without attributes."""
@@ -467,8 +475,10 @@ class Scorer:
         unknown = np.flatnonzero(positions < 0).tolist()
         return positions, [ids[index] for index in unknown]
 
-    def _logits(self, user: _User, positions: IdArray, unknown: Sequence[Id]) -> Floats:
-        """Returns (N,) logits of a user with positions (N,), -1 for the ``unknown`` ids."""
+    def _logits(
+        self, user: _User, positions: IdArray, unknown: Sequence[Id], field: str
+    ) -> Floats:
+        """Returns (N,) logits of a user with positions (N,), -1 for the ``unknown`` ids of a field."""
         if not len(positions):
             return np.zeros(0, np.float32)
         # Position -1 reads the first item's row; its logit is then replaced.
@@ -478,7 +488,7 @@ class Scorer:
                 row = self.bundle.unknown_item
             except DataError as error:
                 raise RequestError(
-                    "items",
+                    field,
                     f"{str(unknown[0])[:50]!r} is not in the catalogue, and {error}",
                 ) from None
             logits[positions < 0] = self.bundle.pairs(user.vector, row)[0]
@@ -505,16 +515,19 @@ class Scorer:
 def _check_names(
     row: Mapping[str, Any], raw: Mapping[str, str], key: str | None, where: str
 ) -> None:
+    names = list(raw) if key is None or key in raw else [key, *raw]
     for name in row:
-        if name not in raw and name != key:
+        if name not in names:
             raise RequestError(
                 f"{where}.{name[:50]}",
-                f"the model reads no such column; it reads {listed(raw)}",
+                f"the model reads no such column; it reads {listed(names)}",
             )
 
 
-def _read(side: Side, rows: Sequence[Mapping[str, Any]], where: str) -> Read:
-    """Reads rows, each with all columns."""
+def _read(
+    side: Side, rows: Sequence[Mapping[str, Any]], where: str, key: str | None
+) -> Read:
+    """Reads rows, each with all columns; ``key`` is the column that may stand alone, or None."""
     raw = side.columns.raw
     for index, row in enumerate(rows):
         missing = [name for name in raw if name not in row]
@@ -522,8 +535,8 @@ def _read(side: Side, rows: Sequence[Mapping[str, Any]], where: str) -> Read:
             place = where if where == "user" else f"{where}[{index}]"
             raise RequestError(
                 f"{place}.{missing[0]}",
-                f"it is missing; the model reads {listed(raw)}, of which missing: {listed(missing)}; an "
-                "empty list is []",
+                f"it is missing; the model reads {listed(raw)}, of which missing: {listed(missing)}; "
+                f"{_remedy(side, missing, key)}",
             )
     try:
         if len(rows) == 1:
@@ -535,6 +548,19 @@ def _read(side: Side, rows: Sequence[Mapping[str, Any]], where: str) -> Read:
         if named and named[1] in raw and len(rows) == 1:
             where = f"{where}.{named[1]}"
         raise RequestError(where, str(error)) from None
+
+
+def _remedy(side: Side, missing: Sequence[str], key: str | None) -> str:
+    """Says what to send for missing columns."""
+    if key is not None:
+        return f"send these, or '{key}' alone"
+    widths = side.list_widths()
+    for name in missing:
+        if name in widths:
+            return f"'{name}' is a list of {widths[name]}, padded as in training"
+        if is_list_column(side.columns.raw[name]):
+            return "an empty list is []"
+    return "send these"
 
 
 def _vectors(side: Side, read: Read, where: str) -> Floats:

@@ -306,7 +306,7 @@ class Trace:
     def _replace_bag(self, node: Any) -> None:
         """Makes a bag of a plain column a leaf; of other ids, pools the rows that an embedding looks up.
 
-        ONNX's own form of a bag is a loop over a sequence, on which ONNX Runtime 1.24 ends the process.
+        ONNX's own form of a bag is a loop over a sequence, on which ONNX Runtime ends the process.
         """
         weight, flat, offsets, _, mode, _, weights, _, padding = node.args
         # What torch makes of ids (B, L); any other offsets are the caller's own.
