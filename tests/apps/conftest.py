@@ -3,6 +3,13 @@
 import pytest
 from torchx.cli import argparse_util
 
+from tests import torchlib
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_table_of_functions() -> None:
+    torchlib.keep()
+
 
 @pytest.fixture(autouse=True)
 def _flags_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:

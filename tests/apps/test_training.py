@@ -76,6 +76,7 @@ PLANTED = two_tower_with(
         "model.interaction=dot",
     ),
     *("train.epochs=3", "loader.batch_size=2048", "optimizer.tables_lr=0.1"),
+    "train.compile=off",
 )
 
 
@@ -85,6 +86,7 @@ def test_the_colours_of_a_checkerboard_are_learned_exactly(tmp_path: Path) -> No
     job = two_tower_with(
         f"data.name={tmp_path / 'board'}",
         "train.epochs=40",
+        "train.compile=off",
         "loader.batch_size=256",
     )
     outcome = run_ranks(trained, 1, job)[0]
