@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,6 @@ from torchrec_ext.distributed.shared_memory import library
 _CPU = torch.device("cpu")
 # Each rank maps a ring of 2 MiB for every other one.
 _MOST_RANKS = 64
-_TOKEN = 32
 
 
 class _Rank(NamedTuple):
@@ -143,13 +141,12 @@ def _common_memory(group: dist.ProcessGroup) -> tuple[int, list[int], str]:
         obstacles = [f"the group has {group.size()} ranks, more than {_MOST_RANKS}"]
     if obstacles:
         return -1, pids, obstacles[0]
-    memory = -1
-    offer: tuple[int, str, str] = (-1, "", "")
+    memory, obstacle = -1, ""
     if group.rank() == 0:
-        memory, offer = _new_memory(library.load().memory_bytes(group.size()))
-    descriptor, token, obstacle = _gathered(group, offer)[0]
+        memory, obstacle = _new_memory(library.load().memory_bytes(group.size()))
+    descriptor, obstacle = _gathered(group, (memory, obstacle))[0]
     if not obstacle and group.rank() > 0:
-        memory, obstacle = _opened(f"/proc/{pids[0]}/fd/{descriptor}", token)
+        memory, obstacle = _opened(f"/proc/{pids[0]}/fd/{descriptor}")
     # All ranks take the first one's obstacle, so that none stays with gloo alone.
     obstacle = next(filter(None, _gathered(group, obstacle)), "")
     return memory, pids, obstacle
@@ -176,31 +173,23 @@ def _host() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.geteuid()}"
 
 
-def _new_memory(size: int) -> tuple[int, tuple[int, str, str]]:
-    """Returns a descriptor of new memory, and what the other ranks need to open it.
+def _new_memory(size: int) -> tuple[int, str]:
+    """Returns a descriptor of new memory, and an obstacle.
 
     The memory has no name, so it is gone with the last process however that ends, and the size of /dev/shm, 64 MB in
     a container, is no limit.
     """
-    token = secrets.token_hex(_TOKEN // 2)
     try:
         memory = os.memfd_create("torchrec_ext", os.MFD_CLOEXEC)
-        os.ftruncate(memory, size + _TOKEN)
-        os.pwrite(memory, token.encode(), size)
+        os.ftruncate(memory, size)
     except OSError as error:
-        return -1, (-1, "", f"rank 0 cannot make shared memory: {error.strerror}")
-    return memory, (memory, token, "")
+        return -1, f"rank 0 cannot make shared memory: {error.strerror}"
+    return memory, ""
 
 
-def _opened(path: str, token: str) -> tuple[int, str]:
-    """Opens rank 0's memory; returns the descriptor and an obstacle."""
+def _opened(path: str) -> tuple[int, str]:
+    """Opens rank 0's memory, whose process has its number here too, see :func:`_host`; returns it and an obstacle."""
     try:
-        memory = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC), ""
     except OSError as error:
         return -1, f"a rank cannot open the memory of rank 0: {error.strerror}"
-    # The path may lead elsewhere, if process numbers are not those of rank 0's
-    # namespace after all.
-    size = os.fstat(memory).st_size - _TOKEN
-    if size < 0 or os.pread(memory, _TOKEN, size) != token.encode():
-        return memory, "the memory of rank 0 is not what it said"
-    return memory, ""
