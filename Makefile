@@ -61,7 +61,7 @@ lint: $(TOOLS) ## ruff check, ruff format --check, lint-imports, mypy --strict
 	@$(BIN)/lint-imports
 	@$(BIN)/mypy
 
-docs: $(TOOLS) ## build the site of docs/ into build/docs, and that of TAGS="v0.1.0 ..." beside it; needs no network once its tools are installed
+docs: $(TOOLS) ## build the site of docs/ into build/docs, and that of TAGS="v0.2.0 ..." beside it; needs no network once its tools are installed
 	@$(BIN)/python -c 'import furo, myst_parser, sphinx' 2>/dev/null || \
 		$(EDITABLE) '.[$(EXTRAS),dev,docs]'
 	@$(WITH_VENV) DOCS_TAGS="$(TAGS)" $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs

@@ -6,7 +6,7 @@ installed stack. Each subpackage exports its own names alike: ``from torchrec_ex
 
 from torchrec_ext.exports import attach
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 # `train` is not a name here: it would be the function or the subpackage, whichever was
 # imported last.
 __getattr__, __dir__, __all__ = attach(
