@@ -50,12 +50,13 @@ def test_a_folder_that_is_named_is_read_whatever_lies_in_the_working_directory(
 
 
 KEPT: list[Prepared] = []
+SMALL = DataConfig(users=50, items=60)
 
 
 def generated(runtime: Runtime) -> str:
     """Rows that the process still has when it ends, as in a cycle."""
     leave_group(runtime)
-    KEPT.append(load_set(DataConfig(), "labels"))
+    KEPT.append(load_set(SMALL))
     assert KEPT[0].folder.is_dir()
     return str(KEPT[0].folder)
 
@@ -63,7 +64,7 @@ def generated(runtime: Runtime) -> str:
 def test_generated_rows_go_with_their_data_and_with_their_process() -> None:
     (folder,) = run_ranks(generated, 1)
     assert not Path(folder).exists()
-    data = load_set(DataConfig(), "labels")
+    data = load_set(SMALL)
     folder = data.folder
     assert folder.is_dir()
     del data

@@ -76,7 +76,7 @@ class Column:
     @classmethod
     def from_lengths(cls, values: Array, lengths: Array) -> Column:
         """Builds a ragged column from its values and the lengths of its rows (B,)."""
-        return cls(values, _offsets(lengths))
+        return cls(values, offsets_of(lengths))
 
     @classmethod
     def grouped(cls, values: Array, owners: Int64, count: int) -> Column:
@@ -146,7 +146,7 @@ class Column:
             lengths = self.lengths
             # The index of each value in the pool: its place in the result, moved by its
             # row's distance from there.
-            indices = (self._windows.starts - _offsets(lengths)[:-1]).repeat(lengths)
+            indices = (self._windows.starts - offsets_of(lengths)[:-1]).repeat(lengths)
             indices += np.arange(len(indices))
             self._values = self._pool.take(indices)
         return self._pool if self._values is None else self._values
@@ -154,7 +154,7 @@ class Column:
     @property
     def offsets(self) -> Int64 | None:
         """The first index of each row in ``values``, and the end, (B + 1,); None for a scalar column."""
-        return _offsets(self.lengths) if self.ragged else None
+        return offsets_of(self.lengths) if self.ragged else None
 
     @property
     def lengths(self) -> Int64:
@@ -197,7 +197,8 @@ class Column:
         return self.windowed(*map(choose, self._windows))
 
 
-def _offsets(lengths: Array) -> Int64:
+def offsets_of(lengths: Array | Sequence[int]) -> Int64:
+    """Returns the offsets (B + 1,) of rows of ``lengths`` (B,) values each, one after the other."""
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets

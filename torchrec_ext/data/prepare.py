@@ -36,7 +36,7 @@ from torchrec_ext.data.preprocess import (
     TimeFeatures,
     Vocabulary,
 )
-from torchrec_ext.data.preprocess.fitted import UnknownIds, requests_sql
+from torchrec_ext.data.preprocess.fitted import requests_sql, unknown_shares
 from torchrec_ext.data.preprocess.history import event_columns
 from torchrec_ext.data.preprocess.numeric import rounded
 from torchrec_ext.data.preprocess.rows import (
@@ -223,7 +223,6 @@ def count_split(
     folder: Path,
     split: str,
     con: Connection,
-    unknown: Mapping[str, float],
 ) -> Counts:
     """Counts the rows of a split that is written, and writes its pairs of users and items."""
     rows = view_of(folder / split, con)
@@ -255,7 +254,7 @@ def count_split(
                 write_known(path, con, pairs, width)
     return Counts(
         rows=count,
-        unknown=unknown,
+        unknown=unknown_shares(fitted, rows, con),
         labels={
             "total": rounded(total),
             "positives": {
@@ -355,16 +354,12 @@ def write_folder(
     fitted.save(folder / PREPROCESSOR)
     counts = {}
     for split, source in splits.items():
-        ids = UnknownIds(list(fitted.vocab))
 
-        def see(
-            batch: pa.RecordBatch, split: str = split, ids: UnknownIds = ids
-        ) -> None:
-            ids.add(batch)
+        def see(batch: pa.RecordBatch, split: str = split) -> None:
             watch(split, batch.num_rows)
 
         fitted.transform(source, folder / split, events=events, con=con, watch=see)
-        counts[split] = count_split(fitted, roles, folder, split, con, ids.shares)
+        counts[split] = count_split(fitted, roles, folder, split, con)
     raw = write_raw_rows(fitted, list(splits.values()), roles, con, events)
     popularity = next(iter(counts.values())).popularity
     if len(popularity):

@@ -15,8 +15,8 @@ from torchrec.distributed.types import ShardingPlan
 
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
-from torchrec_ext.data.loader.epochs import Epochs
 from torchrec_ext.data.loader.id_dropout import drop_ids
+from torchrec_ext.data.loader.loader import ChunkLoader
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.explain import explain
@@ -153,7 +153,9 @@ def loader_of(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> An
     loader = task.loader(
         schema, config, rank=runtime.rank, world_size=runtime.world_size
     )
-    samples = loader.num_samples if isinstance(loader, Epochs) else config.batch_size
+    samples = (
+        loader.num_samples if isinstance(loader, ChunkLoader) else config.batch_size
+    )
     if samples < config.batch_size and runtime.is_main:
         print(
             f"note: loader.batch_size={config.batch_size} is more than an epoch has: each step takes all {samples:,} "

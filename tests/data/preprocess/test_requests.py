@@ -156,6 +156,7 @@ def test_a_value_of_another_type(kind: str, value: Any, message: str) -> None:
         ("timestamp[s]", ["1969-12-31 23:59:58.5", "2024-02-29 18:30:00.5"]),
         *(("timestamp[s]", [text]) for text in ("2024-02-30", "x", "2024-01-01 24:00")),
         ("timestamp[s]", ["\u0662024-01-01"]),
+        ("timestamp[s]", [""]),
         ("timestamp[ms]", [datetime.datetime(2024, 2, 29, 1, 2, 3, 4567), None]),
         ("timestamp[ns]", [datetime.datetime(1600, 1, 1)]),
         ("timestamp[us]", [datetime.datetime(2024, 2, 29, 23, tzinfo=BERLIN)]),

@@ -13,6 +13,7 @@ import mmap
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,14 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.batch import Jagged
-from torchrec_ext.data.columns import Array, Chunk, Column, Float32, Int64
+from torchrec_ext.data.columns import (
+    Array,
+    Chunk,
+    Column,
+    Float32,
+    Int64,
+    offsets_of,
+)
 from torchrec_ext.data.files.arrow import Kind, RowGroup, as_int64
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.batch import RowColumns
@@ -256,6 +264,7 @@ class Memory:
             self._free = [*self._free, *rows.buffers][-_SPARE_BUFFERS:]
 
 
+@dataclass(eq=False)
 class BlockRows:
     """The rows of a block, in the order of the batches.
 
@@ -265,28 +274,20 @@ class BlockRows:
         floats: (Ff, n) float32; without a shuffle Ff views.
         float_names: names of the columns in ``floats``.
         numbers: (n,) the index of each row in the whole source.
+        buffers: memory of ``scalars`` and ``floats``, to be given back.
     """
 
-    def __init__(
-        self,
-        scalars: Vectors,
-        ragged: Mapping[str, Column],
-        floats: Vectors,
-        float_names: Sequence[str],
-        numbers: Int64,
-    ) -> None:
-        self.scalars = scalars
-        self.floats = floats
-        self.float_names = float_names
-        self.buffers: list[Array] = []
-        self.numbers = numbers
-        self.ragged = ragged
-        self.offsets: dict[str, Int64] = {}
-        # Once a block: a column sums up its offsets anew each time they are read.
-        for name, column in ragged.items():
-            offsets = column.offsets
-            assert offsets is not None
-            self.offsets[name] = offsets
+    scalars: Vectors
+    ragged: Mapping[str, Column]
+    floats: Vectors
+    float_names: Sequence[str]
+    numbers: Int64
+    buffers: Sequence[Array]
+
+    @cached_property
+    def offsets(self) -> dict[str, Int64]:
+        """Offsets of the ragged columns, once a block: a column sums them up anew each time they are read."""
+        return {name: offsets_of(each.lengths) for name, each in self.ragged.items()}
 
 
 class Slice(NamedTuple):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_ext.batch import Fresh, Jagged, ResumableLoader, TowerBatch
-from torchrec_ext.data.loader.epochs import Epochs
+from torchrec_ext.data.loader.loader import ChunkLoader
 from torchrec_ext.ids import Dynamic, DynamicIds
 from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.ids.policy import IdsChangedError
@@ -93,7 +93,7 @@ class DynamicIdLoader:
             )
         hook.replace = self._step
         # An id has its row from its batch on, so no batch may be built ahead.
-        if isinstance(loader, Epochs):
+        if isinstance(loader, ChunkLoader):
             loader.depth = 0
         # Look-ups of this rank at the last figures, and those among them that read row
         # 0.

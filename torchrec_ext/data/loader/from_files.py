@@ -1,7 +1,7 @@
 """StreamedRows: a source of any size -> this rank's batches, read while the epoch runs.
 
-Stream: the rows of each step of an epoch, from blocks that threads read ahead: segments of row groups -> a block of
-rows in memory, checked and shuffled column by column.
+The rows of each step come from blocks that threads read ahead: segments of row groups -> a block of rows in memory,
+checked and shuffled column by column.
 
 A block fits the cache: to take 65,536 int64 of one column in random order stays within the second level. To take whole
 rows from a buffer of several row groups would go to main memory for each row.
@@ -16,7 +16,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -141,195 +141,8 @@ def _after(
     return load()
 
 
-class BatchRows(NamedTuple):
-    """The rows of one step: this rank's in ``mine``, all ranks' in ``everyone``; others' may hold weights alone."""
-
-    mine: list[Slice]
-    everyone: list[Slice]
-    num_rows: int
-
-
-class Stream:
-    """Reads one rank's rows of each step.
-
-    Args:
-        source: files with the row groups.
-        layout: columns to read.
-        plan: the rows of each step.
-        weight: the column of weights; a rank reads it for all rows, since every rank divides by the weight of the
-            global batch.
-        read_ahead: number of blocks read ahead.
-        rank: r.
-        world_size: R.
-    """
-
-    def __init__(
-        self,
-        source: ParquetSource,
-        layout: BlockLayout,
-        plan: StreamPlan,
-        *,
-        weight: str | None,
-        read_ahead: int,
-        rank: int,
-        world_size: int,
-    ) -> None:
-        self.plan = plan
-        self._source = source
-        self._layout = layout
-        self._weight = weight
-        self._read_ahead = read_ahead
-        self._rank = rank
-        self._world_size = world_size
-        counts = np.array(plan.group_rows, dtype=np.int64)
-        self._firsts = np.cumsum(counts) - counts
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Returns the sizes of the source behind the order of rows; the loader's settings come on top."""
-        plan = self.plan
-        # Little-endian, so that a position that was saved on one machine is one on any
-        # other.
-        counts = hashlib.sha256(
-            np.array(plan.group_rows, dtype="<i8").tobytes()
-        ).hexdigest()[:16]
-        sizes: dict[str, Any] = {"rows": plan.num_rows, "row_groups": counts}
-        # Without a shuffle the rows have one order, whatever the buffer.
-        if plan.shuffle:
-            sizes |= {"lanes": plan.usual_lanes, "buffer_rows": plan.buffer_rows}
-        if plan.num_lanes != plan.usual_lanes:
-            sizes["places"] = plan.num_lanes
-        return sizes
-
-    def steps(self, epoch: int, start: int) -> Iterator[BatchRows]:
-        """Yields the rows of each step of an epoch, from step ``start`` on."""
-        lanes = self.plan.blocks(epoch)
-        memory = Memory()
-        blocks = self._load(epoch, start, memory)
-        loaded_blocks: dict[tuple[int, int], BlockRows] = {}
-        for step in range(start, self.plan.steps):
-            pieces = self._pieces(lanes, step)
-            keys = dict.fromkeys(
-                (piece.block.lane, piece.block.number) for piece in pieces
-            )
-            # A lane goes forward only, so a block that this step does not need is not
-            # needed again.
-            for key in loaded_blocks.keys() - keys:
-                memory.give(loaded_blocks.pop(key))
-            # In the order of the pieces, in which the blocks come.
-            for key in keys:
-                if key not in loaded_blocks:
-                    loaded_blocks[key] = next(blocks)
-            local = []
-            slices = []
-            for piece in pieces:
-                rows = loaded_blocks[piece.block.lane, piece.block.number]
-                slices.append(Slice(rows, piece.start, piece.stop))
-                if piece.mine:
-                    local.append(slices[-1])
-            num_rows = min(
-                self.plan.batch_size, self.plan.num_rows - step * self.plan.batch_size
-            )
-            yield BatchRows(local, slices, num_rows)
-
-    def _pieces(self, lanes: list[list[Block]], step: int) -> list[Piece]:
-        return list(
-            self.plan.pieces(
-                lanes,
-                step,
-                self._rank,
-                self._world_size,
-                everyone=self._weight is not None,
-            )
-        )
-
-    def _load(self, epoch: int, start: int, memory: Memory) -> Iterator[BlockRows]:
-        """Yields each block once, in the order of its first use, while ``read_ahead`` of the next are read.
-
-        By as many threads: Arrow decodes two row groups on two cores twice as fast as one, and the columns of one only
-        1.3 times. Not by one for each lane: of a log of 40 columns each takes 110 MB.
-        """
-        readers: dict[tuple[int, bool], LaneReader] = {}
-        last: dict[tuple[int, bool], Future[BlockRows]] = {}
-        threads = ThreadPoolExecutor(max(self._read_ahead, 1), "torchrec_ext-read")
-        ahead: deque[Future[BlockRows]] = deque()
-        try:
-            for block in self._in_order(epoch, start):
-                # Blocks of other ranks are read for their weights alone, by readers of
-                # their own.
-                mine = self.plan.reads(block, self._rank, self._world_size)
-                key = block.lane, mine
-                if key not in readers:
-                    layout = self._layout
-                    if self._weight is not None and not mine:
-                        layout = layout.only(self._weight)
-                    readers[key] = LaneReader(self._source, layout, self.plan.part_rows)
-                load = functools.partial(
-                    self._load_block, readers[key], block, epoch, memory
-                )
-                if not self._read_ahead:
-                    yield load()
-                    continue
-                last[key] = threads.submit(_after, last.get(key), load)
-                ahead.append(last[key])
-                if len(ahead) > self._read_ahead:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
-        finally:
-            threads.shutdown(cancel_futures=True)
-
-    def _load_block(
-        self, lane: LaneReader, block: Block, epoch: int, memory: Memory
-    ) -> BlockRows:
-        """Reads, checks and shuffles a block; its shuffled columns are written to matrices of ``memory``."""
-        order = self.plan.permutation(epoch, block)
-        parts = [lane.read(segment) for segment in block.segments]
-        numbers = np.concatenate(
-            [
-                np.arange(start, stop) + self._firsts[group]
-                for group, start, stop in block.segments
-            ]
-        )
-        if order is not None:
-            numbers = numbers.take(order)
-        scalars = []
-        ragged = {}
-        for name in lane.layout.ids:
-            column = concatenate([ids[name] for ids, _ in parts])
-            if column.ragged:
-                ragged[name] = _shuffled_column(column, order)
-            else:
-                scalars.append(column.values)
-        vectors = []
-        for name in lane.layout.floats:
-            arrays = [floats[name] for _, floats in parts]
-            # One segment is not copied.
-            vectors.append(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
-        buffers: list[Array] = []
-        rows = BlockRows(
-            _shuffled_vectors(scalars, np.int64, order, memory, buffers),
-            ragged,
-            _shuffled_vectors(vectors, np.float32, order, memory, buffers),
-            lane.layout.floats,
-            numbers,
-        )
-        rows.buffers = buffers
-        return rows
-
-    def _in_order(self, epoch: int, start: int) -> Iterator[Block]:
-        lanes = self.plan.blocks(epoch)
-        last: dict[int, int] = {}
-        for step in range(start, self.plan.steps):
-            for piece in self._pieces(lanes, step):
-                block = piece.block
-                # Not one that was loaded for an earlier step or piece.
-                if last.get(block.lane, -1) < block.number:
-                    last[block.lane] = block.number
-                    yield block
-
-
 class StreamedRows:
-    """Builds batches from a source of any size, read while the epoch runs; see :class:`Batches`.
+    """Builds batches from a source of any size, read while the epoch runs.
 
     Args:
         source: files with all rows.
@@ -339,8 +152,12 @@ class StreamedRows:
         shared: maker of batches with shared candidates; None for rows that come as they are.
         share: this rank's share of each global batch.
         in_order: keep the order of the files if there is no shuffle, see :class:`ChunkLoader`.
+
+    Attributes:
+        num_rows: number of rows of all ranks.
     """
 
+    # A thread may build batches, which are then pinned.
     ahead = True
 
     def __init__(
@@ -380,7 +197,7 @@ class StreamedRows:
         own_lane = share.world_size > lanes and not whole
         if not config.shuffle:
             own_lane = not in_order
-        plan = StreamPlan(
+        self._plan = StreamPlan(
             group_rows=group_rows,
             batch_size=config.batch_size,
             lanes=lanes,
@@ -391,56 +208,59 @@ class StreamedRows:
             places=share.world_size if own_lane else None,
         )
         layout.require(source, config)
+        self.num_rows = self._plan.num_rows
+        self._source = source
         self._schema = schema
         self._layout = layout
-        self._stream = Stream(
-            source,
-            layout,
-            plan,
-            weight=config.weight,
-            read_ahead=config.read_ahead,
-            rank=share.rank,
-            world_size=share.world_size,
-        )
-        self.num_rows = plan.num_rows
         self._config = config
         self._shared = shared
         self._share = share
-        self._places = plan.places
+        self._places = self._plan.places
+        counts = np.array(group_rows, dtype=np.int64)
+        self._firsts = np.cumsum(counts) - counts
 
     def follow(self, stream: Mapping[str, Any] | None) -> None:
         """Sets the epoch's order to that of a saved fingerprint; None restores the one for this number of ranks."""
         places = self._places if stream is None else stream.get("places")
-        self._stream.plan = dataclasses.replace(self._stream.plan, places=places)
+        self._plan = dataclasses.replace(self._plan, places=places)
 
     def fingerprint(self) -> dict[str, Any]:
-        """See :meth:`Batches.fingerprint`."""
-        return self._stream.fingerprint()
+        """Returns the sizes of the source behind the order of rows; the loader's settings come on top."""
+        plan = self._plan
+        # Little-endian, so that a position that was saved on one machine is one on any
+        # other.
+        counts = hashlib.sha256(
+            np.array(plan.group_rows, dtype="<i8").tobytes()
+        ).hexdigest()[:16]
+        sizes: dict[str, Any] = {"rows": plan.num_rows, "row_groups": counts}
+        # Without a shuffle the rows have one order, whatever the buffer.
+        if plan.shuffle:
+            sizes |= {"lanes": plan.usual_lanes, "buffer_rows": plan.buffer_rows}
+        if plan.num_lanes != plan.usual_lanes:
+            sizes["places"] = plan.num_lanes
+        return sizes
 
     def batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
-        """See :meth:`Batches.batches`."""
-        size = self._share.rows(self._config.batch_size)
-        weight = self._config.weight
-        for number, step in enumerate(self._stream.steps(epoch, start), start=start):
-            total = (
-                summed_weights(step.everyone, weight)
-                if weight
-                else float(step.num_rows)
-            )
+        """Yields the batches of an epoch from step ``start`` on, equally many on every rank."""
+        config = self._config
+        size = self._share.rows(config.batch_size)
+        for step, (mine, everyone) in enumerate(self._steps(epoch, start), start=start):
+            if config.weight:
+                total = summed_weights(everyone, config.weight)
+            else:
+                total = float(
+                    min(config.batch_size, self.num_rows - step * config.batch_size)
+                )
             rows = StepRows(
-                gathered(step.mine, self._layout),
-                places_in_source(step.mine),
+                gathered(mine, self._layout),
+                places_in_source(mine),
                 torch.tensor(total / self._share.world_size),
             )
             if self._shared is not None:
-                yield self._shared.batch(rows, epoch, number)
+                yield self._shared.batch(rows, epoch, step)
                 continue
             answers = Answers.of(
-                self._schema,
-                self._config,
-                rows.columns.numbers,
-                len(rows.numbers),
-                size,
+                self._schema, config, rows.columns.numbers, len(rows.numbers), size
             )
             # Each row has a shared row of its own.
             yield assemble(
@@ -450,3 +270,132 @@ class StreamedRows:
                 total_weight=rows.total,
                 numbers=RowNumbers(rows.numbers, rows.numbers),
             )
+
+    def _steps(
+        self, epoch: int, start: int
+    ) -> Iterator[tuple[list[Slice], list[Slice]]]:
+        """Yields the rows of each step, this rank's and those of all ranks, of whom others' may hold weights alone."""
+        lanes = self._plan.blocks(epoch)
+        memory = Memory()
+        blocks = self._load(epoch, start, memory)
+        loaded_blocks: dict[tuple[int, int], BlockRows] = {}
+        for step in range(start, self._plan.steps):
+            pieces = self._pieces(lanes, step)
+            keys = dict.fromkeys(
+                (piece.block.lane, piece.block.number) for piece in pieces
+            )
+            # A lane goes forward only, so a block that this step does not need is not
+            # needed again.
+            for key in loaded_blocks.keys() - keys:
+                memory.give(loaded_blocks.pop(key))
+            # In the order of the pieces, in which the blocks come.
+            for key in keys:
+                if key not in loaded_blocks:
+                    loaded_blocks[key] = next(blocks)
+            local = []
+            slices = []
+            for piece in pieces:
+                rows = loaded_blocks[piece.block.lane, piece.block.number]
+                slices.append(Slice(rows, piece.start, piece.stop))
+                if piece.mine:
+                    local.append(slices[-1])
+            yield local, slices
+
+    def _pieces(self, lanes: list[list[Block]], step: int) -> list[Piece]:
+        return list(
+            self._plan.pieces(
+                lanes,
+                step,
+                self._share.rank,
+                self._share.world_size,
+                everyone=self._config.weight is not None,
+            )
+        )
+
+    def _load(self, epoch: int, start: int, memory: Memory) -> Iterator[BlockRows]:
+        """Yields each block once, in the order of its first use, while ``read_ahead`` of the next are read.
+
+        By as many threads: Arrow decodes two row groups on two cores twice as fast as one, and the columns of one only
+        1.3 times. Not by one for each lane: of a log of 40 columns each takes 110 MB.
+        """
+        read_ahead = self._config.read_ahead
+        weight = self._config.weight
+        readers: dict[tuple[int, bool], LaneReader] = {}
+        last: dict[tuple[int, bool], Future[BlockRows]] = {}
+        threads = ThreadPoolExecutor(max(read_ahead, 1), "torchrec_ext-read")
+        ahead: deque[Future[BlockRows]] = deque()
+        try:
+            for block in self._in_order(epoch, start):
+                # Blocks of other ranks are read for their weights alone, by readers of
+                # their own.
+                mine = self._plan.reads(block, self._share.rank, self._share.world_size)
+                key = block.lane, mine
+                if key not in readers:
+                    layout = self._layout
+                    if weight is not None and not mine:
+                        layout = layout.only(weight)
+                    readers[key] = LaneReader(
+                        self._source, layout, self._plan.part_rows
+                    )
+                load = functools.partial(
+                    self._load_block, readers[key], block, epoch, memory
+                )
+                if not read_ahead:
+                    yield load()
+                    continue
+                last[key] = threads.submit(_after, last.get(key), load)
+                ahead.append(last[key])
+                if len(ahead) > read_ahead:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            threads.shutdown(cancel_futures=True)
+
+    def _load_block(
+        self, lane: LaneReader, block: Block, epoch: int, memory: Memory
+    ) -> BlockRows:
+        """Reads, checks and shuffles a block; its shuffled columns are written to matrices of ``memory``."""
+        order = self._plan.permutation(epoch, block)
+        parts = [lane.read(segment) for segment in block.segments]
+        numbers = np.concatenate(
+            [
+                np.arange(start, stop) + self._firsts[group]
+                for group, start, stop in block.segments
+            ]
+        )
+        if order is not None:
+            numbers = numbers.take(order)
+        scalars = []
+        ragged = {}
+        for name in lane.layout.ids:
+            column = concatenate([ids[name] for ids, _ in parts])
+            if column.ragged:
+                ragged[name] = _shuffled_column(column, order)
+            else:
+                scalars.append(column.values)
+        vectors = []
+        for name in lane.layout.floats:
+            arrays = [floats[name] for _, floats in parts]
+            # One segment is not copied.
+            vectors.append(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+        buffers: list[Array] = []
+        return BlockRows(
+            _shuffled_vectors(scalars, np.int64, order, memory, buffers),
+            ragged,
+            _shuffled_vectors(vectors, np.float32, order, memory, buffers),
+            lane.layout.floats,
+            numbers,
+            buffers,
+        )
+
+    def _in_order(self, epoch: int, start: int) -> Iterator[Block]:
+        lanes = self._plan.blocks(epoch)
+        last: dict[int, int] = {}
+        for step in range(start, self._plan.steps):
+            for piece in self._pieces(lanes, step):
+                block = piece.block
+                # Not one that was loaded for an earlier step or piece.
+                if last.get(block.lane, -1) < block.number:
+                    last[block.lane] = block.number
+                    yield block

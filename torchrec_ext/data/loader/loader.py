@@ -1,6 +1,6 @@
 """ChunkLoader: rows in memory, in files or on a device -> TowerBatches, resumable, the same on any number of ranks.
 
-Batches: the protocol of these kinds of rows; batches_of() builds them.
+batches_of(), sessions_of(): build the source of the batches, for rows in memory or in files.
 
 training_negatives(): builds the sampler of a LoaderConfig.
 """
@@ -11,16 +11,17 @@ import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.data.columns import Chunk, Column, sample_digest, with_elements
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.config import LoaderConfig as LoaderConfig
 from torchrec_ext.data.loader.config import Sampling as Sampling
-from torchrec_ext.data.loader.epochs import Epochs, Share
+from torchrec_ext.data.loader.epochs import Share, prefetched
 from torchrec_ext.data.loader.from_files import StreamedRows
 from torchrec_ext.data.loader.on_device import DeviceCandidates, ResidentRows, read_all
 from torchrec_ext.data.loader.shared import (
@@ -100,20 +101,8 @@ def _check(config: LoaderConfig, sampler: Sampler | None, *, has_items: bool) ->
         )
 
 
-class Batches(Protocol):
-    """The source of a rank's batches: :class:`ResidentRows` or :class:`StreamedRows`.
-
-    ``num_rows`` counts the rows of all ranks; ``ahead`` says whether a thread may build batches, which are then pinned.
-    """
-
-    num_rows: int
-    ahead: bool
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Returns the facts about the rows behind their order; the loader's settings come on top."""
-
-    def batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
-        """Yields the batches of an epoch from step ``start`` on, equally many on every rank."""
+# The source of a rank's batches.
+Batches = ResidentRows | StreamedRows
 
 
 def batches_of(
@@ -235,7 +224,10 @@ _STREAM_SETTINGS = (
 )
 
 
-class ChunkLoader(Epochs):
+_AHEAD_ON_GPU = 2
+
+
+class ChunkLoader:
     """Yields an epoch of TowerBatches from rows in memory, or from files of any size.
 
     The order and the negatives are functions of (seed, epoch). Each global step takes the next ``batch_size`` rows;
@@ -267,12 +259,14 @@ class ChunkLoader(Epochs):
             drawn uniformly and shared by all targets of a step; 0 makes the whole catalogue the candidates.
 
     Attributes:
+        depth: number of batches that a thread builds ahead.
+        epoch: the epoch that it is in.
         hook: where :func:`drop_ids` and :class:`DynamicIdLoader` replace the ids of the batches.
         sessions: see above; None for other rows.
 
     Raises:
-        DataError: a source or chunk lacks a column; when iterated, a bad value, naming feature, value and row of
-            ``chunk``, or file, row group and row.
+        DataError: an epoch would have no step; a source or chunk lacks a column; when iterated, a bad value, naming
+            feature, value and row of ``chunk``, or file, row group and row.
     """
 
     def __init__(
@@ -340,24 +334,68 @@ class ChunkLoader(Epochs):
             self._rows = sessions_of(
                 chunk, schema, fitting_config, sessions, share, place
             )
-        super().__init__(config, self._rows.num_rows, "rows")
+        self.config = config
+        self.num_samples = self._rows.num_rows
+        on_gpu = torch.cuda.is_available() and not _is_cpu_rank()
         # Rows on a device: there is nothing for a thread to hide, and no copy to pin
-        # memory for.
-        if not self._rows.ahead:
-            self.depth = 0
-            self._pin = False
+        # memory for. On a CPU the thread and the step wait for each other at Python's
+        # lock, which costs most models more than it hides.
+        self._pin = self.depth = 0
+        if self._rows.ahead:
+            usual = _AHEAD_ON_GPU if on_gpu else 0
+            self.depth = usual if config.prefetch is None else config.prefetch
+            self._pin = on_gpu if config.pin_memory is None else config.pin_memory
+        self.epoch = 0
+        self._step = 0
+        self._start = 0
+        self._is_over = False
+        if not len(self):
+            raise DataError(
+                f"{self.num_samples} rows with loader.batch_size={config.batch_size} and "
+                f"loader.drop_last={config.drop_last} make no step; give more rows or a smaller batch_size, or keep "
+                "the last batch"
+            )
+
+    def __len__(self) -> int:
+        """Number of steps in an epoch, the same on every rank."""
+        return self.config.num_steps(self.num_samples)
 
     def set_epoch(self, epoch: int) -> None:
         """Starts ``epoch``, counted from 0, at its first step."""
-        super().set_epoch(epoch)
+        self._go_to(epoch, 0)
         # An epoch that was resumed on another number of ranks keeps its order; the next
         # one has this number's.
         if isinstance(self._rows, StreamedRows):
             self._rows.follow(None)
 
-    def epoch_batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
-        """See :meth:`Epochs.epoch_batches`."""
-        return self._rows.batches(epoch, start)
+    def _go_to(self, epoch: int, step: int) -> None:
+        self.epoch = epoch
+        self._step = step
+        self._start = step
+        self._is_over = False
+
+    def __iter__(self) -> Iterator[TowerBatch]:
+        """Yields the epoch's batches; once after :meth:`load_state_dict`, the remaining ones."""
+        if self._is_over and self.config.shuffle:
+            # As silent as with torch's DistributedSampler otherwise.
+            warnings.warn(
+                f"{type(self).__name__}: another pass over epoch {self.epoch}, in the same order; call "
+                "set_epoch(epoch) before each pass",
+                stacklevel=2,
+            )
+        start = self._start
+        self._start = 0
+        self._step = start
+        batches = self._rows.batches(self.epoch, start)
+        # In the thread that builds batches, if there is one: pinning copies them.
+        if self._pin:
+            batches = (batch.pin_memory() for batch in batches)
+        for step, batch in enumerate(prefetched(batches, self.depth), start=start + 1):
+            # Here and not in the thread: batches that nobody has taken yet do not
+            # count.
+            self._step = step
+            yield batch
+        self._is_over = True
 
     def steps(self, *, inside: bool = False) -> Iterator[DrawnStep | TowerBatch]:
         """Yields the steps: a :class:`DrawnStep` for rows on a device, else a batch.
@@ -381,14 +419,43 @@ class ChunkLoader(Epochs):
             self._step = step
             yield item
 
+    def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
+        """Returns the position in the stream, as numbers, texts and tensors.
+
+        Args:
+            step: number of steps of this epoch that the caller has finished. A pipeline that fetches ahead must give
+                it; by default it is the number of batches handed out (those that the prefetch thread has built
+                do not count).
+        """
+        return {
+            "epoch": self.epoch,
+            "step": self._step if step is None else step,
+            "stream": self.stream_facts(),
+        }
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See :meth:`Epochs.load_state_dict`.
+        """Continues at the saved position, on any number of ranks.
 
         Rows in files keep the order of the saved epoch until it ends, if it depends on the number of ranks.
+
+        Raises:
+            ValueError: the state belongs to another stream, whose remaining samples are different ones.
         """
         if isinstance(self._rows, StreamedRows):
             self._rows.follow(state["stream"])
-        super().load_state_dict(state)
+        stream = self.stream_facts()
+        changes = []
+        # Facts that the state lacks are not compared: it may come from an earlier
+        # version.
+        for name, value in state["stream"].items():
+            if value != stream.get(name):
+                changes.append(f"{name} was {value!r} and is {stream.get(name)!r}")
+        if changes:
+            raise ValueError(
+                f"cannot resume in the middle of an epoch: {', '.join(changes)}; restore these settings, or begin a "
+                "new run with its weights (start.path)"
+            )
+        self._go_to(int(state["epoch"]), int(state["step"]))
 
     def stream_facts(self) -> dict[str, Any]:
         """Returns the settings and facts behind the stream of samples, without the epoch."""
@@ -402,6 +469,11 @@ class ChunkLoader(Epochs):
             if isinstance(self._chunk, Chunk)
             else self._chunk.digest()
         )
+
+
+def _is_cpu_rank() -> bool:
+    """Whether this rank trains on the CPU, perhaps of a host with GPUs: pinned memory would cost a context of CUDA."""
+    return dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO
 
 
 def training_loader(

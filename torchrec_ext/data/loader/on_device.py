@@ -190,7 +190,7 @@ def _with(columns: RowColumns, others: RowColumns) -> RowColumns:
 
 
 class ResidentRows:
-    """Builds batches of rows that are tensors on one device, shuffled as a whole; see :class:`Batches`.
+    """Builds batches of rows that are tensors on one device, shuffled as a whole.
 
     From the host come an epoch's order, its number of steps and the number of ids in each step's bags: a step waits for
     nothing.
@@ -251,11 +251,11 @@ class ResidentRows:
         self._lists = ragged_lists(schema, ragged)
 
     def fingerprint(self) -> dict[str, Any]:
-        """See :meth:`Batches.fingerprint`."""
+        """Returns the facts about the rows behind their order; the loader's settings come on top."""
         return {"rows": self.num_rows}
 
     def batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
-        """See :meth:`Batches.batches`."""
+        """Yields the batches of an epoch from step ``start`` on, equally many on every rank."""
         for step in self._steps(epoch, start):
             yield self._made(epoch, step)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -39,14 +40,17 @@ class StepRows(NamedTuple):
 
 
 class StepCandidates(Protocol):
-    """Makes the batches of rows whose candidates belong to the step; ``ids`` are further columns that it reads."""
+    """Makes the batches of rows whose candidates belong to the step."""
 
-    ids: tuple[str, ...]
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Further columns that it reads."""
 
     def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
         """Builds the batch of a rank's rows, of the same size on every rank."""
 
 
+@dataclass(frozen=True)
 class SharedCandidates:
     """Puts candidates after the positives, for a softmax over the batch or the catalogue.
 
@@ -66,36 +70,32 @@ class SharedCandidates:
         share: this rank's share of each global batch.
     """
 
-    def __init__(
-        self,
-        schema: BatchSchema,
-        config: LoaderConfig,
-        items: DeviceTable,
-        candidates: MixedNegatives | CatalogueCandidates,
-        share: Share,
-    ) -> None:
-        self._key = schema.candidate or ITEM
-        self.ids: tuple[str, ...] = (self._key,)
-        self._schema = schema
-        self._config = config
-        self._items = items
-        self._candidates = candidates
-        self._share = share
+    schema: BatchSchema
+    config: LoaderConfig
+    items: DeviceTable
+    candidates: MixedNegatives | CatalogueCandidates
+    share: Share
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """See :class:`StepCandidates`."""
+        return (self.schema.candidate or ITEM,)
 
     def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
         """See :class:`StepCandidates`."""
-        schema = self._schema
-        queries = self._share.rows(self._config.batch_size)
+        schema = self.schema
+        (key,) = self.ids
+        queries = self.share.rows(self.config.batch_size)
         count = len(rows.numbers)
         positives = known_items(
             schema,
-            self._items.num_rows,
-            rows.columns.bags[self._key].values.numpy(),
+            self.items.num_rows,
+            rows.columns.bags[key].values.numpy(),
             rows.numbers.numpy(),
-            self._key,
+            key,
         )
-        drawn = self._candidates.draw(
-            epoch, step, rank=self._share.rank, world_size=self._share.world_size
+        drawn = self.candidates.draw(
+            epoch, step, rank=self.share.rank, world_size=self.share.world_size
         )
         size = queries + len(drawn)
         # Items count from 1: 0 fills a rank's share up.
@@ -105,7 +105,7 @@ class SharedCandidates:
         places = torch.cat(
             [torch.arange(count), queries + torch.arange(len(extra), dtype=torch.int64)]
         )
-        features = placed(self._items.columns(torch.from_numpy(ids)), places, size)
+        features = placed(self.items.columns(torch.from_numpy(ids)), places, size)
         # Features of items in the shared rows: each row then needs one of its own. Extra
         # candidates need some shared row and are no queries, so that the first one does.
         own = any(name in schema.shared for name in (*features.bags, *features.numbers))
@@ -113,16 +113,16 @@ class SharedCandidates:
         index = torch.arange(size)
         numbers = padded(rows.numbers, size).clone()
         # Those of the candidates are below 0, by their places among those of all ranks.
-        first = self._share.rank * len(drawn)
+        first = self.share.rank * len(drawn)
         numbers[queries:] = -1 - first - torch.arange(len(drawn))
-        answers = Answers.of(schema, self._config, rows.columns.numbers, count, size)
+        answers = Answers.of(schema, self.config, rows.columns.numbers, count, size)
 
         def beside(size: int, items: RowColumns) -> RowColumns:
             mine = placed(rows.columns, torch.arange(count), size)
             return RowColumns(mine.bags | items.bags, mine.numbers | items.numbers)
 
         users = rows.columns.bags.get(schema.query or "")
-        batch = assemble(
+        return assemble(
             schema,
             beside(size, features),
             answers,
@@ -136,13 +136,13 @@ class SharedCandidates:
                 0, places, torch.from_numpy(ids)
             ),
             log_q=torch.zeros(size).index_copy_(
-                0, places, torch.from_numpy(self._candidates.log_q(ids))
+                0, places, torch.from_numpy(self.candidates.log_q(ids))
             ),
             queries=queries,
         )
-        return batch
 
 
+@dataclass(frozen=True)
 class SessionCandidates:
     """Puts a step's candidates beside sessions, of which each item but the first is a target.
 
@@ -156,22 +156,22 @@ class SessionCandidates:
         share: this rank's share of each global batch.
     """
 
-    ids: tuple[str, ...] = ()
+    schema: BatchSchema
+    config: LoaderConfig
+    num_items: int
+    share: Share
 
-    def __init__(
-        self, schema: BatchSchema, config: LoaderConfig, num_items: int, share: Share
-    ) -> None:
-        self._schema = schema
-        self._config = config
-        self._num_items = num_items
-        self._share = share
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """See :class:`StepCandidates`."""
+        return ()
 
     def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
         """See :class:`StepCandidates`."""
         device = rows.numbers.device
-        size = self._share.rows(self._config.batch_size)
+        size = self.share.rows(self.config.batch_size)
         candidates = CatalogueCandidates(self._drawn(epoch, step)).draw(
-            epoch, step, rank=self._share.rank, world_size=self._share.world_size
+            epoch, step, rank=self.share.rank, world_size=self.share.world_size
         )
         ends = torch.arange(size + 1, device=device) * len(candidates) // size
         ids = torch.from_numpy(candidates).to(device)
@@ -179,7 +179,7 @@ class SessionCandidates:
         is_row = torch.arange(size, device=device) < len(rows.numbers)
         numbers = padded(rows.numbers, size)
         return assemble(
-            self._schema,
+            self.schema,
             RowColumns(bags, {}),
             Answers(torch.ones(size, device=device), is_row.float()),
             total_weight=rows.total,
@@ -188,8 +188,8 @@ class SessionCandidates:
 
     def _drawn(self, epoch: int, step: int) -> Int64:
         """Returns the candidates of all ranks, of which each takes its part."""
-        if not self._config.negatives:
-            return np.arange(1, self._num_items + 1)
-        generator = np.random.default_rng([self._config.seed, epoch, step, 1])
-        count = self._config.batch_size * self._config.negatives
-        return generator.integers(1, self._num_items + 1, size=count)
+        if not self.config.negatives:
+            return np.arange(1, self.num_items + 1)
+        generator = np.random.default_rng([self.config.seed, epoch, step, 1])
+        count = self.config.batch_size * self.config.negatives
+        return generator.integers(1, self.num_items + 1, size=count)

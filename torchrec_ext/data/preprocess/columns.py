@@ -20,7 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from torchrec_ext.data.columns import Array, Column, Int64
+from torchrec_ext.data.columns import Array, Column, Int64, offsets_of
+from torchrec_ext.data.files.arrow import is_list_type
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import did_you_mean, listed
 
@@ -54,11 +55,7 @@ def raw_type(dtype: pa.DataType) -> str | None:
     types = pa.types
     if types.is_dictionary(dtype):
         return raw_type(dtype.value_type)
-    if (
-        types.is_list(dtype)
-        or types.is_large_list(dtype)
-        or types.is_fixed_size_list(dtype)
-    ):
+    if is_list_type(dtype):
         inner = raw_type(dtype.value_type)
         # No step and no batch reads lists of lists.
         if inner is None or is_list_column(inner):
@@ -181,7 +178,7 @@ class Cells(NamedTuple):
             in ``texts``. A null is 0, NaN or, among texts, -1.
         valid: (V,) which values are not null; None if all are there.
         offsets: (B + 1,) int64 offsets of a list column's rows in ``values``, from 0 on; no list is null.
-        texts: texts of a column of texts, once or more each: an Arrow array, as files have them, or a request's list.
+        texts: texts of a column of texts: an Arrow array of each text of many values, or the list of a few.
         unit: unit of a column of timestamps.
     """
 
@@ -194,7 +191,9 @@ class Cells(NamedTuple):
     @property
     def rows(self) -> int:
         """Number of rows, B."""
-        return len(self.values if self.offsets is None else self.offsets[1:])
+        if self.offsets is not None:
+            return len(self.offsets) - 1
+        return len(self.values)
 
     @property
     def is_valid(self) -> Mask:
@@ -226,12 +225,13 @@ class Cells(NamedTuple):
         """Returns integers or texts as places (V,) in a list of values, once or more each; -1 for null."""
         if self.texts is not None:
             return self.values, words(self.texts)
-        if len(self.values) < _FEW:
+        if len(self.values) <= _FEW:
             places = np.where(self.is_valid, np.arange(len(self.values)), -1)
             return places, self.values.tolist()
         nulls = None if self.valid is None else ~self.valid
         encoded = pa.array(self.values, mask=nulls).dictionary_encode()
-        return _places(encoded), encoded.dictionary.to_numpy().tolist()
+        places = encoded.indices.fill_null(-1).to_numpy().astype(np.int64)
+        return places, encoded.dictionary.to_numpy().tolist()
 
     def column(self) -> Column:
         """Returns the rows as a column of a chunk; none of the values may be null."""
@@ -252,8 +252,9 @@ class Cells(NamedTuple):
         return values.cast(dtype)
 
 
-# Integers of which Arrow finds the different ones later than they are hashed one by one.
-_FEW = 16
+# Values up to which a call of Arrow, of 5 to 260 us, takes longer than Python: to read
+# them, and to find the different ones before they are hashed.
+_FEW = 64
 
 # Columns of some rows by name.
 Columns = Mapping[str, Cells]
@@ -272,46 +273,6 @@ def words(texts: pa.Array | list[str]) -> list[str]:
 def text_array(texts: pa.Array | list[str]) -> pa.Array:
     """Returns the texts of cells as an Arrow array."""
     return pa.array(texts, STRING) if isinstance(texts, list) else texts
-
-
-def offsets_of(lengths: Array | Sequence[int]) -> Int64:
-    """Returns the offsets of lists of ``lengths`` (B,) values each."""
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
-
-
-def _places(encoded: pa.DictionaryArray) -> Int64:
-    indices = encoded.indices
-    if indices.null_count:
-        indices = indices.fill_null(-1)
-    places: Int64 = indices.to_numpy().astype(np.int64)
-    return places
-
-
-def cells_of(array: pa.Array) -> Cells:
-    """Returns an Arrow array of a raw type as cells; a null list becomes an empty one."""
-    dtype = working_type(array.type)
-    if array.type != dtype:
-        array = array.cast(dtype)
-    if pa.types.is_list(dtype):
-        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
-        # Unlike array.values, flatten() leaves out null lists and values outside a
-        # slice.
-        return cells_of(array.flatten())._replace(offsets=offsets_of(lengths))
-    valid = None
-    if array.null_count:
-        valid = array.is_valid().to_numpy(zero_copy_only=False)
-    if pa.types.is_string(dtype):
-        encoded = array.dictionary_encode()
-        return Cells(_places(encoded), valid, texts=encoded.dictionary)
-    unit = dtype.unit if dtype in TIMES else None
-    if unit:
-        array = array.cast(INT64)
-    # With a null Arrow would make floats of integers, and large ones would lose digits.
-    if dtype != FLOAT64 and array.null_count:
-        array = array.fill_null(0)
-    return Cells(array.to_numpy(zero_copy_only=False), valid, unit=unit)
 
 
 class CellError(DataError):
@@ -367,7 +328,8 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
     if not hasattr(data, "__getitem__"):
         data = list(data)
     try:
-        return cells_of(_typed(data, raw))
+        array = data if isinstance(data, pa.Array) else pa.array(data)
+        return _arrow_cells(array, raw)
     except _REFUSALS:
         raise _type_error(name, data, raw) from None
 
@@ -379,7 +341,9 @@ _WHOLE = {"float32": 2**24, "float64": 2**53}
 
 
 def _plain_cells(data: list[Any], raw: str) -> Cells | None:
-    """Reads values of Python's own types; None if Arrow has to read or to refuse them."""
+    """Reads a few values of Python's own types; None if Arrow has to read or to refuse them."""
+    if len(data) > _FEW:
+        return None
     kinds = set(map(type, data))
     valid = None
     if NoneType in kinds:
@@ -396,8 +360,9 @@ def _plain_cells(data: list[Any], raw: str) -> Cells | None:
     unit = raw[len("timestamp[") : -1]
     if kinds in ({str}, {datetime}):
         try:
-            data = [value and _ticks(value, unit) for value in data]
-        except ValueError:
+            data = [value if value is None else _ticks(value, unit) for value in data]
+        # A zone may say that it has no offset.
+        except (TypeError, ValueError):
             return None
         kinds = {int}
     cells = _plain_values(data, "int64", kinds, valid)
@@ -461,29 +426,48 @@ def _ticks(time: str | datetime, unit: str) -> int:
     return ticks
 
 
-def _typed(data: Sequence[Any], raw: str) -> pa.Array:
-    """Converts values to the column's type, more strictly than Arrow: that would cut 1.5 to 1 and read "7" as 7."""
-    array = data if isinstance(data, pa.Array) else pa.array(data)
-    target_type = arrow_type(raw)
-    if array.type == target_type:
-        return array
-    is_list = pa.types.is_list(target_type) and pa.types.is_list(array.type)
-    inner = array.type.value_type if is_list else array.type
-    is_time = element(raw).startswith("timestamp[")
-    if (
-        is_time
-        and not is_list
-        and (pa.types.is_string(inner) or pa.types.is_date(inner))
-    ):
-        return as_times(array).cast(target_type, safe=False)
-    if is_time and is_list and pa.types.is_string(inner):
-        times = as_times(array.values).cast(target_type.value_type, safe=False)
-        nulls = array.is_null() if array.null_count else None
-        return pa.ListArray.from_arrays(array.offsets, times, mask=nulls)
-    if not _stands_for(array.type, raw):
+def _arrow_cells(array: pa.Array, raw: str) -> Cells:
+    """Reads an Arrow array more strictly than Arrow casts it: that would cut 1.5 to 1 and read "7" as 7.
+
+    Raises:
+        TypeError, ArrowException: a value is of another type.
+    """
+    if is_list_column(raw):
+        if pa.types.is_null(array.type):
+            array = array.cast(pa.list_(array.type))
+        if not is_list_type(array.type):
+            raise TypeError(f"it is {array.type}")
+        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
+        # Unlike array.values, flatten() leaves out null lists and values outside a
+        # slice.
+        try:
+            cells = _arrow_cells(array.flatten(), element(raw))
+        except TypeError:
+            raise TypeError(f"it is {array.type}") from None
+        return cells._replace(offsets=offsets_of(lengths))
+    dtype = arrow_type(raw)
+    is_time = dtype in TIMES
+    if is_time and (pa.types.is_string(array.type) or pa.types.is_date(array.type)):
+        array = as_times(array)
+    elif not _stands_for(array.type, raw):
         raise TypeError(f"it is {array.type}")
-    # A time of a finer unit loses what the column's unit cannot hold.
-    return array.cast(target_type, safe=not is_time)
+    # First to the column's own type: a time of a finer unit loses what the column's unit
+    # cannot hold, and a number what 32 bits cannot.
+    for each in (dtype, INT64 if is_time else working_type(dtype)):
+        if array.type != each:
+            array = array.cast(each, safe=not is_time)
+    valid = None
+    if array.null_count:
+        valid = array.is_valid().to_numpy(zero_copy_only=False)
+    if dtype == STRING:
+        encoded = array.dictionary_encode()
+        places = encoded.indices.fill_null(-1).to_numpy().astype(np.int64)
+        return Cells(places, valid, texts=encoded.dictionary)
+    # With a null Arrow would make floats of integers, and large ones would lose digits.
+    if valid is not None and array.type == INT64:
+        array = array.fill_null(0)
+    values = array.to_numpy(zero_copy_only=False)
+    return Cells(values, valid, unit=dtype.unit if is_time else None)
 
 
 _ISO_8601 = r"^\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}(:\d{2}(\.\d{1,6})?)?(Z|[+-]\d{2}(:?\d{2})?)?)?$"
@@ -550,14 +534,9 @@ def _is_time(array: pa.Array) -> bool:
 
 @lru_cache
 def _stands_for(dtype: pa.DataType, raw: str) -> bool:
-    values = dtype.value_type if pa.types.is_list(dtype) else dtype
     # Nulls alone are of any type.
-    if pa.types.is_null(values):
-        return True
-    kind = raw_type(dtype)
-    if kind is None or is_list_column(kind) != is_list_column(raw):
-        return False
-    return element(kind) in _TAKES.get(element(raw), _TIME_TAKES)
+    takes = _TAKES.get(raw, _TIME_TAKES)
+    return pa.types.is_null(dtype) or raw_type(dtype) in takes
 
 
 def _type_error(name: str, data: Sequence[Any], raw: str) -> DataError:
@@ -578,7 +557,7 @@ def _type_error(name: str, data: Sequence[Any], raw: str) -> DataError:
 
 def _complaint(value: Any, raw: str) -> str:
     try:
-        _typed([value], raw)
+        _arrow_cells(pa.array([value]), raw)
     except _REFUSALS as error:
         return str(error).splitlines()[0]
     return ""

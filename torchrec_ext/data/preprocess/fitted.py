@@ -43,6 +43,7 @@ from torchrec_ext.data.preprocess.columns import (
     Types,
     all_true,
     arrow_type,
+    is_list_column,
     missing_column,
     raw_type,
     read_cells,
@@ -67,6 +68,7 @@ from torchrec_ext.data.preprocess.rows import (
     connected,
     open_rows,
     telling,
+    view_of,
 )
 from torchrec_ext.data.preprocess.step import Step, StepState, quoted
 from torchrec_ext.data.preprocess.times import TimeFeatures, per_second
@@ -277,30 +279,34 @@ class FittedPreprocessor:
             )
             data.check_types(self.raw, "in fitting")
             # The folder `out` is replaced at the end: no file in it may be a source.
-            for rows in (data, past):
-                for files in rows.files:
+            for opened_rows in (data, past):
+                for files in opened_rows.files:
                     keep_sources(out, files.files)
             sql = requests_sql(self, data, past)
-            counts = UnknownIds(list(self.vocab))
+            rows = 0
 
             def made() -> Iterator[pa.RecordBatch]:
+                nonlocal rows
                 for batch in _ahead(self.batch, batches(opened, sql)):
-                    counts.add(batch)
+                    rows += batch.num_rows
                     if watch:
                         watch(batch)
                     yield batch
 
             with past.blaming(), data.blaming(), telling():
                 try:
-                    written = write_files(staging, self.schema, made())
+                    write_files(staging, self.schema, made())
                 except CellError as error:
-                    where, row = data.place(counts.rows + error.row)
+                    where, row = data.place(rows + error.row)
                     raise CellError(error.column, row, error.rule, where) from None
-            if not written:
+            if not rows:
                 raise DataError(f"{data.where}: no rows; give a split at least one")
+            if not watch:
+                shares = unknown_shares(self, view_of(staging, opened), opened)
+                line = unknown_line(out.name, rows, shares)
         if not watch:
-            print(unknown_line(out.name, counts.rows, counts.shares), flush=True)
-        return written
+            print(line, flush=True)
+        return rows
 
     def batches(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Transforms batches of rows as requests have them: ``spark_df.mapInArrow(fitted.batches, fitted.ddl)``.
@@ -461,35 +467,25 @@ class FittedPreprocessor:
             ) from None
 
 
-class UnknownIds:
-    """Counts the rows of batches, and the zeros of their id columns.
+def unknown_shares(
+    fitted: FittedPreprocessor, rows: str, con: Connection
+) -> dict[str, float]:
+    """Returns the share of zeros by column of ids, in a list column of its elements; 0 of none.
 
     Args:
-        names: id columns; in a list column each element counts.
+        fitted: steps with the columns.
+        rows: result of the steps, in SQL.
+        con: connection of DuckDB.
     """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.rows = 0
-        self._ids = dict.fromkeys(names, 0)
-        self._known = dict.fromkeys(names, 0)
-
-    def add(self, batch: pa.RecordBatch) -> None:
-        """Counts a batch."""
-        self.rows += batch.num_rows
-        for name in self._ids:
-            ids = batch.column(name)
-            if pa.types.is_list(ids.type):
-                ids = ids.flatten()
-            self._ids[name] += len(ids)
-            self._known[name] += int(np.count_nonzero(ids))
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Share of unknown ids by column; 0 of none."""
-        return {
-            name: (count - self._known[name]) / max(count, 1)
-            for name, count in self._ids.items()
-        }
+    shares = {}
+    for name in fitted.vocab:
+        column = quoted(name)
+        if is_list_column(fitted.outputs[name]):
+            column = f"unnest({column})"
+        ids = f"(SELECT {column} AS id FROM {rows})"
+        ((share,),) = con.sql(f"SELECT avg((id = 0)::INT) FROM {ids}").fetchall()
+        shares[name] = share or 0.0
+    return shares
 
 
 def unknown_line(split: str, rows: int, shares: Mapping[str, float]) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from torchrec_ext.data.columns import Int64
+from torchrec_ext.data.columns import Int64, offsets_of
 from torchrec_ext.data.preprocess.columns import (
     IDS,
     INT64,
@@ -22,7 +22,6 @@ from torchrec_ext.data.preprocess.columns import (
     Mask,
     Types,
     need,
-    offsets_of,
     text_array,
 )
 from torchrec_ext.data.preprocess.step import Step, StepState, quoted

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from torchrec_ext.data.columns import Column, Int64, Windows
+from torchrec_ext.data.columns import Column, Int64, Windows, offsets_of
 from torchrec_ext.data.preprocess.columns import (
     FLOAT64,
     INT64,
@@ -17,7 +17,6 @@ from torchrec_ext.data.preprocess.columns import (
     Mask,
     Types,
     need,
-    offsets_of,
     words,
 )
 from torchrec_ext.data.preprocess.step import ColumnStep, StepState

@@ -83,7 +83,9 @@ class TimeFeatures(Step):
         """Reads the features off the zone's calendar."""
         times = columns[self.column]
         second = times.values // per_second(times.unit, self.unit)
-        in_range = times.is_valid & (second >= _FIRST) & (second < _LAST)
+        in_range = (second >= _FIRST) & (second < _LAST)
+        if times.valid is not None:
+            in_range &= times.valid
         # Any time does where there is none: its numbers are replaced below.
         local = _local(np.where(in_range, second, 0), self.zone)
         results = {}
