@@ -9,7 +9,10 @@ from tests.test_stack import environment
 from torchrec_ext import doctor, stack
 
 NOTHING = stack.Installed(versions={})
-REST = "tensordict torchmetrics==1.0.3 tqdm pyre-extensions"
+REST = [
+    f"install {name}"
+    for name in ("tensordict", "torchmetrics==1.0.3", "tqdm", "pyre-extensions")
+]
 FBGEMM_GOES = "uninstall --yes fbgemm-gpu-cpu fbgemm-gpu"
 
 
@@ -38,8 +41,9 @@ def cpu_torch(version: str) -> str:
             [
                 cpu_torch("2.13.0"),
                 FBGEMM_GOES,
-                f"install fbgemm-gpu-cpu==1.8.0 {REST}",
-                "install --no-deps torchrec==1.8.0",
+                "install fbgemm-gpu-cpu==1.8.0",
+                "install torchrec==1.8.0 --no-deps",
+                *REST,
             ],
         ),
         (
@@ -47,9 +51,12 @@ def cpu_torch(version: str) -> str:
             "cuda",
             "2.14",
             [
-                FBGEMM_GOES.replace("--yes", "--yes torch"),
-                f"install torch==2.14.1 fbgemm-gpu==1.9.0 {REST}",
-                "install --no-deps torchrec==1.9.2",
+                "uninstall --yes torch",
+                "install torch==2.14.1",
+                FBGEMM_GOES,
+                "install fbgemm-gpu==1.9.0",
+                "install torchrec==1.9.2 --no-deps",
+                *REST,
             ],
         ),
         # What fits stays.
@@ -57,7 +64,7 @@ def cpu_torch(version: str) -> str:
             environment(torchrec=None),
             "cpu",
             "2.13",
-            ["install --no-deps torchrec==1.8.0"],
+            ["install torchrec==1.8.0 --no-deps"],
         ),
         # Neither build of fbgemm is whole beside the other.
         (
@@ -72,8 +79,10 @@ def cpu_torch(version: str) -> str:
             "cuda",
             "2.13",
             [
-                FBGEMM_GOES.replace("--yes", "--yes torch"),
-                "install torch==2.13.0 fbgemm-gpu==1.8.0",
+                "uninstall --yes torch",
+                "install torch==2.13.0",
+                FBGEMM_GOES,
+                "install fbgemm-gpu==1.8.0",
             ],
         ),
     ],
@@ -105,7 +114,7 @@ def test_a_mismatch_and_an_import_that_fails_end_with_1_and_a_repair(
     assert doctor.main(["--no-import"]) == 1
     out = capsys.readouterr().out
     assert "\nWRONG torchrec: found 1.6.0, expected 1.8.0\n" in out
-    assert out.endswith("-m pip install --no-deps torchrec==1.8.0\n")
+    assert out.endswith("-m pip install torchrec==1.8.0 --no-deps\n")
     monkeypatch.setattr(stack, "installed", environment)
     done = subprocess.CompletedProcess([], -6, "", "ImportError: cannot open\n")
     monkeypatch.setattr(subprocess, "run", lambda *_args, **_options: done)

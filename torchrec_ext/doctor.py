@@ -26,31 +26,29 @@ _PYTHON = shlex.quote(sys.executable)
 
 def repair(current: Installed, variant: Variant, triple: Triple) -> str:
     """Returns the line that mends what is installed, and leaves what fits; empty if all of it does."""
-    pip = f"{_PYTHON} -m pip"
     wrong = stack.mismatches(current, variant, triple)
-    pins = {}
-    for name, version in stack.requirements(variant, triple).items():
-        if name in wrong:
-            pins[name] = f"{name}=={version}" if version else name
+    pip = f"{_PYTHON} -m pip"
     steps = []
-    out: list[str] = []
-    if "torch" in pins and variant == "cpu":
-        torch = f"{pip} install {pins.pop('torch')}+cpu"
-        steps.append(f"{{ {torch} || {torch} --extra-index-url {_CPU_INDEX}; }}")
-    elif "torch" in pins:
-        # A CPU build of that version fits the pin, and would stay.
-        out.append("torch")
-    if FBGEMM_NAME[variant] in pins:
-        # Both builds unpack into one folder, so neither is whole beside the other.
-        out += FBGEMM_NAME.values()
-    if out:
-        steps.append(f"{pip} uninstall --yes {' '.join(out)}")
-    torchrec = pins.pop("torchrec", "")
-    if pins:
-        steps.append(f"{pip} install {' '.join(pins.values())}")
-    if torchrec:
-        # Its own dependencies name the CUDA build of fbgemm on every machine.
-        steps.append(f"{pip} install --no-deps {torchrec}")
+    for name, version in stack.requirements(variant, triple).items():
+        if name not in wrong:
+            continue
+        step = (
+            f"{pip} install {name}=={version}" if version else f"{pip} install {name}"
+        )
+        if name == "torch" and variant == "cpu":
+            step += "+cpu"
+            step = f"{{ {step} || {step} --extra-index-url {_CPU_INDEX}; }}"
+        elif name == "torch":
+            # A CPU build of that version fits the pin, and would stay.
+            step = f"{pip} uninstall --yes torch && {step}"
+        elif name == FBGEMM_NAME[variant]:
+            # Both builds unpack into one folder, so neither is whole beside the other.
+            names = " ".join(FBGEMM_NAME.values())
+            step = f"{pip} uninstall --yes {names} && {step}"
+        elif name == "torchrec":
+            # Its own dependencies name the CUDA build of fbgemm on every machine.
+            step += " --no-deps"
+        steps.append(step)
     return " && ".join(steps)
 
 
@@ -98,12 +96,7 @@ os._exit(0)
 def probe() -> bool:
     """Imports the triple in another process and looks a row up; prints how that went, and returns whether it did."""
     done = subprocess.run(
-        [sys.executable, "-c", _PROBE],
-        # pip installs without bytecode: the first import writes what is needed of it.
-        env=os.environ | {"PYTHONDONTWRITEBYTECODE": ""},
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False
     )
     last = done.stderr.strip().rpartition("\n")[2]
     print(done.stdout.strip() or f"WRONG import: {last} (status {done.returncode})")
@@ -131,8 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         variant = stack.wanted_variant(current)
     except ValueError as error:
         sys.exit(f"doctor: {error}")
-    triple = stack.installed_triple(current, variant)
-    triple = stack.TRIPLES.get(flags.stack, triple)
+    triple = stack.TRIPLES.get(flags.stack, stack.installed_triple(current, variant))
     again = f"{_PYTHON} -m torchrec_ext.doctor --install"
     if flags.install:
         torch = current.versions.get("torch", "")
@@ -157,8 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{name:<16} {current.versions[name]}")
     line = repair(current, variant, triple)
     if not wrong and not flags.no_import and not probe():
-        names = f"torch {FBGEMM_NAME[variant]} torchrec"
-        line = f"{_PYTHON} -m pip uninstall --yes {names} && {again}"
+        line = f"{_PYTHON} -m pip uninstall --yes torch {FBGEMM_NAME[variant]} torchrec && {again}"
     print(f"repair: {line}" if line else "healthy")
     return int(bool(line))
 

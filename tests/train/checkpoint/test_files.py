@@ -275,6 +275,19 @@ def test_a_run_that_begins_anew_where_another_one_has_saved_keeps_its_own(
     )
 
 
+@pytest.mark.parametrize(("step", "left"), [(6, [6, 5]), (9, [9, 5]), (2, [2])])
+def test_the_first_save_after_a_load_sets_aside_what_the_loaded_run_never_was(
+    step: int, left: list[int], tmp_path: Path
+) -> None:
+    saved(tmp_path, 5, 6, 7)
+    checkpointer = Checkpointer(str(tmp_path), HERE)
+    checkpointer.load(checkpointer.folder.path(5), model_state(filled(0)))
+    checkpointer.save(step, model_state(filled(step)))
+    checkpointer.close()
+    assert checkpointer.folder.steps() == left
+    assert len(list(tmp_path.glob("aside-*"))) == 4 - len(left)
+
+
 def _save_again(folder: str) -> None:
     checkpointer = Checkpointer(folder, HERE)
     checkpointer.save(2, model_state(filled(4)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import traceback
 from collections.abc import Callable, Mapping
@@ -65,8 +66,8 @@ class Checkpointer:
         self.together = CheckpointRanks(runtime)
         self._running: _Save | None = None
         self._copies = _Copies()
-        # The step that the run goes on from; newer checkpoints are of another future.
-        self._begun: int | None = None
+        # The step that was loaded; newer checkpoints are of another future.
+        self._begun: float = math.inf
         self._has_saved = False
         # The checkpoint whose files were compared with their digests last.
         self._verified = ""
@@ -236,8 +237,7 @@ class Checkpointer:
     def _make_room(self, step: int) -> None:
         # Later on none is ahead of the run.
         if not self._has_saved:
-            ahead_of = step if self._begun is None else self._begun
-            line = self.folder.set_aside(ahead_of)
+            line = self.folder.set_aside(min(step, self._begun))
             if line:
                 print(line, flush=True)
         self.folder.begin(step)

@@ -175,7 +175,7 @@ class CheckpointFolder:
         if self.files.exists(path):
             self.files.rm(path, recursive=True)
 
-    def set_aside(self, step: int) -> str | None:
+    def set_aside(self, step: float) -> str | None:
         """Renames every checkpoint newer than ``step``, out of reach of resume and pruning.
 
         A run that goes on from an earlier step, or begins anew, has another future. The newest one goes first: if a
