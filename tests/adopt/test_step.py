@@ -474,6 +474,47 @@ class Packed(Pairs):
         return packed.data.sum(1) + super().forward(user, item)
 
 
+class Scaled(Pairs):
+    """RecBole's FwFM: its weights are no parameter, so its optimizer does not move them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(1, requires_grad=True)
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        return super().forward(user, item) * self.scale
+
+
+class Variables(Pairs):
+    """RecBole's KTUP: of a tensor, Variable() is its detach()."""
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        scores = super().forward(user, item)
+        return scores + torch.autograd.Variable(scores * 2)
+
+
+class Dictionary(Pairs):
+    """RecBole's RippleNet: ids of a batch are keys of a dict, which a trace knows as tensors."""
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        near = {number: number // 2 for number in range(FEW)}
+        other = torch.tensor([near[each] for each in item.numpy()])
+        return super().forward(user, other)
+
+
+class Thawing(Pairs):
+    """Reads a table from its second step on, as one that was frozen before."""
+
+    is_frozen = True
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        scores = self.top(torch.cat([self.user(user)] * 2, 1)).squeeze(1)
+        if not self.is_frozen:
+            scores = scores + super().forward(user, item)
+        self.is_frozen = False
+        return scores  # type: ignore[no-any-return]
+
+
 class Rewriting(Pairs):
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
         with torch.no_grad():
@@ -575,6 +616,22 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
     "packed": (
         lambda: case(Packed()),
         rf"{HERE}\(packed = .*\) cannot be traced by torch.compile \(it leaves out pack_padded_seq",
+    ),
+    "no parameter": (
+        lambda: case(Scaled()),
+        rf"{HERE}.* reads 'scale', which requires a gradient, but no .*; make it an nn.Parameter",
+    ),
+    "Variable": (
+        lambda: case(Variables()),
+        rf"{HERE}.* calls Variable\(x\), .*; x.detach\(\) is the same",
+    ),
+    "keys": (
+        lambda: case(Dictionary()),
+        r"in its trace it raises TypeError\(.unhashable type",
+    ),
+    "thawing": (
+        lambda: case(Thawing(), by=adam),
+        r"'item.weight' has made 1 steps and '\S+' 2; .*read every parameter in each",
     ),
     "weights written": (
         lambda: case(Rewriting()),

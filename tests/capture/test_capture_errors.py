@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -138,8 +139,8 @@ def test_a_step_after_which_parameters_stand_apart_ends_the_capture_and_not_the_
 ):
     ((plain, auto, required),) = run_ranks(uneven, 1)
     assert plain.error == auto.error == ""
-    text = "not captured: some parameters have made 3 steps and others 4; training goes on without"
-    assert auto.said.count(text) == 1
+    text = r"not captured: '\S*scale' has made 3 steps and '\S+' 4; .*; training goes on without"
+    assert len(re.findall(text, auto.said)) == 1
     for name, value in plain.state.items():
         assert torch.allclose(auto.state[name], value, atol=1e-5)
     assert required.error.startswith(REQUIRED)

@@ -88,6 +88,8 @@ _VALUES = (
     "unbacked",
     "dynamic output shape",
 )
+_BUILTIN = re.compile(r"trace the builtin `(?:<unknown module>\.)?([^`]+?)\.?`")
+_RAISED = re.compile(r"raised exception (\w+\(.*\))")
 _REMEDY_OF_VALUES = "in place of .item(), if and boolean masks take torch.where, or a sum with weights of 0 and 1"
 
 
@@ -114,9 +116,16 @@ def untraceable(error: BaseException) -> CannotAdopt:
             f"{line} reads a sparse matrix, not taken by torch.compile; its product is "
             "F.embedding_bag(columns, dense, row_starts, mode='sum', per_sample_weights=values)"
         )
-    skipped = SKIPPED.search(text)
+    if "_LegacyVariableBase" in text:
+        return CannotAdopt(
+            f"{line} calls Variable(x), not taken by torch.compile; x.detach() is the same"
+        )
+    skipped = SKIPPED.search(text) or _BUILTIN.search(text)
+    raised = _RAISED.search(text)
     if skipped:
         what = f"it leaves out {skipped[1]}()"
+    elif raised:
+        what = f"in its trace it raises {raised[1]}"
     return CannotAdopt(
         f"{line} cannot be traced by torch.compile ({what[:80]}); move it out of the loss and forward"
     )
@@ -278,6 +287,12 @@ class StepGraph:
         # A parameter of the model that no optimizer moves needs no gradient here.
         if not any(tensor is parameter for parameter in model.parameters()):
             line = _line_of(next(iter(self._placeholders[index].users)))
+            name = _attribute(model, tensor)
+            if name:
+                raise CannotAdopt(
+                    f"{line} reads '{name}', which requires a gradient, but no optimizer moves it; make it an "
+                    "nn.Parameter, or a buffer"
+                )
             raise CannotAdopt(
                 f"{line} reads a tensor of shape {tuple(tensor.shape)} that requires a gradient and is not the "
                 "model's; put all modules of the loss into one: adopt(nn.ModuleList([model, other]), ...)"
@@ -405,6 +420,15 @@ class StepGraph:
                 if bad := bad_id(ids, *known):
                     return bad
         return ""
+
+
+def _attribute(model: nn.Module, tensor: Tensor) -> str:
+    """Returns the path of an attribute of the model's modules that is a tensor; empty if none is."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if value is tensor:
+                return f"{path}.{name}".lstrip(".")
+    return ""
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -315,15 +314,17 @@ class StepMemory:
         Raises:
             CannotCaptureError: the parameters have made different numbers of steps.
         """
-        counts = set(
-            map(
-                float,
-                chain.from_iterable(parameter.steps for parameter in self.parameters),
-            )
-        )
+        counts = {
+            float(steps): parameter.name
+            for parameter in self.parameters
+            for steps in parameter.steps
+        }
         if len(counts) > 1:
+            least = min(counts)
+            most = max(counts)
             raise CannotCaptureError(
-                f"some parameters have made {min(counts):.0f} steps and others {max(counts):.0f}"
+                f"'{counts[least]}' has made {least:.0f} steps and '{counts[most]}' {most:.0f}; read every parameter "
+                "in each step, and make a new optimizer after unfreezing"
             )
         self._step.fill_(max(counts, default=0.0))
         for name in self._rows:
