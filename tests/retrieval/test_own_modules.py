@@ -225,9 +225,7 @@ def row(case: Case, user: int) -> dict[str, Any]:
     return {name: COLUMNS[name][user].tolist() for name in case.query}
 
 
-@pytest.mark.parametrize(
-    "name", mostly_slow(CASES, "two networks", "sessions", "attention")
-)
+@pytest.mark.parametrize("name", mostly_slow(CASES, "two networks", "sessions"))
 def test_what_is_served_is_what_was_trained(name: str, bundles: Bundles) -> None:
     case = CASES[name]
     model, bundle = bundles(name)
