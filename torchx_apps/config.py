@@ -30,6 +30,7 @@ OptionsT = TypeVar("OptionsT")
 
 # Parts of a tuple: a command line gives several words, numbers also with commas.
 _ITEMS = (str, int, float, Path)
+_UNREADABLE = "import the type of a setting outside of TYPE_CHECKING"
 _NO = ("false", "no", "off", "0")
 _YES = ("true", "yes", "on", "1")
 
@@ -131,7 +132,7 @@ def parse_job(
         ValueError: a word, the file of settings or a value is wrong; the message is one line.
     """
     words = list(words)
-    job = load(recipe_of(words) or getattr(options, "recipe", ""))
+    job = load(_value_of(words, "recipe") or getattr(options, "recipe", ""))
     file = _value_of(words, "settings")
     if file:
         job = changed(job, read_settings(file), f"--settings {file}: ")
@@ -260,11 +261,6 @@ def as_toml(config: Any) -> str:
     return "\n".join(lines)
 
 
-def recipe_of(words: Sequence[str]) -> str:
-    """Returns the recipe that a command line names; empty if it names none."""
-    return _value_of(words, "recipe")
-
-
 def refuse_mistakes(main: str, words: Sequence[str]) -> None:
     """Ends a launcher with one line if a command line of an app has a mistake, before any rank starts.
 
@@ -275,7 +271,7 @@ def refuse_mistakes(main: str, words: Sequence[str]) -> None:
         words: the command line.
     """
     file = _value_of(words, "settings")
-    if ":" in recipe_of(words) or (file and not Path(file).exists()):
+    if ":" in _value_of(words, "recipe") or (file and not Path(file).exists()):
         return
     try:
         importlib.import_module(main).parse(words)
@@ -321,9 +317,7 @@ def _cli(kind: Any, prog: str, words: Sequence[str], **more: Any) -> Any:
         if not end.code:
             raise
     except NameError as error:
-        raise ValueError(
-            f"the type of a setting cannot be read: {error}; import it outside of TYPE_CHECKING"
-        ) from None
+        raise ValueError(f"{_UNREADABLE}: {error}") from None
     raise ValueError(_message(told.getvalue()))
 
 
@@ -463,7 +457,11 @@ def _mapping_in(config: Any, path: str) -> tuple[str, Any, str] | None:
     for number, part in enumerate(parts[:-1]):
         value = getattr(config, part, None)
         if isinstance(value, Mapping):
-            kind = typing.get_args(typing.get_type_hints(type(config))[part])[1]
+            try:
+                hints = typing.get_type_hints(type(config))
+            except NameError as error:
+                raise ValueError(f"{_UNREADABLE}: {error}") from None
+            kind = typing.get_args(hints[part])[1]
             return ".".join(parts[: number + 1]), kind, ".".join(parts[number + 1 :])
         if not is_group(value):
             return None

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -69,6 +70,7 @@ class Loader:
 class Unreadable:
     seed: int = 0
     other: "OnlyForTypeCheckers | None" = None
+    rates: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +139,9 @@ def test_a_wrong_word_is_told_in_one_line(words: list[str], message: str) -> Non
 
 
 def test_a_type_that_only_type_checkers_import_is_told() -> None:
-    with pytest.raises(ValueError, match="'OnlyForTypeCheckers' is not defined"):
-        changed(Unreadable(), ["--seed", "1"])
+    for words in (["--seed", "1"], ["--rates.item_id", ".1"]):
+        with pytest.raises(ValueError, match="'OnlyForTypeCheckers' is not defined"):
+            changed(Unreadable(), words)
 
 
 def test_a_dataclass_sees_all_changes_at_once() -> None:

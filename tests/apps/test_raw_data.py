@@ -317,6 +317,7 @@ def test_a_folder_that_a_recipe_cannot_use_is_refused(
         job.task(job.data)
 
 
+@pytest.mark.slow
 def test_a_csv_with_broken_lines_becomes_a_service(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,8 +14,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from tests.apps.test_stream import Run, ran, rows_of
-from tests.contracts import run_ranks
+from tests.apps.test_stream import ran, rows_of
+from tests.contracts import mostly_slow, run_ranks
 from tests.settings import with_settings
 from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.planted import planted_log, planted_log_folder
@@ -317,24 +317,13 @@ def test_another_log_is_refused_by_name(text: str, words: str, tmp_path: Path) -
     assert not (tmp_path / "ready").exists()
 
 
-@pytest.fixture(scope="module")
-def trained(folder: Path) -> dict[str, tuple[Path, Run]]:
-    runs = {}
-    for recipe, more in (
-        ("bst", ()),
-        ("multi_task", ("model.serve=click,conversion",)),
-    ):
-        out = folder.parent / recipe
-        (run,) = run_ranks(ran, 1, job_of(recipe, folder, "export=require", *more), out)
-        runs[recipe] = (out, run)
-    return runs
-
-
-@pytest.mark.parametrize("recipe", list(SMALL))
+@pytest.mark.parametrize("recipe", mostly_slow(SMALL, "bst"))
 def test_the_figures_are_named_by_task_and_the_catalogue_is_ranked_where_it_is_asked_for(
-    recipe: str, trained: dict[str, tuple[Path, Run]]
+    recipe: str, folder: Path, tmp_path: Path
 ) -> None:
-    figures = trained[recipe][1].figures
+    more = ["model.serve=click,conversion"] if recipe == "multi_task" else []
+    job = job_of(recipe, folder, "export=require", *more)
+    figures = run_ranks(ran, 1, job, tmp_path / "run")[0].figures
     tasks = ("click_", "conversion_") if recipe == "multi_task" else ("",)
     assert {
         f"{task}{name}"

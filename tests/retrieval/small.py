@@ -1,20 +1,20 @@
-"""A small bundle whose logits are known: its graphs are written by onnx.helper, and numpy computes the same."""
+"""A small bundle whose logits are known: its graphs are written by hand, and numpy computes the same."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
+import onnx.parser
 import pyarrow as pa
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.catalogue import Catalogue, NamedUsers
+from torchrec_ext.retrieval.catalogue import Catalogue, NamedUsers, write_table
 from torchrec_ext.retrieval.manifest import Manifest, write_manifest
 
 WIDTH = 8
@@ -24,26 +24,34 @@ GENRES = ("Comedy", "War", "Noir")
 _OPSET = 20
 
 
-def graph(
-    path: Path,
-    nodes: Sequence[onnx.NodeProto],
-    inputs: Mapping[str, tuple[int, list[Any]]],
-    output: tuple[str, list[Any]],
-    weights: Mapping[str, NDArray[Any]],
-    *,
-    domain: str = "",
-) -> None:
-    """Writes an ONNX file; ``inputs`` are types and shapes by name."""
-    made = helper.make_graph(
-        list(nodes),
-        "graph",
-        [helper.make_tensor_value_info(name, *each) for name, each in inputs.items()],
-        [helper.make_tensor_value_info(output[0], TensorProto.FLOAT, output[1])],
-        [numpy_helper.from_array(value, name) for name, value in weights.items()],
-    )
+# The graphs in ONNX's own text; a name that no function makes is a weight.
+_QUERY = f"""query (float[B, {WIDTH}] user, float[B, {WIDTH}] history, float[B] age) => (float[B, {WIDTH}] vector) {{
+    last = Constant <value_ints = [1]> ()
+    column = Unsqueeze (age, last)
+    aged = Mul (column, by_age)
+    two = Add (user, history)
+    three = Add (two, aged)
+    vector = MatMul (three, layer)
+}}"""
+_CANDIDATE = f"""candidate (float[B, {WIDTH}] item) => (float[B, {WIDTH}] row) {{
+    row = MatMul (item, layer)
+}}"""
+_PAIRS = f"""pairs (float[1, {WIDTH}] query, float[N, {WIDTH}] rows) => (float[N] logits) {{
+    last = Constant <value_ints = [1]> ()
+    BODY
+    logits = Squeeze (column, last)
+}}"""
+_PRODUCT = "across = Transpose <perm = [1, 0]> (query) column = MatMul (rows, across)"
+_TOP_NN = "sum = Add (rows, query) hidden = Relu (sum) column = MatMul (hidden, out)"
+
+
+def write_graph(path: Path, text: str, *domains: str, **weights: Any) -> None:
+    """Writes an ONNX file of a graph in ONNX's text, with its weights by name."""
+    made = onnx.parser.parse_graph(text)
+    for name, value in weights.items():
+        made.initializer.append(numpy_helper.from_array(value, name))
     opsets = [helper.make_opsetid("", _OPSET)]
-    if domain:
-        opsets.append(helper.make_opsetid(domain, 1))
+    opsets += [helper.make_opsetid(domain, 1) for domain in domains]
     model = helper.make_model(made, opset_imports=opsets, ir_version=10)
     path.write_bytes(model.SerializeToString())
 
@@ -214,55 +222,18 @@ class Small:
         }
 
     def _write_graphs(self, folder: Path) -> None:
-        node = helper.make_node
-        vector = (TensorProto.FLOAT, ["B", WIDTH])
-        graph(
-            folder / "query.onnx",
-            [
-                node("Unsqueeze", ["age", "last"], ["column"]),
-                node("Mul", ["column", "by_age"], ["aged"]),
-                node("Add", ["user", "history"], ["two"]),
-                node("Add", ["two", "aged"], ["three"]),
-                node("MatMul", ["three", "layer"], ["query"]),
-            ],
-            {"user": vector, "history": vector, "age": (TensorProto.FLOAT, ["B"])},
-            ("query", ["B", WIDTH]),
-            {
-                "last": np.array([1]),
-                "by_age": self.age[None],
-                "layer": self.query_layer,
-            },
+        by_age = self.age[None]
+        write_graph(
+            folder / "query.onnx", _QUERY, by_age=by_age, layer=self.query_layer
         )
-        graph(
-            folder / "candidate.onnx",
-            [node("MatMul", ["item", "layer"], ["row"])],
-            {"item": vector},
-            ("row", ["B", WIDTH]),
-            {"layer": self.item_layer},
-        )
-        inputs = {
-            "query": (TensorProto.FLOAT, [1, WIDTH]),
-            "rows": (TensorProto.FLOAT, ["N", WIDTH]),
-        }
-        nodes = [
-            node("Add", ["rows", "query"], ["sum"]),
-            node("Relu", ["sum"], ["hidden"]),
-            node("MatMul", ["hidden", "out"], ["column"]),
-            node("Squeeze", ["column", "last"], ["logits"]),
-        ]
-        weights = {"out": self.out, "last": np.array([1])}
+        write_graph(folder / "candidate.onnx", _CANDIDATE, layer=self.item_layer)
         if self.metric == "product":
-            nodes = [
-                node("Transpose", ["query"], ["out"], perm=[1, 0]),
-                node("MatMul", ["rows", "out"], ["column"]),
-                node("Squeeze", ["column", "last"], ["logits"]),
-            ]
-            del weights["out"]
-        graph(folder / "pairs.onnx", nodes, inputs, ("logits", ["N"]), weights)
+            write_graph(folder / "pairs.onnx", _PAIRS.replace("BODY", _PRODUCT))
+        else:
+            top = _PAIRS.replace("BODY", _TOP_NN)
+            write_graph(folder / "pairs.onnx", top, out=self.out)
 
     def _write_audit(self, folder: Path) -> dict[str, Any]:
-        from torchrec_ext.retrieval.catalogue import write_table
-
         draw = np.random.default_rng(1)
         features = self.users().features
         positions = [draw.permutation(self.items)[:7].tolist() for _ in range(USERS)]

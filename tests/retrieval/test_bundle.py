@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper, load, numpy_helper, save
+from onnx import TensorProto, load, numpy_helper, save
 
-from tests.retrieval.small import USERS, WIDTH, Small, graph
+from tests.retrieval.small import USERS, WIDTH, Small, write_graph
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.columns import Columns
 from torchrec_ext.retrieval.manifest import (
@@ -175,20 +175,16 @@ def swapped(copy: Path) -> None:
 
 
 def other_domain(copy: Path) -> None:
-    graph(
-        copy / "pairs.onnx",
-        [helper.make_node("Gelu", ["query"], ["logits"], domain="com.microsoft")],
-        {"query": (TensorProto.FLOAT, [1, WIDTH])},
-        ("logits", ["N"]),
-        {},
-        domain="com.microsoft",
-    )
+    text = f"""pairs (float[1, {WIDTH}] query) => (float[N] logits) {{
+        logits = com.microsoft.Gelu (query)
+    }}"""
+    write_graph(copy / "pairs.onnx", text, "com.microsoft")
     resealed(copy)
 
 
 def external(copy: Path) -> None:
     model = load(copy / "query.onnx")
-    tensor = model.graph.initializer[2]
+    tensor = model.graph.initializer[-1]
     tensor.data_location = TensorProto.EXTERNAL
     tensor.external_data.add(key="location", value="/etc/passwd")
     (copy / "query.onnx").write_bytes(model.SerializeToString())

@@ -264,8 +264,7 @@ def row(case: Case, user: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    mostly_slow(CASES, "two networks", "sessions", "attention", "counts", "bags"),
+    "name", mostly_slow(CASES, "two networks", "sessions", "bags")
 )
 def test_what_is_served_is_what_was_trained(name: str, bundles: Bundles) -> None:
     case = CASES[name]

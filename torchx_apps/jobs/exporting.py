@@ -186,11 +186,10 @@ def export_run(
             "steps": saved["step"],
             **read_warning(run),
         }
-        asked = {**details, "out": str(out), **settings}
         # One process tracks what all ranks make.
         context: Any = nullcontext({})
         if runtime.is_main:
-            context = tracked(out, asked, folder="bundle")
+            context = tracked(out, {**details, **settings}, folder="bundle")
         with context as figures:
             manifest = export_task(
                 sharded,
