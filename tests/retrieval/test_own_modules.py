@@ -441,6 +441,15 @@ def test_an_unknown_id_is_refused_or_read_as_the_row_that_the_user_names(
         Scorer(strict).score(ScoreRequest(user=nobody, items=[FIRST]))
 
 
+def test_ids_that_forward_computes_are_checked_too(bundles: Bundles) -> None:
+    """A graph looks them up, which would take -1 for the last row."""
+    _, bundle = bundles("offsets")
+    scorer = Scorer(bundle)
+    for user in (-1, USERS + ITEMS, -(2**62)):
+        with pytest.raises(RequestError, match="the model cannot take these values"):
+            scorer.score(ScoreRequest(user={"user": user}, items=[FIRST]))
+
+
 def test_a_new_item_reads_the_row_of_unknown_ids_or_is_refused_by_name(
     tmp_path: Path,
 ) -> None:

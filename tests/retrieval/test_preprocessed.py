@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch import Tensor, nn
 from torchrec import EmbeddingBagConfig, PoolingType
 
 from torchrec_ext.data.preprocess import (
@@ -26,6 +28,7 @@ from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.catalogue import Catalogue
 from torchrec_ext.retrieval.export import export
+from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.retrieval.scorer import RequestError, Scorer, ScoreRequest
 from torchrec_ext.schema import DataError, Jagged
 
@@ -153,6 +156,83 @@ def test_a_request_scores_as_the_row_of_the_file(
     for user, item, logit in zip(requests(log), items, expected, strict=True):
         (score,) = scorer.score(ScoreRequest(user=user, items=[item])).scores
         assert score == pytest.approx(logit, rel=1e-4, abs=1e-5)
+
+
+class Own(nn.Module):
+    """A module of a user's own, over the columns that the steps make."""
+
+    def __init__(self, vocab: Mapping[str, int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.user = nn.Embedding(vocab["user"], 4)
+        self.recent = nn.EmbeddingBag(vocab["item"], 4, padding_idx=0)
+        self.weekday = nn.Embedding(vocab["time_weekday"], 4)
+        self.item = nn.Embedding(vocab["item"], 4)
+        self.top = nn.Sequential(nn.Linear(13, 6), nn.ReLU(), nn.Linear(6, 4))
+
+    def forward(
+        self,
+        user: Tensor,
+        recent: Tensor,
+        time_weekday: Tensor,
+        age: Tensor,
+        item: Tensor,
+    ) -> Tensor:
+        rows = [self.user(user), self.recent(recent), self.weekday(time_weekday)]
+        query = self.top(torch.cat([*rows, age[:, None]], 1))
+        return (query * self.item(item)).sum(1)
+
+
+@torch.no_grad()
+def test_a_module_of_ones_own_takes_raw_requests(tmp_path: Path) -> None:
+    """Raw rows score as the rows of the file did in training, and unknown values read row 0, flagged."""
+    rng = np.random.default_rng(1)
+    hours = [BEGIN + datetime.timedelta(hours=7 * row) for row in range(ROWS)]
+    ids = [f"vid-{number}" for number in range(ITEMS)]
+    columns = {
+        "user": [f"u{number}" for number in rng.integers(0, 8, ROWS)],
+        "item": [ids[number] for number in rng.permutation(ROWS) % ITEMS],
+        "recent": [[None, *rng.choice(ids, 2).tolist()] for _ in range(ROWS)],
+        "time": pa.array(hours, pa.timestamp("us", "UTC")),
+        "age": rng.integers(20, 60, ROWS).astype(np.float32),
+    }
+    log = tmp_path / "log.parquet"
+    raw = pa.table(columns)
+    pq.write_table(raw, log)
+    steps = [
+        Categorify(column="item", also=("recent",)),
+        Categorify(column="user"),
+        TimeFeatures(column="time", zone="Europe/Berlin", features=("weekday",)),
+        Normalize(column="age"),
+    ]
+    fitted = Preprocessor(steps).fit(str(log))
+    model = Own(fitted.vocab)
+    rest: dict[str, Any] = {"preprocessor": fitted}
+    catalogue = Catalogue(ids=np.array(ids), features=pa.table({"item": ids}))
+    asked = raw.drop_columns(["item"])
+    export(model, tmp_path / "bundle", catalogue=catalogue, queries=asked, **rest)
+    scorer = Scorer(Bundle.load(tmp_path / "bundle"))
+    fitted.transform(str(log), tmp_path / "ready")
+    made = pq.read_table(tmp_path / "ready").to_pydict()
+    expected = model(**{name: torch.tensor(made[name]) for name in made}).tolist()
+    for row, logit in zip(raw.to_pylist(), expected, strict=True):
+        item = row.pop("item")
+        row["time"] = row["time"].isoformat()
+        (score,) = scorer.score(ScoreRequest(user=row, items=[item])).scores
+        assert score == pytest.approx(logit, rel=1e-4, abs=1e-5)
+    # Null reads row 0, which the bag leaves out, so the list need not be filled up.
+    row["recent"] = row["recent"][1:]
+    (score,) = scorer.score(ScoreRequest(user=row, items=[item])).scores
+    assert score == pytest.approx(logit, rel=1e-4, abs=1e-5)
+    nobody = scorer.score(ScoreRequest(user={**row, "user": "nobody"}, items=["vid-x"]))
+    assert nobody.unknown_features == ["user"]
+    assert nobody.unknown_items == ["vid-x"]
+    with pytest.raises(RequestError, match=r"reads no such column; it reads .*recent"):
+        scorer.score(ScoreRequest(user={**row, "time_weekday": 1}, items=[item]))
+    features = pa.table({"film": ids})
+    films = Catalogue(ids=np.array(ids), features=features)
+    with pytest.raises(BundleError, match=r"takes item, which is no column; .*recent"):
+        export(model, tmp_path / "no", catalogue=films, queries=asked, **rest)
 
 
 def test_errors_name_the_requests_own_column(bundle: Bundle, log: Path) -> None:

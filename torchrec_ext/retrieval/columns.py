@@ -174,7 +174,7 @@ class Columns:
             try:
                 self._steps.only([name]).online(rows)
             except DataError as again:
-                sources = sorted(_sources(self._steps, name))
+                sources = sorted(sources_of(self._steps, name))
                 return DataError(f"column {listed(sources)}: {again}")
         return error
 
@@ -230,10 +230,11 @@ class Columns:
     def features_of(self, raw: str) -> list[str]:
         """Returns the columns of ids that a raw column alone makes."""
         ids = [name for name, column in self.columns.items() if column.rows is not None]
-        return [name for name in ids if _sources(self._steps, name) == {raw}]
+        return [name for name in ids if sources_of(self._steps, name) == {raw}]
 
 
-def _sources(steps: FittedPreprocessor, name: str) -> set[str]:
+def sources_of(steps: FittedPreprocessor, name: str) -> set[str]:
+    """Returns the raw columns that a column of the model is computed from."""
     narrowed = steps.only([name])
     return {*narrowed.request_columns, *narrowed.keep}
 

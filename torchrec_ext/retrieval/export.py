@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
@@ -46,9 +46,14 @@ from torchrec_ext.retrieval.catalogue import (
     even_rows,
     write_table,
 )
-from torchrec_ext.retrieval.columns import Columns, ModelColumn
+from torchrec_ext.retrieval.columns import Columns, ModelColumn, sources_of
 from torchrec_ext.retrieval.graphs import Graphs, require_onnx
-from torchrec_ext.retrieval.leaves import Given, OwnNetwork, TowerNetwork
+from torchrec_ext.retrieval.leaves import (
+    EXAMPLE_ROWS,
+    Given,
+    OwnNetwork,
+    TowerNetwork,
+)
 from torchrec_ext.retrieval.manifest import (
     BUNDLE_MANIFEST,
     BundleError,
@@ -119,10 +124,12 @@ def export(
         catalogue: items to recommend from. What forward computes from these columns alone is stored for each item.
         users: users to look up by id, or None.
         queries: rows of raw columns of the queries for the audit; by default the users' rows.
-        preprocessor: computes the model's columns from raw ones; without it, raw columns are the model's columns.
+        preprocessor: computes the model's columns from raw ones; without it, raw columns are the model's columns. Each
+            column of a module of your own is computed from the queries' or from the catalogue's raw columns alone.
         candidate: name of the candidate tower; by default the model's last.
-        oov_ids: out-of-vocabulary row of each feature, for requests, queries and the catalogue; by default 0, or none
-            for a module of your own, so that unknown ids are refused. Training must have moved that row.
+        oov_ids: out-of-vocabulary row of each feature, for requests, queries and the catalogue; by default 0. Of a
+            module of your own, ids that no step of a preprocessor made have none, so that unknown ones are refused.
+            Training must have moved that row.
         rows: rows of a table that the bundle holds, (n,) int64, by table; all rows by default. The bundle's ids are
             places among them: 0 for the first of these rows, and so on.
         store: numbers of the stored rows: ``fp32`` or ``fp16``.
@@ -152,6 +159,7 @@ def export(
         types=raw if preprocessor is None else preprocessor.outputs,
         candidates=frozenset(catalogue.features.column_names),
         oov_ids=oov_ids or {},
+        vocab=frozenset(() if preprocessor is None else preprocessor.vocab),
         rows=rows or {},
     )
     unwrapped = get_unwrapped_module(model)
@@ -160,11 +168,10 @@ def export(
         if isinstance(unwrapped, TowerModel | NextItemModel):
             network = TowerNetwork(unwrapped, candidate, given)
         else:
-            if preprocessor is not None:
-                raise BundleError(
-                    "preprocessor: not for a module of your own; give the columns as the module's forward reads them"
-                )
-            network = OwnNetwork(model, queries, catalogue.features, given)
+            asked = _model_rows(queries, preprocessor, "queries")
+            items = _model_rows(catalogue.features, preprocessor, "item", catalogue.ids)
+            given = replace(given, candidates=frozenset(items.column_names))
+            network = OwnNetwork(model, asked, items, given)
         content = _Content(
             network=network,
             catalogue=catalogue,
@@ -244,6 +251,25 @@ def _raw_types(table: pa.Table) -> dict[str, str]:
             )
         types[column.name] = kind
     return types
+
+
+def _model_rows(
+    table: pa.Table,
+    preprocessor: FittedPreprocessor | None,
+    what: str,
+    ids: NDArray[Any] | None = None,
+) -> pa.Table:
+    """Returns raw rows as the model's columns that these alone decide; with a preprocessor some rows."""
+    if preprocessor is None:
+        return table
+    names = []
+    for name in preprocessor.outputs:
+        if sources_of(preprocessor, name) <= set(table.column_names):
+            names.append(name)
+    rows = even_rows(len(table), EXAMPLE_ROWS)
+    (batch,) = table.take(pa.array(rows)).combine_chunks().to_batches()
+    with _named(what, rows, ids):
+        return pa.Table.from_batches([preprocessor.only(names).batch(batch)])
 
 
 def _rounding(module: nn.Module) -> float:

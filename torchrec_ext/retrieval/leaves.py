@@ -51,7 +51,7 @@ from torchrec_ext.retrieval.trace import Leaf
 from torchrec_ext.schema.array_columns import source_columns, widths_of
 from torchrec_ext.schema.validation import did_you_mean, listed
 
-_EXAMPLE_ROWS = 64  # rows of an own module's traced example, from both tables evenly
+EXAMPLE_ROWS = 64  # rows of an own module's traced example, from both tables evenly
 _DENSE = "dense_features"  # DLRM's own name of its argument
 
 
@@ -63,12 +63,14 @@ class Given:
         types: raw type of each of the model's columns.
         candidates: names of the columns that the catalogue has.
         oov_ids: out-of-vocabulary row of each column.
+        vocab: names of columns whose row 0 is for unknown values, because a preprocessor made their ids.
         rows: rows of a table that the bundle holds, by table.
     """
 
     types: Mapping[str, str]
     candidates: frozenset[str] = frozenset()
     oov_ids: Mapping[str, int] = field(default_factory=dict)
+    vocab: frozenset[str] = frozenset()
     rows: Mapping[str, Tensor] = field(default_factory=dict)
 
     def is_list(self, column: str) -> bool:
@@ -126,7 +128,7 @@ def _columns_of(
         if leaf.table:
             # Ids must be rows of each table that they look up.
             rows = min(sizes[leaf.table], column.rows or sizes[leaf.table])
-            row = given.oov_ids.get(name, oov)
+            row = given.oov_ids.get(name, 0 if name in given.vocab else oov)
             known = row is not None and row >= 0
             column = dataclasses.replace(column, rows=rows, oov=row if known else None)
             if leaf.kind == "rows" and name in padded:
@@ -489,7 +491,7 @@ class OwnNetwork:
         module = _without_tables(self.model).cpu()
         local = _OwnByLeaves(module, self._call, columns, self._features)
         for leaf in leaves:
-            examples.setdefault(leaf.name, leaf.example(_EXAMPLE_ROWS))
+            examples.setdefault(leaf.name, leaf.example(EXAMPLE_ROWS))
         self._split = split = GraphSplit(local.eval(), leaves, examples)
         self.leaves = [*split.query.leaves, *split.candidate.leaves]
         self.tables = {leaf.table for leaf in self.leaves if leaf.table}
@@ -608,7 +610,7 @@ def _call(model: nn.Module, call: str, columns: Mapping[str, Tensor]) -> Any:
 
 def _example(name: str, table: pa.Table) -> Tensor:
     """Returns the example's rows of a column, (B,) or (B, W)."""
-    column = table[name].take(pa.array(even_rows(len(table), _EXAMPLE_ROWS)))
+    column = table[name].take(pa.array(even_rows(len(table), EXAMPLE_ROWS)))
     kind = raw_type(column.type) or ""
     if not _is_numeric(kind):
         raise BundleError(

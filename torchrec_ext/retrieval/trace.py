@@ -285,9 +285,11 @@ class Trace:
             weight: Any
             weight, ids = node.args[:2]
             leaf = self.leaves.get(ids)
-            if leaf is None or weight not in self._paths:
-                continue
-            if weight.meta["val"].dtype != torch.float32:
+            is_table = weight in self._paths
+            if not is_table or weight.meta["val"].dtype != torch.float32:
+                leaf = None
+            if leaf is None:
+                self._refuse_negative(node, ids)
                 continue
             if (weight, ids) in found:
                 node.replace_all_uses_with(found[weight, ids])
@@ -302,6 +304,17 @@ class Trace:
                 shape=(*leaf.shape, weight.meta["val"].shape[1]),
                 table=table,
             )
+
+    def _refuse_negative(self, node: Any, ids: Any) -> None:
+        """Makes negative ids in a graph too large, since ONNX's look-up would count them from the last row."""
+        behind = self.behind([ids], lambda _: True)
+        if self.leaves.keys().isdisjoint(behind):
+            return
+        with self.graph.inserting_before(node):
+            wrong = self._call(node, aten.lt.Scalar, ids, 0)
+            most = torch.iinfo(ids.meta["val"].dtype).max
+            checked = self._call(node, aten.masked_fill.Scalar, ids, wrong, most)
+        node.update_arg(1, checked)
 
     def _replace_bag(self, node: Any) -> None:
         """Makes a bag of a plain column a leaf; of other ids, pools the rows that an embedding looks up.

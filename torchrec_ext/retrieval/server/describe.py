@@ -81,10 +81,10 @@ def example_user(bundle: Bundle) -> dict[str, Any]:
     widths = bundle.query.list_widths()
     example = {}
     for name, kind in bundle.query.columns.raw.items():
-        # A bag may be empty, other lists have one length.
-        neutral: Any = [0] * widths.get(name, 0)
-        if not is_list_column(kind):
-            neutral = _NEUTRAL.get(kind, _A_DAY)
+        neutral: Any = _NEUTRAL.get(element(kind), _A_DAY)
+        if is_list_column(kind):
+            # A bag may be empty, other lists have one length.
+            neutral = [neutral] * widths.get(name, 0)
         (value,) = features.get(name, [None])
         if name != key:
             example[name] = neutral if value is None else value
