@@ -35,7 +35,7 @@ from torchrec_ext.retrieval.scorer import (
     ScoreRequest,
 )
 
-USERS, ITEMS, D, L, FIRST = 30, 50, 8, 3, 1_000
+USERS, ITEMS, D, L, FIRST = 30, 50, 8, 4, 1_000
 
 
 class Networks(nn.Module):
@@ -434,7 +434,7 @@ def test_an_unknown_id_is_refused_or_read_as_the_row_that_the_user_names(
         ).flatten()
     assert scores.scores == pytest.approx(expected.tolist(), abs=1e-5)
     _, strict = bundles("sessions")
-    nobody = {"history": [1, 2, ITEMS]}
+    nobody = {"history": [1, 2, 3, ITEMS]}
     with pytest.raises(
         RequestError, match=rf"{ITEMS} is no row of .* 0 to {ITEMS - 1}"
     ):
