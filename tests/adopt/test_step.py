@@ -438,6 +438,43 @@ def test_a_compiled_step_learns_the_same(compiled: None) -> None:
     check("padding, row by row", 9)
 
 
+class Pairwise(Pairs):
+    """FuxiCTR's DLRM: the products of pairs of features, which a frozen mask chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top = nn.Linear(1, 1)
+        above = torch.triu(torch.ones(2, 2), 1).bool()
+        self.pairs = nn.Parameter(above, requires_grad=False)
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        features = torch.stack([self.user(user), self.item(item)], 1)
+        products = features @ features.transpose(1, 2)
+        chosen = torch.masked_select(products, self.pairs).view(-1, 1)
+        return self.top(chosen).squeeze(1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("changed_at", [0, 6])
+def test_pairs_that_a_frozen_mask_chooses_are_captured_and_a_change_takes_effect(
+    changed_at: int,
+) -> None:
+    results = []
+    for way in ("off", "require"):
+        torch.manual_seed(0)
+        made = case(Pairwise(), by=adam)
+        model = made.model
+        step = adopt(model, made.optimizers, made.loss, compile=way)
+        draw = torch.Generator().manual_seed(1)
+        for number in range(1, 12):
+            if number == changed_at:
+                model.pairs.copy_(torch.tensor([[True, False], [False, False]]))
+            step(*made.batch(draw))
+        if way == "require":
+            assert step.describe().startswith("captured since step ")
+        results.append(model.state_dict())
+    torch.testing.assert_close(*results, rtol=0, atol=1e-5)
+
+
 # ------------------------------------------------------------------- what is refused
 
 

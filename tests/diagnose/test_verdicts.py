@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.diagnose.recorded import (
     DRIFT,
@@ -18,7 +19,7 @@ from tests.diagnose.recorded import (
     facts,
     steps,
 )
-from torchrec_ext.diagnose import Diagnosis, Finding
+from torchrec_ext.diagnose import Diagnosis, Finding, measure
 from torchrec_ext.diagnose.findings import (
     Facts,
     LineFacts,
@@ -50,6 +51,19 @@ def test_a_cause_is_the_first_finding_of_its_facts_and_the_only_fault(
     assert Diagnosis(RECORDED[cause]).verdict == cause
     evidence = found(RECORDED[cause], cause).evidence
     assert any(letter.isdigit() for letter in evidence[0])
+
+
+def test_rows_under_adams_weight_decay_are_not_promised_to_wait() -> None:
+    """torch-rechub's trainers and pytorch-fm set it; adopt() then moves whole tables."""
+    decayed = dataclasses.replace(RECORDED["untouched_rows"], l2=1e-5)
+    adopted, *_ = found(decayed, "untouched_rows").remedies
+    assert "weight_decay=1e-05 still moves every row" in adopted.name
+    model = torch.nn.Linear(2, 1)
+    for kind, l2 in (("Adam", 0.1), ("Adagrad", 0.1), ("AdamW", 0.0), ("SGD", 0.0)):
+        optimizer = getattr(torch.optim, kind)(
+            model.parameters(), lr=0.1, weight_decay=0.1
+        )
+        assert measure._l2([optimizer]) == l2
 
 
 def test_every_verdict_stands_in_the_table_for_users() -> None:

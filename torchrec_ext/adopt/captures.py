@@ -40,7 +40,7 @@ from torchrec_ext.adopt.graph import (
     untraceable,
 )
 from torchrec_ext.adopt.lag import catch_up
-from torchrec_ext.adopt.reads import StepReads, the_loss
+from torchrec_ext.adopt.reads import StepReads, constant_masks, the_loss
 from torchrec_ext.adopt.source import (
     RowsOnDevice,
     Shapes,
@@ -229,6 +229,7 @@ class Captures:
                 dense_tables,
                 lag_of(memory, weights, state),
                 unmoved,
+                constant_masks(user_step.model),
             )
         return self._updates[key]
 
@@ -321,6 +322,10 @@ class Captures:
                 raise CannotAdopt(
                     f"{module_line(self._user_step.model, name)} {HOOK_ON_GRADIENT}"
                 )
+        for known in update.masks:
+            is_read = any(tensor is known.positions for tensor in tensors)
+            if is_read and known.has_changed():
+                raise TensorChangedError(f"a mask of shape {tuple(known.mask.shape)}")
 
     def _run(self, update: CapturedUpdate, call: StepCall) -> list[Any]:
         """Makes the step of a graph, and returns the graph's outputs."""
@@ -477,6 +482,7 @@ def _step_of(
     memory, loss, clip_norm = update.memory, user_step.loss, user_step.clip_norm
     count, zero = memory.count, memory.zero
     is_exact = user_step.autocast_dtype() is None
+    masks = update.masks
     parts = []
     # The parameter itself: Dynamo finds it in the user's module too, and it must be one input of the graph.
     for parameter, part in zip(
@@ -497,7 +503,7 @@ def _step_of(
         for part, table in zip(parts, tables, strict=False):
             if table is not None:
                 late.append((part.weight, table))
-        with StepReads(late, repeats=repeats, is_exact=is_exact):
+        with StepReads(late, repeats=repeats, is_exact=is_exact, masks=masks):
             value, output = loss_and_output(loss(*batch))
         return the_loss(value), output
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchrec_ext.capture.memory import Reader, RowTable, Whole
@@ -39,6 +39,7 @@ _BAG = (
     "padding_idx",
 )
 WRITES = (operator.setitem, operator.iadd, operator.isub, operator.imul)
+_MASK = 2**16  # elements, those of 256 features by 256: larger masks are of other kinds
 _SAVED = 8.0  # columns: below it a second product costs more than it saves
 
 
@@ -62,6 +63,42 @@ def _writes(func: Any) -> bool:
     return is_in_place or name in ("__setitem__", "__set__") or name[:3] == "__i"
 
 
+class ConstantMask(NamedTuple):
+    """A small boolean parameter of a model, as of a capture.
+
+    Args:
+        mask: the parameter, frozen as all of whole numbers are.
+        positions: the positions (n,) of the flat mask at which it is true.
+        version: torch's count of writes into the mask.
+    """
+
+    mask: Tensor
+    positions: Tensor
+    version: int
+
+    def has_changed(self) -> bool:
+        """Whether the mask is true at other positions now."""
+        if self.mask._version == self.version:
+            return False
+        return not torch.equal(_positions(self.mask), self.positions)
+
+
+def _positions(mask: Tensor) -> Tensor:
+    return mask.flatten().nonzero().squeeze(1)
+
+
+def constant_masks(model: nn.Module) -> list[ConstantMask]:
+    """Returns the masks of a model by which its forward may choose pairs of features.
+
+    No buffers: a forward that writes into a parameter is refused, and one may write into a buffer before it reads it.
+    """
+    masks = []
+    for each in model.parameters():
+        if each.dtype == torch.bool and each.numel() <= _MASK:
+            masks.append(ConstantMask(each, _positions(each), each._version))
+    return masks
+
+
 class _Columns(NamedTuple):
     """Columns of a matrix (B, n) in which every row of ``rows`` stands ``repeats`` times, one after the other."""
 
@@ -80,6 +117,7 @@ class StepReads(TorchFunctionMode):
         tables: the weights of late tables with their tables.
         repeats: tensors of the batch that repeat each value along their first dimension, with how often.
         is_exact: whether a sum of two products is that of one, as it is without autocast.
+        masks: masks whose choice of elements is known, so that masked_select by them has a fixed shape.
     """
 
     def __init__(
@@ -88,9 +126,11 @@ class StepReads(TorchFunctionMode):
         *,
         repeats: Sequence[tuple[Tensor, int]] = (),
         is_exact: bool = True,
+        masks: Sequence[ConstantMask] = (),
     ) -> None:
         super().__init__()
         self._tables = tables
+        self._masks = masks
         self._repeats = list(repeats)
         self._is_exact = is_exact
         self._matrices: list[tuple[Tensor, list[_Columns]]] = []
@@ -106,6 +146,8 @@ class StepReads(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.embedding or func is F.embedding_bag:
             return self._look_up(func, args, kwargs)
+        if func is torch.masked_select or func is Tensor.masked_select:
+            return self._masked_select(func, args, kwargs)
         if not self._repeats:
             return func(*args, **kwargs)
         if func is F.linear and len(args) > 1 and args[1].dim() == 2:
@@ -125,6 +167,16 @@ class StepReads(TorchFunctionMode):
         if is_in_place or "out" in kwargs or kwargs.get("inplace") or _writes(func):
             self._forget()
         return result
+
+    def _masked_select(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Chooses elements by their positions where a mask of the model chooses them in each matrix of a batch."""
+        if len(args) == 2:
+            values, mask = args
+            for known in self._masks:
+                if mask is known.mask and values.shape[-mask.dim() :] == mask.shape:
+                    flat = values.flatten(-mask.dim())
+                    return flat.index_select(-1, known.positions).flatten()
+        return func(*args, **kwargs)
 
     def _forget(self) -> None:
         self._matrices = []

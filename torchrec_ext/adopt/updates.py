@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torchrec_ext.adopt.checks import STATES, Rules, StateTensor
 from torchrec_ext.adopt.graph import StepGraph
 from torchrec_ext.adopt.lag import Lag
+from torchrec_ext.adopt.reads import ConstantMask
 from torchrec_ext.adopt.source import RowsOnDevice
 from torchrec_ext.adopt.user_step import UserStep
 from torchrec_ext.capture.compiled import CompiledCall
@@ -71,11 +72,12 @@ class CapturedUpdate:
         state: the optimizers' state.
         dense_tables: why a table is updated as a dense layer, by its name.
         lag: weights and state that are updated later.
+        unmoved: names of parameters that no eager step has moved.
+        masks: the model's masks.
         calls: the step as Dynamo calls it, by the rows that it makes batches of, or None for given batches.
         runs: what is called in place of a graph, by its number.
         waiting: calls of a graph that were refused so far, by its number.
         unverified: number of further steps of a graph to compare with eager ones, by its number.
-        unmoved: names of parameters that no eager step has moved.
         allowed: names of parameters that a graph may read without a memory.
     """
 
@@ -85,6 +87,7 @@ class CapturedUpdate:
     dense_tables: dict[str, str]
     lag: Lag
     unmoved: set[str]
+    masks: list[ConstantMask]
     calls: dict[RowsOnDevice | None, CompiledCall] = field(default_factory=dict)
     runs: dict[int, Callable[..., Sequence[Any]]] = field(default_factory=dict)
     waiting: Counter[int] = field(default_factory=Counter)

@@ -183,6 +183,7 @@ class Facts:
         tables: large tables that a dense optimizer moves.
         parameters: number of parameters that are trained; of tables with sparse gradients, those that a step reads.
         optimizers: names of the optimizers' classes.
+        l2: the greatest weight_decay that Adam or Adagrad adds to gradients, so that every row moves in each step.
         loader: source of the batches.
         threads: compute threads of the measurement.
         own_threads: those of the program: more, if others kept the cores that they need.
@@ -214,6 +215,7 @@ class Facts:
     tables: Sequence[TableFacts] = ()
     parameters: int = 0
     optimizers: Sequence[str] = ()
+    l2: float = 0.0
     loader: LoaderFacts = LoaderFacts()
     threads: int = 1
     own_threads: int = 0

@@ -110,6 +110,7 @@ def measure(loop: TrainingLoop, budget_s: float) -> Facts:
         tables=[table for table, _ in tables],
         parameters=numbers,
         optimizers=[type(each).__name__ for each in loop.state.optimizers],
+        l2=_l2(loop.state.optimizers),
         loader=_loader_facts(loop),
         threads=torch.get_num_threads(),
         cores=len(os.sched_getaffinity(0)),
@@ -244,6 +245,17 @@ def _facts_of_worker(loop: TrainingLoop) -> dict[str, Any]:
         "worker_sleep_s": asleep,
         "worker_lines": _longest_lines(samples, count, Counted()),
     }
+
+
+def _l2(optimizers: Sequence[Optimizer]) -> float:
+    """Returns the greatest weight_decay of an Adam or Adagrad that is not decoupled, as AdamW's is."""
+    greatest = 0.0
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            is_l2 = isinstance(optimizer, torch.optim.Adam | torch.optim.Adagrad)
+            if is_l2 and not group.get("decoupled_weight_decay"):
+                greatest = max(greatest, group["weight_decay"])
+    return greatest
 
 
 def _parameters_of(optimizers: Sequence[Optimizer]) -> dict[int, Any]:

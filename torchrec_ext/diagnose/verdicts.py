@@ -169,9 +169,15 @@ def untouched_rows(facts: Facts) -> Finding | None:
         # Both make the same step of sparse gradients as of dense ones.
         name = f"nn.Embedding(..., sparse=True), as {mover} reads it; weight_decay must be 0"
         changes = Change.ROUNDING
+    adopted = "adopt: the step captured, and rows moved when they are next read"
+    if facts.l2:
+        adopted = (
+            f"adopt: the step captured; weight_decay={facts.l2:g} still moves every row in it, and AdamW's only those "
+            "that are read, the others later"
+        )
     remedies = [
         Remedy(
-            name="adopt: the step captured, and rows moved when they are next read",
+            name=adopted,
             changes=Change.ROUNDING,
             lines=ADOPT,
         ),
