@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
@@ -95,6 +96,26 @@ def loader_of(
         world_size=world_size,
         in_order=in_order,
     )
+
+
+def steps_of(
+    make: Callable[[int, int], ChunkLoader], world_size: int, epoch: int = 0
+) -> list[tuple[TowerBatch, ...]]:
+    """The steps of an epoch on all ranks; all ranks have equally many, and all batches are of one size."""
+    loaders = [make(rank, world_size) for rank in range(world_size)]
+    for loader in loaders:
+        loader.set_epoch(epoch)
+    steps = list(zip(*loaders, strict=True))
+    assert len(steps) == len(loaders[0])
+    assert len({len(batch) for step in steps for batch in step}) == 1
+    return steps
+
+
+def check_weights(step: Sequence[TowerBatch]) -> None:
+    """All ranks divide by the weight of the global batch, divided by their number."""
+    share = sum(float(batch.weights.sum()) for batch in step) / len(step)
+    totals = [float(batch.total_weight) for batch in step]
+    assert totals == pytest.approx([share] * len(step))
 
 
 def bags(batch: TowerBatch, name: str) -> list[list[int]]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from tests.data.stream_sets import equal
+from tests.data.stream_sets import check_weights, equal, steps_of
 from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
@@ -110,55 +111,24 @@ def samples(batch: TowerBatch) -> list[tuple[int, int, int, float]]:
 def test_any_number_of_ranks_sees_the_same_samples_once(
     size: int, batch_size: int, negatives: int, epoch: int, shuffle: bool
 ) -> None:
+    options = {"batch_size": batch_size, "negatives": negatives, "shuffle": shuffle}
     seen: list[Counter[tuple[int, int, int, float]]] = []
     for world_size in (1, 2, 3, 4):
-        loaders = [
-            loader_of(
-                size,
-                rank,
-                world_size,
-                batch_size=batch_size,
-                negatives=negatives,
-                shuffle=shuffle,
-            )
-            for rank in range(world_size)
-        ]
-        for loader in loaders:
-            loader.set_epoch(epoch)
-        ranks = [list(loader) for loader in loaders]
-        assert (
-            {len(batches) for batches in ranks}
-            == {len(loaders[0])}
-            == {-(-size // batch_size)}
-        )
-        assert {len(batch) for batches in ranks for batch in batches} == {
-            -(-min(batch_size, size) // world_size) * (1 + negatives)
-        }
-        for step in zip(*ranks, strict=True):
-            share = sum(float(batch.weights.sum()) for batch in step) / world_size
-            assert [float(batch.total_weight) for batch in step] == pytest.approx(
-                [share] * world_size
-            )
-        seen.append(
-            Counter(
-                sample
-                for batches in ranks
-                for batch in batches
-                for sample in samples(batch)
-            )
-        )
+        steps = steps_of(partial(loader_of, size, **options), world_size, epoch)
+        assert len(steps) == -(-size // batch_size)
+        rows = -(-min(batch_size, size) // world_size)
+        assert len(steps[0][0]) == rows * (1 + negatives)
+        seen.append(Counter())
+        for step in steps:
+            check_weights(step)
+            for batch in step:
+                seen[-1].update(samples(batch))
     assert seen[0] == seen[1] == seen[2] == seen[3]
     positives = Counter(
         (user, item) for user, item, label, _ in seen[0].elements() if label == 1
     )
-    rows = rows_of(size)
-    assert positives == Counter(
-        zip(
-            rows["user_id"].values.tolist(),
-            rows["item_id"].values.tolist(),
-            strict=True,
-        )
-    )
+    pairs = [rows_of(size)[name].values.tolist() for name in ("user_id", "item_id")]
+    assert positives == Counter(zip(*pairs, strict=True))
     assert seen[0].total() == size * (1 + negatives)
 
 

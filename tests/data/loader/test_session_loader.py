@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrec.modules.embedding_configs import EmbeddingConfig
 
+from tests.data.stream_sets import steps_of
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.config import LoaderConfig
@@ -98,19 +100,10 @@ def test_any_number_of_ranks_sees_every_sequence_once(
     expected = sorted(tuple(sequences(count).row(row).tolist()) for row in range(count))
     single: list[TowerBatch] = []
     for world_size in (1, 2, 3):
-        loaders = [
-            loader_of(count, rank, world_size, **options) for rank in range(world_size)
-        ]
-        for loader in loaders:
-            loader.set_epoch(epoch)
-        steps = list(zip(*loaders, strict=True))
-        assert len(steps) == len(loaders[0]) == -(-count // batch_size), (
-            "as many steps on every rank"
-        )
-        assert (
-            sorted(row for step in steps for batch in step for row in seen(batch))
-            == expected
-        )
+        steps = steps_of(partial(loader_of, count, **options), world_size, epoch)
+        assert len(steps) == -(-count // batch_size)
+        rows = [row for step in steps for batch in step for row in seen(batch)]
+        assert sorted(rows) == expected
         if world_size == 1:
             single = [batch for (batch,) in steps]
         for step, whole in zip(steps, single, strict=True):
@@ -118,10 +111,8 @@ def test_any_number_of_ranks_sees_every_sequence_once(
                 seen(whole)
             ), "step by step the same ones"
             assert candidates(list(step)) == candidates([whole])
-            assert len({len(batch) for batch in step}) == 1
-            assert (
-                len({batch.sparse["item_id"].values().numel() for batch in step}) == 1
-            )
+            drawn = {batch.sparse["item_id"].values().numel() for batch in step}
+            assert len(drawn) == 1
             targets = sum(len(row) - 1 for row in seen(whole))
             assert all(
                 float(batch.total_weight) == pytest.approx(targets / world_size)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from hypothesis import strategies as st
 
 from tests.data.stream_sets import (
     ITEMS,
+    check_weights,
     equal,
     loader_of,
     parquet,
     row_numbers,
     schema_of,
+    steps_of,
 )
 from tests.files import read_parquet
 from torchrec_ext.batch import TowerBatch
@@ -95,39 +98,25 @@ def test_any_number_of_ranks_sees_each_row_once_in_the_same_step(
     size = sum(sizes)
     if drop_last and size < batch_size:
         return
-    options = {
+    options: dict[str, Any] = {
         "batch_size": batch_size,
         "lanes": lanes,
         "buffer_rows": buffer_rows,
         "shuffle": shuffle,
         "weight": weight,
+        "drop_last": drop_last,
     }
     streams = []
     with tempfile.TemporaryDirectory() as name:
         source = parquet(Path(name), sizes, files=2)
         for world_size in (1, 2, 3, 4):
-            loaders = [
-                loader_of(source, rank, world_size, drop_last=drop_last, **options)
-                for rank in range(world_size)
-            ]
-            for loader in loaders:
-                loader.set_epoch(epoch)
-            ranks = [list(loader) for loader in loaders]
-            assert {len(batches) for batches in ranks} == {len(loaders[0])}
-            assert {len(batch) for batches in ranks for batch in batches} == {
-                -(-min(batch_size, sum(sizes)) // world_size)
-            }
-            for step in zip(*ranks, strict=True):
-                share = sum(float(batch.weights.sum()) for batch in step) / world_size
-                assert [float(batch.total_weight) for batch in step] == pytest.approx(
-                    [share] * world_size
-                )
-            streams.append(
-                [
-                    [row for batch in step for row in row_numbers(batch)]
-                    for step in zip(*ranks, strict=True)
-                ]
-            )
+            steps = steps_of(partial(loader_of, source, **options), world_size, epoch)
+            assert len(steps[0][0]) == -(-min(batch_size, size) // world_size)
+            stream: list[list[int]] = []
+            for step in steps:
+                check_weights(step)
+                stream.append([row for batch in step for row in row_numbers(batch)])
+            streams.append(stream)
     whole = size - size % batch_size
     for world_size, stream in enumerate(streams, start=1):
         if not shuffle or world_size <= lanes:
