@@ -42,8 +42,8 @@ def cpu_torch(version: str) -> str:
                 cpu_torch("2.13.0"),
                 FBGEMM_GOES,
                 "install fbgemm-gpu-cpu==1.8.0",
-                "install torchrec==1.8.0 --no-deps",
                 *REST,
+                "install torchrec==1.8.0 --no-deps",
             ],
         ),
         (
@@ -55,8 +55,8 @@ def cpu_torch(version: str) -> str:
                 "install torch==2.14.1",
                 FBGEMM_GOES,
                 "install fbgemm-gpu==1.9.0",
-                "install torchrec==1.9.2 --no-deps",
                 *REST,
+                "install torchrec==1.9.2 --no-deps",
             ],
         ),
         # What fits stays.

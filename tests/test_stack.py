@@ -13,11 +13,11 @@ from torchrec_ext.stack import TRIPLES, Installed
 HEALTHY = {
     "torch": "2.13.0+cpu",
     "fbgemm-gpu-cpu": "1.8.0",
-    "torchrec": "1.8.0",
     "tensordict": "0.15.3",
     "torchmetrics": "1.0.3",
     "tqdm": "4.70.1",
     "pyre-extensions": "0.0.32",
+    "torchrec": "1.8.0",
 }
 TRIPLE = TRIPLES["2.13"]
 
@@ -53,7 +53,7 @@ def environment(
         (
             environment(torchrec="1.6.0", tensordict=None),
             "cpu",
-            ["torchrec", "tensordict"],
+            ["tensordict", "torchrec"],
         ),
         (environment(fbgemm_gpu_cpu=None), "cpu", ["fbgemm-gpu-cpu"]),
         (environment(fbgemm_gpu="1.8.0"), "cpu", ["fbgemm-gpu-cpu"]),

@@ -72,12 +72,12 @@ def requirements(variant: Variant, triple: Triple) -> dict[str, str | None]:
     versions: dict[str, str | None] = {
         "torch": triple.torch,
         FBGEMM_NAME[variant]: triple.fbgemm,
-        "torchrec": triple.torchrec,
     }
     versions |= NEEDS
     if triple.torchrec.startswith("1.6."):
         versions["iopath"] = None
-    return versions
+    # Last, or pip would call what comes after it missing.
+    return versions | {"torchrec": triple.torchrec}
 
 
 def installed_triple(current: Installed, variant: Variant) -> Triple:
