@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -326,6 +327,64 @@ def test_a_log_is_trained_to_its_end_and_published(
     bundle = Bundle.load(current.parent / current.read_text().strip())
     # Two full tables, without the row of unknown ids.
     assert bundle.manifest.content["items"]["rows"] <= 59
+
+
+def test_a_resumed_record_is_that_of_an_uninterrupted_run(tmp_path: Path) -> None:
+    """The run goes on from the middle of its second record, of steps 11 to 17."""
+    log = write_small_log(tmp_path / "log", 1_700)
+    arguments = flags(log, tmp_path / "run", "--data.until_idle_s=0.1", "--publish-s=0")
+    arguments += ["--checkpoint.keep=100", "--train.log_every=10"]
+    assert train_stream.main(arguments) == 0
+    whole = records(tmp_path / "run", "train")
+    assert [record["step"] for record in whole] == [10, 17]
+    folder = CheckpointFolder(str(tmp_path / "run" / "checkpoints"))
+    for step in folder.steps():
+        if step > 12:
+            shutil.rmtree(folder.path(step))
+    assert train_stream.main(arguments) == 0
+    again = records(tmp_path / "run", "train")
+    timed = {"rows_per_s", "data_wait", "events_per_s"}
+    for record, expected in zip(again, whole, strict=True):
+        assert {"log_loss", "hit_rate", "ids_unknown"} <= record.keys()
+        assert {name: record[name] for name in record.keys() - timed} == {
+            name: expected[name] for name in expected.keys() - timed
+        }
+
+
+def test_a_run_whose_log_model_or_checkpoints_changed_is_told_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = write_small_log(tmp_path / "log", 450)
+    run = tmp_path / "run"
+    more = ["--data.until_idle_s=0.1", "--publish-s=0", "--train.log_every=2"]
+    arguments = flags(log, run, *more)
+
+    def told(words: list[str], code: int) -> str:
+        """Trains in a process of its own, and returns what it wrote to stderr."""
+        process = _CONTEXT.Process(target=quiet, args=(words,), daemon=True)
+        process.start()
+        process.join(60)
+        assert process.exitcode == code
+        return capfd.readouterr().err
+
+    assert "begins anew" not in told(arguments, 0)
+    (log / "A.jsonl").write_text(json.dumps(ids(9)) + "\n")
+    late = f"{log}/A.jsonl: came after a.jsonl was read, and precedes it; give new "
+    assert late in told(arguments, 1)
+    (log / "A.jsonl").unlink()
+    larger = ["--ids.features.item_id.capacity=90"]
+    remedy = "--start.path RUN --start.partial true in a new --run_dir, or load("
+    assert remedy in told([*arguments, *larger], 1)
+    start = [f"--start.path={run}", "--start.partial=true"]
+    new = flags(log, tmp_path / "new", *more, *larger, *start)
+    told(new, 0)
+    _, tensors = state_of(tmp_path / "new")
+    assert len(tensors["tables.item_id.weight"]) == 90
+    shutil.rmtree(run / "checkpoints")
+    assert (
+        f"warning: {run} has 3 records, and {run}/checkpoints no checkpoint: the run "
+        "begins anew" in told(arguments, 0)
+    )
 
 
 def test_a_silent_log_is_published_and_sigterm_saves_what_was_trained(

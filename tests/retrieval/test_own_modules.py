@@ -263,9 +263,7 @@ def row(case: Case, user: int) -> dict[str, Any]:
     return {name: COLUMNS[name][user].tolist() for name in case.query}
 
 
-@pytest.mark.parametrize(
-    "name", mostly_slow(CASES, "two networks", "sessions", "bags")
-)
+@pytest.mark.parametrize("name", mostly_slow(CASES, "two networks", "sessions", "bags"))
 def test_what_is_served_is_what_was_trained(name: str, bundles: Bundles) -> None:
     case = CASES[name]
     model, bundle = bundles(name)

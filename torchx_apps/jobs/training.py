@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -272,6 +274,8 @@ def open_run(
             checkpoint = checkpointer.last_good()
         if runtime.is_main and checkpoint:
             print(f"resuming from {checkpoint}", flush=True)
+        if runtime.is_main and begun and not checkpoint:
+            _say_anew(path, root)
         if runtime.is_main and job.checkpoint.saves and not checkpoint:
             print(
                 f"saving into {root}; if the job is killed, the same command with --run_dir {path} goes on",
@@ -293,6 +297,19 @@ def open_run(
         checkpointer=checkpointer,
         checkpoint=checkpoint,
     )
+
+
+def _say_anew(path: Path, root: str) -> None:
+    """Prints that a run with records begins anew, because its checkpoints are gone or none was saved yet."""
+    records = 0
+    with suppress(OSError, ValueError):
+        records = len((path / "metrics.jsonl").read_text().splitlines())
+    if records:
+        print(
+            f"warning: {path} has {records:,} records, and {root} no checkpoint: the run begins anew, from nothing",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _begin_with(

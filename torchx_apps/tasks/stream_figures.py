@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -24,35 +25,49 @@ class Predictions:
         self._calibrated = calibrated
         self._since = time.monotonic()
         self._loader = loader
+        # Events since this process began or the last record, and those with the ones
+        # before a resume.
+        self._seen = 0
         self._events = 0
-        self._sums: dict[str, list[float]] = {}
+        self._sums: dict[str, float] = {}
 
     def see(self, output: Any) -> None:
         """Takes the output of a step; see :class:`torchrec_ext.train.loop.StepObserver`."""
         rows = self._loader.last
         assert rows is not None, "the step had a batch"
         logits = output.logits.detach().cpu().numpy().reshape(rows.items.shape)
+        self._seen += len(rows.users)
         self._events += len(rows.users)
         for name, value in figures_of(
             rows, logits, calibrated=self._calibrated
         ).items():
-            self._sums.setdefault(name, []).append(value * len(rows.users))
+            self._sums[name] = self._sums.get(name, 0.0) + value * len(rows.users)
 
     def figures(self) -> Record:
         """Returns the figures of the steps since the last call."""
         now = time.monotonic()
         figures: Record = {
             "events": self._loader.events,
-            "events_per_s": self._events / max(now - self._since, 1e-9),
+            "events_per_s": self._seen / max(now - self._since, 1e-9),
         }
-        for name, sums in self._sums.items():
-            figures[name] = sum(sums) / max(self._events, 1)
+        for name, total in self._sums.items():
+            figures[name] = total / max(self._events, 1)
         if not np.isnan(self._loader.newest):
             figures["behind_s"] = time.time() - self._loader.newest
         self._since = now
+        self._seen = 0
         self._events = 0
         self._sums = {}
         return figures
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the sums since the last record, for a checkpoint."""
+        return {"events": self._events, "sums": dict(self._sums)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues with the sums of :meth:`state_dict`; the rate is that of this process."""
+        self._events = state["events"]
+        self._sums = dict(state["sums"])
 
 
 def figures_of(rows: EventRows, logits: Array, *, calibrated: bool) -> dict[str, float]:

@@ -1,7 +1,9 @@
 """EventLog gives each event once and in order, and names a file that is not as it was."""
 
 import json
+import os
 import random
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -54,7 +56,10 @@ def test_events_come_once_and_in_order_of_files(tmp_path: Path) -> None:
         users.extend(events["user"].values.tolist())
         if chance.random() < 0.3:
             state = json.loads(json.dumps(log.state_dict()))
-            assert list(state) == ["file", "row"]
+            assert list(state) == ["file", "row", "read"]
+            if state["file"]:
+                assert list(state["read"])[-1] == state["file"]
+                assert set(state["read"]) <= {path.name for path in tmp_path.iterdir()}
             # Files before the position may go.
             for name in ("part-0.jsonl", "part-2.parquet"):
                 if state["file"] > "part-3":
@@ -114,11 +119,11 @@ def test_entries_that_are_left_out_are_counted_and_named_once(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("name", "text", "values"),
     [
-        ("a.jsonl", line(1) + line("7"), ("line 2: ", "user_id", "string")),  # type: ignore[arg-type]
+        ("a.jsonl", line(1) + line("7"), ("line 2: ", "user_id", "string_ids()")),  # type: ignore[arg-type]
         ("a.jsonl", line(1) + line(2**63), ("line 2: ", "9223372036854775808")),
-        ("a.jsonl", line(1.5), ("line 1: ", "1.5", "string_ids()")),  # type: ignore[arg-type]
+        ("a.jsonl", line(1.5), ("line 1: ", "1.5", "64 bits; write them so")),  # type: ignore[arg-type]
         ("a.jsonl", '{"user_id": 1}\n', ("line 1: ", "no 'item_id'; mend the line")),
-        ("a.jsonl", line(1) + "7\n", ("line 2: ",)),
+        ("a.jsonl", line(1) + "7\n", ("line 2: ", "a line is a JSON object")),
         ("a.jsonl", line(1) * 999 + line(2)[:-3] + "\n" + line(3), ("line 1000: ",)),
         ("a.parquet", "PAR1 half", ("no whole parquet", "rename them when")),
     ],
@@ -134,6 +139,31 @@ def test_what_is_no_event_is_named_in_one_line(
     assert all(value in message for value in values), message
     assert len(message.removeprefix(str(tmp_path))) < 200
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("at", pa.array([1], pa.timestamp("ms")), "timestamp[ms]; 'at' is in seconds"),
+        ("clicked", ["yes"], "string; 'clicked' is a number from 0 to 1"),
+        ("user_id", [1.5], "double; ids are whole numbers of 64 bits; write them so"),
+        ("user_id", ["u1"], "string; ids are whole numbers of 64 bits, string_ids()"),
+    ],
+)
+def test_a_column_of_another_type_is_told_its_own_rule(
+    tmp_path: Path, column: str, values: Any, message: str
+) -> None:
+    columns = {"user_id": [1], "item_id": [2], "clicked": [1.0], "at": [3]}
+    pq.write_table(pa.table({**columns, column: values}), tmp_path / "a.parquet")
+    settings = config(tmp_path, label="clicked", time="at")
+    with pytest.raises(DataError, match=re.escape(f"column '{column}' is {message}")):
+        EventLog(settings).read(9)
+    (tmp_path / "a.parquet").unlink()
+    text = line(1, clicked=1, at="2026-11-29") if column == "at" else line(1, at=1)
+    (tmp_path / "a.jsonl").write_text(text)
+    rule = "'at' is in seconds since 1970" if column == "at" else "no 'clicked'"
+    with pytest.raises(DataError, match=rf"line 1: .*{rule}"):
+        EventLog(settings).read(9)
 
 
 def test_a_label_outside_of_0_to_1_is_named(tmp_path: Path) -> None:
@@ -158,7 +188,8 @@ def test_a_file_that_grows_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write(line(2))
     with pytest.raises(
-        DataError, match=r"a\.jsonl: has 58 bytes, and had 29 when it was read; write"
+        DataError,
+        match=r"a\.jsonl: was changed after it was read: has 58 bytes, and had 29; put .* rename",
     ):
         log.read(9)
 
@@ -168,11 +199,73 @@ def test_a_position_needs_its_file(tmp_path: Path) -> None:
     log = EventLog(config(tmp_path))
     assert log.read(9).num_rows == 2
     state = log.state_dict()
-    write(tmp_path, "a.jsonl", [1])
-    with pytest.raises(DataError, match=r"a\.jsonl: has 1 rows, of which 2 were read"):
-        EventLog(config(tmp_path)).load_state_dict(state)
     (tmp_path / "a.jsonl").unlink()
     with pytest.raises(DataError, match=r"a\.jsonl: is gone, and 2 of its rows"):
+        EventLog(config(tmp_path)).load_state_dict(state)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("name", "users"),
+    [("a", [8, 9]), ("a", [1, 2, 3]), ("b", [9, 8]), ("b", [3, 4, 5])],
+)
+def test_a_file_that_was_changed_between_two_runs_is_named(
+    tmp_path: Path, ending: str, name: str, users: list[int]
+) -> None:
+    """Of as many rows or more, the last one or an earlier one."""
+    write(tmp_path, f"a.{ending}", [1, 2])
+    write(tmp_path, f"b.{ending}", [3, 4])
+    log = EventLog(config(tmp_path))
+    assert log.read(9).num_rows == 4
+    state = json.loads(json.dumps(log.state_dict()))
+    # The bytes count, and not the time: a copy is the file that was read.
+    for path in tmp_path.iterdir():
+        path.write_bytes(path.read_bytes())
+        os.utime(path, ns=(1, 1))
+    again = EventLog(config(tmp_path))
+    again.load_state_dict(state)
+    assert not again.read(9).num_rows
+    write(tmp_path, f"{name}.{ending}", users)
+    with pytest.raises(DataError) as caught:
+        EventLog(config(tmp_path)).load_state_dict(state)
+    message = str(caught.value)
+    assert message.startswith(
+        f"{tmp_path / name}.{ending}: was changed after it was read"
+    )
+    assert len(message.removeprefix(str(tmp_path))) < 200
+    # Whoever has removed it does not need it.
+    if name == "a":
+        (tmp_path / f"a.{ending}").unlink()
+        again.load_state_dict(state)
+        assert list(again.state_dict()["read"]) == [f"b.{ending}"]
+
+
+def test_a_file_that_comes_too_late_between_two_runs_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "2.jsonl", [2])
+    write(tmp_path, "3.jsonl", [3])
+    log = EventLog(config(tmp_path))
+    assert log.read(1).num_rows == 1
+    position = log.position
+    assert log.read(1).num_rows == 1
+    # The log has read further than the position.
+    states = log.state_dict(position), log.state_dict()
+    assert [list(state["read"]) for state in states] == [
+        ["2.jsonl"],
+        ["2.jsonl", "3.jsonl"],
+    ]
+    for name in ("_1.jsonl", "1.csv"):
+        (tmp_path / name).touch()
+    for state in states:
+        EventLog(config(tmp_path)).load_state_dict(state)
+    write(tmp_path, "1.jsonl", [1])
+    for state, last in zip(states, ("2", "3"), strict=True):
+        with pytest.raises(
+            DataError,
+            match=rf"1\.jsonl: came after {last}\.jsonl was read, and precedes",
+        ):
+            EventLog(config(tmp_path)).load_state_dict(state)
+        # A state of an earlier release does not say which files were read.
+        del state["read"]
         EventLog(config(tmp_path)).load_state_dict(state)
 
 

@@ -1,11 +1,14 @@
 """EventLog: returns each event of a folder's files once and in order.
 
 A file counts when it is renamed into the folder: it is whole then, and is read once. Files are read in the order of
-their names, where part-9 precedes part-10. A position is the name of a file and a number of its rows.
+their names, where part-9 precedes part-10. A position is the name of a file and a number of its rows. The
+fingerprints of the files read tell a later run which file came late or was changed.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import warnings
@@ -33,7 +36,7 @@ _RENAME = (
 )
 _TYPES = {"int": pa.int64(), "float": pa.float64()}
 _NUMBERS = ("float", "bool")
-_RULE = "ids are whole numbers of 64 bits, string_ids() makes them of texts"
+_WHOLE = "ids are whole numbers of 64 bits"
 _JSON = (".jsonl", ".ndjson")
 _ENDINGS = (*_JSON, ".parquet")
 # Columns of events: ids, labels that are 1 in a log without labels, and seconds since
@@ -52,7 +55,8 @@ class EventLog:
     """Reads the events of a folder's files: .jsonl, .ndjson and .parquet, each as a whole.
 
     Names that begin with ``.`` or ``_`` are no data yet. Any other entry of the folder is left out with a warning. A
-    file that was read may be removed, except for the last one.
+    file that was read may be removed, except for the last one. The state has a fingerprint of each that is still there,
+    so it grows with the folder alone.
 
     Args:
         columns: folder of the files, of which those in folders below are left out, and names of their columns.
@@ -66,10 +70,11 @@ class EventLog:
         self._columns = columns
         # The file that is read, its events, and the number of those that were taken.
         self._file = ""
-        self._size = 0
         self._events = NO_EVENTS
         self._row = 0
         self._waiting: list[str] = []
+        # Size, time of the last write and digest of each file read, in their order.
+        self._read: dict[str, list[Any]] = {}
         # Entries of the folder that were seen; they are not looked at again.
         self._seen: set[str] = set()
         if not columns.folder or not self.folder.is_dir():
@@ -93,41 +98,66 @@ class EventLog:
             most -= piece.num_rows
         return concatenate_rows(pieces, NO_EVENTS)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the position, for JSON: the file and the number of its rows that were taken."""
+    @property
+    def position(self) -> dict[str, Any]:
+        """The file and the number of its rows that were taken."""
         return {"file": self._file, "row": self._row}
+
+    def state_dict(self, position: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Returns a position, by default the present one, and fingerprints of the files up to it, for JSON."""
+        position = position or self.position
+        if not position["file"]:
+            return {**position, "read": {}}
+        there = {*os.listdir(self.folder), position["file"]}
+        self._read = {
+            name: fingerprint
+            for name, fingerprint in self._read.items()
+            if name in there
+        }
+        # The log itself may have read further files.
+        names = list(self._read)
+        names = names[: names.index(position["file"]) + 1]
+        return {**position, "read": {name: self._read[name] for name in names}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at a position of :meth:`state_dict`.
 
         Raises:
-            DataError: the file is not there, or has fewer rows.
+            DataError: the file is not there, or one up to it was changed or came after it was read.
         """
         self._file = ""
         self._events = NO_EVENTS
         self._row = 0
         self._waiting = []
         self._seen = set()
-        if not state["file"]:
+        self._read = {}
+        last = state["file"]
+        if not last:
             return
-        if not (self.folder / state["file"]).exists():
+        if not (self.folder / last).exists():
             raise DataError(
-                f"{self.folder / state['file']}: is gone, and {state['row']:,} of its rows were read; put it back, or "
+                f"{self.folder / last}: is gone, and {state['row']:,} of its rows were read; put it back, or "
                 "train anew in another --run_dir"
             )
-        self._open(state["file"])
-        if self._events.num_rows < state["row"]:
-            raise DataError(
-                f"{self.folder / self._file}: has {self._events.num_rows:,} rows, of which {state['row']:,} were read; "
-                "put the file back that was read, or train anew in another --run_dir"
-            )
-        self._row = state["row"]
         # What precedes the file has been read.
         self._seen = {
-            name
-            for name in os.listdir(self.folder)
-            if _natural(name) <= _natural(self._file)
+            name for name in os.listdir(self.folder) if _natural(name) <= _natural(last)
         }
+        read = state.get("read")
+        for name in sorted(self._seen, key=_natural):
+            path = self.folder / name
+            if name[0] in "._" or not _is_data(path):
+                continue
+            # States of earlier releases lack the fingerprints.
+            if read is None:
+                self._read[name] = _fingerprint(path)
+            elif name in read:
+                self._read[name] = read[name]
+                self._check_unchanged(name)
+            else:
+                raise self._too_late(name, last)
+        self._open(last)
+        self._row = state["row"]
 
     def _open_next(self) -> bool:
         """Reads the next file; returns False if there is none."""
@@ -140,8 +170,9 @@ class EventLog:
 
     def _open(self, name: str) -> None:
         path = self.folder / name
-        self._size = path.stat().st_size
+        fingerprint = _fingerprint(path)
         self._events = _read(path, self._columns)
+        self._read[name] = fingerprint
         self._file = name
         self._row = 0
 
@@ -149,19 +180,13 @@ class EventLog:
         """Finds the files that have come, in their order."""
         new: list[str] = []
         left_out: list[str] = []
-        size = self._size
         with os.scandir(self.folder) as entries:
             for entry in entries:
-                if entry.name == self._file:
-                    size = entry.stat().st_size
                 if entry.name in self._seen or entry.name[0] in "._":
                     continue
-                is_file = entry.name.lower().endswith(_ENDINGS) and entry.is_file()
-                (new if is_file else left_out).append(entry.name)
-        if size != self._size:
-            raise DataError(
-                f"{self.folder / self._file}: has {size:,} bytes, and had {self._size:,} when it was read; {_RENAME}"
-            )
+                is_data = _is_data(Path(entry.path))
+                (new if is_data else left_out).append(entry.name)
+        self._check_unchanged(self._file)
         self._seen.update(new, left_out)
         self._waiting = sorted(new, key=_natural)
         if left_out:
@@ -171,10 +196,44 @@ class EventLog:
                 stacklevel=2,
             )
         if self._waiting and _natural(self._waiting[0]) < _natural(self._file):
+            raise self._too_late(self._waiting[0], self._file)
+
+    def _too_late(self, name: str, last: str) -> DataError:
+        return DataError(
+            f"{self.folder / name}: came after {last} was read, and precedes it; give new files greater names"
+        )
+
+    def _check_unchanged(self, name: str) -> None:
+        """Refuses a file that is there and has not the bytes that were read."""
+        path = self.folder / name
+        if name not in self._read:
+            return
+        size, written, digest = self._read[name]
+        try:
+            status = path.stat()
+            if [status.st_size, status.st_mtime_ns] == [size, written]:
+                return
+            # A copy has another time, and the same bytes.
+            now = _fingerprint(path)
+        except FileNotFoundError:
+            return
+        if now[2] != digest:
             raise DataError(
-                f"{self.folder / self._waiting[0]}: came after {self._file} was read, and precedes it; give new files "
-                "greater names"
+                f"{path}: was changed after it was read: has {now[0]:,} bytes, and had {size:,}; put it back, and "
+                "give new events a file of a greater name, renamed when it is whole"
             )
+        self._read[name] = now
+
+
+def _is_data(path: Path) -> bool:
+    return path.name.lower().endswith(_ENDINGS) and path.is_file()
+
+
+def _fingerprint(path: Path) -> list[Any]:
+    """Returns the size, the time of the last write and a digest of a file, for JSON."""
+    status = path.stat()
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return [status.st_size, status.st_mtime_ns, digest[:16]]
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
@@ -238,18 +297,49 @@ def _fault(data: bytes, columns: EventsConfig) -> str:
 def _parsed(data: bytes, columns: EventsConfig) -> Chunk:
     if not data.strip():
         return NO_EVENTS
-    schema = pa.schema({name: _TYPES[kind] for name, kind in columns.kinds.items()})
     try:
-        table = pa.json.read_json(
-            pa.BufferReader(data),
-            pa.json.ReadOptions(use_threads=False, block_size=min(len(data), _BLOCK)),
-            pa.json.ParseOptions(
-                explicit_schema=schema, unexpected_field_behavior="ignore"
-            ),
-        )
+        table = _json_table(data, columns.kinds)
     except pa.ArrowInvalid as error:
-        raise _FaultError(f"{str(error).splitlines()[0][:80]}; {_RULE}") from None
+        why = str(error).splitlines()[0][:80]
+        raise _FaultError(f"{why}; {_json_rule(data, columns)}") from None
     return _events(table, columns)
+
+
+def _json_table(data: bytes, kinds: Mapping[str, str]) -> pa.Table:
+    schema = pa.schema({name: _TYPES[kind] for name, kind in kinds.items()})
+    return pa.json.read_json(
+        pa.BufferReader(data),
+        pa.json.ReadOptions(use_threads=False, block_size=min(len(data), _BLOCK)),
+        pa.json.ParseOptions(
+            explicit_schema=schema, unexpected_field_behavior="ignore"
+        ),
+    )
+
+
+def _json_rule(data: bytes, columns: EventsConfig) -> str:
+    """Returns the rule of the first column that cannot be read by itself; that of a line if all can."""
+    for name, kind in columns.kinds.items():
+        try:
+            _json_table(data, {name: kind})
+        except pa.ArrowInvalid:
+            try:
+                value = json.loads(data)[name]
+            # Several lines, or a line that is no object.
+            except (ValueError, TypeError, LookupError, RecursionError):
+                continue
+            return _rule(name, columns, is_text=isinstance(value, str))
+    return "a line is a JSON object"
+
+
+def _rule(name: str, columns: EventsConfig, *, is_text: bool) -> str:
+    """Says what a column holds."""
+    if name == columns.time:
+        return f"'{name}' is in seconds since 1970, as a number"
+    if name == columns.label:
+        return f"'{name}' is a number from 0 to 1"
+    if is_text:
+        return f"{_WHOLE}, string_ids() makes them of texts"
+    return f"{_WHOLE}; write them so"
 
 
 def _events(table: pa.Table, columns: EventsConfig) -> Chunk:
@@ -262,7 +352,9 @@ def _events(table: pa.Table, columns: EventsConfig) -> Chunk:
             raise _FaultError(f"row {row} has no '{name}'")
         is_whole = pa.types.is_integer(array.type)
         if not is_whole and (kind == "int" or kind_of(array.type) not in _NUMBERS):
-            raise _FaultError(f"column '{name}' is {array.type}; {_RULE}")
+            is_text = kind_of(array.type) == "string"
+            rule = _rule(name, columns, is_text=is_text)
+            raise _FaultError(f"column '{name}' is {array.type}; {rule}")
         try:
             arrays[name] = array.cast(_TYPES[kind]).to_numpy()
         except pa.ArrowInvalid as error:

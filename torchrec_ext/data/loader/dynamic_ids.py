@@ -159,14 +159,20 @@ class DynamicIdLoader:
 
         ``ids_unknown`` is the share of the look-ups of all ranks since the last call that read row 0.
         """
-        counts = self.ids.counts
-        now = torch.tensor([counts["lookups"], counts["unknown"]])
-        recent = self.ids.ranks.sum_over_ranks(now - self._reported)
-        self._reported = now
-        lookups, unknown = recent.tolist()
+        lookups, unknown = self._recent()
+        self._reported = self._counts()
         figures = {name: float(value) for name, value in self.ids.figures().items()}
         figures["ids_unknown"] = unknown / max(1, lookups)
         return figures
+
+    def _counts(self) -> Tensor:
+        counts = self.ids.counts
+        return torch.tensor([counts["lookups"], counts["unknown"]])
+
+    def _recent(self) -> list[int]:
+        """Returns the look-ups of all ranks since the last figures, and those that read row 0; collective."""
+        recent = self.ids.ranks.sum_over_ranks(self._counts() - self._reported)
+        return recent.tolist()
 
     def set_epoch(self, epoch: int) -> None:
         """Starts ``epoch``, counted from 0, at its first step."""
@@ -180,6 +186,7 @@ class DynamicIdLoader:
         return {
             "loader": self._loader.state_dict(step=step),
             "ids": self.ids.state_dict(),
+            "recent": self._recent(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -191,6 +198,10 @@ class DynamicIdLoader:
             IdsChangedError: see :meth:`load_ids`.
         """
         self.load_ids(state)
+        # One rank has the look-ups of all since the last figures; earlier releases did
+        # not save them.
+        if self.ids.ranks.is_first:
+            self._reported -= torch.tensor(state.get("recent", [0, 0]))
         self._loader.load_state_dict(state["loader"])
 
     def load_ids(self, state: Mapping[str, Any]) -> None:
@@ -207,9 +218,7 @@ class DynamicIdLoader:
             self.ids.load_state_dict(state["ids"])
         except ValueError as error:
             raise IdsChangedError(str(error)) from None
-        self._reported = torch.tensor(
-            [self.ids.counts["lookups"], self.ids.counts["unknown"]]
-        )
+        self._reported = self._counts()
 
     def load_vocabularies(self) -> None:
         """Gives each id of the vocabularies its row there, as it has been trained without dynamic ids.

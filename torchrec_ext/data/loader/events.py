@@ -107,7 +107,9 @@ class EventLoader:
         self._batches = 0
         self._is_over = False
         # The log itself is ahead while a batch is not full.
-        self._position = self._log.state_dict()
+        self._position = self._log.position
+        # State of the log in a checkpoint, until it is opened there.
+        self._saved: Mapping[str, Any] | None = None
 
     def __len__(self) -> int:
         return self._batches if self._is_over else ENDLESS
@@ -115,9 +117,11 @@ class EventLoader:
     def __iter__(self) -> Iterator[TowerBatch]:
         # Not in load_state_dict(): the error of a changed log is the run's, not that of
         # its checkpoint.
-        self._log.load_state_dict(self._position)
+        self._log.load_state_dict(self._log_state())
+        self._saved = None
+        self._position = self._log.position
         while (events := self._next()).num_rows:
-            self._position = self._log.state_dict()
+            self._position = self._log.position
             self.events += events.num_rows
             self.newest = float(events[event_log.TIME].values[-1])
             self.last = EventRows.drawn(
@@ -191,10 +195,17 @@ class EventLoader:
             raise ValueError(
                 f"step={step}: the log is at batch {self._batches}; save when no batch is under way"
             )
-        return {"log": self._position, "events": self.events, "batches": self._batches}
+        return {
+            "log": self._log_state(),
+            "events": self.events,
+            "batches": self._batches,
+        }
+
+    def _log_state(self) -> Mapping[str, Any]:
+        return self._saved or self._log.state_dict(self._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at a position of :meth:`state_dict`."""
-        self._position = state["log"]
+        self._saved = state["log"]
         self.events = state["events"]
         self._batches = state["batches"]

@@ -152,7 +152,7 @@ def _refuse(path: str, differences: dict[str, bool], partial: bool) -> list[str]
         return said
     remedy = ""
     if all(allowed for allowed, _ in refused):
-        remedy = "; if meant: --start.partial true, or load(partial=True)"
+        remedy = "; if meant: --start.path RUN --start.partial true in a new --run_dir, or load(partial=True)"
     name = path.rstrip("/").rpartition("/")[2]
     header = f"checkpoint '{name}' is of another model, {len(refused)} difference(s): "
     # What nothing allows comes first.

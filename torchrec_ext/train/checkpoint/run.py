@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +77,17 @@ class DynamicLoader(Protocol):
         """Begins with the rows that ids have in vocabularies."""
 
 
+@runtime_checkable
+class ResumableObserver(Protocol):
+    """An observer of steps whose sums since the last record go on after a resume; they are equal on all ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the sums, for JSON."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues with sums of :meth:`state_dict`."""
+
+
 class CheckpointedRun(Protocol):
     """The parts of a run saved in a checkpoint."""
 
@@ -99,6 +110,10 @@ class CheckpointedRun(Protocol):
     @property
     def window(self) -> Window:
         """The sums of the next record."""
+
+    @property
+    def observer(self) -> Any:
+        """The observer of the steps, a :class:`ResumableObserver` if it has sums; None without one."""
 
 
 class RunCheckpoints:
@@ -184,6 +199,9 @@ class RunCheckpoints:
         content = saved["content"]
         position = Position(**content["position"])
         run.watch.load_state_dict(content["watch"])
+        # Checkpoints of earlier releases lack the observer's sums.
+        if isinstance(run.observer, ResumableObserver) and "observer" in content:
+            run.observer.load_state_dict(content["observer"])
         if saved["world_size"] == run.runtime.world_size:
             _restore_rank(extra, run)
         elif sums:
@@ -273,6 +291,8 @@ class RunCheckpoints:
             "watch": run.watch.state_dict(),
             "loader": _without_tensors(run.loader.state_dict(step=run.at.done), extra),
         }
+        if isinstance(run.observer, ResumableObserver):
+            content["observer"] = run.observer.state_dict()
         self._checkpointer.save(
             run.at.step, model_state(run.model, run.optimizer), extra, content
         )
