@@ -23,6 +23,7 @@ from torchrec import (
 from torchrec.models.dlrm import DLRM_DCN, DLRMTrain
 
 from tests.contracts import mostly_slow
+from torchrec_ext.ids import Dynamic, DynamicEmbeddings
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.catalogue import Catalogue
 from torchrec_ext.retrieval.export import export
@@ -263,9 +264,7 @@ def row(case: Case, user: int) -> dict[str, Any]:
     return {name: COLUMNS[name][user].tolist() for name in case.query}
 
 
-@pytest.mark.parametrize(
-    "name", mostly_slow(CASES, "two networks", "sessions", "bags")
-)
+@pytest.mark.parametrize("name", mostly_slow(CASES, "two networks", "sessions", "bags"))
 def test_what_is_served_is_what_was_trained(name: str, bundles: Bundles) -> None:
     case = CASES[name]
     model, bundle = bundles(name)
@@ -682,6 +681,18 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], list[str], Any, str]] = {
     ),
     "words": (Networks, PROFILE, WORDS, "'content': string"),
 }
+
+
+def test_dynamic_ids_are_refused_before_anything_is_traced(tmp_path: Path) -> None:
+    """docs/ids.md has the way, which its program runs."""
+    model = Whole()
+    optimizer = torch.optim.Adam(model.parameters())
+    ids = DynamicEmbeddings(model, optimizer, {"user": Dynamic(capacity=USERS)})
+    catalogue = Catalogue(ids=np.arange(ITEMS), features=table(["item"]))
+    with pytest.raises(BundleError, match=r"'user' has dynamic .* remove\(\)") as error:
+        export(model, tmp_path / "b", catalogue=catalogue, queries=table(["user"]))
+    assert len(str(error.value)) <= 200
+    assert ids.ids.now == 0
 
 
 @pytest.mark.parametrize("name", REFUSED)

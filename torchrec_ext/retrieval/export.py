@@ -27,6 +27,7 @@ from torchrec_ext.data.preprocess.columns import CellError, raw_type
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.data.preprocess.folders import whole_folder
 from torchrec_ext.exports import CallableModule
+from torchrec_ext.ids.look_ups import path_with_dynamic_ids
 from torchrec_ext.models.session import NextItemModel
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.retrieval.bundle import (
@@ -152,6 +153,12 @@ def export(
         raise BundleError(f"store={store!r}: must be one of {', '.join(STORES)}")
     if not 0 < recall <= 1:
         raise BundleError(f"recall={recall}: must be greater than 0 and at most 1")
+    path = path_with_dynamic_ids(model)
+    if path is not None:
+        raise BundleError(
+            f"model: '{path}' has dynamic ids, which a bundle cannot count; call remove() of its DynamicEmbeddings and "
+            "give rows= of live_ids(), see docs/ids.md"
+        )
     queries = _queries(queries, users)
     # A column of both tables has the query's type.
     raw = _raw_types(catalogue.features) | _raw_types(queries)
