@@ -17,9 +17,8 @@ from torchrec_ext.ids.look_ups import (
     LookUp,
     SavedLookUp,
     check_reads,
-    has_look_up,
+    look_up_of,
     raw_ids,
-    remove_look_ups,
 )
 from torchrec_ext.ids.policy import Dynamic
 
@@ -106,7 +105,9 @@ class DynamicEmbeddings:
             hook.remove()
         for copies in self._copies.values():
             for copy in copies:
-                remove_look_ups(copy)
+                look_up = look_up_of(copy)
+                if look_up:
+                    look_up.is_on = False
 
     def _end_step(self, *_: object) -> None:
         self._is_new_step = True
@@ -235,7 +236,7 @@ def _embedding(
             f"'{path}' is no nn.Embedding of the model; its embeddings are {paths}"
         )
     module = embeddings[path]
-    if has_look_up(module):
+    if look_up_of(module):
         raise ValueError(
             f"'{path}' has dynamic ids already: call remove() of its DynamicEmbeddings first, or build the model anew"
         )

@@ -15,17 +15,22 @@ class LookUp:
 
     Args:
         path: path of the embedding.
+
+    Attributes:
+        is_on: whether the embedding takes ids still.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self.is_on = True
 
     def __call__(
         self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Returns the arguments of forward with rows for ids."""
-        if not inputs and "input" not in named:
-            return None  # forward says what it lacks
+        # Without ids forward says what it lacks.
+        if not self.is_on or not (inputs or "input" in named):
+            return None
         if torch.compiler.is_compiling():
             raise RuntimeError(
                 f"'{self.path}' has dynamic ids, which a compiled model cannot count; compile the rest of it"
@@ -98,20 +103,15 @@ def raw_ids(path: str, module: nn.Module, ids: Any) -> Tensor:
     return raw
 
 
-def has_look_up(module: nn.Module) -> bool:
-    """Returns whether an embedding takes ids instead of rows."""
-    return any(isinstance(hook, LookUp) for hook in module._forward_pre_hooks.values())
+def look_up_of(module: nn.Module) -> LookUp | None:
+    """Returns the hook of an embedding that takes ids instead of rows; None if it takes rows."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, LookUp) and hook.is_on:
+            return hook
+    return None
 
 
 def path_with_dynamic_ids(model: nn.Module) -> str | None:
     """Returns the path of the first embedding that takes ids instead of rows; None if there is none."""
-    paths = (str(path) for path, module in model.named_modules() if has_look_up(module))
+    paths = (str(path) for path, module in model.named_modules() if look_up_of(module))
     return next(paths, None)
-
-
-def remove_look_ups(module: nn.Module) -> None:
-    """Lets an embedding take rows again."""
-    for number, hook in list(module._forward_pre_hooks.items()):
-        if isinstance(hook, LookUp):
-            del module._forward_pre_hooks[number]
-            del module._forward_pre_hooks_with_kwargs[number]
