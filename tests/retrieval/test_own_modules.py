@@ -689,10 +689,20 @@ def test_dynamic_ids_are_refused_before_anything_is_traced(tmp_path: Path) -> No
     optimizer = torch.optim.Adam(model.parameters())
     ids = DynamicEmbeddings(model, optimizer, {"user": Dynamic(capacity=USERS)})
     catalogue = Catalogue(ids=np.arange(ITEMS), features=table(["item"]))
-    with pytest.raises(BundleError, match=r"'user' has dynamic .* remove\(\)") as error:
+    with pytest.raises(BundleError, match=r"'user' has dynamic .* live rows") as error:
         export(model, tmp_path / "b", catalogue=catalogue, queries=table(["user"]))
     assert len(str(error.value)) <= 200
     assert ids.ids.now == 0
+    ids.remove()
+    rows = {"user": torch.arange(3)}
+    with pytest.raises(BundleError, match=r"rows: 'user' is no table of TorchRec"):
+        export(
+            Networks(),
+            tmp_path / "b",
+            catalogue=Catalogue(ids=np.arange(ITEMS), features=table(["content"])),
+            queries=table(["profile"]),
+            rows=rows,
+        )
 
 
 @pytest.mark.parametrize("name", REFUSED)
