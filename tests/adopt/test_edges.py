@@ -17,6 +17,7 @@ import torchrec_ext.adopt.step as adopted
 from tests.adopt.test_lag import Towers, batches, loss_of, made, uncompiled
 from torchrec_ext.adopt import CannotAdopt, adopt
 from torchrec_ext.capture import policy
+from torchrec_ext.ids import Dynamic, DynamicEmbeddings
 
 __all__ = ["uncompiled"]  # a fixture of every test here
 
@@ -153,3 +154,22 @@ def test_a_module_that_reads_an_array_of_numpy_is_captured() -> None:
         )
         assert step.describe().startswith("captured") == (compile_ == "require")
     torch.testing.assert_close(losses[1], losses[0])
+
+
+def test_dynamic_ids_are_refused_with_their_remedy_and_train_eagerly() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    ids = DynamicEmbeddings(model, optimizer, {"0": Dynamic(capacity=9)})
+
+    def loss(items: Tensor) -> Tensor:
+        return model(items).square().mean()  # type: ignore[no-any-return]
+
+    named = r"'0' has dynamic ids, .* map the ids of each batch by DynamicIds"
+    with pytest.raises(CannotAdopt, match=named) as error:
+        adopt(model, optimizer, loss, compile="require")
+    assert len(str(error.value)) <= 200
+    step = adopt(model, optimizer, loss)
+    for number in range(5):
+        step(torch.tensor([[10**12 + number], [-7]]))
+    assert "map the ids of each batch by DynamicIds" in step.describe()
+    assert ids.ids.live == {"0": 6}

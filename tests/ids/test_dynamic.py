@@ -220,6 +220,8 @@ def test_the_reserved_id_reads_row_0_for_ever() -> None:
     [
         (lambda: Dynamic(capacity=1), "capacity=1: must be from 2"),
         (lambda: Dynamic(capacity=9, ttl=-1), "ttl=-1: must be 0 or more"),
+        (lambda: Dynamic(capacity=5.5), "capacity=5.5: must be a whole number"),  # type: ignore[arg-type]
+        (lambda: Dynamic(capacity=9, ttl="2"), "ttl='2': must be a whole number"),  # type: ignore[arg-type]
         (lambda: DynamicIds({}), "name at least one table"),
         (
             lambda: DynamicIds({"a": Dynamic(capacity=9)}, every=0),

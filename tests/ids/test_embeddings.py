@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,4 +187,191 @@ def test_what_cannot_be_is_refused_in_one_line(tables: Any, message: str) -> Non
     with pytest.raises(ValueError, match=r".") as error:
         DynamicEmbeddings(model, optimizer, tables)
     assert message in str(error.value)
+    assert len(str(error.value)) <= 200
+
+
+def drifting(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
+    optimizer.zero_grad()
+    loss = (model(ids[:, None]).squeeze(1) - (ids % 3).float()).square().mean()
+    loss.backward()
+    optimizer.step()
+
+
+def single(rows: int = 50) -> tuple[nn.Sequential, torch.optim.Adam]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(rows, 4), nn.Flatten(), nn.Linear(4, 1))
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+@pytest.mark.unit
+def test_a_copy_reads_the_same_ids_and_the_row_of_an_id_is_always_its_own() -> None:
+    model, optimizer = single()
+    ids = DynamicEmbeddings(model, optimizer, {"0": Dynamic(capacity=50, ttl=5)})
+    averaged = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    )
+    # What the average of each id's row is since the id began.
+    expected: dict[int, Tensor] = {}
+    snapshot: dict[int, Tensor] = {}
+    copied = model
+    for number in range(20):
+        items = torch.arange(10 * number, 10 * number + 20)
+        with torch.no_grad():
+            model(items[:, None])  # begins the new ones
+        live, rows = ids.ids.live_ids("0")
+        began = model[0].weight.detach()[rows].clone()
+        before = {
+            item: expected.get(item, row)
+            for item, row in zip(live.tolist(), began, strict=True)
+        }
+        drifting(model, optimizer, items)
+        averaged.update_parameters(model)
+        new = model[0].weight.detach()[rows]
+        expected = {
+            item: row.clone() if not number else before[item].lerp(row, 0.5)
+            for item, row in zip(live.tolist(), new, strict=True)
+        }
+        if number == 9:
+            copied = copy.deepcopy(copy.deepcopy(model)).eval()
+            snapshot = {
+                item: row.clone() for item, row in zip(live.tolist(), new, strict=True)
+            }
+        if number == 13:
+            kept = [item for item in snapshot if item in live.tolist()]
+    assert ids.ids.counts["evicted"]
+    live = ids.ids.live_ids("0")[0]
+    averaged.eval()
+    before_counts = dict(ids.ids.counts)
+    vectors = averaged.module[0](live)
+    for item, vector in zip(live.tolist(), vectors, strict=True):
+        torch.testing.assert_close(vector, expected[item])
+    assert ids.ids.counts == before_counts
+    assert kept
+    assert not set(snapshot) & set(live.tolist())
+    # Ids that the snapshot never saw begin there as they began in the model.
+    assert copied(live[:, None]).unique().numel() == len(live)
+    with pytest.raises(ValueError, match="'0' is of a copy, which reads dynamic ids"):
+        copied.train()(live[:, None])
+    with torch.no_grad():
+        copied(live[:, None])
+    ids.remove()
+    assert copied(torch.tensor([[49]])).shape == (1, 1)
+
+
+@pytest.mark.unit
+def test_a_model_saved_whole_reads_the_ids_of_then(tmp_path: Path) -> None:
+    model, optimizer = single()
+    DynamicEmbeddings(model, optimizer, {"0": Dynamic(capacity=50, ttl=5)})
+    items = torch.tensor([-7, 2**60, 5])
+    for _ in range(3):
+        drifting(model, optimizer, items)
+    model.eval()
+    asked = torch.tensor([[5], [-7], [2**60], [11]])
+    expected = model(asked)
+    torch.save([model, copy.deepcopy(model)], tmp_path / "model.pt")
+    for loaded in torch.load(tmp_path / "model.pt", weights_only=False):
+        assert torch.equal(loaded(asked), expected)
+        with pytest.raises(ValueError, match="'0' is of a copy"):
+            loaded.train()(asked)
+    drifting(model.train(), optimizer, items)
+
+
+@pytest.mark.unit
+def test_ids_are_an_argument_by_place_or_by_name() -> None:
+    model = nn.ModuleDict({"bag": nn.EmbeddingBag(50, 4)})
+    optimizer = torch.optim.Adam(model.parameters())
+    DynamicEmbeddings(model, optimizer, {"bag": Dynamic(capacity=50)})
+    bag = model["bag"]
+    items = torch.tensor([10**12, 7, -3])
+    expected = bag(items, torch.tensor([0, 1]))
+    assert torch.equal(bag(input=items, offsets=torch.tensor([0, 1])), expected)
+    assert torch.equal(bag(items, offsets=torch.tensor([0, 1])), expected)
+    with pytest.raises(TypeError, match="input"):
+        bag()
+
+
+@pytest.mark.unit
+def test_another_optimizer_that_steps_is_noticed() -> None:
+    model, optimizer = single()
+    DynamicEmbeddings(model, optimizer, {"0": Dynamic(capacity=50)})
+    other = torch.optim.Adam(model.parameters(), lr=0.2)
+    drifting(model, optimizer, torch.arange(20))
+    for name in ("a", "b"):  # gradients of two batches, as of one step
+        model(torch.arange(30 + len(name))[:, None]).sum().backward()
+    optimizer.step()
+    drifting(model, other, torch.arange(20))
+    with pytest.raises(ValueError, match="'0': its weight has moved, but no") as error:
+        drifting(model, other, torch.arange(20))
+    assert len(str(error.value)) <= 200
+
+
+@pytest.mark.unit
+def test_a_model_takes_ids_by_one_alone() -> None:
+    model, optimizer = single()
+    first = DynamicEmbeddings(model, optimizer, {"0": Dynamic(capacity=50)})
+    for each in (model, copy.deepcopy(model)):
+        with pytest.raises(ValueError, match="'0' has dynamic ids already") as error:
+            DynamicEmbeddings(each, optimizer, {"0": Dynamic(capacity=50)})
+        assert len(str(error.value)) <= 200
+    with pytest.raises(ValueError, match="DynamicEmbeddings is of one model") as error:
+        copy.deepcopy([model, first])
+    assert len(str(error.value)) <= 200
+    first.remove()
+    second = DynamicEmbeddings(model, optimizer, {"0": Dynamic(capacity=50)})
+    drifting(model, optimizer, torch.tensor([2**50, -4]))
+    assert second.ids.live_ids("0")[0].sort().values.tolist() == [-4, 2**50]
+
+
+FIRST_VALUES: dict[str, Any] = {
+    "Adagrad": lambda w: torch.optim.Adagrad(w, 0.1, initial_accumulator_value=0.5),
+    "Adagrad, of a group": lambda w: torch.optim.Adagrad(
+        [{"params": list(w), "initial_accumulator_value": 0.25}],
+        lr=0.1,
+        initial_accumulator_value=0.75,
+    ),
+    "SGD": lambda w: torch.optim.SGD(w, 0.1, momentum=0.9, dampening=0.3),
+    "RMSprop": lambda w: torch.optim.RMSprop(w, 0.1, momentum=0.5, centered=True),
+    "Adam": lambda w: torch.optim.Adam(w, 0.1, amsgrad=True),
+    "Adadelta": torch.optim.Adadelta,
+    "Adamax": torch.optim.Adamax,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("kind", FIRST_VALUES)
+def test_state_of_a_new_id_begins_as_the_optimizer_begins_it(kind: str) -> None:
+    """Of an id that takes over a row; the state of a static table without steps on the row is the expectation."""
+    model, static = nn.Sequential(nn.Embedding(4, 3)), nn.Embedding(9, 3)
+    optimizer = FIRST_VALUES[kind](model.parameters())
+    static_optimizer = FIRST_VALUES[kind](static.parameters())
+    nn.init.constant_(static.weight, 0.1)
+    ids = DynamicEmbeddings(
+        model,
+        optimizer,
+        {"0": Dynamic(capacity=4, evict="lru", share=0.01)},
+        begin=lambda _, new: torch.full((len(new), 3), 0.1),
+    )
+    for items in ([1, 2, 3], [1, 2, 3], [2, 3, 4], [4, 5, 3], [4, 5], [4, 5, 6]):
+        batch = torch.tensor(items)
+        for table, each in ((model, optimizer), (static, static_optimizer)):
+            each.zero_grad()
+            loss = (table(batch) - batch[:, None] / 20).square().sum()
+            loss.backward()
+            each.step()
+    live, rows = ids.ids.live_ids("0")
+    assert sorted(live.tolist()) == [4, 5, 6]
+    torch.testing.assert_close(
+        model[0].weight[rows], static.weight[live], rtol=0, atol=0
+    )
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("kind", ["Rprop", "ASGD", "Adafactor", "LBFGS"])
+def test_an_optimizer_without_a_state_of_each_row_is_refused(kind: str) -> None:
+    model, _ = single()
+    optimizer = getattr(torch.optim, kind)(model.parameters())
+    with pytest.raises(ValueError, match=f"'0': the state of {kind} cannot") as error:
+        DynamicEmbeddings(model, optimizer, {"0": Dynamic(capacity=50)})
     assert len(str(error.value)) <= 200

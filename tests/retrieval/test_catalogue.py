@@ -127,6 +127,9 @@ def test_wrong_catalogues_are_refused(tmp_path: Path) -> None:
         Catalogue(ids=np.arange(2), features=features, attributes=floats).write(
             tmp_path
         )
+    Catalogue(ids=np.arange(2), features=features).write(tmp_path)
+    with pytest.raises(ValueError, match=r"have no attributes; .* 'not', a list"):
+        ItemTable.open(tmp_path).attribute("genre")
     kept = filterable(pa.table({"k": [1], "title": ["a"], "p": [0.5], "g": [[1]]}), "k")
     assert kept.column_names == ["g"]
 

@@ -23,6 +23,7 @@ from torchrec import (
 from torchrec.models.dlrm import DLRM_DCN, DLRMTrain
 
 from tests.contracts import mostly_slow
+from torchrec_ext.ids import Dynamic, DynamicEmbeddings
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.catalogue import Catalogue
 from torchrec_ext.retrieval.export import export
@@ -680,6 +681,28 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], list[str], Any, str]] = {
     ),
     "words": (Networks, PROFILE, WORDS, "'content': string"),
 }
+
+
+def test_dynamic_ids_are_refused_before_anything_is_traced(tmp_path: Path) -> None:
+    """docs/ids.md has the way, which its program runs."""
+    model = Whole()
+    optimizer = torch.optim.Adam(model.parameters())
+    ids = DynamicEmbeddings(model, optimizer, {"user": Dynamic(capacity=USERS)})
+    catalogue = Catalogue(ids=np.arange(ITEMS), features=table(["item"]))
+    with pytest.raises(BundleError, match=r"'user' has dynamic .* live rows") as error:
+        export(model, tmp_path / "b", catalogue=catalogue, queries=table(["user"]))
+    assert len(str(error.value)) <= 200
+    assert ids.ids.now == 0
+    ids.remove()
+    rows = {"user": torch.arange(3)}
+    with pytest.raises(BundleError, match=r"rows: 'user' is no table of TorchRec"):
+        export(
+            Networks(),
+            tmp_path / "b",
+            catalogue=Catalogue(ids=np.arange(ITEMS), features=table(["content"])),
+            queries=table(["profile"]),
+            rows=rows,
+        )
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.capture.policy import Compile
 from torchrec_ext.distributed.optim.config import Choice
+from torchrec_ext.ids.look_ups import path_with_dynamic_ids
 from torchrec_ext.observe.ops import tensors_in
 from torchrec_ext.observe.state_copy import random_state
 from torchrec_ext.observe.user_lines import module_line, user_line, with_text
@@ -153,6 +154,12 @@ def update_rules(model: nn.Module, optimizers: Sequence[Optimizer]) -> Rules:
     Raises:
         CannotAdopt: an optimizer or a setting has no captured form, or a parameter is not the model's.
     """
+    path = path_with_dynamic_ids(model)
+    if path is not None:
+        raise CannotAdopt(
+            f"'{path}' has dynamic ids, which a captured step cannot count; map the ids of each batch by DynamicIds "
+            "before the step, see docs/ids.md"
+        )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     rules: Rules = {}
     for number, optimizer in enumerate(optimizers):

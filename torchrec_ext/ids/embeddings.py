@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from typing import Any, NoReturn
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from torchrec_ext.batch import Fresh
 from torchrec_ext.ids.dynamic import DynamicIds
-from torchrec_ext.ids.index import EMPTY, mixed
+from torchrec_ext.ids.index import mixed
+from torchrec_ext.ids.look_ups import (
+    LookUp,
+    SavedLookUp,
+    check_reads,
+    look_up_of,
+    raw_ids,
+)
 from torchrec_ext.ids.policy import Dynamic
 
 
@@ -23,6 +30,10 @@ class DynamicEmbeddings:
     anew, weights and optimizer state, before it reads them. In eval mode it reads, and an id without a row is row 0.
     A step ends with ``optimizer.step()``, so that no row that a step has read is given away within it. Where an
     embedding has ``padding_idx=0``, the id 0 is padding, and reads row 0 as ids without a row do.
+
+    A copy of the model by ``copy.deepcopy``, as that of an ``AveragedModel``, reads the ids that have a row now, and
+    admits none. Rows begin anew in it as well, so that the row of an id in a copy is always that id's. A model that was
+    saved whole reads the ids that had a row then.
 
     Args:
         model: module that holds the embeddings; on several ranks each has one, and all call it equally often.
@@ -38,8 +49,9 @@ class DynamicEmbeddings:
         ids: the ids of the tables.
 
     Raises:
-        ValueError: a path that is no such module, another capacity, a ``padding_idx`` other than 0, or a weight that
-            ``optimizer`` does not hold.
+        ValueError: a path that is no such module, another capacity, a ``padding_idx`` other than 0, a weight that
+            ``optimizer`` does not hold, an optimizer whose state cannot begin anew row by row (Rprop, ASGD, Adafactor,
+            LBFGS), or a model that has dynamic ids already. In training: a weight that another optimizer moves.
 
     Example::
 
@@ -72,31 +84,50 @@ class DynamicEmbeddings:
         }
         self.ids = DynamicIds(tables, every=every, group=group)
         self._is_new_step = True
+        # Weights that this step has read, with their versions.
+        self._versions: dict[str, tuple[Tensor, int]] = {}
+        self._copies: dict[str, WeakSet[nn.Module]] = {
+            path: WeakSet() for path in tables
+        }
         self._hooks: list[Any] = []
         for path, module in self._modules.items():
             self._hooks.append(
-                module.register_forward_pre_hook(partial(self._read, path))
+                module.register_forward_pre_hook(
+                    _LookUp(path, self, module), with_kwargs=True
+                )
             )
         # Several optimizers step one after the other, and the last one ends the step.
         self._step_hook = self._optimizers[-1].register_step_post_hook(self._end_step)
 
     def remove(self) -> None:
-        """Lets the embeddings take rows again."""
+        """Lets the embeddings take rows again, those of copies too."""
         for hook in (*self._hooks, self._step_hook):
             hook.remove()
+        for copies in self._copies.values():
+            for copy in copies:
+                look_up = look_up_of(copy)
+                if look_up:
+                    look_up.is_on = False
 
     def _end_step(self, *_: object) -> None:
         self._is_new_step = True
 
-    def _read(
-        self, path: str, module: nn.Module, inputs: tuple[Any, ...]
-    ) -> tuple[Any, ...]:
-        ids, *rest = inputs
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                f"'{path}' has dynamic ids, which a compiled model cannot count; compile the rest of it"
-            )
-        return self.rows(path, ids, is_training=module.training), *rest
+    def _look_up(self, path: str, module: nn.Module, ids: Any) -> Tensor:
+        """Returns the rows of ids of an embedding of the model, or of a copy of it."""
+        if module is self._modules[path]:
+            return self.rows(path, ids, is_training=module.training)
+        check_reads(path, module)
+        return self.rows(path, ids, is_training=False)
+
+    def _follow(self, path: str, copy: nn.Module) -> None:
+        """Begins rows anew in a copy of an embedding as well."""
+        self._copies[path].add(copy)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise ValueError(
+            "DynamicEmbeddings is of one model: copy the model alone, which reads the same ids, or build all anew and "
+            "load the three states"
+        )
 
     def rows(self, path: str, ids: Tensor, *, is_training: bool) -> Tensor:
         """Returns the rows of ids that an embedding is called with, of the same shape.
@@ -107,30 +138,36 @@ class DynamicEmbeddings:
             is_training: whether ids are counted, admitted and evicted, and rows begun anew.
 
         Raises:
-            ValueError: ids that are no whole numbers.
+            ValueError: ids that are no whole numbers, or a weight that another optimizer has moved.
         """
-        if not isinstance(ids, Tensor):
-            kind = type(ids).__name__
-            raise ValueError(
-                f"'{path}': ids are a {kind}, must be a tensor; make ids of strings by string_ids()"
-            )
-        if ids.is_floating_point():
-            raise ValueError(
-                f"'{path}': ids are {ids.dtype}, must be whole numbers; convert them where they are read"
-            )
-        # The index is in the host's memory, and rows go back to where the ids are.
-        raw = ids.long().cpu()
-        if self._modules[path].padding_idx is not None:
-            raw = torch.where(raw == 0, EMPTY, raw)
+        module = self._modules[path]
+        raw = raw_ids(path, module, ids)
         if not is_training:
             return self.ids.rows({path: raw})[path].to(ids.device)
+        self._check_versions(path)
         # Several look-ups of one step count as one, so that none of its rows is given
         # away.
         rows, notes = self.ids.step({path: raw}, again=not self._is_new_step)
         self._is_new_step = False
         for note in notes:
             self._begin_rows(note)
+        self._versions[path] = _version(module.weight)
+        # The index is in the host's memory, and rows go back to where the ids are.
         return rows[path].to(ids.device)
+
+    def _check_versions(self, path: str) -> None:
+        """Raises if a weight has moved within a step; looking up with ``max_norm`` moves it too."""
+        if self._is_new_step:
+            self._versions = {}
+        module = self._modules[path]
+        if path not in self._versions or module.max_norm is not None:
+            return
+        weight, version = self._versions[path]
+        if weight is module.weight and _version(weight)[1] != version:
+            raise ValueError(
+                f"'{path}': its weight has moved, but no step of the optimizer of DynamicEmbeddings has ended; pass it "
+                "the optimizers that step, the last one last"
+            )
 
     @torch.no_grad()
     def _begin_rows(self, note: Fresh) -> None:
@@ -144,17 +181,22 @@ class DynamicEmbeddings:
             values = self._begin(note.table, note.ids).to(weight)
             states = []
             for optimizer in self._optimizers:
-                for value in optimizer.state.get(weight, {}).values():
+                for name, value in optimizer.state.get(weight, {}).items():
                     # A number of steps belongs to the whole table.
                     if (
                         isinstance(value, Tensor)
                         and value.dim()
                         and len(value) == len(weight)
                     ):
-                        states.append(value)
+                        states.append((value, _first_value(optimizer, name)))
         weight[rows] = values
-        for state in states:
-            state[rows] = 0
+        for state, first in states:
+            state[rows] = first
+        if note.table in self._versions:
+            self._versions[note.table] = _version(weight)
+        for copy in self._copies[note.table]:
+            assert isinstance(copy.weight, Tensor)
+            copy.weight[rows.to(copy.weight.device)] = values.to(copy.weight)
 
     def _drawn(self, path: str, ids: Tensor) -> Tensor:
         mean, deviation = self._moments[path]
@@ -194,6 +236,10 @@ def _embedding(
             f"'{path}' is no nn.Embedding of the model; its embeddings are {paths}"
         )
     module = embeddings[path]
+    if look_up_of(module):
+        raise ValueError(
+            f"'{path}' has dynamic ids already: call remove() of its DynamicEmbeddings first, or build the model anew"
+        )
     if module.num_embeddings != policy.capacity:
         raise ValueError(
             f"'{path}': capacity={policy.capacity:,}, but the embedding has {module.num_embeddings:,} rows; give both "
@@ -209,17 +255,68 @@ def _embedding(
                 f"'{path}' shares its weight with '{other_path}', whose ids would need the same rows; look both up by "
                 "one nn.Embedding"
             )
-    held = {
-        id(weight)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for weight in group["params"]
-    }
-    if id(module.weight) not in held:
+    holders = [each for each in optimizers if _holds(each, module.weight)]
+    if not holders:
         raise ValueError(
             f"'{path}': the optimizer does not hold its weight; pass the optimizer that updates it"
         )
+    for holder in holders:
+        if isinstance(holder, _NOT_BY_ROW):
+            raise ValueError(
+                f"'{path}': the state of {type(holder).__name__} cannot begin anew row by row; take Adam, AdamW, "
+                "Adagrad, SGD or RMSprop for this weight"
+            )
     return module
 
 
+def _holds(optimizer: torch.optim.Optimizer, weight: Tensor) -> bool:
+    return any(
+        each is weight for group in optimizer.param_groups for each in group["params"]
+    )
+
+
+def _first_value(optimizer: torch.optim.Optimizer, name: str) -> float:
+    """Returns the number that an optimizer's state begins with; 0 for all of torch's but Adagrad's sum."""
+    # torch takes no notice of the setting of a group.
+    is_sum = name == "sum"
+    return float(is_sum and optimizer.defaults.get("initial_accumulator_value", 0.0))
+
+
+def _version(weight: Tensor) -> tuple[Tensor, int]:
+    """Returns a weight and the number of its changes in place."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return weight, weight._version
+
+
+class _LookUp(LookUp):
+    """Reads the rows that ids have now, in the model and in its copies."""
+
+    def __init__(
+        self, path: str, owner: DynamicEmbeddings, module: nn.Module | None
+    ) -> None:
+        super().__init__(path)
+        self._owner = owner
+        self._module = None if module is None else ref(module)
+
+    def rows(self, module: nn.Module, ids: Any) -> Tensor:
+        return self._owner._look_up(self.path, module, ids)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _LookUp:
+        module = None if self._module is None else self._module()
+        copy = memo.get(id(module))
+        if copy is not None:
+            self._owner._follow(self.path, copy)
+        return _LookUp(self.path, self._owner, copy)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A saved model has no optimizer, and so cannot begin rows anew.
+        return SavedLookUp, (self.path, *self._owner.ids.live_ids(self.path))
+
+
 _KINDS = (nn.Embedding, nn.EmbeddingBag)
+_NOT_BY_ROW = (
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+    torch.optim.Adafactor,
+    torch.optim.LBFGS,
+)

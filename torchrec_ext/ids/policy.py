@@ -6,6 +6,7 @@ This module imports no torch, so that a command line is checked at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal, get_args
 
 from torchrec_ext.schema.validation import check_choice, check_least
@@ -42,6 +43,10 @@ class Dynamic:
     share: float = 1 / 64
 
     def __post_init__(self) -> None:
+        for name in ("capacity", "admit_after", "ttl"):
+            value = getattr(self, name)
+            if not isinstance(value, Integral):
+                raise ValueError(f"{name}={value!r}: must be a whole number")
         check_choice("evict", self.evict, get_args(Evict))
         check_least("ttl", self.ttl, 0)
         for name, fits, rule in (

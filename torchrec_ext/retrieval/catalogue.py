@@ -404,8 +404,11 @@ class ItemTable:
             ValueError: the items have no such attribute.
         """
         if name not in self.attributes:
+            names = listed([*self.attributes, NOT])
             raise ValueError(
-                f"the items have no such attribute; there are {listed([*self.attributes, NOT])}"
+                f"the items have no such attribute; there are {names}"
+                if self.attributes
+                else f"the items have no attributes; the one filter is '{NOT}', a list of ids to leave out"
             )
         return self.attributes[name]
 

@@ -27,6 +27,7 @@ from torchrec_ext.data.preprocess.columns import CellError, raw_type
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.data.preprocess.folders import whole_folder
 from torchrec_ext.exports import CallableModule
+from torchrec_ext.ids.look_ups import path_with_dynamic_ids
 from torchrec_ext.models.session import NextItemModel
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.retrieval.bundle import (
@@ -130,8 +131,8 @@ def export(
         oov_ids: out-of-vocabulary row of each feature, for requests, queries and the catalogue; by default 0. Of a
             module of your own, ids that no step of a preprocessor made have none, so that unknown ones are refused.
             Training must have moved that row.
-        rows: rows of a table that the bundle holds, (n,) int64, by table; all rows by default. The bundle's ids are
-            places among them: 0 for the first of these rows, and so on.
+        rows: rows of a table of TorchRec that the bundle holds, (n,) int64, by table; all rows by default. The
+            bundle's ids are places among them: 0 for the first of these rows, and so on.
         store: numbers of the stored rows: ``fp32`` or ``fp16``.
         index: ``exact``, or the text of a FAISS ``index_factory``, for logits that are products.
         recall: required recall of an approximate index against exact search.
@@ -152,6 +153,12 @@ def export(
         raise BundleError(f"store={store!r}: must be one of {', '.join(STORES)}")
     if not 0 < recall <= 1:
         raise BundleError(f"recall={recall}: must be greater than 0 and at most 1")
+    path = path_with_dynamic_ids(model)
+    if path is not None:
+        raise BundleError(
+            f"model: '{path}' has dynamic ids, which a bundle cannot count; export a copy whose nn.Embedding holds the "
+            "live rows, see docs/ids.md"
+        )
     queries = _queries(queries, users)
     # A column of both tables has the query's type.
     raw = _raw_types(catalogue.features) | _raw_types(queries)
@@ -189,6 +196,12 @@ def export(
         # On every rank, because a sharded model's forward exchanges rows.
         expected = content.logits()
         weights = LiveWeights(model, given.rows)
+        strange = sorted(given.rows.keys() - weights.tables.keys())
+        if strange:
+            raise BundleError(
+                f"rows: '{strange[0]}' is no table of TorchRec in the model; export a copy whose nn.Embedding holds "
+                "these rows alone, see docs/ids.md"
+            )
         blocks = weights.blocks(sorted(network.tables & weights.tables.keys()))
         outcome: Any = None
         if weights.rank == 0:
