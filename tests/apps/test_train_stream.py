@@ -377,6 +377,14 @@ def check_seen(bundle: Bundle, events: list[dict[str, int]]) -> None:
     user = max(users, key=lambda user: len(of_user.get(user, [])))
     answer = scorer.recommend(RecommendRequest(user={"user_id": user}, k=len(known)))
     assert set(answer.items) == known - set(of_user[user])
+    # Row 0 scores a candidate that no event has named.
+    some = answer.items[0]
+    request = RecommendRequest(user={"user_id": user}, candidates=[some, -3, -4])
+    answer = scorer.recommend(request)
+    assert set(answer.items) == {some, -3, -4}
+    assert answer.unknown_items == [-3, -4]
+    scores = dict(zip(answer.items, answer.scores, strict=True))
+    assert scores[-3] == scores[-4]
 
 
 def test_a_run_whose_log_model_or_checkpoints_changed_is_told_so(
