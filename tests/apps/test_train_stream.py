@@ -333,10 +333,12 @@ def test_a_resumed_record_is_that_of_an_uninterrupted_run(tmp_path: Path) -> Non
     """The run goes on from the middle of its second record, of steps 11 to 17."""
     log = write_small_log(tmp_path / "log", 1_700)
     arguments = flags(log, tmp_path / "run", "--data.until_idle_s=0.1", "--publish-s=0")
-    arguments += ["--checkpoint.keep=100", "--train.log_every=10"]
+    arguments += ["--checkpoint.keep=100", "--train.log_every=10", "--data.seen=150"]
     assert train_stream.main(arguments) == 0
     whole = records(tmp_path / "run", "train")
     assert [record["step"] for record in whole] == [10, 17]
+    bundle = Bundle.load(current_bundle(tmp_path / "run"))
+    check_seen(bundle, [ids(number) for number in range(1_550, 1_700)])
     folder = CheckpointFolder(str(tmp_path / "run" / "checkpoints"))
     for step in folder.steps():
         if step > 12:
@@ -349,6 +351,40 @@ def test_a_resumed_record_is_that_of_an_uninterrupted_run(tmp_path: Path) -> Non
         assert {name: record[name] for name in record.keys() - timed} == {
             name: expected[name] for name in expected.keys() - timed
         }
+    again_bundle = Bundle.load(current_bundle(tmp_path / "run"))
+    assert again_bundle.manifest.digest == bundle.manifest.digest
+
+
+def current_bundle(run: Path) -> Path:
+    current = run / "bundles" / "current"
+    return current.parent / current.read_text().strip()
+
+
+def check_seen(bundle: Bundle, events: list[dict[str, int]]) -> None:
+    """A bundle knows the items of its users in these events, and leaves them out of an answer."""
+    assert bundle.users is not None
+    of_user: dict[int, list[int]] = {}
+    for event in events:
+        of_user.setdefault(event["user_id"], []).append(event["item_id"])
+    known = set(bundle.items.ids.arrow().to_pylist())
+    users = bundle.users.ids.arrow().to_pylist()
+    assert len(of_user.keys() & set(users)) > 5
+    for row, user in enumerate(users):
+        expected = [item for item in of_user.get(user, []) if item in known]
+        seen = bundle.items.ids.ids(bundle.users.seen(row))
+        assert seen == expected
+    scorer = Scorer(bundle)
+    user = max(users, key=lambda user: len(of_user.get(user, [])))
+    answer = scorer.recommend(RecommendRequest(user={"user_id": user}, k=len(known)))
+    assert set(answer.items) == known - set(of_user[user])
+    # Row 0 scores a candidate that no event has named.
+    some = answer.items[0]
+    request = RecommendRequest(user={"user_id": user}, candidates=[some, -3, -4])
+    answer = scorer.recommend(request)
+    assert set(answer.items) == {some, -3, -4}
+    assert answer.unknown_items == [-3, -4]
+    scores = dict(zip(answer.items, answer.scores, strict=True))
+    assert scores[-3] == scores[-4]
 
 
 def test_a_run_whose_log_model_or_checkpoints_changed_is_told_so(

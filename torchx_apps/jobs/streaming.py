@@ -13,11 +13,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
 from torchrec_ext.data.loader.events import ITEM, USER, EventLoader
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Vocabulary
@@ -25,7 +27,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.ids import DynamicIds
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.config import LOSSES
-from torchrec_ext.retrieval.catalogue import Catalogue, NamedUsers
+from torchrec_ext.retrieval.catalogue import Catalogue, Ids, NamedUsers
 from torchrec_ext.retrieval.export import Renewal, export
 from torchrec_ext.retrieval.manifest import BUNDLE_MANIFEST
 from torchrec_ext.schema import BatchSchema
@@ -81,6 +83,12 @@ def run_stream(job: Job, options: StreamOptions) -> None:
         _check_writable(folder)
         plan, plan_text = plan_job(job, model, runtime)
         print(f"\n{plan_text}\n", flush=True)
+        if not job.data.seen:
+            print(
+                "bundles know nobody's items, so exclude_seen leaves nothing out; --data.seen 100_000 has them know "
+                "those of that many events\n",
+                flush=True,
+            )
         parts = JobParts(job, model, schema, loader, plan, plan_text)
         parallel, optimizer = shard_job(parts, runtime)
         if job.start.path and not run.checkpoint:
@@ -98,7 +106,8 @@ def run_stream(job: Job, options: StreamOptions) -> None:
 
         def export_now(out: Path) -> None:
             details = {**about, "events": events.events}
-            export_ids(parallel, loader.ids, out, details, renewal)
+            taken = events.taken() if job.data.seen else None
+            export_ids(parallel, loader.ids, out, details, renewal, taken)
 
         publisher = Publisher(options, folder, export_now)
         checkpoints = StreamCheckpoints(
@@ -265,8 +274,18 @@ def export_ids(
     out: Path,
     details: Mapping[str, Any],
     renewal: Renewal,
+    taken: Int64 | None = None,
 ) -> None:
-    """Exports a model with the live items and the ids of both tables; unknown and evicted ids read row 0."""
+    """Exports a model with the live items and the ids of both tables; unknown and evicted ids read row 0.
+
+    Args:
+        model: the model in training.
+        ids: the ids of both tables.
+        out: folder of the bundle.
+        details: further entries of the manifest.
+        renewal: what bundles have in common.
+        taken: users and items of events, (n, 2), oldest first; None if nobody's items are known.
+    """
     steps = []
     live = {}
     rows = {}
@@ -294,12 +313,26 @@ def export_ids(
             ids=users,
             features=pa.table({USER: users}),
             unknown={USER: None},
+            seen_ids=None if taken is None else seen_by(users, taken),
         ),
         preprocessor=FittedPreprocessor(steps, {USER: "int64", ITEM: "int64"}),
         rows=rows,
         details=details,
         overwrite=True,
         renewal=renewal,
+    )
+
+
+def seen_by(users: Int64, taken: Int64) -> pa.ListArray:
+    """Returns the items that each of (U,) users took, of users and items (n, 2), in their order."""
+    places = Ids(users).positions(taken[:, 0])  # type: ignore[arg-type]
+    order = np.argsort(places, kind="stable")
+    # Of users without a row nothing is said.
+    order = order[places[order] >= 0]
+    counts = np.bincount(places[order], minlength=len(users))
+    bounds = np.concatenate([[0], np.cumsum(counts)])
+    return pa.ListArray.from_arrays(
+        pa.array(bounds, pa.int32()), pa.array(taken[order, 1])
     )
 
 
