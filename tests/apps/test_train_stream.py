@@ -96,6 +96,12 @@ def quiet(arguments: list[str]) -> None:
     sys.exit(train_stream.main(arguments))
 
 
+def noted(arguments: list[str], stderr: Path) -> None:
+    """Trains, and writes stderr to a file: a process of the fork server has the server's own stderr."""
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    quiet(arguments)
+
+
 def state_of(run: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The position and all tensors of the last checkpoint: weights, optimizer, ids and random states."""
     folder = CheckpointFolder(str(run / "checkpoints"))
@@ -388,20 +394,21 @@ def check_seen(bundle: Bundle, events: list[dict[str, int]]) -> None:
 
 
 def test_a_run_whose_log_model_or_checkpoints_changed_is_told_so(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     log = write_small_log(tmp_path / "log", 450)
     run = tmp_path / "run"
+    stderr = tmp_path / "stderr"
     more = ["--data.until_idle_s=0.1", "--publish-s=0", "--train.log_every=2"]
     arguments = flags(log, run, *more)
 
     def told(words: list[str], code: int) -> str:
         """Trains in a process of its own, and returns what it wrote to stderr."""
-        process = _CONTEXT.Process(target=quiet, args=(words,), daemon=True)
+        process = _CONTEXT.Process(target=noted, args=(words, stderr), daemon=True)
         process.start()
         process.join(60)
         assert process.exitcode == code
-        return capfd.readouterr().err
+        return stderr.read_text()
 
     assert "begins anew" not in told(arguments, 0)
     (log / "A.jsonl").write_text(json.dumps(ids(9)) + "\n")
