@@ -9,10 +9,7 @@ from tests.test_stack import environment
 from torchrec_ext import doctor, stack
 
 NOTHING = stack.Installed(versions={})
-REST = [
-    f"install {name}"
-    for name in ("tensordict", "torchmetrics==1.0.3", "tqdm", "pyre-extensions")
-]
+REST = "tensordict torchmetrics==1.0.3 tqdm pyre-extensions"
 FBGEMM_GOES = "uninstall --yes fbgemm-gpu-cpu fbgemm-gpu"
 
 
@@ -40,10 +37,8 @@ def cpu_torch(version: str) -> str:
             "2.13",
             [
                 cpu_torch("2.13.0"),
-                FBGEMM_GOES,
-                "install fbgemm-gpu-cpu==1.8.0",
-                *REST,
-                "install torchrec==1.8.0 --no-deps",
+                f"install fbgemm-gpu-cpu==1.8.0 {REST}",
+                "install --no-deps torchrec==1.8.0",
             ],
         ),
         (
@@ -51,12 +46,8 @@ def cpu_torch(version: str) -> str:
             "cuda",
             "2.14",
             [
-                "uninstall --yes torch",
-                "install torch==2.14.1",
-                FBGEMM_GOES,
-                "install fbgemm-gpu==1.9.0",
-                *REST,
-                "install torchrec==1.9.2 --no-deps",
+                f"install torch==2.14.1 fbgemm-gpu==1.9.0 {REST}",
+                "install --no-deps torchrec==1.9.2",
             ],
         ),
         # What fits stays.
@@ -64,7 +55,7 @@ def cpu_torch(version: str) -> str:
             environment(torchrec=None),
             "cpu",
             "2.13",
-            ["install torchrec==1.8.0 --no-deps"],
+            ["install --no-deps torchrec==1.8.0"],
         ),
         # Neither build of fbgemm is whole beside the other.
         (
@@ -79,10 +70,8 @@ def cpu_torch(version: str) -> str:
             "cuda",
             "2.13",
             [
-                "uninstall --yes torch",
-                "install torch==2.13.0",
-                FBGEMM_GOES,
-                "install fbgemm-gpu==1.8.0",
+                "uninstall --yes torch fbgemm-gpu-cpu",
+                "install torch==2.13.0 fbgemm-gpu==1.8.0",
             ],
         ),
     ],
@@ -114,7 +103,7 @@ def test_a_mismatch_and_an_import_that_fails_end_with_1_and_a_repair(
     assert doctor.main(["--no-import"]) == 1
     out = capsys.readouterr().out
     assert "\nWRONG torchrec: found 1.6.0, expected 1.8.0\n" in out
-    assert out.endswith("-m pip install torchrec==1.8.0 --no-deps\n")
+    assert out.endswith("-m pip install --no-deps torchrec==1.8.0\n")
     monkeypatch.setattr(stack, "installed", environment)
     done = subprocess.CompletedProcess([], -6, "", "ImportError: cannot open\n")
     monkeypatch.setattr(subprocess, "run", lambda *_args, **_options: done)

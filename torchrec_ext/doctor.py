@@ -26,36 +26,40 @@ _PYTHON = shlex.quote(sys.executable)
 
 def repair(current: Installed, variant: Variant, triple: Triple) -> str:
     """Returns the line that mends what is installed, and leaves what fits; empty if all of it does."""
-    wrong = stack.mismatches(current, variant, triple)
     pip = f"{_PYTHON} -m pip"
-    steps = []
+    wrong = stack.mismatches(current, variant, triple)
+    pins = {}
     for name, version in stack.requirements(variant, triple).items():
-        if name not in wrong:
-            continue
-        step = (
-            f"{pip} install {name}=={version}" if version else f"{pip} install {name}"
-        )
-        if name == "torch" and variant == "cpu":
-            step += "+cpu"
-            step = f"{{ {step} || {step} --extra-index-url {_CPU_INDEX}; }}"
-        elif name == "torch":
-            # A CPU build of that version fits the pin, and would stay.
-            step = f"{pip} uninstall --yes torch && {step}"
-        elif name == FBGEMM_NAME[variant]:
-            # Both builds unpack into one folder, so neither is whole beside the other.
-            names = " ".join(FBGEMM_NAME.values())
-            step = f"{pip} uninstall --yes {names} && {step}"
-        elif name == "torchrec":
-            # Its own dependencies name the CUDA build of fbgemm on every machine.
-            step += " --no-deps"
-        steps.append(step)
+        if name in wrong:
+            pins[name] = f"{name}=={version}" if version else name
+    steps = []
+    out: list[str] = []
+    if "torch" in pins and variant == "cpu":
+        torch = f"{pip} install {pins.pop('torch')}+cpu"
+        steps.append(f"{{ {torch} || {torch} --extra-index-url {_CPU_INDEX}; }}")
+    elif "torch" in pins:
+        # A CPU build of that version fits the pin, and would stay.
+        out.append("torch")
+    if FBGEMM_NAME[variant] in pins:
+        # Both builds unpack into one folder, so neither is whole beside the other.
+        out += FBGEMM_NAME.values()
+    out = [name for name in out if name in current.versions]
+    if out:
+        steps.append(f"{pip} uninstall --yes {' '.join(out)}")
+    # One call for the rest: each takes seconds.
+    torchrec = pins.pop("torchrec", "")
+    if pins:
+        steps.append(f"{pip} install {' '.join(pins.values())}")
+    if torchrec:
+        # Its own dependencies name the CUDA build of fbgemm on every machine.
+        steps.append(f"{pip} install --no-deps {torchrec}")
     return " && ".join(steps)
 
 
 def install(line: str) -> None:
     """Runs a line of :func:`repair`; one that fails ends this process with a message."""
     # Bytecode for everything costs 40 s; the first import writes what is used.
-    quick = {"PIP_QUIET": "1", "PIP_NO_COMPILE": "1"}
+    quick = {"PIP_QUIET": "2", "PIP_NO_COMPILE": "1"}
     if subprocess.run(line, shell=True, env=os.environ | quick, check=False).returncode:
         sys.exit(
             "doctor: pip failed, as it says above; if it has no CPU build of torch for this Python, set PIP_FIND_LINKS "

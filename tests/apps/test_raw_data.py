@@ -354,7 +354,9 @@ def test_a_csv_with_broken_lines_becomes_a_service(
     assert (by_id.items, by_id.scores) == (answer.items, answer.scores)
     nobody = scorer.recommend(RecommendRequest(user={"user_id": 99}, k=1))
     assert nobody.unknown_user
-    with pytest.raises(RequestError, match=r"history_items.*send these, or 'user_id' alone"):
+    with pytest.raises(
+        RequestError, match=r"history_items.*send these, or 'user_id' alone"
+    ):
         scorer.recommend(RecommendRequest(user={"user_id": 99, "timestamp": 9}, k=1))
 
     # Users of the log are stored; new items come with a longer catalogue.
