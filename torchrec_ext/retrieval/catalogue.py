@@ -160,11 +160,11 @@ class NamedUsers:
             except ValueError as error:
                 raise BundleError(f"users: seen_ids: {error}") from None
             owners = pc.list_parent_indices(self.seen_ids).to_numpy()
-        known = positions >= 0
-        counts = np.bincount(owners[known], minlength=len(self.ids))
+        is_there = positions >= 0
+        counts = np.bincount(owners[is_there], minlength=len(self.ids))
         ends = np.concatenate([[0], np.cumsum(counts)])
         return pa.ListArray.from_arrays(
-            pa.array(ends, pa.int32()), pa.array(positions[known], pa.int32())
+            pa.array(ends, pa.int32()), pa.array(positions[is_there], pa.int32())
         )
 
 

@@ -233,14 +233,14 @@ def _users_of(
     # Row 0 is that of all unknown items, and none of them.
     position[0] = -1
     # Held-out rows too: to a service they are what the user took last.
-    taken = _taken(
+    item_lists = _taken(
         data.taken_in_order("train", "validation", "test"),
         owner,
         position,
         len(rows),
         len(items),
     )
-    positions = as_arrow(taken)
+    positions = as_arrow(item_lists)
     seen_ids = type(positions).from_arrays(
         positions.offsets, pa.array(item_ids).take(positions.values)
     )
