@@ -16,8 +16,9 @@ import torch
 from tests.settings import with_settings
 from tests.small_sets import checkerboard, with_candidates
 from torchrec_ext.data.columns import Column
+from torchrec_ext.data.config import Roles
 from torchrec_ext.data.planted import planted
-from torchrec_ext.data.prepare import write_set
+from torchrec_ext.data.prepare import Evaluation, RawSet, write_set
 from torchrec_ext.data.sets import open_set
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models import closed_form
@@ -127,6 +128,36 @@ def test_an_item_taken_before_is_missed_by_model_and_baselines_alike(
     )
     for figures in (model, evaluator.baseline("test"), *beside.figures.values()):
         assert figures["hr@10000"] == 0.5
+
+
+def test_a_user_with_new_items_and_one_held_out_twice_is_one_query(
+    tmp_path: Path,
+) -> None:
+    """RecBole's protocol, by user; the held-out rows of user 1 are item 2, twice, and items 8 and 9, both new."""
+    raw = RawSet(
+        name="plays",
+        splits={
+            "train": raw_columns([1, 1, 2, 2], [1, 3, 1, 2]),
+            "test": raw_columns([1, 2, 1, 1, 1], [8, 3, 2, 9, 2]),
+        },
+        roles=Roles(user="user_id", item="item_id"),
+        evaluation=Evaluation(at=(9,), figures=("recall",), by="user"),
+    )
+    write_set(tmp_path / "plays", raw)
+    settings = [f"data.name={tmp_path / 'plays'}", "train.early_stop.metric="]
+    task, evaluator = evaluator_of("two_tower", *settings)
+    question = evaluator.question("test")
+    assert question.question.rows.tolist() == [0, 0, 0, 1]
+    assert "of 4 held-out items 0 were taken before and 2 have no" in question.rule
+    # User 1 finds one of three, and user 2 the one.
+    module, scores = evaluator.model.module, torch.rand(2, 4)
+    model = figures_of_planned(task, module, scores, "test")
+    for figures in (evaluator.baseline("test"), model):
+        assert figures["recall@9"] == pytest.approx((1 / 3 + 1) / 2)
+
+
+def raw_columns(users: list[int], items: list[int]) -> dict[str, pa.Array]:
+    return {"user_id": pa.array(users), "item_id": pa.array(items)}
 
 
 def test_what_is_learned_on_a_checkerboard_is_known_to_both(tmp_path: Path) -> None:

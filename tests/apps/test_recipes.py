@@ -110,6 +110,10 @@ def test_a_model_of_ones_own_needs_no_field_that_it_does_not_read() -> None:
             r"model\.without names \['colour'\], which 'planted' does not have; it has \['age'",
         ),
         (
+            ("model.without=item_id,release_year,genres",),
+            r"model\.without=\('item_id', .*: leaves no column to the tower of the item",
+        ),
+        (
             ("model.loss=in_batch",),
             r"model\.loss=in_batch with model\.interaction=top_nn: each query meets every candidate",
         ),

@@ -6,6 +6,8 @@ import gc
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.contracts import leave_group, run_ranks
@@ -18,7 +20,6 @@ from torchrec_ext.data.prepared import (
     FOLDER_VARIABLE,
     Prepared,
     load_prepared,
-    prepared_folder,
 )
 from torchrec_ext.data.sets import load_set
 from torchrec_ext.distributed.runtime import Runtime
@@ -37,16 +38,21 @@ def test_a_folder_that_is_named_is_read_whatever_lies_in_the_working_directory(
     for root, expected in (("data", "data/films"), (None, "films")):
         data = load_prepared(DataConfig(name="films", folder=root))
         assert data.folder == Path(expected)
-        assert prepared_folder("films", root) == Path(expected)
     monkeypatch.chdir(tmp_path / "data" / "films")
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "default"))
     data = load_prepared(DataConfig(name="films"))
     assert data.folder == tmp_path / "default" / "films"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"no such folder, empty/films; write"):
+    with pytest.raises(DataError, match=r"no such folder, empty/films; put"):
         load_prepared(DataConfig(name="films", folder="empty"))
-    assert prepared_folder("films", "empty") is None
+    # A folder without rows is no set, and one as it stands is found by its path, too.
+    (tmp_path / "other" / "films").mkdir(parents=True)
+    plays = {"user": [1, 1, 1], "item": [1, 2, 3], "time": [1, 2, 3]}
+    pq.write_table(pa.table(plays), tmp_path / "other" / "inter.parquet")
+    monkeypatch.chdir(tmp_path / "other")
+    assert load_prepared(DataConfig(name="films")).folder == data.folder
+    assert load_set(DataConfig(name=".")).splits["train"].num_rows == 1
 
 
 KEPT: list[Prepared] = []

@@ -204,31 +204,35 @@ def data_folder(name: str, folder: str | None) -> Path | None:
     return Path(root) / name if root else None
 
 
-def _places(name: str, root: str | None) -> list[Path]:
-    """Returns the folders that a name may mean: in ``root`` if given, else its own path, or in the default root."""
-    inside = data_folder(name, root)
-    if root or inside is None:
-        return [inside or Path(name)]
-    return [Path(name), inside]
+def set_folder(name: str, root: str | None) -> Path:
+    """Returns the folder of a set: in ``root`` if given, else its own path, or in ``$TORCHREC_EXT_DATA``.
 
-
-def prepared_folder(name: str, root: str | None) -> Path | None:
-    """Finds a folder of preprocessed rows by name, in ``root`` or else a path; None if there is none.
-
-    Files train.parquet or inter.parquet beside the rows are a set of their own, which is read instead.
+    Raises:
+        DataError: there is no such folder.
     """
-    # Rows are generated, whatever folder of this name lies where the command runs.
-    if name == PLANTED:
-        return None
-    for folder in _places(name, root):
-        if not (folder / "train").is_dir():
-            continue
-        if (
-            not (folder / "train.parquet").exists()
-            and not (folder / "inter.parquet").exists()
-        ):
-            return folder
-    return None
+    inside = data_folder(name, root)
+    places = [inside or Path(name)] if root or inside is None else [Path(name), inside]
+    found = [folder for folder in places if folder.is_dir()]
+    if not found:
+        place = f"and neither data.folder nor {FOLDER_VARIABLE} has it"
+        if root:
+            place = str(places[0])
+        raise DataError(
+            f"data.name={name}: there is no such folder, {place}; put files there as in docs/recipes.md, write one by "
+            f"rec.data.preprocess, or use generated rows: data.name={PLANTED}"
+        )
+    # Some other folder of that name may lie where the command runs.
+    return next((f for f in found if is_prepared(f) or _files_in(f)), found[0])
+
+
+def is_prepared(folder: Path) -> bool:
+    """Says whether a folder has preprocessed rows; files of a set of its own beside them are read instead."""
+    return (folder / "train").is_dir() and not _files_in(folder)
+
+
+def _files_in(folder: Path) -> bool:
+    """Says whether a folder has the files of a set as it stands."""
+    return any((folder / f"{name}.parquet").exists() for name in ("train", "inter"))
 
 
 def load_prepared(config: DataConfig, form: Form = "labels") -> Prepared:
@@ -241,17 +245,7 @@ def load_prepared(config: DataConfig, form: Form = "labels") -> Prepared:
     Raises:
         DataError: the folder is not on this machine, rec.data.preprocess did not write it, or its files contradict it.
     """
-    places = _places(config.name, config.folder)
-    found = next(filter(Path.is_dir, places), None)
-    if found is None:
-        place = f"and neither data.folder nor {FOLDER_VARIABLE} has it"
-        if config.folder:
-            place = str(places[0])
-        raise DataError(
-            f"data.name={config.name}: there is no such folder, {place}; write one from your log by `torchx run "
-            f"rec.data.preprocess --recipe ... -- --out {places[-1]}`, or use generated rows: data.name={PLANTED}"
-        )
-    return open_prepared(found, config, form)
+    return open_prepared(set_folder(config.name, config.folder), config, form)
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:

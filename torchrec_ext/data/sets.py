@@ -40,10 +40,9 @@ from torchrec_ext.data.pairs import (
 from torchrec_ext.data.prepare import SESSION, TITLE, RawSet, write_set
 from torchrec_ext.data.prepared import (
     Prepared,
-    data_folder,
-    load_prepared,
+    is_prepared,
     open_prepared,
-    prepared_folder,
+    set_folder,
     temporary_folder,
 )
 from torchrec_ext.data.splits import TRAIN, VALIDATION, Split, leave_one_out
@@ -61,10 +60,12 @@ def load_set(config: DataConfig, form: Form = "pairs") -> Prepared:
     Raises:
         DataError: the set is not on this machine, a file is damaged, or a column is not what it must be.
     """
-    if prepared_folder(config.name, config.folder) is not None:
-        return load_prepared(config, form)
-    raw = raw_set(config, form)
-    return open_set(raw, config, form)
+    # Rows are generated, whatever folder of this name lies where the command runs.
+    if config.name != PLANTED:
+        folder = set_folder(config.name, config.folder)
+        if is_prepared(folder):
+            return open_prepared(folder, config, form)
+    return open_set(raw_set(config, form), config, form)
 
 
 def open_set(
@@ -102,19 +103,12 @@ def raw_set(config: DataConfig, form: Form) -> RawSet:
             seed=config.seed,
             **config.generated_sizes(),
         )
-    folder = data_folder(config.name, config.folder)
     read: Callable[[Path, DataConfig], RawSet] = {
         "pairs": pairs_in,
         "labels": labels_in,
         "sessions": sessions_in,
     }[form]
-    if folder is None or not folder.is_dir():
-        place = folder or "data.folder, which is not set"
-        raise DataError(
-            f"set '{config.name}' is not on this machine (looked in {place}); put its files there, as in "
-            f"docs/recipes.md, or set data.name={PLANTED}"
-        )
-    return read(folder, config)
+    return read(set_folder(config.name, config.folder), config)
 
 
 def pairs_in(folder: Path, config: DataConfig) -> RawSet:

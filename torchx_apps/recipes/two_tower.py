@@ -140,6 +140,12 @@ def build_two_tower(config: TwoTowerConfig, data: Prepared) -> TowerModel:
             pooling=PoolingType.MEAN,
         )
         tables[tower].append(table)
+    for tower, own in tables.items():
+        if not own and not dense[tower]:
+            raise ValueError(
+                f"model.without={config.without}: leaves no column to the tower of the {tower}; add columns or "
+                "histories, or write --model.without and no name"
+            )
     towers = {name: tower_of(config, tables[name], dense[name]) for name in tables}
     # The user's tower runs once for a positive and its negatives; under a softmax over the
     # batch no two rows share a user.

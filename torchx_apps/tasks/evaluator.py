@@ -410,7 +410,13 @@ def question_of(
         order = np.argsort(users, kind="stable")
         targets = targets[order]
         _, first, rows = np.unique(users[order], return_index=True, return_inverse=True)
-        target_rows = torch.from_numpy(rows)
+        # An item counts once for its user, but each new item is an answer of its own.
+        targets[targets == 0] = -1
+        pairs = np.stack([rows, targets])
+        counts = targets < 0
+        counts[np.unique(pairs, axis=1, return_index=True)[1]] = True
+        targets = targets[counts]
+        target_rows = torch.from_numpy(rows[counts])
         held_out = held_out.take(order[first])
     taken = user_items(data, split, held_out)
     among: dict[str, Any] = {}
