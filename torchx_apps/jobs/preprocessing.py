@@ -30,6 +30,7 @@ from torchrec_ext.data.preprocess.rows import (
     telling,
 )
 from torchrec_ext.data.preprocess.step import quoted
+from torchrec_ext.terminal import terminal
 from torchx_apps.config import is_group
 from torchx_apps.jobs.tracking import tracked
 from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
@@ -152,17 +153,32 @@ def run_preprocess(job: PreprocessJob) -> Path:
         _keep_sources(out, prepared)
         summarize(prepared, con)
         check_rows(prepared, con)
-        with tqdm(unit=" rows", unit_scale=True, dynamic_ncols=True) as bar:
+        screen = terminal()
+        said: set[str] = set()
+        with tqdm(
+            unit=" rows",
+            unit_scale=True,
+            dynamic_ncols=True,
+            file=screen,
+            disable=screen is None,
+        ) as bar:
+
+            def say(what: str) -> None:
+                bar.set_description(what, refresh=False)
+                # A log file keeps every redraw of a bar, so it has lines.
+                if screen is None and what not in said:
+                    print(what, flush=True)
+                said.add(what)
 
             def watch(split: str, rows: int) -> None:
-                bar.set_description(f"transform {split}", refresh=False)
+                say(f"transform {split}")
                 bar.update(rows)
 
             fitted = prepared.preprocessor.fit(
                 prepared.first_source,
                 con=con,
                 events=prepared.events,
-                progress=lambda step: bar.set_description(f"fit {step}"),
+                progress=lambda step: say(f"fit {step}"),
             )
             counts = write_folder(
                 staging,
