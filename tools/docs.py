@@ -206,7 +206,9 @@ def quality_table() -> Iterator[str]:
 
 def _quality(figures: Mapping[str, float]) -> str:
     texts = (
-        f"{name.replace('_', ' ')} {value:.4f}".rstrip("0").replace(" 0.", " .")
+        f"{name.replace('_', ' ')} {value:.4f}".rstrip("0").replace(
+            " 0.", " ." if value >= 5e-5 else " 0"
+        )
         for name, value in figures.items()
         if value
     )
