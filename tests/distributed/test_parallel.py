@@ -1,12 +1,14 @@
 """hybrid_parallel() of a user's model: first rows, order of features and one backward a step, under any plan."""
 
+import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
@@ -26,6 +28,7 @@ from torchrec_ext.adopt.tables import adopt_tables
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig, TablePlan
+from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 
 # More rows than are drawn at a time, and tables whose order no plan keeps.
@@ -107,12 +110,23 @@ class Net(nn.Module):
         return torch.cat([rows.values() for rows in output.values()], 1)
 
 
-def ids_of(ids: Tensor = FIRST_IDS) -> KeyedJaggedTensor:
+def ids_of(
+    ids: Tensor = FIRST_IDS, names: Sequence[str] = tuple(ROWS)
+) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(
-        list(ROWS),
-        ids.repeat(len(ROWS)),
-        lengths=torch.ones(len(ids) * len(ROWS), dtype=torch.int32),
+        list(names),
+        ids.repeat(len(names)),
+        lengths=torch.ones(len(ids) * len(names), dtype=torch.int32),
     )
+
+
+def in_another_order() -> KeyedJaggedTensor:
+    """What :func:`ids_of` gives, with other ids under a key that no table reads."""
+    names = [*ROWS][::-1]
+    other = KeyedJaggedTensor(
+        ["other"], torch.tensor([9, 9]), lengths=torch.tensor([2, 0, 0]).int()
+    )
+    return KeyedJaggedTensor.concat([other, ids_of(names=names)])
 
 
 def shard(model: nn.Module, runtime: Runtime, plan: PlanConfig, **settings: Any) -> Any:
@@ -145,9 +159,9 @@ def first_outputs(runtime: Runtime) -> list[tuple[str, Tensor]]:
                     continue
                 model = given_model(runtime, way, pooled)
                 sharded, _ = shard(model, runtime, plan)
-                outputs.append(
-                    (f"{plan}, {way}, pooled={pooled}", sharded(ids_of()).detach())
-                )
+                for ids in (ids_of(), in_another_order()):
+                    case = f"{plan}, {way}, pooled={pooled}, {ids.keys()}"
+                    outputs.append((case, sharded(ids).detach()))
     return outputs
 
 
@@ -193,6 +207,59 @@ def partly_on_meta(runtime: Runtime) -> str:
 def test_rows_on_some_ranks_alone_are_refused_by_name() -> None:
     for message in run_ranks(partly_on_meta, 2):
         assert "tables.embedding_bags." in message
+
+
+def differing(runtime: Runtime) -> list[str]:
+    """What is said of ranks with other tables or settings, of other models' plans, and of a batch without a feature."""
+    rank = runtime.rank
+    own = Net(META)
+    table = EmbeddingBagConfig(
+        name="shop", feature_names=["shop"], num_embeddings=9 + rank, embedding_dim=8
+    )
+    sizes = Net(META)
+    sizes.tables = EmbeddingBagCollection([table], device=META)
+    rates = OptimizerConfig(tables="sgd", tables_lr=0.1 + rank)
+    types = PLANS[1 + rank]
+    whole = plan_sharding(own, runtime)
+    unknown = {"shops": ParameterConstraints(sharding_types=["row_wise"])}
+    same = Net(META)
+    same.tables = EmbeddingBagCollection(
+        [dataclasses.replace(table, num_embeddings=9)], device=META
+    )
+    calls: list[Callable[[], Any]] = [
+        lambda: shard(sizes, runtime, PLANS[1]),
+        lambda: shard(own, runtime, PLANS[1], optimizer=rates),
+        lambda: shard(own, runtime, types),
+        lambda: shard(own, runtime, PLANS[1], seed=rank),
+        lambda: hybrid_parallel(same, runtime, plan=whole, optimizer=SGD),
+        lambda: plan_sharding(own, runtime, constraints=unknown),
+    ]
+    said = []
+    for call in calls:
+        with pytest.raises(ValueError, match="") as error:
+            call()
+        said.append(str(error.value))
+    sharded, _ = shard(Net(META), runtime, PLANS[1])
+    sharded(ids_of())
+    with pytest.raises(ValueError, match="") as error:
+        sharded(ids_of(names=("shop", "hour", "item")))
+    return [*said, str(error.value)]
+
+
+def test_ranks_that_differ_and_plans_of_other_models_are_refused() -> None:
+    expected = [
+        "table 'shop': 9 x 8 on rank 0, 10 x 8 on rank 1; give all ranks the same",
+        "optimizer.tables_lr: 0.1 on rank 0, 1.1 on rank 1; give all ranks the same",
+        "plan.sharding: 'table_wise' on rank 0, 'row_wise' on rank 1; give all ranks",
+        "seed: 0 on rank 0, 1 on rank 1; give all ranks the same",
+        "for 'tables', where the model has shop; make one of this model by plan_sharding",
+        "constraints: 'shops' is no table of the model; its tables are shop, user, hour",
+        "the batch lacks the features user of the first one; it has shop, hour, item",
+    ]
+    for messages in run_ranks(differing, 2)[:1]:
+        for message, words in zip(messages, expected, strict=True):
+            assert words in message
+            assert len(message) <= 200
 
 
 def managed(runtime: Runtime) -> str:

@@ -1,5 +1,7 @@
 """Bad input is refused in words that name feature, table, value, row and remedy; the oov policy maps it."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -181,12 +183,11 @@ def test_oov_maps_to_the_out_of_vocabulary_row() -> None:
     ).sparse.values().tolist() == [3, 3, 1, 5, 7, 0, 0]
 
 
-def kjt(users: Tensor) -> KeyedJaggedTensor:
-    values = torch.cat([users, torch.tensor([1, 5, 7, 2, 3, 42])])
-    lengths = torch.tensor([1, 1, 1, 1, 0, 3, 1, 0], dtype=torch.int32)
-    return KeyedJaggedTensor(
-        keys=["user_id", "item_id", "history", "other"], values=values, lengths=lengths
-    )
+def kjt(users: Tensor, **more: Any) -> KeyedJaggedTensor:
+    values = torch.cat([users, torch.tensor([1, 5, 7, 2, 3])])
+    lengths = torch.tensor([1, 1, 1, 1, 0, 3], dtype=torch.int32)
+    keys = ["user_id", "item_id", "history"]
+    return KeyedJaggedTensor(keys=keys, values=values, lengths=lengths, **more)
 
 
 def test_a_keyed_jagged_tensor_of_ones_own_is_checked() -> None:
@@ -194,9 +195,34 @@ def test_a_keyed_jagged_tensor_of_ones_own_is_checked() -> None:
     assert schema().check(good) is good
     with pytest.raises(DataError, match="row 1 of the batch, column 'user_id': id 6"):
         schema().check(kjt(torch.tensor([0, 6])))
-    mapped = schema(out_of_range="oov").check(kjt(torch.tensor([0, 6])))
-    assert mapped.values().tolist() == [0, 0, 1, 5, 7, 2, 3, 42]
+    weights = torch.arange(7.0)
+    bad = kjt(torch.tensor([0, 6]), weights=weights)
+    mapped = schema(out_of_range="oov").check(bad)
+    assert mapped.values().tolist() == [0, 0, 1, 5, 7, 2, 3]
     assert mapped.keys() == good.keys()
+    assert torch.equal(mapped.weights(), weights)
+    weights[5] = float("nan")
+    with pytest.raises(DataError, match="'history': weight nan of id 2 is not finite"):
+        schema().check(kjt(torch.tensor([0, 4]), weights=weights))
+
+
+@pytest.mark.parametrize("out_of_range", ["error", "oov"])
+def test_keys_of_another_order_and_further_keys_are_put_right(
+    out_of_range: str,
+) -> None:
+    good = kjt(torch.tensor([0, 4]), weights=torch.arange(7.0))
+    other = KeyedJaggedTensor(
+        keys=["other", "history", "user_id", "item_id"],
+        values=torch.tensor([42, 7, 2, 3, 0, 4, 1, 5]),
+        weights=torch.tensor([9.0, 4.0, 5.0, 6.0, 0.0, 1.0, 2.0, 3.0]),
+        lengths=torch.tensor([1, 0, 0, 3, 1, 1, 1, 1], dtype=torch.int32),
+    )
+    made = schema(out_of_range=out_of_range).check(other)
+    assert made.keys() == good.keys()
+    for name, column in good.to_dict().items():
+        assert torch.equal(made[name].values(), column.values())
+        assert torch.equal(made[name].weights(), column.weights())
+        assert torch.equal(made[name].lengths(), column.lengths())
 
 
 @pytest.mark.parametrize(

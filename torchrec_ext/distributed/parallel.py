@@ -10,6 +10,7 @@ from the same step of a run that went on.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from torchrec.modules.mc_embedding_modules import (
     BaseManagedCollisionEmbeddingCollection,
 )
@@ -56,7 +57,7 @@ from torchrec_ext.distributed.tables import (
     without_init_fn,
 )
 from torchrec_ext.ids.ranks import host_group
-from torchrec_ext.schema.validation import first_few
+from torchrec_ext.schema.validation import first_few, listed
 
 
 def settle_buckets(model: nn.Module) -> None:
@@ -111,7 +112,8 @@ def hybrid_parallel(
     Raises:
         ValueError: the model has no parameters; the plan shards a table whose optimizer nothing runs on the device; an
             exception names no table or layer; two collections have tables of one name; a table has rows on some ranks
-            and none on others, or an optimizer by ``apply_optimizer_in_backward``.
+            and none on others, or an optimizer by ``apply_optimizer_in_backward``; ranks have other tables or settings;
+            the plan is of another model.
     """
     _refuse_managed_collision(model)
     _refuse_one_name(model)
@@ -120,12 +122,14 @@ def hybrid_parallel(
             f"model: {type(model).__name__} has no parameters, so there is nothing to train; give the module that "
             "holds the tables and layers"
         )
+    _refuse_differences(model, runtime, optimizer, plan, seed)
     if optimizer is None:
         optimizer = OptimizerConfig()
         if runtime.is_main:
             _log_defaults(model, optimizer)
     if not isinstance(plan, ShardingPlan):
         plan = plan_sharding(model, runtime, plan, optimizer=optimizer)
+    _refuse_other_tables(model, plan)
     plan = on_own_device(plan, runtime)
     choices = declare_table_optimizer(model, optimizer)
     _refuse_without_kernel(model, plan, choices, runtime.device.type)
@@ -177,6 +181,47 @@ def _refuse_one_name(model: nn.Module) -> None:
                     f"'{other}' and '{path}' both have a table '{table.name}', by which plans and first values know "
                     "it; give each a name of its own, as one adopt_tables(model) does"
                 )
+
+
+def _refuse_differences(
+    model: nn.Module,
+    runtime: Runtime,
+    optimizer: OptimizerConfig | None,
+    plan: ShardingPlan | PlanConfig | None,
+    seed: int,
+) -> None:
+    """Refuses ranks with other tables or settings, which would train apart or wait for each other."""
+    mine = {"seed": str(seed)}
+    for table in tables_of(model):
+        mine[f"table '{table.name}'"] = (
+            f"{table.num_embeddings:,} x {table.embedding_dim}"
+        )
+    for name, settings in (("optimizer", optimizer), ("plan", plan)):
+        if isinstance(settings, OptimizerConfig | PlanConfig):
+            for key, value in dataclasses.asdict(settings).items():
+                mine[f"{name}.{key}"] = repr(value)
+    for rank, theirs in enumerate(gather_objects(mine, runtime.world_size)):
+        for name in {**mine, **theirs}:
+            if theirs.get(name) != mine.get(name):
+                here, there = (
+                    str(told.get(name, "missing"))[:50] for told in (mine, theirs)
+                )
+                raise ValueError(
+                    f"{name}: {here} on rank {runtime.rank}, {there} on rank {rank}; give all ranks the same"
+                )
+
+
+def _refuse_other_tables(model: nn.Module, plan: ShardingPlan) -> None:
+    for path, collection in collections(model):
+        planned = plan.plan.get(path)
+        names = [table.name for table in table_configs(collection)]
+        if isinstance(planned, EmbeddingModuleShardingPlan) and planned.keys() != {
+            *names
+        }:
+            raise ValueError(
+                f"plan: has the tables {listed(planned)} for '{path}', where the model has {listed(names)}; make "
+                "one of this model by plan_sharding"
+            )
 
 
 def _given_rows(model: nn.Module, runtime: Runtime) -> dict[str, Tensor]:

@@ -95,7 +95,8 @@ class Runtime:
             device: ``cpu``, ``cuda`` for the GPU of the local rank's number, or ``cuda:0`` where each process sees one
                 GPU of its own; where not given, ``cuda`` on a host with a GPU for each of its processes, else ``cpu``.
                 A job of one host with more processes than GPUs warns.
-            threads: compute threads; where not given, OMP_NUM_THREADS, else the cores divided by the local processes.
+            threads: compute threads; where not given, OMP_NUM_THREADS, else the cores divided by the local processes,
+                and no more than torch has now.
             timeout_s: seconds after which a collective that another rank does not join fails.
             collectives: ``shared_memory`` passes the collectives of CPU tensors through memory that the ranks of one
                 host share, see :func:`share_memory`; ``gloo`` does not; ``auto`` does where it is possible.
@@ -200,6 +201,8 @@ def _describe(device: str | None, threads: int | None) -> Runtime:
         threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or max(
             1, cores // local_world_size
         )
+        # A script may have called torch.set_num_threads(1).
+        threads = min(threads, torch.get_num_threads())
     return Runtime(
         rank=int(os.environ.get("RANK", "0")),
         local_rank=local_rank,

@@ -163,7 +163,30 @@ def free_to_shard(device: str) -> list[str]:
     return [kind for kind in SHARDED if device != "cpu" or kind not in BY_HOST]
 
 
-class ShardedBags(ShardedEmbeddingBagCollection):
+class _KeysOfFirstBatch:
+    """Mix-in that gives each batch the keys of the first one: TorchRec's input dist remembers their places."""
+
+    _keys: list[str] | None = None
+
+    def _with_same_keys(
+        self, features: KeyedJaggedTensor | TensorDict
+    ) -> KeyedJaggedTensor:
+        features = maybe_td_to_kjt(features)
+        keys = features.keys()
+        if self._keys is None:
+            self._keys = keys
+        if keys == self._keys:
+            return features
+        missing = [name for name in self._keys if name not in keys]
+        if missing:
+            raise ValueError(
+                f"the batch lacks the features {listed(missing)} of the first one; it has {listed(keys)}: give each "
+                "batch all of them"
+            )
+        return features.permute([keys.index(name) for name in self._keys])
+
+
+class ShardedBags(_KeysOfFirstBatch, ShardedEmbeddingBagCollection):
     """TorchRec's ShardedEmbeddingBagCollection with the outputs and gradients of the unsharded collection.
 
     TorchRec 1.8 sums the bags of row-wise tables pooled by MEAN and divides them afterwards. It divides every other bag
@@ -213,8 +236,8 @@ class ShardedBags(ShardedEmbeddingBagCollection):
         features: KeyedJaggedTensor | TensorDict,
     ) -> Awaitable[Awaitable[KJTList]]:
         """Starts TorchRec's input dist, and keeps the divisors of this batch in ``ctx``."""
+        features = self._with_same_keys(features)
         if any(self._means):
-            features = maybe_td_to_kjt(features)
             if features.variable_stride_per_key():
                 raise ValueError(
                     "row_wise tables pooled by MEAN: a batch size for each feature is not supported; pool by SUM, or "
@@ -305,7 +328,7 @@ def _ordered(output: KeyedTensor, order: list[int]) -> KeyedTensor:
     )
 
 
-class ShardedSequences(ShardedEmbeddingCollection):
+class ShardedSequences(_KeysOfFirstBatch, ShardedEmbeddingCollection):
     """TorchRec's ShardedEmbeddingCollection with the features in the order of the unsharded collection.
 
     TorchRec returns a dict in the order of the plan, so a loop over its values would mean other features under another
@@ -313,6 +336,14 @@ class ShardedSequences(ShardedEmbeddingCollection):
     """
 
     before_backward: BeforeBackward | None = None
+
+    def input_dist(
+        self,
+        ctx: EmbeddingCollectionContext,
+        features: KeyedJaggedTensor | TensorDict,
+    ) -> Awaitable[Awaitable[KJTList]]:
+        """Starts TorchRec's input dist."""
+        return super().input_dist(ctx, self._with_same_keys(features))
 
     def output_dist(
         self, ctx: EmbeddingCollectionContext, output: list[Tensor]

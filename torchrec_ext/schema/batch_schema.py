@@ -367,11 +367,12 @@ class BatchSchema:
     def check(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Checks a KeyedJaggedTensor built elsewhere, as in ``batch.sparse = schema.check(batch.sparse)``.
 
-        The tensor must have all shared features, all others, or both.
+        The tensor must have all shared features, all others, or both. What is returned has their keys alone, in the
+        order of the schema: a sharded collection reads each batch by the places of the first one's keys.
 
         Returns:
-            ``features`` itself, or with ``out_of_range="oov"`` a new one in which invalid ids are the out-of-vocabulary
-            row.
+            ``features`` itself, or a new one with these keys, and with ``out_of_range="oov"`` with the
+            out-of-vocabulary row for invalid ids.
         """
         columns = features.to_dict()
         kinds = [self.layout.rows, self.layout.shared]
@@ -383,17 +384,31 @@ class BatchSchema:
                 f"the KeyedJaggedTensor lacks {missing}; it has the keys {features.keys()}"
             )
         replace = self.out_of_range == "oov"
+        places = {name: place for place, name in enumerate(features.keys())}
+        order = [name for name in self.keys if name in places]
+        if order != features.keys():
+            features = features.permute([places[name] for name in order])
         values = []
-        for name, column in columns.items():
+        for name in order:
+            column = columns[name]
             bags = Jagged(column.values(), column.lengths())
-            feature = self.feature(name)
-            if feature is not None:
-                bags = checked_bags(feature, bags, features.stride(), replace=replace)
+            feature = self._by_name[name]
+            bags = checked_bags(feature, bags, features.stride(), replace=replace)
             values.append(bags.values)
+            weights = column.weights_or_none()
+            if weights is not None and not torch.isfinite(weights).all():
+                place = int((~torch.isfinite(weights)).nonzero()[0])
+                raise DataError(
+                    f"feature '{name}': weight {float(weights[place])} of id {int(bags.values[place])} is not finite; "
+                    "fill or drop it where it is made"
+                )
         if not replace:
             return features
         return KeyedJaggedTensor(
-            keys=features.keys(), values=torch.cat(values), lengths=features.lengths()
+            keys=order,
+            values=torch.cat(values),
+            weights=features.weights_or_none(),
+            lengths=features.lengths(),
         )
 
     def _column(self, columns: Mapping[str, _Column], name: str) -> _Column:

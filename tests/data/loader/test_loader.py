@@ -264,6 +264,16 @@ def test_drop_last_leaves_out_the_step_that_is_not_full() -> None:
         match=r"7 rows with loader\.batch_size=8 and loader\.drop_last=True make no step",
     ):
         loader_of(7, drop_last=True)
+    with pytest.warns(UserWarning, match="batch_size=8 on 3 ranks: their shares"):
+        loader_of(23, world_size=3, drop_last=True)
+
+
+@pytest.mark.parametrize("step", [-1, 4])
+def test_a_position_outside_of_the_epoch_is_refused(step: int) -> None:
+    loader = loader_of(23)
+    assert loader.state_dict(step=3)["step"] == 3
+    with pytest.raises(ValueError, match=f"step={step}: epoch 0 has 3 steps"):
+        loader.state_dict(step=step)
 
 
 def test_an_id_out_of_range_names_its_row_in_the_set() -> None:

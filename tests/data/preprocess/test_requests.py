@@ -291,6 +291,21 @@ def test_a_history_needs_a_time_for_each_item() -> None:
             ),
             "put it first",
         ),
+        (
+            lambda: Preprocessor(
+                [Categorify(column="a"), FillMissing(column="a", value=0)]
+            ),
+            r"FillMissing\('a'\) replaces the ids of Categorify\('a'\).*; put it first",
+        ),
+        (
+            lambda: Preprocessor(
+                [
+                    Normalize(column="x", output="o"),
+                    Categorify(column="a", output="o"),
+                ]
+            ),
+            r"Categorify\('o'\) writes 'o', as Normalize\('o'\) does",
+        ),
         (lambda: Preprocessor([]), "give at least one"),
         (
             lambda: FillMissing(column="x", value=10**400),

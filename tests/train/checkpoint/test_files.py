@@ -275,17 +275,39 @@ def test_a_run_that_begins_anew_where_another_one_has_saved_keeps_its_own(
     )
 
 
+@pytest.mark.parametrize("restarted", [True, False])
 @pytest.mark.parametrize(("step", "left"), [(6, [6, 5]), (9, [9, 5]), (2, [2])])
 def test_the_first_save_after_a_load_sets_aside_what_the_loaded_run_never_was(
-    step: int, left: list[int], tmp_path: Path
+    step: int, left: list[int], restarted: bool, tmp_path: Path
 ) -> None:
-    saved(tmp_path, 5, 6, 7)
     checkpointer = Checkpointer(str(tmp_path), HERE)
+    for earlier in (5, 6, 7):
+        checkpointer.save(earlier, model_state(filled(earlier)))
+    if restarted:
+        checkpointer.close()
+        checkpointer = Checkpointer(str(tmp_path), HERE)
     checkpointer.load(checkpointer.folder.path(5), model_state(filled(0)))
     checkpointer.save(step, model_state(filled(step)))
     checkpointer.close()
     assert checkpointer.folder.steps() == left
     assert len(list(tmp_path.glob("aside-*"))) == 4 - len(left)
+
+
+def test_a_checkpoint_that_is_damaged_after_a_load_is_not_loaded_again(
+    two: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(two, tmp_path / "run")
+    checkpointer = Checkpointer(str(tmp_path / "run"), HERE)
+    path = checkpointer.last_good()
+    assert path is not None
+    checkpointer.load(path, model_state(filled(0)))
+    file = next(Path(path).glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        checkpointer.load(path, model_state(filled(0)))
+    checkpointer.close()
 
 
 def _save_again(folder: str) -> None:

@@ -296,6 +296,12 @@ class ChunkLoader:
         else:
             rows = sum(group.rows for group in chunk.groups)
         self._chunk = chunk
+        if config.drop_last and config.batch_size % world_size and rank == 0:
+            warnings.warn(
+                f"loader.batch_size={config.batch_size} on {world_size} ranks: their shares differ by a row, so some "
+                "batches end in a row of weight 0; weigh the loss by the weights, or take a multiple",
+                stacklevel=2,
+            )
         names = chunk if isinstance(chunk, Chunk) else getattr(chunk, "columns", ())
         # A loss that compares rows reads no labels.
         unread = not (config.negatives or config.label) and schema.label_range
@@ -426,7 +432,14 @@ class ChunkLoader:
             step: number of steps of this epoch that the caller has finished. A pipeline that fetches ahead must give
                 it; by default it is the number of batches handed out (those that the prefetch thread has built
                 do not count).
+
+        Raises:
+            ValueError: the epoch has no such step.
         """
+        if step is not None and not 0 <= step <= len(self):
+            raise ValueError(
+                f"step={step}: epoch {self.epoch} has {len(self)} steps; give the number of those done in it"
+            )
         return {
             "epoch": self.epoch,
             "step": self._step if step is None else step,

@@ -29,7 +29,7 @@ from torchrec_ext.data.preprocess.rows import (
     telling,
     working_columns,
 )
-from torchrec_ext.data.preprocess.step import Query, Step, ancestors
+from torchrec_ext.data.preprocess.step import Query, Step, ancestors, makes_ids
 from torchrec_ext.schema import DataError
 
 FitProgress = Callable[[str], None]
@@ -68,24 +68,37 @@ class Preprocessor:
         # Tuples, as a caller's list may change later; the dataclass is frozen.
         object.__setattr__(self, "steps", tuple(self.steps))
         object.__setattr__(self, "keep", tuple(self.keep))
-        step_columns: set[str] = set()
-        # Histories come from events as the files have them, so no step may have
-        # replaced their columns.
+        # The step that writes each column.
+        writers: dict[str, Step] = {}
         for step in self.steps:
-            late = sorted(step_columns.intersection(event_columns([step])))
+            # Histories come from events as the files have them, so no step may have
+            # replaced their columns.
+            late = sorted(writers.keys() & event_columns([step]))
             if late:
                 raise ValueError(
                     f"{step} reads {late}, which an earlier step replaces; put it first"
                 )
-            step_columns.update(step.writes)
-        both = sorted(step_columns.intersection(self.keep))
+            for name in step.writes:
+                before = writers.get(name)
+                if before is None:
+                    continue
+                if name not in step.reads:
+                    raise ValueError(
+                        f"{step} writes '{name}', as {before} does; give one of them another output"
+                    )
+                if makes_ids(before, name) and not makes_ids(step, name):
+                    raise ValueError(
+                        f"{step} replaces the ids of {before}, which would be no feature any more; put it first"
+                    )
+            writers |= dict.fromkeys(step.writes, step)
+        both = sorted(writers.keys() & set(self.keep))
         if both:
             raise ValueError(
                 f"keep={both}: a step writes these columns; give the step another output, or do not keep them"
             )
-        if not step_columns:
+        if not writers:
             raise ValueError("steps: there is none; give at least one")
-        check_case([*self.raw_columns, *step_columns])
+        check_case([*self.raw_columns, *writers])
 
     @property
     def raw_columns(self) -> tuple[str, ...]:

@@ -101,6 +101,11 @@ class ColumnStep(Step):
         return (self.output or self.column,)
 
 
+def makes_ids(step: Step, name: str) -> bool:
+    """Says whether a result of the step is rows of a table; a history has the values of its events."""
+    return type(step).vocab is not Step.vocab and name not in getattr(step, "ids", ())
+
+
 def ancestors(
     steps: Sequence[Step], number: int, columns: Collection[str]
 ) -> list[int]:

@@ -48,6 +48,7 @@ from torchrec_ext.distributed.sharders import (
     sharders,
 )
 from torchrec_ext.distributed.tables import tables_of
+from torchrec_ext.schema.validation import listed
 
 
 class PlanError(ValueError):
@@ -92,7 +93,13 @@ class Request(NamedTuple):
         """
         tables = tables_of(model)
         choices = declare_table_optimizer(model, optimizer)
-        requests = config.choices([table.name for table in tables])
+        names = [table.name for table in tables]
+        requests = config.choices(names)
+        for name in constraints:
+            if name not in requests:
+                raise PlanError(
+                    f"constraints: '{name}' is no table of the model; its tables are {listed(names)}"
+                )
         kinds = {}
         for name, choice in requests.items():
             # The kernel dense runs data_parallel tables alone, so it decides an open

@@ -214,6 +214,9 @@ class Checkpointer:
         saved = self.verified(path)
         load_checkpoint(saved, state, self.together, extra, partial=partial)
         self._begun = saved.manifest["step"]
+        self._has_saved = False
+        # A later load compares again: a disk may err meanwhile.
+        self._verified = ""
         return saved.manifest
 
     def verified(self, path: str) -> Saved:
