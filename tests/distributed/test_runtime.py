@@ -186,3 +186,14 @@ def test_memory_is_limited_by_every_control_group_above_the_process(
         for name, content in contents.items():
             (made / name).write_text(content)
     assert available_memory(tmp_path) == min(available, 7812 * 1024)
+
+
+@pytest.mark.unit
+def test_threads_that_a_script_has_chosen_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert _describe(None, None).threads == 1
+    finally:
+        torch.set_num_threads(before)

@@ -195,6 +195,11 @@ def test_a_keyed_jagged_tensor_of_ones_own_is_checked() -> None:
     assert schema().check(good) is good
     with pytest.raises(DataError, match="row 1 of the batch, column 'user_id': id 6"):
         schema().check(kjt(torch.tensor([0, 6])))
+    broken = KeyedJaggedTensor(
+        ["user_id"], torch.arange(3), lengths=torch.ones(2).int()
+    )
+    with pytest.raises(DataError, match="has 3 values, and lengths that add up to 2"):
+        schema().check(broken)
     weights = torch.arange(7.0)
     bad = kjt(torch.tensor([0, 6]), weights=weights)
     mapped = schema(out_of_range="oov").check(bad)

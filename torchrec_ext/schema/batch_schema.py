@@ -374,6 +374,13 @@ class BatchSchema:
             ``features`` itself, or a new one with these keys, and with ``out_of_range="oov"`` with the
             out-of-vocabulary row for invalid ids.
         """
+        values, lengths = features.values(), features.lengths()
+        total = int(lengths.sum())
+        if total != len(values):
+            raise DataError(
+                f"the KeyedJaggedTensor has {len(values)} values, and lengths that add up to {total}; give each feature "
+                "one length a row"
+            )
         columns = features.to_dict()
         kinds = [self.layout.rows, self.layout.shared]
         keys = [set(kind.keys) for kind in kinds if kind is not None]
@@ -388,13 +395,13 @@ class BatchSchema:
         order = [name for name in self.keys if name in places]
         if order != features.keys():
             features = features.permute([places[name] for name in order])
-        values = []
+        parts = []
         for name in order:
             column = columns[name]
             bags = Jagged(column.values(), column.lengths())
             feature = self._by_name[name]
             bags = checked_bags(feature, bags, features.stride(), replace=replace)
-            values.append(bags.values)
+            parts.append(bags.values)
             weights = column.weights_or_none()
             if weights is not None and not torch.isfinite(weights).all():
                 place = int((~torch.isfinite(weights)).nonzero()[0])
@@ -406,7 +413,7 @@ class BatchSchema:
             return features
         return KeyedJaggedTensor(
             keys=order,
-            values=torch.cat(values),
+            values=torch.cat(parts),
             weights=features.weights_or_none(),
             lengths=features.lengths(),
         )

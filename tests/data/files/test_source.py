@@ -244,8 +244,8 @@ def test_a_file_that_vanishes_in_mid_epoch_is_named_at_once(
         ),
         (
             "item_id",
-            pa.array([1, 2, 3, 4], pa.int64()),
-            r"b\.parquet: column 'item_id' is int64, in .*a\.parquet",
+            pa.array([1, 2, 3, 4], pa.float64()),
+            r"b\.parquet: column 'item_id' is double, in .*a\.parquet",
         ),
     ],
 )
@@ -259,6 +259,16 @@ def test_files_of_other_columns_are_refused_before_the_first_row_is_read(
     write(tmp_path / "b.parquet", other)
     with pytest.raises(DataError, match=where):
         loader_of(ParquetSource(tmp_path))
+
+
+def test_whole_numbers_of_any_width_are_one_column(tmp_path: Path) -> None:
+    for name, dtype in (("a", pa.int16()), ("b", pa.int64())):
+        ids = pa.array([1, 2, 3, 4], dtype)
+        table = table_of(4).drop_columns(["item_id"]).append_column("item_id", ids)
+        write(tmp_path / f"{name}.parquet", table)
+    batches = list(loader_of(ParquetSource(tmp_path), shuffle=False))
+    ids = [batch.sparse["item_id"].values().tolist() for batch in batches]
+    assert np.concatenate(ids).tolist() == [1, 2, 3, 4] * 2
 
 
 @pytest.mark.parametrize(

@@ -366,7 +366,7 @@ def test_a_missing_value_is_named_by_its_row(tmp_path: Path) -> None:
     price[ROW_GROUP + 3] = 0.0
     with pytest.raises(
         DataError,
-        match=r"row group 0, column 'label', row 5: the result is missing.*it is kept as it is: fill it",
+        match=r"row group 0, column 'label', row 5: the result is missing.*fill it where it is written",
     ):
         fitted.transform(
             table(tmp_path / "b.parquet", price=price, label=label), tmp_path / "out"

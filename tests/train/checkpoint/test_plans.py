@@ -18,6 +18,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.load import inherited
 from torchrec_ext.train.checkpoint.state import ModelState, Parts, model_state
+from torchrec_ext.train.checkpoint.storage import CheckpointError
 
 SHARDINGS = (
     "table_wise",
@@ -197,6 +198,31 @@ def test_any_plan_loads_into_any_other(tmp_path: Path) -> None:
         assert_loaded(*pair)
         count += 1
     assert count == 4 * 4
+
+
+def other_optimizer(runtime: Runtime, folder: str) -> list[str]:
+    said = []
+    kinds = ("adagrad", "row_wise_adagrad")
+    for kind in kinds:
+        model, optimizer = made(runtime, small_model(META), "table_wise", kind)
+        checkpointer = Checkpointer(f"{folder}/{kind}", runtime)
+        checkpointer.save(1, model_state(model, optimizer))
+        checkpointer.close()
+    for kind, other in zip(kinds, kinds[::-1], strict=True):
+        model, optimizer = made(runtime, small_model(META), "table_wise", other)
+        checkpointer = Checkpointer(f"{folder}/{kind}", runtime)
+        path = checkpointer.last_good()
+        assert path is not None
+        with pytest.raises(CheckpointError) as error:
+            checkpointer.load(path, model_state(model, optimizer))
+        said.append(str(error.value))
+    return said
+
+
+def test_a_state_of_each_weight_is_not_one_of_each_row(tmp_path: Path) -> None:
+    ((whole_state, row_state),) = run_ranks(other_optimizer, 1, str(tmp_path))
+    assert "has one number a row, saved as (" in whole_state
+    assert "is of another model" in row_state
 
 
 @pytest.mark.slow

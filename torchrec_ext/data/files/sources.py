@@ -300,7 +300,7 @@ class ParquetSource:
         """Returns the kinds of the columns.
 
         Raises:
-            DataError: a file lacks a column, or has another kind or another type than the first file.
+            DataError: a file lacks a column, or has another kind of it than the first file.
         """
         return {name: self._require(name, kinds) for name, kinds in columns.items()}
 
@@ -316,7 +316,8 @@ class ParquetSource:
                 "it is written"
             )
         for file, dtype in zip(self.files, types, strict=True):
-            if dtype != types[0]:
+            # Whole numbers of any width are read as int64, and fractions as float32.
+            if kind_of(dtype) != kind:
                 raise DataError(
                     f"{file.name}: column '{name}' is {dtype}, in {self.files[0].name} it is {types[0]}; give files "
                     "with the same types"

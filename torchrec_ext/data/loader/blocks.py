@@ -221,9 +221,10 @@ def _finite(group: RowGroup, name: str, column: Column) -> Float32:
     finite = np.isfinite(floats)
     if not finite.all():
         index = int((~finite).argmax())
+        row = group.first + column.row_of(index)
         raise DataError(
-            f"{group.name}, column '{name}', row {group.first + column.row_of(index)}: value {floats[index]} is not "
-            "finite; fill or drop it where it is written"
+            f"{group.name}, column '{name}', row {row}: value {column.values[index]} is not finite in 32 bits; fill or "
+            "drop it where it is written"
         )
     return floats
 

@@ -402,10 +402,10 @@ class FittedPreprocessor:
             return Cells(values, None, cells.offsets, cells.texts)
         index = int((~is_there).argmax())
         row = index if cells.offsets is None else cells.column().row_of(index)
-        remedy = f"put FillMissing(column='{name}', ...) before it"
+        remedy = f"have it filled: put FillMissing(column='{name}', ...) before it"
         if name in self.keep:
-            remedy = "it is kept as it is: fill it where it is written"
-        rule = f"the result is missing, null or NaN; send a value, or have it filled: {remedy}"
+            remedy = "fill it where it is written, since it is kept as it is"
+        rule = f"the result is missing, null or NaN; send a value, or {remedy}"
         if dtype is not None and not np.isnan(cells.values[index]):
             remedy = "mend the file or request, or clip it first with LogClip"
             rule = f"the result, {cells.values[index]:.6g}, is beyond float32; {remedy}"

@@ -39,23 +39,25 @@ class OneBackward:
             ]
             # By the plan, not by this rank's kernels: all ranks refuse alike.
             if fused and isinstance(collection, ShardedBags | ShardedSequences):
-                collection.before_backward = functools.partial(self._check, fused[0])
+                remedy = "use larger batches"
+                # Rows that are read one by one cannot be whole on each rank of CPUs.
+                if isinstance(collection, ShardedBags):
+                    remedy += ", or plan.sharding=data_parallel"
+                check = functools.partial(self._check, fused[0], remedy)
+                collection.before_backward = check
 
     def begin(self) -> None:
         """Forgets the backward before, whose gradients have been used or dropped."""
         self._backwards.clear()
 
-    def _check(self, table: str, _: Tensor) -> None:
+    def _check(self, table: str, remedy: str, _: Tensor) -> None:
         # One backward may pass a collection several times, for as many look-ups.
         backward = torch._C._current_graph_task_id()
         if self._backwards.setdefault(table, backward) != backward:
             raise ValueError(
                 f"table '{table}': a second backward before optimizer.step(), and its optimizer runs in the backward, "
-                f"so gradients cannot accumulate; {REMEDY}"
+                f"so gradients cannot accumulate; {remedy}"
             )
-
-
-REMEDY = "use larger batches, or plan.sharding=data_parallel"
 
 
 def read_past_caches(model: nn.Module) -> None:

@@ -92,12 +92,18 @@ class Checkpointer:
 
         Raises:
             CheckpointError: the previous save has failed, on every rank alike.
+            TypeError: JSON has no word for a value of ``content``.
         """
         self.wait()
+        # A copy, because it is written while the run goes on.
+        try:
+            own_content = json.loads(json.dumps(content or {}))
+        except TypeError as error:
+            raise TypeError(
+                f"content: {error}; give what JSON holds, and tensors by extra"
+            ) from None
         self.together.on_main(lambda: self._make_room(step))
         self._has_saved = True
-        # A copy, because it is written while the run goes on.
-        own_content = json.loads(json.dumps(content or {}))
         about = {
             "step": step,
             "world_size": self._runtime.world_size,
