@@ -18,10 +18,10 @@ from torchrec_ext.adopt.checks import STATES, Rules, StateTensor
 from torchrec_ext.adopt.graph import StepGraph
 from torchrec_ext.adopt.lag import Lag
 from torchrec_ext.adopt.reads import ConstantMask
-from torchrec_ext.adopt.source import RowsOnDevice
 from torchrec_ext.adopt.user_step import UserStep
 from torchrec_ext.capture.compiled import CompiledCall
 from torchrec_ext.capture.memory import StepMemory, UpdatedParameter
+from torchrec_ext.drawn import Resident
 
 
 class GroupSettings(Mapping[str, Any]):
@@ -88,7 +88,7 @@ class CapturedUpdate:
     lag: Lag
     unmoved: set[str]
     masks: list[ConstantMask]
-    calls: dict[RowsOnDevice | None, CompiledCall] = field(default_factory=dict)
+    calls: dict[Resident | None, CompiledCall] = field(default_factory=dict)
     runs: dict[int, Callable[..., Sequence[Any]]] = field(default_factory=dict)
     waiting: Counter[int] = field(default_factory=Counter)
     unverified: dict[int, int] = field(default_factory=dict)

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.data.loader.test_loader import ITEMS, rows_of, schema_of
 from tests.data.stream_sets import equal
-from torchrec_ext.batch import DrawnStep
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives.samplers import PopularityNegatives, UniformNegatives
+from torchrec_ext.drawn import DrawnStep
 from torchrec_ext.schema import BatchSchema, DataError
 
 pytestmark = pytest.mark.unit
