@@ -438,36 +438,3 @@ class ResumableLoader(Protocol):
         Raises:
             ValueError: it is of another stream.
         """
-
-
-class Resident(Protocol):
-    """Rows in memory or on a device; torch ops alone make a batch of them."""
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors of the rows."""
-
-    def assemble(
-        self, tensors: Sequence[Tensor], drawn: Sequence[Tensor]
-    ) -> TowerBatch:
-        """Makes the batch of a step; all shapes follow from those of the arguments.
-
-        Args:
-            tensors: the rows, or tensors that stand for them while a step is captured.
-            drawn: tensors of a :class:`DrawnStep`.
-        """
-
-
-@dataclass
-class DrawnStep:
-    """A step before its batch is made: a captured step makes it inside, so that nothing is copied twice.
-
-    Args:
-        tensors: indices of the step's rows and what was drawn for them, of the same shapes in all steps.
-        source: rows that make the batch.
-        batch: makes the same batch outside of a captured step.
-    """
-
-    tensors: tuple[Tensor, ...]
-    source: Resident
-    batch: Callable[[], TowerBatch]

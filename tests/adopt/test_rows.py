@@ -29,6 +29,7 @@ from torch.utils.data import (
 
 from torchrec_ext.adopt import CannotAdopt, Popular, Rows, Uniform
 from torchrec_ext.adopt.rows.law import NegativeDraws
+from torchrec_ext.adopt.rows.rows import RowsOnDevice
 
 USERS, ITEMS, CONTEXT, NEGATIVES = 40, 150, 3, 4
 TAKEN = ("user", "item")
@@ -378,12 +379,17 @@ def drawn_rows(batch_size: int, **more: Any) -> Rows:
     return declared(Interactions(), batch_size, **more)
 
 
+def steps_of(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields rows and negatives of the steps of an epoch."""
+    for step in rows.steps(RowsOnDevice(rows, torch.device("cpu"))):
+        yield step.tensors
+
+
 def test_draws_are_a_function_of_seed_epoch_and_row_alone() -> None:
     def drawn(batch_size: int = 64, **more: Any) -> dict[int, tuple[int, ...]]:
         found = {}
-        for step in drawn_rows(batch_size, **more).steps():
-            assert step.draws is not None
-            pairs = zip(step.indices, step.draws.tolist(), strict=True)
+        for indices, draws in steps_of(drawn_rows(batch_size, **more)):
+            pairs = zip(indices, draws.tolist(), strict=True)
             found.update({int(index): tuple(ids) for index, ids in pairs})
         return found
 
@@ -399,9 +405,8 @@ def test_popular_draws_are_drawn_by_popularity() -> None:
     rows = declared(data, negatives=law, positive="item")
     counts = np.zeros(ITEMS, np.int64)
     for _ in range(20):
-        for step in rows.steps():
-            assert step.draws is not None
-            counts += np.bincount(step.draws.reshape(-1).numpy(), minlength=ITEMS)
+        for _, draws in steps_of(rows):
+            counts += np.bincount(draws.reshape(-1).numpy(), minlength=ITEMS)
     expected = np.zeros(ITEMS)
     for user in data.user.tolist():
         free = data.share.copy()
@@ -422,7 +427,7 @@ def test_popular_draws_are_drawn_by_popularity() -> None:
 def test_ids_need_not_be_a_range(items: Any, ids: list[int]) -> None:
     columns = {"user": torch.tensor([-5, 10**12, 3]), "item": torch.tensor([5, 7, 11])}
     draws = NegativeDraws(Uniform(items, draws=100), columns)
-    drawn = draws.draw(np.arange(3), 0)
+    (drawn,) = draws.draw(np.arange(3), 0)
     assert set(drawn.reshape(-1).tolist()) == set(ids)
     assert draws.wrong(np.arange(3), drawn) is None
     drawn[1, 99] = 12

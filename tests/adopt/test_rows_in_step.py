@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchrec_ext.adopt import AdoptedStep, CannotAdopt, Rows, Uniform, adopt
-from torchrec_ext.adopt.source import RowsOnDevice
+from torchrec_ext.adopt.rows.rows import RowsOnDevice
 from torchrec_ext.capture import executors
 
 USERS, ITEMS, D, B = 700, 20, 4, 16

@@ -18,7 +18,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 from tests.capture.runs import Ended, Few, ended
 from tests.contracts import gather_state, run_ranks
 from tests.examples import ITEMS, META, USERS, batches, redrawn, small_model, table
-from torchrec_ext.batch import DrawnStep, TowerBatch
+from torchrec_ext.batch import TowerBatch
 from torchrec_ext.capture.captured import CapturedStep
 from torchrec_ext.capture.executors import (
     StepExecutor,
@@ -38,6 +38,7 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.drawn import DrawnStep
 from torchrec_ext.models.ncf import ContextualNCF
 from torchrec_ext.models.retrieval import RetrievalModel
 from torchrec_ext.models.tower_model import Prediction, two_tower

@@ -321,24 +321,10 @@ def test_tables_whose_read_rows_alone_move_are_not_made_small() -> None:
     assert not facts.has("small_tables")
 
 
-def test_a_step_function_gives_what_its_parts_give() -> None:
-    model, optimizer, loss, given = mlp()
-
-    def step(x: Tensor, y: Tensor) -> None:
-        optimizer.zero_grad()
-        loss(x, y).backward()
-        optimizer.step()
-
-    parts, whole = why_slow(model, optimizer, loss, given), why_slow.step(step, given)
-    for name in ("ops", "parameters", "rows", "optimizers"):
-        assert getattr(parts.facts, name) == getattr(whole.facts, name), name
-    assert set(parts.facts.rounds[0]) == set(whole.facts.rounds[0])
-
-
 # ---------------------------------------------------------------------------- bad input
 
 
-def test_a_step_that_raises_is_named_and_the_loader_is_still_measured() -> None:
+def test_a_step_that_raises_is_named() -> None:
     model, optimizer, _, _ = mlp()
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
@@ -353,8 +339,6 @@ def test_a_step_that_raises_is_named_and_the_loader_is_still_measured() -> None:
         in page
     )
     assert re.search(r"\(test_why_slow\.py:\d+\)", page)
-    assert diagnosis.facts.has("data")
-    assert diagnosis.facts.loader.row_calls == 4
 
 
 class Stream(IterableDataset[Any]):
@@ -381,8 +365,8 @@ def limited(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 SQUARE = lambda model, x, y: (model(x) - y).square().mean()  # noqa: E731
 # a program, what of it is not measured and why, and what is
 LEFT_OUT: dict[str, tuple[Callable[[], Any], dict[str, str], tuple[str, ...]]] = {
-    "no scalar": (lambda: by(lambda m, x, y: m(x) - y), {"step": "scalar"}, ("data",)),
-    "device": (on_meta, {"step": "meta"}, ("data",)),
+    "no scalar": (lambda: by(lambda m, x, y: m(x) - y), {"step": "scalar"}, ()),
+    "device": (on_meta, {"step": "meta"}, ()),
     "variant": (lambda: by(limited), {"quadruple": "64 rows"}, ("step", "bf16")),
     "stream": (lambda: by(SQUARE, DataLoader(Stream(), 4)), {}, ("data", "step")),
     "no tensors": (
@@ -403,7 +387,7 @@ def test_what_cannot_be_measured_is_left_out_with_its_reason(name: str) -> None:
     for variant, reason in reasons.items():
         assert reason in facts.not_measured[variant]
         assert not facts.has(variant)
-    assert facts.has(*measured)
+    assert not measured or facts.has(*measured)
 
 
 def test_an_adopted_step_is_refused_and_a_global_of_that_name_is_not(

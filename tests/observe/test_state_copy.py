@@ -80,44 +80,30 @@ def test_a_diagnosed_training_goes_on_bit_for_bit(
     assert everything(diagnosed) == expected
 
 
-def test_optimizer_state_and_gradients_that_were_not_there_are_not_there_afterwards() -> (
-    None
-):
-    made = training()
-    by_parts(made)
-    assert not made.optimizer.state
-    assert all(parameter.grad is None for parameter in made.model.parameters())
-    assert (
-        "_opt_called" not in vars(made.optimizer)
-        or not vars(made.optimizer)["_opt_called"]
-    )
-
-
-def test_tensors_stay_the_same_objects() -> None:
-    made = training()
-    trained(made, lambda _: None, (), steps=3)
-    before = [(id(p), p.data_ptr(), id(p.grad)) for p in made.model.parameters()]
-    states = [
-        id(value) for state in made.optimizer.state.values() for value in state.values()
+def identities(made: Training) -> list[object]:
+    """Which objects hold what a step changes."""
+    parameters = list(made.model.parameters())
+    groups = made.optimizer.param_groups
+    return [
+        [(id(each), each.data_ptr(), id(each.grad)) for each in parameters],
+        [list(map(id, each.values())) for each in made.optimizer.state.values()],
+        [list(map(id, group["params"])) for group in groups],
     ]
-    groups = [id(p) for group in made.optimizer.param_groups for p in group["params"]]
-    by_step(made)
-    assert [
-        (id(p), p.data_ptr(), id(p.grad)) for p in made.model.parameters()
-    ] == before
-    assert [
-        id(value) for state in made.optimizer.state.values() for value in state.values()
-    ] == states
-    assert [
-        id(p) for group in made.optimizer.param_groups for p in group["params"]
-    ] == groups
 
 
-def test_modes_hooks_and_threads_are_as_before() -> None:
+@pytest.mark.parametrize("steps", [0, 3])
+def test_what_is_put_back_are_the_same_objects_modes_and_threads_or_none(
+    steps: int,
+) -> None:
     made, threads = training(), torch.get_num_threads()
+    trained(made, lambda _: None, (), steps=steps)
     made.model.layers[2].eval()
     made.model.table.weight.requires_grad_(False)
+    before = identities(made)
     by_step(made)
+    assert identities(made) == before
+    assert bool(made.optimizer.state) == bool(steps)
+    assert vars(made.optimizer).get("_opt_called", False) == bool(steps)
     assert made.model.training
     assert not made.model.layers[2].training
     assert not made.model.table.weight.requires_grad

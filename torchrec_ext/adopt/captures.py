@@ -41,11 +41,6 @@ from torchrec_ext.adopt.graph import (
 )
 from torchrec_ext.adopt.lag import catch_up
 from torchrec_ext.adopt.reads import StepReads, constant_masks, the_loss
-from torchrec_ext.adopt.source import (
-    RowsOnDevice,
-    Shapes,
-    StepBatch,
-)
 from torchrec_ext.adopt.updates import (
     CapturedUpdate,
     StepCall,
@@ -66,9 +61,20 @@ from torchrec_ext.capture.memory import RowTable, StepMemory
 from torchrec_ext.capture.policy import MOST_GRAPHS
 from torchrec_ext.capture.step import StepPart, parts_of, trained
 from torchrec_ext.distributed.row_rule import row_by_row
+from torchrec_ext.drawn import DrawnStep, Resident
 from torchrec_ext.observe.user_lines import first_line, module_line
 
 _TRIES = 6  # memories that a graph is traced with, before it stays eager
+
+
+class TensorKind(NamedTuple):
+    """Shape and dtype of a tensor of a batch."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+Shapes = tuple[TensorKind, ...]  # of the tensors of a batch
 
 
 class TooManyShapesError(RareShapeError):
@@ -124,7 +130,7 @@ class Captures:
 
     # --- which step
 
-    def __call__(self, batch: StepBatch) -> tuple[Tensor, Any]:
+    def __call__(self, batch: DrawnStep) -> tuple[Tensor, Any]:
         """Makes the captured step of a batch; returns loss and output.
 
         Raises:
@@ -138,15 +144,15 @@ class Captures:
         updates += [each for each in self._updates.values() if each is not self.current]
         with self._tables_marked(is_marked=False), self._user_step.autocast():
             for update in updates:
-                call = update.calls.get(batch.resident)
-                code = call.holds(batch.parts) if call is not None else None
+                call = update.calls.get(batch.source)
+                code = call.holds(batch.tensors) if call is not None else None
                 if code is not None:
-                    return code(*batch.parts)  # type: ignore[no-any-return]
+                    return code(*batch.tensors)  # type: ignore[no-any-return]
             # Guards hold for one shape of each tensor, so only other shapes come here.
             self._check_shapes(batch)
             return self._traced(batch)
 
-    def _traced(self, batch: StepBatch) -> tuple[Tensor, Any]:
+    def _traced(self, batch: DrawnStep) -> tuple[Tensor, Any]:
         """Has Dynamo trace the step of a batch, with the memory that it needs."""
         self.settle()
         self._graph_count += 1
@@ -177,13 +183,13 @@ class Captures:
         state = self._user_step.optimizers[number].state.get(parameter, {})
         return set(STATES[choice.kind]) <= set(state)
 
-    def _try(self, update: CapturedUpdate, batch: StepBatch) -> tuple[Tensor, Any]:
-        resident = batch.resident
+    def _try(self, update: CapturedUpdate, batch: DrawnStep) -> tuple[Tensor, Any]:
+        resident = batch.source
         if resident not in update.calls:
             step = _step_of(update, self._user_step, resident)
             update.calls[resident] = CompiledCall(step, weakly(self._take_graph))
         try:
-            return update.calls[resident](*batch.parts)  # type: ignore[no-any-return]
+            return update.calls[resident](*batch.tensors)  # type: ignore[no-any-return]
         except Exception as error:
             if not type(error).__module__.startswith(TRACERS):
                 raise
@@ -233,14 +239,14 @@ class Captures:
             )
         return self._updates[key]
 
-    def _check_shapes(self, batch: StepBatch) -> None:
+    def _check_shapes(self, batch: DrawnStep) -> None:
         """Lets a batch be captured if few shapes are so far, and its own came often; each trace of a shape costs.
 
         Raises:
             RareShapeError: it stays eager for now.
             TooManyShapesError: it stays eager for good.
         """
-        shapes = batch.shapes()
+        shapes = _shapes_of(batch)
         if shapes in self._shapes:
             return
         if self._shapes:
@@ -268,14 +274,14 @@ class Captures:
             if parameter.requires_grad and name not in update.allowed
         }
         memory = [*update.memory.tensors().values(), update.memory.zero]
-        resident = self._batch.resident
+        resident = self._batch.source
         if resident is not None:
             memory += resident.tensors
         graph = StepGraph(
             module,
             examples,
             model=user_step.model,
-            batch=pytree.tree_leaves(self._batch.parts),
+            batch=pytree.tree_leaves(self._batch.tensors),
             trained=parameters,
             updated=set(update.weights),
             late=update.memory.row_tables,
@@ -295,7 +301,7 @@ class Captures:
         self._check(update, graph, tensors)
         # On a GPU this would wait for its work. Of a batch that is made inside the step
         # these tensors are another one's.
-        is_given = self._batch.resident is None
+        is_given = self._batch.source is None
         if is_given and update.memory.device.type == "cpu":
             # The step draws its random numbers after them.
             draws = self.seen.draws_random
@@ -399,7 +405,7 @@ class Captures:
         # No line before it says that it compiles, as for the first one.
         if is_another:
             text = f"compiled one more step in {seconds:.1f} s: rows of other shapes, or another forward"
-            if self._batch.resident is not None:
+            if self._batch.source is not None:
                 text += (
                     "; Rows(drop_last=True) leaves out an epoch's last, shorter batch"
                 )
@@ -476,7 +482,7 @@ class Captures:
 def _step_of(
     update: CapturedUpdate,
     user_step: UserStep,
-    resident: RowsOnDevice | None,
+    resident: Resident | None,
 ) -> Callable[..., Any]:
     """Returns the step as a function of a batch, or of the rows of one that is made inside."""
     memory, loss, clip_norm = update.memory, user_step.loss, user_step.clip_norm
@@ -526,6 +532,14 @@ def _step_of(
         return value, pytree.tree_map_only(Tensor, Tensor.detach, output)
 
     return step
+
+
+def _shapes_of(batch: DrawnStep) -> Shapes:
+    return tuple(
+        TensorKind(leaf.shape, leaf.dtype)
+        for leaf in pytree.tree_leaves(batch.tensors)
+        if isinstance(leaf, Tensor)
+    )
 
 
 def _more_shapes(captured: Sequence[Shapes], shapes: Shapes) -> str:

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from torchrec_ext.adopt.errors import CannotAdopt
+from torchrec_ext.adopt.reads import is_plain, look_up_arguments
 from torchrec_ext.capture.policy import Compile
 from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.ids.look_ups import path_with_dynamic_ids
@@ -402,13 +403,12 @@ class ForwardWatch(TorchFunctionMode):
         if not read:
             return
         if func in (F.embedding, F.embedding_bag):
-            ids = args[0] if args else kwargs["input"]
-            weight = args[1] if len(args) > 1 else kwargs["weight"]
-            is_plain = kwargs.get("max_norm") is None
-            is_plain &= not kwargs.get("scale_grad_by_freq")
-            if is_plain and kwargs.get("mode") != "max" and read == {id(weight)}:
+            named = look_up_arguments(func, args, kwargs)
+            ids = named["input"]
+            weight = id(named["weight"])
+            if is_plain(named) and read == {weight}:
                 count = ids.numel() // self._repeats.get(id(ids), 1)
-                self.look_ups[id(weight)] = self.look_ups.get(id(weight), 0) + count
+                self.look_ups[weight] = self.look_ups.get(weight, 0) + count
                 return
         # Shapes and devices are no reads of values.
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):

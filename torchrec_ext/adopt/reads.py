@@ -213,9 +213,7 @@ class StepReads(TorchFunctionMode):
             if weight is late:
                 return look_up(table, named, ids, is_bag)
         # The backward of embedding_bag is no kernel of inductor's.
-        is_plain = is_bag and named.get("mode", "mean") != "max"
-        is_plain &= named.get("max_norm") is None
-        if is_plain and not named.get("scale_grad_by_freq"):
+        if is_bag and is_plain(named):
             return look_up(Whole(weight), named, ids, is_bag)
         # A sparse gradient has no kernel of inductor's; a dense one moves the same rows.
         return func(**{**named, "input": ids, "sparse": False})  # type: ignore[no-any-return]
@@ -271,6 +269,13 @@ def look_up_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Returns the arguments of a call of F.embedding or F.embedding_bag by name."""
     names = _BAG if func is F.embedding_bag else _ONE
     return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def is_plain(named: Mapping[str, Any]) -> bool:
+    """Whether a call of F.embedding or F.embedding_bag reads rows as they are; its arguments are given by name."""
+    if named.get("max_norm") is not None or named.get("scale_grad_by_freq"):
+        return False
+    return bool(named.get("mode") != "max")
 
 
 def look_up(

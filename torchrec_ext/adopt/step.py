@@ -12,6 +12,7 @@ training lasts, see :class:`Verification`.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +35,7 @@ from torchrec_ext.adopt.errors import (
 )
 from torchrec_ext.adopt.graph import GRAPHS, LossFunction, OneGraphTooMany
 from torchrec_ext.adopt.lag import READER, Reader, catch_up
-from torchrec_ext.adopt.rows.rows import Rows
-from torchrec_ext.adopt.source import RowsOnDevice, StepBatch
+from torchrec_ext.adopt.rows.rows import Rows, RowsOnDevice
 from torchrec_ext.adopt.user_step import UserStep
 from torchrec_ext.adopt.verify import StepComparison, Verification
 from torchrec_ext.capture.errors import CannotCaptureError, RareShapeError
@@ -46,6 +46,7 @@ from torchrec_ext.capture.policy import (
     milliseconds,
     two_digits,
 )
+from torchrec_ext.drawn import DrawnStep
 from torchrec_ext.observe.user_lines import first_line, module_line
 
 # Seconds that a capture takes: so much, and so much more for each torch call of the
@@ -209,7 +210,7 @@ class AdoptedStep:
             IndexError: an id is outside of its table; nothing was written, and the next step goes on.
             RuntimeError: a captured step before has failed half way.
         """
-        return self._train(StepBatch(batch))
+        return self._train(DrawnStep(batch, None, lambda: batch))
 
     def epoch(self, rows: Rows | None = None) -> Iterator[Tensor]:
         """Trains on the batches of an epoch, which a captured step makes inside, and yields their losses, ().
@@ -227,10 +228,10 @@ class AdoptedStep:
             )
         if self._resident is None or self._resident.rows is not rows:
             self._resident = RowsOnDevice(rows, self._user_step.device)
-        for batch in self._resident.batches():
+        for batch in rows.steps(self._resident):
             yield self._train(batch)[0]
 
-    def _train(self, batch: StepBatch) -> tuple[Tensor, Any]:
+    def _train(self, batch: DrawnStep) -> tuple[Tensor, Any]:
         if self._broken:
             raise RuntimeError(self._broken)
         self._user_step.begin_step()
@@ -245,7 +246,7 @@ class AdoptedStep:
                 READER.reset(token)
         return result
 
-    def _any_step(self, batch: StepBatch) -> tuple[Tensor, Any]:
+    def _any_step(self, batch: DrawnStep) -> tuple[Tensor, Any]:
         # The second eager step is observed, so it comes before a capture.
         if (
             not self._policy.reason
@@ -317,7 +318,7 @@ class AdoptedStep:
             self._stay_eager(error)
         self._policy.since = self._user_step.number
 
-    def _captured(self, batch: StepBatch) -> tuple[Tensor, Any]:
+    def _captured(self, batch: DrawnStep) -> tuple[Tensor, Any]:
         """Makes a captured step, or the eager one if there is none for this batch."""
         change = self._changes.ending()
         if change:
@@ -362,7 +363,7 @@ class AdoptedStep:
             self._stay_eager(CannotAdopt(self._watch.problem))
         return loss, output
 
-    def _refuse_ids(self, problem: str, batch: StepBatch) -> NoReturn:
+    def _refuse_ids(self, problem: str, batch: DrawnStep) -> NoReturn:
         """Raises the user's own error of an id outside of its table, with the table and the id as its cause."""
         error = self._user_step.forward_error(batch)
         if error is None:
@@ -370,7 +371,7 @@ class AdoptedStep:
         raise error from IndexError(problem)
 
     def _compared(
-        self, captured: StepComparison, batch: StepBatch
+        self, captured: StepComparison, batch: DrawnStep
     ) -> tuple[Tensor, Any]:
         """Makes the eager step in place of a captured one, and gives the capture up if the two differ."""
         eager, difference = self._verification.compare(captured, batch)
@@ -380,7 +381,7 @@ class AdoptedStep:
         return eager
 
     def _anew(
-        self, changed: str, batch: StepBatch, *, is_last: bool = False
+        self, changed: str, batch: DrawnStep, *, is_last: bool = False
     ) -> tuple[Tensor, Any]:
         """Gives up the captured steps, because somebody changed what they have fixed, and makes an eager one."""
         self.settle()
@@ -401,7 +402,7 @@ class AdoptedStep:
         return result
 
     def _instead(
-        self, error: CannotCaptureError, batch: StepBatch
+        self, error: CannotCaptureError, batch: DrawnStep
     ) -> tuple[Tensor, Any]:
         """Makes the eager step on a batch for which there is no captured one."""
         self.settle()
@@ -427,7 +428,7 @@ class AdoptedStep:
             self._policy.note(f"batches of one kind stay eager: {error}")
         return self._user_step.eager(batch)
 
-    def _broken_by(self, error: BaseException | None, batch: StepBatch) -> Exception:
+    def _broken_by(self, error: BaseException | None, batch: DrawnStep) -> Exception:
         """Returns the error of a captured step that failed half way; no step follows it."""
         assert isinstance(error, Exception)
         self._broken = (
@@ -491,7 +492,7 @@ class StepWatch:
             return False
         return self._policy.compile == "require" or sum(seconds) >= self._capture_s
 
-    def step(self, batch: StepBatch) -> tuple[Tensor, Any]:
+    def step(self, batch: DrawnStep) -> tuple[Tensor, Any]:
         """Makes an eager step; the second one is observed, because the first makes the optimizers' state."""
         policy = self._policy
         user_step = self._user_step
@@ -517,14 +518,16 @@ class StepWatch:
             )
         return result
 
-    def _observed(self, batch: StepBatch) -> tuple[Tensor, Any]:
-        args = batch.args()
+    def _observed(self, batch: DrawnStep) -> tuple[Tensor, Any]:
+        args = batch.batch()
         repeats = {}
-        if batch.resident is not None:
-            for leaf, count in batch.resident.repeats(args, len(batch.parts[0])):
+        if batch.source is not None:
+            for leaf, count in batch.source.repeats(args, len(batch.tensors[0])):
                 repeats[id(leaf)] = count
         watch = ForwardWatch(self._user_step.model, args, repeats)
-        result = self._user_step.eager(StepBatch(args), watch)
+        # Of these very tensors: the watch knows them by their ids.
+        step = dataclasses.replace(batch, batch=lambda: args)
+        result = self._user_step.eager(step, watch)
         seconds = self._policy.eager_seconds
         # The watch takes time, so this step is not timed.
         seconds.append(seconds[-1])

@@ -6,7 +6,7 @@ StepCall: one call of a graph.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +18,13 @@ from torchrec_ext.adopt.checks import STATES, Rules, StateTensor
 from torchrec_ext.adopt.graph import StepGraph
 from torchrec_ext.adopt.lag import Lag
 from torchrec_ext.adopt.reads import ConstantMask
-from torchrec_ext.adopt.source import RowsOnDevice
 from torchrec_ext.adopt.user_step import UserStep
 from torchrec_ext.capture.compiled import CompiledCall
 from torchrec_ext.capture.memory import StepMemory, UpdatedParameter
+from torchrec_ext.drawn import Resident
 
 
-class GroupSettings(Mapping[str, Any]):
+class GroupSettings:
     """A group of an optimizer's settings by its index: load_state_dict puts other dicts in their place."""
 
     def __init__(self, optimizer: Optimizer, index: int) -> None:
@@ -33,12 +33,6 @@ class GroupSettings(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         return self._optimizer.param_groups[self._index][name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._optimizer.param_groups[self._index])
-
-    def __len__(self) -> int:
-        return len(self._optimizer.param_groups[self._index])
 
 
 @dataclass(eq=False)
@@ -88,7 +82,7 @@ class CapturedUpdate:
     lag: Lag
     unmoved: set[str]
     masks: list[ConstantMask]
-    calls: dict[RowsOnDevice | None, CompiledCall] = field(default_factory=dict)
+    calls: dict[Resident | None, CompiledCall] = field(default_factory=dict)
     runs: dict[int, Callable[..., Sequence[Any]]] = field(default_factory=dict)
     waiting: Counter[int] = field(default_factory=Counter)
     unverified: dict[int, int] = field(default_factory=dict)

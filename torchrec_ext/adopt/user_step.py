@@ -24,9 +24,9 @@ from torchrec_ext.adopt.checks import (
 )
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.graph import LossFunction
-from torchrec_ext.adopt.source import StepBatch
 from torchrec_ext.capture.executors import engine_for
 from torchrec_ext.capture.policy import TrainingDivergedError
+from torchrec_ext.drawn import DrawnStep
 from torchrec_ext.observe.host_copy import HostCopy
 
 
@@ -79,14 +79,14 @@ class UserStep:
             )
 
     def eager(
-        self, batch: StepBatch, watch: ForwardWatch | None = None
+        self, batch: DrawnStep, watch: ForwardWatch | None = None
     ) -> tuple[Tensor, Any]:
         """Makes the user's own step; ``watch`` surrounds its forward."""
         self._has_gradients = True
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         with watch or nullcontext(), self.autocast():
-            loss, output = loss_and_output(self.loss(*batch.args()))
+            loss, output = loss_and_output(self.loss(*batch.batch()))
         if not loss.requires_grad:
             raise CannotAdopt(
                 "the loss does not depend on a parameter that requires a gradient; return the loss itself"
@@ -147,11 +147,11 @@ class UserStep:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
             print(f"adopt: {text}", flush=True)
 
-    def forward_error(self, batch: StepBatch) -> Exception | None:
+    def forward_error(self, batch: DrawnStep) -> Exception | None:
         """Returns the error of the user's own forward on a batch: it says more than that of a captured step."""
         try:
             with torch.no_grad():
-                self.loss(*batch.args())
+                self.loss(*batch.batch())
         except Exception as error:
             return error
         return None

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.adopt.checks import STATES, update_rules
-from torchrec_ext.adopt.source import StepBatch
 from torchrec_ext.adopt.updates import CapturedUpdate, StepCall
 from torchrec_ext.adopt.user_step import UserStep
 from torchrec_ext.capture.memory import StepMemory, UpdatedParameter
 from torchrec_ext.capture.policy import CapturePolicy
+from torchrec_ext.drawn import DrawnStep
 from torchrec_ext.observe.ops import tensors_in
 from torchrec_ext.observe.state_copy import random_state, set_random_state
 
@@ -65,7 +65,7 @@ class Verification:
         return Snapshot(update.memory, call.outer())
 
     def compare(
-        self, captured: StepComparison, batch: StepBatch
+        self, captured: StepComparison, batch: DrawnStep
     ) -> tuple[tuple[Tensor, Any], str]:
         """Takes a captured step back and makes the eager one, which stays.
 

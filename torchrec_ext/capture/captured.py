@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from torchrec_ext.batch import DrawnStep, TowerBatch
+from torchrec_ext.batch import TowerBatch
 from torchrec_ext.capture.errors import CannotCaptureError, RareShapeError
 from torchrec_ext.capture.executors import StepExecutor
 from torchrec_ext.capture.lowering import Packer, lowered, static_bags
@@ -29,6 +29,7 @@ from torchrec_ext.capture.sharded import moved_parameters
 from torchrec_ext.capture.step import parts_of, trained
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.row_rule import row_by_row
+from torchrec_ext.drawn import DrawnStep
 from torchrec_ext.observe.user_lines import first_line, raising_line, with_text
 
 
@@ -144,6 +145,7 @@ class CapturedStep:
     def _inputs(self, item: TowerBatch | DrawnStep) -> StepInputs:
         """Returns the tensors of a batch, or of a drawn step: the latter becomes a batch inside the captured step."""
         if isinstance(item, DrawnStep):
+            assert item.source is not None
             key = tuple(tensor.shape for tensor in item.tensors)
             return StepInputs(
                 key,

@@ -208,6 +208,12 @@ STATE_COUNTS = {
 }
 
 
+class Group(Protocol):
+    """The settings of a group of an optimizer's parameters, by their name."""
+
+    def __getitem__(self, name: str, /) -> Any: ...
+
+
 @dataclass
 class UpdatedParameter:
     """One parameter and the inputs of its update; the tensors are the optimizer's and the model's own memory.
@@ -229,7 +235,7 @@ class UpdatedParameter:
     weight: Tensor
     state: list[Tensor]
     steps: list[Tensor]
-    group: Mapping[str, Any]
+    group: Group
     choice: Choice
 
 

@@ -45,11 +45,6 @@ class BatchSource:
         """The first batch, before it is taken."""
         return self._ahead[0]
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether the next batch is ready."""
-        return bool(self._ahead)
-
     def take(self, clock: Callable[[], float]) -> tuple[Any, float, float]:
         """Returns a batch, its seconds, and the seconds of these without computing in this thread."""
         if self._ahead:

@@ -239,7 +239,6 @@ class Facts:
 
     def iteration(self, each: Round) -> float:
         """Returns the seconds of a round's iteration: batch and step."""
-        # Where a step failed, the loader alone was timed.
         return each.get("data", 0.0) + each.get("step", 0.0)
 
     def gain(self, seconds: Callable[[Round], float]) -> Gain:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
+from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -24,10 +25,8 @@ from torch.optim.optimizer import (
 
 from torchrec_ext.diagnose.batches import BatchSource, called_with, joined_batches
 from torchrec_ext.diagnose.findings import Round, spread
-from torchrec_ext.observe.clock import ThreadClock
 from torchrec_ext.observe.reached import named_modules
 from torchrec_ext.observe.samples import Samples
-from torchrec_ext.observe.state_copy import StateCopy
 from torchrec_ext.observe.user_lines import described
 
 TURN_S = 0.05  # seconds of a turn of short steps, of which one wait for a core must not be the half
@@ -88,8 +87,9 @@ class TrainingLoop:
     Args:
         fn: step function.
         batches: batches that it takes.
-        state: copy of everything that a step changes; the caller puts it back at the end.
+        modules: modules of the step.
         clock: clock of this thread.
+        restore: puts back what a step changes, between two experiments.
 
     Attributes:
         source: batches without an end.
@@ -104,28 +104,28 @@ class TrainingLoop:
         self,
         fn: StepFunction,
         batches: Iterable[Any],
-        state: StateCopy,
-        clock: ThreadClock,
+        modules: Sequence[nn.Module],
+        clock: Callable[[], float],
+        restore: Callable[[], object] = lambda: None,
     ) -> None:
-        self.state = state
+        self.modules = modules
+        self.restore = restore
         self.cuda = any(
             each.is_cuda
-            for each in chain.from_iterable(root.parameters() for root in state.modules)
+            for each in chain.from_iterable(root.parameters() for root in modules)
         )
         self.clock = StepClock(clock, cuda=self.cuda)
         self.source = BatchSource(batches)
         self.compiled = any(
             type(module).__name__ == "OptimizedModule"
-            for _, module in named_modules(state.modules)
+            for _, module in named_modules(modules)
         )
         self.pool: list[Any] = []
         self._parts: dict[str, float] = {}
         self.iterations = _ITERATIONS
         self.turn_steps = _STEPS[0]
         self.not_measured: dict[str, str] = {}
-        self.notes = [*dict.fromkeys(state.notes), *self.source.notes]
-        if clock.note:
-            self.notes.insert(0, clock.note)
+        self.notes = list(self.source.notes)
         self._step = called_with(fn, self.source.first)
 
     # ---------------------------------------------------------------- the loop as it is
@@ -310,28 +310,6 @@ def enough(rounds: Sequence[Round]) -> bool:
     )
 
 
-def is_late(count: int, elapsed_s: float, budget_s: float) -> bool:
-    """Whether so many rounds took longer than the budget; the first four may take three times as long."""
-    if count < FEWEST_ROUNDS:
-        budget_s = _OVERTIME * budget_s
-    return count > 0 and elapsed_s > budget_s
-
-
-def is_too_slow(round_s: float, elapsed_s: float, budget_s: float) -> bool:
-    """Whether a round of so many seconds has no time for a further variant."""
-    return round_s > 0 and (
-        elapsed_s > budget_s / 2 or round_s * FEWEST_ROUNDS > budget_s
-    )
-
-
-def in_order(variants: Sequence[Variant], number: int) -> Sequence[Variant]:
-    """Returns the variants of a round, in reversed order in every other one.
-
-    A machine that becomes slower or faster during a round would favour the same variants otherwise.
-    """
-    return variants if number % 2 == 0 else variants[::-1]
-
-
 def attempt(loop: TrainingLoop, variant: Variant) -> Round:
     """Runs a variant, and puts the state back for the next one."""
     try:
@@ -340,7 +318,7 @@ def attempt(loop: TrainingLoop, variant: Variant) -> Round:
         loop.not_measured[variant.name] = described(error)
         return {}
     finally:
-        loop.state.restore_step()
+        loop.restore()
 
 
 def warm_up(loop: TrainingLoop) -> bool:
@@ -383,10 +361,15 @@ def in_rounds(
             return [first]
         rounds: list[Round] = []
         while not enough(rounds) and "loop" not in missing:
-            if is_late(len(rounds), time.perf_counter() - start, budget_s):
+            elapsed_s = time.perf_counter() - start
+            overtime = _OVERTIME if len(rounds) < FEWEST_ROUNDS else 1
+            if rounds and elapsed_s > overtime * budget_s:
                 break
             seconds: dict[str, float] = {}
-            for variant in in_order(variants, len(rounds)):
+            # In reversed order in every other round: a machine that becomes slower or faster during a round would
+            # favour the same variants otherwise.
+            direction = -1 if len(rounds) % 2 else 1
+            for variant in variants[::direction]:
                 if variant.name not in missing:
                     seconds |= attempt(loop, variant)
             if "loop" not in missing:
@@ -402,7 +385,8 @@ def _try_each(
     num_tried = 0
     for variant in variants:
         before = time.perf_counter()
-        if is_too_slow(round_s, before - start, budget_s):
+        has_no_time = before - start > budget_s / 2
+        if round_s and (has_no_time or round_s * FEWEST_ROUNDS > budget_s):
             # The variants that were tried stand for the others.
             needed_s = FEWEST_ROUNDS * round_s * len(variants) / max(1, num_tried)
             loop.not_measured[variant.name] = (
@@ -415,25 +399,6 @@ def _try_each(
             round_s += time.perf_counter() - before
             num_tried += 1
     return round_s
-
-
-def data_alone(loop: TrainingLoop) -> Sequence[Round]:
-    """Times the loader alone, after a failed step."""
-    rounds: list[Round] = []
-    while len(rounds) < FEWEST_ROUNDS:
-        ahead = loop.source.is_ahead
-        try:
-            batch, data, sleep = loop.source.take(loop.clock)
-        except StopIteration:
-            loop.note_end()
-            break
-        except Exception as error:
-            loop.not_measured["data"] = f"the loader raised {described(error)}"
-            break
-        loop.pool = [batch]
-        if not ahead:
-            rounds.append({"data": data, "sleep": sleep})
-    return rounds
 
 
 def sampled(once: Callable[[], object], seconds: float) -> tuple[Samples, int]:

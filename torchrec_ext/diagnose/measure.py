@@ -26,7 +26,6 @@ from torchrec_ext.diagnose.loop import (
     TrainingLoop,
     Variant,
     attempt,
-    data_alone,
     in_rounds,
     sampled,
     warm_up,
@@ -39,6 +38,7 @@ from torchrec_ext.diagnose.variants import (
 from torchrec_ext.observe.clock import busy_elsewhere
 from torchrec_ext.observe.machine import compiled_graphs
 from torchrec_ext.observe.samples import Samples
+from torchrec_ext.observe.state_copy import StateCopy
 
 # Seconds of the loop in which it is sampled at which lines it is: 500 samples.
 SAMPLE_S = 1.5
@@ -49,12 +49,12 @@ _LINES = 20  # that are kept
 _WORKER_BATCHES = 3  # that are timed as a worker makes them
 
 
-def measure(loop: TrainingLoop, budget_s: float) -> Facts:
-    """Makes all experiments of one process."""
+def measure(loop: TrainingLoop, state: StateCopy, budget_s: float) -> Facts:
+    """Makes all experiments of one process; ``state`` is a copy of all that the step changes."""
     began = time.perf_counter()
     busy_cores = busy_elsewhere()
     busy: float | None = None
-    if not loop.state.optimizers:
+    if not state.optimizers:
         loop.notes.append(
             "no optimizer can be reached from the step, so what it changes is not put back; pass model= and "
             "optimizer="
@@ -64,7 +64,7 @@ def measure(loop: TrainingLoop, budget_s: float) -> Facts:
     lines: Sequence[LineFacts] = ()
     sampled_s = 0.0
     tables: list[tuple[Any, Any]] = []
-    moved = _parameters_of(loop.state.optimizers)
+    moved = _parameters_of(state.optimizers)
     numbers = sum(each.size().numel() for each in moved.values())
 
     def changes() -> Iterator[Variant]:
@@ -73,12 +73,12 @@ def measure(loop: TrainingLoop, budget_s: float) -> Facts:
         small = None
         if tables:
             reads = [(module, table.read) for table, module in tables]
-            small = SmallTables(loop.state, reads, _SMALL_TABLE)
+            small = SmallTables(state, reads, _SMALL_TABLE)
         yield from variants(loop, small, busy)
 
     if warm_up(loop):
         counted = _counted(loop)
-        for table, module in counted.tables(loop.state.modules):
+        for table, module in counted.tables(loop.modules):
             if module.sparse:
                 # Neither the optimizer nor its traffic touches the other rows.
                 numbers -= max(0, table.rows - table.read) * table.dim
@@ -93,8 +93,6 @@ def measure(loop: TrainingLoop, budget_s: float) -> Facts:
                 "dynamic=True keep it from that"
             )
         lines, sampled_s = _sample_lines(loop, counted)
-    else:
-        rounds = data_alone(loop)
     facts = Facts(
         rounds=rounds,
         rows=row_count(loop.pool[0]) if loop.pool else 0,
@@ -109,8 +107,8 @@ def measure(loop: TrainingLoop, budget_s: float) -> Facts:
         modes=sorted(counted.modes),
         tables=[table for table, _ in tables],
         parameters=numbers,
-        optimizers=[type(each).__name__ for each in loop.state.optimizers],
-        l2=_l2(loop.state.optimizers),
+        optimizers=[type(each).__name__ for each in state.optimizers],
+        l2=_l2(state.optimizers),
         loader=_loader_facts(loop),
         threads=torch.get_num_threads(),
         cores=len(os.sched_getaffinity(0)),
@@ -129,7 +127,7 @@ def _counted(loop: TrainingLoop) -> Counted:
 
     def count() -> Round:
         nonlocal counted
-        counted = count_ops(lambda: loop.call(loop.several(1)[0]), loop.state.modules)
+        counted = count_ops(lambda: loop.call(loop.several(1)[0]), loop.modules)
         return {}
 
     attempt(loop, Variant("ops", count))
@@ -146,7 +144,7 @@ def _factor(facts: Facts, counted: Counted) -> float:
 def _with_seconds_of_ops(facts: Facts, loop: TrainingLoop, counted: Counted) -> Facts:
     factor = _factor(facts, counted)
     rows = set()
-    for module in loop.state.modules:
+    for module in loop.modules:
         rows |= {each.shape[0] for each in module.parameters() if each.dim() > 1}
     double = counted.sizes.double
     return dataclasses.replace(

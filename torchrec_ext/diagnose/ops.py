@@ -14,7 +14,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -26,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from torchrec_ext.diagnose.findings import TableFacts, WideOps
 from torchrec_ext.observe.ops import tensors_in, waits_for_device
-from torchrec_ext.observe.reached import every_module, named_modules
+from torchrec_ext.observe.reached import named_modules
 from torchrec_ext.observe.user_lines import SampledLine, lines_of, owner_of, stack_of
 
 _COLLECTIONS = ("EmbeddingBagCollection", "EmbeddingCollection")  # TorchRec's
@@ -257,7 +256,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with ExitStack() as stack:
             tables = {}
             # Two roots may hold one module, whose ids count once.
-            for module in chain.from_iterable(map(every_module, modules)):
+            for _, module in named_modules(modules):
                 if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                     tables[id(module)] = module
             for module in tables.values():

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchrec_ext.adopt import AdoptedStep, CannotAdopt, adopt
-from torchrec_ext.diagnose.batches import BatchSource, called_with, row_count
+from torchrec_ext.diagnose.batches import row_count
 from torchrec_ext.diagnose.findings import (
     Facts,
 )
@@ -35,7 +35,6 @@ from torchrec_ext.diagnose.variants import (
     IDLE,
 )
 from torchrec_ext.observe.clock import ThreadClock, busy_elsewhere
-from torchrec_ext.observe.put_back import copy_mapping
 from torchrec_ext.observe.reached import content_of
 from torchrec_ext.observe.state_copy import StateCopy
 from torchrec_ext.observe.user_lines import described
@@ -191,8 +190,9 @@ def _diagnosed(
         state = StateCopy(*roots, loader=loader)
         stack.callback(state.restore)
         clock = stack.enter_context(ThreadClock())
-        loop = TrainingLoop(fn, batches, state, clock)
-        facts = measure(loop, budget_s)
+        loop = TrainingLoop(fn, batches, state.modules, clock, state.restore_step)
+        loop.notes[:0] = filter(None, [clock.note, *dict.fromkeys(state.notes)])
+        facts = measure(loop, state, budget_s)
     notes = [*facts.notes, *state.changed_data()]
     # By now the program has its own number of threads again.
     own_threads = torch.get_num_threads()
@@ -242,13 +242,6 @@ def _with_captured(
     if {"step", "loop"} & set(facts.not_measured):
         why = "the step does not run"
     else:
-        # An adopted step adds hooks to the optimizers' state_dict, which StateCopy does
-        # not know.
-        hooks = []
-        for optimizer in state.optimizers:
-            for name, value in vars(optimizer).items():
-                if name.endswith("_hooks") and isinstance(value, dict):
-                    hooks.append(copy_mapping(value))
         threads = torch.get_num_threads()
         try:
             turns = compare(captured(), None, _CAPTURED_S)
@@ -259,8 +252,6 @@ def _with_captured(
             state.restore()
             # The copy was made on the threads of the experiments.
             torch.set_num_threads(threads)
-            for put_back in hooks:
-                put_back()
     missing = dict(facts.not_measured)
     if why:
         missing["captured"] = why
@@ -280,93 +271,68 @@ def _compare(
     What is as it was is put back after each turn; the remedy's steps are real ones. Worker processes are seen by the
     wall clock alone, so if there are some it times both.
     """
-    has_workers = getattr(batches, "num_workers", 0) or getattr(
-        with_batches, "num_workers", 0
-    )
     if with_batches is None:
         with_batches = batches
+    # An adopted step has late updates to complete, other steps have none.
+    settle: Callable[[], object] = getattr(step, "settle", lambda: None)
+    call: StepFunction
+    if isinstance(step, Iterator):
+        iterator = step
+        call = lambda: next(iterator)  # noqa: E731
+        with_batches = [()]
+    else:
+        call = step
+    # Of these a worker has some ready before it must be waited for.
+    ahead = 0
+    for each in (batches, with_batches):
+        workers = getattr(each, "num_workers", 0)
+        ahead = max(ahead, workers * (getattr(each, "prefetch_factor", 0) or 0))
     turns: list[tuple[float, float]] = []
     with ThreadClock() as clock:
-        timer = time.perf_counter if has_workers else clock
-        iterations = _Iterations(step, with_batches)
+        timer = time.perf_counter if ahead else clock
+        new = TrainingLoop(call, with_batches, StateCopy(*roots).modules, timer)
 
         def as_it_was(count: int) -> tuple[float, float]:
             # The remedy's late updates write weights, which the old step must read as
             # they are.
-            iterations.settle()
+            settle()
             state = StateCopy(*roots)
             try:
-                before = _Iterations(fn, batches)
-                before.warm_up(timer)
-                return before.run(count, timer)
+                old = TrainingLoop(fn, batches, state.modules, timer)
+                _mean_iteration(old, 1 + ahead)
+                return _mean_iteration(old, count)
             finally:
                 state.restore()
 
         # A captured step takes two eager steps before its capture, which may take a
         # minute: none of them is timed.
-        iterations.run(3, timer)
-        new, _ = iterations.run(3, timer)
-        old, _ = as_it_was(3)
-        new_count = steps_of_turn(new)
-        old_count = steps_of_turn(old)
+        _mean_iteration(new, 3)
+        new_count = steps_of_turn(_mean_iteration(new, 3)[0])
+        old_count = steps_of_turn(as_it_was(3)[0])
         end = time.perf_counter() + seconds
         while len(turns) < 5 or (time.perf_counter() < end and len(turns) < 15):
-            old, old_rows = as_it_was(old_count)
-            iterations.warm_up(timer)
-            new, new_rows = iterations.run(new_count, timer)
+            old_s, old_rows = as_it_was(old_count)
+            _mean_iteration(new, 1 + ahead)
+            new_s, new_rows = _mean_iteration(new, new_count)
             if old_rows and new_rows:
                 # A remedy may change the batch size: then only seconds of a row can be
                 # compared.
-                turns.append((old / old_rows, new / new_rows))
+                turns.append((old_s / old_rows, new_s / new_rows))
             else:
-                turns.append((old, new))
-        iterations.settle()
+                turns.append((old_s, new_s))
+        settle()
     return turns
 
 
-class _Iterations:
-    """Iterations of a training loop, each a batch and its step.
-
-    Args:
-        step: a step function; or an iterator, of which each entry is an iteration.
-        batches: batches of the step function.
-    """
-
-    def __init__(
-        self, step: StepFunction | Iterator[Any], batches: Iterable[Any]
-    ) -> None:
-        # An adopted step has late updates to complete, other steps have none.
-        self.settle: Callable[[], object] = getattr(step, "settle", lambda: None)
-        self._iterator: Iterator[Any] | None = None
-        self._ahead = (getattr(batches, "num_workers", 0) or 0) * (
-            getattr(batches, "prefetch_factor", 0) or 0
-        )
-        if isinstance(step, Iterator):
-            self._iterator = step
-        else:
-            self._source = BatchSource(batches)
-            self._call = called_with(step, self._source.first)
-
-    def warm_up(self, timer: Callable[[], float]) -> None:
-        """Runs an iteration to warm up memory and threads, and uses up the prefetched batches of workers."""
-        self.run(1 + self._ahead, timer)
-
-    def run(self, count: int, timer: Callable[[], float]) -> tuple[float, float]:
-        """Returns the mean seconds of so many iterations, and the mean of their rows; 0 if unknown."""
-        if self._iterator is not None:
-            start = timer()
-            for _ in range(count):
-                next(self._iterator)
-            return (timer() - start) / count, 0
-        spent = 0.0
-        rows = 0
-        for _ in range(count):
-            batch, seconds, _ = self._source.take(timer)
-            start = timer()
-            self._call(batch)
-            spent += seconds + timer() - start
-            rows += row_count(batch)
-        return spent / count, rows / count
+def _mean_iteration(loop: TrainingLoop, count: int) -> tuple[float, float]:
+    """Returns the mean seconds of so many iterations, and the mean of their rows; 0 if unknown."""
+    seconds = 0.0
+    rows = 0
+    for _ in range(count):
+        parts = loop.iterate()
+        seconds += parts["data"] + parts["step"]
+        rows += row_count(loop.pool[-1])
+    return seconds / count, rows / count
 
 
 why_slow = _WhySlow()

@@ -55,13 +55,11 @@ def copy_container(container: Any) -> PutBack:
     return put_back
 
 
-def copy_attributes(attributes: dict[str, Any], leave: tuple[str, ...] = ()) -> PutBack:
-    """Copies an object's ``__dict__``, without some names."""
-
-    def present() -> dict[str, Any]:
-        return {name: value for name, value in attributes.items() if name not in leave}
-
-    return _copy_names(present, attributes.__setitem__, attributes.__delitem__)
+def copy_attributes(attributes: dict[str, Any]) -> PutBack:
+    """Copies an object's ``__dict__``."""
+    return _copy_names(
+        partial(dict, attributes), attributes.__setitem__, attributes.__delitem__
+    )
 
 
 def copy_function(function: types.FunctionType) -> list[PutBack]:
@@ -98,14 +96,12 @@ def _copy_names(
     return put_back
 
 
-def copy_tensor(tensor: Tensor, values: Tensor | None) -> PutBack:
-    """Copies a tensor's flags and its reference to a gradient; ``values`` are its numbers, None if these stay."""
+def copy_tensor(tensor: Tensor) -> PutBack:
+    """Copies a tensor's flags and its reference to a gradient; its numbers stay."""
     grad = tensor.grad if tensor.is_leaf else None
     requires_grad = tensor.requires_grad
 
     def put_back() -> None:
-        if values is not None:
-            tensor.detach().copy_(values)
         if tensor.is_leaf:
             tensor.requires_grad_(requires_grad)
             tensor.grad = grad

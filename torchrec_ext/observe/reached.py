@@ -21,6 +21,7 @@ import torchrec_ext.needs_torch  # noqa: F401
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -34,7 +35,7 @@ GENERATORS = (
     np.random.RandomState,
     random.Random,
 )
-_DEPTH = 6  # attributes, closures and containers that are followed from a root
+_DEPTH = 6  # attributes and closures that are followed from a root; those of modules do not count
 _PLAIN = (
     int,
     float,
@@ -47,7 +48,7 @@ _PLAIN = (
     torch.device,
     torch.Size,
 )
-_CONTAINERS = (dict, list, tuple, set, deque)
+CONTAINERS = (dict, list, set, deque)
 _TRAINING = (
     nn.Module,
     Optimizer,
@@ -73,7 +74,7 @@ _CODE = (
 def reachable_from(
     *roots: Any, values: Callable[[Any], Iterator[Any]] | None = None
 ) -> Iterator[Any]:
-    """Yields each object behind the roots once; no containers and plain values.
+    """Yields each object behind the roots once, but for tuples and plain values.
 
     Args:
         roots: where to begin.
@@ -86,19 +87,27 @@ def reachable_from(
         if id(each) in visited or depth > _DEPTH or isinstance(each, _PLAIN):
             continue
         visited.add(id(each))
-        if not isinstance(each, _CONTAINERS):
+        if not isinstance(each, tuple):
             yield each
+        depth += not isinstance(each, (*CONTAINERS, tuple, nn.Module))
         for value in (values or _all_values)(each):
-            waiting.append((value, depth + 1))
+            waiting.append((value, depth))
 
 
 def own_values(each: Any) -> Iterator[Any]:
     """Yields the values of an object itself: not those of its class, nor those that its methods name."""
-    if isinstance(each, _CONTAINERS):
+    if isinstance(each, (*CONTAINERS, tuple)):
         if len(each) <= MOST_FOLLOWED:
-            yield from each.values() if isinstance(each, dict) else each
+            yield from each.values() if isinstance(each, dict) else list(each)
+    elif isinstance(each, DistributedDataParallel):
+        yield each.module
     elif is_followed(each):
-        yield from vars(each).values()
+        yield from list(vars(each).values())
+        # However many there are.
+        if isinstance(each, nn.Module):
+            yield from each.children()
+        elif isinstance(each, Optimizer):
+            yield from list(each.state.values())
 
 
 def _all_values(each: Any) -> Iterator[Any]:
@@ -138,23 +147,6 @@ def is_followed(each: Any) -> bool:
         not is_library(type(each).__module__)
         or isinstance(each, (*_TRAINING, *_RECORDS))
     )
-
-
-def every_module(root: nn.Module) -> Iterator[nn.Module]:
-    """Yields a module, its submodules, and the modules in plain lists, which modules() does not visit."""
-    visited: set[int] = set()
-    waiting = [root]
-    while waiting:
-        for module in waiting.pop().modules():
-            if id(module) in visited:
-                continue
-            visited.add(id(module))
-            yield module
-            for value in vars(module).values():
-                if isinstance(value, list) and len(value) <= MOST_FOLLOWED:
-                    waiting += [
-                        child for child in value if isinstance(child, nn.Module)
-                    ]
 
 
 def named_modules(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

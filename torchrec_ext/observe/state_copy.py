@@ -1,31 +1,24 @@
 """StateCopy: everything that a training step may change, copied, and put back bit for bit into the same objects.
 
-What is reached from a step function, its model, optimizer and loader, through closures, the globals that it names,
-methods, attributes and containers:
+What :func:`~torchrec_ext.observe.reached.reachable_from` reaches from a step function, its model, optimizer and loader:
 
-* modules: parameters and buffers, which objects they are and what they hold; ``.grad``, the same object or none;
-  ``requires_grad``; ``training``; plain attributes such as counters, lists of numbers and tensors; modules in plain
-  lists too, where TorchRec keeps the kernels of sharded tables, whose optimizers run inside the backward;
-* optimizers: ``state`` with the identity of its tensors, and its absence; ``param_groups``; plain attributes;
-* other objects of the user, schedulers, gradient scalers, datasets, samplers, loaders: attributes;
-* tensors, numpy arrays, lists, deques, dicts and sets that hang on any of these, of any length;
+* attributes of modules, optimizers, schedulers, gradient scalers, datasets, samplers, loaders, and of all objects of
+  the user; which objects they are, so that parameters, gradients and state stay the same tensors, or none;
+* the entries of dicts, lists, sets and deques, of any length; numbers in tensors and numpy arrays;
 * generators of torch, numpy and ``random``, the global ones and those that hang on any of these objects;
 * the closure and the globals of the step function; the number of compute threads.
 
-What is not put back: files and sockets; other processes; data of classes and Python modules, slots, environment
-variables; large arrays of a loader; what an object of a library keeps
-for itself, as an open cursor. :attr:`StateCopy.notes` names what was seen of these, and :meth:`StateCopy.changed_data`
-large arrays that were changed.
+What is not put back: files and sockets; other processes; slots, environment variables; large arrays of a loader; what
+an object of a library keeps for itself, as an open cursor. :attr:`StateCopy.notes` names what was seen of these, and
+:meth:`StateCopy.changed_data` large arrays that were changed.
 """
 
 from __future__ import annotations
 
 import io
 import types
-from collections import deque
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain, islice
 from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -44,16 +37,12 @@ from torchrec_ext.observe.put_back import (
     copy_function,
     copy_generator,
     copy_global_generators,
-    copy_mapping,
     copy_tensor,
     refill,
 )
 from torchrec_ext.observe.reached import (
+    CONTAINERS,
     GENERATORS,
-    MOST_FOLLOWED,
-    content_of,
-    every_module,
-    globals_of,
     is_followed,
     is_library,
     own_values,
@@ -64,7 +53,6 @@ from torchrec_ext.observe.reached import (
 _LARGE = 2**26
 _WATCHED = 4_096  # entries of such an array that are compared
 _OF_DDP = ("training", "require_forward_param_sync", "require_backward_grad_sync")
-_CONTAINERS = (dict, list, set, deque)
 
 
 class StateCopy:
@@ -75,10 +63,11 @@ class StateCopy:
         loader: what batches come from. It may be in the middle of an epoch, so :meth:`restore_step` leaves it alone.
 
     Attributes:
-        modules: modules that are not inside another one, in the order in which they were reached.
+        modules: modules that are not inside another one, in the order in which they were reached; those in plain lists,
+            where TorchRec keeps the kernels of sharded tables, are of these.
         optimizers: optimizers.
         notes: what cannot be put back, one sentence each.
-        bytes: bytes that the copies of tensors take.
+        bytes: bytes that the copies of tensors and arrays take.
 
     Raises:
         ValueError: there is no memory for the copies.
@@ -89,47 +78,49 @@ class StateCopy:
         self.bytes = 0
         self._of_step: list[PutBack] = []
         self._of_loader: list[PutBack] = []
-        self._put_backs = self._of_step  # the list of the two that copies are added to
         self._keeps_states = False
         self._watched: list[tuple[str, Callable[[], bool]]] = []
-        self._copied: dict[
-            int, Any
-        ] = {}  # objects by id, which are held here so that no id is used twice
-        # addresses of storages that are copied from end to end
-        self._whole: set[int] = set()
-        reached = list(reachable_from(*roots, loader))
+        # Held, so that no id is used twice.
+        self._reached = list(reachable_from(*roots, loader))
         of_loader = set(map(id, reachable_from(loader, values=own_values)))
-        modules = [each for each in reached if isinstance(each, nn.Module)]
+        modules = [each for each in self._reached if isinstance(each, nn.Module)]
         inner: set[int] = set()
         for module in modules:
-            # The first that every_module yields is the module itself.
-            inner.update(map(id, islice(every_module(module), 1, None)))
+            inner.update(id(child) for child in module.modules() if child is not module)
         self.modules = [module for module in modules if id(module) not in inner]
-        self.optimizers = [each for each in reached if isinstance(each, Optimizer)]
+        self.optimizers = [
+            each for each in self._reached if isinstance(each, Optimizer)
+        ]
         self._free = available_memory()
-        self._check_memory()
-        # Modules first: they have whole storages, of which other objects hold views.
-        for each in sorted(reached, key=lambda each: not isinstance(each, nn.Module)):
-            self._put_backs = (
-                self._of_loader if id(each) in of_loader else self._of_step
-            )
-            self._copy(each)
+        self._copied: set[int] = set()  # ids of objects, addresses of storages
+        # First what a training moves: it must fit, and holds whole storages of which other objects hold views.
+        needed = list(self._trained())
+        self._check_memory(needed)
+        for tensor in needed:
+            self._of_step += self._tensor(tensor)
+        for each in self._reached:
+            in_loader = id(each) in of_loader
+            put_backs = self._of_loader if in_loader else self._of_step
+            put_backs += self._copies(each, in_loader=in_loader)
         threads = partial(torch.set_num_threads, torch.get_num_threads())
         self._of_step += [copy_global_generators(), threads]
 
-    def _check_memory(self) -> None:
-        tensors: list[Any] = []
-        for module in chain.from_iterable(map(every_module, self.modules)):
-            tensors += _tensors_of(module)
-        for state in chain.from_iterable(
-            optimizer.state.values() for optimizer in self.optimizers
-        ):
-            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    def _trained(self) -> Iterator[Tensor]:
+        """Yields the tensors of modules and of optimizers."""
+        for module in self.modules:
+            yield from module.parameters()
+            yield from module.buffers()
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                yield from (each for each in state.values() if isinstance(each, Tensor))
+
+    def _check_memory(self, tensors: list[Tensor]) -> None:
         # By address, because tables are views of one storage, which is copied once.
         sizes = {}
-        for each in chain.from_iterable(map(_shards, tensors)):
-            if each.device.type == "cpu" and each.layout == torch.strided:
-                sizes[_address(each)] = each.untyped_storage().nbytes()
+        for tensor in tensors:
+            for each in _shards(tensor):
+                if each.device.type == "cpu" and each.layout == torch.strided:
+                    sizes[_address(each)] = each.untyped_storage().nbytes()
         size = sum(sizes.values())
         if size > 0.8 * self._free:
             raise ValueError(
@@ -162,80 +153,54 @@ class StateCopy:
                 sentences.append(f"{name} was changed in place and is not put back")
         return sentences
 
-    def _is_new(self, each: Any) -> bool:
-        """Whether an object is not copied yet; it counts as copied from now on."""
-        is_new = id(each) not in self._copied
-        self._copied[id(each)] = each
+    def _is_new(self, key: int) -> bool:
+        """Whether an id or an address is not copied yet; it counts as copied from now on."""
+        is_new = key not in self._copied
+        self._copied.add(key)
         return is_new
 
-    # ------------------------------------------------------------------ objects by kind
-
-    def _copy(self, each: Any) -> None:
-        if isinstance(each, nn.Module):
-            # TorchRec's kernels first: the tables that it shows are views of theirs.
-            for module in reversed(list(every_module(each))):
-                if self._is_new(module):
-                    self._module(module)
-        elif isinstance(each, Tensor | np.ndarray):
-            self._value(each)
-        elif self._is_new(each):
-            if isinstance(each, Optimizer):
-                self._optimizer(each)
-            elif isinstance(each, GENERATORS):
-                self._put_backs.append(copy_generator(each))
-            elif isinstance(each, types.FunctionType):
-                if not is_library(each.__module__):
-                    self._put_backs += copy_function(each)
-                    self._values(globals_of(each).values())
-                    self._values(map(content_of, each.__closure__ or ()))
-            elif is_followed(each):
-                self._attributes(vars(each))
-            elif isinstance(each, io.IOBase):
-                self.notes.append(
-                    f"a file ({getattr(each, 'name', type(each).__name__)}) is read or written for real"
-                )
-            elif hasattr(each, "__next__"):
-                name = type(each).__name__
-                self.notes.append(
-                    f"an iterator ({name}) that the step or the loader holds is not rewound"
-                )
-
-    def _module(self, module: nn.Module) -> None:
-        for mapping in (module._parameters, module._buffers, module._modules):
-            self._mapping(mapping)
-        for tensor in _tensors_of(module):
-            self._tensor(tensor)
-        if type(module).__name__.startswith("SSDTableBatchedEmbedding"):
-            self.notes.append(
-                "rows of tables on an SSD (key_value) are not put back: no tensor holds them"
-            )
-        if isinstance(module, DistributedDataParallel):
+    def _copies(self, each: Any, *, in_loader: bool) -> Iterator[PutBack]:
+        """Copies an object itself; what hangs on it is reached too."""
+        if isinstance(each, Tensor):
+            size = each.size().numel() * each.dtype.itemsize
+            if each.requires_grad or self._fits(size, in_loader=in_loader):
+                yield from self._tensor(each)
+            elif self._is_new(id(each)):
+                self._watch(f"a tensor {tuple(each.shape)}", lambda: each._version)
+        elif not self._is_new(id(each)):
+            return
+        elif isinstance(each, np.ndarray):
+            if each.flags.writeable:
+                yield from self._array(each, in_loader=in_loader)
+        elif isinstance(each, CONTAINERS):
+            yield copy_container(each)
+        elif isinstance(each, GENERATORS):
+            yield copy_generator(each)
+        elif isinstance(each, types.FunctionType):
+            if not is_library(each.__module__):
+                yield from copy_function(each)
+        elif isinstance(each, DistributedDataParallel):
             # All else that it notes is about its reducer, which stays: undone, the next
             # step may end in an assert.
-            self._put_backs.append(
-                partial(
-                    vars(module).update,
-                    {name: getattr(module, name) for name in _OF_DDP},
+            flags = {name: getattr(each, name) for name in _OF_DDP}
+            yield partial(vars(each).update, flags)
+        elif is_followed(each):
+            if isinstance(each, Optimizer):
+                self._is_new(id(each.state))
+                yield partial(self._put_back_states, each, dict(each.state))
+            yield copy_attributes(vars(each))
+            if type(each).__name__.startswith("SSDTableBatchedEmbedding"):
+                self.notes.append(
+                    "rows of tables on an SSD (key_value) are not put back: no tensor holds them"
                 )
+        elif isinstance(each, io.IOBase):
+            name = getattr(each, "name", type(each).__name__)
+            self.notes.append(f"a file ({name}) is read or written for real")
+        elif hasattr(each, "__next__"):
+            name = type(each).__name__
+            self.notes.append(
+                f"an iterator ({name}) that the step or the loader holds is not rewound"
             )
-        else:
-            self._attributes(
-                vars(module), leave=("_parameters", "_buffers", "_modules")
-            )
-
-    def _optimizer(self, optimizer: Optimizer) -> None:
-        states = dict(optimizer.state)
-        self._put_backs.append(lambda: self._put_back_states(optimizer, states))
-        for state in states.values():
-            self._mapping(state)
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    self._tensor(value)
-        for group in optimizer.param_groups:
-            self._mapping(group)
-            for parameter in group["params"]:
-                self._tensor(parameter)
-        self._attributes(vars(optimizer), leave=("state", "param_groups"))
 
     def _put_back_states(self, optimizer: Optimizer, states: dict[Any, Any]) -> None:
         refilled = dict(states)
@@ -249,78 +214,38 @@ class StateCopy:
                         value.zero_()
         refill(optimizer.state, refilled)
 
-    def _attributes(
-        self, attributes: dict[str, Any], leave: tuple[str, ...] = ()
-    ) -> None:
-        self._put_backs.append(copy_attributes(attributes, leave))
-        self._values(value for name, value in attributes.items() if name not in leave)
+    def _array(self, array: Any, *, in_loader: bool) -> Iterator[PutBack]:
+        if self._fits(array.nbytes, in_loader=in_loader):
+            self.bytes += array.nbytes
+            yield partial(np.copyto, array, array.copy())
+        else:
+            step = max(1, array.size // _WATCHED)
+            self._watch(f"an array {array.shape}", lambda: array.flat[::step].tobytes())
 
-    def _mapping(self, mapping: MutableMapping[Any, Any]) -> None:
-        self._put_backs.append(copy_mapping(mapping))
-        if len(mapping) <= MOST_FOLLOWED:
-            self._values(mapping.values())
-
-    # ----------------------------------------------------------------------------- data
-
-    def _values(self, values: Iterable[Any]) -> None:
-        for value in list(values):
-            self._value(value)
-
-    def _value(self, value: Any) -> None:
-        """Copies the entries of a value, if it is data."""
-        if isinstance(value, Tensor):
-            if value.requires_grad or self._fits(
-                value.size().numel() * value.dtype.itemsize
-            ):
-                self._tensor(value)
-            elif self._is_new(value):
-                self._watch(f"a tensor {tuple(value.shape)}", lambda: value._version)
-        elif isinstance(value, np.ndarray):
-            if value.flags.writeable and self._is_new(value):
-                if self._fits(value.nbytes):
-                    self.bytes += value.nbytes
-                    self._put_backs.append(partial(np.copyto, value, value.copy()))
-                else:
-                    step = max(1, value.size // _WATCHED)
-                    self._watch(
-                        f"an array {value.shape}", lambda: value.flat[::step].tobytes()
-                    )
-        elif isinstance(value, _CONTAINERS):
-            if self._is_new(value):
-                self._put_backs.append(copy_container(value))
-                if not isinstance(value, set) and len(value) <= MOST_FOLLOWED:
-                    self._values(value.values() if isinstance(value, dict) else value)
-        elif isinstance(value, tuple) and len(value) <= MOST_FOLLOWED:
-            self._values(value)
-
-    def _tensor(self, tensor: Tensor) -> None:
+    def _tensor(self, tensor: Tensor) -> Iterator[PutBack]:
+        """Copies a tensor's flags and gradient, and the storage of its numbers, of which there may be other views."""
         shards = _shards(tensor)
         if len(shards) != 1 or shards[0] is not tensor:
             # TorchRec's, of which this rank holds some.
             for shard in shards:
-                self._tensor(shard)
+                yield from self._tensor(shard)
         elif tensor.is_sparse or tensor.layout != torch.strided:
             self.notes.append(f"a tensor of layout {tensor.layout} is not put back")
-        elif self._is_new(tensor):
-            values = None
-            if _address(tensor) not in self._whole and not _unwritable(tensor):
-                values = tensor.detach().clone()
-                self.bytes += tensor.nbytes
-                # A storage that is copied from end to end covers all views of it.
-                if (
-                    tensor.is_contiguous()
-                    and tensor.nbytes == tensor.untyped_storage().nbytes()
-                ):
-                    self._whole.add(_address(tensor))
-            self._put_backs.append(copy_tensor(tensor, values))
+        elif self._is_new(id(tensor)):
+            yield copy_tensor(tensor)
+            address = _address(tensor)
+            if address and self._is_new(address):
+                numbers = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+                numbers.set_(tensor.untyped_storage())
+                self.bytes += len(numbers)
+                yield partial(numbers.copy_, numbers.clone())
             if tensor.is_leaf and tensor.grad is not None:
-                self._tensor(tensor.grad)
+                yield from self._tensor(tensor.grad)
 
-    def _fits(self, size: int) -> bool:
+    def _fits(self, size: int, *, in_loader: bool) -> bool:
         """Returns whether data of so many bytes is copied: a loader's large data seldom changes."""
-        of_loader = self._put_backs is self._of_loader
         return self.bytes + size <= 0.5 * self._free and not (
-            of_loader and size > _LARGE
+            in_loader and size > _LARGE
         )
 
     def _watch(self, name: str, look: Callable[[], Any]) -> None:
@@ -328,20 +253,12 @@ class StateCopy:
         self._watched.append((name, lambda: look() != before))
 
 
-def _tensors_of(module: nn.Module) -> list[Tensor]:
-    return [
-        each
-        for each in (*module._parameters.values(), *module._buffers.values())
-        if each is not None
-    ]
-
-
 def _address(tensor: Tensor) -> int:
-    """Returns the address of a tensor's storage; of the tensor itself if its storage has none."""
+    """Returns the address of a tensor's storage; 0 if it has no memory."""
     try:
-        return tensor.untyped_storage().data_ptr() or id(tensor)
+        return tensor.untyped_storage().data_ptr()
     except RuntimeError:  # a FakeTensor, as those in the graph of a captured step
-        return id(tensor)
+        return 0
 
 
 def _shards(tensor: Any) -> list[Tensor]:
@@ -357,16 +274,6 @@ def _shards(tensor: Any) -> list[Tensor]:
         # A DTensor, whose local tensor may hold several shards.
         return _shards(tensor.to_local())
     return [tensor]
-
-
-def _unwritable(tensor: Tensor) -> bool:
-    """Returns whether torch writes nothing into a tensor in place: one of inference mode, or one that is expanded."""
-    if tensor.is_inference():
-        return True
-    return any(
-        stride == 0 and size > 1
-        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )
 
 
 def random_state(device: torch.device) -> Tensor:

@@ -14,12 +14,13 @@ from typing import Any, Protocol, runtime_checkable
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_ext.batch import DrawnStep, Fresh, TowerBatch
+from torchrec_ext.batch import Fresh, TowerBatch
 from torchrec_ext.capture.policy import TrainingDivergedError as TrainingDivergedError
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime, gather_objects
 from torchrec_ext.distributed.sync import EveryStep, SyncConfig, synchronised
 from torchrec_ext.distributed.sync import UnevenStepsError as UnevenStepsError
+from torchrec_ext.drawn import DrawnStep
 from torchrec_ext.schema.validation import listed
 from torchrec_ext.train.checkpoint.run import Position, RunCheckpoints
 from torchrec_ext.train.config import Record

@@ -71,14 +71,14 @@ def test_a_resumed_stream_equals_the_uninterrupted_one_on_any_number_of_ranks(
     expected = list(whole)
     whole.set_epoch(3)
     following = list(whole)
-    first = make(before - 1, before, prefetch=prefetch)
+    first = make(before - 1, before, prefetch=prefetch, read_ahead=prefetch)
     first.set_epoch(2)
     batches = iter(first)
     for _ in zip(range(stop), batches, strict=False):
         pass
     file = io.BytesIO()
     torch.save(first.state_dict(), file)
-    second = make(after - 1, after, prefetch=prefetch)
+    second = make(after - 1, after, prefetch=prefetch, read_ahead=prefetch)
     second.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
     assert equal(list(second), expected[stop:])
     second.set_epoch(3)

@@ -15,8 +15,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from tests.data.stream_sets import check_weights, equal, steps_of
 from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data import resident
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.loader import on_device
 from torchrec_ext.data.loader.loader import (
     ChunkLoader,
     LoaderConfig,
@@ -139,7 +139,7 @@ def test_batches_are_the_same_for_however_many_rows_are_drawn_at_once(
 ) -> None:
     batches = []
     for rows_at_once in (1, 20, 4096):
-        monkeypatch.setattr(on_device, "_ROWS_DRAWN", rows_at_once)
+        monkeypatch.setattr(resident, "_DRAWN", 3 * rows_at_once)
         loader = loader_of(100, rank, world_size, weight="weight")
         loader.load_state_dict(loader.state_dict(step=start))
         batches.append(list(loader))

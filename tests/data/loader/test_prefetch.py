@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchrec_ext.data.loader.epochs import prefetched
+from torchrec_ext.data.loader.prefetch import prefetched
 
 pytestmark = pytest.mark.unit
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.data.loader.test_loader import ITEMS, rows_of, schema_of
 from tests.data.stream_sets import equal
-from torchrec_ext.batch import DrawnStep
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives.samplers import PopularityNegatives, UniformNegatives
+from torchrec_ext.drawn import DrawnStep
 from torchrec_ext.schema import BatchSchema, DataError
 
 pytestmark = pytest.mark.unit
@@ -173,25 +174,14 @@ def test_steps_that_are_drawn_ahead_make_the_same_batches(
     negatives: int, shared: tuple[str, ...], device: torch.device
 ) -> None:
     """50 rows in steps of 8 on rank 1 of 3: six that are drawn, and one that is not full."""
-    numbers = np.arange(50)
-    chunk = Chunk(
-        {
-            "user_id": Column(numbers % 13),
-            "item_id": Column(numbers * 7 % ITEMS + 1),
-            "row": Column(numbers.astype(np.float32)),
-            "weight": Column((numbers % 4 + 1).astype(np.float32)),
-        }
-    )
-    items = Chunk({"item_id": Column(NUMBERS), "kind": Column(NUMBERS % 3)})
+    rows = rows_of(50)
+    chunk = rows.select([name for name in rows if rows[name].offsets is None])
     made = schema_of({"user_id": SIZE, "item_id": ITEMS + 1, "kind": 3}, ("row",))
-    given = BatchSchema(
-        sparse=made.sparse, dense=made.dense, shared=frozenset(shared), label_range=None
-    )
     loader = ChunkLoader(
         chunk,
-        given,
+        dataclasses.replace(made, shared=frozenset(shared), label_range=None),
         config=LoaderConfig(batch_size=8, negatives=negatives, weight="weight"),
-        items=items,
+        items=CATALOGUE.select(["item_id", "kind"]),
         negatives=sampler_of(UniformNegatives, chunk) if negatives else None,
         rank=1,
         world_size=3,

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from tests.adopt.test_gpu import CASES, ITEMS, USERS, Pairs, trained
 from torchrec_ext.adopt import Rows, Uniform, adopt
-from torchrec_ext.adopt.source import RowsOnDevice
+from torchrec_ext.adopt.rows.rows import RowsOnDevice
 from torchrec_ext.capture import executors, policy
 
 # Its autocast is of CUDA.

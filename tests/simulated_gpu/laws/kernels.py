@@ -30,7 +30,7 @@ from tests.simulated_gpu.laws.waits import (
     ON_DEVICE,
 )
 from torchrec_ext.adopt import Rows, Uniform, adopt
-from torchrec_ext.adopt.source import RowsOnDevice
+from torchrec_ext.adopt.rows.rows import RowsOnDevice
 from torchrec_ext.capture import executors, policy
 from torchrec_ext.distributed import row_rule
 from torchx_apps.recipes import RECIPES

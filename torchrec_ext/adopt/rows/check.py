@@ -100,14 +100,14 @@ def _check_settings(rows: Rows, loader: DataLoader[Any]) -> int:
             f"the loader's {type(sampler).__name__} chooses rows, Rows takes each once in an epoch; keep the loader, "
             "and adopt the step alone"
         )
-    batch_size = order.batch_size * per_row
+    batch_size = rows.batch_size * per_row
     if loader.batch_size != batch_size:
         raise CannotAdopt(
             f"the loader's batch_size is {loader.batch_size}, that of these rows {batch_size} rows of {kind}; give "
             "the same to both"
         )
     for name, theirs, ours in (
-        ("shuffle", shuffles, order.shuffle),
+        ("shuffle", shuffles, rows.shuffle),
         ("drop_last", loader.drop_last, order.drop_last),
     ):
         if theirs != ours:
@@ -197,9 +197,7 @@ def _drawn_ids(
     places = known_places[len(indices)]
     if places is None:
         # A catalogue of one item, or of none that a row could change.
-        first = rows.draw(indices)
-        assert first is not None
-        return first
+        return torch.from_numpy(negatives.draw(indices.numpy(), epoch=0)[0])
     leaf, positions = places
     their = theirs[leaf] if leaf < len(theirs) else None
     if not isinstance(their, Tensor) or their.numel() <= int(positions.max()):
@@ -232,7 +230,7 @@ def _places(rows: Rows, indices: Tensor) -> tuple[int, Tensor] | None:
     """
     negatives = rows.negatives
     assert negatives is not None
-    ids = torch.from_numpy(negatives.ids)
+    ids = torch.from_numpy(negatives.catalogue)
     if len(ids) < 2:
         return None
     shape = (len(indices), negatives.count)

@@ -1,6 +1,6 @@
 """Uniform, Popular: sampling distributions of negatives, as a user declares them.
 
-NegativeDraws: a distribution over rows of columns, by the samplers of :mod:`torchrec_ext.data.negatives`.
+NegativeDraws: a distribution over rows of columns, drawn as those of recipes are.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.data.negatives.in_step import TensorDraws
-from torchrec_ext.data.negatives.known_pairs import KnownPairs
+from torchrec_ext.data.negatives.row_draws import RowDraws
 from torchrec_ext.data.negatives.samplers import (
     PopularityNegatives,
     RejectionNegatives,
@@ -161,11 +160,8 @@ def _sampler(
     )
 
 
-class NegativeDraws:
+class NegativeDraws(RowDraws):
     """A distribution over the rows of one set of columns, from which negatives are drawn.
-
-    A draw is a function of (seed, epoch, row): any rank can draw any row's, and a resumed run draws what the
-    uninterrupted run would have drawn.
 
     Args:
         law: the distribution.
@@ -173,43 +169,29 @@ class NegativeDraws:
         seed: seed of the draws.
 
     Attributes:
-        count: n, the number of draws in a row.
-        ids: (I,) ids that can be drawn, ascending.
-        known: the excluded numbers, from 1, of these ids by key.
-        keys: (N,) key of each row.
+        catalogue: (I,) ids that can be drawn, ascending.
+        known: the excluded numbers, from 1, of these ids by user.
 
     Raises:
         CannotAdopt: the distribution does not fit the columns.
     """
 
     def __init__(self, law: Law, columns: TensorColumns, seed: int = 0) -> None:
-        self.count = law.draws
-        self.ids = _catalogue(law.items, columns)
+        self.catalogue = _catalogue(law.items, columns)
         # -1 reads the row of the users who have taken nothing.
-        self.keys, items = _pairs(law, columns)
-        numbers, there = numbers_of(self.ids, items)
-        users = self.keys[: len(items)][there]
-        self._sampler = _sampler(law, self.ids, columns, users, numbers[there])
-        self._sampler.seed = seed
-        self.known: KnownPairs = self._sampler.known
-        short = self.known.known(self.keys) == len(self.ids)
+        users, items = _pairs(law, columns)
+        numbers, there = numbers_of(self.catalogue, items)
+        of_items = users[: len(items)][there]
+        sampler = _sampler(law, self.catalogue, columns, of_items, numbers[there])
+        sampler.seed = seed
+        super().__init__(sampler, users, law.draws, self.catalogue)
+        self.known = sampler.known
+        short = self.known.known(users) == len(self.catalogue)
         if short.any():
             raise CannotAdopt(
-                f"row {int(short.argmax())} has 0 items left to draw from: all {len(self.ids)} are excluded; leave "
-                "such rows out, or exclude less"
+                f"row {int(short.argmax())} has 0 items left to draw from: all {len(self.catalogue)} are excluded; "
+                "leave such rows out, or exclude less"
             )
-
-    def draw(self, rows: Ids, epoch: int) -> Ids:
-        """Returns (B, n) ids for ``rows`` (B,)."""
-        keys = self.keys[rows]
-        return self.ids[self._sampler.draw(keys, rows, epoch, self.count).ids - 1]
-
-    def in_step(self) -> TensorDraws | None:
-        """Returns the same draws as torch ops; None where numpy alone makes them."""
-        if not TensorDraws.fits(self._sampler):
-            return None
-        assert isinstance(self._sampler, UniformNegatives)
-        return TensorDraws(self._sampler, self.keys, self.ids, self.count)
 
     def wrong(self, rows: Ids, drawn: Ids) -> tuple[int, int, str] | None:
         """Returns the first of the ids (B, n), drawn for ``rows`` (B,), that this distribution never draws.
@@ -217,11 +199,11 @@ class NegativeDraws:
         Returns:
             Its row and column in ``drawn``, and what is wrong with it; None if there is none.
         """
-        numbers, there = numbers_of(self.ids, drawn.reshape(-1))
+        numbers, there = numbers_of(self.catalogue, drawn.reshape(-1))
         numbers = numbers.reshape(drawn.shape)
-        taken = self.known.contains(self.keys[rows][:, None], numbers)
+        taken = self.known.contains(self.users[rows][:, None], numbers)
         for is_wrong, what in (
-            (~there.reshape(drawn.shape), f"is none of {describe_ids(self.ids)}"),
+            (~there.reshape(drawn.shape), f"is none of {describe_ids(self.catalogue)}"),
             (taken, "is excluded"),
         ):
             if is_wrong.any():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -12,24 +14,16 @@ from torch.utils.data import DataLoader
 
 from torchrec_ext.adopt.rows.check import compare_rows
 from torchrec_ext.adopt.rows.law import Law, NegativeDraws, integers
-from torchrec_ext.adopt.rows.order import RowOrder
+from torchrec_ext.capture import policy
+from torchrec_ext.data.columns import Int64
+from torchrec_ext.data.order import RowOrder, Share
+from torchrec_ext.data.resident import ResidentRows, RowStep
+from torchrec_ext.drawn import DrawnStep
 
 Make = Callable[[dict[str, Tensor]], Any]
 
-_DRAWN_AHEAD = 1 << 18  # integers drawn at a time
-_STEPS_AHEAD = 64  # for which integers are drawn at a time at most
 LABEL = "label"
-
-
-class RowStep(NamedTuple):
-    """A step whose batch is not made yet: (B,) int64 ``indices`` of its rows, and (B, n) drawn integers or None.
-
-    ``on_device`` holds the indices on the device that steps were asked for.
-    """
-
-    indices: Tensor
-    draws: Tensor | None
-    on_device: Tensor
+_CPU = torch.device("cpu")
 
 
 class Rows:
@@ -39,8 +33,7 @@ class Rows:
     positive's column holds the positive and then its negatives, every other column its value 1 + n times, and the
     labels, 1 and n times 0, come last. :meth:`check` compares all of them with a DataLoader of yours.
 
-    A captured step makes the batch inside: it takes the :class:`RowStep` of :meth:`steps`, gives :attr:`tensors` to
-    :meth:`assemble`, and looks equal ids up once, see :attr:`repeats`.
+    A captured step makes the batch inside, see :class:`RowsOnDevice`, and looks equal ids up once, see :attr:`repeats`.
 
     Args:
         columns: (N, ...) tensors or arrays by name.
@@ -94,16 +87,24 @@ class Rows:
     ) -> None:
         self.columns = _tensors(columns)
         self.num_rows = len(next(iter(self.columns.values())))
-        order = RowOrder(
+        # What the order of all ranks depends on.
+        self._stream = {
+            "num_rows": self.num_rows,
+            "batch_size": batch_size,
+            "seed": seed,
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+            "ranks": ranks,
+        }
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.order = _order(
             self.num_rows, batch_size, seed, shuffle, drop_last, ranks, rank
         )
-        self.batch_size = batch_size
-        self.order = order
         self.negatives: NegativeDraws | None = None
         self._positive = ""
         self._make = make or self._usual
         self._constants: dict[str, Tensor] = {}
-        self._stream = order.state()
         self._epoch = -1
         self._step = 0
         self._continued = False
@@ -185,28 +186,12 @@ class Rows:
         return compare_rows(self, loader)
 
     def __len__(self) -> int:
-        return len(self.order)
+        return self.order.num_steps
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that hold the rows, by name: columns and constants."""
         return {**self.columns, **self._constants}
-
-    def assemble(
-        self,
-        indices: Tensor,
-        draws: Tensor | None = None,
-        tensors: Mapping[str, Tensor] | None = None,
-    ) -> tuple[Any, ...]:
-        """Makes the batch of a step by torch ops alone; returns the arguments of the step.
-
-        Args:
-            indices: (B,) int64 rows.
-            draws: (B, n) negatives, see :meth:`draw`.
-            tensors: :attr:`tensors`, or what stands for them while a step is captured.
-        """
-        batch = self.batch(indices, draws, tensors)
-        return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
 
     def batch(
         self,
@@ -214,7 +199,13 @@ class Rows:
         draws: Tensor | None = None,
         tensors: Mapping[str, Tensor] | None = None,
     ) -> Any:
-        """Makes the batch of a step, as iteration gives it; arguments are those of :meth:`assemble`."""
+        """Makes the batch of a step by torch ops alone, as iteration gives it.
+
+        Args:
+            indices: (B,) int64 rows.
+            draws: (B, n) negatives.
+            tensors: :attr:`tensors`, or what stands for them while a step is captured.
+        """
         tensors = tensors or self.tensors
         pieces = {name: tensors[name].index_select(0, indices) for name in self.columns}
         pieces |= {name: tensors[name] for name in self._constants}
@@ -222,59 +213,19 @@ class Rows:
             pieces["negatives"] = draws
         return self._make(pieces)
 
-    def draw(self, indices: Tensor, epoch: int = 0) -> Tensor | None:
-        """Returns the (B, n) negatives of rows (B,) in an epoch; None where nothing is drawn."""
-        if self.negatives is None:
-            return None
-        drawn = self.negatives.draw(indices.numpy(force=True), epoch)
-        return torch.from_numpy(drawn).to(indices.device)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch whose steps were asked for last; -1 before the first."""
-        return self._epoch
-
-    def steps(
-        self, device: torch.device | None = None, *, draws: bool = True
-    ) -> Iterator[RowStep]:
-        """Returns the steps of an epoch: the next, or the rest of the one whose state was loaded.
-
-        Args:
-            device: where draws, and a second copy of the indices, are; the CPU by default.
-            draws: whether negatives are drawn; a captured step on a GPU draws them itself.
-        """
+    def steps(self, rows: RowsOnDevice) -> Iterator[DrawnStep]:
+        """Yields the steps of an epoch: the next, or the rest of the one whose state was loaded."""
         if not self._continued or self._step >= len(self):
             self._epoch += 1
             self._step = 0
         self._continued = False
-        return self._rest(self._epoch, device or torch.device("cpu"), draws)
-
-    def _rest(self, epoch: int, device: torch.device, draws: bool) -> Iterator[RowStep]:
-        batches = self.order.batches(epoch)[self._step :]
-        on_device: Sequence[Tensor] = batches
-        if batches and device.type != "cpu":
-            # One copy an epoch: one in each step would wait for the device.
-            order = torch.cat(batches).to(device)
-            on_device = torch.split(order, list(map(len, batches)))
-        ahead = 1
-        # One call of numpy draws for several steps.
-        if self.negatives is not None:
-            integers_of_step = self.batch_size * self.negatives.count
-            ahead = min(max(1, _DRAWN_AHEAD // integers_of_step), _STEPS_AHEAD)
-        for start in range(0, len(batches), ahead):
-            some = batches[start : start + ahead]
-            drawn = self.draw(torch.cat(some), epoch) if draws else None
-            parts: Sequence[Tensor | None] = [None] * len(some)
-            if drawn is not None:
-                parts = torch.split(drawn.to(device), list(map(len, some)))
-            there = on_device[start : start + ahead]
-            for step in zip(some, parts, there, strict=True):
-                self._step += 1
-                yield RowStep(*step)
+        for step in rows.steps(self._epoch, self._step, inside=rows.draws_inside):
+            self._step += 1
+            yield step
 
     def __iter__(self) -> Iterator[Any]:
-        for step in self.steps():
-            batch = self.batch(step.indices, step.draws)
+        for step in self.steps(RowsOnDevice(self, _CPU)):
+            batch = self.batch(*step.tensors)
             batch = pytree.tree_map_only(Tensor, Tensor.contiguous, batch)
             # Not by isinstance: a named tuple stays one.
             yield tuple(batch) if type(batch) in (tuple, list) else batch
@@ -298,6 +249,109 @@ class Rows:
         self._epoch = int(state["epoch"])
         self._step = int(state["step"])
         self._continued = True
+
+
+class RowsOnDevice(ResidentRows):
+    """:class:`Rows` on a device, whose batches are the arguments of a user's step.
+
+    On a GPU uniform negatives are drawn inside the step, id by id those of numpy: nothing is copied for a step. That
+    is 9 kernels where Triton fuses them, and 138 to 150 of an NCF's step without it. So numpy draws for many steps at
+    once without Triton, and on a CPU, where it takes a third of the time.
+
+    Args:
+        rows: the rows.
+        device: the device.
+        draws_inside: whether a step draws its negatives itself, where it can; see above.
+    """
+
+    def __init__(
+        self, rows: Rows, device: torch.device, *, draws_inside: bool | None = None
+    ) -> None:
+        super().__init__(rows.order, rows.negatives, device)
+        self.rows = rows
+        if draws_inside is None:
+            draws_inside = device.type != "cpu" and policy.HAS_TRITON
+        self.draws_inside = draws_inside
+        self._tensors = {
+            name: tensor.to(device) for name, tensor in rows.tensors.items()
+        }
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """See :class:`ResidentRows`."""
+        return list(self._tensors.values())
+
+    def assemble(
+        self, tensors: Sequence[Tensor], drawn: Sequence[Tensor]
+    ) -> tuple[Any, ...]:
+        """Makes the arguments of a step of its rows and their negatives."""
+        named = dict(zip(self._tensors, tensors, strict=True))
+        draws = drawn[1] if len(drawn) > 1 else None
+        batch = self.rows.batch(drawn[0], draws, named)
+        return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+
+    def made(self, step: RowStep) -> tuple[Any, ...]:
+        """Makes the arguments of a step outside of it."""
+        batch = self.assemble(self.tensors, (step.rows, *step.drawn))
+        # In memory as a DataLoader's batch: repeated rows are views until here.
+        return pytree.tree_map_only(Tensor, Tensor.contiguous, batch)  # type: ignore[no-any-return]
+
+    def repeats(self, batch: Any, size: int) -> list[tuple[Tensor, int]]:
+        """Returns the tensors of a batch of ``size`` rows that repeat each value, with how often."""
+        repeats = []
+        for name, leaf in zip(self.rows.names, pytree.tree_leaves(batch), strict=False):
+            count = self.rows.repeats.get(name)
+            # Concatenated, a row's values repeat along the first dimension; stacked, they
+            # have one of their own.
+            if count is not None and leaf.dim() and leaf.shape[0] == size * count:
+                repeats.append((leaf, count))
+        return repeats
+
+
+def _order(
+    num_rows: int,
+    batch_size: int,
+    seed: int,
+    shuffle: bool,
+    drop_last: bool,
+    ranks: int,
+    rank: int,
+) -> RowOrder:
+    """Returns the order of rows of which each rank takes ``batch_size`` a step.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    for name, value in (("batch_size", batch_size), ("ranks", ranks)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}={value!r}: must be a whole number of 1 or more")
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank={rank}: must be 0 to ranks - 1 = {ranks - 1}")
+    least = batch_size if drop_last else 1
+    if num_rows < ranks * least:
+        raise ValueError(
+            f"{num_rows} rows are not a batch of {least} for each of {ranks} ranks: take fewer ranks or a smaller "
+            "batch_size"
+        )
+    full, rest = divmod(num_rows, batch_size * ranks)
+    # Nothing pads a user's batch. Too few rows for one more step on every rank go to the step before.
+    has_short = not drop_last and (rest >= ranks or not full)
+    return RowOrder(
+        num_rows=num_rows,
+        batch_size=batch_size * ranks,
+        num_steps=full + has_short,
+        drop_last=drop_last,
+        share=Share(rank=rank, world_size=ranks),
+        permutation=partial(_permutation, num_rows, seed) if shuffle else None,
+    )
+
+
+def _permutation(num_rows: int, seed: int, epoch: int) -> Int64:
+    # Another one than that of recipes: states saved in mid-epoch keep their meaning.
+    words = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)
+    generator = torch.Generator().manual_seed(int(words[0] >> np.uint64(1)))
+    order: Int64 = torch.randperm(num_rows, generator=generator).numpy()
+    return order
 
 
 def _tensors(columns: Mapping[str, Any]) -> dict[str, Tensor]:

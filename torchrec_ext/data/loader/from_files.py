@@ -43,8 +43,8 @@ from torchrec_ext.data.loader.epoch_order import (
     StreamPlan,
     places_of,
 )
-from torchrec_ext.data.loader.epochs import Share
 from torchrec_ext.data.loader.shared import SharedCandidates, StepRows
+from torchrec_ext.data.order import Share
 from torchrec_ext.schema import BatchSchema, RowNumbers
 
 

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchrec_ext.batch import DrawnStep, TowerBatch
+from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column, sample_digest, with_elements
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.config import LoaderConfig as LoaderConfig
 from torchrec_ext.data.loader.config import Sampling as Sampling
-from torchrec_ext.data.loader.epochs import Share, prefetched
 from torchrec_ext.data.loader.from_files import StreamedRows
-from torchrec_ext.data.loader.on_device import DeviceCandidates, ResidentRows, read_all
+from torchrec_ext.data.loader.on_device import DeviceCandidates, TowerRows, read_all
+from torchrec_ext.data.loader.prefetch import prefetched
 from torchrec_ext.data.loader.shared import (
     ITEM,
     SESSION,
@@ -37,7 +37,9 @@ from torchrec_ext.data.negatives.samplers import (
     PopularityNegatives,
     UniformNegatives,
 )
+from torchrec_ext.data.order import Share
 from torchrec_ext.data.prepared import Prepared, with_next
+from torchrec_ext.drawn import DrawnStep
 from torchrec_ext.schema import BatchSchema, DataError
 
 Sampler = Negatives | MixedNegatives | CatalogueCandidates
@@ -102,7 +104,7 @@ def _check(config: LoaderConfig, sampler: Sampler | None, *, has_items: bool) ->
 
 
 # The source of a rank's batches.
-Batches = ResidentRows | StreamedRows
+Batches = TowerRows | StreamedRows
 
 
 def batches_of(
@@ -154,7 +156,7 @@ def batches_of(
         candidates = DeviceCandidates(
             schema, chunk, items, own, config.negatives, place
         )
-    return ResidentRows(
+    return TowerRows(
         chunk,
         schema,
         config,
@@ -173,7 +175,7 @@ def sessions_of(
     num_items: int,
     share: Share,
     device: torch.device | None,
-) -> ResidentRows:
+) -> TowerRows:
     """Builds the batches of sessions, a ragged column ``session`` of 2 or more items.
 
     Raises:
@@ -197,7 +199,7 @@ def sessions_of(
             f"sequence {row} has {lengths[row]} items, must have 2 or more: the first is an input, the others are "
             "targets; leave it out"
         )
-    return ResidentRows(
+    return TowerRows(
         # Each rank divides its loss by the targets of all ranks.
         chunk.with_columns({"targets": Column(lengths - 1)}),
         schema,
@@ -412,7 +414,7 @@ class ChunkLoader:
         """
         rows = self._rows
         if (
-            not isinstance(rows, ResidentRows)
+            not isinstance(rows, TowerRows)
             or rows.ahead
             or not rows.draws_steps(inside=inside)
         ):

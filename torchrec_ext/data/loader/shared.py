@@ -20,9 +20,9 @@ from torchrec_ext.data.loader.batch import (
     placed,
 )
 from torchrec_ext.data.loader.config import LoaderConfig
-from torchrec_ext.data.loader.epochs import Share
 from torchrec_ext.data.loader.table import DeviceTable
 from torchrec_ext.data.negatives.mixed import CatalogueCandidates, MixedNegatives
+from torchrec_ext.data.order import Share
 from torchrec_ext.schema import BatchSchema, RowNumbers
 
 SESSION, ITEM = "session", "item_id"

@@ -14,7 +14,7 @@ from torch import nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_ext.batch import DrawnStep, TowerBatch
+from torchrec_ext.batch import TowerBatch
 from torchrec_ext.capture import policy as capture_policy
 from torchrec_ext.capture.captured import CapturedStep
 from torchrec_ext.capture.errors import CannotCaptureError, RareShapeError
@@ -23,6 +23,7 @@ from torchrec_ext.capture.policy import WATCHED, CapturePolicy, Compile
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import EveryStep
+from torchrec_ext.drawn import DrawnStep
 from torchrec_ext.train.step.plain import PlainStep
 from torchrec_ext.train.step.precision import Context, LossScaling
 
@@ -393,7 +394,7 @@ class Steps:
 
 def _batch_of(item: _Step) -> TowerBatch:
     if isinstance(item, DrawnStep):
-        return item.batch()
+        return item.batch()  # type: ignore[no-any-return]
     return item
 
 

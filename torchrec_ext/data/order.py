@@ -1,20 +1,16 @@
-"""Share: a rank's rows of each global batch; order_of(): the order of rows in memory.
+"""RowOrder: which rows of a set in memory each step of an epoch takes, on each rank.
 
-prefetched(): a thread builds the next batches while the caller uses this one.
+Share: a rank's rows of each global batch.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import numpy as np
 
 from torchrec_ext.data.columns import Int64
-from torchrec_ext.data.loader.config import LoaderConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,41 +61,42 @@ class Share:
         return -(-batch_size // self.world_size)
 
 
-def order_of(config: LoaderConfig, num_rows: int, epoch: int) -> Int64:
-    """Returns (num_rows,) the row numbers of a set in memory, in the order of ``epoch``."""
-    if not config.shuffle:
-        return np.arange(num_rows)
-    return np.random.Generator(np.random.PCG64([config.seed, epoch])).permutation(
-        num_rows
-    )
-
-
-T = TypeVar("T")
-_END = object()
-
-
-def prefetched(source: Iterator[T], depth: int) -> Iterator[T]:
-    """Yields the elements of ``source`` in order; a thread makes up to ``depth`` of them ahead of the caller.
-
-    An exception in the thread is raised in the caller once the elements before it are consumed. The thread ends when
-    the iterator is exhausted, closed or garbage-collected.
+@dataclass(frozen=True, kw_only=True)
+class RowOrder:
+    """The rows of each step: a permutation of all rows, cut into global batches, each of which is shared out.
 
     Args:
-        source: iterator, advanced in the thread only.
-        depth: number of elements kept ready; 0 means no thread.
+        num_rows: N.
+        batch_size: rows of a step over all ranks.
+        num_steps: steps of an epoch; if the last one begins, it has all rows that are left.
+        drop_last: whether each step has ``batch_size`` rows, and the rows that are left have none.
+        share: this rank's share of each global batch.
+        permutation: gives the (N,) rows of an epoch in their order; None keeps that of the set.
+        lengths: (N,) lengths by which the rows of a step are dealt to the ranks; None gives each a contiguous part.
     """
-    if not depth:
-        yield from source
-        return
-    thread = ThreadPoolExecutor(1, "torchrec_ext-prefetch")
-    ahead: deque[Future[Any]] = deque()
-    try:
-        while True:
-            while len(ahead) <= depth:
-                ahead.append(thread.submit(next, source, _END))
-            element = ahead.popleft().result()
-            if element is _END:
-                return
-            yield element
-    finally:
-        thread.shutdown(cancel_futures=True)
+
+    num_rows: int
+    batch_size: int
+    num_steps: int
+    drop_last: bool
+    share: Share
+    permutation: Callable[[int], Int64] | None = None
+    lengths: Int64 | None = None
+
+    def rows(self, epoch: int) -> Int64:
+        """Returns (N,) the rows in the order of an epoch."""
+        if self.permutation is None:
+            return np.arange(self.num_rows)
+        return self.permutation(epoch)
+
+    def places(self, rows: Int64, step: int) -> tuple[slice, slice | Int64]:
+        """Returns the places in an epoch's ``rows`` of a step on all ranks, and of those on this one."""
+        start = step * self.batch_size
+        stop = start + self.batch_size
+        if step + 1 == self.num_steps and not self.drop_last:
+            stop = self.num_rows
+        everyone = slice(start, stop)
+        if self.lengths is not None:
+            return everyone, start + self.share.dealt(self.lengths[rows[everyone]])
+        part = self.share.part(stop - start)
+        return everyone, slice(start + part.start, start + part.stop)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchrec_ext.adopt.rows.law import Law, NegativeDraws, Popular, Uniform
-from torchrec_ext.data.negatives import in_step, known_pairs
+from torchrec_ext.data.negatives import known_pairs
 
 ROWS, USERS, ITEMS = 3_000, 40, 60
 PAIRS = ("user", "item")
@@ -40,20 +40,19 @@ LAWS: dict[str, tuple[Law, dict[str, Any]]] = {
 def test_torch_draws_the_ids_of_numpy(name: str) -> None:
     law, of_rows = LAWS[name]
     draws = NegativeDraws(law, of_rows, seed=11)
-    inside = draws.in_step()
-    assert inside is not None
+    assert draws.tensors is not None
     rows = torch.randperm(ROWS)
     for epoch in (0, 3):
-        expected = draws.draw(rows.numpy(), epoch)
-        found = inside.draw(rows, inside.keys(epoch), inside.tensors)
+        (expected,) = draws.draw(rows.numpy(), epoch)
+        (found,) = draws.draw_in_step(rows, draws.keys(epoch), draws.tensors)
         assert found.numpy().tolist() == expected.tolist()
-    assert (inside.draw(rows, inside.keys(0), inside.tensors).numpy() != expected).any()
+    (found,) = draws.draw_in_step(rows, draws.keys(0), draws.tensors)
+    assert (found.numpy() != expected).any()
 
 
 def test_other_draws_stay_with_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     of_rows = columns()
     popular = Popular(ITEMS, counted="item", exclude=PAIRS)
-    assert NegativeDraws(popular, of_rows).in_step() is None
+    assert NegativeDraws(popular, of_rows).tensors is None
     monkeypatch.setattr(known_pairs, "MOST_BITS", 8)
-    assert NegativeDraws(Uniform(ITEMS, exclude=PAIRS), of_rows).in_step() is None
-    assert not in_step.TensorDraws.fits(object())
+    assert NegativeDraws(Uniform(ITEMS, exclude=PAIRS), of_rows).tensors is None
