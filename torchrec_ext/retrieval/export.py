@@ -49,12 +49,7 @@ from torchrec_ext.retrieval.catalogue import (
 )
 from torchrec_ext.retrieval.columns import Columns, ModelColumn, sources_of
 from torchrec_ext.retrieval.graphs import Graphs, require_onnx
-from torchrec_ext.retrieval.leaves import (
-    EXAMPLE_ROWS,
-    Given,
-    OwnNetwork,
-    TowerNetwork,
-)
+from torchrec_ext.retrieval.leaves import Given, Network, OwnNetwork, TowerNetwork
 from torchrec_ext.retrieval.manifest import (
     BUNDLE_MANIFEST,
     BundleError,
@@ -72,6 +67,7 @@ sys.modules[__name__].__class__ = CallableModule
 ExportProgress = Callable[[str, int, int], None]
 SIDES = ("query", "candidate")
 STORES = {"fp32": np.float32, "fp16": np.float16}
+EXAMPLE_ROWS = 64  # raw rows that say what a preprocessor makes of them
 AUDITED_QUERIES = 64
 AUDITED_ITEMS = 4  # of each query
 INDEX_QUERIES = 1024  # for an approximate index: half tune it, half measure it
@@ -90,7 +86,6 @@ class Renewal:
 
     def __init__(self) -> None:
         self.graphs: Graphs | None = None
-        self.leaves: list[dict[str, Any]] = []
 
 
 def export(
@@ -170,15 +165,17 @@ def export(
         rows=rows or {},
     )
     unwrapped = get_unwrapped_module(model)
-    network: TowerNetwork | OwnNetwork
+    renewal = renewal or Renewal()
+    known = renewal.graphs.split if renewal.graphs is not None else None
+    network: Network
     with evaluating(model):
         if isinstance(unwrapped, TowerModel | NextItemModel):
-            network = TowerNetwork(unwrapped, candidate, given)
+            network = TowerNetwork(unwrapped, candidate, given, known)
         else:
             asked = _model_rows(queries, preprocessor, "queries")
             items = _model_rows(catalogue.features, preprocessor, "item", catalogue.ids)
             given = replace(given, candidates=frozenset(items.column_names))
-            network = OwnNetwork(model, asked, items, given)
+            network = OwnNetwork(model, asked, items, given, known)
         content = _Content(
             network=network,
             catalogue=catalogue,
@@ -190,7 +187,7 @@ def export(
             recall=recall,
             details=details or {},
             rounding=max([TOLERANCE, *map(_rounding, model.modules())]),
-            renewal=renewal or Renewal(),
+            renewal=renewal,
             progress=progress or (lambda *_: None),
         )
         # On every rank, because a sharded model's forward exchanges rows.
@@ -333,7 +330,7 @@ def one_thread() -> Iterator[None]:
 class _Content:
     """Model, data and settings of an export, equal on every rank; see :func:`export`."""
 
-    network: TowerNetwork | OwnNetwork
+    network: Network
     catalogue: Catalogue
     users: NamedUsers | None
     queries: pa.Table
@@ -419,7 +416,8 @@ class _Content:
         """Writes every file of the bundle, audits it, and writes the manifest last."""
         dense = weights.dense()
         tables = self._write_tables(folder, weights, blocks, dense)
-        split = self._write_graphs(folder, dense)
+        split = self.network.split
+        self._write_graphs(folder, dense)
         if self.index != "exact" and not split.product:
             raise BundleError(
                 f"index={self.index!r}: FAISS searches products, and these logits are none, because of "
@@ -504,33 +502,20 @@ class _Content:
                 done += values.nbytes
                 self.progress("tables", done, total)
             array.flush()
-        for name, value in self._own_tables(dense).items():
-            weight = value.detach().cpu().float().contiguous().numpy()
+        # The others are plain embeddings of an own module.
+        for name in self.network.tables - weights.tables.keys():
+            path = name if name in dense else f"{name}.weight"
+            weight = dense[path].float().contiguous().numpy()
             np.save(folder / files[name], weight, allow_pickle=False)
         return files
 
-    def _own_tables(self, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the weights of an own module's plain embeddings, by table."""
-        if not isinstance(self.network, OwnNetwork):
-            return {}
-        paths = self.network.split(dense).tables
-        return {
-            table: dense[path.removeprefix("model.")]
-            for table, path in paths.items()
-            if table in self.network.tables
-        }
-
-    def _write_graphs(self, folder: Path, dense: Mapping[str, Tensor]) -> Any:
+    def _write_graphs(self, folder: Path, dense: Mapping[str, Tensor]) -> None:
         graphs = self.renewal.graphs
-        leaves = [leaf.as_json() for leaf in self.network.leaves]
-        if graphs is None or leaves != self.renewal.leaves:
-            graphs = Graphs(self.network.split(dense))
-            self.renewal.graphs = graphs
-            self.renewal.leaves = leaves
+        if graphs is None or graphs.split is not self.network.split:
+            self.renewal.graphs = graphs = Graphs(self.network.split)
         else:
-            graphs.renew(self.network.weights(dense))
+            graphs.renew(dense)
         graphs.write(folder)
-        return graphs.split
 
     def _side(self, folder: Path, name: str, content: Mapping[str, Any]) -> Side:
         return Side(

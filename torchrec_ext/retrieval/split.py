@@ -7,7 +7,7 @@ alone is stored. The item's half of the first layer is applied before a row is s
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -347,29 +347,23 @@ class GraphSplit:
     Args:
         model: module in evaluation whose forward takes a dict of leaves by name and returns logits (B,) or (B, 1).
         leaves: its inputs.
-        examples: values to trace with, by name; by default small ones.
 
     Attributes:
+        inputs: the leaves of ``model``.
         query: part from the query's leaves to (B, Wq).
         candidate: part from the candidate's leaves to stored rows (B, Wc).
         pairs: part from ``query`` (1, Wq) and ``rows`` (N, Wc) to logits (N,).
         product: whether the logits are the products of queries and rows.
-        tables: path of the weight of each table that is looked up outside the graphs.
 
     Raises:
         BundleError: forward cannot be traced or cut; the message names the line and the remedy.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        leaves: Sequence[Leaf],
-        examples: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        self.trace = trace = Trace(model, leaves, examples)
+    def __init__(self, model: nn.Module, leaves: Sequence[Leaf]) -> None:
+        self.inputs = leaves
+        self.trace = trace = Trace(model, leaves)
         self.graph = trace.graph
         self.leaves = trace.leaves
-        self.tables = trace.tables
         self.side = trace.side
         self.result = trace.result
         self._check_sides()
