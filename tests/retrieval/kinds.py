@@ -236,13 +236,6 @@ def exported(kind: str, folder: Path, model: Any = None, **options: Any) -> Bund
     return Bundle.load(folder)
 
 
-def cells(name: str, rows: Sequence[int]) -> list[Any]:
-    values = [COLUMNS[SAME.get(name, name)][row] for row in rows]
-    if name in ("session", "history", "gap") and isinstance(values[0], list):
-        return values
-    return values
-
-
 @torch.no_grad()
 def trained(
     model: Any, users: Sequence[int], items: Sequence[int], most: int | None = None
@@ -254,7 +247,7 @@ def trained(
     schema = model.schema()
     for side, rows in (("user", users), ("item", items)):
         for name in columns_of(model, side):
-            values = cells(name, rows)
+            values = [COLUMNS[SAME.get(name, name)][row] for row in rows]
             if isinstance(values[0], list) and name != "profile":
                 values = [each[-(most or 10**6) :] for each in values]
             feature = schema.feature(name)

@@ -159,14 +159,6 @@ def test_the_audit_reads_a_row_as_a_request_does(
     assert "audited logits differ" in refusal(copy)
 
 
-def test_nan_names_its_item(copy: Path) -> None:
-    rows = np.load(copy / "rows.npy")
-    rows[7, 2] = np.nan
-    np.save(copy / "rows.npy", rows)
-    resealed(copy)
-    assert "the row of item 170 (position 7) holds NaN" in refusal(copy)
-
-
 def swapped(copy: Path) -> None:
     first, second = copy / "query.onnx", copy / "candidate.onnx"
     content = first.read_bytes()
@@ -240,7 +232,7 @@ def edited(copy: Path) -> None:
         (external, "external data"),
         (cut, "it is cut or changed"),
         (cut_and_resealed, "rows.npy"),
-        (other_format, "format 1, this package reads 4"),
+        (other_format, "format 1, this package reads 5"),
         (fewer_items, "items.arrow has 50 items, the manifest says 49"),
         (no_numpy_file, "rows.npy"),
         (short_table, "its table 'user' has 5 rows"),

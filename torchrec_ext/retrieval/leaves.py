@@ -7,10 +7,9 @@ Both answer with the trained model's logits on every rank, and are split on the 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -44,7 +43,7 @@ from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.session_tower import SessionSteps
 from torchrec_ext.modules.tower import Padded
-from torchrec_ext.retrieval.columns import ModelColumn, Values, latest
+from torchrec_ext.retrieval.columns import ModelColumn, Values
 from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.retrieval.split import GraphSplit
 from torchrec_ext.retrieval.trace import Leaf, LookingUp, look_up
@@ -91,7 +90,7 @@ def _columns_of(
 ) -> dict[str, dict[str, ModelColumn]]:
     """Returns the columns behind leaves by side and name; ``oov`` is the row of unknown ids where none is given."""
     columns: dict[str, dict[str, ModelColumn]] = {"query": {}, "candidate": {}}
-    longest = {leaf.column: leaf.shape[0] for leaf in inputs if leaf.shape}
+    lengths = {leaf.column: leaf.shape[0] for leaf in inputs if leaf.shape}
     padded = {leaf.column for leaf in inputs if leaf.kind == "lengths"}
     for leaf in leaves:
         of_side = columns["candidate" if leaf.candidate else "query"]
@@ -102,9 +101,13 @@ def _columns_of(
             rows = min(sizes[leaf.table], column.rows or sizes[leaf.table])
             row = given.oov_ids.get(name, 0 if name in given.vocab else oov)
             known = row is not None and row >= 0
-            column = dataclasses.replace(column, rows=rows, oov=row if known else None)
+            column = replace(column, rows=rows, oov=row if known else None)
         if name in padded:
-            column = dataclasses.replace(column, padded=True, longest=longest[name])
+            column = replace(column, longest=lengths[name])
+        elif leaf.padding is not None and column.lists != "exact":
+            column = replace(column, longest=lengths[name], lists="refused")
+        elif leaf.padding is None and lengths.get(name):
+            column = replace(column, longest=lengths[name], lists="exact")
         of_side[name] = column
     _check_oov(given, {**columns["query"], **columns["candidate"]})
     return columns
@@ -243,13 +246,13 @@ class TowerNetwork(Network):
     @torch.no_grad()
     def logits(self, columns: Mapping[str, Values], size: int) -> Tensor:
         """See :meth:`Network.logits`."""
-        schema = dataclasses.replace(self.model.schema(), tasks=())
+        schema = replace(self.model.schema(), tasks=())
+        # Columns that a tower takes and does not read are not asked for.
+        unread = Values(np.zeros(size))
         sparse = {}
         for feature in schema.sparse:
             name = feature.name
-            column = self.columns["query"].get(name) or self.columns["candidate"][name]
-            # Of a list the most recent ids: the model reads no further.
-            values, lengths = latest(columns[name], column.longest)
+            values, lengths = columns.get(name, unread)
             ids = torch.from_numpy(np.array(values, np.int64))
             held = self._given.rows.get(feature.tables[0])
             if held is not None:
@@ -259,7 +262,7 @@ class TowerNetwork(Network):
                 counts = torch.from_numpy(lengths.astype(np.int32))
             sparse[name] = Jagged(ids, counts)
         names = source_columns(schema.dense, self._given.types.keys())
-        dense = {name: _matrix(columns[name]) for name in names}
+        dense = {name: _matrix(columns.get(name, unread)) for name in names}
         batch = schema.assemble(sparse, dense, labels=torch.zeros(size))
         batch = batch.to(_device(self.model))
         if not isinstance(self.model, NextItemModel):
@@ -293,10 +296,10 @@ def _inputs_of(reads: _Reads, candidate: bool, given: Given) -> Iterator[Leaf]:
         if not given.is_list(name):
             yield column
         elif isinstance(table, EmbeddingBagConfig):
-            yield dataclasses.replace(column, shape=(None,))
+            yield replace(column, shape=(None,))
         else:
-            yield dataclasses.replace(column, shape=(reads.longest,))
-            yield dataclasses.replace(column, name=_lengths(name), kind="lengths")
+            yield replace(column, shape=(reads.longest,))
+            yield replace(column, name=_lengths(name), kind="lengths")
     widths = widths_of(reads.dense, given.types.keys())
     for name in source_columns(reads.dense, given.types.keys()):
         given.is_list(name)

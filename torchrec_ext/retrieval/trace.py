@@ -85,7 +85,6 @@ class Leaf:
         dtype: ``float32``, ``int64`` or ``bool``.
         table: name of the table.
         pooling: ``sum`` or ``mean``.
-        length: ids of each bag in training; None for any number.
         padding: row of the table that fills shorter bags up, and is not pooled; None if there is none.
     """
 
@@ -97,7 +96,6 @@ class Leaf:
     dtype: str = "float32"
     table: str = ""
     pooling: str = ""
-    length: int | None = None
     padding: int | None = None
 
     @property
@@ -107,11 +105,9 @@ class Leaf:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the manifest's entry."""
-        values = {**vars(self), "input": self.input, "shape": list(self.shape)}
-        left_out = {"name", "candidate"}
-        # No entry for None, so that the digests of networks without bags of their own stay.
-        left_out |= {key for key in values if values[key] is None}
-        return {key: values[key] for key in values if key not in left_out}
+        named = {"input": self.input, "kind": self.kind, "column": self.column}
+        looked_up = {"table": self.table, "pooling": self.pooling}
+        return {**named, "dtype": self.dtype, **looked_up, "padding": self.padding}
 
     def example(self) -> Tensor:
         """Returns an input to trace with; no axis is 0 or 1, which torch.export would fix."""
@@ -135,14 +131,13 @@ class Leaf:
 
 _OPERATORS = torch.library.Library("torchrec_ext", "FRAGMENT")
 _OPERATORS.define(
-    "look_up(Tensor ids, str table, int width, str pooling, int? length, int? padding)"
-    " -> Tensor"
+    "look_up(Tensor ids, str table, int width, str pooling, int? padding) -> Tensor"
 )
 
 
 @torch.library.register_fake("torchrec_ext::look_up", lib=_OPERATORS)
 def _shape_of_look_up(
-    ids: Tensor, table: str, width: int, pooling: str, *_: int | None
+    ids: Tensor, table: str, width: int, pooling: str, padding: int | None
 ) -> Tensor:
     shape = ids.shape[:1] if pooling else ids.shape
     return ids.new_empty((*shape, width), dtype=torch.float32)
@@ -153,7 +148,6 @@ def look_up(
     table: str,
     width: int,
     pooling: str = "",
-    length: int | None = None,
     padding: int | None = None,
 ) -> Tensor:
     """Stands in a trace for what a table has for a column; it becomes a leaf.
@@ -163,13 +157,12 @@ def look_up(
         table: name of the table.
         width: D of the table.
         pooling: ``sum`` or ``mean`` of the bags (B, L); else the row of each id.
-        length: see :class:`Leaf`.
         padding: see :class:`Leaf`.
 
     Returns:
         (B, D), or (B, L, D) of lists that are not pooled.
     """
-    return torch.ops.torchrec_ext.look_up(ids, table, width, pooling, length, padding)  # type: ignore[no-any-return]
+    return torch.ops.torchrec_ext.look_up(ids, table, width, pooling, padding)  # type: ignore[no-any-return]
 
 
 class LookingUp(TorchFunctionMode):
@@ -196,14 +189,15 @@ class LookingUp(TorchFunctionMode):
             return self._bags(*args, **kwargs)
         return func(*args, **(kwargs or {}))
 
-    def _is_leaf(self, ids: Tensor, weight: Tensor) -> bool:
-        """Whether a table is looked up by a column; in half precision it stays in the graph."""
-        is_table = id(weight) in self._tables and weight.dtype == torch.float32
-        return is_table and id(ids) in self._columns
+    def _table(self, ids: Tensor, weight: Tensor) -> str | None:
+        """Returns the table that a column looks up, or None; one in half precision stays in the graph."""
+        looked_up = id(ids) in self._columns and weight.dtype == torch.float32
+        return self._tables.get(id(weight)) if looked_up else None
 
     def _rows(self, ids: Tensor, weight: Tensor) -> Tensor:
-        if self._is_leaf(ids, weight):
-            return look_up(ids, self._tables[id(weight)], weight.shape[1])
+        table = self._table(ids, weight)
+        if table is not None:
+            return look_up(ids, table, weight.shape[1])
         # Too large instead of negative: ONNX would count those from the last row.
         return F.embedding(ids.masked_fill(ids < 0, torch.iinfo(ids.dtype).max), weight)
 
@@ -228,9 +222,9 @@ class LookingUp(TorchFunctionMode):
                 "exported; give it ids (B, L) without offsets, mode sum or mean, or pool an nn.Embedding"
             )
         shares = per_sample_weights
-        if shares is None and self._is_leaf(ids, weight):
-            table, width = self._tables[id(weight)], weight.shape[1]
-            return look_up(ids, table, width, mode, ids.shape[1], padding_idx)
+        table = self._table(ids, weight)
+        if table is not None and shares is None:
+            return look_up(ids, table, weight.shape[1], mode, padding_idx)
         rows = self._rows(ids, weight)
         if shares is None:
             shares = torch.ones_like(ids, dtype=rows.dtype)
@@ -273,20 +267,17 @@ class Trace:
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 if node.name in paths:
-                    # As in the model that a wrapper holds.
-                    self._paths[node] = paths[node.name].removeprefix("model.")
+                    self._paths[node] = paths[node.name]
                 else:
                     self.leaves[node] = next(inputs)
-        own_values = {**program.state_dict, **program.constants}
-        self._own_values = {
-            path.removeprefix("model."): value for path, value in own_values.items()
-        }
-        self._sides: dict[Node, int] = {}
+        self._own_values = {**program.state_dict, **program.constants}
         self._check_result()
         self._look_ups()
+        self._sides: dict[Node, int] = {}
+        self.constant: set[Node] = set()
+        for node in self.graph.nodes:
+            self._note(node)
         self._rewrite()
-        self._sides = self._follow()
-        self.constant = self._constants()
 
     @property
     def result(self) -> Node:
@@ -295,17 +286,15 @@ class Trace:
         return result[0]  # type: ignore[no-any-return]
 
     def numbers(self, weights: Mapping[str, Tensor]) -> dict[Node, Tensor]:
-        """Computes every constant of the graph from weights by path."""
+        """Computes every constant of the graph, from weights by path in the wrapper's ``model`` or its own."""
         values: dict[Node, Tensor] = {}
         for node in self.graph.nodes:
             if node not in self.constant:
                 continue
             if node.op == "placeholder":
                 path = self._paths[node]
-                value = weights.get(path)
-                if value is None:
-                    value = self._own_values[path]
-                values[node] = value.detach()
+                own = self._own_values[path]
+                values[node] = weights.get(path.removeprefix("model."), own).detach()
             else:
                 arguments = map_arg(node.args, values.__getitem__)
                 options = map_arg(node.kwargs, values.__getitem__)
@@ -317,43 +306,36 @@ class Trace:
         """Returns which columns a value depends on: the query's, the candidate's, both or neither."""
         return self._sides.get(node, NEITHER)
 
-    def _follow(self) -> dict[Node, int]:
-        """Returns for each node the sides that its value depends on; the number of rows is of neither."""
-        sides: dict[Node, int] = {}
-        for node in self.graph.nodes:
-            leaf = self.leaves.get(node)
-            if leaf is not None:
-                sides[node] = CANDIDATE if leaf.candidate else QUERY
-            elif node.op == "placeholder" or is_size(node):
-                sides[node] = NEITHER
-            else:
-                sides[node] = NEITHER
-                for each in node.all_input_nodes:
-                    sides[node] |= sides[each]
-        return sides
-
-    def _constants(self) -> set[Node]:
-        found: set[Node] = set()
-        for node in self.graph.nodes:
-            if node in self._paths or (
-                node.op == "call_function"
-                and isinstance(node.meta.get("val"), Tensor)
-                and all(each in found for each in node.all_input_nodes)
-            ):
-                found.add(node)
-        return found
+    def _note(self, node: Node) -> None:
+        """Notes the sides that a value depends on, and whether it is constant; a number of rows is of neither side."""
+        inputs = node.all_input_nodes
+        leaf = self.leaves.get(node)
+        side = NEITHER
+        if leaf is not None:
+            side = CANDIDATE if leaf.candidate else QUERY
+        elif not is_size(node):
+            for each in inputs:
+                side |= self.side(each)
+        self._sides[node] = side
+        is_value = node.op == "call_function" and isinstance(
+            node.meta.get("val"), Tensor
+        )
+        computed = is_value and self.constant.issuperset(inputs)
+        if node in self._paths or (computed and leaf is None):
+            self.constant.add(node)
 
     def behind(
-        self, results: Iterable[Node], enters: Callable[[Node], bool]
+        self, results: Iterable[Node], stops: Callable[[Node], bool]
     ) -> list[Node]:
-        """Returns the nodes behind ``results``, through nodes that ``enters`` admits, in the order of the graph."""
+        """Returns the nodes behind ``results``, as far as those where it ``stops``, in the order of the graph."""
         queue = list(results)
         nodes = set()
         while queue:
             node = queue.pop()
-            if node not in nodes and enters(node):
+            if node not in nodes:
                 nodes.add(node)
-                queue.extend(node.all_input_nodes)
+                if not stops(node):
+                    queue.extend(node.all_input_nodes)
         return [node for node in self.graph.nodes if node in nodes]
 
     def _check_result(self) -> None:
@@ -383,7 +365,7 @@ class Trace:
         for node in list(self.graph.nodes):
             if node.target is not torch.ops.torchrec_ext.look_up.default:
                 continue
-            ids, table, _, pooling, length, padding = node.args
+            ids, table, _, pooling, padding = node.args
             column = self.leaves[ids]
             name = f"{column.column}@{table}"
             if pooling:
@@ -396,7 +378,6 @@ class Trace:
                 dtype="float32",
                 table=table,
                 pooling=pooling,
-                length=length,
                 padding=padding,
             )
             if leaf in found:
@@ -409,7 +390,6 @@ class Trace:
         changed = True
         while changed:
             changed = False
-            self._sides = self._follow()
             for node in list(self.graph.nodes):
                 if node.op != "call_function" or self.side(node) != BOTH:
                     continue
@@ -419,7 +399,6 @@ class Trace:
                     node.replace_all_uses_with(new)
                     self.graph.erase_node(node)
                     changed = True
-                    break
         self.graph.eliminate_dead_code()
 
     def _call(self, like: Node, target: Any, *arguments: Any, **options: Any) -> Node:
@@ -429,9 +408,7 @@ class Trace:
         node.meta = {"val": target(*values, **options)}
         if "stack_trace" in like.meta:
             node.meta["stack_trace"] = like.meta["stack_trace"]
-        self._sides[node] = NEITHER
-        for each in node.all_input_nodes:
-            self._sides[node] |= self.side(each)
+        self._note(node)
         return node  # type: ignore[no-any-return]
 
     def _moved(self, node: Any) -> Node | None:
