@@ -27,6 +27,7 @@ from torchrec_ext.retrieval.columns import (
     ModelColumn,
     Rows,
     Values,
+    latest,
 )
 from torchrec_ext.retrieval.manifest import (
     ANEW,
@@ -156,13 +157,13 @@ class Side:
         if kind == "pooled":
             table = self._tables[leaf["table"]]
             return _pooled(table, values, leaf["pooling"], leaf.get("padding"))
+        longest = self.columns.columns[leaf["column"]].longest
+        dense, lengths = latest(values, longest)
         if kind == "lengths":
-            assert values.lengths is not None
-            return values.lengths.astype(np.int64, copy=False)
-        dense = values.values
-        if values.lengths is not None:
-            longest = self.columns.columns[leaf["column"]].longest
-            dense = _padded(dense, values.lengths, longest)
+            assert lengths is not None
+            return lengths.astype(np.int64, copy=False)
+        if lengths is not None:
+            dense = _padded(dense, lengths, longest)
         if kind == "rows":
             found = self._tables[leaf["table"]].take(dense, axis=0, mode="clip")
             return found.astype(np.float32, copy=False)

@@ -29,9 +29,9 @@ class ModelColumn:
         type: its raw type, such as ``int64`` or ``list<float32>``.
         rows: rows of the smallest table that it looks up; None for a column of numbers.
         oov: row for ids outside of the table; None refuses them.
-        longest: most entries of a list; None for any number.
+        longest: most entries of a list that are read; None for any number.
         lists: what holds for other lists: all are ``exact`` of this length, longer ones are ``refused``, or their
-            ``latest`` entries are read.
+            ``latest`` entries are read where they are not pooled.
     """
 
     type: str
@@ -47,7 +47,7 @@ class ModelColumn:
 
     def takes(self, lengths: Any) -> Any:
         """Whether lists of some length, or lengths (B,), are read as they are."""
-        if self.longest is None:
+        if self.longest is None or lengths is None or self.lists == "latest":
             return True
         if self.lists == "exact":
             return lengths == self.longest
@@ -61,22 +61,31 @@ class Values(NamedTuple):
     lengths: NDArray[np.int64] | None = None
 
 
-def _fitted(name: str, column: ModelColumn, values: Values) -> Values:
-    """Returns lists of the lengths that the model reads, or refuses them."""
-    lengths, most = values.lengths, column.longest
-    if lengths is None or most is None or column.takes(lengths).all():
-        return values
-    if column.lists != "latest":
-        row = int(column.takes(lengths).argmin())
-        wanted = f"a list of {most}" if column.width else f"{most} or fewer"
+def latest(column: Values, most: int | None) -> Values:
+    """Returns lists cut to their ``most`` last entries."""
+    lengths = column.lengths
+    if lengths is None or most is None or not (lengths > most).any():
+        return column
+    kept = np.minimum(lengths, most)
+    ends = np.repeat(np.cumsum(lengths), lengths)
+    stays = ends - np.arange(len(column.values)) <= np.repeat(kept, lengths)
+    return Values(column.values[stays], kept)
+
+
+def _check_lengths(
+    name: str, column: ModelColumn, lengths: NDArray[np.int64] | None
+) -> None:
+    """Refuses lists of other lengths than the model reads."""
+    fits = column.takes(lengths)
+    if not np.all(fits) and lengths is not None:
+        row = int(np.argmin(fits))
+        wanted = f"a list of {column.width}"
+        if column.width is None:
+            wanted = f"{column.longest} or fewer"
         raise DataError(
             f"column '{name}', row {row}: {lengths[row]} numbers, must be {wanted}; send what training would take, "
             "padded as there"
         )
-    kept = np.minimum(lengths, most)
-    ends = np.repeat(np.cumsum(lengths), lengths)
-    stays = ends - np.arange(len(values.values)) <= np.repeat(kept, lengths)
-    return Values(values.values[stays], kept)
 
 
 class Read(NamedTuple):
@@ -140,7 +149,7 @@ class Columns:
         columns = self._model_columns(by_column)
         unknown = {}
         for name, column in self.columns.items():
-            columns[name] = _fitted(name, column, columns[name])
+            _check_lengths(name, column, columns[name].lengths)
             if column.rows is not None:
                 columns[name], unknown[name] = self._ids(name, column, columns[name])
             elif not (np.abs(columns[name].values) <= _FLOAT32_MAX).all():

@@ -95,7 +95,6 @@ def export(
     users: NamedUsers | None = None,
     queries: pa.Table | None = None,
     preprocessor: FittedPreprocessor | None = None,
-    candidate: str | None = None,
     oov_ids: Mapping[str, int] | None = None,
     rows: Mapping[str, Tensor] | None = None,
     store: str = "fp32",
@@ -112,16 +111,16 @@ def export(
     settings, not on ranks, plan or time. The folder appears when it is complete; until then an earlier one stays.
 
     Args:
-        model: TowerModel or NextItemModel, from ``hybrid_parallel``, in any DistributedModelParallel, or unsharded; or
-            any module with a forward from columns by name, or from one dict of them, to logits (B,); or TorchRec's DLRM
-            or DLRMTrain, whose columns are ``dense_features``, and each sparse feature by its name.
+        model: TowerModel or NextItemModel, from ``hybrid_parallel``, in any DistributedModelParallel, or unsharded,
+            whose last tower is the candidates'; or any module with a forward from columns by name, or from one dict of
+            them, to logits (B,); or TorchRec's DLRM or DLRMTrain, whose columns are ``dense_features``, and each sparse
+            feature by its name.
         out: folder to make.
         catalogue: items to recommend from. What forward computes from these columns alone is stored for each item.
         users: users to look up by id, or None.
         queries: rows of raw columns of the queries for the audit; by default the users' rows.
         preprocessor: computes the model's columns from raw ones; without it, raw columns are the model's columns. Each
             column of a module of your own is computed from the queries' or from the catalogue's raw columns alone.
-        candidate: name of the candidate tower; by default the model's last.
         oov_ids: out-of-vocabulary row of each feature, for requests, queries and the catalogue; by default 0. Of a
             module of your own, ids that no step of a preprocessor made have none, so that unknown ones are refused.
             Training must have moved that row.
@@ -169,7 +168,7 @@ def export(
     network: Network
     with evaluating(model):
         if isinstance(unwrapped, TowerModel | NextItemModel):
-            network = TowerNetwork(unwrapped, candidate, given, known)
+            network = TowerNetwork(unwrapped, given, known)
         else:
             asked = _model_rows(queries, preprocessor, "queries")
             items = _model_rows(catalogue.features, preprocessor, "item", catalogue.ids)

@@ -1,7 +1,7 @@
-"""Networks by leaves: a trained model as columns, tables, and one forward from looked-up rows to logits.
+"""Networks by leaves: a trained model as columns, and one forward from what tables have for them to logits.
 
 TowerNetwork is a TowerModel or NextItemModel, sharded or not; OwnNetwork any other module whose forward takes columns.
-Both answer with the trained model's logits on every rank, and are split on the first.
+Both are split, and answer with the trained model's logits, on every rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.session_tower import SessionSteps
 from torchrec_ext.modules.tower import Padded
-from torchrec_ext.retrieval.columns import ModelColumn, Values
+from torchrec_ext.retrieval.columns import ModelColumn, Values, latest
 from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.retrieval.split import GraphSplit
 from torchrec_ext.retrieval.trace import Leaf, LookingUp, look_up
@@ -103,7 +103,8 @@ def _columns_of(
             known = row is not None and row >= 0
             column = replace(column, rows=rows, oov=row if known else None)
         if name in padded:
-            column = replace(column, longest=lengths[name])
+            if leaf.kind == "rows":
+                column = replace(column, longest=leaf.shape[0])
         elif leaf.padding is not None and column.lists != "exact":
             column = replace(column, longest=lengths[name], lists="refused")
         elif leaf.padding is None and lengths.get(name):
@@ -181,8 +182,8 @@ class TowerNetwork(Network):
     """A trained TowerModel or NextItemModel.
 
     Args:
-        model: result of ``hybrid_parallel``, in any DistributedModelParallel, or unsharded.
-        candidate: name of the candidate tower; by default the last.
+        model: result of ``hybrid_parallel``, in any DistributedModelParallel, or unsharded; its last tower is the
+            candidates'.
         given: what is known of its columns.
         known: see :class:`Network`.
 
@@ -193,7 +194,6 @@ class TowerNetwork(Network):
     def __init__(
         self,
         model: TowerModel | NextItemModel,
-        candidate: str | None,
         given: Given,
         known: GraphSplit | None,
     ) -> None:
@@ -211,32 +211,27 @@ class TowerNetwork(Network):
             raise BundleError(
                 f"model: has the tower {names[0]} alone; serving needs one of the query and one of the candidates"
             )
-        candidate = candidate or names[-1]
-        if candidate not in names:
-            raise BundleError(
-                f"candidate={candidate!r}: is not a tower of the model; they are {listed(names)}"
-            )
-        queries = [name for name in names if name != candidate]
+        *queries, candidate = names
         self.names = {"query": queries, "candidate": [candidate]}
         self.calibrated = (
             isinstance(model, TowerModel)
             and model.calibrated
             and all(loss is bce for loss in model.head_losses())
         )
-        inputs: dict[tuple[bool, str], Leaf] = {}
+        leaves: list[Leaf] = []
         for name, each in reads.items():
-            side = name == candidate
-            for leaf in _inputs_of(each, side, given):
-                inputs[side, leaf.name] = leaf
-        both = sorted(name for side, name in inputs if (not side, name) in inputs)
+            leaves += _inputs_of(each, name == candidate, given)
+        of_items = {leaf.column for leaf in leaves if leaf.candidate}
+        both = sorted({leaf.column for leaf in leaves if not leaf.candidate} & of_items)
         if both:
             raise BundleError(
                 f"column '{both[0]}': tower '{candidate}' and {listed(queries)} read it, so no item's row can be "
                 "stored; give it to one side"
             )
+        # Several towers may read a column.
+        inputs = list({leaf.name: leaf for leaf in leaves}.values())
         sizes = {table.name: table.num_embeddings for table in tables_of(model)}
-        leaves = list(inputs.values())
-        super().__init__(given, leaves, self._by_leaves, sizes, known, oov=0)
+        super().__init__(given, inputs, self._by_leaves, sizes, known, oov=0)
 
     def _by_leaves(self) -> nn.Module:
         if isinstance(self.model, NextItemModel):
@@ -252,14 +247,17 @@ class TowerNetwork(Network):
         sparse = {}
         for feature in schema.sparse:
             name = feature.name
-            values, lengths = columns.get(name, unread)
-            ids = torch.from_numpy(np.array(values, np.int64))
+            column = columns.get(name, unread)
+            if isinstance(self.model, NextItemModel):
+                # The other models take the latest steps by themselves.
+                column = latest(column, self.model.network.encoder.max_length)
+            ids = torch.from_numpy(np.array(column.values, np.int64))
             held = self._given.rows.get(feature.tables[0])
             if held is not None:
                 ids = held[ids]
             counts = None
-            if lengths is not None:
-                counts = torch.from_numpy(lengths.astype(np.int32))
+            if column.lengths is not None:
+                counts = torch.from_numpy(column.lengths.astype(np.int32))
             sparse[name] = Jagged(ids, counts)
         names = source_columns(schema.dense, self._given.types.keys())
         dense = {name: _matrix(columns.get(name, unread)) for name in names}
@@ -298,7 +296,7 @@ def _inputs_of(reads: _Reads, candidate: bool, given: Given) -> Iterator[Leaf]:
         elif isinstance(table, EmbeddingBagConfig):
             yield replace(column, shape=(None,))
         else:
-            yield replace(column, shape=(reads.longest,))
+            yield replace(column, name=_steps(name), shape=(reads.longest,))
             yield replace(column, name=_lengths(name), kind="lengths")
     widths = widths_of(reads.dense, given.types.keys())
     for name in source_columns(reads.dense, given.types.keys()):
@@ -307,6 +305,10 @@ def _inputs_of(reads: _Reads, candidate: bool, given: Given) -> Iterator[Leaf]:
         yield Leaf(
             name=name, kind="column", column=name, candidate=candidate, shape=shape
         )
+
+
+def _steps(column: str) -> str:
+    return f"steps of {column}"
 
 
 def _lengths(column: str) -> str:
@@ -328,9 +330,11 @@ class _TowersByLeaves(nn.Module):
             looked_up: dict[str, Any] = {}
             reads = _reads_of(tower)
             for table, feature in reads.features:
-                found = _looked_up(table, leaves[feature])
-                if not isinstance(table, EmbeddingBagConfig):
-                    found = _padded(found, leaves.get(_lengths(feature)))
+                found: Any
+                if isinstance(table, EmbeddingBagConfig):
+                    found = _looked_up(table, leaves[feature])
+                else:
+                    found = _padded(table, feature, leaves)
                 looked_up[f"{feature}@{table.name}"] = found
             rows = next(iter(leaves.values()))
             dense = _beside(tower.dense, leaves, self._given.types, rows)
@@ -348,9 +352,8 @@ class _NextItemByLeaves(nn.Module):
         self._table = model.table
 
     def forward(self, leaves: Mapping[str, Tensor]) -> Tensor:
-        items = _looked_up(self._table, leaves[SESSION])
-        lengths = leaves[_lengths(SESSION)]
-        session = self.model["network"].last_padded(items, lengths)  # type: ignore[operator]
+        items = _padded(self._table, SESSION, leaves)
+        session = self.model["network"].last_padded(items.values(), items.lengths())  # type: ignore[operator]
         candidates = _looked_up(self._table, leaves[CANDIDATES])
         return self.model["interaction"]([session, candidates])  # type: ignore[no-any-return]
 
@@ -363,11 +366,15 @@ def _looked_up(table: BaseEmbeddingConfig, ids: Tensor) -> Tensor:
     return look_up(ids, table.name, table.embedding_dim, pooling)
 
 
-def _padded(rows: Tensor, lengths: Tensor | None) -> Padded:
+def _padded(
+    table: BaseEmbeddingConfig, feature: str, leaves: Mapping[str, Tensor]
+) -> Padded:
     """Returns lists (B, L, D) with their lengths, or one row each (B, D) as a list."""
-    if lengths is None:
-        return Padded(rows[:, None], torch.ones_like(rows[:, 0], dtype=torch.int64))
-    return Padded(rows, lengths)
+    steps = leaves.get(_steps(feature))
+    if steps is None:
+        rows = _looked_up(table, leaves[feature])[:, None]
+        return Padded(rows, torch.ones_like(leaves[feature]))
+    return Padded(_looked_up(table, steps), leaves[_lengths(feature)])
 
 
 def _beside(
@@ -522,35 +529,29 @@ class OwnNetwork(Network):
     def _inputs(self, names: Sequence[str]) -> tuple[str, list[str]]:
         """Returns the name of forward's dict argument (empty if it takes columns by name), and the columns to give."""
         if isinstance(self.model, DLRM):
-            wanted = [_DENSE, *self._features]
-            missing = [name for name in wanted if name not in names]
-            sides = {name in self._given.candidates for name in wanted}
-            if missing or len(sides) < 2:
-                raise BundleError(
-                    f"model: {type(self.model).__name__} reads {listed(wanted)[:60]}; give each as a column of queries "
-                    f"or of catalogue.features, some in both; missing: {listed(missing)[:40] or 'one side'}"
-                )
             skip_fx_notice()
-            return "", wanted
-        parameters = dict(inspect.signature(self.model.forward).parameters)
-        # A forward that was replaced by a plain function has it.
-        parameters.pop("self", None)
-        required = [
-            name
-            for name, each in parameters.items()
-            if each.default is each.empty
-            and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-        ]
-        if len(required) == 1 and required[0] not in names:
-            types = self._given.types
-            return required[0], [name for name in names if _is_numeric(types[name])]
+            required = taken = [_DENSE, *self._features]
+        else:
+            parameters = dict(inspect.signature(self.model.forward).parameters)
+            # A forward that was replaced by a plain function has it.
+            parameters.pop("self", None)
+            taken = list(parameters)
+            required = [
+                name
+                for name, each in parameters.items()
+                if each.default is each.empty
+                and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+            ]
+            if len(required) == 1 and required[0] not in names:
+                types = self._given.types
+                return required[0], [name for name in names if _is_numeric(types[name])]
         missing = [name for name in required if name not in names]
         if missing:
             raise BundleError(
                 f"model: forward of {type(self.model).__name__} takes {listed(missing)}, which is no column; the "
                 f"columns are {listed(names)}; name them as the arguments"
             )
-        return "", [name for name in parameters if name in names]
+        return "", [name for name in taken if name in names]
 
     @torch.no_grad()
     def logits(self, columns: Mapping[str, Values], size: int) -> Tensor:

@@ -372,6 +372,9 @@ class Scorer:
     def _user(self, user: Mapping[str, Any], vector: str) -> _User:
         row = self._row(user, "user")
         key = self._key
+        query: Floats | None = None
+        unknown: list[str] = []
+        source, known = "store", True
         if (
             self._vectors is not None
             and vector == "auto"
@@ -379,32 +382,26 @@ class Scorer:
             and set(user) == {key}
             and user[key] is not None
         ):
-            stored = self._vectors.find(user[key], self.bundle)
-            if stored is not None and len(stored) == self.bundle.query.width:
-                return self._checked(stored, "known", [], "store", row)
-        columns = self._columns(user, row, "user")
-        side = self.bundle.query
-        (query,), (unknown,) = _embedded(side, [columns], ["user"], key)
-        is_new = row < 0
-        if self._id_features:
-            is_new = not set(self._id_features).isdisjoint(unknown)
-        return self._checked(query, "new" if is_new else "known", unknown, "live", row)
-
-    def _checked(
-        self, vector: Floats, user: str, unknown: list[str], source: str, row: int
-    ) -> _User:
+            query = self._vectors.find(user[key], self.bundle)
+        if query is None:
+            source, known = "live", row >= 0
+            columns = self._columns(user, row, "user")
+            side = self.bundle.query
+            (query,), (unknown,) = _embedded(side, [columns], ["user"], key)
+            if self._id_features:
+                known = set(self._id_features).isdisjoint(unknown)
         try:
-            check_query(vector)
+            check_query(query)
         except QueryError as error:
             raise RequestError("user", str(error)) from None
         fields = {
-            "user": user,
+            "user": "known" if known else "new",
             "unknown_user": self.bundle.users is not None and row < 0,
             "unknown_features": unknown,
             "vector": source,
             "bundle": self.digest,
         }
-        return _User(vector, fields, row)
+        return _User(query, fields, row)
 
     def _row(self, user: Mapping[str, Any], where: str) -> int:
         """Returns a user's row in the bundle's users, -1 if unknown."""

@@ -295,7 +295,7 @@ def _pieces_of(matrix: Tensor, nodes: Sequence[Node]) -> list[Tensor]:
     """Cuts a matrix into the values that were flattened to it."""
     parts: Sequence[Tensor] = [matrix]
     if len(nodes) > 1:
-        parts = matrix.split(list(map(_width, nodes)), 1)
+        parts = torch.split(matrix, list(map(_width, nodes)), 1)
     pieces = []
     for node, piece in zip(nodes, parts, strict=True):
         value = node.meta["val"]

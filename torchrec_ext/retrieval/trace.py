@@ -129,18 +129,21 @@ class Leaf:
         return axes
 
 
-_OPERATORS = torch.library.Library("torchrec_ext", "FRAGMENT")
+_library: Any = torch.library
+_OPERATORS = _library.Library("torchrec_ext", "FRAGMENT")
 _OPERATORS.define(
     "look_up(Tensor ids, str table, int width, str pooling, int? padding) -> Tensor"
 )
 
 
-@torch.library.register_fake("torchrec_ext::look_up", lib=_OPERATORS)
 def _shape_of_look_up(
     ids: Tensor, table: str, width: int, pooling: str, padding: int | None
 ) -> Tensor:
     shape = ids.shape[:1] if pooling else ids.shape
     return ids.new_empty((*shape, width), dtype=torch.float32)
+
+
+_library.register_fake("torchrec_ext::look_up", _shape_of_look_up, lib=_OPERATORS)
 
 
 def look_up(
