@@ -88,12 +88,11 @@ def with_interaction(name: str) -> Callable[[], nn.Module]:
 
 def three_towers() -> nn.Module:
     towers = {
-        "item": item_tower(8),
         "user": user_tower(8, normalization="batch"),
         "context": Tower([bag("hour", 24)], [4]),
+        "item": item_tower(8),
     }
-    model = TowerModel(towers, TopMLP([8, 8, 4], [16, 8], normalization="layer"))
-    return model
+    return TowerModel(towers, TopMLP([8, 4, 8], [16, 8], normalization="layer"))
 
 
 def half() -> nn.Module:
@@ -118,6 +117,19 @@ def transformer(**options: Any) -> Callable[[], nn.Module]:
         )
 
     return made
+
+
+def steps_and_bag() -> nn.Module:
+    """The latest steps of a history, and all of it in a bag."""
+    return bst(
+        [lists("films", ITEMS, "history", "item_id")],
+        session=["history"],
+        target=["item_id"],
+        others={"user": Tower([bag("past", ITEMS, "history")], [4])},
+        max_length=2,
+        heads=2,
+        top_widths=(12,),
+    )
 
 
 def next_item() -> nn.Module:
@@ -180,13 +192,13 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "bst": transformer(),
     "bst of concatenated steps": transformer(combine="concat", layers=2),
     "bst without positions": transformer(position="none"),
+    "steps and a bag": steps_and_bag,
     "next item": next_item,
     "tasks": tasks,
     "contextual": contextual,
     "retrieval": retrieval,
     "own tower": own_tower,
 }
-CANDIDATE = {"three towers": "item"}
 
 
 def made(kind: str, seed: int = 1) -> Any:
@@ -230,17 +242,9 @@ def exported(kind: str, folder: Path, model: Any = None, **options: Any) -> Bund
         folder,
         catalogue=Catalogue(ids=np.arange(ITEMS), features=features),
         queries=table(columns_of(model, "user")),
-        candidate=CANDIDATE.get(kind),
         **options,
     )
     return Bundle.load(folder)
-
-
-def cells(name: str, rows: Sequence[int]) -> list[Any]:
-    values = [COLUMNS[SAME.get(name, name)][row] for row in rows]
-    if name in ("session", "history", "gap") and isinstance(values[0], list):
-        return values
-    return values
 
 
 @torch.no_grad()
@@ -254,7 +258,7 @@ def trained(
     schema = model.schema()
     for side, rows in (("user", users), ("item", items)):
         for name in columns_of(model, side):
-            values = cells(name, rows)
+            values = [COLUMNS[SAME.get(name, name)][row] for row in rows]
             if isinstance(values[0], list) and name != "profile":
                 values = [each[-(most or 10**6) :] for each in values]
             feature = schema.feature(name)

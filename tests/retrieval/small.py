@@ -181,9 +181,8 @@ class Small:
         def leaf(
             column: str, kind: str, table: str = "", **more: Any
         ) -> dict[str, Any]:
-            shape = [] if kind == "column" else [WIDTH]
             found = {"input": column, "kind": kind, "column": column, "table": table}
-            return {**found, "dtype": "float32", "pooling": "", "shape": shape, **more}
+            return {**found, "dtype": "float32", **more}
 
         leaves = {
             "query": [
@@ -249,5 +248,4 @@ class Small:
         return {
             "pairs": 7 * USERS,
             "tolerance": max(1e-6, 1e-4 * greatest),
-            "greatest": greatest,
         }

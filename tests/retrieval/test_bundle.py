@@ -2,9 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -159,14 +156,6 @@ def test_the_audit_reads_a_row_as_a_request_does(
     assert "audited logits differ" in refusal(copy)
 
 
-def test_nan_names_its_item(copy: Path) -> None:
-    rows = np.load(copy / "rows.npy")
-    rows[7, 2] = np.nan
-    np.save(copy / "rows.npy", rows)
-    resealed(copy)
-    assert "the row of item 170 (position 7) holds NaN" in refusal(copy)
-
-
 def swapped(copy: Path) -> None:
     first, second = copy / "query.onnx", copy / "candidate.onnx"
     content = first.read_bytes()
@@ -240,11 +229,11 @@ def edited(copy: Path) -> None:
         (external, "external data"),
         (cut, "it is cut or changed"),
         (cut_and_resealed, "rows.npy"),
-        (other_format, "format 1, this package reads 4"),
+        (other_format, "format 1, this package reads 5"),
         (fewer_items, "items.arrow has 50 items, the manifest says 49"),
         (no_numpy_file, "rows.npy"),
         (short_table, "its table 'user' has 5 rows"),
-        (no_onnx, "is not an ONNX file"),
+        (no_onnx, "ONNX Runtime cannot open it"),
         (edited, "its content does not have its digest"),
         (lambda copy: (copy / "pairs.onnx").unlink(), "pairs.onnx: the manifest lists"),
         (lambda copy: (copy / "more").write_text(""), "is not in the manifest"),
@@ -283,26 +272,3 @@ def test_arrow_and_python_rows_are_read_alike(folder: Path) -> None:
     np.testing.assert_array_equal(of_table, bundle.query.embed(table.to_pylist()))
     np.testing.assert_array_equal(of_table, bundle.query.embed(table.to_pydict()))
     assert len(of_table) == USERS
-
-
-def test_serving_needs_no_torch(folder: Path) -> None:
-    """A process without torch opens, audits and answers."""
-    program = f"""
-        import sys
-
-        class Blocked:
-            def find_spec(self, name, path=None, target=None):
-                if name.split(".")[0] in ("torch", "torchrec", "fbgemm_gpu", "onnx"):
-                    raise ModuleNotFoundError(name)
-
-        sys.meta_path.insert(0, Blocked())
-        from torchrec_ext.retrieval.bundle import Bundle
-        print(Bundle.load({str(folder)!r}).audit().pairs)
-    """
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.stdout.strip() == str(7 * USERS), run.stderr

@@ -163,10 +163,6 @@ def export_of(model: nn.Module, folder: Path, **options: Any) -> None:
 def test_what_cannot_be_served_is_refused_by_name(first: First, tmp_path: Path) -> None:
     model = made("dot")
     out = tmp_path / "bundle"
-    with pytest.raises(
-        BundleError, match=r"candidate='x': is not a tower .* user, item"
-    ):
-        export_of(model, out, candidate="x")
     with pytest.raises(BundleError, match=r"column 'profile': the model reads it, and"):
         export_of(model, out, queries=table(["user_id", "history", "age"]))
     with pytest.raises(BundleError, match=r"store='int8': must be one of fp32, fp16"):

@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from torchrec_ext.data.preprocess.columns import is_list_column
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.retrieval.catalogue import (
     USERS,
@@ -145,99 +144,57 @@ class Side:
         vector: Floats = self(self.columns.read_row(row).columns)[0]
         return vector
 
-    def list_widths(self) -> dict[str, int]:
-        """Returns the lengths of lists whose rows all have one length, by column."""
-        widths = {}
-        for leaf in self._leaves:
-            column = self.columns.columns[leaf["column"]]
-            if column.padded or not is_list_column(column.type):
-                continue
-            if leaf["kind"] in ("column", "rows"):
-                widths[str(leaf["column"])] = int(leaf["shape"][0])
-            elif leaf.get("length") and leaf.get("padding") is None:
-                widths[str(leaf["column"])] = int(leaf["length"])
-        return widths
-
     def unknown_row(self) -> Floats:
         """Returns the (W,) output of a row of which nothing is known; raises DataError if there is none."""
-        row: Floats = self(self.columns.unknown_row(self.list_widths()))[0]
+        row: Floats = self(self.columns.unknown_row())[0]
         return row
 
     def _fill(
         self, leaf: Mapping[str, Any], columns: Mapping[str, Values]
     ) -> NDArray[Any]:
         kind = leaf["kind"]
-        name = leaf["column"]
-        column = self.columns.columns[name]
-        values = columns[name]
+        values = columns[leaf["column"]]
         if kind == "pooled":
-            bags = _bags(name, values, leaf.get("length"), leaf.get("padding"))
-            return _pooled(self._tables[leaf["table"]], bags, leaf["pooling"])
-        if column.padded:
-            values = latest(values, column.longest)
+            table = self._tables[leaf["table"]]
+            return _pooled(table, values, leaf["pooling"], leaf.get("padding"))
+        longest = self.columns.columns[leaf["column"]].longest
+        dense, lengths = latest(values, longest)
         if kind == "lengths":
-            assert values.lengths is not None
-            return values.lengths.astype(np.int64, copy=False)
-        dense = values.values
-        if column.padded:
-            dense = _padded(values, column.longest)
-        elif values.lengths is not None:
-            dense = _matrix(name, values, leaf["shape"][0])
+            assert lengths is not None
+            return lengths.astype(np.int64, copy=False)
+        if lengths is not None:
+            dense = _padded(dense, lengths, longest)
         if kind == "rows":
             found = self._tables[leaf["table"]].take(dense, axis=0, mode="clip")
             return found.astype(np.float32, copy=False)
         return dense.astype(leaf["dtype"], copy=False)
 
 
-def _matrix(name: str, values: Values, width: int) -> NDArray[Any]:
-    """Returns (B, W) numbers of lists of one length."""
-    lengths = values.lengths
-    assert lengths is not None
-    if (lengths != width).any():
-        row = int((lengths != width).argmax())
-        raise DataError(
-            f"column '{name}', row {row}: {lengths[row]} numbers, must be a list of {width}; send as many, padded as "
-            "in training"
-        )
-    return values.values.reshape(len(lengths), width)
-
-
-def _padded(values: Values, size: int | None) -> NDArray[Any]:
+def _padded(
+    entries: NDArray[Any], lengths: NDArray[np.int64], size: int | None
+) -> NDArray[Any]:
     """Returns (B, L) entries of lists, with zeros behind those of shorter ones."""
-    lengths = values.lengths
-    assert lengths is not None
     if size is None:
         size = max(1, int(lengths.max(initial=0)))
-    padded = np.zeros((len(lengths), size), values.values.dtype)
-    padded[np.arange(size) < lengths[:, None]] = values.values
+    if len(entries) == size * len(lengths):
+        return entries.reshape(-1, size)
+    padded = np.zeros((len(lengths), size), entries.dtype)
+    padded[np.arange(size) < lengths[:, None]] = entries
     return padded
 
 
-def _bags(name: str, bags: Values, length: int | None, padding: int | None) -> Values:
-    """Returns bags without the row that fills them up to ``length`` ids; without such a row, all have that length."""
-    lengths = bags.lengths
-    if length is None or lengths is None:
-        return bags
-    if padding is None:
-        _matrix(name, bags, length)
-        return bags
-    if (lengths > length).any():
-        row = int((lengths > length).argmax())
-        raise DataError(
-            f"column '{name}', row {row}: {lengths[row]} numbers, must be {length} or fewer; send those that training "
-            "would take"
-        )
-    stays = bags.values != padding
-    owners = np.repeat(np.arange(len(lengths)), lengths)[stays]
-    return Values(bags.values[stays], np.bincount(owners, minlength=len(lengths)))
-
-
-def _pooled(table: NDArray[Any], bags: Values, pooling: str) -> Floats:
-    """Returns (B, D) sums or means of bags of rows; an empty bag is zeros."""
-    rows = table.take(bags.values, axis=0, mode="clip").astype(np.float32, copy=False)
-    lengths = bags.lengths
+def _pooled(
+    table: NDArray[Any], bags: Values, pooling: str, padding: int | None
+) -> Floats:
+    """Returns (B, D) sums or means of bags of rows, without those of ``padding``; an empty bag is zeros."""
+    ids, lengths = bags
     if lengths is None:
-        lengths = np.ones(len(rows), np.int64)
+        lengths = np.ones(len(ids), np.int64)
+    if padding is not None:
+        stays = ids != padding
+        owners = np.repeat(np.arange(len(lengths)), lengths)[stays]
+        ids, lengths = ids[stays], np.bincount(owners, minlength=len(lengths))
+    rows = table.take(ids, axis=0, mode="clip").astype(np.float32, copy=False)
     if len(lengths) == 1:
         pooled = np.add.reduce(rows, axis=0, keepdims=True)
     else:
@@ -351,8 +308,8 @@ class Bundle:
             threads: threads of ONNX Runtime for a call.
 
         Raises:
-            BundleError: a file is missing, unlisted, truncated or changed, belongs to another bundle, or holds an
-                unusable value, or a logit is another one; the message names it and the remedy.
+            BundleError: a file is missing, unlisted, truncated or changed, or belongs to another bundle, or a logit is
+                another one; the message names it and the remedy.
         """
         folder = existing_folder(Path(folder))
         try:
@@ -360,7 +317,6 @@ class Bundle:
             check_files(folder, manifest.content["files"], digests=verify)
             bundle = cls(folder, manifest, threads=threads)
             if verify:
-                bundle.check_values()
                 bundle.audit()
             return bundle
         except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -418,81 +374,39 @@ class Bundle:
         """Returns the (N,) logits of a query (Wq,) with the items at positions (N,)."""
         return self.pairs(query, self.rows.take(positions, axis=0, mode="clip"))
 
-    def check_values(self) -> None:
-        """Refuses NaN and infinity in stored rows and tables: a digest proves that a value is unchanged, not usable.
-
-        Raises:
-            BundleError: the message names the item, or the table and its row.
-        """
-        row = _first_nonfinite(self.rows)
-        if row is not None:
-            item = self.items.ids.ids([row])[0]
-            raise BundleError(
-                f"{self.folder / ROWS}: the row of item {str(item)[:60]} (position {row}) holds NaN or infinity; train "
-                "with finite values, and export again"
-            )
-        for name, table in self._tables.items():
-            row = _first_nonfinite(table)
-            if row is not None:
-                raise BundleError(
-                    f"{self.folder}: table '{name}', row {row} holds NaN or infinity; train with finite values, and "
-                    "export again"
-                )
+    def answered(self, queries: pa.Table, positions: IdArray) -> Floats:
+        """Returns (2, Q, A) logits of queries with items at positions (Q, A): each query alone, and in a batch."""
+        # Alone as a request gives it: Python's own values, a row by itself.
+        alone = [self.query.embed_row(row) for row in queries.to_pylist()]
+        ways = alone, self.query.embed(queries)
+        return np.array([list(map(self.logits, each, positions)) for each in ways])
 
     def audit(self) -> Parity:
         """Computes the audit's logits by the functions of a request, and compares them with the trained model's.
-
-        Each request is answered twice: its query in a batch of all, and alone.
 
         Raises:
             BundleError: a logit differs by more than the manifest's tolerance.
         """
         path = self.folder / AUDIT
         table = read_table(path)
-        if not {POSITION, LOGIT} <= set(table.column_names):
-            raise BundleError(f"{path}: has no pairs, so nothing is proven; {ANEW}")
-        queries = table.drop_columns([POSITION, LOGIT])
         allowed = float(self.manifest.content["audit"]["tolerance"])
         try:
-            batch = self.query.embed(queries)
-            # As a request gives them: Python's own values, a row by itself.
-            rows = queries.to_pylist()
-            singles = [self.query.embed_row(row) for row in rows]
-        except DataError as error:
-            raise BundleError(f"{path}: {error}; {ANEW}") from None
-        greatest = 0.0
-        pairs = 0
-        both = zip(table[POSITION].to_pylist(), table[LOGIT].to_pylist(), strict=True)
-        for index, (places, logits) in enumerate(both):
-            positions = np.array(places or [], np.int64)
-            expected = np.array(logits or [], np.float32)
+            positions = np.array(table[POSITION].to_pylist(), np.int64)
+            expected = np.array(table[LOGIT].to_pylist(), np.float32)
             inside = (positions >= 0) & (positions < len(self.rows))
-            if len(positions) != len(expected) or not inside.all():
-                raise BundleError(
-                    f"{path}: row {index} names items that the bundle lacks; {ANEW}"
-                )
-            for query in (singles[index], batch[index]):
-                difference = np.abs(self.logits(query, positions) - expected)
-                # NaN must not pass as a small difference.
-                worst = np.nan_to_num(difference, nan=np.inf).max(initial=0.0)
-                greatest = max(greatest, float(worst))
-            pairs += len(positions)
+            if positions.shape != expected.shape or not (inside.size and inside.all()):
+                raise DataError("has no logits of the bundle's items")
+            found = self.answered(table.drop_columns([POSITION, LOGIT]), positions)
+        except BundleError:
+            raise
+        except (ValueError, KeyError, TypeError) as error:
+            raise BundleError(f"{path}: {error}; {ANEW}") from None
+        # NaN must not pass as a small difference.
+        difference = np.nan_to_num(np.abs(found - expected), nan=np.inf)
+        greatest = float(difference.max())
         if not greatest <= allowed:
             raise BundleError(
-                f"{self.folder}: {pairs} audited logits differ from the trained model's by up to {greatest:.3g}, "
-                f"allowed is {allowed:.3g}: it would rank otherwise; {ANEW}"
+                f"{self.folder}: {expected.size} audited logits differ from the trained model's by up to "
+                f"{greatest:.3g}, allowed is {allowed:.3g}: it would rank otherwise; {ANEW}"
             )
-        if not pairs:
-            raise BundleError(f"{path}: has no pairs, so nothing is proven; {ANEW}")
-        return Parity(pairs, greatest, allowed)
-
-
-def _first_nonfinite(rows: NDArray[Any]) -> int | None:
-    """Returns the first row with NaN or infinity, or None."""
-    step = max(1, 2**18 // max(1, rows.shape[1]))
-    for start in range(0, len(rows), step):
-        block = rows[start : start + step]
-        # Without a mask in memory: a NaN anywhere makes both extremes NaN.
-        if block.size and not np.isfinite([block.min(), block.max()]).all():
-            return start + int((~np.isfinite(block)).any(axis=1).argmax())
-    return None
+        return Parity(expected.size, greatest, allowed)

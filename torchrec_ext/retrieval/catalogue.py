@@ -225,20 +225,13 @@ class Ids:
             _refuse_duplicates(texts)
 
     def _index_numbers(self, ids: IdArray) -> None:
-        self._sorted = ids
-        self._order: IdArray | None = None
-        if not (ids[1:] > ids[:-1]).all():
-            self._order = np.argsort(ids, kind="stable")
-            self._sorted = ids[self._order]
-            if (self._sorted[1:] == self._sorted[:-1]).any():
-                _refuse_duplicates(ids.tolist())
+        self._order = np.argsort(ids, kind="stable")
+        self._sorted = ids[self._order]
+        if (self._sorted[1:] == self._sorted[:-1]).any():
+            _refuse_duplicates(ids.tolist())
         self._first: int | None = None
-        if (
-            len(ids)
-            and self._order is None
-            and int(ids[-1]) - int(ids[0]) == len(ids) - 1
-        ):
-            self._first = int(ids[0])
+        if len(ids) and int(self._sorted[-1]) - int(self._sorted[0]) == len(ids) - 1:
+            self._first = int(self._sorted[0])
 
     def __len__(self) -> int:
         return len(self._numbers if self.kind == "int64" else self._strings)
@@ -273,19 +266,13 @@ class Ids:
             raise ValueError(
                 f"{str(wrong)[:100]!r} is no whole number of 64 bits; ids here are whole numbers"
             )
-        if self._first is not None:
-            # A far smaller id wraps around to a position beyond the last.
-            positions: IdArray = numbers - self._first
-            positions[positions.view(np.uint64) >= len(self._numbers)] = -1
-            return positions
         if not len(self._sorted):
             return np.full(len(numbers), -1, np.int64)
-        # An id beyond the last one is compared with the last, and differs.
-        index = np.minimum(
-            np.searchsorted(self._sorted, numbers), len(self._sorted) - 1
-        )
-        positions = index if self._order is None else self._order[index]
-        return np.where(self._sorted[index] == numbers, positions, -1)
+        ends, first = self._sorted, self._first
+        index = np.searchsorted(ends, numbers) if first is None else numbers - first
+        # An id beyond the ends is compared with the one there, and differs.
+        index = np.clip(index, 0, len(self._sorted) - 1)
+        return np.where(self._sorted[index] == numbers, self._order[index], -1)
 
     def ids(self, positions: IdArray | Sequence[int]) -> list[Id]:
         """Returns the ids at positions (N,)."""
@@ -391,11 +378,13 @@ class ItemTable:
         return {name: Attribute(self._table[name]) for name in names}
 
     def titles_of(self, positions: Sequence[int] | IdArray) -> list[str]:
-        """Returns the titles of items; an empty list if items have no titles."""
+        """Returns the titles of items, empty for position -1; an empty list if items have no titles."""
         if TITLE not in self._table.column_names:
             return []
         titles = self._table[TITLE]
-        return [str(titles[int(position)].as_py()) for position in positions]
+        return [
+            str(titles[int(each)].as_py()) if each >= 0 else "" for each in positions
+        ]
 
     def attribute(self, name: str) -> Attribute:
         """Returns an attribute by its name.

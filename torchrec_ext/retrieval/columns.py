@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -29,15 +29,29 @@ class ModelColumn:
         type: its raw type, such as ``int64`` or ``list<float32>``.
         rows: rows of the smallest table that it looks up; None for a column of numbers.
         oov: row for ids outside of the table; None refuses them.
-        padded: whether its lists, of any length, are padded to one; a list that is pooled whole is not.
-        longest: greatest length of a padded list, of which the most recent entries stay; None for any.
+        longest: most entries of a list that are read; None for any number.
+        lists: what holds for other lists: all are ``exact`` of this length, longer ones are ``refused``, or their
+            ``latest`` entries are read where they are not pooled.
     """
 
     type: str
     rows: int | None = None
     oov: int | None = None
-    padded: bool = False
     longest: int | None = None
+    lists: Literal["exact", "refused", "latest"] = "latest"
+
+    @property
+    def width(self) -> int | None:
+        """Length of each list, if all have one."""
+        return self.longest if self.lists == "exact" else None
+
+    def takes(self, lengths: Any) -> Any:
+        """Whether lists of some length, or lengths (B,), are read as they are."""
+        if self.longest is None or lengths is None or self.lists == "latest":
+            return True
+        if self.lists == "exact":
+            return lengths == self.longest
+        return lengths <= self.longest
 
 
 class Values(NamedTuple):
@@ -56,6 +70,22 @@ def latest(column: Values, most: int | None) -> Values:
     ends = np.repeat(np.cumsum(lengths), lengths)
     stays = ends - np.arange(len(column.values)) <= np.repeat(kept, lengths)
     return Values(column.values[stays], kept)
+
+
+def _check_lengths(
+    name: str, column: ModelColumn, lengths: NDArray[np.int64] | None
+) -> None:
+    """Refuses lists of other lengths than the model reads."""
+    fits = column.takes(lengths)
+    if not np.all(fits) and lengths is not None:
+        row = int(np.argmin(fits))
+        wanted = f"a list of {column.width}"
+        if column.width is None:
+            wanted = f"{column.longest} or fewer"
+        raise DataError(
+            f"column '{name}', row {row}: {lengths[row]} numbers, must be {wanted}; send what training would take, "
+            "padded as there"
+        )
 
 
 class Read(NamedTuple):
@@ -119,6 +149,7 @@ class Columns:
         columns = self._model_columns(by_column)
         unknown = {}
         for name, column in self.columns.items():
+            _check_lengths(name, column, columns[name].lengths)
             if column.rows is not None:
                 columns[name], unknown[name] = self._ids(name, column, columns[name])
             elif not (np.abs(columns[name].values) <= _FLOAT32_MAX).all():
@@ -208,8 +239,14 @@ class Columns:
             of_row[np.repeat(np.arange(len(of_row)), sent.lengths)[unknown]] = True
         return Values(ids, sent.lengths), of_row
 
-    def unknown_row(self, widths: Mapping[str, int]) -> dict[str, Values]:
-        """Returns one row of which nothing is known: out-of-vocabulary ids, zeros, and empty lists but for ``widths``.
+    @property
+    def widths(self) -> dict[str, int]:
+        """Lengths of lists whose rows all have one length, by column."""
+        widths = {name: column.width for name, column in self.columns.items()}
+        return {name: width for name, width in widths.items() if width is not None}
+
+    def unknown_row(self) -> dict[str, Values]:
+        """Returns one row of which nothing is known: out-of-vocabulary ids, zeros, and lists as short as may be.
 
         Raises:
             DataError: a column of ids has no out-of-vocabulary row.
@@ -222,7 +259,7 @@ class Columns:
                     f"column '{name}': the model has no row for unknown ids; leave this one out, or export the model "
                     f"with oov_ids={{'{name}': ROW}}"
                 )
-            size = widths.get(name, 0) if is_list else 1
+            size = column.width or 0 if is_list else 1
             values = np.full(size, column.oov or 0, np.int64)
             row[name] = Values(values, np.array([size]) if is_list else None)
         return row
@@ -255,6 +292,8 @@ def _plain_value(value: Any, kind: str, column: ModelColumn) -> Values | None:
     numbers = value if listed else [value]
     # Exact types: a bool is an int to isinstance.
     if type(numbers) is not list or set(map(type, numbers)) - _PLAIN[kind]:
+        return None
+    if listed and not column.takes(len(numbers)):
         return None
     if column.rows is not None:
         least = min(numbers, default=0)

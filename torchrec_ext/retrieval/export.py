@@ -49,12 +49,7 @@ from torchrec_ext.retrieval.catalogue import (
 )
 from torchrec_ext.retrieval.columns import Columns, ModelColumn, sources_of
 from torchrec_ext.retrieval.graphs import Graphs, require_onnx
-from torchrec_ext.retrieval.leaves import (
-    EXAMPLE_ROWS,
-    Given,
-    OwnNetwork,
-    TowerNetwork,
-)
+from torchrec_ext.retrieval.leaves import Given, Network, OwnNetwork, TowerNetwork
 from torchrec_ext.retrieval.manifest import (
     BUNDLE_MANIFEST,
     BundleError,
@@ -72,6 +67,7 @@ sys.modules[__name__].__class__ = CallableModule
 ExportProgress = Callable[[str, int, int], None]
 SIDES = ("query", "candidate")
 STORES = {"fp32": np.float32, "fp16": np.float16}
+EXAMPLE_ROWS = 64  # raw rows that say what a preprocessor makes of them
 AUDITED_QUERIES = 64
 AUDITED_ITEMS = 4  # of each query
 INDEX_QUERIES = 1024  # for an approximate index: half tune it, half measure it
@@ -82,7 +78,6 @@ ROUNDED = 0.05
 # Rows of the catalogue in a block: of a fixed size, because rows depend on it in the
 # last bits.
 _BLOCK_ROWS = 4096
-_CHECKED_ROWS = 4
 
 
 class Renewal:
@@ -90,7 +85,6 @@ class Renewal:
 
     def __init__(self) -> None:
         self.graphs: Graphs | None = None
-        self.leaves: list[dict[str, Any]] = []
 
 
 def export(
@@ -101,7 +95,6 @@ def export(
     users: NamedUsers | None = None,
     queries: pa.Table | None = None,
     preprocessor: FittedPreprocessor | None = None,
-    candidate: str | None = None,
     oov_ids: Mapping[str, int] | None = None,
     rows: Mapping[str, Tensor] | None = None,
     store: str = "fp32",
@@ -118,16 +111,16 @@ def export(
     settings, not on ranks, plan or time. The folder appears when it is complete; until then an earlier one stays.
 
     Args:
-        model: TowerModel or NextItemModel, from ``hybrid_parallel``, in any DistributedModelParallel, or unsharded; or
-            any module with a forward from columns by name, or from one dict of them, to logits (B,); or TorchRec's DLRM
-            or DLRMTrain, whose columns are ``dense_features``, and each sparse feature by its name.
+        model: TowerModel or NextItemModel, from ``hybrid_parallel``, in any DistributedModelParallel, or unsharded,
+            whose last tower is the candidates'; or any module with a forward from columns by name, or from one dict of
+            them, to logits (B,); or TorchRec's DLRM or DLRMTrain, whose columns are ``dense_features``, and each sparse
+            feature by its name.
         out: folder to make.
         catalogue: items to recommend from. What forward computes from these columns alone is stored for each item.
         users: users to look up by id, or None.
         queries: rows of raw columns of the queries for the audit; by default the users' rows.
         preprocessor: computes the model's columns from raw ones; without it, raw columns are the model's columns. Each
             column of a module of your own is computed from the queries' or from the catalogue's raw columns alone.
-        candidate: name of the candidate tower; by default the model's last.
         oov_ids: out-of-vocabulary row of each feature, for requests, queries and the catalogue; by default 0. Of a
             module of your own, ids that no step of a preprocessor made have none, so that unknown ones are refused.
             Training must have moved that row.
@@ -170,15 +163,17 @@ def export(
         rows=rows or {},
     )
     unwrapped = get_unwrapped_module(model)
-    network: TowerNetwork | OwnNetwork
+    renewal = renewal or Renewal()
+    known = renewal.graphs.split if renewal.graphs is not None else None
+    network: Network
     with evaluating(model):
         if isinstance(unwrapped, TowerModel | NextItemModel):
-            network = TowerNetwork(unwrapped, candidate, given)
+            network = TowerNetwork(unwrapped, given, known)
         else:
             asked = _model_rows(queries, preprocessor, "queries")
             items = _model_rows(catalogue.features, preprocessor, "item", catalogue.ids)
             given = replace(given, candidates=frozenset(items.column_names))
-            network = OwnNetwork(model, asked, items, given)
+            network = OwnNetwork(model, asked, items, given, known)
         content = _Content(
             network=network,
             catalogue=catalogue,
@@ -190,7 +185,7 @@ def export(
             recall=recall,
             details=details or {},
             rounding=max([TOLERANCE, *map(_rounding, model.modules())]),
-            renewal=renewal or Renewal(),
+            renewal=renewal,
             progress=progress or (lambda *_: None),
         )
         # On every rank, because a sharded model's forward exchanges rows.
@@ -333,7 +328,7 @@ def one_thread() -> Iterator[None]:
 class _Content:
     """Model, data and settings of an export, equal on every rank; see :func:`export`."""
 
-    network: TowerNetwork | OwnNetwork
+    network: Network
     catalogue: Catalogue
     users: NamedUsers | None
     queries: pa.Table
@@ -364,40 +359,17 @@ class _Content:
         rows, positions = self.audited
         queries = self.queries.take(pa.array(rows.repeat(AUDITED_ITEMS)))
         items = self.catalogue.features.take(pa.array(positions.ravel()))
-        # Read before the model runs, so that a wrong value is named by its own row.
+        # A wrong value is named by its own row.
         with _named("queries", rows.repeat(AUDITED_ITEMS)):
-            self.sides["query"].read(queries)
+            columns = self.sides["query"].read(queries).columns
         with _named("item", positions.ravel(), self.catalogue.ids):
-            self.sides["candidate"].read(items)
-        logits = self._logits_of(queries, items)
+            columns |= self.sides["candidate"].read(items).columns
+        logits = self.network.logits(columns, len(queries))
         if not bool(torch.isfinite(logits).all()):
             raise BundleError(
                 "model: gives NaN or infinity as a logit; train with finite values"
             )
-        if isinstance(self.network, OwnNetwork):
-            self._check_rows(queries, items, logits)
         return logits.reshape(positions.shape)
-
-    def _logits_of(self, queries: pa.Table, items: pa.Table) -> Tensor:
-        """Returns (B,) logits of the trained model for B rows of each side."""
-        columns = self.sides["query"].read(queries).columns
-        columns |= self.sides["candidate"].read(items).columns
-        return self.network.logits(columns, len(queries))
-
-    def _check_rows(self, queries: pa.Table, items: pa.Table, logits: Tensor) -> None:
-        """Refuses a forward if the logit of a row depends on other rows of its batch."""
-        size = len(logits)
-        for row in np.unique(even_rows(size, _CHECKED_ROWS)).tolist():
-            # Three rows instead of one, because squeeze() and the like treat a batch of
-            # one differently.
-            among = pa.array([number % size for number in range(row, row + 3)])
-            alone = self._logits_of(queries.take(among), items.take(among))[0]
-            allowed = 1e-5 * max(1.0, float(logits.abs().max()))
-            if not abs(float(alone - logits[row])) <= allowed:
-                raise BundleError(
-                    f"model: forward's logit of row {row} is {float(logits[row]):.6g} among {size} rows and "
-                    f"{float(alone):.6g} among 3: it depends on other rows; compute it from its own columns"
-                )
 
     @cached_property
     def sides(self) -> dict[str, Columns]:
@@ -419,7 +391,8 @@ class _Content:
         """Writes every file of the bundle, audits it, and writes the manifest last."""
         dense = weights.dense()
         tables = self._write_tables(folder, weights, blocks, dense)
-        split = self._write_graphs(folder, dense)
+        split = self.network.split
+        self._write_graphs(folder, dense)
         if self.index != "exact" and not split.product:
             raise BundleError(
                 f"index={self.index!r}: FAISS searches products, and these logits are none, because of "
@@ -499,38 +472,26 @@ class _Content:
             array = open_memmap(
                 folder / files[name], mode="w+", dtype=dtype, shape=shape.size
             )
-            for _, rows, columns, values in pieces:
-                array[rows, columns] = values if half else values.float()
+            for _, start, values in pieces:
+                _check_table(name, start, values)
+                rows = array[start : start + len(values)]
+                rows[:] = values if half else values.float()
                 done += values.nbytes
                 self.progress("tables", done, total)
             array.flush()
-        for name, value in self._own_tables(dense).items():
-            weight = value.detach().cpu().float().contiguous().numpy()
-            np.save(folder / files[name], weight, allow_pickle=False)
+        # The others are plain embeddings of an own module.
+        for name in self.network.tables - weights.tables.keys():
+            weight = dense[name if name in dense else f"{name}.weight"]
+            _check_table(name, 0, weight)
+            np.save(folder / files[name], weight.float().numpy(), allow_pickle=False)
         return files
 
-    def _own_tables(self, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the weights of an own module's plain embeddings, by table."""
-        if not isinstance(self.network, OwnNetwork):
-            return {}
-        paths = self.network.split(dense).tables
-        return {
-            table: dense[path.removeprefix("model.")]
-            for table, path in paths.items()
-            if table in self.network.tables
-        }
-
-    def _write_graphs(self, folder: Path, dense: Mapping[str, Tensor]) -> Any:
+    def _write_graphs(self, folder: Path, dense: Mapping[str, Tensor]) -> None:
         graphs = self.renewal.graphs
-        leaves = [leaf.as_json() for leaf in self.network.leaves]
-        if graphs is None or leaves != self.renewal.leaves:
-            graphs = Graphs(self.network.split(dense))
-            self.renewal.graphs = graphs
-            self.renewal.leaves = leaves
-        else:
-            graphs.renew(self.network.weights(dense))
+        if graphs is None or graphs.split is not self.network.split:
+            self.renewal.graphs = graphs = Graphs(self.network.split)
+        graphs.renew(dense)
         graphs.write(folder)
-        return graphs.split
 
     def _side(self, folder: Path, name: str, content: Mapping[str, Any]) -> Side:
         return Side(
@@ -574,17 +535,18 @@ class _Content:
             list(self.sides["query"].raw)
         )
         bundle = Bundle(folder, Manifest(content=content, certificate={}))
-        pairs = zip(bundle.query.embed(queries), positions, strict=True)
-        own = np.stack([bundle.logits(query, items) for query, items in pairs])
+        found = bundle.answered(queries, positions)
+        own = found[0]
         greatest = float(np.abs(expected).max())
         share = ROUNDED if self.store == "fp16" else self.rounding
         parity = Parity(
-            own.size, float(np.abs(own - expected).max()), max(share * greatest, 1e-6)
+            own.size, float(np.abs(found - expected).max()), max(share * greatest, 1e-6)
         )
         if not parity.greatest_difference <= parity.allowed:
             raise BundleError(
                 f"model: {own.size} logits of the bundle differ from the model's by up to "
-                f"{parity.greatest_difference:.3g}, allowed is {parity.allowed:.3g}; report it with the model"
+                f"{parity.greatest_difference:.3g}, allowed is {parity.allowed:.3g}; compute each row's logit from its "
+                "own columns, not from other rows' (or report it with the model)"
             )
         lists = (pa.list_(pa.int32()), pa.list_(pa.float32()))
         queries = queries.append_column(
@@ -594,8 +556,6 @@ class _Content:
         write_table(folder / AUDIT, queries)
         tolerance = max(TOLERANCE * float(np.abs(own).max()), 1e-6)
         content["audit"] = {"pairs": own.size, "tolerance": tolerance}
-        # Each alone too, as requests come.
-        bundle.audit()
         return parity
 
     def _index(self, folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -621,6 +581,15 @@ def _named(
         if ids is not None:
             what = f"{what} {ids[place]}"
         raise CellError(error.column, place, error.rule, what) from None
+
+
+def _check_table(name: str, start: int, rows: Tensor) -> None:
+    wrong = ~torch.isfinite(rows).all(1)
+    if bool(wrong.any()):
+        row = start + int(wrong.int().argmax())
+        raise BundleError(
+            f"table '{name}': row {row} holds NaN or infinity; train with finite values"
+        )
 
 
 def _as_json(column: ModelColumn) -> dict[str, Any]:

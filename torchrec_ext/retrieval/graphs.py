@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrec_ext.retrieval.manifest import BundleError
-from torchrec_ext.retrieval.split import GraphSplit, Part
+from torchrec_ext.retrieval.split import GraphSplit
 
 # The graphs, and the name of the output of each.
 GRAPHS = {"query": "vector", "candidate": "row", "pairs": "logits"}
@@ -43,7 +44,7 @@ class Graphs:
 
         values = self.split.trace.numbers(weights)
         for name, model in self._models.items():
-            part: Part = getattr(self.split, name)
+            part = getattr(self.split, name)
             for tensor in model.graph.initializer:
                 node = part.constants.get(tensor.name.removeprefix(f"{name}."))
                 if node is None:
@@ -80,6 +81,8 @@ class _Together(nn.Module):
 
 def _onnx(split: GraphSplit) -> dict[str, Any]:
     """Returns the ONNX model of each part."""
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+
     together = _Together(split)
     size = sum(value.nbytes for value in together.buffers())
     if size > _MOST_BYTES:
@@ -87,7 +90,7 @@ def _onnx(split: GraphSplit) -> dict[str, Any]:
             f"model: {size / 2**30:.1f} GiB of weights outside of tables, ONNX holds 2; look large tables up by an "
             "nn.Embedding of a column, which keeps them outside"
         )
-    parts: list[Part] = [getattr(split, name) for name in GRAPHS]
+    parts = [getattr(split, name) for name in GRAPHS]
     try:
         with _quiet(), torch.no_grad():
             program: Any = torch.onnx.export(
@@ -110,51 +113,28 @@ def _onnx(split: GraphSplit) -> dict[str, Any]:
             f"model: forward cannot be an ONNX graph: {type(cause).__name__}: {first}; use another of torch's "
             "operators there"
         ) from None
+    # Nodes hold the stack of their tracing, with local paths.
+    ClearMetadataAndDocStringPass()(program.model)
     return {
-        name: _cut_out(program.model_proto, part.inputs, output)
+        name: _cut_out(program.model, part.inputs, output)
         for part, (name, output) in zip(parts, GRAPHS.items(), strict=True)
     }
 
 
 def _cut_out(model: Any, inputs: Sequence[str], output: str) -> Any:
-    """Returns the part of an ONNX model that computes ``output`` from ``inputs``."""
-    from onnx import helper
+    """Returns the part of a model that computes ``output`` from ``inputs``, as ONNX's message."""
+    import onnx_ir
 
-    needed = {output}
-    nodes = []
-    for node in reversed(model.graph.node):
-        if needed.isdisjoint(node.output):
-            continue
-        needed.update(_read_by(node))
-        # Nodes hold the stack of their tracing, with local paths.
-        node.ClearField("metadata_props")
-        node.ClearField("doc_string")
-        nodes.append(node)
-    values = {each.name: each for each in (*model.graph.input, *model.graph.output)}
-    graph = helper.make_graph(
-        nodes[::-1],
-        output,
-        [values[name] for name in inputs],
-        [values[output]],
-        [each for each in model.graph.initializer if each.name in needed],
-    )
-    # The values' and weights' shapes alone, without such notes.
+    part = onnx_ir.convenience.extract(model.graph, inputs, [output])
+    made = onnx_ir.to_proto(onnx_ir.Model(part, ir_version=model.ir_version))
+    graph = made.graph
+    # The values' and weights' shapes alone, without notes, and in one order.
+    del graph.value_info[:]
+    graph.initializer.sort(key=attrgetter("name"))
     for each in (*graph.input, *graph.output, *graph.initializer):
         each.ClearField("metadata_props")
         each.ClearField("doc_string")
-    return helper.make_model(
-        graph, opset_imports=model.opset_import, ir_version=model.ir_version
-    )
-
-
-def _read_by(node: Any) -> Iterator[str]:
-    """Yields the names of all values that a node reads, those in its branches too."""
-    yield from node.input
-    for attribute in node.attribute:
-        for branch in (attribute.g, *attribute.graphs):
-            for inner in branch.node:
-                yield from _read_by(inner)
-            yield from (each.name for each in branch.output)
+    return made
 
 
 def require_onnx() -> None:

@@ -14,7 +14,6 @@ from msgspec import Struct
 from torchrec_ext.data.preprocess.columns import is_list_column
 from torchrec_ext.retrieval.bundle import Bundle, Floats, GraphError, Side
 from torchrec_ext.retrieval.catalogue import NOT, Id, IdArray
-from torchrec_ext.retrieval.columns import Read
 from torchrec_ext.retrieval.search import (
     Mask,
     QueryError,
@@ -294,7 +293,7 @@ class Scorer:
             asked=request.k,
             unknown_items=list(dict.fromkeys(unknown)),
             **user.fields,
-            titles=self._titles(positions) if request.titles else [],
+            titles=self.bundle.items.titles_of(positions) if request.titles else [],
             **self._liked(request, user),
         )
 
@@ -321,29 +320,26 @@ class Scorer:
 
     def embed(self, request: EmbedRequest) -> Embedded:
         """Returns outputs of a side; raises as :meth:`recommend`."""
-        rows = list(request.rows)
-        side = self.bundle.candidate
+        rows, places = list(request.rows), []
+        side, key = self.bundle.candidate, None
         if request.side == "query":
-            side = self.bundle.query
+            side, key = self.bundle.query, self._key
         for index, row in enumerate(rows):
             where = f"rows[{index}]"
+            places.append(where)
             if request.side == "query":
                 rows[index] = self._columns(row, self._row(row, where), where)
             else:
                 _check_names(row, side.columns.raw, None, where)
-        key = self._key if request.side == "query" else None
-        read = _read(side, rows, "rows", key)
-        vectors = _vectors(side, read, "rows")
-        if not np.isfinite(vectors).all():
-            index = int((~np.isfinite(vectors)).any(axis=1).argmax())
+        vectors, unknown = _embedded(side, rows, places, key)
+        finite = np.isfinite(vectors).all(axis=1)
+        if not finite.all():
             raise RequestError(
-                f"rows[{index}]",
+                places[int(finite.argmin())],
                 "the vector is not finite: a feature is too large; send smaller numbers",
             )
         return Embedded(
-            vectors=vectors.tolist(),
-            unknown_features=[_unknown(read, row) for row in range(len(rows))],
-            bundle=self.digest,
+            vectors=vectors.tolist(), unknown_features=unknown, bundle=self.digest
         )
 
     def nearest(self, request: NearestRequest) -> Nearest:
@@ -364,7 +360,7 @@ class Scorer:
         return Nearest(
             items=self._ids.ids(best),
             scores=cosines[best].tolist(),
-            titles=self._titles(best) if request.titles else [],
+            titles=self.bundle.items.titles_of(best) if request.titles else [],
             bundle=self.digest,
         )
 
@@ -376,6 +372,9 @@ class Scorer:
     def _user(self, user: Mapping[str, Any], vector: str) -> _User:
         row = self._row(user, "user")
         key = self._key
+        query: Floats | None = None
+        unknown: list[str] = []
+        source, known = "store", True
         if (
             self._vectors is not None
             and vector == "auto"
@@ -383,33 +382,26 @@ class Scorer:
             and set(user) == {key}
             and user[key] is not None
         ):
-            stored = self._vectors.find(user[key], self.bundle)
-            if stored is not None and len(stored) == self.bundle.query.width:
-                return self._checked(stored, "known", [], "store", row)
-        side = self.bundle.query
-        read = _read(side, [self._columns(user, row, "user")], "user", self._key)
-        unknown = _unknown(read, 0)
-        is_new = row < 0
-        if self._id_features:
-            is_new = not set(self._id_features).isdisjoint(unknown)
-        query = _vectors(side, read, "user")[0]
-        return self._checked(query, "new" if is_new else "known", unknown, "live", row)
-
-    def _checked(
-        self, vector: Floats, user: str, unknown: list[str], source: str, row: int
-    ) -> _User:
+            query = self._vectors.find(user[key], self.bundle)
+        if query is None:
+            source, known = "live", row >= 0
+            columns = self._columns(user, row, "user")
+            side = self.bundle.query
+            (query,), (unknown,) = _embedded(side, [columns], ["user"], key)
+            if self._id_features:
+                known = set(self._id_features).isdisjoint(unknown)
         try:
-            check_query(vector)
+            check_query(query)
         except QueryError as error:
             raise RequestError("user", str(error)) from None
         fields = {
-            "user": user,
+            "user": "known" if known else "new",
             "unknown_user": self.bundle.users is not None and row < 0,
             "unknown_features": unknown,
             "vector": source,
             "bundle": self.digest,
         }
-        return _User(vector, fields, row)
+        return _User(query, fields, row)
 
     def _row(self, user: Mapping[str, Any], where: str) -> int:
         """Returns a user's row in the bundle's users, -1 if unknown."""
@@ -495,14 +487,6 @@ class Scorer:
         check_scores(self.bundle, logits, positions)
         return logits
 
-    def _titles(self, positions: Sequence[int] | IdArray) -> list[str]:
-        """Returns titles of positions (N,), empty for an unknown item; an empty list if no item has a title."""
-        positions = np.asarray(positions)
-        is_known = positions >= 0
-        texts = iter(self.bundle.items.titles_of(positions[is_known]))
-        titles = [next(texts, "") if exists else "" for exists in is_known.tolist()]
-        return titles if any(titles) else []
-
     def _liked(self, request: RecommendRequest, user: _User) -> dict[str, Any]:
         """Returns the requested number of the user's liked items, the latest first, and their titles."""
         if not request.liked or self.bundle.users is None or user.row < 0:
@@ -524,56 +508,56 @@ def _check_names(
             )
 
 
-def _read(
-    side: Side, rows: Sequence[Mapping[str, Any]], where: str, key: str | None
-) -> Read:
-    """Reads rows, each with all columns; ``key`` is the column that may stand alone, or None."""
+def _embedded(
+    side: Side,
+    rows: Sequence[Mapping[str, Any]],
+    places: Sequence[str],
+    key: str | None,
+) -> tuple[Floats, list[list[str]]]:
+    """Returns (B, W) outputs of rows with all columns, and each row's columns with a value mapped to the unknown row.
+
+    ``places`` are the fields of the rows, and ``key`` is the column that may stand alone, or None.
+    """
     raw = side.columns.raw
-    for index, row in enumerate(rows):
+    for place, row in zip(places, rows, strict=True):
         missing = [name for name in raw if name not in row]
         if missing:
-            place = where if where == "user" else f"{where}[{index}]"
             raise RequestError(
                 f"{place}.{missing[0]}",
                 f"it is missing; the model reads {listed(raw)}, of which missing: {listed(missing)}; "
                 f"{_remedy(side, missing, key)}",
             )
+    alone = len(rows) == 1
+    where = places[0] if alone else "rows"
+    columns = side.columns
     try:
-        if len(rows) == 1:
-            return side.columns.read_row(rows[0])
-        return side.columns.read(rows)
+        read = columns.read_row(rows[0]) if alone else columns.read(rows)
+        vectors = side(read.columns)
+    # The bundle's audit ran the same graph, so it is these values that it cannot take.
+    except GraphError as error:
+        why = f"the model cannot take these values ({error.why}); send others"
+        raise RequestError(where, why) from None
     except (ValueError, OverflowError, TypeError) as error:
         # The column where the message names one: a form shows it beside its field.
         named = re.search(r"column '([^']+)'", str(error))
-        if named and named[1] in raw and len(rows) == 1:
+        if named and named[1] in raw and alone:
             where = f"{where}.{named[1]}"
         raise RequestError(where, str(error)) from None
+    unknown = [
+        [name for name, mask in read.unknown.items() if mask[row]]
+        for row in range(len(rows))
+    ]
+    return vectors, unknown
 
 
 def _remedy(side: Side, missing: Sequence[str], key: str | None) -> str:
     """Says what to send for missing columns."""
     if key is not None:
         return f"send these, or '{key}' alone"
-    widths = side.list_widths()
+    widths = side.columns.widths
     for name in missing:
         if name in widths:
             return f"'{name}' is a list of {widths[name]}, padded as in training"
         if is_list_column(side.columns.raw[name]):
             return "an empty list is []"
     return "send these"
-
-
-def _vectors(side: Side, read: Read, where: str) -> Floats:
-    try:
-        return side(read.columns)
-    except DataError as error:
-        raise RequestError(where, str(error)) from None
-    # The bundle's audit ran the same graph, so it is these values that it cannot take.
-    except GraphError as error:
-        raise RequestError(
-            where, f"the model cannot take these values ({error.why}); send others"
-        ) from None
-
-
-def _unknown(read: Read, row: int) -> list[str]:
-    return [name for name, mask in read.unknown.items() if mask[row]]

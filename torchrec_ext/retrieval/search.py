@@ -77,26 +77,23 @@ class ExactSearch:
         check_query(query)
         if mask is not None and np.count_nonzero(mask) * _GATHERED <= len(mask):
             return self.among(query, k, np.flatnonzero(mask))
-        best = _Best(k, self._margin * float(np.linalg.norm(query)))
-        for start, scores in self._blocks(query):
-            # A NaN anywhere makes the greatest NaN; a comparison would drop it.
-            if not np.isfinite(scores.max()):
-                check_scores(
-                    self._bundle, scores, np.arange(start, start + len(scores))
-                )
-            best.add(scores, start, mask)
-        if self._is_product:
-            return self.among(query, k, np.sort(best.positions))
-        return self._ranked(best.scores, best.positions, k)
-
-    def _blocks(self, query: Floats) -> Iterator[tuple[int, Floats]]:
         rows = self._bundle.rows
+        scores = np.empty(len(rows), np.float32)
         if self._is_product:
             for start, block in blocks_of(rows):
-                yield start, block @ query
-            return
-        for start in range(0, len(rows), _BLOCK):
-            yield start, self._bundle.pairs(query, rows[start : start + _BLOCK])
+                scores[start : start + len(block)] = block @ query
+        else:
+            for start in range(0, len(rows), _BLOCK):
+                block = rows[start : start + _BLOCK]
+                scores[start : start + _BLOCK] = self._bundle.pairs(query, block)
+        # A NaN anywhere makes the greatest NaN; a comparison would drop it.
+        if not np.isfinite(scores.max()):
+            check_scores(self._bundle, scores, np.arange(len(scores)))
+        margin = 2 * self._margin * float(np.linalg.norm(query))
+        best = _best(scores, k, margin, mask)
+        if self._is_product:
+            return self.among(query, k, best)
+        return self._ranked(scores[best], best, k)
 
     def among(self, query: Floats, k: int, positions: IdArray) -> Found:
         """Returns the ``k`` best of the items at ascending ``positions``; raises as :meth:`search`."""
@@ -157,36 +154,22 @@ def _kth(scores: Floats, k: int) -> np.float32:
     return kth
 
 
-class _Best:
-    """The items so far whose scores are within ``margin`` of the K best, in the order of their positions."""
-
-    def __init__(self, k: int, margin: float) -> None:
-        self._k = k
-        self._margin = 2 * margin
-        self._least = -np.inf
-        self.scores: Floats = np.zeros(0, np.float32)
-        self.positions: IdArray = np.zeros(0, np.int64)
-
-    def add(self, scores: Floats, start: int, mask: Mask | None) -> None:
-        """Adds the scores of the items from ``start`` on."""
-        least = self._least
-        if mask is None and not len(self.scores) and len(scores) > self._k:
-            # Most items of the first block are below its own K best.
-            least = _kth(scores, self._k) - self._margin
-        hits = np.flatnonzero(scores >= least)
-        if mask is not None:
-            hits = hits[mask[start + hits]]
-        if not len(hits):
-            return
-        self.scores = np.concatenate([self.scores, scores[hits]])
-        self.positions = np.concatenate([self.positions, hits + start])
-        size = len(self.scores)
-        if size <= self._k:
-            return
-        self._least = _kth(self.scores, self._k) - self._margin
-        chosen = self.scores >= self._least
-        self.scores = self.scores[chosen]
-        self.positions = self.positions[chosen]
+def _best(scores: Floats, k: int, margin: float, mask: Mask | None) -> IdArray:
+    """Returns the ascending positions of scores within ``margin`` of the K best, or better, under a mask."""
+    first = scores[:_PRODUCT_BLOCK]
+    if mask is not None:
+        first = first[mask[:_PRODUCT_BLOCK]]
+    least = -np.inf
+    # Most scores are below the K best of the first ones.
+    if len(first) > k:
+        least = _kth(first, k) - margin
+    best = np.flatnonzero(scores >= least)
+    if mask is not None:
+        best = best[mask[best]]
+    if len(best) > k:
+        found = scores[best]
+        best = best[found >= _kth(found, k) - margin]
+    return best
 
 
 def blocks_of(rows: NDArray[Any]) -> Iterator[tuple[int, Floats]]:

@@ -7,7 +7,7 @@ alone is stored. The item's half of the first layer is applied before a row is s
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -22,7 +22,6 @@ from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.retrieval.trace import (
     BOTH,
     CANDIDATE,
-    NEITHER,
     QUERY,
     TABLES,
     Leaf,
@@ -98,37 +97,30 @@ class Part(nn.Module):
         self, split: GraphSplit, results: Sequence[Node], given: Sequence[Node]
     ) -> None:
         super().__init__()
-        self._stored: dict[str, Node] = {}
+        self.constants: dict[str, Node] = {}
         self.leaves: list[Leaf] = []
         self.width = sum(map(_width, results))
         self._results = list(results)
-        self._split = split
+        self._leaf_nodes: list[Node] = []
         self._nodes: list[Node] = []
-        constant = split.trace.constant
-        begun = {*given, *constant, *split.leaves}
+        trace = split.trace
+        begun = {*given, *trace.constant, *split.leaves}
         sized = aten.sym_size.int
-
-        def enters(node: Node) -> bool:
-            return node not in begun and node.target is not sized
-
-        behind = split.trace.behind(results, enters)
-        read = {each for node in behind for each in node.all_input_nodes}
-        read |= {*behind, *results}
-        self._leaf_nodes = []
-        values = split.trace.numbers({})
-        for node in split.graph.nodes:
-            if node not in read or node in given:
+        values = trace.numbers({})
+        for node in trace.behind(
+            results, lambda node: node in begun or node.target is sized
+        ):
+            if node in trace.constant:
+                name = f"constant_{len(self.constants)}"
+                self.constants[name] = node
+                self.register_buffer(name, values[node].contiguous())
+            elif node in given:
                 continue
-            if node in constant:
-                name = f"constant_{len(self._stored)}"
-                self._stored[name] = node
-                self.register_buffer(name, values[node].detach().contiguous())
             elif node in split.leaves:
                 self._leaf_nodes.append(node)
                 self.leaves.append(split.leaves[node])
             else:
                 self._nodes.append(node)
-        self.constants = self._stored
         self.inputs = [leaf.input for leaf in self.leaves]
         self.examples = tuple(leaf.example() for leaf in self.leaves)
         # Each side has a number of rows of its own.
@@ -140,43 +132,25 @@ class Part(nn.Module):
         self, values: dict[Node, Any], rows: Any, single: Sequence[Node] = ()
     ) -> list[Tensor]:
         """Computes the results from ``values``, and adds to them; those in ``single`` have one row for all ``rows``."""
-        for name, node in self._stored.items():
+        for name, node in self.constants.items():
             values[node] = getattr(self, name)
         for node in self._nodes:
-            if node in values:
-                continue
             if node.target is aten.sym_size.int:
                 of: Any = node.args[0]
                 axis: Any = node.args[1]
                 many = of in single or of not in values
                 values[node] = rows if many else values[of].shape[axis]
                 continue
-            found = dict.fromkeys(node.all_input_nodes)
+            found = {each: values[each] for each in node.all_input_nodes}
             for each in found:
-                found[each] = values[each]
-                if each in single and not self._broadcasts(node, single):
+                # Another input has all rows, and these functions take one row beside them.
+                if each in single and node.target not in _BROADCAST:
                     found[each] = values[each].expand(rows, *values[each].shape[1:])
             function: Any = node.target
             arguments = map_arg(node.args, found.__getitem__)
-            values[node] = function(
-                *arguments, **map_arg(node.kwargs, found.__getitem__)
-            )
+            options = map_arg(node.kwargs, found.__getitem__)
+            values[node] = function(*arguments, **options)
         return [values[node] for node in self._results]
-
-    def _broadcasts(self, node: Node, single: Sequence[Node]) -> bool:
-        """Whether a function takes one row beside many."""
-        tensors = [
-            each
-            for each in node.all_input_nodes
-            if isinstance(each.meta.get("val"), Tensor)
-        ]
-        dims = {each.meta["val"].dim() for each in tensors}
-        others = [
-            each
-            for each in tensors
-            if each not in single and self._split.side(each) != NEITHER
-        ]
-        return node.target in _BROADCAST and bool(others) and len(dims) == 1
 
     def of_leaves(self, leaves: Sequence[Tensor]) -> dict[Node, Any]:
         """Returns the values of the leaves."""
@@ -221,72 +195,6 @@ class _Half(Part):
         return matrix
 
 
-class _Slopes(Part):
-    """A query's slope along each of the candidate's numbers, and its constant: (B, W).
-
-    The logits are linear in the candidate's numbers: they are the logit of zeros, and the change of it with each number
-    alone.
-    """
-
-    def __init__(
-        self, split: GraphSplit, query: Sequence[Node], candidate: Sequence[Node]
-    ) -> None:
-        super().__init__(split, [split.result], [*query, *candidate])
-        self._query = query
-        self._candidate = candidate
-        self._half = half = Part(split, query, [])
-        self.leaves, self.inputs = half.leaves, half.inputs
-        self.examples, self.dynamic = half.examples, half.dynamic
-        self.constants = dict(self._stored)
-        for name, node in half.constants.items():
-            self.constants[f"_half.{name}"] = node
-        self.width = sum(map(_width, candidate)) + 1
-        directions = torch.cat(
-            [torch.zeros(1, self.width - 1), torch.eye(self.width - 1)]
-        )
-        self.register_buffer("directions", directions)
-
-    def forward(self, *leaves: Tensor) -> Tensor:
-        rows = leaves[0].shape[0]
-        return self.of_query(self._half.run(self._half.of_leaves(leaves), rows), rows)
-
-    def of_query(self, of_query: Sequence[Tensor], rows: Any) -> Tensor:
-        """Returns (B, W) of the query's values, each (B, ...)."""
-        values: dict[Node, Any] = {}
-        for node, value in zip(self._query, of_query, strict=True):
-            values[node] = self._repeated(value[:, None], rows)
-        pieces = _pieces_of(self.directions, self._candidate)  # type: ignore[arg-type]
-        for node, piece in zip(self._candidate, pieces, strict=True):
-            values[node] = self._repeated(piece[None], rows)
-        (logits,) = self.run(values, rows * self.width)
-        logits = logits.reshape(-1, self.width)
-        constant = logits[:, :1]
-        return torch.cat([logits[:, 1:] - constant, constant], 1)
-
-    def factor(self) -> float | None:
-        """Returns s if the slopes are s times the query's one value, and the constant is 0; else None.
-
-        It is tried, with a value of random numbers. No weight may be part of it, since a renewal changes weights.
-        """
-        value = self._query[0].meta["val"]
-        if len(self._query) > 1 or self._stored or value.dtype != torch.float32:
-            return None
-        draw = torch.Generator().manual_seed(0)
-        tried = torch.randn(_TRIED, *value.shape[1:], generator=draw)
-        with torch.no_grad():
-            found = self.of_query([tried], _TRIED)
-        slopes, tried = found[:, :-1], tried.reshape(_TRIED, -1)
-        if slopes.shape != tried.shape or bool(found[:, -1].any()):
-            return None
-        factor = float((slopes / tried).median())
-        return factor if torch.allclose(slopes, factor * tried, rtol=1e-5) else None
-
-    def _repeated(self, value: Tensor, rows: Any) -> Tensor:
-        """Returns (B x W, ...) of (B or 1, W or 1, ...)."""
-        tail = value.shape[2:]
-        return value.expand(rows, self.width, *tail).reshape(-1, *tail)
-
-
 class _Pairs(Part):
     """The logits (N,) of a query (1, Wq) and rows (N, Wc)."""
 
@@ -306,11 +214,70 @@ class _Pairs(Part):
         self.dynamic = ({}, {0: Dim("rows", min=2)})
 
     def forward(self, query: Tensor, rows: Tensor) -> Tensor:
+        return self.logits(query, rows, self._query)
+
+    def logits(
+        self, query: Tensor, rows: Tensor, single: Sequence[Node] = ()
+    ) -> Tensor:
+        """Returns (N,) logits of queries (N, Wq), or of one for all rows if its values are ``single``."""
         nodes = [*self._query, *self._candidate]
         pieces = _pieces_of(query, self._query) + _pieces_of(rows, self._candidate)
         values = dict(zip(nodes, pieces, strict=True))
-        (logits,) = self.run(values, rows.shape[0], self._query)
+        (logits,) = self.run(values, rows.shape[0], single)
         return logits.reshape(-1)
+
+
+class _Slopes(nn.Module):
+    """A query's slope along each of the candidate's numbers, and its constant: (B, W).
+
+    The logits are linear in the candidate's numbers: they are the logit of zeros, and the change of it with each number
+    alone.
+    """
+
+    def __init__(self, half: Part, pairs: _Pairs) -> None:
+        super().__init__()
+        self.side = half
+        self.pairs = pairs
+        self.leaves, self.inputs = half.leaves, half.inputs
+        self.examples, self.dynamic = half.examples, half.dynamic
+        self.constants = {
+            f"{part}.{name}": node
+            for part in ("side", "pairs")
+            for name, node in getattr(self, part).constants.items()
+        }
+        numbers = pairs.examples[1].shape[1]
+        self.width = numbers + 1
+        directions = torch.cat([torch.zeros(1, numbers), torch.eye(numbers)])
+        self.register_buffer("directions", directions)
+
+    def forward(self, *leaves: Tensor) -> Tensor:
+        return self.of_query(self.side(*leaves))
+
+    def of_query(self, query: Tensor) -> Tensor:
+        """Returns (B, W) of the query's values (B, Wq)."""
+        size = query.shape[0]
+        several = query[:, None].expand(-1, self.width, -1).flatten(0, 1)
+        rows = self.directions.repeat(size, 1)  # type: ignore[operator]
+        logits = self.pairs.logits(several, rows).reshape(-1, self.width)
+        constant = logits[:, :1]
+        return torch.cat([logits[:, 1:] - constant, constant], 1)
+
+    def factor(self) -> float | None:
+        """Returns s if the slopes are s times the query's values, and the constant is 0; else None.
+
+        It is tried, with random numbers. No weight may be part of it, since a renewal changes weights.
+        """
+        if self.pairs.constants:
+            return None
+        draw = torch.Generator().manual_seed(0)
+        tried = torch.randn(_TRIED, self.pairs.examples[0].shape[1], generator=draw)
+        with torch.no_grad():
+            found = self.of_query(tried)
+        slopes = found[:, :-1]
+        if slopes.shape != tried.shape or bool(found[:, -1].any()):
+            return None
+        factor = float((slopes / tried).median())
+        return factor if torch.allclose(slopes, factor * tried, rtol=1e-5) else None
 
 
 class _Products(_Pairs):
@@ -326,13 +293,12 @@ class _Products(_Pairs):
 
 def _pieces_of(matrix: Tensor, nodes: Sequence[Node]) -> list[Tensor]:
     """Cuts a matrix into the values that were flattened to it."""
+    parts: Sequence[Tensor] = [matrix]
+    if len(nodes) > 1:
+        parts = torch.split(matrix, list(map(_width, nodes)), 1)
     pieces = []
-    start = 0
-    for node in nodes:
+    for node, piece in zip(nodes, parts, strict=True):
         value = node.meta["val"]
-        stop = start + _width(node)
-        piece = matrix[:, start:stop] if len(nodes) > 1 else matrix
-        start = stop
         if value.dim() != 2:
             piece = piece.reshape(-1, *value.shape[1:])
         if value.dtype == torch.bool:
@@ -347,35 +313,28 @@ class GraphSplit:
     Args:
         model: module in evaluation whose forward takes a dict of leaves by name and returns logits (B,) or (B, 1).
         leaves: its inputs.
-        examples: values to trace with, by name; by default small ones.
 
     Attributes:
+        inputs: the leaves of ``model``.
         query: part from the query's leaves to (B, Wq).
         candidate: part from the candidate's leaves to stored rows (B, Wc).
         pairs: part from ``query`` (1, Wq) and ``rows`` (N, Wc) to logits (N,).
         product: whether the logits are the products of queries and rows.
-        tables: path of the weight of each table that is looked up outside the graphs.
 
     Raises:
         BundleError: forward cannot be traced or cut; the message names the line and the remedy.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        leaves: Sequence[Leaf],
-        examples: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        self.trace = trace = Trace(model, leaves, examples)
+    def __init__(self, model: nn.Module, leaves: Sequence[Leaf]) -> None:
+        self.inputs = leaves
+        self.trace = trace = Trace(model, leaves)
         self.graph = trace.graph
         self.leaves = trace.leaves
-        self.tables = trace.tables
         self.side = trace.side
         self.result = trace.result
         self._check_sides()
-        self.pairwise = trace.behind(
-            [self.result], lambda node: self.side(node) == BOTH
-        )
+        behind = trace.behind([self.result], lambda node: self.side(node) != BOTH)
+        self.pairwise = [node for node in behind if self.side(node) == BOTH]
         self.frontier = self._crossing()
         self._other = self._not_linear()
         self.product = self._other is None
@@ -407,7 +366,7 @@ class GraphSplit:
                 )
 
     def _columns(self, node: Node) -> str:
-        behind = self.trace.behind([node], lambda _: True)
+        behind = self.trace.behind([node], lambda _: False)
         names = {self.leaves[each].column for each in behind if each in self.leaves}
         return listed(f"'{name}'" for name in sorted(names))
 
@@ -415,8 +374,9 @@ class GraphSplit:
         """Whether a value is computed from ids, which a row of float32 cannot hold; a mask of them is none."""
         if node.meta["val"].dtype == torch.bool:
             return False
-        leaves = [self.leaves.get(each) for each in self.trace.behind([node], is_whole)]
-        return any(leaf is not None and leaf.kind == "column" for leaf in leaves)
+        behind = self.trace.behind([node], lambda each: not is_whole(each))
+        leaves = [self.leaves[each] for each in behind if each in self.leaves]
+        return any(leaf.kind == "column" and leaf.dtype == "int64" for leaf in leaves)
 
     def _crossing(self) -> list[Node]:
         """Returns the values of one side that the pairwise nodes read, the query's first."""
@@ -425,9 +385,7 @@ class GraphSplit:
             for each in node.all_input_nodes:
                 if self.side(each) in (QUERY, CANDIDATE):
                     crossing[each] = None
-        ordered = []
-        for side in (QUERY, CANDIDATE):
-            ordered += [node for node in crossing if self.side(node) == side]
+        ordered = sorted(crossing, key=self.side)
         for node in ordered:
             self._check_crossing(node)
         return ordered
@@ -463,7 +421,7 @@ class GraphSplit:
             moving = [
                 place
                 for place, each in enumerate(node.args)
-                if _any_node(each, lambda one: bool(self.side(one) & CANDIDATE))
+                if isinstance(each, Node) and self.side(each) & CANDIDATE
             ]
             linear = node.target in _LINEAR
             linear = linear or (node.target in _BILINEAR and len(moving) == 1)
@@ -479,25 +437,21 @@ class GraphSplit:
     def _build(self) -> None:
         query = [node for node in self.frontier if self.side(node) == QUERY]
         candidate = [node for node in self.frontier if self.side(node) == CANDIDATE]
-        self.query: Part = _Half(self, query)
+        self.query: Part | _Slopes = _Half(self, query)
         self.candidate: Part = _Half(self, candidate)
+        pairs = _Pairs(self, query, candidate)
+        self.pairs: Part = pairs
         if not self.product:
-            self.pairs: Part = _Pairs(self, query, candidate)
             return
-        self.query = slopes = _Slopes(self, query, candidate)
+        slopes = _Slopes(self.query, pairs)
         factor = slopes.factor()
         if factor is not None:
             self.query = _Half(self, query, factor=factor)
         else:
+            self.query = slopes
             self.candidate = _Half(self, candidate, ones=True)
         self.pairs = _Products(self, self.query.width)
 
 
 def _width(node: Node) -> int:
     return int(torch.Size(node.meta["val"].shape[1:]).numel())
-
-
-def _any_node(argument: Any, holds: Callable[[Node], bool]) -> bool:
-    found: list[bool] = []
-    map_arg(argument, lambda node: found.append(holds(node)))
-    return any(found)

@@ -2,32 +2,39 @@
 
 torch.export records forward. Look-ups of plain columns become leaves, so that their tables stay outside. Linear layers
 and element-wise functions are moved through concatenations.
+
+Axis letters: B rows, L list length, D embedding dim.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 
 import torch
+import torch.nn.functional as F
 import torchrec
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import Node
 from torch.fx.node import map_arg
+from torch.overrides import TorchFunctionMode
 
 from torchrec_ext.retrieval.manifest import BundleError
 
 aten = torch.ops.aten
 NEITHER, QUERY, CANDIDATE, BOTH = range(4)
 TABLES = {QUERY: "queries", CANDIDATE: "catalogue.features"}
+# A number that no layer has by chance: a forward that fixes it is told so.
+EXAMPLE_ROWS = 61
+_LONGEST = 5
 _LIBRARIES = tuple(
     str(Path(str(module.__file__)).parent) for module in (torch, torchrec)
 )
@@ -40,7 +47,6 @@ _NOTHING = {
     aten.dropout.default,
     aten.lift_fresh_copy.default,
 }
-_MAX = 2  # torch's number of an EmbeddingBag's mode
 _ELEMENTWISE = {
     aten.relu.default,
     aten.gelu.default,
@@ -79,7 +85,6 @@ class Leaf:
         dtype: ``float32``, ``int64`` or ``bool``.
         table: name of the table.
         pooling: ``sum`` or ``mean``.
-        length: ids of each bag in training; None for any number.
         padding: row of the table that fills shorter bags up, and is not pooled; None if there is none.
     """
 
@@ -91,7 +96,6 @@ class Leaf:
     dtype: str = "float32"
     table: str = ""
     pooling: str = ""
-    length: int | None = None
     padding: int | None = None
 
     @property
@@ -101,22 +105,18 @@ class Leaf:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the manifest's entry."""
-        values = {**vars(self), "input": self.input, "shape": list(self.shape)}
-        left_out = {"name", "candidate"}
-        # No entry for None, so that the digests of networks without bags of their own stay.
-        left_out |= {key for key in values if values[key] is None}
-        return {key: values[key] for key in values if key not in left_out}
+        named = {"input": self.input, "kind": self.kind, "column": self.column}
+        looked_up = {"table": self.table, "pooling": self.pooling}
+        return {**named, "dtype": self.dtype, **looked_up, "padding": self.padding}
 
-    def example(self, rows: int = 3, longest: int = 5) -> Tensor:
+    def example(self) -> Tensor:
         """Returns an input to trace with; no axis is 0 or 1, which torch.export would fix."""
-        sizes = [longest if size is None else size for size in self.shape]
-        dtype: torch.dtype = getattr(torch, self.dtype)
+        shape = [EXAMPLE_ROWS, *(size or _LONGEST for size in self.shape)]
         if self.kind == "lengths":
-            return torch.ones(rows, dtype=torch.int64)
-        if dtype == torch.float32:
-            draw = torch.Generator().manual_seed(0)
-            return torch.randn(rows, *sizes, generator=draw)
-        return torch.zeros(rows, *sizes, dtype=dtype)
+            return torch.ones(shape, dtype=torch.int64)
+        if self.dtype == "float32":
+            return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        return torch.zeros(shape, dtype=getattr(torch, self.dtype))
 
     def axes(self, rows: Any) -> dict[int, Any]:
         """Returns the axes of any length, for ``dynamic_shapes``; lists of one column are equally long."""
@@ -129,35 +129,134 @@ class Leaf:
         return axes
 
 
+_library: Any = torch.library
+_OPERATORS = _library.Library("torchrec_ext", "FRAGMENT")
+_OPERATORS.define(
+    "look_up(Tensor ids, str table, int width, str pooling, int? padding) -> Tensor"
+)
+
+
+def _shape_of_look_up(
+    ids: Tensor, table: str, width: int, pooling: str, padding: int | None
+) -> Tensor:
+    shape = ids.shape[:1] if pooling else ids.shape
+    return ids.new_empty((*shape, width), dtype=torch.float32)
+
+
+_library.register_fake("torchrec_ext::look_up", _shape_of_look_up, lib=_OPERATORS)
+
+
+def look_up(
+    ids: Tensor,
+    table: str,
+    width: int,
+    pooling: str = "",
+    padding: int | None = None,
+) -> Tensor:
+    """Stands in a trace for what a table has for a column; it becomes a leaf.
+
+    Args:
+        ids: values of a column, (B,) or (B, L).
+        table: name of the table.
+        width: D of the table.
+        pooling: ``sum`` or ``mean`` of the bags (B, L); else the row of each id.
+        padding: see :class:`Leaf`.
+
+    Returns:
+        (B, D), or (B, L, D) of lists that are not pooled.
+    """
+    return torch.ops.torchrec_ext.look_up(ids, table, width, pooling, padding)  # type: ignore[no-any-return]
+
+
+class LookingUp(TorchFunctionMode):
+    """Makes embeddings of columns look-ups, and keeps all others in forms that ONNX Runtime computes as torch does.
+
+    Args:
+        model: module whose forward runs in the block; the path of a weight, without ``.weight``, is its table's name.
+        columns: the columns that forward is given.
+    """
+
+    def __init__(self, model: nn.Module, columns: Iterable[Tensor]) -> None:
+        weights = model.named_parameters()
+        self._tables = {
+            id(each): path.removesuffix(".weight") for path, each in weights
+        }
+        self._columns = {id(each) for each in columns}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.embedding:
+            return self._rows(*args[:2])
+        if func is F.embedding_bag:
+            return self._bags(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
+
+    def _table(self, ids: Tensor, weight: Tensor) -> str | None:
+        """Returns the table that a column looks up, or None; one in half precision stays in the graph."""
+        looked_up = id(ids) in self._columns and weight.dtype == torch.float32
+        return self._tables.get(id(weight)) if looked_up else None
+
+    def _rows(self, ids: Tensor, weight: Tensor) -> Tensor:
+        table = self._table(ids, weight)
+        if table is not None:
+            return look_up(ids, table, weight.shape[1])
+        # Too large instead of negative: ONNX would count those from the last row.
+        return F.embedding(ids.masked_fill(ids < 0, torch.iinfo(ids.dtype).max), weight)
+
+    def _bags(
+        self,
+        ids: Tensor,
+        weight: Tensor,
+        *_: Any,
+        mode: str,
+        per_sample_weights: Tensor | None,
+        padding_idx: int | None,
+        **others: Any,
+    ) -> Tensor:
+        """Returns the sums or means of the rows of a table by ids (B, L).
+
+        ONNX's own form of a bag is a loop over a sequence, on which ONNX Runtime ends the process.
+        """
+        if ids.dim() != 2 or mode == "max":
+            place = _line_in("".join(traceback.format_stack()))
+            raise BundleError(
+                f"model: forward{place}: an EmbeddingBag with {'mode=max' if ids.dim() == 2 else 'offsets'} cannot be "
+                "exported; give it ids (B, L) without offsets, mode sum or mean, or pool an nn.Embedding"
+            )
+        shares = per_sample_weights
+        table = self._table(ids, weight)
+        if table is not None and shares is None:
+            return look_up(ids, table, weight.shape[1], mode, padding_idx)
+        rows = self._rows(ids, weight)
+        if shares is None:
+            shares = torch.ones_like(ids, dtype=rows.dtype)
+        if padding_idx is not None:
+            shares = shares * (ids != padding_idx)
+        total = (rows * shares[:, :, None]).sum(1)
+        if mode == "sum":
+            return total
+        return total / shares.sum(1, keepdim=True).clamp(min=1)
+
+
 class Trace:
     """The graph of a forward from leaves to logits (B,) or (B, 1).
 
     Args:
         model: module in evaluation whose forward takes a dict of leaves by name.
-        leaves: its inputs.
-        examples: values to trace with, by name; by default small ones.
+        leaves: its inputs: columns, and lengths of lists.
 
     Attributes:
         graph: the rewritten graph.
-        leaves: inputs and look-ups of plain columns, by node.
-        tables: path of the weight of each table that is looked up outside the graph.
+        leaves: inputs and look-ups, by node.
         constant: nodes that only weights decide.
 
     Raises:
         BundleError: forward cannot be traced; the message names the line and the remedy.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        leaves: Sequence[Leaf],
-        examples: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        values = {
-            leaf.name: (examples or {}).get(leaf.name, leaf.example())
-            for leaf in leaves
-        }
-        program = _trace(model, leaves, values)
+    def __init__(self, model: nn.Module, leaves: Sequence[Leaf]) -> None:
+        program = _trace(model, leaves)
         self.graph = program.graph
         signature = program.graph_signature
         self._paths: dict[Node, str] = {}
@@ -175,13 +274,13 @@ class Trace:
                 else:
                     self.leaves[node] = next(inputs)
         self._own_values = {**program.state_dict, **program.constants}
-        self.tables: dict[str, str] = {}
-        self._sides: dict[Node, int] = {}
         self._check_result()
         self._look_ups()
+        self._sides: dict[Node, int] = {}
+        self.constant: set[Node] = set()
+        for node in self.graph.nodes:
+            self._note(node)
         self._rewrite()
-        self._sides = self._follow()
-        self.constant = self._constants()
 
     @property
     def result(self) -> Node:
@@ -190,17 +289,15 @@ class Trace:
         return result[0]  # type: ignore[no-any-return]
 
     def numbers(self, weights: Mapping[str, Tensor]) -> dict[Node, Tensor]:
-        """Computes every constant of the graph from weights by path."""
+        """Computes every constant of the graph, from weights by path in the wrapper's ``model`` or its own."""
         values: dict[Node, Tensor] = {}
         for node in self.graph.nodes:
             if node not in self.constant:
                 continue
             if node.op == "placeholder":
                 path = self._paths[node]
-                value = weights.get(path)
-                if value is None:
-                    value = self._own_values[path]
-                values[node] = value.detach()
+                own = self._own_values[path]
+                values[node] = weights.get(path.removeprefix("model."), own).detach()
             else:
                 arguments = map_arg(node.args, values.__getitem__)
                 options = map_arg(node.kwargs, values.__getitem__)
@@ -212,43 +309,36 @@ class Trace:
         """Returns which columns a value depends on: the query's, the candidate's, both or neither."""
         return self._sides.get(node, NEITHER)
 
-    def _follow(self) -> dict[Node, int]:
-        """Returns for each node the sides that its value depends on; the number of rows is of neither."""
-        sides: dict[Node, int] = {}
-        for node in self.graph.nodes:
-            leaf = self.leaves.get(node)
-            if leaf is not None:
-                sides[node] = CANDIDATE if leaf.candidate else QUERY
-            elif node.op == "placeholder" or is_size(node):
-                sides[node] = NEITHER
-            else:
-                sides[node] = NEITHER
-                for each in node.all_input_nodes:
-                    sides[node] |= sides[each]
-        return sides
-
-    def _constants(self) -> set[Node]:
-        found: set[Node] = set()
-        for node in self.graph.nodes:
-            if node in self._paths or (
-                node.op == "call_function"
-                and isinstance(node.meta.get("val"), Tensor)
-                and all(each in found for each in node.all_input_nodes)
-            ):
-                found.add(node)
-        return found
+    def _note(self, node: Node) -> None:
+        """Notes the sides that a value depends on, and whether it is constant; a number of rows is of neither side."""
+        inputs = node.all_input_nodes
+        leaf = self.leaves.get(node)
+        side = NEITHER
+        if leaf is not None:
+            side = CANDIDATE if leaf.candidate else QUERY
+        elif not is_size(node):
+            for each in inputs:
+                side |= self.side(each)
+        self._sides[node] = side
+        is_value = node.op == "call_function" and isinstance(
+            node.meta.get("val"), Tensor
+        )
+        computed = is_value and self.constant.issuperset(inputs)
+        if node in self._paths or (computed and leaf is None):
+            self.constant.add(node)
 
     def behind(
-        self, results: Iterable[Node], enters: Callable[[Node], bool]
+        self, results: Iterable[Node], stops: Callable[[Node], bool]
     ) -> list[Node]:
-        """Returns the nodes behind ``results``, through nodes that ``enters`` admits, in the order of the graph."""
+        """Returns the nodes behind ``results``, as far as those where it ``stops``, in the order of the graph."""
         queue = list(results)
         nodes = set()
         while queue:
             node = queue.pop()
-            if node not in nodes and enters(node):
+            if node not in nodes:
                 nodes.add(node)
-                queue.extend(node.all_input_nodes)
+                if not stops(node):
+                    queue.extend(node.all_input_nodes)
         return [node for node in self.graph.nodes if node in nodes]
 
     def _check_result(self) -> None:
@@ -266,7 +356,7 @@ class Trace:
             )
 
     def _look_ups(self) -> None:
-        """Makes look-ups of plain columns leaves, so that their tables stay outside the graphs."""
+        """Makes look-ups leaves, each once, and removes what only copies."""
         for node in list(self.graph.nodes):
             if node.op == "call_function" and _is_nothing(node):
                 node.replace_all_uses_with(node.args[0])
@@ -274,138 +364,35 @@ class Trace:
             elif node.target in (aten.view.default, aten._unsafe_view.default):
                 # Without copies that only made a tensor contiguous.
                 node.target = aten.reshape.default
+        found: dict[Leaf, Node] = {}
         for node in list(self.graph.nodes):
-            if "embedding_bag" in str(node.target):
-                self._replace_bag(node)
-        found: dict[tuple[Node, Node], Node] = {}
-        for node in list(self.graph.nodes):
-            if node.target is not aten.embedding.default:
+            if node.target is not torch.ops.torchrec_ext.look_up.default:
                 continue
-            ids: Any
-            weight: Any
-            weight, ids = node.args[:2]
-            leaf = self.leaves.get(ids)
-            is_table = weight in self._paths
-            if not is_table or weight.meta["val"].dtype != torch.float32:
-                leaf = None
-            if leaf is None:
-                self._refuse_negative(node, ids)
-                continue
-            if (weight, ids) in found:
-                node.replace_all_uses_with(found[weight, ids])
-                continue
-            found[weight, ids] = node
-            table = self._table(weight)
-            self.leaves[node] = Leaf(
-                name=f"{leaf.column}@{table}",
-                kind="rows",
-                column=leaf.column,
-                candidate=leaf.candidate,
-                shape=(*leaf.shape, weight.meta["val"].shape[1]),
-                table=table,
-            )
-
-    def _refuse_negative(self, node: Any, ids: Any) -> None:
-        """Makes negative ids in a graph too large, since ONNX's look-up would count them from the last row."""
-        behind = self.behind([ids], lambda _: True)
-        if self.leaves.keys().isdisjoint(behind):
-            return
-        with self.graph.inserting_before(node):
-            wrong = self._call(node, aten.lt.Scalar, ids, 0)
-            most = torch.iinfo(ids.meta["val"].dtype).max
-            checked = self._call(node, aten.masked_fill.Scalar, ids, wrong, most)
-        node.update_arg(1, checked)
-
-    def _replace_bag(self, node: Any) -> None:
-        """Makes a bag of a plain column a leaf; of other ids, pools the rows that an embedding looks up.
-
-        ONNX's own form of a bag is a loop over a sequence, on which ONNX Runtime ends the process.
-        """
-        weight, flat, offsets, _, mode, _, weights, _, padding = node.args
-        # What torch makes of ids (B, L); any other offsets are the caller's own.
-        is_matrix = (
-            flat.target is aten.reshape.default
-            and offsets.target is aten.arange.start_step
-            and (0, *flat.args[0].meta["val"].shape[1:]) == offsets.args[::2]
-        )
-        if not is_matrix or mode == _MAX:
-            raise BundleError(
-                f"model: forward{line_of(node)}: an EmbeddingBag with {'mode=max' if is_matrix else 'offsets'} cannot "
-                "be exported; give it ids (B, L) without offsets, mode sum or mean, or pool an nn.Embedding"
-            )
-        (pooled,) = node.users  # the sums, not the other results
-        ids = flat.args[0]
-        leaf = self.leaves.get(ids)
-        is_table = weight in self._paths and weight.meta["val"].dtype == torch.float32
-        if leaf is not None and is_table and weights is None:
-            table = self._table(weight)
-            pooling = "mean" if mode else "sum"
-            bag = dataclasses.replace(
-                leaf,
-                name=f"{pooling} of {leaf.column}@{table} without {padding}",
-                kind="pooled",
-                shape=(weight.meta["val"].shape[1],),
+            ids, table, _, pooling, padding = node.args
+            column = self.leaves[ids]
+            name = f"{column.column}@{table}"
+            if pooling:
+                name = f"{pooling} of {name} without {padding}"
+            leaf = replace(
+                column,
+                name=name,
+                kind="pooled" if pooling else "rows",
+                shape=tuple(node.meta["val"].shape[1:]),
                 dtype="float32",
                 table=table,
                 pooling=pooling,
-                length=leaf.shape[0],
                 padding=padding,
             )
-            for node, known in self.leaves.items():
-                if known == bag:
-                    pooled.replace_all_uses_with(node)
-                    return
-            self.leaves[pooled] = bag
-            return
-        with self.graph.inserting_before(node):
-            new = self._pooled(node, weight, ids, weights, padding, mean=bool(mode))
-        pooled.replace_all_uses_with(new)
-
-    def _pooled(
-        self,
-        like: Node,
-        weight: Any,
-        ids: Any,
-        weights: Any,
-        padding: Any,
-        *,
-        mean: bool,
-    ) -> Node:
-        """Adds nodes for the sums or means of rows of a table, by ids (B, L); ``weights`` is of (B x L) or None."""
-        rows = self._call(like, aten.embedding.default, weight, ids)
-        if weights is None and padding is None:
-            pool = aten.mean.dim if mean else aten.sum.dim_IntList
-            return self._call(like, pool, rows, [1])
-        if weights is not None:
-            size = ids.meta["val"].shape[1]
-            shares = self._call(like, aten.reshape.default, weights, [-1, size])
-        if padding is not None:
-            stays = self._call(like, aten.ne.Scalar, ids, padding)
-            stays = self._call(like, aten._to_copy.default, stays, dtype=torch.float32)
-            if weights is not None:
-                stays = self._call(like, aten.mul.Tensor, shares, stays)
-            shares = stays
-        column = self._call(like, aten.unsqueeze.default, shares, 2)
-        rows = self._call(like, aten.mul.Tensor, rows, column)
-        total = self._call(like, aten.sum.dim_IntList, rows, [1])
-        if not mean:
-            return total
-        count = self._call(like, aten.sum.dim_IntList, shares, [1], True)
-        count = self._call(like, aten.clamp_min.default, count, 1)
-        return self._call(like, aten.div.Tensor, total, count)
-
-    def _table(self, weight: Node) -> str:
-        """Notes a table that is looked up outside of the graphs, and returns its name."""
-        path = self._paths[weight]
-        table = path.removeprefix("model.").removesuffix(".weight")
-        self.tables[table] = path
-        return table
+            if leaf in found:
+                node.replace_all_uses_with(found[leaf])
+                continue
+            found[leaf] = node
+            self.leaves[node] = leaf
 
     def _rewrite(self) -> None:
         changed = True
         while changed:
             changed = False
-            self._sides = self._follow()
             for node in list(self.graph.nodes):
                 if node.op != "call_function" or self.side(node) != BOTH:
                     continue
@@ -415,7 +402,6 @@ class Trace:
                     node.replace_all_uses_with(new)
                     self.graph.erase_node(node)
                     changed = True
-                    break
         self.graph.eliminate_dead_code()
 
     def _call(self, like: Node, target: Any, *arguments: Any, **options: Any) -> Node:
@@ -425,9 +411,7 @@ class Trace:
         node.meta = {"val": target(*values, **options)}
         if "stack_trace" in like.meta:
             node.meta["stack_trace"] = like.meta["stack_trace"]
-        self._sides[node] = NEITHER
-        for each in node.all_input_nodes:
-            self._sides[node] |= self.side(each)
+        self._note(node)
         return node  # type: ignore[no-any-return]
 
     def _moved(self, node: Any) -> Node | None:
@@ -449,64 +433,54 @@ class Trace:
         return None
 
     def _linear(self, node: Any, source: Any) -> Node | None:
-        """Applies a linear layer to the query's, the candidate's and the other pieces, and adds the results."""
+        """Applies a linear layer to each piece, and adds the results of each side, and then these."""
         weight, *bias = node.args[1:]
-        if self.side(weight) != NEITHER:
+        pieces = _pieces(source)
+        sides = {self.side(piece) for piece in pieces}
+        if self.side(weight) != NEITHER or len(sides) == 1:
             return None
-        groups: dict[int, list[tuple[Node, Node]]] = {}
+        sums: dict[int, Node] = {}
         start = 0
-        for piece in _pieces(source):
+        for piece in pieces:
             stop = start + piece.meta["val"].shape[-1]
             columns = self._call(node, aten.slice.Tensor, weight, 1, start, stop)
-            groups.setdefault(self.side(piece), []).append((piece, columns))
-            start = stop
-        if len(groups) == 1:
-            return None
-        total: Node | None = None
-        for side in (NEITHER, QUERY, CANDIDATE, BOTH):
-            pieces = groups.get(side)
-            if not pieces:
-                continue
-            inputs = [piece for piece, _ in pieces]
-            parts = [part for _, part in pieces]
-            value, part = inputs[0], parts[0]
-            if len(pieces) > 1:
-                value = self._call(node, aten.cat.default, inputs, -1)
-                part = self._call(node, aten.cat.default, parts, 1)
-            product = self._call(node, aten.linear.default, value, part, *bias)
-            bias = []
-            if total is not None:
-                product = self._call(node, aten.add.Tensor, total, product)
-            total = product
+            product = self._call(node, aten.linear.default, piece, columns, *bias)
+            start, bias, side = stop, [], self.side(piece)
+            if side in sums:
+                product = self._call(node, aten.add.Tensor, sums[side], product)
+            sums[side] = product
+        total, *others = [sums[side] for side in sorted(sides)]
+        for other in others:
+            total = self._call(node, aten.add.Tensor, total, other)
         return total
 
 
-def _trace(
-    model: nn.Module, leaves: Sequence[Leaf], values: Mapping[str, Tensor]
-) -> ExportedProgram:
+def _trace(model: nn.Module, leaves: Sequence[Leaf]) -> ExportedProgram:
     size = Dim("rows", min=2)
     shapes = {leaf.name: leaf.axes(size) for leaf in leaves}
+    values = {leaf.name: leaf.example() for leaf in leaves}
     name = type(getattr(model, "model", model)).__name__
     try:
         with warnings.catch_warnings(), torch.no_grad():
             # Warnings about torch.export's own code and a GRU's flattened weights.
             warnings.simplefilter("ignore")
             program: ExportedProgram = torch.export.export(
-                model, (dict(values),), dynamic_shapes=(shapes,), strict=False
+                model, (values,), dynamic_shapes=(shapes,), strict=False
             ).run_decompositions({})
             return program
     except BundleError:
         raise
     except Exception as error:  # torch.export raises forward's errors, and errors of many classes of its own
-        rows = len(next(iter(values.values())))
-        if f"constant ({rows})" in str(error):
+        text = str(error)
+        if f"constant ({EXAMPLE_ROWS})" in text:
             raise BundleError(
-                f"model: forward of {name} fixes the number of rows to {rows}; read sizes as x.shape[0] instead of "
-                "len(x), and -1 instead of a number where tensors are viewed or expanded"
+                f"model: forward of {name} fixes the number of rows to {EXAMPLE_ROWS}; read sizes as x.shape[0] "
+                "instead of len(x), and -1 instead of a number where tensors are viewed or expanded"
             ) from None
+        frames = "".join(traceback.format_tb(error.__traceback__))
         raise BundleError(
-            f"model: forward of {name} cannot be traced{_line_in(str(error))}: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:60]}; `if` on values, .item() and boolean masks become torch.where or "
+            f"model: forward of {name} cannot be traced{_line_in(text) or _line_in(frames)}: {type(error).__name__}: "
+            f"{' '.join(text.split())[:60]}; `if` on values, .item() and boolean masks become torch.where or "
             "sums with weights of 0 and 1"
         ) from None
 

@@ -15,7 +15,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from torchrec_ext.distributed.runtime import gather_objects
-from torchrec_ext.distributed.tables import local_shards
+from torchrec_ext.distributed.tables import Shard, local_shards
 from torchrec_ext.tensor_file import Shape
 
 # Larger blocks get new pages from the system each time, which takes longer than to
@@ -26,22 +26,11 @@ _BLOCK_BYTES = 8 * 2**20
 _PATIENCE = timedelta(days=1)
 
 
-class _Piece(NamedTuple):
-    """A rectangle of a table."""
-
-    table: str
-    row: int
-    column: int
-    rows: int
-    columns: int
-
-
 class Block(NamedTuple):
-    """Numbers of a table: its name, the rows and columns that they have there, and the values (rows, columns)."""
+    """Rows of a table from ``start`` on, (rows, D)."""
 
     table: str
-    rows: Any
-    columns: slice
+    start: int
     values: Tensor
 
 
@@ -72,24 +61,23 @@ class LiveWeights:
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         self._model = model
         self._rows_of = dict(rows or {})
-        self._shards: dict[_Piece, Tensor] = {}
+        shards: dict[tuple[str, int, int], Shard] = {}
         shapes = {}
         for shard in local_shards(model):
-            config, tensor = shard.config, shard.tensor
-            piece = _Piece(config.name, shard.row, shard.column, *tensor.shape)
-            self._shards[piece] = tensor.detach()
-            count = config.num_embeddings
-            if config.name in self._rows_of:
-                count = len(self._rows_of[config.name])
-            shapes[config.name] = Shape((count, config.embedding_dim), tensor.dtype)
+            name, count = shard.config.name, shard.config.num_embeddings
+            shards[name, shard.row, shard.column] = shard
+            size = (
+                len(self._rows_of.get(name, range(count))),
+                shard.config.embedding_dim,
+            )
+            shapes[name] = Shape(size, shard.tensor.dtype)
         self.tables: dict[str, Shape] = {}
-        # Each piece is taken from the lowest rank that has it.
-        self._holders: dict[_Piece, int] = {}
-        found = self.gathered((list(self._shards), shapes))
-        for rank, (pieces, of_rank) in enumerate(found):
+        found = self.gathered((list(shards), shapes))
+        for _, of_rank in found:
             self.tables |= of_rank
-            for piece in pieces:
-                self._holders.setdefault(piece, rank)
+        # What several ranks hold is sent by the lowest of them.
+        earlier = {place for places, _ in found[: self.rank] for place in places}
+        self._shards = [shards[place] for place in shards.keys() - earlier]
 
     def gathered(self, value: Any) -> list[Any]:
         """Returns each rank's value, in rank order, on every rank."""
@@ -107,43 +95,30 @@ class LiveWeights:
             and not isinstance(value, ShardedTensor)
         }
 
+    @torch.no_grad()
     def blocks(self, names: Iterable[str]) -> Iterator[Block]:
         """Yields every number of some tables, table by table; values are valid on rank 0 only."""
         for name in names:
-            count = self.tables[name].size[0]
+            (count, width), dtype = self.tables[name].size, self.tables[name].dtype
             step = max(_BLOCK_BYTES // max(self.tables[name].row_bytes, 1), 1)
-            pieces = sorted(piece for piece in self._holders if piece.table == name)
             for start in range(0, count, step):
-                stop = min(start + step, count)
-                rows = torch.arange(start, stop)
+                rows = torch.arange(start, min(start + step, count))
                 if name in self._rows_of:
-                    rows = self._rows_of[name][start:stop]
-                # Every rank goes through the pieces of all ranks, so that a sender and
-                # rank 0 meet in one order.
-                for piece in pieces:
-                    end = piece.row + piece.rows
-                    inside = ((rows >= piece.row) & (rows < end)).nonzero().squeeze(1)
-                    if not len(inside):
-                        continue
-                    places: Any = slice(start, stop)
-                    if len(inside) < len(rows):
-                        places = (inside + start).numpy()
-                    columns = slice(piece.column, piece.column + piece.columns)
-                    values = self._moved(piece, rows[inside] - piece.row)
-                    yield Block(name, places, columns, values)
+                    rows = self._rows_of[name][start : start + step]
+                values = torch.zeros(len(rows), width, dtype=dtype)
+                for shard in self._shards:
+                    if shard.config.name == name:
+                        _copy(shard, rows, values)
+                if self._group is not None:
+                    # One rank has each number and the others 0: as bytes, since a sum of numbers loses the sign of 0.
+                    dist.reduce(values.view(torch.uint8), 0, group=self._group)
+                yield Block(name, start, values)
 
-    @torch.no_grad()
-    def _moved(self, piece: _Piece, rows: Tensor) -> Tensor:
-        """Sends rows of a piece from its holder to rank 0, and returns them there."""
-        holder = self._holders[piece]
-        dtype = self.tables[piece.table].dtype
-        if self.rank == holder:
-            shard = self._shards[piece]
-            values = shard.index_select(0, rows.to(shard.device)).cpu()
-            if holder:
-                dist.send(values, dst=0, group=self._group)
-            return values
-        values = torch.empty(len(rows), piece.columns, dtype=dtype)
-        if self.rank == 0:
-            dist.recv(values, src=holder, group=self._group)
-        return values
+
+def _copy(shard: Shard, rows: Tensor, values: Tensor) -> None:
+    """Copies what a shard has of rows of its table to their (rows, D) values."""
+    height, width = shard.tensor.shape
+    inside = (rows >= shard.row) & (rows < shard.row + height)
+    places = (rows[inside] - shard.row).to(shard.tensor.device)
+    columns = slice(shard.column, shard.column + width)
+    values[inside, columns] = shard.tensor.index_select(0, places).to(values)

@@ -290,15 +290,13 @@ class Served:
 
 def _check_limits(wanted: Any, settings: ServerConfig) -> None:
     """Refuses a request beyond a limit, by RequestError with the field."""
-    sizes = {"k": (getattr(wanted, "k", 1), settings.max_k)}
-    lists: dict[str, Any] = dict(getattr(wanted, "filter", {}))
-    lists = {f"filter.{name}": values for name, values in lists.items()}
-    for name in ("candidates", "items", "rows"):
-        lists[name] = getattr(wanted, name, None) or ()
-    for name, values in lists.items():
-        most = settings.max_rows if name == "rows" else settings.max_candidates
-        sizes[name] = len(values), most
-    for name, (size, most) in sizes.items():
+    lists = dict.fromkeys(("candidates", "items"), settings.max_candidates)
+    sizes = [("k", getattr(wanted, "k", 1), settings.max_k)]
+    for name, most in {**lists, "rows": settings.max_rows}.items():
+        sizes.append((name, len(getattr(wanted, name, None) or ()), most))
+    for name, values in getattr(wanted, "filter", {}).items():
+        sizes.append((f"filter.{name}", len(values), settings.max_candidates))
+    for name, size, most in sizes:
         if size > most:
             what = f"{size}: the limit is {most}; ask for less, in several requests"
             raise RequestError(name, what)

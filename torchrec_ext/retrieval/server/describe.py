@@ -78,7 +78,7 @@ def example_user(bundle: Bundle) -> dict[str, Any]:
     key = None
     if bundle.users is not None:
         features, key = bundle.users.features(-1), bundle.users.key
-    widths = bundle.query.list_widths()
+    widths = bundle.query.columns.widths
     example = {}
     for name, kind in bundle.query.columns.raw.items():
         neutral: Any = _NEUTRAL.get(element(kind), _A_DAY)
