@@ -1,6 +1,5 @@
 """Recipes and settings: what a user types becomes a typed Job, or an error in one line."""
 
-import enum
 import os
 import re
 import subprocess
@@ -8,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -29,43 +28,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.unit
 
 
-class Sync(enum.Enum):
-    EVERY_STEP = "every_step"
-    LOCAL_SGD = "local_sgd"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Window:
-    """Two keys that are checked together.
-
-    Attributes:
-        low: first step.
-    """
-
-    low: int = 0
-    high: int = 10
-
-    def __post_init__(self) -> None:
-        if self.low > self.high:
-            raise ValueError(
-                f"low is {self.low} and high is {self.high}; low must not exceed high"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loader:
-    batch_size: int = 1024
-    rate: float = 0.1
-    shuffle: bool = True
-    limit: int | None = None
-    path: str | None = None
-    layers: tuple[int, ...] = (8,)
-    betas: tuple[float, float] = (0.9, 0.99)
-    kind: Literal["planted", "checkerboard"] = "planted"
-    sync: Sync = Sync.EVERY_STEP
-    folder: Path = Path()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Unreadable:
     seed: int = 0
@@ -73,39 +35,31 @@ class Unreadable:
     rates: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Root:
-    name: str = "root"
-    loader: Loader = field(default_factory=Loader)
-    window: Window = field(default_factory=Window)
-    seed: int = 0
+JOB = load_recipe("two_tower")
 
 
 @pytest.mark.parametrize(
     ("item", "value"),
     [
-        ("batch_size=4096", 4096),
-        ("batch_size=1_000", 1000),
-        ("batch_size=1e3", 1000),
-        ("rate=1e-2", 0.01),
-        ("shuffle=False", False),
-        ("shuffle=on", True),
-        ("limit=5", 5),
-        ("limit=None", None),
-        ("path=s3://bucket/a=b,c", "s3://bucket/a=b,c"),
-        ("layers=64,32", (64, 32)),
-        ("layers=", ()),
-        ("betas=0.8,0.9", (0.8, 0.9)),
-        ("kind=checkerboard", "checkerboard"),
-        ("sync=local_sgd", Sync.LOCAL_SGD),
-        ("folder=a/b", Path("a/b")),
+        ("loader.batch_size=4096", 4096),
+        ("loader.batch_size=1_000", 1000),
+        ("loader.batch_size=1e3", 1000),
+        ("optimizer.dense_lr=1e-2", 0.01),
+        ("loader.shuffle=False", False),
+        ("loader.drop_last=on", True),
+        ("data.users=5", 5),
+        ("data.users=None", None),
+        ("checkpoint.folder=s3://a/b=c,d", "s3://a/b=c,d"),
+        ("model.tower_widths=64,32", (64, 32)),
+        ("model.tower_widths=", ()),
+        ("optimizer.betas=0.8,0.9", (0.8, 0.9)),
+        ("loader.sampling=popularity", "popularity"),
     ],
 )
 def test_a_value_takes_the_type_of_its_key(item: str, value: object) -> None:
     name, _, text = item.partition("=")
-    words = text.split(",") if name == "betas" else [text]
-    loader = changed(Root(), [f"--loader.{name}", *words]).loader
-    result = getattr(loader, name)
+    words = text.split(",") if name == "optimizer.betas" else [text]
+    result = dict(keys_of(changed(JOB, [f"--{name}", *words])))[name]
     assert result == value
     assert type(result) is type(value)
 
@@ -113,28 +67,25 @@ def test_a_value_takes_the_type_of_its_key(item: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["--loader.batch_size", "many"],
-            "'many' is not an int; write for example 4096",
-        ),
-        (["--loader.batch_size", "1.5"], "'1.5' is not an int"),
-        (["--loader.batch_size", "1e-3"], "'1e-3' is not an int"),
-        (["--loader.batch_size", "1e999"], "'1e999' is not an int"),
-        (["--loader.rate", "fast"], "'fast'"),
-        (["--loader.shuffle", "maybe"], "'maybe' is neither true nor false"),
-        (["--loader.layers", "64,b"], "'b' is not an int"),
-        (["--loader.betas", "0.9"], "--loader.betas"),
-        (["--loader.kind", "plnted"], "'plnted'"),
-        (["--loader.batchsize", "1"], "did you mean --loader.batch_size?"),
-        (["--batch_size", "1"], "did you mean --loader.batch_size?"),
-        (["--zzz", "1"], "--zzz"),
-        (["seed"], "seed"),
-        (["--window.low", "11"], "low is 11 and high is 10; low must not exceed high"),
+        ("--loader.batch_size many", "'many' is not an int; write for example 4096"),
+        ("--loader.batch_size 1.5", "'1.5' is not an int"),
+        ("--loader.batch_size 1e-3", "'1e-3' is not an int"),
+        ("--loader.batch_size 1e999", "'1e999' is not an int"),
+        ("--optimizer.dense_lr fast", "'fast'"),
+        ("--loader.shuffle maybe", "'maybe' is neither true nor false"),
+        ("--model.tower_widths 64,b", "'b' is not an int"),
+        ("--optimizer.betas 0.9", "--optimizer.betas"),
+        ("--data.seed plnted", "'plnted'"),
+        ("--loader.batchsize 1", "did you mean --loader.batch_size?"),
+        ("--batch_size 1", "did you mean --loader.batch_size?"),
+        ("--zzz 1", "--zzz"),
+        ("seed", "seed"),
+        ("--train.epochs 0", "epochs=0: must be 1 or more"),
     ],
 )
-def test_a_wrong_word_is_told_in_one_line(words: list[str], message: str) -> None:
+def test_a_wrong_word_is_told_in_one_line(words: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
-        changed(Root(), words)
+        changed(JOB, words.split())
     assert "\n" not in str(raised.value)
 
 
@@ -145,9 +96,9 @@ def test_a_type_that_only_type_checkers_import_is_told() -> None:
 
 
 def test_a_dataclass_sees_all_changes_at_once() -> None:
-    words = ["--window.low", "20", "--window.high", "30"]
-    assert changed(Root(), words).window == Window(low=20, high=30)
-    assert Root().window == Window()
+    words = "--loader.sampling mixed --loader.negatives 0 --loader.shared_negatives 3"
+    assert changed(JOB, words.split()).loader.shared_negatives == 3
+    assert JOB.loader.shared_negatives == 0
 
 
 needs_toml = pytest.mark.skipif(

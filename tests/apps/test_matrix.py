@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tests.contracts import RankFailedError, leave_group, mostly_slow, run_ranks
+from tests.contracts import mostly_slow
 from tests.settings import with_settings
-from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle import AUDIT, Bundle
 from torchrec_ext.retrieval.catalogue import read_table
 from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer
@@ -149,9 +148,7 @@ RECIPES = {
 }
 
 
-def trained(runtime: Runtime, recipe: str, settings: str, folder: Path) -> None:
-    (port,) = leave_group(runtime, groups=1)
-    os.environ["MASTER_PORT"] = str(port)
+def trained(recipe: str, settings: str, folder: Path) -> None:
     overrides = [*RECIPES[recipe].overrides, *settings.split()]
     run_training(with_settings(load_recipe(recipe), overrides), folder)
 
@@ -172,10 +169,13 @@ def answered(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "two_tower"))
 def test_a_recipe_trains_exports_and_answers(recipe: str, tmp_path: Path) -> None:
-    run_ranks(trained, 1, recipe, "export=require", tmp_path, timeout_s=300)
-    figures = json.loads((tmp_path / "summary.json").read_text())["test"]
+    trained(recipe, "export=require", tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    figures, figure = summary["test"], RECIPES[recipe].figure
     assert all(map(math.isfinite, figures.values())), figures
-    assert figures[RECIPES[recipe].figure] > RECIPES[recipe].above, figures
+    best = {name.lower(): value for name, value in summary["best"].items()}
+    # Of 600 held-out items the share that is hit has a standard deviation of .02.
+    assert RECIPES[recipe].above < figures[figure] < best[figure] + 0.06, figures
     scores = answered(tmp_path / "bundle")
     assert len(scores) == 5
     assert scores == sorted(scores, reverse=True)
@@ -203,11 +203,8 @@ REFUSED = [
 def test_what_excludes_each_other_is_refused_by_name_before_the_first_step(
     recipe: str, settings: str, named: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(RankFailedError) as error:
-        run_ranks(trained, 1, recipe, settings, tmp_path)
-    *_, last = str(error.value).strip().splitlines()
-    assert last.startswith("ValueError: ")
-    assert named in last
+    with pytest.raises(ValueError, match=re.escape(named)):
+        trained(recipe, settings, tmp_path)
     assert not (tmp_path / "summary.json").exists()
 
 

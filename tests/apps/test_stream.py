@@ -8,6 +8,7 @@ import datetime
 import io
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.contracts import RankFailedError, leave_group, run_ranks
+from tests.contracts import leave_group, run_ranks
 from tests.files import read_parquet
 from tests.settings import with_settings
 from torchrec_ext.data.columns import Chunk
@@ -35,11 +36,13 @@ from torchrec_ext.retrieval.scorer import (
 )
 from torchrec_ext.schema import DataError
 from torchrec_ext.train import metrics
+from torchx_apps.jobs.exporting import export_run
 from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.jobs.setup import build_model, load_task
 from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
+from torchx_apps.recipes.saved_job import saved_job
 from torchx_apps.tasks.evaluator import held_out_rows, question_of
 from torchx_apps.tasks.job import Job, schema_of
 from torchx_apps.tasks.task import Task
@@ -358,31 +361,6 @@ def test_the_catalogue_is_the_last_row_of_each_item(folder: Path) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "recipe", ["stream", "multi_task", "n_tower", "two_tower", "session"]
-)
-def test_the_figures_that_may_be_watched_are_those_of_the_validation(
-    recipe: str,
-) -> None:
-    (names,) = run_ranks(figures_of, 1, recipe)
-    assert names[0] == names[1]
-
-
-def figures_of(runtime: Runtime, recipe: str) -> tuple[list[str], list[str]]:
-    """Returns the names that an evaluator promises, and those that it gives."""
-    small = (
-        ["data.users=60", "data.items=50"] if recipe in ("two_tower", "session") else []
-    )
-    job = with_settings(load_recipe(recipe), ["data.name=planted", *small])
-    task = load_task(job, runtime)
-    model = build_model(job, task)
-    schema = schema_of(job, task, model)
-    parallel, _ = hybrid_parallel(model, runtime, optimizer=job.optimizer)
-    parallel.eval()
-    evaluator: Any = task.evaluator(schema, parallel, runtime)
-    return sorted(evaluator.validated), sorted(evaluator.validate())
-
-
 def test_a_run_that_was_stopped_in_mid_epoch_goes_on_as_if_it_had_not(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -403,57 +381,35 @@ def test_a_run_that_was_stopped_in_mid_epoch_goes_on_as_if_it_had_not(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("new", ["film-7", "film-99"])
 def test_a_run_is_not_resumed_or_exported_with_the_ids_of_another_preprocessor(
-    folder: Path, log: Path, tmp_path: Path
+    new: str, folder: Path, log: Path, tmp_path: Path
 ) -> None:
     """A log that was preprocessed again has a larger vocabulary, or one of the same size in another order."""
-    ready = tmp_path / "ready"
-    shutil.copytree(folder, ready)
-    run_ranks(
-        ran, 1, job_of(ready, "train.epochs=1", "checkpoint.steps=7"), tmp_path / "run"
-    )
-    step = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[0]
-    (tmp_path / "log").mkdir()
-    for split in ("train", "validation", "test"):
-        shutil.copy(log / f"{split}.parquet", tmp_path / "log")
-    for new in ("film-7", "film-99"):
-        table = pq.read_table(log / "train.parquet")
-        items = [
-            new if index % 10 == 0 else name
-            for index, name in enumerate(table["what"].to_pylist())
-        ]
-        named = table.set_column(
-            table.column_names.index("what"), "what", [pa.array(items)]
-        )
-        pq.write_table(named, tmp_path / "log" / "train.parquet")
-        run_preprocess(
-            dataclasses.replace(
-                prepare(tmp_path / "log"), out=str(ready), overwrite=True
-            )
-        )
-        words = r"step-\d+: column 'item_id' had 40 values .* stand for others"
-        with pytest.raises(RankFailedError, match=words):
-            run_ranks(ran, 1, job_of(ready), tmp_path / "run")
-        with pytest.raises(RankFailedError, match=words):
-            run_ranks(exported, 1, tmp_path / "run", tmp_path / "bundle")
-    shutil.copytree(step, tmp_path / "moved" / step.name)
-    for number, copied in enumerate(
-        (step, tmp_path / "moved", tmp_path / "moved" / step.name)
-    ):
-        start = ("train.epochs=1", f"start.path={copied}", "start.partial=true")
-        with pytest.raises(
-            RankFailedError,
-            match=r"step-\d+: column 'item_id' had 40 values .* stand for others",
-        ):
-            run_ranks(ran, 1, job_of(ready, *start), tmp_path / f"begun-{number}")
-
-
-def exported(runtime: Runtime, run: Path, out: Path) -> None:
-    from torchx_apps.jobs.exporting import export_run
-    from torchx_apps.recipes.saved_job import saved_job
-
-    leave_group(runtime)
-    export_run(saved_job(run), run, out)
+    ready = shutil.copytree(folder, tmp_path / "ready")
+    run, short = tmp_path / "run", ("train.epochs=1", "checkpoint.steps=7")
+    run_training(job_of(ready, *short), run)
+    again = shutil.copytree(log, tmp_path / "log")
+    table = pq.read_table(log / "train.parquet")
+    items = table["what"].to_pylist()
+    items[::10] = [new] * len(items[::10])
+    table = table.set_column(table.column_names.index("what"), "what", [items])
+    pq.write_table(table, again / "train.parquet")
+    job = dataclasses.replace(prepare(again), out=str(ready), overwrite=True)
+    run_preprocess(job)
+    step = sorted((run / "checkpoints").glob("step-*"))[0]
+    moved = shutil.copytree(step, tmp_path / "moved" / step.name)
+    attempts = [
+        lambda: run_training(job_of(ready), run),
+        lambda: export_run(saved_job(run), run, tmp_path / "bundle"),
+    ]
+    for start in (step, moved.parent, moved):
+        begun = job_of(ready, f"start.path={start}", "start.partial=true")
+        attempts.append(partial(run_training, begun, tmp_path / "begun"))
+    words = r"step-\d+: column 'item_id' had 40 values .* stand for others"
+    for attempt in attempts:
+        with pytest.raises(DataError, match=words):
+            attempt()
 
 
 def brute_force(data: Prepared, held_out: Chunk, scores: np.ndarray[Any, Any]) -> float:
@@ -496,109 +452,88 @@ def test_the_ranking_is_what_a_count_by_hand_gives(folder: Path) -> None:
     )
 
 
-def test_rows_of_another_vocabulary_and_rows_without_weight_are_named(
-    folder: Path, tmp_path: Path
-) -> None:
-    other = broken(folder, tmp_path / "other")
-    part = next((other / "train").glob("*.parquet"))
-    table = pq.read_table(part)
-    index = table.column_names.index("item_id")
-    pq.write_table(table.set_column(index, "item_id", [np.full(len(table), 41)]), part)
-    data = load_prepared(DataConfig(name=str(other)))
-    job = job_of(folder)
-    schema = schema_of(job, Task(data), build_model(job, Task(data)))
-    with pytest.raises(
-        DataError,
-        match=r"row 0, column 'item_id': id 41 is outside table 'item_id' \(0 to 40",
-    ):
-        list(Task(data).loader(schema, job.loader, rank=0, world_size=1))
-    items = pq.read_table(other / "raw/items.parquet")
-    unknown = pa.array(["of nobody"] * len(items))
-    index = items.column_names.index("what")
-    pq.write_table(
-        items.set_column(index, "what", unknown), other / "raw/items.parquet"
-    )
-    with pytest.raises(
-        DataError,
-        match=r"other: column 'item_id' is 0, the unknown item, in all training rows",
-    ):
-        assert load_prepared(DataConfig(name=str(other))).items
-    summary = json.loads((other / "summary.json").read_text())
+def put(place: Path, name: str, *value: Any) -> None:
+    """Sets a column of the first file of a folder, or of this file, to a value, or leaves it out."""
+    file = next(place.glob("*.parquet")) if place.is_dir() else place
+    table = pq.read_table(file).drop([name])
+    for each in value:
+        table = table.append_column(name, pa.array([each] * len(table)))
+    pq.write_table(table, file)
+
+
+def weightless(folder: Path) -> None:
+    summary = json.loads((folder / "summary.json").read_text())
     summary["labels"]["train"]["total"] = 0.0
-    (other / "summary.json").write_text(json.dumps(summary))
-    with pytest.raises(
-        DataError, match=r"column 'importance' is 0 in all 4,800 rows of split 'train'"
-    ):
-        assert load_prepared(DataConfig(name=str(other))).positives
+    (folder / "summary.json").write_text(json.dumps(summary))
 
 
-def broken(folder: Path, out: Path) -> Path:
-    shutil.copytree(folder, out)
-    return out
+BROKEN: dict[str, tuple[Any, str]] = {
+    "no summary": (
+        lambda at: (at / "summary.json").unlink(),
+        r"ready: has no summary\.json, so rec\.data\.preprocess did not write it",
+    ),
+    "half a summary": (
+        lambda at: (at / "summary.json").write_text('{"rows"'),
+        r"summary\.json: is damaged",
+    ),
+    "no test rows": (
+        lambda at: shutil.rmtree(at / "test"),
+        r"ready: has no split 'test' \(it has train, validation, test\)",
+    ),
+    **{
+        f"no {name}": (
+            lambda at, name=name: put(at / "test", name),
+            f"column '{name}' is missing",
+        )
+        for name in ("item_tags", "clicked", "importance")
+    },
+    "another type": (
+        lambda at: put(at / "train", "user_id", 0.5),
+        "column 'user_id' is double, must be",
+    ),
+    "another vocabulary": (
+        lambda at: put(at / "train", "item_id", 41),
+        r"row 0, column 'item_id': id 41 is outside table 'item_id' \(0 to 40",
+    ),
+    "unknown items": (
+        lambda at: put(at / "raw/items.parquet", "what", "of nobody"),
+        "ready: column 'item_id' is 0, the unknown item, in all training rows",
+    ),
+    "no weight": (
+        weightless,
+        "column 'importance' is 0 in all 4,800 rows of split 'train'",
+    ),
+    "no raw rows": (
+        lambda at: shutil.rmtree(at / "raw"),
+        r"ready: has no raw/items\.parquet, in which rec\.data\.preprocess keeps",
+    ),
+}
 
 
+@pytest.mark.parametrize("fault", BROKEN)
 def test_what_is_not_a_preprocessed_folder_is_refused_by_name(
-    folder: Path, tmp_path: Path
+    fault: str, folder: Path, tmp_path: Path
 ) -> None:
-    def refusal(path: Path) -> str:
-        with pytest.raises(DataError) as raised:
-            load_prepared(DataConfig(name=str(path)))
-        return str(raised.value)
+    damage, message = BROKEN[fault]
+    ready = shutil.copytree(folder, tmp_path / "ready")
+    damage(ready)
 
-    (tmp_path / "logs").mkdir()
-    assert (
-        "logs: has no summary.json, so rec.data.preprocess did not write it"
-        in refusal(tmp_path / "logs")
-    )
-    shutil.rmtree(broken(folder, tmp_path / "untested") / "test")
-    assert "untested: has no split 'test' (it has train, validation, test)" in refusal(
-        tmp_path / "untested"
-    )
-    part = next((broken(folder, tmp_path / "changed") / "test").glob("*.parquet"))
-    pq.write_table(pq.read_table(part).drop(["item_tags"]), part)
-    assert "column 'item_tags' is missing" in refusal(tmp_path / "changed")
-    for name in ("clicked", "importance"):
-        part = next(
-            (broken(folder, tmp_path / f"without-{name}") / "test").glob("*.parquet")
-        )
-        pq.write_table(pq.read_table(part).drop([name]), part)
-        assert f"column '{name}' is missing" in refusal(tmp_path / f"without-{name}")
-    part = next((broken(folder, tmp_path / "typed") / "train").glob("*.parquet"))
-    table = pq.read_table(part)
-    pq.write_table(
-        table.set_column(0, table.column_names[0], [[0.5] * len(table)]), part
-    )
-    assert f"column '{table.column_names[0]}' is double, must be" in refusal(
-        tmp_path / "typed"
-    )
-    (broken(folder, tmp_path / "cut") / "summary.json").write_text('{"rows"')
-    assert "summary.json: is damaged" in refusal(tmp_path / "cut")
+    def read() -> None:
+        task = Task(load_prepared(DataConfig(name=str(ready))))
+        assert task.data.positives
+        job = job_of(folder)
+        schema = schema_of(job, task, build_model(job, task))
+        list(task.loader(schema, job.loader, rank=0, world_size=1))
+        task.export_data(schema)
+
+    with pytest.raises(ValueError, match=message):
+        read()
 
 
-def test_a_log_without_a_label_or_without_items_is_told_so(
-    log: Path, folder: Path, tmp_path: Path
-) -> None:
-    run_preprocess(
-        dataclasses.replace(
-            prepare(log, keep=("importance",)), out=str(tmp_path / "unlabelled")
-        )
-    )
+def test_a_log_without_a_label_is_told_so(log: Path, tmp_path: Path) -> None:
+    unlabelled = prepare(log, keep=("importance",))
+    out = run_preprocess(dataclasses.replace(unlabelled, out=str(tmp_path / "ready")))
     with pytest.raises(
-        DataError, match=r"unlabelled: its rows have no label: .*it keeps importance"
+        DataError, match=r"ready: its rows have no label: .*it keeps importance"
     ):
-        load_prepared(DataConfig(name=str(tmp_path / "unlabelled")))
-    with pytest.raises(
-        ValueError,
-        match=r"Prepare\.item: no step writes 'what_id'; the steps write ",
-    ):
-        prepare(log, item="what_id")
-    older = broken(folder, tmp_path / "older")
-    shutil.rmtree(older / "raw")
-    data = load_prepared(DataConfig(name=str(older)))
-    job = job_of(folder)
-    schema = schema_of(job, Task(data), build_model(job, Task(data)))
-    with pytest.raises(
-        ValueError,
-        match=r"older: has no raw/items\.parquet, in which rec\.data\.preprocess keeps",
-    ):
-        Task(data).export_data(schema)
+        load_prepared(DataConfig(name=str(out)))

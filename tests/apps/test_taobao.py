@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.apps.test_stream import ran, rows_of
-from tests.contracts import mostly_slow, run_ranks
+from tests.contracts import run_ranks
 from tests.settings import with_settings
 from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.planted import planted_log, planted_log_folder
@@ -252,25 +252,6 @@ def test_the_requests_for_an_audit_are_spread_over_the_training_rows(
         assert before
 
 
-@pytest.mark.slow
-def test_a_header_and_parquet_give_the_same_rows(
-    log: pa.Table, folder: Path, tmp_path: Path
-) -> None:
-    names = [*log.column_names[::-1]]
-    lines = [
-        ",".join(names),
-        *(",".join(str(row[name]) for name in names) for row in log.to_pylist()),
-    ]
-    (tmp_path / "log.csv").write_text("\n".join(lines) + "\n")
-    pq.write_table(log, tmp_path / "log.parquet")
-    expected = rows_of(folder, "test")
-    for kind in ("csv", "parquet"):
-        made = rows_of(prepared(tmp_path / f"log.{kind}", tmp_path / kind), "test")
-        assert list(made) == list(expected)
-        for name in made:
-            assert made[name].values.tolist() == expected[name].values.tolist()
-
-
 def test_without_drawn_rows_conversions_are_learned(
     log: pa.Table, tmp_path: Path
 ) -> None:
@@ -315,22 +296,6 @@ def test_another_log_is_refused_by_name(text: str, words: str, tmp_path: Path) -
     with pytest.raises(DataError, match=words):
         prepared(tmp_path / "log.csv", tmp_path / "ready")
     assert not (tmp_path / "ready").exists()
-
-
-@pytest.mark.parametrize("recipe", mostly_slow(SMALL, "bst"))
-def test_the_figures_are_named_by_task_and_the_catalogue_is_ranked_where_it_is_asked_for(
-    recipe: str, folder: Path, tmp_path: Path
-) -> None:
-    more = ["model.serve=click,conversion"] if recipe == "multi_task" else []
-    job = job_of(recipe, folder, "export=require", *more)
-    figures = run_ranks(ran, 1, job, tmp_path / "run")[0].figures
-    tasks = ("click_", "conversion_") if recipe == "multi_task" else ("",)
-    assert {
-        f"{task}{name}"
-        for task in tasks
-        for name in ("auc", "log_loss", "ne", "calibration")
-    } <= figures.keys()
-    assert ("hr@10" in figures) == (recipe == "multi_task")
 
 
 @pytest.mark.parametrize(

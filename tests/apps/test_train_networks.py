@@ -16,7 +16,7 @@ from torchx.specs.builders import materialize_appdef
 from tests.launch.jobs import torchx_run
 from torchx_apps import train, train_networks
 from torchx_apps.networks.members import members_of
-from torchx_apps.networks.report import Result, best_of, compare, differing, table
+from torchx_apps.networks.report import compare
 
 TINY = [
     "--data.name=planted",
@@ -122,94 +122,63 @@ def test_slurm_gets_a_part_of_one_job_for_each_member() -> None:
     assert script.count("/runs/grid/seed=") == 2
 
 
-def result(
-    name: str,
-    auc: float,
-    *,
-    ended: str = "all epochs",
-    test: float | None = None,
-    **settings: Any,
-) -> Result:
-    figures = {} if ended == "diverged" else {"auc": auc if test is None else test}
-    return Result(
-        name=name,
-        settings={"train.epochs": 2, **settings},
-        ended=ended,
-        epochs=2,
-        validation={"auc": auc},
-        test=figures,
-        seconds=1.5,
-    )
+def write_run(
+    path: Path, seed: int, auc: float, test: float, *, last: str = "", lr: float = 0.1
+) -> None:
+    """A run folder as a training writes it, whose last record is of a kind; one that has not ended has no summary."""
+    path.mkdir(parents=True)
+    config = {
+        "name": "mine",
+        "train": {"seed": seed, "early_stop": {"metric": ""}},
+        "optimizer": {"dense_lr": lr},
+        "checkpoint": {"folder": str(path)},
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    records: list[dict[str, Any]] = [
+        {"kind": "steps", "epoch": 1, "step": 1},
+        {"kind": "train", "epoch": 2, "step": 4, "loss": 0.5},
+        {"kind": "eval", "epoch": 2, "step": 4, "auc": auc},
+    ]
+    if last == "error":
+        records.append({"kind": last, "epoch": 2, "message": "the loss is nan"})
+    (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    if not last:
+        summary = {"seconds": 1.5, "test": {"auc": test}}
+        (path / "summary.json").write_text(json.dumps(summary))
 
 
 @pytest.mark.unit
-def test_the_best_is_chosen_on_validation_and_never_one_that_diverged() -> None:
-    results = [
-        result("a", 0.7, test=0.9, **{"train.seed": 0}),
-        result("b", 0.8, test=0.6, **{"train.seed": 1}),
-        result("c", 0.95, ended="diverged", **{"train.seed": 2}),
-        result("d", 0.99, ended="not ended", **{"train.seed": 3}),
-    ]
-    assert differing(results) == ["train.seed"]
-    best = best_of(results)
-    assert best is not None
-    assert best.name == "b"
-    lines = [re.split(r"\s{2,}", line.strip()) for line in table(results).splitlines()]
+def test_the_best_is_chosen_on_validation_and_never_one_that_has_not_ended_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = tmp_path / "grid"
+    write_run(grid / "a", 0, 0.7, test=0.9)
+    write_run(grid / "b", 1, 0.8, test=0.6)
+    write_run(grid / "c", 2, 0.95, test=0.9, last="error")
+    write_run(grid / "d", 3, 0.99, test=0.9, last="eval")
+    compare([grid / name for name in ("none", "a", "b", "c", "d")], grid)
+    said = capsys.readouterr().out
+    assert "none: has not begun" in said
+    assert "best: b (*), by validation auc" in said
+    assert "c: the loss is nan" in said
+    written = json.loads((grid / "results.json").read_text())
+    assert written["best"] == "b"
+    left = {path.name for path in grid.iterdir() if path.is_file()}
+    assert left == {"results.txt", "results.json"}
+    text = (grid / "results.txt").read_text()
+    lines = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]
     assert lines[0] == [
         *("member", "train.seed", "validation auc", "test auc"),
         *("epochs", "ended", "seconds"),
     ]
     assert lines[3] == ["b *", "1", "0.8000", "0.6000", "2", "all epochs", "1.5"]
-    assert "diverged" in lines[4]
+    assert [line[-2] for line in lines[4:6]] == ["diverged", "not ended"]
     # Those that have not ended well do not count: 0.75 is the mean of 0.7 and 0.8.
     assert lines[6] == ["mean ± std", "0.7500 ± 0.0707", "0.7500 ± 0.2121"]
-    results[0].settings["optimizer.dense_lr"] = 0.1  # type: ignore[index]
-    assert "±" not in table(results), "they are not seeds of one network"
-
-
-def write_run(path: Path, seed: int, auc: float, *, ended: bool = True) -> None:
-    """A run folder as a training writes it."""
-    path.mkdir(parents=True)
-    config = {
-        "name": "mine",
-        "train": {"seed": seed, "early_stop": {"metric": ""}},
-        "checkpoint": {"folder": str(path)},
-    }
-    (path / "config.json").write_text(json.dumps(config))
-    records = [
-        {"kind": "steps", "epoch": 1, "step": 1},
-        {"kind": "train", "epoch": 1, "step": 4, "loss": 0.5},
-        {"kind": "eval", "epoch": 1, "step": 4, "auc": auc},
-    ]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    if ended:
-        summary = {"seconds": 2.0, "test": {"auc": auc}}
-        (path / "summary.json").write_text(json.dumps(summary))
-
-
-@pytest.mark.unit
-def test_any_runs_are_compared_by_the_settings_that_set_them_apart(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_run(tmp_path / "grid" / "one", 0, 0.6)
-    write_run(tmp_path / "grid" / "two", 1, 0.7)
-    write_run(tmp_path / "grid" / "late", 2, 0.9, ended=False)
-    runs = [tmp_path / "grid" / name for name in ("late", "none", "one", "two")]
-    compare(runs, tmp_path / "grid")
-    said = capsys.readouterr().out
-    assert "none: has not begun" in said
-    assert "best: two (*), by validation auc" in said
-    written = json.loads((tmp_path / "grid" / "results.json").read_text())
-    assert written["best"] == "two"
-    assert {each["name"]: each["ended"] for each in written["members"]} == {
-        "late": "not ended",
-        "one": "all epochs",
-        "two": "all epochs",
-    }
-    header = (tmp_path / "grid" / "results.txt").read_text().splitlines()[0]
-    assert header.split()[:2] == ["member", "train.seed"]
-    left = {path.name for path in (tmp_path / "grid").iterdir() if path.is_file()}
-    assert left == {"results.txt", "results.json"}
+    # They are not seeds of one network.
+    write_run(grid / "e", 4, 0.7, test=0.9, lr=0.2)
+    compare([grid / name for name in ("a", "e")], grid)
+    assert "±" not in (grid / "results.txt").read_text()
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -96,12 +96,6 @@ def quiet(arguments: list[str]) -> None:
     sys.exit(train_stream.main(arguments))
 
 
-def noted(arguments: list[str], stderr: Path) -> None:
-    """Trains, and writes stderr to a file: a process of the fork server has the server's own stderr."""
-    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-    quiet(arguments)
-
-
 def state_of(run: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The position and all tensors of the last checkpoint: weights, optimizer, ids and random states."""
     folder = CheckpointFolder(str(run / "checkpoints"))
@@ -249,15 +243,8 @@ def test_whoever_is_killed_no_event_is_lost_or_counted_twice_and_no_answer_is_of
         if not torch.equal(tensors[name], value)
     ]
     assert different == []
-    last = Bundle.load(
-        run / "bundles" / (run / "bundles" / "current").read_text().strip()
-    )
-    assert (
-        last.manifest.digest
-        == Bundle.load(
-            whole / "bundles" / (whole / "bundles" / "current").read_text().strip()
-        ).manifest.digest
-    )
+    last, only = (Bundle.load(current_bundle(each)) for each in (run, whole))
+    assert last.manifest.digest == only.manifest.digest
     assert len(answers) > 500
     check_answers(answers, run / "bundles")
 
@@ -292,46 +279,30 @@ def records(run: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == kind]
 
 
+@SLOW
 @pytest.mark.parametrize(
-    ("more", "figures"),
+    ("more", "figure"),
     [
-        ([], {"log_loss", "hit_rate"}),
-        pytest.param(
-            ["data.label=clicked", "loader.negatives=0"], {"log_loss"}, marks=SLOW
-        ),
-        pytest.param(
+        (["data.label=clicked", "loader.negatives=0"], "log_loss"),
+        (
             ["model.loss=in_batch", "model.interaction=dot", "loader.negatives=0"],
-            {"loss"},
-            marks=SLOW,
+            "loss",
         ),
-        pytest.param(
-            ["model.loss=sampled_softmax", "train.compile=auto"],
-            {"hit_rate"},
-            marks=SLOW,
-        ),
+        (["model.loss=sampled_softmax", "train.compile=auto"], "hit_rate"),
     ],
 )
 def test_a_log_is_trained_to_its_end_and_published(
-    tmp_path: Path, more: list[str], figures: set[str]
+    tmp_path: Path, more: list[str], figure: str
 ) -> None:
-    log = write_small_log(tmp_path / "log", 450, clicked=1)
-    arguments = flags(
-        log,
-        tmp_path / "run",
-        "--data.until_idle_s=0.1",
-        "--publish-s=0.02",
-        *(f"--{text}" for text in more),
-    )
-    run = _CONTEXT.Process(target=quiet, args=(arguments,), daemon=True)
-    run.start()
-    run.join(60)
-    assert run.exitcode == 0
-    (*_, last) = records(tmp_path / "run", "train")
+    log, run = write_small_log(tmp_path / "log", 450, clicked=1), tmp_path / "run"
+    often = ("--data.until_idle_s=0.1", "--publish-s=0.02")
+    arguments = flags(log, run, *often, *(f"--{text}" for text in more))
+    assert train_stream.main(arguments) == 0
+    (*_, last) = records(run, "train")
     assert last["events"] == 450
-    assert figures <= last.keys()
-    current = tmp_path / "run" / "bundles" / "current"
-    bundle = Bundle.load(current.parent / current.read_text().strip())
+    assert figure in last
     # Two full tables, without the row of unknown ids.
+    bundle = Bundle.load(current_bundle(run))
     assert bundle.manifest.content["items"]["rows"] <= 59
 
 
@@ -343,7 +314,9 @@ def test_a_resumed_record_is_that_of_an_uninterrupted_run(tmp_path: Path) -> Non
     assert train_stream.main(arguments) == 0
     whole = records(tmp_path / "run", "train")
     assert [record["step"] for record in whole] == [10, 17]
+    assert whole[-1]["events"] == 1_700
     bundle = Bundle.load(current_bundle(tmp_path / "run"))
+    assert bundle.manifest.content["items"]["rows"] <= 59, "without that of unknown ids"
     check_seen(bundle, [ids(number) for number in range(1_550, 1_700)])
     folder = CheckpointFolder(str(tmp_path / "run" / "checkpoints"))
     for step in folder.steps():
@@ -394,21 +367,15 @@ def check_seen(bundle: Bundle, events: list[dict[str, int]]) -> None:
 
 
 def test_a_run_whose_log_model_or_checkpoints_changed_is_told_so(
-    tmp_path: Path,
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    log = write_small_log(tmp_path / "log", 450)
-    run = tmp_path / "run"
-    stderr = tmp_path / "stderr"
+    log, run = write_small_log(tmp_path / "log", 450), tmp_path / "run"
     more = ["--data.until_idle_s=0.1", "--publish-s=0", "--train.log_every=2"]
     arguments = flags(log, run, *more)
 
     def told(words: list[str], code: int) -> str:
-        """Trains in a process of its own, and returns what it wrote to stderr."""
-        process = _CONTEXT.Process(target=noted, args=(words, stderr), daemon=True)
-        process.start()
-        process.join(60)
-        assert process.exitcode == code
-        return stderr.read_text()
+        assert train_stream.main(words) == code
+        return capfd.readouterr().err
 
     assert "begins anew" not in told(arguments, 0)
     (log / "A.jsonl").write_text(json.dumps(ids(9)) + "\n")

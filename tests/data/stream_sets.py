@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +39,26 @@ def table_of(size: int, start: int = 0) -> pa.Table:
     )
 
 
+def schema_by(rows: Mapping[str, int], **options: Any) -> BatchSchema:
+    """A schema of tables by their number of rows, each read by the feature of its name, or by those of ``features``."""
+    features = options.pop("features", {})
+    tables = [
+        EmbeddingBagConfig(
+            name=name,
+            embedding_dim=4,
+            num_embeddings=count,
+            feature_names=list(features.get(name, [name])),
+        )
+        for name, count in rows.items()
+    ]
+    return BatchSchema.from_tables(tables, **options)
+
+
 def schema_of(
     shared: Sequence[str] = (), users: int = 5_000, **options: Any
 ) -> BatchSchema:
-    tables = [
-        EmbeddingBagConfig(
-            name=name, embedding_dim=4, num_embeddings=size, feature_names=[name]
-        )
-        for name, size in {
-            "user_id": users,
-            "history": ITEMS + 1,
-            "item_id": ITEMS + 1,
-        }.items()
-    ]
-    return BatchSchema.from_tables(tables, dense=["row"], shared=shared, **options)
+    rows = {"user_id": users, "history": ITEMS + 1, "item_id": ITEMS + 1}
+    return schema_by(rows, dense=["row"], shared=shared, **options)
 
 
 def parquet(folder: Path, sizes: Sequence[int], files: int = 1) -> ParquetSource:
@@ -158,6 +164,8 @@ def equal(left: TowerBatch, right: TowerBatch) -> bool:
             found += [side.sparse.values(), side.sparse.lengths()]
         if batch.shared is not None:
             found += [batch.shared.dense, batch.shared.index]
+        if batch.joint is not None:
+            found += [batch.joint.values(), batch.joint.lengths()]
         return [part.cpu() for part in found]
 
     ours, theirs = parts(left), parts(right)

@@ -6,13 +6,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from tests.data.stream_sets import schema_of, table_of
-from torchrec_ext.data.columns import Chunk, Column
+from tests.files import read_parquet
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.schema import DataError
@@ -22,28 +21,14 @@ pytestmark = pytest.mark.unit
 
 def sources(folder: Path, name: str, value: float) -> list[tuple[Any, dict[str, str]]]:
     """Twelve rows with one bad value in the sixth: as a file, for a device and in memory."""
-    numbers = np.ones(12, np.float32)
-    numbers[5] = value
     table = table_of(12)
-    table = table.set_column(table.column_names.index(name), name, pa.array(numbers))
+    numbers = pa.array([1.0] * 5 + [value] + [1.0] * 6, pa.float32())
+    table = table.set_column(table.column_names.index(name), name, numbers)
+    other = table.column_names.index("label")
+    table = table.set_column(other, "label", table["label"].cast(pa.float32()))
     pq.write_table(table, folder / "rows.parquet")
-    lists = table["history"].to_pylist()
-    columns = {
-        column: Column(table[column].to_numpy().astype(np.int64))
-        for column in ("user_id", "item_id")
-    }
-    columns |= {
-        column: Column(table[column].to_numpy().astype(np.float32))
-        for column in ("row", "weight", "label")
-    }
-    columns["history"] = Column.from_lengths(
-        np.concatenate(lists).astype(np.int64), np.array([len(row) for row in lists])
-    )
-    return [
-        (ParquetSource(folder), {}),
-        (Chunk(columns), {"device": "cpu"}),
-        (Chunk(columns), {}),
-    ]
+    rows = read_parquet(folder)
+    return [(ParquetSource(folder), {}), (rows, {"device": "cpu"}), (rows, {})]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 import dataclasses
 import os
 import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.prepared import Prepared
@@ -47,3 +50,40 @@ def killed_once() -> Job:
 
 def trained() -> Job:
     return job(build_two_tower)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise ValueError("price: 7 rows have no currency; fill it in preprocessing")
+
+
+def dying(end: Callable[[], None]) -> Job:
+    """A job far longer than a test waits, whose rank 1 ends from its 8th step on and writes the time."""
+
+    def build(config: TwoTowerConfig, data: Prepared) -> TowerModel:
+        model = build_two_tower(config, data)
+        calls: list[int] = []
+
+        def count(*_: Any) -> None:
+            calls.append(1)
+            # before the 12th, after which steps are captured and call no hook
+            if os.environ["RANK"] == "1" and len(calls) >= 8:
+                # again, where a step that is being captured swallows it
+                Path("died").write_text(str(time.time()))
+                end()
+
+        model.interaction.register_forward_pre_hook(count)
+        return model
+
+    return dataclasses.replace(job(build), train=TrainConfig(epochs=100_000))
+
+
+def killed_in_training() -> Job:
+    return dying(kill)
+
+
+def mistaken_in_training() -> Job:
+    return dying(fail)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.jobs import SETTINGS, TORCHRUN, RunFiles
+from tests.launch.jobs import SETTINGS, Job, RunFiles
 
 SLURM = os.environ.get("TORCHREC_EXT_SLURM", "").split()
 VOLUME = os.environ.get("TORCHREC_EXT_KUBE_VOLUME", "")
@@ -43,14 +43,9 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunFiles:
     """The same training on two ranks of this machine."""
-    folder = tmp_path_factory.mktemp("here")
-    launcher = [sys.executable, *TORCHRUN, "--standalone", "--nproc_per_node=2", "-m"]
-    words = ["torchx_apps.train", f"--run_dir={folder / 'run'}", *WORDS]
-    done = subprocess.run(
-        [*launcher, *words], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return RunFiles(folder / "run")
+    with Job(tmp_path_factory.mktemp("here") / "run") as job:
+        assert job.end() == 0, job.output
+    return job
 
 
 class Slurm:

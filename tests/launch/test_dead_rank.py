@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.jobs import TORCHRUN
+
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
 
 ENDS = {
@@ -32,27 +34,12 @@ MODES = {
 def test_the_others_stop_within_30_seconds_with_its_error(
     tmp_path: Path, recipe: str, mode: str
 ) -> None:
-    shutil.copy(Path(__file__).with_name("dying_recipe.py"), tmp_path)
-    overrides = [f"--{item}" for item in MODES[mode]]
-    agent = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    app = [
-        "-m",
-        "torchx_apps.train",
-        "--recipe",
-        f"dying_recipe.py:{recipe}",
-        "--run_dir",
-        "out",
-        *overrides,
-    ]
+    shutil.copy(Path(__file__).with_name("my_recipe.py"), tmp_path)
+    command = [sys.executable, *TORCHRUN, "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "torchx_apps.train", "--run_dir", "out"]
+    command += ["--recipe", f"my_recipe.py:{recipe}", *map("--{}".format, MODES[mode])]
     done = subprocess.run(
-        [*agent, *app], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     ended = time.time()
     assert done.returncode == 1

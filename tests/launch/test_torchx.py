@@ -1,13 +1,18 @@
 """`torchx run rec.train.hybrid` over real processes: an own recipe trains, fails in words, and is started again."""
 
 import json
+import os
 import shutil
 import subprocess
+import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
 
-from tests.launch.jobs import torchx_run
+from tests.contracts import free_ports
+from tests.launch.jobs import Launched, torchx_run
+from tests.retrieval.small import Small
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow(minutes=0.5)]
 
@@ -40,3 +45,22 @@ def test_a_killed_rank_is_started_again(tmp_path: Path) -> None:
     done = ran(tmp_path, "killed_once", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "out" / "summary.json").exists()
+
+
+def test_a_bundle_is_served(tmp_path: Path) -> None:
+    Small().write(tmp_path / "bundle")
+    (port,) = free_ports(1)
+
+    def is_ready() -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5):
+                return True
+        except OSError:
+            return False
+
+    binaries = Path(sys.executable).parent
+    words = ["run", "-s", "local_cwd", "rec.serve.http", "--port", str(port)]
+    command = [str(binaries / "torchx"), *words, "--bundle", f"{tmp_path}/bundle"]
+    path = os.pathsep.join([str(binaries), os.environ["PATH"]])
+    with Launched(command, {"PATH": path}) as job:
+        job.until(is_ready)

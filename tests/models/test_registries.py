@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.apps.test_recipes import job_of, trained
+from tests.apps.test_training import job_of, trained
 from tests.contracts import leave_group, run_ranks
 from tests.settings import with_settings
 from torchrec_ext.distributed.runtime import Runtime
@@ -119,4 +119,4 @@ def test_every_loss_learns_planted_tastes(name: str) -> None:
         ),
     )
     (outcome,) = run_ranks(trained, 1, job)
-    assert outcome["test"]["ndcg@10"] > 1.4 * outcome["baseline"]["ndcg@10"]
+    assert outcome.test["ndcg@10"] > 1.4 * outcome.baseline["ndcg@10"]

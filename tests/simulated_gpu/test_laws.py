@@ -15,6 +15,7 @@ from tests.simulated_gpu import build
 
 pytestmark = [
     pytest.mark.launch,
+    pytest.mark.slow(minutes=2),
     pytest.mark.skipif(bool(build.missing()), reason=build.missing()),
 ]
 LAWS = Path(__file__).parent / "laws"
@@ -52,15 +53,9 @@ def check(*words: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
-def test_the_device_and_captured_steps_keep_cudas_rules() -> None:
-    short = "graphs or memory or values or not_wait or two_devices or (ncf and require and loader)"
-    check(
-        *(str(LAWS / f"{law}.py") for law in ("graphs", "order", "waits")), "-k", short
-    )
-
-
-@pytest.mark.slow(minutes=2)
-@pytest.mark.parametrize("law", ["waits", "losses", "adopted", "order", "kernels"])
+@pytest.mark.parametrize(
+    "law", ["graphs", "order", "waits", "losses", "adopted", "kernels"]
+)
 def test_the_law_holds(law: str) -> None:
     if law == "kernels":
         # Without it all of the law's tests would be skipped, and this one pass.
@@ -68,12 +63,10 @@ def test_the_law_holds(law: str) -> None:
     check(str(LAWS / f"{law}.py"))
 
 
-@pytest.mark.slow(minutes=3)
 def test_two_simulated_gpus_train_as_two_cpu_ranks() -> None:
     check(str(LAWS / "ranks.py"))
 
 
-@pytest.mark.slow(minutes=1)
 def test_two_ranks_of_a_host_with_one_gpu_train_on_its_cpu(tmp_path: Path) -> None:
     words = ["--standalone", "--nproc_per_node=2", "-m", "torchx_apps.train"]
     flags = ["--recipe=two_tower", f"--run_dir={tmp_path}", "--data.name=planted"]
@@ -98,7 +91,6 @@ def test_two_ranks_of_a_host_with_one_gpu_train_on_its_cpu(tmp_path: Path) -> No
     assert done.stderr.count(warning) == 1
 
 
-@pytest.mark.slow(minutes=2)
 def test_the_tests_marked_gpu_pass() -> None:
     files = [
         str(file.relative_to(build.ROOT))

@@ -306,62 +306,46 @@ def test_nulls_are_refused_by_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        (
+            "user_id",
+            pa.array([0, 1, 15, 16, 2]),
+            r"row group 1, row 0, column 'user_id': id 15 is outside table 'user_id' "
+            r"\(0 to 14; 2 such ids\); fix the data, set num_embeddings=",
+        ),
+        (
+            "user_id",
+            pa.array([0, 3_000_000_000, 2, 3, 4]),
+            "row group 0, row 1, column 'user_id': id 3000000000 is outside .*; fix the"
+            r" data, map ids to rows by rec\.data\.preprocess",
+        ),
+        (
+            "user_id",
+            pa.array([3, 2**63 + 5, 1, 1, 1], pa.uint64()),
+            "row group 0, column 'user_id', row 1: 9223372036854775813 is beyond int64 "
+            ".*; write ids as int64",
+        ),
+        (
+            "row",
+            pa.array([0.0, 1.0, np.nan, 3.0, np.inf], pa.float32()),
+            "row group 1, column 'row', row 0: value nan is not finite",
+        ),
+    ],
+)
 def test_a_bad_value_is_named_by_file_row_group_and_row_or_mapped(
-    tmp_path: Path, ahead: int
+    tmp_path: Path, column: str, values: pa.Array, message: str, ahead: int
 ) -> None:
-    source = parquet(tmp_path, [30, 30])
-    schema = schema_of(users=15)
-    with pytest.raises(
-        DataError,
-        match=r"part-0\.parquet: row group 1, row 15, column 'user_id': id 15 is outside table 'user_id' "
-        r"\(0 to 14; 5 such ids\); fix the data, set num_embeddings=",
-    ):
-        list(
-            loader_of(
-                source, schema=schema, prefetch=ahead, read_ahead=ahead, shuffle=False
-            )
-        )
-    mapped = loader_of(
-        source, schema=schema_of(users=15, out_of_range="oov"), shuffle=False
-    )
-    users = [
-        user for batch in mapped for user in batch.sparse["user_id"].values().tolist()
-    ]
-    assert users == [row // 3 if row < 45 else 0 for row in range(60)]
-    hashed = pa.table(
-        {
-            "user_id": [1, 3_000_000_000],
-            "history": [[1], [1]],
-            "item_id": [1, 2],
-            "row": [1.0, 2.0],
-        }
-    )
-    path = write(tmp_path / "hashed.parquet", hashed)
-    with pytest.raises(
-        DataError,
-        match=r"hashed\.parquet: row group 0, row 1, column 'user_id': id 3000000000 is outside .*; "
-        r"fix the data, map ids to rows by rec\.data\.preprocess",
-    ):
-        list(loader_of(ParquetSource(path), schema=schema))
-    unsigned = hashed.set_column(0, "user_id", pa.array([3, 2**63 + 5], pa.uint64()))
-    path = write(tmp_path / "unsigned.parquet", unsigned)
-    with pytest.raises(
-        DataError,
-        match=r"group 0, column 'user_id', row 1: 9223372036854775813 is beyond int64 .*; write ids as int64",
-    ):
-        list(loader_of(ParquetSource(path), schema=schema))
-    mapped = loader_of(
-        ParquetSource(path),
-        schema=schema_of(users=15, out_of_range="oov"),
-        shuffle=False,
-    )
-    assert next(iter(mapped)).sparse["user_id"].values().tolist() == [3, 0]
-    table = table_of(5).set_column(
-        3, "row", pa.array([0.0, 1.0, np.nan, 3.0, np.inf], pa.float32())
-    )
-    path = write(tmp_path / "b.parquet", table)
-    with pytest.raises(
-        DataError,
-        match=r"b\.parquet: row group 0, column 'row', row 2: value nan is not finite",
-    ):
-        list(loader_of(ParquetSource(path)))
+    table = table_of(5)
+    table = table.set_column(table.column_names.index(column), column, values)
+    path = write(tmp_path / "a.parquet", table, row_group_size=2)
+    options = {"prefetch": ahead, "read_ahead": ahead, "shuffle": False}
+    source = ParquetSource(path)
+    with pytest.raises(DataError, match=rf"a\.parquet: {message}"):
+        list(loader_of(source, schema=schema_of(users=15), **options))
+    if column == "user_id":
+        schema = schema_of(users=15, out_of_range="oov")
+        (batch,) = loader_of(source, schema=schema, **options)
+        users = [user if user < 15 else 0 for user in values.to_pylist()]
+        assert batch.sparse["user_id"].values().tolist() == users

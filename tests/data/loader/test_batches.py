@@ -5,9 +5,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from tests.data.loader.given import batch_of
+from tests.data.stream_sets import schema_by
 from tests.small_sets import planted_data
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.sides import BatchBuilder
@@ -17,14 +17,8 @@ pytestmark = pytest.mark.unit
 DATA = planted_data(users=40, items=60, clusters=4)
 
 
-def schema(**options: str) -> BatchSchema:
-    tables = [
-        EmbeddingBagConfig(
-            name=name, embedding_dim=4, num_embeddings=rows, feature_names=[name]
-        )
-        for name, rows in DATA.vocab.items()
-    ]
-    return BatchSchema.from_tables(tables, dense=DATA.dense, **options)  # type: ignore[arg-type]
+def schema() -> BatchSchema:
+    return schema_by(DATA.vocab, dense=DATA.dense)
 
 
 def bags(batch: object, name: str) -> list[list[int]]:
@@ -99,27 +93,14 @@ def test_a_missing_or_mistyped_column_is_named() -> None:
 def test_read_only_memory_is_copied_before_torch_owns_it() -> None:
     values = np.array([1, 2])
     values.flags.writeable = False
-    plain = BatchSchema.from_tables(
-        [
-            EmbeddingBagConfig(
-                name="t", embedding_dim=4, num_embeddings=3, feature_names=["id"]
-            )
-        ]
-    )
+    plain = schema_by({"id": 3})
     batch = batch_of(plain, Chunk({"id": Column(values)}))
     batch.sparse.values()[0] = 0
     assert values.tolist() == [1, 2]
 
 
 def test_dense_columns_of_any_number_type_stand_beside_each_candidate() -> None:
-    plain = BatchSchema.from_tables(
-        [
-            EmbeddingBagConfig(
-                name="t", embedding_dim=4, num_embeddings=9, feature_names=["item_id"]
-            )
-        ],
-        dense=["count", "share", "yes"],
-    )
+    plain = schema_by({"item_id": 9}, dense=["count", "share", "yes"])
     rows = Chunk(
         {
             "count": Column(np.array([3, 4])),

@@ -1,11 +1,8 @@
 """Id dropout: the same on any number of ranks and after a resume."""
 
 import itertools
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from torchrec import EmbeddingBagConfig, PoolingType
@@ -13,10 +10,8 @@ from torchrec import EmbeddingBagConfig, PoolingType
 from tests.examples import META, table
 from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.id_dropout import drop_ids
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, training_loader
-from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.models.retrieval import RetrievalModel
 from torchrec_ext.models.tower_model import TowerModel, two_tower
@@ -227,43 +222,3 @@ def test_what_was_sampled_stays_beside_what_is_looked_up() -> None:
         dropped = looked_up != was
         assert dropped.any()
         assert not looked_up[dropped].any()
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize("negatives", [0, 2])
-def test_rows_in_files_and_on_a_device_lose_the_ids_of_rows_in_memory(
-    negatives: int, tmp_path: Path
-) -> None:
-    data = small()
-    names = ("item_id", "user_id", "history")
-    rows = data.rows("train").select(list(names))
-    pq.write_table(
-        pa.table(
-            {
-                "item_id": rows["item_id"].values,
-                "user_id": rows["user_id"].values,
-                "history": [
-                    rows["history"].row(row).tolist() for row in range(rows.num_rows)
-                ],
-            }
-        ),
-        tmp_path / "rows.parquet",
-        write_page_checksum=True,
-    )
-    schema = BatchSchema.from_tables(tables_of(small(), *names), shared=["user_id"])
-    config = LoaderConfig(batch_size=32, negatives=negatives, shuffle=False, prefetch=0)
-    users, items = rows["user_id"].values, rows["item_id"].values
-    options: dict[str, Any] = {}
-    if negatives:
-        options["items"] = data.items.select(["item_id"])
-        options["negatives"] = UniformNegatives(data.num_items, users, items)
-    made = []
-    for source, device in (
-        (rows, None),
-        (rows, "cpu"),
-        (ParquetSource(tmp_path / "rows.parquet"), None),
-    ):
-        chunks = ChunkLoader(source, schema, config=config, device=device, **options)
-        made.append(epoch(drop_ids(chunks, schema, RATES), names, 1))
-    assert made[0] == made[1] == made[2]
-    assert [0] in joined(made[0], "user_id")

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from tests.data.stream_sets import check_weights, equal, steps_of
+from tests.data.stream_sets import check_weights, equal, schema_by, steps_of
 from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data import resident
@@ -29,14 +28,10 @@ DATA = planted_data(users=40, items=60, clusters=4)
 ITEMS = 30
 
 
-def schema_of(rows: dict[str, int], dense: tuple[str, ...] = ()) -> BatchSchema:
-    tables = [
-        EmbeddingBagConfig(
-            name=name, embedding_dim=4, num_embeddings=size, feature_names=[name]
-        )
-        for name, size in rows.items()
-    ]
-    return BatchSchema.from_tables(tables, dense=dense, label_range=None)
+def schema_of(
+    rows: dict[str, int], dense: tuple[str, ...] = (), shared: tuple[str, ...] = ()
+) -> BatchSchema:
+    return schema_by(rows, dense=dense, shared=shared, label_range=None)
 
 
 def rows_of(size: int) -> Chunk:

@@ -90,31 +90,6 @@ def loader_of(
     )
 
 
-@pytest.mark.parametrize(
-    "shared", [(), ("user_id", "history", "row")], ids=["alone", "shared"]
-)
-@pytest.mark.parametrize("negatives", [0, 2])
-@pytest.mark.parametrize("kind", [UniformNegatives, PopularityNegatives])
-def test_a_device_gives_the_batches_of_the_host_on_any_number_of_ranks(
-    kind: Any, negatives: int, shared: tuple[str, ...], device: torch.device
-) -> None:
-    chunk = rows_of(SIZE)
-    for rank, world_size in ((0, 1), (0, 3), (2, 3)):
-        options: dict[str, Any] = {
-            "negatives": negatives,
-            "rank": rank,
-            "world_size": world_size,
-        }
-        host = loader_of(chunk, shared, kind, **options)
-        there = loader_of(chunk, shared, kind, device=device, **options)
-        for loader in (host, there):
-            loader.set_epoch(2)
-        for left, right in zip(host, there, strict=True):
-            assert right.labels.device.type == device.type
-            assert left.sparse.keys() == right.sparse.keys()
-            assert equal(left, right)
-
-
 def test_no_step_waits_for_the_device() -> None:
     batches = iter(
         loader_of(

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.data.loader.test_loader import ITEM_TABLE, ITEMS, rows_of, schema_of
-from tests.data.stream_sets import equal, parquet
-from tests.data.stream_sets import schema_of as stream_schema
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.columns import Chunk, Column, concatenate
-from torchrec_ext.data.files.sources import ParquetSource
+from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives.mixed import MixedNegatives
 from torchrec_ext.data.negatives.samplers import PopularityNegatives, UniformNegatives
-from torchrec_ext.schema import BatchSchema
 
 pytestmark = pytest.mark.unit
 SIZE, EXTRA = 53, 5
@@ -29,13 +24,6 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "popularity": {"sampling": "popularity"},
     "mixed": MIXED,
 }
-
-
-def schema(shared: tuple[str, ...] = ()) -> BatchSchema:
-    made = schema_of(TABLES, ("row",))
-    return BatchSchema(
-        sparse=made.sparse, dense=made.dense, shared=frozenset(shared), label_range=None
-    )
 
 
 def loader_of(
@@ -53,7 +41,7 @@ def loader_of(
         sampler = MixedNegatives(ITEMS, EXTRA, config.batch_size, counts, config.seed)
     return ChunkLoader(
         rows,
-        schema(shared),
+        schema_of(TABLES, ("row",), shared),
         config=config,
         items=ITEM_TABLE,
         negatives=sampler,
@@ -126,33 +114,6 @@ def candidates(batch: TowerBatch, low: int, high: int) -> list[tuple[int, int, f
     return rows
 
 
-def test_mixed_candidates_of_files_are_those_of_rows_in_memory(tmp_path: Path) -> None:
-    source = parquet(tmp_path, [20, 21])
-    numbers = np.arange(41)
-    chunk = source_rows(source)
-    items = Chunk({"item_id": Column(np.arange(31))})
-    config = LoaderConfig(batch_size=8, shuffle=False, prefetch=0, **MIXED)  # type: ignore[arg-type]
-    counts = np.bincount(1 + numbers % 30, minlength=31)
-    sampler = MixedNegatives(30, EXTRA, 8, counts)
-    memory, stream = (
-        ChunkLoader(
-            rows, stream_schema(), config=config, items=items, negatives=sampler
-        )
-        for rows in (chunk, source)
-    )
-    assert all(equal(left, right) for left, right in zip(memory, stream, strict=True))
-
-
-def source_rows(source: ParquetSource) -> Chunk:
-    chunks = [
-        source.read(group, ["user_id", "history", "item_id", "row"])
-        for group in source.groups
-    ]
-    return Chunk(
-        {name: concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
-    )
-
-
 def test_samplers_that_do_not_fit_are_refused() -> None:
     rows, config = rows_of(SIZE), LoaderConfig(batch_size=8, **MIXED)  # type: ignore[arg-type]
     uniform = UniformNegatives(ITEMS, rows["user_id"].values, rows["item_id"].values)
@@ -164,8 +125,9 @@ def test_samplers_that_do_not_fit_are_refused() -> None:
         items: Chunk | None = ITEM_TABLE,
         **options: Any,
     ) -> None:
+        made = schema_of(TABLES, ("row",))
         ChunkLoader(
-            rows, schema(), config=config, items=items, negatives=sampler, **options
+            rows, made, config=config, items=items, negatives=sampler, **options
         )
 
     for given, sampler, value in (

@@ -27,7 +27,7 @@ from tests.data.stream_sets import (
 )
 from tests.files import read_parquet
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.files.arrow import RowGroup
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader import epoch_order
@@ -173,8 +173,8 @@ def decoded(plan: StreamPlan, world_size: int) -> int:
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("world_size", [1, 2, 8, 32, 512])
-@pytest.mark.parametrize("each", [128, 100, 97])
+@pytest.mark.parametrize("world_size", [1, 2, 8, 512])
+@pytest.mark.parametrize("each", [128, 97])
 def test_all_ranks_together_decode_the_data_once(
     world_size: int, each: int, shuffle: bool
 ) -> None:
@@ -358,7 +358,7 @@ def test_a_few_large_row_groups_are_shuffled_whole(folder: Path, groups: int) ->
     assert [rows_in(batch) for batch in halfway] == epochs[0][9:]
 
 
-@pytest.mark.parametrize(("batch_size", "places"), [(4096, 32), (4000, 32), (4098, 6)])
+@pytest.mark.parametrize(("batch_size", "places"), [(4096, 32), (4098, 6)])
 def test_a_row_group_that_is_too_large_is_shuffled_in_small_parts_and_named(
     batch_size: int, places: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,33 +378,6 @@ def test_a_row_group_that_is_too_large_is_shuffled_in_small_parts_and_named(
     assert sorted(row for batch in steps for row in rows_in(batch)) == list(range(rows))
     ranks = [iter(loader_of(source, rank, 3, **options)) for rank in range(3)]
     assert [row for rank in ranks for row in rows_in(next(rank))] == first
-
-
-def test_the_batch_equals_that_of_rows_in_memory(folder: Path) -> None:
-    source = parquet(folder, [20, 20])
-    chunk = read_parquet([file.path for file in source.files])
-    chunk = chunk.with_columns(
-        {"label": Column(chunk["label"].values.astype(np.float32))}
-    )
-    config = LoaderConfig(
-        batch_size=8, negatives=0, shuffle=False, label="label", weight="weight"
-    )
-    for shared in ((), ("user_id", "history", "row"), ("item_id",)):
-        schema = schema_of(shared)
-        memory = ChunkLoader(chunk, schema, config=config)
-        stream = ChunkLoader(source, schema, config=config)
-        for left, right in zip(memory, stream, strict=True):
-            assert equal(left, right)
-            row_numbers(right)
-            if left.shared and right.shared:
-                assert torch.equal(
-                    left.shared.sparse.values(), right.shared.sparse.values()
-                )
-                assert torch.equal(
-                    left.shared.sparse.lengths(), right.shared.sparse.lengths()
-                )
-                assert torch.equal(left.shared.dense, right.shared.dense)
-                assert torch.equal(left.shared.index, right.shared.index)
 
 
 @pytest.mark.parametrize("setting", ["label", "weight"])

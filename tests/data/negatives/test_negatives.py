@@ -68,13 +68,12 @@ def follows(
 
 
 @pytest.mark.usefixtures("known_by")
-@pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("density", [0.2, 0.97], ids=["few known", "nearly all known"])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_draws_follow_the_distribution_that_log_q_states(
-    sampler: Sampler, density: float, seed: int
+    sampler: Sampler, density: float
 ) -> None:
-    drawer = sampler(200, *random_pairs(3, 200, density, seed=3), seed=seed)
+    drawer = sampler(200, *random_pairs(3, 200, density, seed=3), seed=1)
     for user in range(4):  # the last one is unknown
         follows(drawer, drawer.known, user)
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -46,35 +43,6 @@ def test_an_error_leaves_the_earlier_result(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["out"]
 
 
-@pytest.mark.launch
-def test_killed_in_the_middle_only_a_hidden_folder_is_left_and_the_next_run_removes_it(
-    tmp_path: Path,
-) -> None:
-    program = (
-        "import os, signal, sys\n"
-        "from pathlib import Path\n"
-        "from torchrec_ext.data.preprocess.folders import whole_folder\n"
-        "with whole_folder(Path(sys.argv[1]), overwrite=True, mark='part-*') as staging:\n"
-        "    (staging / 'part-0.parquet').write_text('half')\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    write(tmp_path / "out", "old")
-    killed = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "out")], check=False
-    )
-    assert killed.returncode == -signal.SIGKILL
-    assert (tmp_path / "out/part-0").read_text() == "old"
-    (left,) = (path for path in tmp_path.iterdir() if path.name != "out")
-    assert left.name == ".out.partial"
-    with pytest.raises(
-        DataError, match=r"the folder has no file that ends in \.parquet"
-    ):
-        find_files(tmp_path)
-    write(tmp_path / "out", "new", overwrite=True)
-    assert os.listdir(tmp_path) == ["out"]
-    assert (tmp_path / "out/part-0").read_text() == "new"
-
-
 def replace(out: str) -> None:
     write(Path(out), "new", overwrite=True)
 
@@ -87,6 +55,8 @@ def test_killed_at_any_moment_of_a_replacement_a_reader_finds_the_old_or_the_new
     write(out, "old")
     for _ in killed_everywhere(replace, str(out)):
         seen.append((existing_folder(out) / "part-0").read_text())
+        hidden = [path for path in tmp_path.iterdir() if path != out]
+        assert all(path.name.startswith(".") for path in hidden), "no loader's data"
         write(out, "old", overwrite=True)
         assert os.listdir(tmp_path) == ["out"], "no leftovers"
         assert (out / "part-0").read_text() == "old"

@@ -98,7 +98,7 @@ def test_fitting_sees_the_training_rows_alone(con: Any, tmp_path: Path) -> None:
 def test_fitted_twice_the_state_is_byte_for_byte_the_same(
     con: Any, tmp_path: Path
 ) -> None:
-    rows = random_rows(4000, seed=7)
+    rows = random_rows(1000, seed=7)
     EVERY_STEP.fit(write(rows, tmp_path / "a.parquet"), con=con).save(tmp_path / "one")
     backwards = {name: values[::-1] for name, values in rows.items()}
     EVERY_STEP.fit(

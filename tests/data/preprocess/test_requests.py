@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torchrec_ext.data.preprocess import (
     Bucketize,
@@ -134,43 +136,40 @@ def test_a_value_of_another_type(kind: str, value: Any, message: str) -> None:
         read_cells("x", [None, value], kind)
 
 
-@pytest.mark.parametrize(
-    ("kind", "values"),
-    [
-        ("int64", [0, None, -(2**63), 2**63 - 1]),
-        ("int64", [2**63]),
-        ("bool", [True, None, False]),
-        ("bool", [1]),
-        ("float64", [0.1, None, -0.0, float("nan"), float("-inf")]),
-        ("float64", [2**53, None, -(2**53)]),
-        ("float64", [2**53 + 1]),
-        ("float32", [0.1, None, 1e300, 1e-300]),
-        ("float32", [2**24, None]),
-        ("float32", [-(2**24) - 1]),
-        ("string", ["", None, "\x00", "\u00fc", "\U0001f363"]),
-        ("string", ["\ud83d", "\ude00"]),
-        ("timestamp[ms]", [1_700_000_000_000, None, -1]),
-        ("timestamp[s]", ["2024-02-29", None, "1969-12-31 23:59:58"]),
-        ("timestamp[us]", ["2024-02-29T18:30Z", "2024-02-29 18:30:00.25-0130"]),
-        ("timestamp[ns]", ["2024-02-29T18:30:00.000001+14", "9999-12-31"]),
-        ("timestamp[s]", ["1969-12-31 23:59:58.5", "2024-02-29 18:30:00.5"]),
-        *(("timestamp[s]", [text]) for text in ("2024-02-30", "x", "2024-01-01 24:00")),
-        ("timestamp[s]", ["\u0662024-01-01"]),
-        ("timestamp[s]", [""]),
-        ("timestamp[ms]", [datetime.datetime(2024, 2, 29, 1, 2, 3, 4567), None]),
-        ("timestamp[ns]", [datetime.datetime(1600, 1, 1)]),
-        ("timestamp[us]", [datetime.datetime(2024, 2, 29, 23, tzinfo=BERLIN)]),
-        ("list<timestamp[s]>", [["2024-02-29", None], None]),
-        ("list<int64>", [[1, None], None, [], [2**63 - 1]]),
-        ("list<float32>", [[0.1], [None]]),
-        ("list<string>", [["a", None], None, [""]]),
-        *((kind, [None, None]) for kind in ("int64", "float32", "string")),
-        *((kind, []) for kind in ("int64", "string", "list<string>")),
+VALUES: dict[str, list[Any]] = {
+    "int64": [0, -(2**63), 2**63 - 1, 2**63],
+    "bool": [True, False, 1],
+    "float64": [0.1, -0.0, float("nan"), float("-inf"), 2**53, 2**53 + 1],
+    "float32": [0.1, 1e300, 1e-300, 2**24, -(2**24) - 1],
+    "string": ["", "\x00", "\u00fc", "\U0001f363", "\ud83d", "\ude00"],
+    "timestamp[s]": [
+        *("2024-02-29", "1969-12-31 23:59:58", "1969-12-31 23:59:58.5", "2024-02-30"),
+        *("2024-01-01 24:00", "\u0662024-01-01", "x", ""),
     ],
-)
+    "timestamp[ms]": [1_700_000_000_000, -1],
+    "timestamp[us]": [
+        datetime.datetime(2024, 2, 29, 1, 2, 3, 4567),
+        datetime.datetime(2024, 2, 29, 23, tzinfo=BERLIN),
+    ],
+    "timestamp[ns]": [
+        *("2024-02-29T18:30Z", "2024-02-29 18:30:00.25-0130", "9999-12-31"),
+        "2024-02-29T18:30:00.000001+14",
+    ],
+    "list<timestamp[s]>": [["2024-02-29", None], []],
+    "list<int64>": [[1, None], [], [2**63 - 1]],
+    "list<float32>": [[0.1], [None]],
+    "list<string>": [["a", None], [""]],
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+@given(data=st.data())
 def test_plain_values_are_read_as_arrow_reads_them(
-    kind: str, values: list[Any]
+    kind: str, data: st.DataObject
 ) -> None:
+    value = st.none() | st.sampled_from(VALUES[kind])
+    values = data.draw(st.lists(value, max_size=3))
+
     def read(data: Any) -> Any:
         try:
             cells = read_cells("x", data, kind)

@@ -1,0 +1,134 @@
+"""Rows in memory, in files and on a device make the same batches, to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from tests.data.loader.test_loader import ITEMS, rows_of
+from tests.data.loader.test_resident import CATALOGUE, SIZE, TABLES
+from tests.data.stream_sets import equal, schema_by
+from torchrec_ext.data.columns import Chunk
+from torchrec_ext.data.files.sources import ParquetSource
+from torchrec_ext.data.loader.id_dropout import drop_ids
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.negatives.mixed import MixedNegatives
+from torchrec_ext.data.negatives.samplers import PopularityNegatives, UniformNegatives
+
+pytestmark = pytest.mark.unit
+USERS = ("user_id", "history", "row")
+RATES = {"item_id": 0.3, "user_id": 0.2, "history": 0.1}
+CASES: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "users shared": {"shared": USERS},
+    "no negatives": {"negatives": 0},
+    "no negatives, users shared": {"negatives": 0, "shared": USERS},
+    "no negatives, items shared": {
+        "negatives": 0,
+        "shared": ("item_id", "kind", "genres", "year"),
+    },
+    "labels": {"negatives": 0, "label": "weight"},
+    "popularity": {"kind": PopularityNegatives, "shared": USERS},
+    "mixed": {"sampling": "mixed", "negatives": 0, "shared_negatives": 5},
+    "one key": {"features": ("history", "item_id"), "shared": USERS},
+    "dropout": {"rates": RATES},
+    "dropout, no negatives": {"rates": RATES, "negatives": 0},
+}
+
+
+def written(rows: Chunk, folder: Path) -> ParquetSource:
+    columns = {
+        name: [column.row(row).tolist() for row in range(SIZE)]
+        if column.ragged
+        else column.values
+        for name, column in rows.items()
+    }
+    file = folder / "rows.parquet"
+    pq.write_table(pa.table(columns), file, row_group_size=17, write_page_checksum=True)
+    return ParquetSource(file)
+
+
+def loader_of(
+    source: Chunk | ParquetSource,
+    rows: Chunk,
+    *,
+    shared: tuple[str, ...] = (),
+    kind: Any = UniformNegatives,
+    features: tuple[str, ...] = ("item_id",),
+    rates: dict[str, float] | None = None,
+    place: dict[str, Any],
+    **options: Any,
+) -> Any:
+    """A loader of some rows; ``features`` are those of the items' table."""
+    tables = {name: TABLES[name] for name in TABLES if name not in features}
+    schema = schema_by(
+        {**tables, "item": ITEMS + 1},
+        features={"item": features},
+        dense=["row", "year"],
+        shared=shared,
+        label_range=None,
+    )
+    usual = {"batch_size": 8, "negatives": 2, "weight": "weight", "prefetch": 0}
+    config = LoaderConfig(**{**usual, "read_ahead": 0, **options})
+    users, items = (rows[name].values for name in ("user_id", "item_id"))
+    sampler = kind(ITEMS, users, items, 3)
+    if config.sampling == "mixed":
+        sampler = MixedNegatives(ITEMS, 5, 8, np.bincount(items, minlength=ITEMS + 1))
+    loader = ChunkLoader(
+        source,
+        schema,
+        config=config,
+        items=CATALOGUE,
+        negatives=sampler if config.negatives or config.shared_negatives else None,
+        **place,
+    )
+    return drop_ids(loader, schema, rates) if rates else loader
+
+
+ORDERS = [(0, 1, False), (2, 3, False), (1, 3, True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "world_size", "shuffle"),
+    [
+        (name, *order)
+        for name in CASES
+        for order in ORDERS
+        # Of these, ranks of files and of memory share the last step otherwise.
+        if name != "mixed" or order == ORDERS[0]
+    ],
+)
+def test_memory_files_and_device_give_the_same_batches(
+    name: str,
+    rank: int,
+    world_size: int,
+    shuffle: bool,
+    tmp_path: Path,
+    device: torch.device,
+) -> None:
+    rows = rows_of(SIZE)
+    place = {"rank": rank, "world_size": world_size}
+    sources: list[tuple[Any, dict[str, Any]]] = [(rows, place)]
+    if not shuffle:  # files have an order of their own
+        sources.append((written(rows, tmp_path), place))
+    if name != "mixed":  # whose candidates are the host's
+        sources.append((rows, {**place, "device": device}))
+    epochs = []
+    for source, at in sources:
+        loader = loader_of(source, rows, place=at, shuffle=shuffle, **CASES[name])
+        loader.set_epoch(2)
+        epochs.append(list(loader))
+    memory, *others = epochs
+    assert len(memory) == 6
+    for batches in others:
+        assert batches[0].sparse.keys() == memory[0].sparse.keys()
+        assert len(batches) == len(memory)
+        assert all(map(equal, memory, batches))
+    if name != "mixed":
+        assert others[-1][0].labels.device.type == device.type
