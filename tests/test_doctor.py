@@ -10,7 +10,7 @@ from torchrec_ext import doctor, stack
 
 NOTHING = stack.Installed(versions={})
 REST = "tensordict torchmetrics==1.0.3 tqdm pyre-extensions"
-FBGEMM_GOES = "uninstall --yes fbgemm-gpu-cpu fbgemm-gpu"
+FBGEMM_GOES = "uninstall --yes fbgemm-gpu fbgemm-gpu-cpu"
 
 
 @pytest.fixture(autouse=True)
@@ -19,11 +19,10 @@ def cpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack, "gpu_nodes", list)
 
 
-def cpu_torch(version: str) -> str:
+def for_a_cpu(packages: str) -> str:
     """A CPU build is taken from where pip looks, or from PyTorch's own index; the registry's torch never is."""
-    install = f"install torch=={version}+cpu"
-    index = f"{install} --extra-index-url https://download.pytorch.org/whl/cpu"
-    return f"{{ {install} || {index}; }}"
+    index = "--extra-index-url https://download.pytorch.org/whl/cpu"
+    return f"install {packages} || install {packages} {index}"
 
 
 @pytest.mark.unit
@@ -36,8 +35,7 @@ def cpu_torch(version: str) -> str:
             "cpu",
             "2.13",
             [
-                cpu_torch("2.13.0"),
-                f"install fbgemm-gpu-cpu==1.8.0 {REST}",
+                for_a_cpu(f"torch==2.13.0+cpu fbgemm-gpu-cpu==1.8.0 {REST}"),
                 "install --no-deps torchrec==1.8.0",
             ],
         ),
@@ -62,7 +60,7 @@ def cpu_torch(version: str) -> str:
             environment(fbgemm_gpu="1.8.0"),
             "cpu",
             "2.13",
-            [FBGEMM_GOES, "install fbgemm-gpu-cpu==1.8.0"],
+            [FBGEMM_GOES, for_a_cpu("fbgemm-gpu-cpu==1.8.0")],
         ),
         # A CPU build fits the pin of the CUDA build, so it goes first.
         (
@@ -70,7 +68,7 @@ def cpu_torch(version: str) -> str:
             "cuda",
             "2.13",
             [
-                "uninstall --yes torch fbgemm-gpu-cpu",
+                "uninstall --yes fbgemm-gpu-cpu torch",
                 "install torch==2.13.0 fbgemm-gpu==1.8.0",
             ],
         ),
@@ -111,7 +109,7 @@ def test_a_mismatch_and_an_import_that_fails_end_with_1_and_a_repair(
     wrong, repair = capsys.readouterr().out.splitlines()[-2:]
     assert wrong == "WRONG import: ImportError: cannot open (status -6)"
     assert "uninstall" in repair
-    assert repair.endswith(" --install")
+    assert repair.endswith(" --install --stack 2.13")
 
 
 @pytest.mark.unit
@@ -119,9 +117,9 @@ def test_a_line_that_fails_and_a_wrong_variant_end_with_a_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(SystemExit, match="PIP_FIND_LINKS") as end:
-        doctor.install("exit 3")
+        doctor.run("exit 3")
     assert len(str(end.value)) <= 200
-    doctor.install("")
+    doctor.run("")
     monkeypatch.setenv("TORCHREC_EXT_VARIANT", "rocm")
     with pytest.raises(SystemExit, match="doctor: TORCHREC_EXT_VARIANT='rocm'"):
         doctor.main([])

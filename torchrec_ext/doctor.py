@@ -9,64 +9,66 @@ The public registry's torch is the CUDA build on every Linux, gigabytes of it. F
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 
 from torchrec_ext import stack
-from torchrec_ext.stack import FBGEMM_NAME, Installed, Triple, Variant
+from torchrec_ext.stack import (
+    FBGEMM_NAME,
+    TRIPLES,
+    Installed,
+    Triple,
+    Variant,
+    installed_triple,
+    minor,
+    mismatches,
+    requirements,
+    wanted_variant,
+)
 
-_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+_CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
 _PYTHON = shlex.quote(sys.executable)
+_PIP = f"{_PYTHON} -m pip"
+_LIBRARY = f"{_PYTHON} -m torchrec_ext.distributed.shared_memory.library"
 
 
 def repair(current: Installed, variant: Variant, triple: Triple) -> str:
     """Returns the line that mends what is installed, and leaves what fits; empty if all of it does."""
-    pip = f"{_PYTHON} -m pip"
-    wrong = stack.mismatches(current, variant, triple)
+    needs = requirements(variant, triple)
     pins = {}
-    for name, version in stack.requirements(variant, triple).items():
-        if name in wrong:
-            pins[name] = f"{name}=={version}" if version else name
+    for name in mismatches(current, variant, triple):
+        pins[name] = f"{name}=={needs[name]}".removesuffix("==None")
     steps = []
-    out: list[str] = []
-    if "torch" in pins and variant == "cpu":
-        torch = f"{pip} install {pins.pop('torch')}+cpu"
-        steps.append(f"{{ {torch} || {torch} --extra-index-url {_CPU_INDEX}; }}")
-    elif "torch" in pins:
-        # A CPU build of that version fits the pin, and would stay.
-        out.append("torch")
-    if FBGEMM_NAME[variant] in pins:
-        # Both builds unpack into one folder, so neither is whole beside the other.
-        out += FBGEMM_NAME.values()
-    out = [name for name in out if name in current.versions]
-    if out:
-        steps.append(f"{pip} uninstall --yes {' '.join(out)}")
-    # One call for the rest: each takes seconds.
+    # What does not fit goes first: a CPU build of torch fits the CUDA build's pin, and would stay.
+    # Both builds of fbgemm unpack into one folder, so neither is whole beside the other.
+    other = {*FBGEMM_NAME.values()} - needs.keys()
+    if out := current.versions.keys() & (pins.keys() | other):
+        steps.append(f"{_PIP} uninstall --yes {' '.join(sorted(out))}")
+    # Its own dependencies name the CUDA build of fbgemm on every machine.
     torchrec = pins.pop("torchrec", "")
     if pins:
-        steps.append(f"{pip} install {' '.join(pins.values())}")
+        # One call for the rest: each takes seconds.
+        install = f"{_PIP} install {' '.join(pins.values())}"
+        if variant == "cpu":
+            install += f" || {install} {_CPU_INDEX}"
+        steps.append(install)
     if torchrec:
-        # Its own dependencies name the CUDA build of fbgemm on every machine.
-        steps.append(f"{pip} install --no-deps {torchrec}")
+        steps.append(f"{_PIP} install --no-deps {torchrec}")
     return " && ".join(steps)
 
 
-def install(line: str) -> None:
-    """Runs a line of :func:`repair`; one that fails ends this process with a message."""
+def run(line: str) -> None:
+    """Runs lines of the shell; one that fails ends this process with a message."""
     # Bytecode for everything costs 40 s; the first import writes what is used.
-    quick = {"PIP_QUIET": "2", "PIP_NO_COMPILE": "1"}
-    if subprocess.run(line, shell=True, env=os.environ | quick, check=False).returncode:
+    os.environ |= {"PIP_QUIET": "2", "PIP_NO_COMPILE": "1"}
+    if subprocess.call(line, shell=True):
         sys.exit(
-            "doctor: pip failed, as it says above; if it has no CPU build of torch for this Python, set PIP_FIND_LINKS "
-            "to a folder with the wheel"
+            "doctor: this failed, as it says above; if pip has no CPU build of torch for this Python, set "
+            "PIP_FIND_LINKS to a folder with the wheel"
         )
-    # pip has installed packages since this process looked for some.
-    importlib.invalidate_caches()
 
 
 # Run as a separate process, because a mixed triple may end it without an exception. To take
@@ -102,12 +104,12 @@ def probe() -> bool:
     done = subprocess.run(
         [sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False
     )
-    last = done.stderr.strip().rpartition("\n")[2]
+    *_, last = done.stderr.splitlines() or [""]
     print(done.stdout.strip() or f"WRONG import: {last} (status {done.returncode})")
     return not done.returncode
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Parses the flags, installs if asked, and prints the report.
 
     Returns:
@@ -120,42 +122,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     flag = parser.add_argument
     flag("--install", action="store_true", help="run that line first")
     flag("--with-shared-memory", action="store_true", help="compile its library, too")
-    flag("--stack", choices=stack.TRIPLES, help="another triple, by its torch")
+    flag("--stack", choices=TRIPLES, help="another triple, by its torch")
     flag("--no-import", action="store_true", help="do not import torchrec (seconds)")
     flags = parser.parse_args(argv)
     current = stack.installed()
     try:
-        variant = stack.wanted_variant(current)
+        variant = wanted_variant(current)
     except ValueError as error:
         sys.exit(f"doctor: {error}")
-    triple = stack.TRIPLES.get(flags.stack, stack.installed_triple(current, variant))
-    again = f"{_PYTHON} -m torchrec_ext.doctor --install"
+    triple = TRIPLES.get(flags.stack, installed_triple(current, variant))
+    again = f"{_PYTHON} -m torchrec_ext.doctor --install --stack {minor(triple.torch)}"
     if flags.install:
-        torch = current.versions.get("torch", "")
-        if torch and not flags.stack and stack.minor(torch) not in stack.TRIPLES:
+        torch = current.versions.get("torch", triple.torch)
+        if not flags.stack and minor(torch) not in TRIPLES:
             sys.exit(
-                f"doctor: torch {torch} is installed, and there is no fbgemm for it; to replace it: {again} --stack "
-                f"{stack.minor(triple.torch)}"
+                f"doctor: torch {torch} is installed, and there is no fbgemm for it; to replace it: {again}"
             )
-        install(repair(current, variant, triple))
-        current = stack.installed()
+        run(repair(current, variant, triple))
     if flags.with_shared_memory:
-        module = "torchrec_ext.distributed.shared_memory.library"
-        if subprocess.run([sys.executable, "-m", module], check=False).returncode:
-            sys.exit("doctor: shared memory's library was not compiled, see above")
-    print(f"python           {platform.python_version()}  {sys.executable}")
-    print(f"devices          {variant}  {', '.join(stack.gpu_nodes()) or 'no GPU'}")
-    wrong = stack.mismatches(current, variant, triple)
-    for name in stack.requirements(variant, triple):
-        if name in wrong:
-            print(f"WRONG {wrong[name]}")
-        else:
-            print(f"{name:<16} {current.versions[name]}")
+        run(_LIBRARY)
+    current = stack.installed()
+    print("python          ", platform.python_version(), sys.executable)
+    print("devices         ", variant, ", ".join(stack.gpu_nodes()) or "no GPU")
+    for name, version in current.versions.items():
+        print(f"{name:<16}", version)
+    for wrong in mismatches(current, variant, triple).values():
+        print(f"WRONG {wrong}")
     line = repair(current, variant, triple)
-    if not wrong and not flags.no_import and not probe():
-        line = f"{_PYTHON} -m pip uninstall --yes torch {FBGEMM_NAME[variant]} torchrec && {again}"
+    if not (line or flags.no_import or probe()):
+        line = (
+            f"{_PIP} uninstall --yes torch {FBGEMM_NAME[variant]} torchrec && {again}"
+        )
     print(f"repair: {line}" if line else "healthy")
-    return int(bool(line))
+    return bool(line)
 
 
 if __name__ == "__main__":

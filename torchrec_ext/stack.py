@@ -70,7 +70,7 @@ class Installed:
 def requirements(variant: Variant, triple: Triple) -> dict[str, str | None]:
     """Returns the version of each package of the stack, None for any, in order of installation."""
     versions: dict[str, str | None] = {
-        "torch": triple.torch,
+        "torch": triple.torch + ("+cpu" if variant == "cpu" else ""),
         FBGEMM_NAME[variant]: triple.fbgemm,
     }
     versions |= NEEDS
@@ -190,13 +190,14 @@ def mismatches(current: Installed, variant: Variant, triple: Triple) -> dict[str
         found = current.versions.get(name, "nothing")
         expected = version or "any version"
         is_right = name in current.versions
-        is_right &= version in (None, found.partition("+")[0])
+        # A CPU build need not be marked +cpu, and a CUDA build is marked +cu130, for example.
+        is_right &= (version or found).split("+")[0] == found.split("+")[0]
         if name == "torch":
             # The CUDA build of torch runs on a CPU too. On a machine with a GPU it would put the tables there.
             is_right &= current.torch_build == variant or (
                 variant == "cpu" and not gpu_nodes()
             )
-            expected = f"{version} for {variant}"
+            expected = f"{triple.torch} for {variant}"
             found += f" for {current.torch_build}" if current.torch_build else ""
         # Both unpack into one folder: removing one takes files of the other along.
         if name == FBGEMM_NAME[variant] and other in current.versions:
