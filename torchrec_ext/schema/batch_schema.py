@@ -378,8 +378,8 @@ class BatchSchema:
         total = int(lengths.sum())
         if total != len(values):
             raise DataError(
-                f"the KeyedJaggedTensor has {len(values)} values, and lengths that add up to {total}; give each feature "
-                "one length a row"
+                f"the KeyedJaggedTensor has {len(values)} values, and lengths that add up to {total}; give each "
+                "feature one length a row"
             )
         columns = features.to_dict()
         kinds = [self.layout.rows, self.layout.shared]

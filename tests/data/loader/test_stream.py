@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from tests.data.stream_sets import (
     ITEMS,
     check_weights,
-    equal,
     loader_of,
     parquet,
     row_numbers,
