@@ -24,7 +24,7 @@ from torchrec_ext.data.preprocess.columns import (
     need,
     text_array,
 )
-from torchrec_ext.data.preprocess.step import Step, StepState, quoted
+from torchrec_ext.data.preprocess.step import Step, StepState, finite, quoted
 from torchrec_ext.data.preprocess.times import per_second
 from torchrec_ext.schema.validation import check_least
 
@@ -211,7 +211,7 @@ class History(Step):
         known = [f"{name} IS NOT NULL" for name in (user, item, time, *also)]
         if self.where:
             where = f"CAST({quoted(self.where)} AS DOUBLE)"
-            known.append(f"isfinite({where}) AND {where} >= 1")
+            known.append(f"{finite(where)} AND {where} >= 1")
         lists = ", ".join(
             f"list({column}) OVER last AS {quoted(name)}"
             for name, column in zip(self.sent, (item, time, *also), strict=True)

@@ -28,7 +28,13 @@ from torchrec_ext.data.preprocess.columns import (
     raw_type,
     words,
 )
-from torchrec_ext.data.preprocess.step import ColumnStep, Query, StepState, quoted
+from torchrec_ext.data.preprocess.step import (
+    ColumnStep,
+    Query,
+    StepState,
+    finite,
+    quoted,
+)
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import check_choice, check_least
 
@@ -49,7 +55,7 @@ def _finite(column: str) -> str:
     """Returns a table with the finite numbers of a column as doubles, ``x``, in SQL."""
     x = f"CAST({quoted(column)} AS DOUBLE)"
     # -0.0 and 0.0 are one value; adding 0.0 leaves the second.
-    return f"(SELECT {x} + 0.0 AS x FROM fit_rows WHERE isfinite({x}))"
+    return f"(SELECT {x} + 0.0 AS x FROM fit_rows WHERE {finite(x)})"
 
 
 def mean_and_std(
@@ -61,8 +67,8 @@ def mean_and_std(
         DataError: no value is a number.
         SumError: the sum overflows.
     """
-    finite = _finite(column)
-    sql = f"SELECT count(*) AS n, avg(x) AS mean, stddev_pop(x) AS std FROM {finite}"
+    numbers = _finite(column)
+    sql = f"SELECT count(*) AS n, avg(x) AS mean, stddev_pop(x) AS std FROM {numbers}"
     try:
         (row,) = query(sql).to_pylist()
     except Exception as error:
@@ -73,7 +79,7 @@ def mean_and_std(
     mean = row["mean"]
     std = row["std"]
     if mean is None or std is None or not math.isfinite(mean) or not math.isfinite(std):
-        largest = query(f"SELECT x FROM {finite} ORDER BY abs(x) DESC LIMIT 1")
+        largest = query(f"SELECT x FROM {numbers} ORDER BY abs(x) DESC LIMIT 1")
         raise SumError(step, column, largest["x"][0].as_py())
     return rounded(mean), rounded(std)
 
@@ -109,15 +115,15 @@ def quantiles_of(
     Raises:
         DataError: no value is a number.
     """
-    finite = _finite(column)
-    size = query(f"SELECT count(*) AS n FROM {finite}")["n"][0].as_py()
+    numbers = _finite(column)
+    size = query(f"SELECT count(*) AS n FROM {numbers}")["n"][0].as_py()
     _check_not_empty(step, size, where)
     needs = [max(1, math.ceil(share * size)) for share in shares]
     places = ", ".join(f"({need})" for need in sorted(set(needs)))
     # Each place is reached by one value, the first with so many rows up to it. Counts
     # are exact, quantile functions may interpolate.
     rows = query(
-        f"WITH counts AS (SELECT x, count(*) AS n FROM {finite} GROUP BY x), "
+        f"WITH counts AS (SELECT x, count(*) AS n FROM {numbers} GROUP BY x), "
         "sums AS (SELECT x, n, sum(n) OVER (ORDER BY x) AS upto FROM counts) "
         f"SELECT place, x FROM sums JOIN (VALUES {places}) places(place) ON upto >= place AND upto - n < place"
     ).to_pylist()

@@ -128,6 +128,13 @@ def ancestors(
     return step_numbers[::-1]
 
 
+def finite(number: str) -> str:
+    """Returns the condition, in SQL, that a number is neither NaN nor infinite."""
+    # Not isfinite() or isnan(): DuckDB 2.0.1 decides these by the least and greatest value of
+    # a parquet file's column, of which a NaN is none.
+    return f"{number} - {number} = 0"
+
+
 def quoted(name: str) -> str:
     """Returns a column's name as SQL.
 
