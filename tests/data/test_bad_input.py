@@ -57,6 +57,12 @@ PREPARED: dict[str, tuple[str, list[Any], bool, str]] = {
         False,
         r"test\.parquet: row group 0, column 'label', row 1: 2\.0, in 2 rows: a label is from 0 to 1",
     ),
+    "a label that is no number": (
+        "label",
+        [0.0, 1.0, float("nan"), 1.0],
+        True,
+        r"column 'label', row 2: nan, in 1 rows: a label is from 0 to 1",
+    ),
     "an empty user": (
         "user",
         ["u", "", "", "v"],

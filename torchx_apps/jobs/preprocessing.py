@@ -29,7 +29,7 @@ from torchrec_ext.data.preprocess.rows import (
     open_source,
     telling,
 )
-from torchrec_ext.data.preprocess.step import quoted
+from torchrec_ext.data.preprocess.step import finite, quoted
 from torchrec_ext.terminal import terminal
 from torchx_apps.config import is_group
 from torchx_apps.jobs.tracking import tracked
@@ -94,7 +94,8 @@ def check_rows(prepared: Prepare, con: Connection) -> None:
 def _rules(prepared: Prepare, rows: Opened, labels: Sequence[str]) -> list[_Rule]:
     rules = []
     for name in labels:
-        bad = f"CAST({quoted(name)} AS DOUBLE) NOT BETWEEN 0 AND 1"
+        value = f"CAST({quoted(name)} AS DOUBLE)"
+        bad = f"({value} NOT BETWEEN 0 AND 1 OR NOT {finite(value)})"
         remedy = f"a label is from 0 to 1, such as CAST(rating >= 4 AS FLOAT) AS {quoted(name)}"
         rules.append(_Rule(name, bad, remedy))
     ids = _raw_ids(prepared, rows)

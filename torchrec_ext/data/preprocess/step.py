@@ -132,7 +132,7 @@ def finite(number: str) -> str:
     """Returns the condition, in SQL, that a number is neither NaN nor infinite."""
     # Not isfinite() or isnan(): DuckDB 2.0.1 decides these by the least and greatest value of
     # a parquet file's column, of which a NaN is none.
-    return f"{number} - {number} = 0"
+    return f"({number} - {number} = 0)"
 
 
 def quoted(name: str) -> str:
