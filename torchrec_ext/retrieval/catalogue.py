@@ -225,8 +225,11 @@ class Ids:
             _refuse_duplicates(texts)
 
     def _index_numbers(self, ids: IdArray) -> None:
-        self._order = np.argsort(ids, kind="stable")
-        self._sorted = ids[self._order]
+        self._order: IdArray | None = None
+        self._sorted = ids
+        if not (ids[1:] > ids[:-1]).all():
+            self._order = np.argsort(ids, kind="stable")
+            self._sorted = ids[self._order]
         if (self._sorted[1:] == self._sorted[:-1]).any():
             _refuse_duplicates(ids.tolist())
         self._first: int | None = None
@@ -271,8 +274,10 @@ class Ids:
         ends, first = self._sorted, self._first
         index = np.searchsorted(ends, numbers) if first is None else numbers - first
         # An id beyond the ends is compared with the one there, and differs.
-        index = np.clip(index, 0, len(self._sorted) - 1)
-        return np.where(self._sorted[index] == numbers, self._order[index], -1)
+        found = ends.take(index, mode="clip") == numbers
+        if self._order is not None:
+            index = self._order.take(index, mode="clip")
+        return np.where(found, index, -1)
 
     def ids(self, positions: IdArray | Sequence[int]) -> list[Id]:
         """Returns the ids at positions (N,)."""
