@@ -66,25 +66,17 @@ class Catalogue:
                 "catalogue: has no items; give the rows that can be recommended"
             )
 
-    @cached_property
-    def id_map(self) -> Ids:
-        """Map of the ids to positions."""
-        return Ids(self.ids)
-
     def write(self, folder: Path) -> None:
         """Writes the items of a bundle: ids, titles, whether an item was trained, and attributes.
 
         Raises:
             BundleError: an id is there twice; an attribute has a reserved name or a type that no filter takes.
         """
-        columns: dict[str, Any] = {ID: self.id_map.arrow()}
+        columns: dict[str, Any] = {ID: Ids(self.ids).arrow()}
         if self.titles is not None:
             columns[TITLE] = pa.array(self.titles, type=pa.string())
         if self.trained is not None:
-            trained = np.zeros(len(self.ids), np.bool_)
-            positions = self.id_map.positions(self.trained.tolist())
-            trained[positions[positions >= 0]] = True
-            columns[TRAINED] = pa.array(trained)
+            columns[TRAINED] = pa.array(np.isin(self.ids, self.trained))
         for field in self.attributes.schema if self.attributes is not None else ():
             if field.name in columns or field.name in _RESERVED:
                 raise BundleError(
@@ -476,17 +468,30 @@ def even_rows(rows: int, count: int) -> IdArray:
     return positions
 
 
-def write_table(path: Path, table: pa.Table) -> None:
-    """Writes an uncompressed Arrow file, ready for memory-mapping; equal rows give equal bytes.
+def raw_types(table: pa.Table) -> dict[str, str]:
+    """Returns the raw type of each column.
 
     Raises:
         BundleError: a column has a type unknown to requests and batches.
     """
+    types = {}
     for field in table.schema:
-        if raw_type(field.type) is None:
+        kind = raw_type(field.type)
+        if kind is None:
             raise BundleError(
                 f"column '{field.name}' is {field.type}, must be whole numbers, numbers, text or lists of them"
             )
+        types[field.name] = kind
+    return types
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Writes an uncompressed Arrow file, ready for memory-mapping; equal rows give equal bytes.
+
+    Raises:
+        BundleError: see :func:`raw_types`.
+    """
+    raw_types(table)
     # Neither metadata nor chunk boundaries of the source may change the bytes, and so
     # the bundle's digest.
     table = table.replace_schema_metadata(None).combine_chunks()
