@@ -77,7 +77,8 @@ class Catalogue:
             columns[TITLE] = pa.array(self.titles, type=pa.string())
         if self.trained is not None:
             columns[TRAINED] = pa.array(np.isin(self.ids, self.trained))
-        for field in self.attributes.schema if self.attributes is not None else ():
+        attributes = pa.table({}) if self.attributes is None else self.attributes
+        for field in attributes.schema:
             if field.name in columns or field.name in _RESERVED:
                 raise BundleError(
                     f"catalogue: an attribute cannot have the name '{field.name}'; give it another one"
@@ -86,8 +87,7 @@ class Catalogue:
                 raise BundleError(
                     f"catalogue: attribute '{field.name}' is {field.type}, must be whole numbers, text or lists of them"
                 )
-            assert self.attributes is not None
-            columns[field.name] = self.attributes[field.name]
+            columns[field.name] = attributes[field.name]
         write_table(folder / ITEMS, pa.table(columns))
 
 
@@ -129,13 +129,12 @@ class NamedUsers:
         Raises:
             BundleError: ids of users are there twice, or those of their items are of another type.
         """
-        columns: dict[str, Any] = {_USER: Ids(self.ids).arrow()}
-        for name in self.features.column_names:
-            columns[name] = self.features[name]
-        table = pa.table(columns).replace_schema_metadata(None)
-        last: dict[str, Any] = {}
-        for field in table.schema:
-            last[field.name] = pa.array([self.unknown.get(field.name)], field.type)
+        table = self.features.add_column(0, _USER, Ids(self.ids).arrow())
+        table = table.replace_schema_metadata(None)
+        last = {
+            field.name: pa.array([self.unknown.get(field.name)], field.type)
+            for field in table.schema
+        }
         write_table(folder / USERS, pa.concat_tables([table, pa.table(last)]))
         write_table(folder / SEEN, pa.table({_SEEN: self._seen(Ids(items))}))
 
