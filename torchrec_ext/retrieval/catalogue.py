@@ -66,26 +66,19 @@ class Catalogue:
                 "catalogue: has no items; give the rows that can be recommended"
             )
 
-    @cached_property
-    def id_map(self) -> Ids:
-        """Map of the ids to positions."""
-        return Ids(self.ids)
-
     def write(self, folder: Path) -> None:
         """Writes the items of a bundle: ids, titles, whether an item was trained, and attributes.
 
         Raises:
             BundleError: an id is there twice; an attribute has a reserved name or a type that no filter takes.
         """
-        columns: dict[str, Any] = {ID: self.id_map.arrow()}
+        columns: dict[str, Any] = {ID: Ids(self.ids).arrow()}
         if self.titles is not None:
             columns[TITLE] = pa.array(self.titles, type=pa.string())
         if self.trained is not None:
-            trained = np.zeros(len(self.ids), np.bool_)
-            positions = self.id_map.positions(self.trained.tolist())
-            trained[positions[positions >= 0]] = True
-            columns[TRAINED] = pa.array(trained)
-        for field in self.attributes.schema if self.attributes is not None else ():
+            columns[TRAINED] = pa.array(np.isin(self.ids, self.trained))
+        attributes = pa.table({}) if self.attributes is None else self.attributes
+        for field in attributes.schema:
             if field.name in columns or field.name in _RESERVED:
                 raise BundleError(
                     f"catalogue: an attribute cannot have the name '{field.name}'; give it another one"
@@ -94,8 +87,7 @@ class Catalogue:
                 raise BundleError(
                     f"catalogue: attribute '{field.name}' is {field.type}, must be whole numbers, text or lists of them"
                 )
-            assert self.attributes is not None
-            columns[field.name] = self.attributes[field.name]
+            columns[field.name] = attributes[field.name]
         write_table(folder / ITEMS, pa.table(columns))
 
 
@@ -137,13 +129,12 @@ class NamedUsers:
         Raises:
             BundleError: ids of users are there twice, or those of their items are of another type.
         """
-        columns: dict[str, Any] = {_USER: Ids(self.ids).arrow()}
-        for name in self.features.column_names:
-            columns[name] = self.features[name]
-        table = pa.table(columns).replace_schema_metadata(None)
-        last: dict[str, Any] = {}
-        for field in table.schema:
-            last[field.name] = pa.array([self.unknown.get(field.name)], field.type)
+        table = self.features.add_column(0, _USER, Ids(self.ids).arrow())
+        table = table.replace_schema_metadata(None)
+        last = {
+            field.name: pa.array([self.unknown.get(field.name)], field.type)
+            for field in table.schema
+        }
         write_table(folder / USERS, pa.concat_tables([table, pa.table(last)]))
         write_table(folder / SEEN, pa.table({_SEEN: self._seen(Ids(items))}))
 
@@ -225,8 +216,11 @@ class Ids:
             _refuse_duplicates(texts)
 
     def _index_numbers(self, ids: IdArray) -> None:
-        self._order = np.argsort(ids, kind="stable")
-        self._sorted = ids[self._order]
+        self._order: IdArray | None = None
+        self._sorted = ids
+        if not (ids[1:] > ids[:-1]).all():
+            self._order = np.argsort(ids, kind="stable")
+            self._sorted = ids[self._order]
         if (self._sorted[1:] == self._sorted[:-1]).any():
             _refuse_duplicates(ids.tolist())
         self._first: int | None = None
@@ -271,8 +265,10 @@ class Ids:
         ends, first = self._sorted, self._first
         index = np.searchsorted(ends, numbers) if first is None else numbers - first
         # An id beyond the ends is compared with the one there, and differs.
-        index = np.clip(index, 0, len(self._sorted) - 1)
-        return np.where(self._sorted[index] == numbers, self._order[index], -1)
+        found = ends.take(index, mode="clip") == numbers
+        if self._order is not None:
+            index = self._order.take(index, mode="clip")
+        return np.where(found, index, -1)
 
     def ids(self, positions: IdArray | Sequence[int]) -> list[Id]:
         """Returns the ids at positions (N,)."""
@@ -471,17 +467,30 @@ def even_rows(rows: int, count: int) -> IdArray:
     return positions
 
 
-def write_table(path: Path, table: pa.Table) -> None:
-    """Writes an uncompressed Arrow file, ready for memory-mapping; equal rows give equal bytes.
+def raw_types(table: pa.Table) -> dict[str, str]:
+    """Returns the raw type of each column.
 
     Raises:
         BundleError: a column has a type unknown to requests and batches.
     """
+    types = {}
     for field in table.schema:
-        if raw_type(field.type) is None:
+        kind = raw_type(field.type)
+        if kind is None:
             raise BundleError(
                 f"column '{field.name}' is {field.type}, must be whole numbers, numbers, text or lists of them"
             )
+        types[field.name] = kind
+    return types
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Writes an uncompressed Arrow file, ready for memory-mapping; equal rows give equal bytes.
+
+    Raises:
+        BundleError: see :func:`raw_types`.
+    """
+    raw_types(table)
     # Neither metadata nor chunk boundaries of the source may change the bytes, and so
     # the bundle's digest.
     table = table.replace_schema_metadata(None).combine_chunks()

@@ -77,15 +77,16 @@ def _check_lengths(
 ) -> None:
     """Refuses lists of other lengths than the model reads."""
     fits = column.takes(lengths)
-    if not np.all(fits) and lengths is not None:
-        row = int(np.argmin(fits))
-        wanted = f"a list of {column.width}"
-        if column.width is None:
-            wanted = f"{column.longest} or fewer"
-        raise DataError(
-            f"column '{name}', row {row}: {lengths[row]} numbers, must be {wanted}; send what training would take, "
-            "padded as there"
-        )
+    if fits is True or lengths is None or fits.all():
+        return
+    row = int(fits.argmin())
+    wanted = f"a list of {column.width}"
+    if column.width is None:
+        wanted = f"{column.longest} or fewer"
+    raise DataError(
+        f"column '{name}', row {row}: {lengths[row]} numbers, must be {wanted}; send what training would take, padded "
+        "as there"
+    )
 
 
 class Read(NamedTuple):

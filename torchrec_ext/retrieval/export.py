@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
-from torchrec_ext.data.preprocess.columns import CellError, raw_type
+from torchrec_ext.data.preprocess.columns import CellError
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.data.preprocess.folders import whole_folder
 from torchrec_ext.exports import CallableModule
@@ -45,6 +45,7 @@ from torchrec_ext.retrieval.catalogue import (
     Catalogue,
     NamedUsers,
     even_rows,
+    raw_types,
     write_table,
 )
 from torchrec_ext.retrieval.columns import Columns, ModelColumn, sources_of
@@ -154,7 +155,7 @@ def export(
         )
     queries = _queries(queries, users)
     # A column of both tables has the query's type.
-    raw = _raw_types(catalogue.features) | _raw_types(queries)
+    raw = raw_types(catalogue.features) | raw_types(queries)
     given = Given(
         types=raw if preprocessor is None else preprocessor.outputs,
         candidates=frozenset(catalogue.features.column_names),
@@ -247,18 +248,6 @@ def _queries(queries: pa.Table | None, users: NamedUsers | None) -> pa.Table:
             "queries: there are no rows to audit by; give users with their features, or queries of some raw rows"
         )
     return rows
-
-
-def _raw_types(table: pa.Table) -> dict[str, str]:
-    types = {}
-    for column in table.schema:
-        kind = raw_type(column.type)
-        if kind is None:
-            raise BundleError(
-                f"column '{column.name}' is {column.type}, must be whole numbers, numbers, text or lists of them"
-            )
-        types[column.name] = kind
-    return types
 
 
 def _model_rows(

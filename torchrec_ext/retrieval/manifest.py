@@ -62,11 +62,6 @@ class Manifest:
             "certificate": dict(self.certificate),
         }
 
-    def save(self, folder: Path) -> None:
-        """Writes the manifest to a bundle's folder."""
-        text = json.dumps(self.as_json(), indent=1, allow_nan=False)
-        (folder / BUNDLE_MANIFEST).write_text(text + "\n")
-
     @classmethod
     def open(cls, folder: Path) -> Manifest:
         """Reads the manifest of a bundle's folder.
@@ -104,7 +99,8 @@ def write_manifest(
     if "files" not in content:
         content = {"files": file_digests(folder), **content}
     manifest = Manifest(content=content, certificate=certificate)
-    manifest.save(folder)
+    text = json.dumps(manifest.as_json(), indent=1, allow_nan=False)
+    (folder / BUNDLE_MANIFEST).write_text(text + "\n")
     return manifest
 
 

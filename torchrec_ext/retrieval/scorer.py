@@ -429,16 +429,16 @@ class Scorer:
             for name, value in user.items()
             if name != self._key or value is not None
         }
-        if raw.keys() <= sent.keys():
+        if table is None or raw.keys() <= sent.keys():
             return sent
-        stored: dict[str, Any] = {}
+        features = table.features(row)
+        stored = {name: values[0] for name, values in features.items()}
         # The features of an unknown user apply only to a request with nothing but an
         # id. Next to other features they would hide a missing column.
-        if table is not None and (row >= 0 or set(user) == {self._key}):
-            features = table.features(row)
-            stored = {name: values[0] for name, values in features.items()}
-        if table is not None and table.key in raw and table.key not in sent:
-            stored[table.key] = table.features(-1).get(table.key, [None])[0]
+        if row < 0 and set(user) != {table.key}:
+            stored = {
+                name: value for name, value in stored.items() if name == table.key
+            }
         return {**stored, **sent}
 
     def _mask(self, request: RecommendRequest) -> Mask | None:

@@ -22,12 +22,12 @@ _NEUTRAL: Mapping[str, Any] = {
     "string": "",
 }
 _A_DAY = "2024-01-01"  # of a column of times
-_SCHEMAS: Mapping[str, Any] = {
-    "int64": {"type": "integer"},
-    "float32": {"type": "number"},
-    "float64": {"type": "number"},
-    "bool": {"type": "boolean"},
-    "string": {"type": "string"},
+_TYPES = {
+    "int64": "integer",
+    "float32": "number",
+    "float64": "number",
+    "bool": "boolean",
+    "string": "string",
 }
 _TIME = {
     "type": ["string", "integer"],
@@ -159,7 +159,8 @@ def _rows(raw: Mapping[str, str]) -> dict[str, Any]:
     """Returns the schema of an object with these columns."""
     properties = {}
     for name, kind in raw.items():
-        schema = _SCHEMAS.get(element(kind), _TIME)
+        plain = _TYPES.get(element(kind))
+        schema: Any = {"type": plain} if plain else _TIME
         if is_list_column(kind):
             schema = {"type": "array", "items": schema}
         properties[name] = schema
