@@ -90,14 +90,12 @@ def pytest_collection_modifyitems(
 
 def _minutes(item: pytest.Item) -> float:
     """Returns about how long a test takes, in the order of files."""
-    slow = item.get_closest_marker("slow")
-    if slow is not None:
-        return float(slow.kwargs.get("minutes", 0.1))
-    return (
-        0.0
-        if isinstance(item, pytest.DoctestItem) or item.get_closest_marker("unit")
-        else 0.05
-    )
+    for name, usual in (("slow", 0.1), ("launch", 0.05)):
+        marker = item.get_closest_marker(name)
+        if marker is not None:
+            return float(marker.kwargs.get("minutes", usual))
+    is_short = isinstance(item, pytest.DoctestItem) or item.get_closest_marker("unit")
+    return 0.0 if is_short else 0.05
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

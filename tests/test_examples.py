@@ -109,6 +109,7 @@ def test_two_networks_learn_more_from_each_other() -> None:
     assert all(0.5 < together[name] < alone[name] < 0.69 for name in alone)
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_the_client_asks_a_served_bundle(tmp_path: Path) -> None:
     pytest.importorskip("uvicorn", reason="needs the extra `serve`")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import torchrec_ext
+from tests.apps.test_components import COMPONENTS
 from torchrec_ext import stack
 
 ROOT = Path(__file__).parents[1]
@@ -201,22 +202,8 @@ for name, words in flags.items():
 print(json.dumps(apps, default=str))
 """
 FLAGS = {
-    "components.train.hybrid": ["-j", "2x4", "--gpu", "4", "--", "--train.seed", "1"],
-    "components.train.stream": ["--", "--data.folder", "/data/clicks"],
-    "components.train.networks": [
-        "--max_retries",
-        "2",
-        "--vary",
-        "train.seed",
-        "1",
-        "--",
-        "--run_dir",
-        "grid",
-    ],
-    "components.data.preprocess": ["--recipe", "clicks", "--", "--out", "o"],
-    "components.serve.export": ["--run", "r"],
-    "components.serve.http": ["--bundle", "b", "--", "--workers", "2"],
-    "components.serve.embed": ["--bundle", "b", "--", "--out", "o", "--tower", "query"],
+    name.replace("rec.", "components."): words.split()
+    for name, words in COMPONENTS.items()
 }
 
 
@@ -246,17 +233,3 @@ def test_clone_editable_install_and_wheel_give_the_same_apps(
     # The modules of the editable install are the clone's files.
     assert appdefs("module", ROOT) == clone
     assert appdefs("module", tmp_path) == clone
-
-
-@pytest.mark.unit
-def test_every_component_is_compared() -> None:
-    from torchx.specs.finder import get_components
-
-    listed = {
-        name.removeprefix("rec.")
-        for name in get_components()
-        if name.startswith("rec.")
-    }
-    assert {
-        name.removeprefix("components.").removeprefix("__init__.") for name in FLAGS
-    } == listed

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.launch
+pytestmark = pytest.mark.launch(minutes=0.3)
 
 ROOT = Path(__file__).parents[1]
 NEEDS_TORCHREC = (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from torchrec_ext.ids.policy import Dynamic
-from torchx_apps import recipes, train
+from torchx_apps import recipes
 from torchx_apps.config import (
     RunOptions,
     as_toml,
@@ -237,40 +237,6 @@ def test_flags_have_dashes_or_underscores() -> None:
     for flag in ("--run_dir", "--run-dir"):
         options, job = parsed(flag, "runs", "--train.early_stop.patience=2")
         assert (options.run_dir, job.train.early_stop.patience) == (Path("runs"), 2)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--bogus"], "Unrecognized options: --bogus"),
-        (
-            ["two_tower"],
-            "Unrecognized options: two_tower; name a recipe by --recipe two_tower",
-        ),
-        (["--loader.batch_siz", "1"], "Unrecognized options: --loader.batch_siz, 1;"),
-        (["--recipe", "two_towr"], "--recipe two_towr: there is no such recipe"),
-        (
-            ["--run_dir", "runs\udcff"],
-            r"'runs\udcff' is not UTF-8; choose another name",
-        ),
-        (
-            ["--id_dropout", "item_id"],
-            "--id_dropout: 'item_id': put the name into the flag, --KEY.NAME VALUE",
-        ),
-        (
-            ["--pretrained.item_id"],
-            "Missing value for argument '--pretrained.item_id'",
-        ),
-    ],
-)
-def test_a_wrong_flag_ends_in_one_line_and_no_traceback(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train.main(flags) == 1
-    output = capsys.readouterr()
-    assert output.err.startswith(message)
-    assert output.err.count("\n") == 1
-    assert output.out == ""
 
 
 @pytest.mark.launch

@@ -1,10 +1,10 @@
 """On a GPU, the recipes' jobs run from the data to the bundle, with the options that have code of their own there."""
 
-import json
 from pathlib import Path
 
 import pytest
 
+from tests.files import records
 from torchx_apps import train
 
 pytestmark = pytest.mark.gpu
@@ -45,13 +45,6 @@ JOBS = {
 }
 
 
-def last_step(folder: Path) -> int:
-    records = [
-        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
-    return max(record["step"] for record in records if "step" in record)
-
-
 @pytest.mark.parametrize("name", JOBS)
 def test_a_job_trains_exports_and_goes_on(name: str, tmp_path: Path) -> None:
     recipe, settings = JOBS[name]
@@ -65,6 +58,6 @@ def test_a_job_trains_exports_and_goes_on(name: str, tmp_path: Path) -> None:
     flags += [f"--{each}" for each in settings]
     assert train.main([*flags, "--device=cuda"]) == 0
     assert (tmp_path / "run" / "bundle").exists()
-    steps = last_step(tmp_path / "run")
+    steps = records(tmp_path / "run", "train")[-1]["step"]
     assert train.main([*flags, "--device=cuda", "--train.epochs=3"]) == 0
-    assert last_step(tmp_path / "run") > steps
+    assert records(tmp_path / "run", "train")[-1]["step"] > steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.contracts import mostly_slow
+from tests.files import summary
 from tests.settings import with_settings
 from torchrec_ext.retrieval.bundle import AUDIT, Bundle
 from torchrec_ext.retrieval.catalogue import read_table
@@ -170,10 +170,10 @@ def answered(folder: Path) -> list[float]:
 @pytest.mark.parametrize("recipe", mostly_slow(RECIPES, "two_tower"))
 def test_a_recipe_trains_exports_and_answers(recipe: str, tmp_path: Path) -> None:
     trained(recipe, "export=require", tmp_path)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    figures, figure = summary["test"], RECIPES[recipe].figure
+    ended = summary(tmp_path)
+    figures, figure = ended["test"], RECIPES[recipe].figure
     assert all(map(math.isfinite, figures.values())), figures
-    best = {name.lower(): value for name, value in summary["best"].items()}
+    best = {name.lower(): value for name, value in ended["best"].items()}
     # Of 600 held-out items the share that is hit has a standard deviation of .02.
     assert RECIPES[recipe].above < figures[figure] < best[figure] + 0.06, figures
     scores = answered(tmp_path / "bundle")

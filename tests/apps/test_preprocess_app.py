@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.files import read_parquet
+from tests.files import read_parquet, summary
 from torchrec_ext.data.preprocess import (
     Categorify,
     FittedPreprocessor,
@@ -101,18 +100,18 @@ def test_clicks_from_log_to_folder(
     assert re.search(r"c1 +│ BIGINT +│ 0 +│ 299 ", shown)
     assert re.search(r"test: 500 rows; unknown ids: .*c1 \d", shown)
     assert "1,000 rows in " in shown
-    summary = json.loads((out / "summary.json").read_text())
-    assert summary["rows"] == {"train": 500, "test": 500}
-    assert summary["vocab"]["c0"] == 10
-    assert summary["dense"] == ["d0"]
+    told = summary(out)
+    assert told["rows"] == {"train": 500, "test": 500}
+    assert told["vocab"]["c0"] == 10
+    assert told["dense"] == ["d0"]
     made = read_parquet(out / "test/part-00000.parquet")
-    assert summary["unknown"]["test"]["c1"] == np.mean(made["c1"].values == 0)
-    labels = summary["labels"]["test"]
+    assert told["unknown"]["test"]["c1"] == np.mean(made["c1"].values == 0)
+    labels = told["labels"]["test"]
     assert labels["total"] == 500
     assert labels["positives"]["label"]["of_all"] == made["label"].values.sum()
     assert made["history"].lengths.max() == 20
     fitted = FittedPreprocessor.load(out / "preprocessor")
-    assert {name: fitted.vocab[name] for name in ("c0", "c1", "history")} == summary[
+    assert {name: fitted.vocab[name] for name in ("c0", "c1", "history")} == told[
         "vocab"
     ]
     assert main([*SMALL, f"--config.folder={log}", "--out", str(out)]) == 1

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+from tests.files import summary
 from tests.settings import with_settings
 from tests.small_sets import write_ml_100k
 from torchrec_ext.data.config import DataConfig
@@ -263,9 +264,9 @@ def test_a_folder_that_a_recipe_cannot_use_is_refused(
     recipe: str, roles: dict[str, Any], message: str, ready: Path, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(ready, tmp_path / "copy")
-    summary = json.loads((folder / "summary.json").read_text())
-    summary["roles"] |= roles
-    (folder / "summary.json").write_text(json.dumps(summary))
+    told = summary(folder)
+    told["roles"] |= roles
+    (folder / "summary.json").write_text(json.dumps(told))
     job = with_settings(load_recipe(recipe), [f"data.name={folder}"])
     with pytest.raises(ValueError, match=message):
         job.task(job.data)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.files import summary
 from torchx_apps.jobs import report
 from torchx_apps.jobs.exporting import describe_bundle
 
@@ -26,14 +26,25 @@ class Folder:
         (self.path / name).write_text(text)
 
 
-def finished(path: Path, figures: dict[str, float]) -> None:
+def trained(
+    data: float = 0.0, ranks: float | None = None, seconds: float = 100.0
+) -> report.Trained:
+    """A training whose steps took 100 s in all."""
+    record = {"kind": "train", "rows": 1_000, "rows_per_s": 10.0, "data_wait": data}
+    record |= (
+        {} if ranks is None else {"ranks_wait": ranks, "waits": [[data, ranks]] * 2}
+    )
+    return report.Trained(history=[record], seconds=seconds)
+
+
+def finished(
+    path: Path, figures: dict[str, float], of: report.Trained | None = None
+) -> None:
     task: Any = SimpleNamespace(
         name="mine", heading="test rows", baseline_name="the same for all", best={}
     )
-    history = [{"kind": "train", "rows": 10, "rows_per_s": 100.0, "data_wait": 0.0}]
-    trained = report.Trained(history=history, seconds=1.0)
-    tested = report.Tested(figures, CONSTANT, "", [100.0])
-    report.finish_training(Folder(path), task, tested, trained)  # type: ignore[arg-type]
+    tested = report.Tested(figures, CONSTANT, "", [10.0, 30.0])
+    report.finish_training(Folder(path), task, tested, of or trained())  # type: ignore[arg-type]
 
 
 def test_a_model_that_is_worse_than_a_constant_is_told_with_its_remedy(
@@ -68,36 +79,20 @@ def test_a_model_that_is_better_is_told_nothing(
     assert report.read_warning(tmp_path / "nothing") == {}
 
 
-def trained(
-    data: float = 0.0, ranks: float | None = None, seconds: float = 100.0
-) -> report.Trained:
-    """A training whose steps took 100 s in all."""
-    record = {"kind": "train", "rows": 1_000, "rows_per_s": 10.0, "data_wait": data}
-    record |= (
-        {} if ranks is None else {"ranks_wait": ranks, "waits": [[data, ranks]] * 2}
-    )
-    return report.Trained(history=[record], seconds=seconds)
-
-
 def test_the_last_line_says_where_the_steps_time_went_and_the_picture_gets_the_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    task: Any = SimpleNamespace(
-        name="mine", heading="test rows", baseline_name="the same for all", best={}
-    )
-    folder = Folder(tmp_path)
-    tested = report.Tested({"auc": 0.7}, CONSTANT, "", [10.0, 30.0])
-    report.finish_training(folder, task, tested, trained(0.1, 0.5, 125.0))  # type: ignore[arg-type]
+    finished(tmp_path, {"auc": 0.7}, trained(0.1, 0.5, 125.0))
     output = capsys.readouterr().out
     line = (
         "10.0% of the steps' time waiting for data, 50.0% in collectives, 40.0% "
         "computing; the largest rank took 30 MiB"
     )
     assert line in output
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["shares"] == {
+    ended = summary(tmp_path)
+    assert ended["shares"] == {
         "data": 0.1,
         "ranks": 0.5,
         "compute": pytest.approx(0.4),
     }
-    assert (summary["data_wait"], summary["peak_memory_mib"]) == (0.1, 30.0)
+    assert (ended["data_wait"], ended["peak_memory_mib"]) == (0.1, 30.0)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.contracts import leave_group, run_ranks
-from tests.files import read_parquet
+from tests.files import read_parquet, summary
 from tests.settings import with_settings
 from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.config import DataConfig
@@ -184,9 +184,7 @@ def ran(runtime: Runtime, job: Job, out: Path) -> Run:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         run_training(job, out)
-    return Run(
-        output.getvalue(), json.loads((out / "summary.json").read_text())["test"]
-    )
+    return Run(output.getvalue(), summary(out)["test"])
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +194,7 @@ def trained(folder: Path) -> Path:
     assert run.figures["auc"] > 0.8, run.output
     data = load_prepared(DataConfig(name=str(folder)))
     rows = held_out_rows(data, "test").num_rows
-    repeats = json.loads((out / "summary.json").read_text())["repeats"]
+    repeats = summary(out)["repeats"]
     assert 0 < repeats < rows
     assert f"held-out items {repeats:,} were taken before" in run.output
     assert run.figures["hr@10"] * rows > 0.5 * (rows - repeats), (
@@ -361,6 +359,7 @@ def test_the_catalogue_is_the_last_row_of_each_item(folder: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_in_mid_epoch_goes_on_as_if_it_had_not(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -373,10 +372,7 @@ def test_a_run_that_was_stopped_in_mid_epoch_goes_on_as_if_it_had_not(
     for newer in steps[1:]:
         shutil.rmtree(resumed / "checkpoints" / newer.name)
     run_ranks(ran, 2, job_of(folder, *saving), resumed)
-    whole, again = (
-        json.loads((path / "summary.json").read_text())["test"]
-        for path in (tmp_path / "whole", resumed)
-    )
+    whole, again = (summary(path)["test"] for path in (tmp_path / "whole", resumed))
     assert whole == again
 
 
@@ -462,9 +458,9 @@ def put(place: Path, name: str, *value: Any) -> None:
 
 
 def weightless(folder: Path) -> None:
-    summary = json.loads((folder / "summary.json").read_text())
-    summary["labels"]["train"]["total"] = 0.0
-    (folder / "summary.json").write_text(json.dumps(summary))
+    told = summary(folder)
+    told["labels"]["train"]["total"] = 0.0
+    (folder / "summary.json").write_text(json.dumps(told))
 
 
 BROKEN: dict[str, tuple[Any, str]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 
 from tests.apps.test_stream import ran, rows_of
 from tests.contracts import run_ranks
+from tests.files import summary
 from tests.settings import with_settings
 from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.planted import planted_log, planted_log_folder
@@ -144,8 +144,7 @@ def clicks_of(log: pa.Table) -> dict[int, list[tuple[int, int, int]]]:
 
 def raw_rows(log: pa.Table, folder: Path, split: str) -> list[dict[str, Any]]:
     """The clicks of a split in the order in which their rows are written, one for each row with label 1."""
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["roles"]["tasks"] == ["conversion"]
+    assert summary(folder)["roles"]["tasks"] == ["conversion"]
     clicks = log.filter(pc.equal(log["behavior_type"], "pv"))
     order = [
         (name, "ascending")

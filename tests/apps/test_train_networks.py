@@ -13,7 +13,7 @@ from torchx.runner import get_runner
 from torchx.specs import AppDef
 from torchx.specs.builders import materialize_appdef
 
-from tests.launch.jobs import torchx_run
+from tests.files import records
 from torchx_apps import train, train_networks
 from torchx_apps.networks.members import members_of
 from torchx_apps.networks.report import compare
@@ -181,18 +181,6 @@ def test_the_best_is_chosen_on_validation_and_never_one_that_has_not_ended_well(
     assert "±" not in (grid / "results.txt").read_text()
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run without what depends on the clock."""
-    found = []
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if record["kind"] != "steps":
-            for name in ("rows_per_s", "data_wait"):
-                record.pop(name, None)
-            found.append(record)
-    return found
-
-
 def test_a_member_is_an_ordinary_training_and_the_last_one_makes_the_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,22 +220,3 @@ def test_a_member_that_diverges_is_a_row_and_no_failure(
     written = json.loads((tmp_path / "results.json").read_text())
     assert (written["best"], written["members"][0]["ended"]) == (None, "diverged")
     assert written["members"][0]["message"] in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.launch
-def test_members_run_side_by_side_under_torchx_and_end_in_one_table(
-    tmp_path: Path,
-) -> None:
-    grid = ("--vary", "train.seed", "0", "1", "--", *TINY, "--run_dir", "out")
-    done = torchx_run(tmp_path, "rec.train.networks", *grid)
-    assert done.returncode == 0, done.stderr
-    written = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert [(each["name"], each["ended"]) for each in written["members"]] == [
-        ("seed=0", "all epochs"),
-        ("seed=1", "all epochs"),
-    ]
-    assert done.stderr.count("best: seed=") == 1
-    for seed in (0, 1):
-        assert f"seed-{seed}/0" in done.stderr
-        assert (tmp_path / "out" / f"seed={seed}" / "metrics.jsonl").exists()

@@ -131,73 +131,43 @@ def write(rows: Rows, path: Path, **options: Any) -> Path:
     return path
 
 
-def random_rows(size: int, seed: int) -> dict[str, list[Any]]:
-    """Rows with nulls, NaN, infinities, unicode, huge and negative numbers, ties in time."""
-    rng = np.random.default_rng(seed)
-
-    def pick(values: Sequence[Any]) -> list[Any]:
-        return [values[k] for k in rng.integers(0, len(values), size)]
-
-    texts = [
-        "",
-        " ",
-        "a",
-        "\u00fc",
-        "\U0001f363",
-        "it's",
-        "back\\slash",
-        "a|b||c",
-        "%x_",
-        "\x00",
-        "zz",
-        None,
-        "\u00e9",
-        "e\u0301",
-    ]
-    numbers = [
-        0.0,
-        -0.0,
-        0.1,
-        -1.5,
-        1e12,
-        float("nan"),
-        float("inf"),
-        float("-inf"),
-        None,
-        3.25,
-        1e-9,
-    ]
-    whole = [0, 1, -1, 2**63 - 1, -(2**63), 7, None, 2**53 + 1]
-    seconds = [
+TEXTS = (
+    *("", " ", "a", "\u00fc", "\U0001f363", "it's", "back\\slash", "a|b||c", "%x_"),
+    *("\x00", "zz", None, "\u00e9", "e\u0301"),
+)
+NUMBERS = (
+    *(0.0, -0.0, 0.1, -1.5, 1e12, float("nan"), float("inf"), float("-inf")),
+    *(None, 3.25, 1e-9),
+)
+WHOLE = (0, 1, -1, 2**63 - 1, -(2**63), 7, None, 2**53 + 1)
+MOMENT = datetime.datetime(2018, 11, 4, 2, 30, 0, 999_000)
+# Nulls, NaN, infinities, unicode, huge and negative numbers, ties in time.
+UNKIND: Rows = {
+    "user": WHOLE,
+    "item": TEXTS[:9],
+    "ts": (
         *range(1_616_893_190, 1_616_893_215, 5),
-        -1,
-        0,
-        1_635_642_000,
-        4_000_000_000,
-        -(10**12),
-        None,
-    ]
-    moment = datetime.datetime(2018, 11, 4, 2, 30, 0, 999_000)
+        *(-1, 0, 1_635_642_000, 4_000_000_000, -(10**12), None),
+    ),
+    "when": (None, *(MOMENT + datetime.timedelta(hours=h) for h in range(0, 5000, 7))),
+    "price": NUMBERS,
+    "age": (-5, 0, 18, 18, 40, 99, None),
+    "score": (*NUMBERS, 99.99, -1e300, 1e300),
+    "city": TEXTS,
+    "tags": (None, [], *(TEXTS[at : at + at % 4] for at in range(len(TEXTS)))),
+    "shops": ([], *(WHOLE[at : at + at % 3 + 1] for at in range(len(WHOLE)))),
+    "genre": ("Act|Dra", "|", "Dra", "", None, "Com|Act|", "a.c"),
+    "prime": (True, False, None),
+    "label": (0.0, 1.0),
+}
+
+
+def random_rows(size: int, seed: int) -> dict[str, list[Any]]:
+    """Rows that are unkind to a preprocessor."""
+    rng = np.random.default_rng(seed)
     return {
-        "user": pick(whole),
-        "item": pick(texts[:9]),
-        "ts": pick(seconds),
-        "when": [
-            None if k == 3 else moment + datetime.timedelta(hours=int(k))
-            for k in rng.integers(0, 5000, size)
-        ],
-        "price": pick(numbers),
-        "age": pick([-5, 0, 18, 18, 40, 99, None]),
-        "score": pick([*numbers, 99.99, -1e300, 1e300]),
-        "city": pick(texts),
-        "tags": [
-            pick(texts)[: rng.integers(0, 5)] if k else None
-            for k in rng.integers(0, 6, size)
-        ],
-        "shops": [pick(whole)[: rng.integers(0, 4)] for _ in range(size)],
-        "genre": pick(["Act|Dra", "|", "Dra", "", None, "Com|Act|", "a.c"]),
-        "prime": pick([True, False, None]),
-        "label": pick([0.0, 1.0]),
+        name: [values[at] for at in rng.integers(0, len(values), size)]
+        for name, values in UNKIND.items()
     }
 
 

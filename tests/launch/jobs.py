@@ -1,7 +1,6 @@
 """Jobs under a launcher, watched from outside: every wait has a limit, and no process outlives its test."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -15,11 +14,10 @@ from typing import Any
 
 from typing_extensions import Self
 
+from tests.files import records, summary
 from torchrec_ext.train.checkpoint.folder import MANIFEST_NAME
 
 TORCHRUN = ("-m", "torch.distributed.run")
-# entries of a record that are measured
-TIMES = ("rows_per_s", "data_wait", "ranks_wait")
 SETTINGS = (
     "data.name=planted",
     "data.users=100",
@@ -69,18 +67,11 @@ class RunFiles:
 
     def records(self) -> list[dict[str, Any]]:
         """Returns the run's records so far, without times and without those of kind ``steps``, which are measured."""
-        file = self.run_dir / "metrics.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        records = [json.loads(line) for line in lines if line.endswith("}")]
-        return [
-            {name: value for name, value in record.items() if name not in TIMES}
-            for record in records
-            if record["kind"] != "steps"
-        ]
+        return records(self.run_dir)
 
     def figures(self) -> Any:
         """Returns the test figures at the end of the run."""
-        return json.loads((self.run_dir / "summary.json").read_text())["test"]
+        return summary(self.run_dir)["test"]
 
 
 class Launched:

@@ -7,7 +7,6 @@ import yaml
 from torchx.runner import get_runner
 
 pytestmark = pytest.mark.unit
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 JOB = ["-j", "2x4", "--gpu", "4", "--max_retries", "3", "--rdzv_port", "29501"]
 WORDS = ["--", "--run_dir", "/runs/a", "--train.epochs", "2"]
 
@@ -44,34 +43,3 @@ def test_kubernetes_gets_a_task_for_each_node_with_its_volume() -> None:
     assert {"name": "mount-0", "persistentVolumeClaim": {"claimName": "runs"}} in pod[
         "volumes"
     ]
-
-
-@pytest.mark.parametrize("path", sorted((EXAMPLES / "k8s").glob("*.yaml")), ids=str)
-def test_the_manifests_are_read_and_name_no_secret(path: Path) -> None:
-    for document in yaml.safe_load_all(path.read_text()):
-        assert document
-        assert "stringData" not in document
-
-
-def test_the_service_is_ready_only_with_a_bundle_and_not_root() -> None:
-    documents = yaml.safe_load_all((EXAMPLES / "k8s" / "service.yaml").read_text())
-    kinds = {document["kind"]: document for document in documents}
-    assert set(kinds) == {"Deployment", "Service", "PodDisruptionBudget"}
-    pod = kinds["Deployment"]["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
-    assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
-    assert pod["securityContext"]["runAsNonRoot"] is True
-    labels = kinds["Deployment"]["spec"]["template"]["metadata"]["labels"]
-    for kind in ("Service", "PodDisruptionBudget"):
-        selector = kinds[kind]["spec"]["selector"]
-        assert selector.get("matchLabels", selector) == labels
-
-
-def test_a_users_own_script_is_launched_by_torchxs_component() -> None:
-    script = dry_run(
-        *("slurm", "dist.ddp", "-j", "2x1", "--script", "my_loop.py"),
-        *("--rdzv_port", "29501"),
-        partition="main",
-    )
-    assert script.count("my_loop.py") == 2

@@ -78,26 +78,58 @@ def test_a_rank_leaves_its_error_where_torchrun_reads_it(
 
 
 @pytest.mark.parametrize(
-    ("app", "flags"),
+    ("app", "flags", "message"),
     [
-        (export, ["nowhere"]),
-        (serve, ["bundle", "--workers", "0"]),
-        (serve, ["bundle", "--worker", "0"]),
-        (embed, ["nowhere", "--out", "o", "--store", "fp8"]),
-        (publish, ["--checkpoint", "last"]),
-        (preprocess, ["--config.test_share", "2"]),
-        (train, ["--recipe", "two_towr"]),
+        (export, "nowhere", "nowhere"),
+        (serve, "bundle --workers 0", ""),
+        (serve, "bundle --worker 0", "Unrecognized options: --worker"),
+        (embed, "nowhere --out o --store fp8", ""),
+        (publish, "--checkpoint last", ""),
+        (preprocess, "--config.test_share 2", ""),
+        (train, "--bogus", "Unrecognized options: --bogus"),
+        (
+            train,
+            "two_tower",
+            "Unrecognized options: two_tower; name a recipe by --recipe two_tower",
+        ),
+        (
+            train,
+            "--loader.batch_siz 1",
+            "Unrecognized options: --loader.batch_siz, 1;",
+        ),
+        (
+            train,
+            "--recipe two_towr",
+            "--recipe two_towr: there is no such recipe",
+        ),
+        (
+            train,
+            "--run_dir runs\udcff",
+            r"'runs\udcff' is not UTF-8; choose another name",
+        ),
+        (
+            train,
+            "--id_dropout item_id",
+            "--id_dropout: 'item_id': put the name into the flag, --KEY.NAME VALUE",
+        ),
+        (
+            train,
+            "--pretrained.item_id",
+            "Missing value for argument '--pretrained.item_id'",
+        ),
     ],
 )
 def test_every_app_ends_a_mistake_with_one_line_and_1(
     app: ModuleType,
-    flags: list[str],
+    flags: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert app.main(flags) == 1
+    assert app.main(flags.split()) == 1
     printed = capsys.readouterr()
+    assert printed.err.startswith(message)
     assert printed.err.count("\n") == 1
     assert printed.out == ""
 

@@ -11,47 +11,43 @@ import pytest
 import torch
 
 from tests.data import stream_sets
-from tests.data.loader import test_loader, test_resident, test_samplings
+from tests.data.loader import test_places
 from tests.data.loader import test_session_loader as sessions
+from tests.data.loader.test_loader import rows_of
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.loader.id_dropout import drop_ids
 from torchrec_ext.data.negatives.samplers import PopularityNegatives
 
 pytestmark = pytest.mark.unit
 Make = Callable[..., Any]
 
 
-ON_DEVICE = ("device", "popularity on a device")
-OTHERS = ("rows", "sessions", "files", "dropout")
+CASES: dict[str, dict[str, Any]] = {
+    "uniform": {},
+    "popularity": {"kind": PopularityNegatives},
+    "mixed": test_places.CASES["mixed"],
+    "dropout": test_places.CASES["dropout"],
+    "files": {"buffer_rows": 40},
+    "device": {},
+    "popularity on a device": test_places.CASES["popularity"],
+    "sessions": {},
+}
 
 
-@pytest.fixture(params=[*test_samplings.SAMPLINGS, *ON_DEVICE, *OTHERS])
+@pytest.fixture(params=CASES)
 def make(request: pytest.FixtureRequest, tmp_path: Path, device: torch.device) -> Make:
-    """A loader of 40 to 60 rows by rank, world size and settings."""
+    """A loader of about 40 rows by rank, world size and settings."""
     name = request.param
-    rows = test_resident.rows_of(test_resident.SIZE)
-    if name == "files":
-        source = stream_sets.parquet(tmp_path, [20, 21, 9])
+    rows = rows_of(test_places.SIZE)
+    source: Any = test_places.written(rows, tmp_path) if name == "files" else rows
 
     def made(rank: int = 0, world_size: int = 1, **options: Any) -> Any:
-        if name in test_samplings.SAMPLINGS:
-            settings = test_samplings.SAMPLINGS[name] | options
-            return test_samplings.loader_of(settings, rank=rank, world_size=world_size)
-        places: dict[str, Any] = {"rank": rank, "world_size": world_size, **options}
-        if name == "device":
-            return test_resident.loader_of(rows, device=device, **places)
-        if name == "popularity on a device":
-            shared = ("user_id", "history", "row")
-            kind = PopularityNegatives
-            return test_resident.loader_of(rows, shared, kind, device=device, **places)
+        place: dict[str, Any] = {"rank": rank, "world_size": world_size}
         if name == "sessions":
-            return sessions.loader_of(40, **places)
-        if name == "files":
-            return stream_sets.loader_of(source, **places)
-        loader = test_loader.loader_of(50, **places)
-        if name == "rows":
-            return loader
-        return drop_ids(loader, test_loader.SCHEMA, {"item_id": 0.3, "history": 0.2})
+            return sessions.loader_of(40, **place, **options)
+        if "device" in name:
+            place["device"] = device
+        options = {**CASES[name], **options}
+        return test_places.loader_of(source, rows, place=place, **options)
 
     return made
 

@@ -9,44 +9,17 @@ import numpy as np
 import pytest
 
 from tests.data.loader.test_loader import ITEM_TABLE, ITEMS, rows_of, schema_of
+from tests.data.loader.test_places import loader_of
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives.mixed import MixedNegatives
-from torchrec_ext.data.negatives.samplers import PopularityNegatives, UniformNegatives
+from torchrec_ext.data.negatives.samplers import UniformNegatives
 
 pytestmark = pytest.mark.unit
 SIZE, EXTRA = 53, 5
 TABLES = {"user_id": SIZE, "history": ITEMS + 1, "item_id": ITEMS + 1, "kind": 3}
-MIXED = {"sampling": "mixed", "negatives": 0, "shared_negatives": EXTRA}
-SAMPLINGS: dict[str, dict[str, Any]] = {
-    "uniform": {},
-    "popularity": {"sampling": "popularity"},
-    "mixed": MIXED,
-}
-
-
-def loader_of(
-    options: dict[str, Any], shared: tuple[str, ...] = (), **places: Any
-) -> ChunkLoader:
-    rows = rows_of(SIZE)
-    config = LoaderConfig(**{"batch_size": 8, "negatives": 2, "prefetch": 0} | options)
-    users = rows["user_id"].values
-    items = rows["item_id"].values
-    sampler: Any = UniformNegatives(ITEMS, users, items, config.seed)
-    if config.sampling == "popularity":
-        sampler = PopularityNegatives(ITEMS, users, items, config.seed)
-    elif config.sampling == "mixed":
-        counts = np.bincount(items, minlength=ITEMS + 1)
-        sampler = MixedNegatives(ITEMS, EXTRA, config.batch_size, counts, config.seed)
-    return ChunkLoader(
-        rows,
-        schema_of(TABLES, ("row",), shared),
-        config=config,
-        items=ITEM_TABLE,
-        negatives=sampler,
-        **places,
-    )
+MIXED: dict[str, Any] = {"sampling": "mixed", "negatives": 0, "shared_negatives": EXTRA}
 
 
 @pytest.mark.parametrize(
@@ -57,14 +30,15 @@ def loader_of(
 def test_mixed_candidates_follow_the_positives_and_are_the_same_on_any_number_of_ranks(
     shared: tuple[str, ...],
 ) -> None:
-    streams = []
+    rows, streams = rows_of(SIZE), []
     for world_size in (1, 2, 3):
         loaders = [
             loader_of(
-                MIXED,
-                shared,
-                rank=rank,
-                world_size=world_size,
+                rows,
+                rows,
+                shared=shared,
+                place={"rank": rank, "world_size": world_size},
+                **MIXED,
             )
             for rank in range(world_size)
         ]

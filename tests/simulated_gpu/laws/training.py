@@ -1,10 +1,10 @@
 """Short runs of recipes in this process."""
 
-import json
 from pathlib import Path
 
 import torch.distributed as dist
 
+from tests.files import records
 from torchx_apps import train as train_app
 
 QUICK = (
@@ -39,7 +39,4 @@ def train(
         if dist.is_initialized():  # an error of a run must not fail the next one
             dist.destroy_process_group()
     assert code == 0, f"{recipe} {settings}: exit {code}"
-    records = [
-        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
-    return [record["loss"] for record in records if record["kind"] == "train"]
+    return [record["loss"] for record in records(folder, "train")]
