@@ -150,6 +150,22 @@ class Attentive(nn.Module):
         return (logit + self.bias(item)).squeeze(-1)
 
 
+class Targeted(nn.Module):
+    """Attention over a padded history and the item, whose mask is infinite: BST (Chen et al. 2019)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.Embedding(ITEMS, D)
+        self.block = nn.TransformerEncoderLayer(D, 2, 16, batch_first=True)
+        self.top = nn.Linear(D, 1)
+
+    def forward(self, history: Tensor, item: Tensor) -> Tensor:
+        rows = torch.cat([self.items(history), self.items(item)[:, None]], 1)
+        padding = F.pad(history == 0, (0, 1))
+        seen = self.block(rows, src_key_padding_mask=padding)
+        return self.top(seen[:, -1]).squeeze(1)  # type: ignore[no-any-return]
+
+
 class Counted(Networks):
     """Whole numbers that are no ids, in lists of one length."""
 
@@ -197,6 +213,7 @@ CASES = {
     "sessions": Case(Sessions, ["history"], ["item", "price"], product=True),
     "offsets": Case(Biased, ["user"], ["item"]),
     "attention": Case(Attentive, ["history"], ["item"]),
+    "target in attention": Case(Targeted, ["history"], ["item"]),
     "counts": Case(Counted, ["history"], ["content"]),
     "bags": Case(
         Bags, ["history", "recent", "share"], ["item"], product=True, oov={"history": 0}
@@ -213,6 +230,9 @@ COLUMNS: dict[str, Any] = {
     "recent": DRAW.integers(0, ITEMS, (USERS, L)),
     "share": DRAW.random((USERS, L)).astype(np.float32),
 }
+
+
+COLUMNS["history"][7, 2:] = 0
 
 
 def table(names: list[str]) -> pa.Table:
@@ -264,7 +284,10 @@ def row(case: Case, user: int) -> dict[str, Any]:
     return {name: COLUMNS[name][user].tolist() for name in case.query}
 
 
-@pytest.mark.parametrize("name", mostly_slow(CASES, "two networks", "sessions", "bags"))
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(CASES, "two networks", "sessions", "bags", "target in attention"),
+)
 def test_what_is_served_is_what_was_trained(name: str, bundles: Bundles) -> None:
     case = CASES[name]
     model, bundle = bundles(name)
@@ -406,11 +429,11 @@ def test_a_bag_is_filled_up_by_its_padding_row_on_either_side(bundles: Bundles) 
         answer = served(sent)
         assert answer.scores == pytest.approx(expected, abs=1e-5)
         assert answer.unknown_features == unknown
-    with pytest.raises(RequestError, match=f"5 numbers, must be {L} or fewer"):
+    with pytest.raises(RequestError, match=f"a list of 5, must be one of {L} or fewer"):
         served([1, 2, 3, 4, 5])
     # Without a padding row the number of ids is part of a mean.
     user = row(case, 4) | {"recent": [1, 2]}
-    with pytest.raises(RequestError, match=rf"'recent', row 0: 2 .*a list of {L}"):
+    with pytest.raises(RequestError, match=rf"'recent', row 0: .* 2, .* one of {L};"):
         scorer.score(ScoreRequest(user=user, items=[FIRST]))
 
 
@@ -562,7 +585,7 @@ def test_a_row_of_a_table_that_is_no_number_is_named(tmp_path: Path) -> None:
 def test_lists_that_do_not_fit_are_refused_by_name(bundles: Bundles) -> None:
     _, sessions = bundles("sessions")
     with pytest.raises(
-        RequestError, match=rf"'history', row 0: 2 .*must be a list of {L}"
+        RequestError, match=rf"'history', row 0: .* 2, must be one of {L};"
     ):
         Scorer(sessions).score(ScoreRequest(user={"history": [1, 2]}, items=[FIRST]))
 
@@ -589,7 +612,7 @@ class Diagonal(Networks):
         return (self.user(profile) @ self.item(content).T).diagonal()
 
 
-def changed(forward: Callable[[Any, Tensor, Tensor], Any]) -> Callable[[], nn.Module]:
+def changed(forward: Callable[..., Any]) -> Callable[[], nn.Module]:
     return type("Changed", (Networks,), {"forward": forward})
 
 
@@ -614,6 +637,10 @@ def without_item(model: Any, profile: Tensor, content: Tensor) -> Any:
 
 def two_heads(model: Any, profile: Tensor, content: Tensor) -> Any:
     return Networks.forward(model, profile, content), model.item(content)
+
+
+def of_object(model: Any, batch: Any) -> Any:
+    return model.item(batch.content).sum(1)
 
 
 def of_len(model: Any, profile: Tensor, content: Tensor) -> Any:
@@ -664,6 +691,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], list[str], Any, str]] = {
     "over the batch": (Diagonal, PROFILE, CONTENT, r"modules.py:\d+ .*'content'"),
     "a batch's mean": (changed(centred), PROFILE, CONTENT, "from its own columns"),
     "a branch": (changed(branching), PROFILE, CONTENT, r"modules.py:\d+.*`if`"),
+    "a batch": (changed(of_object), PROFILE, CONTENT, r"'\.content'; wrap .* by name"),
     "len": (changed(of_len), PROFILE, CONTENT, r"x\.shape\[0\]"),
     "no item": (changed(without_item), PROFILE, CONTENT, "catalogue.features"),
     "two results": (changed(two_heads), PROFILE, CONTENT, "several values"),

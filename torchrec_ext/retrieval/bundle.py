@@ -28,6 +28,7 @@ from torchrec_ext.retrieval.columns import (
     Rows,
     Values,
     latest,
+    padded,
 )
 from torchrec_ext.retrieval.manifest import (
     ANEW,
@@ -163,24 +164,13 @@ class Side:
             assert lengths is not None
             return lengths.astype(np.int64, copy=False)
         if lengths is not None:
-            dense = _padded(dense, lengths, longest)
+            if longest is None:
+                longest = max(1, int(lengths.max(initial=0)))
+            dense = padded(Values(dense, lengths), longest)
         if kind == "rows":
             found = self._tables[leaf["table"]].take(dense, axis=0, mode="clip")
             return found.astype(np.float32, copy=False)
         return dense.astype(leaf["dtype"], copy=False)
-
-
-def _padded(
-    entries: NDArray[Any], lengths: NDArray[np.int64], size: int | None
-) -> NDArray[Any]:
-    """Returns (B, L) entries of lists, with zeros behind those of shorter ones."""
-    if size is None:
-        size = max(1, int(lengths.max(initial=0)))
-    if len(entries) == size * len(lengths):
-        return entries.reshape(-1, size)
-    padded = np.zeros((len(lengths), size), entries.dtype)
-    padded[np.arange(size) < lengths[:, None]] = entries
-    return padded
 
 
 def _pooled(

@@ -13,8 +13,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from torchrec_ext.data.preprocess.columns import element, missing_column
+from torchrec_ext.data.preprocess.columns import (
+    element,
+    is_list_column,
+    missing_column,
+    read_cells,
+)
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
+from torchrec_ext.data.preprocess.history import History
 from torchrec_ext.schema.validation import DataError, listed
 
 Rows = Mapping[str, Sequence[Any]]
@@ -32,6 +38,7 @@ class ModelColumn:
         longest: most entries of a list that are read; None for any number.
         lists: what holds for other lists: all are ``exact`` of this length, longer ones are ``refused``, or their
             ``latest`` entries are read where they are not pooled.
+        fill: row of the table that fills shorter lists up to ``longest``, at their end; None leaves them short.
     """
 
     type: str
@@ -39,6 +46,7 @@ class ModelColumn:
     oov: int | None = None
     longest: int | None = None
     lists: Literal["exact", "refused", "latest"] = "latest"
+    fill: int | None = None
 
     @property
     def width(self) -> int | None:
@@ -72,6 +80,25 @@ def latest(column: Values, most: int | None) -> Values:
     return Values(column.values[stays], kept)
 
 
+def padded(column: Values, size: int, fill: int = 0) -> NDArray[Any]:
+    """Returns (B, size) entries of lists, with ``fill`` behind those of shorter ones."""
+    entries, lengths = column
+    assert lengths is not None
+    if len(entries) == size * len(lengths):
+        return entries.reshape(-1, size)
+    matrix = np.full((len(lengths), size), fill, entries.dtype)
+    matrix[np.arange(size) < lengths[:, None]] = entries
+    return matrix
+
+
+def _filled(column: ModelColumn, sent: Values) -> Values:
+    """Returns lists as long as the model's, if it has a row to fill them up."""
+    if column.fill is None or column.longest is None or sent.lengths is None:
+        return sent
+    matrix = padded(sent, column.longest, column.fill)
+    return Values(matrix.reshape(-1), np.full(len(matrix), column.longest))
+
+
 def _check_lengths(
     name: str, column: ModelColumn, lengths: NDArray[np.int64] | None
 ) -> None:
@@ -80,12 +107,10 @@ def _check_lengths(
     if fits is True or lengths is None or fits.all():
         return
     row = int(fits.argmin())
-    wanted = f"a list of {column.width}"
-    if column.width is None:
-        wanted = f"{column.longest} or fewer"
+    fewer = " or fewer" if column.width is None else ""
     raise DataError(
-        f"column '{name}', row {row}: {lengths[row]} numbers, must be {wanted}; send what training would take, padded "
-        "as there"
+        f"column '{name}', row {row}: a list of {lengths[row]}, must be one of {column.longest}{fewer}; send what "
+        "training would take, padded as there"
     )
 
 
@@ -105,6 +130,8 @@ class Columns:
 
     Attributes:
         raw: raw types of the request's columns, by name.
+        histories: the columns of each history in a request: lists of the events, which belong together, and last the
+            row's time.
 
     Raises:
         DataError: a column is computed by no step of the preprocessor.
@@ -127,6 +154,9 @@ class Columns:
             **steps.request_columns,
             **{name: steps.raw[name] for name in steps.keep},
         }
+        self.histories = [
+            (*step.sent, step.time) for step in steps.steps if isinstance(step, History)
+        ]
         self._plain: list[tuple[str, ModelColumn, str]] | None = None
         if not steps.steps and set(self.raw.values()) <= _PLAIN.keys():
             self._plain = [
@@ -152,11 +182,14 @@ class Columns:
         for name, column in self.columns.items():
             _check_lengths(name, column, columns[name].lengths)
             if column.rows is not None:
-                columns[name], unknown[name] = self._ids(name, column, columns[name])
+                columns[name], unknown[name] = self._ids(
+                    name, column, columns[name], by_column
+                )
             elif not (np.abs(columns[name].values) <= _FLOAT32_MAX).all():
                 raise DataError(
                     f"column '{name}': a value is beyond float32; send a smaller number"
                 )
+            columns[name] = _filled(column, columns[name])
         return Read(columns, unknown)
 
     def read_row(self, row: Mapping[str, Any]) -> Read:
@@ -211,7 +244,7 @@ class Columns:
         return error
 
     def _ids(
-        self, name: str, column: ModelColumn, sent: Values
+        self, name: str, column: ModelColumn, sent: Values, rows: Mapping[str, Any]
     ) -> tuple[Values, NDArray[np.bool_]]:
         """Returns ids as rows of the table, and for each row of the request whether one of its ids is unknown."""
         assert column.rows is not None
@@ -237,8 +270,20 @@ class Columns:
             return Values(ids), unknown
         of_row = np.zeros(len(sent.lengths), np.bool_)
         if np.count_nonzero(unknown):
+            unknown = unknown & self._is_given(name, sent.lengths, rows)
             of_row[np.repeat(np.arange(len(of_row)), sent.lengths)[unknown]] = True
         return Values(ids, sent.lengths), of_row
+
+    def _is_given(
+        self, name: str, lengths: NDArray[np.int64], rows: Mapping[str, Any]
+    ) -> Any:
+        """Returns which entries of lists are no null in the request: a null that pads is not unknown."""
+        source, *others = sources_of(self._steps, name)
+        if others or not is_list_column(self.raw[source]):
+            return True
+        cells = read_cells(source, rows[source], self.raw[source])
+        # Another length: a step has dropped the nulls.
+        return cells.is_valid if np.array_equal(cells.lengths, lengths) else True
 
     @property
     def widths(self) -> dict[str, int]:
@@ -262,7 +307,8 @@ class Columns:
                 )
             size = column.width or 0 if is_list else 1
             values = np.full(size, column.oov or 0, np.int64)
-            row[name] = Values(values, np.array([size]) if is_list else None)
+            lengths = np.array([size]) if is_list else None
+            row[name] = _filled(column, Values(values, lengths))
         return row
 
     def features_of(self, raw: str) -> list[str]:

@@ -26,6 +26,8 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec_ext.data.preprocess.columns import CellError
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.data.preprocess.folders import whole_folder
+from torchrec_ext.data.preprocess.history import History
+from torchrec_ext.data.preprocess.lists import Lists
 from torchrec_ext.exports import CallableModule
 from torchrec_ext.ids.look_ups import path_with_dynamic_ids
 from torchrec_ext.models.session import NextItemModel
@@ -121,7 +123,10 @@ def export(
         users: users to look up by id, or None.
         queries: rows of raw columns of the queries for the audit; by default the users' rows.
         preprocessor: computes the model's columns from raw ones; without it, raw columns are the model's columns. Each
-            column of a module of your own is computed from the queries' or from the catalogue's raw columns alone.
+            column of a module of your own is computed from the queries' or from the catalogue's raw columns alone. Its
+            shorter lists of ids are filled up at their end, as TorchRec's ``to_padded_dense(L)`` does, by the table's
+            ``padding_idx`` or else row 0, to the ``length`` of History or ``max_length`` of Lists. Without these steps
+            all lists of the queries or of the catalogue must have one length.
         oov_ids: out-of-vocabulary row of each feature, for requests, queries and the catalogue; by default 0. Of a
             module of your own, ids that no step of a preprocessor made have none, so that unknown ones are refused.
             Training must have moved that row.
@@ -161,6 +166,7 @@ def export(
         candidates=frozenset(catalogue.features.column_names),
         oov_ids=oov_ids or {},
         vocab=frozenset(() if preprocessor is None else preprocessor.vocab),
+        longest={} if preprocessor is None else _longest(preprocessor),
         rows=rows or {},
     )
     unwrapped = get_unwrapped_module(model)
@@ -267,6 +273,21 @@ def _model_rows(
     (batch,) = table.take(pa.array(rows)).combine_chunks().to_batches()
     with _named(what, rows, ids):
         return pa.Table.from_batches([preprocessor.only(names).batch(batch)])
+
+
+def _longest(preprocessor: FittedPreprocessor) -> dict[str, int]:
+    """Returns the most entries of lists of ids by column, where a step limits them."""
+    longest = {}
+    for name, kind in preprocessor.outputs.items():
+        limits = []
+        for step in preprocessor.only([name]).steps:
+            if isinstance(step, History):
+                limits.append(step.length)
+            elif isinstance(step, Lists) and step.max_length is not None:
+                limits.append(step.max_length)
+        if limits and kind == "list<int64>":
+            longest[name] = min(limits)
+    return longest
 
 
 def _rounding(module: nn.Module) -> float:

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
@@ -62,6 +63,7 @@ class Given:
         candidates: names of the columns that the catalogue has.
         oov_ids: out-of-vocabulary row of each column.
         vocab: names of columns whose row 0 is for unknown values, because a preprocessor made their ids.
+        longest: most entries of the lists that a preprocessor cuts, by column.
         rows: rows of a table that the bundle holds, by table.
     """
 
@@ -69,7 +71,12 @@ class Given:
     candidates: frozenset[str] = frozenset()
     oov_ids: Mapping[str, int] = field(default_factory=dict)
     vocab: frozenset[str] = frozenset()
+    longest: Mapping[str, int] = field(default_factory=dict)
     rows: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def is_raw(self, column: str) -> bool:
+        """Returns whether no step made the ids of a column, or limited its lists."""
+        return column not in self.vocab and column not in self.longest
 
     def is_list(self, column: str) -> bool:
         """Returns whether a column has a list in each row."""
@@ -87,6 +94,7 @@ def _columns_of(
     given: Given,
     sizes: Mapping[str, int],
     oov: int | None,
+    paddings: Mapping[str, int | None],
 ) -> dict[str, dict[str, ModelColumn]]:
     """Returns the columns behind leaves by side and name; ``oov`` is the row of unknown ids where none is given."""
     columns: dict[str, dict[str, ModelColumn]] = {"query": {}, "candidate": {}}
@@ -105,6 +113,11 @@ def _columns_of(
         if name in padded:
             if leaf.kind == "rows":
                 column = replace(column, longest=leaf.shape[0])
+        elif (
+            lengths.get(name)
+            and (fill := _fill_of(name, leaves, given, paddings)) is not None
+        ):
+            column = replace(column, longest=lengths[name], lists="refused", fill=fill)
         elif leaf.padding is not None and column.lists != "exact":
             column = replace(column, longest=lengths[name], lists="refused")
         elif leaf.padding is None and lengths.get(name):
@@ -112,6 +125,34 @@ def _columns_of(
         of_side[name] = column
     _check_oov(given, {**columns["query"], **columns["candidate"]})
     return columns
+
+
+def _fill_of(
+    name: str,
+    leaves: Sequence[Leaf],
+    given: Given,
+    paddings: Mapping[str, int | None],
+) -> int | None:
+    """Returns the row that fills a column's shorter lists up: its tables' ``padding_idx``, or the row of unknown ids.
+
+    None leaves lists of one length as they are: no step made them, or several rows or none would fill them.
+    """
+    if given.is_raw(name):
+        return None
+    of_column = [leaf for leaf in leaves if leaf.column == name]
+    rows = {leaf.padding for leaf in of_column}
+    rows |= {paddings.get(leaf.table) for leaf in of_column}
+    fills = [row for row in rows if row is not None]
+    if not fills and name in given.vocab:
+        return 0
+    if not fills and name in given.oov_ids:
+        return given.oov_ids[name]
+    if len(fills) != 1 and name in given.longest:
+        raise BundleError(
+            f"column '{name}': its lists are shorter than {given.longest[name]}, and {len(fills)} rows may have filled "
+            "them up in training; give their tables one padding_idx, or name it by oov_ids"
+        )
+    return fills[0] if len(fills) == 1 else None
 
 
 def _check_oov(given: Given, columns: Mapping[str, ModelColumn]) -> None:
@@ -141,6 +182,7 @@ class Network:
         sizes: rows of its tables, by name.
         known: an earlier cut of this model, or None.
         oov: row of unknown ids where none is given; None for none.
+        paddings: ``padding_idx`` of each table that has one.
 
     Attributes:
         names: names of the towers of each side.
@@ -164,6 +206,7 @@ class Network:
         sizes: Mapping[str, int],
         known: GraphSplit | None,
         oov: int | None = None,
+        paddings: Mapping[str, int | None] = MappingProxyType({}),
     ) -> None:
         if known is None or known.inputs != inputs:
             known = GraphSplit(module().eval(), inputs)
@@ -171,7 +214,9 @@ class Network:
         leaves = [*known.query.leaves, *known.candidate.leaves]
         self.tables = {leaf.table for leaf in leaves if leaf.table}
         held = {table: len(rows) for table, rows in given.rows.items()}
-        self.columns = _columns_of(inputs, leaves, given, {**sizes, **held}, oov)
+        self.columns = _columns_of(
+            inputs, leaves, given, {**sizes, **held}, oov, paddings
+        )
 
     def logits(self, columns: Mapping[str, Values], size: int) -> Tensor:
         """Returns (B,) logits of the trained model for B rows of all columns. Collective if it is sharded."""
@@ -503,7 +548,7 @@ class OwnNetwork(Network):
         for name in columns:
             # A DLRM pools lists of any length.
             pools = isinstance(self.model, DLRM) and name != _DENSE
-            dtype, shape = _kind_of(name, tables[name][name], any_length=pools)
+            dtype, shape = _kind_of(name, tables[name][name], given, any_length=pools)
             self._dtypes[name] = dtype
             inputs.append(
                 Leaf(
@@ -521,7 +566,14 @@ class OwnNetwork(Network):
             if weight.dim() == 2
         }
         sizes |= {config.name: config.num_embeddings for config in configs}
-        super().__init__(given, inputs, self._by_leaves, sizes, known)
+        paddings = {
+            path: module.padding_idx
+            for path, module in self.model.named_modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        }
+        super().__init__(
+            given, inputs, self._by_leaves, sizes, known, paddings=paddings
+        )
 
     def _by_leaves(self) -> nn.Module:
         return _OwnByLeaves(_without_tables(self.model).cpu(), self._call)
@@ -607,7 +659,7 @@ def _call(model: nn.Module, call: str, columns: Mapping[str, Tensor]) -> Any:
 
 
 def _kind_of(
-    name: str, column: pa.ChunkedArray, *, any_length: bool
+    name: str, column: pa.ChunkedArray, given: Given, *, any_length: bool
 ) -> tuple[str, tuple[int | None, ...]]:
     """Returns the type of an own module's column, and the shape of its rows: (), or the length that all lists have."""
     kind = raw_type(column.type) or ""
@@ -620,10 +672,15 @@ def _kind_of(
         return dtype, ()
     if any_length:
         return dtype, (None,)
+    if name in given.longest:
+        return dtype, (given.longest[name],)
     lengths = pc.unique(pc.list_value_length(column)).to_pylist()
     if len(lengths) != 1 or lengths[0] is None:
+        remedy = "pad lists as in training"
+        if not given.is_raw(name):
+            remedy += ", with null for row 0, or fit Lists(max_length=L) before"
         raise BundleError(
-            f"column '{name}': lists of different lengths, or rows without a value; pad lists as in training"
+            f"column '{name}': lists of different lengths, or rows without a value; {remedy}"
         )
     return dtype, (lengths[0],)
 

@@ -6,6 +6,7 @@ alone is stored. The item's half of the first layer is applied before a row is s
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -73,6 +74,8 @@ _BILINEAR = {
 _FIRST = {aten.div.Tensor, aten.linear.default}
 
 
+# Stands for infinity in a vector, which must be finite: beyond any number of a mask.
+_INFINITY = 2.0**40
 _TRIED = 4  # queries to find out by whether slopes are the query itself
 
 
@@ -176,6 +179,7 @@ class _Half(Part):
         ones: bool = False,
     ) -> None:
         super().__init__(split, results, [])
+        self._masks = split.masks
         self._factor = factor
         self._ones = ones
         self.width += ones
@@ -183,10 +187,12 @@ class _Half(Part):
     def forward(self, *leaves: Tensor) -> Tensor:
         values = self.run(self.of_leaves(leaves), leaves[0].shape[0])
         # In a shape of its own: an input cannot be an output.
-        matrices = [
-            value.to(torch.float32).reshape(-1, _width(node))
-            for node, value in zip(self._results, values, strict=True)
-        ]
+        matrices = []
+        for node, value in zip(self._results, values, strict=True):
+            matrix = value.to(torch.float32).reshape(-1, _width(node))
+            if node in self._masks:
+                matrix = matrix.clamp(-_INFINITY, _INFINITY)
+            matrices.append(matrix)
         matrix = matrices[0] if len(matrices) == 1 else torch.cat(matrices, 1)
         if self._factor != 1:
             matrix = matrix * self._factor
@@ -204,6 +210,7 @@ class _Pairs(Part):
         super().__init__(split, [split.result], [*query, *candidate])
         self._query = query
         self._candidate = candidate
+        self._masks = split.masks
         self._set_inputs(sum(map(_width, query)), sum(map(_width, candidate)))
 
     def _set_inputs(self, query: int, rows: int) -> None:
@@ -223,6 +230,10 @@ class _Pairs(Part):
         nodes = [*self._query, *self._candidate]
         pieces = _pieces_of(query, self._query) + _pieces_of(rows, self._candidate)
         values = dict(zip(nodes, pieces, strict=True))
+        for node in self._masks:
+            infinite = values[node].abs() >= _INFINITY
+            # Times infinity, so that it keeps its sign.
+            values[node] = values[node] * torch.where(infinite, torch.inf, 1.0)
         (logits,) = self.run(values, rows.shape[0], single)
         return logits.reshape(-1)
 
@@ -336,6 +347,7 @@ class GraphSplit:
         behind = trace.behind([self.result], lambda node: self.side(node) != BOTH)
         self.pairwise = [node for node in behind if self.side(node) == BOTH]
         self.frontier = self._crossing()
+        self.masks = self._masks()
         self._other = self._not_linear()
         self.product = self._other is None
         self._build()
@@ -412,6 +424,24 @@ class GraphSplit:
                 f"model: forward{line} combines ids of {columns} with the other side's columns, so there is no vector "
                 "to store; look them up first, each by an nn.Embedding"
             )
+
+    def _masks(self) -> list[Node]:
+        """Returns the crossing values that may hold a constant infinity, as a mask of attention does."""
+        numbers = self.trace.numbers({})
+        infinite = {
+            node
+            for node, value in numbers.items()
+            if value.is_floating_point() and bool(value.isinf().any())
+        }
+        for node in self.graph.nodes:
+            if any(isinstance(each, float) and math.isinf(each) for each in node.args):
+                infinite.add(node)
+        masks = []
+        for node in self.frontier:
+            behind = self.trace.behind([node], numbers.__contains__)
+            if node.meta["val"].is_floating_point() and not infinite.isdisjoint(behind):
+                masks.append(node)
+        return masks
 
     # Products
 

@@ -477,6 +477,11 @@ def _trace(model: nn.Module, leaves: Sequence[Leaf]) -> ExportedProgram:
                 f"model: forward of {name} fixes the number of rows to {EXAMPLE_ROWS}; read sizes as x.shape[0] "
                 "instead of len(x), and -1 instead of a number where tensors are viewed or expanded"
             ) from None
+        if isinstance(error, AttributeError) and isinstance(error.obj, dict):
+            raise BundleError(
+                f"model: forward of {name} takes an object with '.{error.name}'; wrap it in a module whose forward "
+                "takes columns by name, such as forward(user_id, item_id), and makes that object"
+            ) from None
         frames = "".join(traceback.format_tb(error.__traceback__))
         raise BundleError(
             f"model: forward of {name} cannot be traced{_line_in(text) or _line_in(frames)}: {type(error).__name__}: "
