@@ -306,11 +306,12 @@ def test_a_user_who_is_named_by_id_is_the_whole_raw_row_without_what_was_taken(
         answer = scorer.recommend(RecommendRequest(user=named, k=ITEMS)).items
         assert set(answer) == {item for item in items if (who, item) not in clicked}
     with pytest.raises(
-        RequestError, match=r"user\.seen_at: it is missing; the model reads"
+        RequestError, match=r"user\.seen_at: it is missing; no user.s is stored"
     ):
         scorer.score(ScoreRequest(user={"who": "u1"}, items=items))
     with pytest.raises(
-        RequestError, match=r"of which missing: history_items, history_times, age"
+        RequestError,
+        match=r"history_items: .* so are history_times, age; user 'stranger' is not",
     ):
         scorer.score(
             ScoreRequest(user={"who": "stranger", "seen_at": now}, items=items)

@@ -13,20 +13,23 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingBagConfig, PoolingType
+from torchrec import EmbeddingBagConfig, JaggedTensor, PoolingType
 
 from torchrec_ext.data.preprocess import (
     Categorify,
     FittedPreprocessor,
     History,
+    Lists,
     Normalize,
     Preprocessor,
     TimeFeatures,
 )
+from torchrec_ext.data.preprocess.history import GAPS
 from torchrec_ext.data.preprocess.rows import connected
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.catalogue import Catalogue
+from torchrec_ext.retrieval.catalogue import Catalogue, NamedUsers
+from torchrec_ext.retrieval.columns import Columns
 from torchrec_ext.retrieval.export import export
 from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.retrieval.scorer import RequestError, Scorer, ScoreRequest
@@ -34,7 +37,7 @@ from torchrec_ext.schema import DataError, Jagged
 
 pytest.importorskip("duckdb", reason="needs the extra `data`")
 
-ROWS, ITEMS = 60, 12
+ROWS, ITEMS, LENGTH = 60, 12, 3
 BEGIN = datetime.datetime(1997, 11, 20, tzinfo=datetime.timezone.utc)
 
 
@@ -48,6 +51,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "item": rng.integers(100, 100 + ITEMS, ROWS),
         "time": pa.array(hours, pa.timestamp("us", "UTC")),
         "age": rng.integers(20, 60, ROWS).astype(np.float32),
+        "genre": [f"g{number}" for number in rng.integers(0, 4, ROWS)],
         "label": np.ones(ROWS, np.float32),
     }
     pq.write_table(pa.table(columns), file)
@@ -57,8 +61,16 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fitted(log: Path) -> FittedPreprocessor:
     steps = [
-        History(user="user", item="item", time="time", length=3),
+        History(
+            user="user",
+            item="item",
+            time="time",
+            length=LENGTH,
+            also=("genre",),
+            gaps=GAPS,
+        ),
         Categorify(column="item", also=("history",)),
+        Categorify(column="genre", also=("history_genre",)),
         TimeFeatures(column="time", zone="Europe/Berlin", features=("weekday",)),
         Normalize(column="age"),
         Categorify(column="user"),
@@ -94,6 +106,7 @@ def requests(log: Path) -> list[dict[str, Any]]:
                 "age": row["age"],
                 "history_items": [each["item"] for each in before],
                 "history_times": [each["time"].isoformat() for each in before],
+                "history_genre": [each["genre"] for each in before],
             }
         )
     return made
@@ -112,6 +125,7 @@ def queries(log: Path) -> pa.Table:
         "age": pa.float32(),
         "history_items": pa.list_(pa.int64()),
         "history_times": pa.list_(time),
+        "history_genre": pa.list_(pa.string()),
     }
     return pa.Table.from_pylist(rows, schema=pa.schema(schema))
 
@@ -220,10 +234,16 @@ def test_a_module_of_ones_own_takes_raw_requests(tmp_path: Path) -> None:
         row["time"] = row["time"].isoformat()
         (score,) = scorer.score(ScoreRequest(user=row, items=[item])).scores
         assert score == pytest.approx(logit, rel=1e-4, abs=1e-5)
-    # Null reads row 0, which the bag leaves out, so the list need not be filled up.
-    row["recent"] = row["recent"][1:]
-    (score,) = scorer.score(ScoreRequest(user=row, items=[item])).scores
-    assert score == pytest.approx(logit, rel=1e-4, abs=1e-5)
+    # Null reads row 0, which the bag leaves out, so the list need not be filled up. It
+    # is not unknown.
+    for recent in (row["recent"], row["recent"][1:]):
+        answer = scorer.score(ScoreRequest(user=row | {"recent": recent}, items=[item]))
+        assert answer.scores == [pytest.approx(logit, rel=1e-4, abs=1e-5)]
+        assert not answer.unknown_features
+    answer = scorer.score(
+        ScoreRequest(user=row | {"recent": [None, "x"]}, items=[item])
+    )
+    assert answer.unknown_features == ["recent"]
     nobody = scorer.score(ScoreRequest(user={**row, "user": "nobody"}, items=["vid-x"]))
     assert nobody.unknown_features == ["user"]
     assert nobody.unknown_items == ["vid-x"]
@@ -233,6 +253,177 @@ def test_a_module_of_ones_own_takes_raw_requests(tmp_path: Path) -> None:
     films = Catalogue(ids=np.array(ids), features=features)
     with pytest.raises(BundleError, match=r"takes item, which is no column; .*recent"):
         export(model, tmp_path / "no", catalogue=films, queries=asked, **rest)
+
+
+class Latest(nn.Module):
+    """It reads a history at fixed places, filled up at its end, and counts no padding."""
+
+    def __init__(self, vocab: Mapping[str, int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.item = nn.Embedding(vocab["item"], 4, padding_idx=0)
+        # Row 0 is for unknown genres, so that padding has a row of its own.
+        genres = vocab["genre"]
+        self.genre = nn.Embedding(genres + 1, 4, padding_idx=genres)
+        self.gap = nn.Embedding(vocab["history_gap"], 4)
+        self.layer = nn.Linear(LENGTH * 12, 4)
+        nn.init.normal_(self.genre.weight)
+
+    def forward(
+        self,
+        history: Tensor,
+        history_genre: Tensor,
+        history_gap: Tensor,
+        item: Tensor,
+    ) -> Tensor:
+        rows = [self.item(history), self.genre(history_genre), self.gap(history_gap)]
+        query = self.layer(torch.cat(rows, 2).flatten(1))
+        query = query / (history_gap > 0).sum(1, keepdim=True).clamp(min=1)
+        return (query * self.item(item)).sum(1)
+
+
+@pytest.fixture(scope="module")
+def latest(
+    fitted: FittedPreprocessor, log: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Latest, Scorer]:
+    """A module over histories, and the scorer of its bundle, which knows the first row's user."""
+    folder = tmp_path_factory.mktemp("latest") / "bundle"
+    model = Latest(fitted.vocab)
+    ids = np.unique(pq.read_table(log)["item"].to_numpy())
+    (last,) = queries(log).slice(ROWS - 1).to_pylist()
+    names = [name for name in last if name.startswith("history")]
+    named = {"user": ["u"], **{name: [last[name]] for name in (*names, "time")}}
+    export(
+        model,
+        folder,
+        catalogue=Catalogue(ids=ids, features=pa.table({"item": ids})),
+        queries=queries(log),
+        users=NamedUsers(
+            key="user",
+            ids=pa.array(["u"]),
+            features=pa.table(named),
+            unknown={"user": "", "time": None, **{name: [] for name in names}},
+            seen_ids=pa.array([[]], pa.list_(pa.int64())),
+        ),
+        preprocessor=fitted,
+    )
+    return model, Scorer(Bundle.load(folder))
+
+
+@torch.no_grad()
+def test_short_histories_are_filled_up_as_in_training(
+    latest: tuple[Latest, Scorer], fitted: FittedPreprocessor, log: Path, tmp_path: Path
+) -> None:
+    model, scorer = latest
+    with connected() as con:
+        rows = con.sql(f"SELECT * FROM '{log}' ORDER BY time")
+        fitted.transform(rows, tmp_path / "ready", con=con)
+    made = pq.read_table(tmp_path / "ready").to_pydict()
+    fills = {"history": 0, "history_genre": fitted.vocab["genre"], "history_gap": 0}
+    columns = {}
+    for name, fill in fills.items():
+        lists = [torch.tensor(each, dtype=torch.float32) for each in made[name]]
+        jagged = JaggedTensor.from_dense(lists)
+        columns[name] = jagged.to_padded_dense(LENGTH, fill).long()
+    lengths = {len(each) for each in made["history"]}
+    assert lengths == set(range(LENGTH + 1))
+    expected = model.eval()(**columns, item=torch.tensor(made["item"])).tolist()
+    items = pq.read_table(log)["item"].to_pylist()
+    for row, item, logit in zip(requests(log), items, expected, strict=True):
+        user = {name: row[name] for name in scorer.bundle.query.columns.raw}
+        answer = scorer.score(ScoreRequest(user=user, items=[item]))
+        assert answer.scores == [pytest.approx(logit, rel=1e-4, abs=1e-5)]
+        assert not answer.unknown_features
+
+
+def test_a_posted_history_is_not_mixed_with_the_stored_one(
+    latest: tuple[Latest, Scorer], log: Path
+) -> None:
+    """Lists of one history are one unit, with the time that cuts them."""
+    _, scorer = latest
+    last, other = requests(log)[-1], requests(log)[-2]
+    names = ["history_items", "history_times", "history_genre", "time"]
+
+    def served(user: Mapping[str, Any]) -> list[float]:
+        return scorer.score(ScoreRequest(user=user, items=[100, 105])).scores
+
+    stored, posted = ({name: row[name] for name in names} for row in (last, other))
+    assert served({"user": "u"}) == served(stored)
+    assert served({"user": "u", "time": last["time"]}) == served(stored)
+    assert served({"user": "u", **posted}) == served(posted)
+    for name in names:
+        part = {each: posted[each] for each in names if each != name}
+        with pytest.raises(RequestError, match="all lists of a history") as caught:
+            served({"user": "u", **part})
+        assert caught.value.field == f"user.{name}"
+    with pytest.raises(
+        RequestError, match="time: it is missing, and so are history_times"
+    ):
+        served({"user": "u", "history_items": None, "history_genre": None})
+
+
+def test_lists_without_a_known_length_are_refused_with_the_remedy(
+    tmp_path: Path,
+) -> None:
+    rows = pa.table({"item": ["a", "b"], "recent": [["a"], ["b", "a"]]})
+    pq.write_table(rows, tmp_path / "log.parquet")
+    fitted = Preprocessor([Categorify(column="item", also=("recent",))]).fit(
+        str(tmp_path / "log.parquet")
+    )
+    items = np.array(["a", "b"])
+    with pytest.raises(BundleError, match=r"'recent': .* null .*max_length=L") as error:
+        export(
+            Places(),
+            tmp_path / "bundle",
+            catalogue=Catalogue(ids=items, features=pa.table({"item": items})),
+            queries=rows.select(["recent"]),
+            preprocessor=fitted,
+        )
+    assert len(str(error.value)) <= 200
+
+
+def test_ids_that_no_step_made_are_filled_up_by_the_row_that_is_named(
+    tmp_path: Path,
+) -> None:
+    """Ids that are rows already: the table's padding row, or that of unknown ids, as told; else it is asked for."""
+    rows = pa.table({"item": [1, 2], "recent": [[1], [2, 1, 2]]})
+    pq.write_table(rows, tmp_path / "log.parquet")
+    steps = [Lists(column="recent", max_length=2)]
+    fitted = Preprocessor(steps, keep=["item"]).fit(str(tmp_path / "log.parquet"))
+
+    def exported(padding: int | None, **options: Any) -> Columns:
+        items = np.array([1, 2])
+        export(
+            Places(padding),
+            tmp_path / "bundle",
+            catalogue=Catalogue(ids=items, features=pa.table({"item": items})),
+            queries=rows.select(["recent"]),
+            preprocessor=fitted,
+            overwrite=True,
+            **options,
+        )
+        return Bundle.load(tmp_path / "bundle").query.columns
+
+    for columns, fill in (
+        (exported(2), 2),
+        (exported(None, oov_ids={"recent": 1}), 1),
+    ):
+        read = columns.read_row({"recent": [2]})
+        assert read.columns["recent"].values.tolist() == [2, fill]
+        assert not read.unknown["recent"].any()
+    with pytest.raises(BundleError, match=r"'recent': .* one padding_idx, or .*oov"):
+        exported(None)
+
+
+class Places(nn.Module):
+    """It needs to know how long its lists are."""
+
+    def __init__(self, padding: int | None = None) -> None:
+        super().__init__()
+        self.item = nn.Embedding(3, 4, padding_idx=padding)
+
+    def forward(self, recent: Tensor, item: Tensor) -> Tensor:
+        return (self.item(recent)[:, -1] * self.item(item)).sum(1)
 
 
 def test_errors_name_the_requests_own_column(bundle: Bundle, log: Path) -> None:
@@ -255,6 +446,7 @@ def test_errors_name_the_requests_own_column(bundle: Bundle, log: Path) -> None:
 
 def test_unknown_values_are_flagged(bundle: Bundle, log: Path) -> None:
     user = {**requests(log)[-1], "user": "nobody", "history_items": [999_999]}
-    user["history_times"] = user["history_times"][:1]
+    for name in ("history_times", "history_genre"):
+        user[name] = user[name][:1]
     answer = Scorer(bundle).score(ScoreRequest(user=user, items=[100]))
     assert sorted(answer.unknown_features) == ["history", "user"]

@@ -205,8 +205,17 @@ def test_refusals_say_what_to_send(scorer: Scorer) -> None:
     for user in ({}, {"age": 1.0}):
         with pytest.raises(RequestError, match="send these, or 'user' alone"):
             scorer.recommend(RecommendRequest(user=user))
-    nobody = scorer.recommend(RecommendRequest(user={"user": None}))
-    assert nobody.unknown_user
+    with pytest.raises(
+        RequestError, match="user '77' is not stored: send what is missing"
+    ):
+        scorer.recommend(RecommendRequest(user={"user": 77, "age": 1.0}))
+    for user in ({"user": None}, None):
+        nobody = scorer.recommend(RecommendRequest(user=user))
+        assert nobody.unknown_user
+        assert (
+            nobody.scores
+            == scorer.recommend(RecommendRequest(user={"user": 77})).scores
+        )
     with pytest.raises(RequestError, match=r"itm: the model reads no .* reads user, "):
         scorer.recommend(RecommendRequest(user={"itm": 1}))
     with pytest.raises(RequestError, match="or more; give ids of the catalogue"):

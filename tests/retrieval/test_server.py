@@ -84,6 +84,7 @@ def test_answers_are_the_scorers(client: Client, folder: Path) -> None:
     assert scored["scores"] == of_scorer.scores
     assert scored["unknown_items"] == [5]
     assert scored["unknown_features"] == ["user", "history"]
+    assert client.post(RECOMMEND, {"user": None}).json["unknown_user"] is True
     near = client.post("/v1/nearest", {"item": 100, "k": 3}).json
     assert near["items"] == scorer.nearest(NearestRequest(item=100, k=3)).items
     vectors = client.post("/v1/embed", {"rows": [user]}).json["vectors"]

@@ -47,7 +47,7 @@ class RecommendRequest(_Request, frozen=True, kw_only=True):
 
     Args:
         user: raw features by column. The id alone suffices if the bundle has a table of users; features next to the id
-            take precedence over the table's.
+            take precedence over the table's. None is somebody unknown.
         k: number of items, 1 or more. If fewer are left, the answer has all of them.
         candidates: ids to choose among; by default the whole catalogue.
         filter: answer only items with one of these values of each attribute, such as ``{"genre": ["Comedy", "War"],
@@ -62,7 +62,7 @@ class RecommendRequest(_Request, frozen=True, kw_only=True):
         RequestError: ``k`` below 1, or an empty list of candidates or of values.
     """
 
-    user: Mapping[str, Any]
+    user: Mapping[str, Any] | None
     k: int = 10
     candidates: Sequence[Id] | None = None
     filter: Mapping[str, Sequence[Id]] = {}
@@ -92,7 +92,7 @@ class ScoreRequest(_Request, frozen=True, kw_only=True):
         RequestError: ``items`` is empty.
     """
 
-    user: Mapping[str, Any]
+    user: Mapping[str, Any] | None
     items: Sequence[Id]
     vector: Literal["auto", "live"] = "auto"
 
@@ -321,9 +321,9 @@ class Scorer:
     def embed(self, request: EmbedRequest) -> Embedded:
         """Returns outputs of a side; raises as :meth:`recommend`."""
         rows, places = list(request.rows), []
-        side, key = self.bundle.candidate, None
+        side = self.bundle.candidate
         if request.side == "query":
-            side, key = self.bundle.query, self._key
+            side = self.bundle.query
         for index, row in enumerate(rows):
             where = f"rows[{index}]"
             places.append(where)
@@ -331,7 +331,10 @@ class Scorer:
                 rows[index] = self._columns(row, self._row(row, where), where)
             else:
                 _check_names(row, side.columns.raw, None, where)
-        vectors, unknown = _embedded(side, rows, places, key)
+                missing = [name for name in side.columns.raw if name not in row]
+                if missing:
+                    raise _missing_error(where, missing, _of_types(side, missing))
+        vectors, unknown = _embedded(side, rows, places)
         finite = np.isfinite(vectors).all(axis=1)
         if not finite.all():
             raise RequestError(
@@ -369,9 +372,11 @@ class Scorer:
         # Made when a request first needs them.
         return norms_of(self.bundle.rows)
 
-    def _user(self, user: Mapping[str, Any], vector: str) -> _User:
-        row = self._row(user, "user")
+    def _user(self, user: Mapping[str, Any] | None, vector: str) -> _User:
         key = self._key
+        if user is None:
+            user = {} if key is None else {key: None}
+        row = self._row(user, "user")
         query: Floats | None = None
         unknown: list[str] = []
         source, known = "store", True
@@ -387,7 +392,7 @@ class Scorer:
             source, known = "live", row >= 0
             columns = self._columns(user, row, "user")
             side = self.bundle.query
-            (query,), (unknown,) = _embedded(side, [columns], ["user"], key)
+            (query,), (unknown,) = _embedded(side, [columns], ["user"])
             if self._id_features:
                 known = set(self._id_features).isdisjoint(unknown)
         try:
@@ -421,7 +426,6 @@ class Scorer:
     ) -> Mapping[str, Any]:
         """Returns one row of the query side's columns: the request's values override the user's stored ones."""
         raw = self.bundle.query.columns.raw
-        table = self.bundle.users
         _check_names(user, raw, self._key, where)
         # An id of null is nobody's: the bundle says which value the model then reads.
         sent = {
@@ -429,17 +433,47 @@ class Scorer:
             for name, value in user.items()
             if name != self._key or value is not None
         }
-        if table is None or raw.keys() <= sent.keys():
-            return sent
-        features = table.features(row)
-        stored = {name: values[0] for name, values in features.items()}
+        if self.bundle.users is not None and not raw.keys() <= sent.keys():
+            sent = {**self._stored(user, row), **sent}
+        missing = [name for name in raw if name not in sent]
+        if missing:
+            raise _missing_error(where, missing, self._remedy(user, row, missing))
+        return sent
+
+    def _stored(self, user: Mapping[str, Any], row: int) -> dict[str, Any]:
+        """Returns the features of the bundle's user in ``row`` that may stand beside those of a request."""
+        table = self.bundle.users
+        assert table is not None
+        stored = {name: values[0] for name, values in table.features(row).items()}
         # The features of an unknown user apply only to a request with nothing but an
         # id. Next to other features they would hide a missing column.
         if row < 0 and set(user) != {table.key}:
-            stored = {
-                name: value for name, value in stored.items() if name == table.key
-            }
-        return {**stored, **sent}
+            return {name: stored[name] for name in stored if name == table.key}
+        for *lists, time in self.bundle.query.columns.histories:
+            # One history is one unit: lists of two would be mixed, and the stored time
+            # would cut newer events.
+            if not user.keys().isdisjoint(lists):
+                for name in (*lists, time):
+                    stored.pop(name, None)
+        return stored
+
+    def _remedy(self, user: Mapping[str, Any], row: int, missing: Sequence[str]) -> str:
+        """Says what to send for missing columns of a query."""
+        side, table = self.bundle.query, self.bundle.users
+        if table is None:
+            return _of_types(side, missing)
+        stored = table.features(row).keys()
+        if row >= 0:
+            # A stored one is missing only if its history was posted.
+            if missing[0] in stored:
+                return "send all lists of a history and its time, or no list of it"
+            return "no user's is stored: send what is missing"
+        if user.get(table.key) is not None:
+            return f"user {str(user[table.key])[:40]!r} is not stored: send what is missing"
+        known = {*stored, table.key}
+        beside = listed(name for name in side.columns.raw if name not in known)
+        way = f"of a stored user with {beside}" if beside else "alone"
+        return f"send these, or '{table.key}' {way}"
 
     def _mask(self, request: RecommendRequest) -> Mask | None:
         """Returns (N,) whether an item has one of the wanted values of each attribute; None without attributes."""
@@ -508,25 +542,19 @@ def _check_names(
             )
 
 
+def _missing_error(where: str, missing: Sequence[str], remedy: str) -> RequestError:
+    also = f", and so are {listed(missing[1:])}" if missing[1:] else ""
+    return RequestError(f"{where}.{missing[0]}", f"it is missing{also}; {remedy}")
+
+
 def _embedded(
-    side: Side,
-    rows: Sequence[Mapping[str, Any]],
-    places: Sequence[str],
-    key: str | None,
+    side: Side, rows: Sequence[Mapping[str, Any]], places: Sequence[str]
 ) -> tuple[Floats, list[list[str]]]:
     """Returns (B, W) outputs of rows with all columns, and each row's columns with a value mapped to the unknown row.
 
-    ``places`` are the fields of the rows, and ``key`` is the column that may stand alone, or None.
+    ``places`` are the fields of the rows.
     """
     raw = side.columns.raw
-    for place, row in zip(places, rows, strict=True):
-        missing = [name for name in raw if name not in row]
-        if missing:
-            raise RequestError(
-                f"{place}.{missing[0]}",
-                f"it is missing; the model reads {listed(raw)}, of which missing: {listed(missing)}; "
-                f"{_remedy(side, missing, key)}",
-            )
     alone = len(rows) == 1
     where = places[0] if alone else "rows"
     columns = side.columns
@@ -550,10 +578,8 @@ def _embedded(
     return vectors, unknown
 
 
-def _remedy(side: Side, missing: Sequence[str], key: str | None) -> str:
-    """Says what to send for missing columns."""
-    if key is not None:
-        return f"send these, or '{key}' alone"
+def _of_types(side: Side, missing: Sequence[str]) -> str:
+    """Says what to send for missing columns by their types."""
     widths = side.columns.widths
     for name in missing:
         if name in widths:

@@ -118,7 +118,8 @@ def openapi(
     )
     # What the bundle's columns and attributes say of a field, beside its type.
     rows = {"type": "array", "items": {"anyOf": [of_user, of_item]}}
-    fields = {"user": of_user, "filter": of_filter, "rows": rows}
+    of_anybody = {"anyOf": [of_user, {"type": "null"}]}
+    fields = {"user": of_anybody, "filter": of_filter, "rows": rows}
     refusals = {status: {"description": why} for status, why in _STATUSES.items()}
     paths: dict[str, Any] = {}
     for path, (kind, answer, summary) in routes.items():
