@@ -14,9 +14,8 @@ from torch import Tensor
 class Resident(Protocol):
     """Rows in memory or on a device; torch ops alone make a batch of them."""
 
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        """The tensors of the rows."""
+    tensors: Sequence[Tensor]
+    """The tensors of the rows."""
 
     def assemble(self, tensors: Sequence[Tensor], drawn: Sequence[Tensor]) -> Any:
         """Makes the batch of a step; all shapes follow from those of the arguments.

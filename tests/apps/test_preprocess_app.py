@@ -16,6 +16,7 @@ from torchrec_ext.data.preprocess import (
     Categorify,
     FittedPreprocessor,
     History,
+    Normalize,
     Preprocessor,
 )
 from torchx_apps.jobs import preprocessing
@@ -207,3 +208,32 @@ def test_movielens_is_read_as_its_publisher_writes_it(tmp_path: Path) -> None:
         for number, (title, genres) in films.items()
     ]
     assert [row["release_year"] for row in items] == ["1995", "1998", ""]
+
+
+def test_another_day_is_prepared_by_the_steps_of_the_first(tmp_path: Path) -> None:
+    """Ids stand for the same values, a new value is unknown, and the numbers keep the first day's mean."""
+    for day, items, prices in (
+        ("monday", ["a", "a", "b"], [1.0, 2.0, 3.0]),
+        ("tuesday", ["b", "c", "b"], [9.0, 9.0, 9.0]),
+    ):
+        rows = {"item": items, "price": prices, "y": [1.0, 0.0, 1.0]}
+        pq.write_table(pa.table(rows), tmp_path / f"{day}.parquet")
+
+    def build(day: str, con: Any) -> Prepare:
+        steps: Any = Preprocessor(
+            [Categorify(column="item"), Normalize(column="price")], keep=["y"]
+        )
+        if day == "tuesday":
+            steps = FittedPreprocessor.load(tmp_path / "ready-monday/preprocessor")
+        file = str(tmp_path / f"{day}.parquet")
+        return Prepare(preprocessor=steps, splits={"train": file}, label="y")
+
+    for day in ("monday", "tuesday"):
+        out = tmp_path / f"ready-{day}"
+        own = PreprocessJob(name="shop", build=build, config=day, out=str(out))
+        preprocessing.run_preprocess(own)
+    made = read_parquet(tmp_path / "ready-tuesday/train/part-00000.parquet")
+    assert made["item"].values.tolist() == [2, 0, 2]
+    assert made["price"].values[0] == pytest.approx(7 / np.std([1, 2, 3]), rel=1e-6)
+    texts = [tmp_path / f"ready-{day}/preprocessor" for day in ("monday", "tuesday")]
+    assert len({(text / "preprocessor.sha256").read_text() for text in texts}) == 1

@@ -85,7 +85,12 @@ class ResidentRows(ABC):
         order: the rows of each step.
         draws: what is drawn for them; None if nothing is.
         device: device of the tensors.
+
+    Attributes:
+        tensors: the tensors of the rows; see :class:`~torchrec_ext.drawn.Resident`.
     """
+
+    tensors: Sequence[Tensor]
 
     def __init__(
         self, order: RowOrder, draws: Draws | None, device: torch.device
@@ -93,11 +98,6 @@ class ResidentRows(ABC):
         self.order = order
         self.draws = draws
         self.device = device
-
-    @property
-    @abstractmethod
-    def tensors(self) -> Sequence[Tensor]:
-        """The tensors of the rows; see :class:`~torchrec_ext.drawn.Resident`."""
 
     @abstractmethod
     def assemble(self, tensors: Sequence[Tensor], drawn: Sequence[Tensor]) -> Any:
@@ -212,7 +212,8 @@ class DrawsInside:
         self._rows = rows
         self._draws = draws
         self._own = len(rows.tensors)
-        self.tensors = (*rows.tensors, *(each.to(rows.device) for each in tensors))
+        moved_tensors = [each.to(rows.device) for each in tensors]
+        self.tensors: Sequence[Tensor] = [*rows.tensors, *moved_tensors]
         self.repeats = rows.repeats
 
     def keys(self, epoch: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import thread_time
 from typing import Any
 
@@ -13,6 +13,7 @@ import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
 from torchrec_ext.diagnose.findings import LoaderFacts
@@ -142,42 +143,26 @@ def _takes(signature: inspect.Signature, *arguments: Any) -> bool:
     return True
 
 
-def _leaves(batch: Any) -> Iterator[Any]:
-    if isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _leaves(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from _leaves(value)
-    else:
-        yield batch
+def _is_leaf(value: Any) -> bool:
+    # TorchRec registers its own types with pytree: their tensors are not of B rows.
+    return not isinstance(value, dict | list | tuple)
 
 
 def row_count(batch: Any) -> int:
     """Returns the rows of a batch, B; 0 unless it consists of tensors (B, ...)."""
-    leaves = list(_leaves(batch))
-    if not leaves or not all(
-        isinstance(each, Tensor) and each.dim() for each in leaves
-    ):
-        return 0
-    sizes = {len(each) for each in leaves}
+    sizes = set()
+    for leaf in pytree.tree_leaves(batch, _is_leaf):
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            return 0
+        sizes.add(len(leaf))
     return sizes.pop() if len(sizes) == 1 else 0
-
-
-def _mapped(function: Callable[..., Any], *batches: Any) -> Any:
-    first = batches[0]
-    if isinstance(first, Mapping):
-        return {
-            key: _mapped(function, *(batch[key] for batch in batches)) for key in first
-        }
-    if isinstance(first, list | tuple):
-        entries = [_mapped(function, *each) for each in zip(*batches, strict=True)]
-        if hasattr(first, "_fields"):
-            return type(first)(*entries)
-        return type(first)(entries)
-    return function(*batches)
 
 
 def joined_batches(batches: Sequence[Any]) -> Any:
     """Returns the rows of several batches as one batch."""
-    return _mapped(lambda *tensors: torch.cat(tensors), *batches)
+    first, *rest = batches
+
+    def join(*tensors: Tensor) -> Tensor:
+        return torch.cat(tensors)
+
+    return pytree.tree_map(join, first, *rest, is_leaf=_is_leaf)

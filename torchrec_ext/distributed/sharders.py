@@ -21,7 +21,6 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torchrec.distributed.embedding import (
-    EmbeddingCollectionContext,
     EmbeddingCollectionSharder,
     ShardedEmbeddingCollection,
 )
@@ -37,7 +36,6 @@ from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingDist
 from torchrec.distributed.types import (
     Awaitable,
-    LazyAwaitable,
     ModuleSharder,
     ParameterSharding,
     QuantizedCommCodecs,
@@ -52,8 +50,6 @@ from torchrec.modules.embedding_configs import (
     PoolingType,
 )
 from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollection,
-    EmbeddingCollection,
     get_embedding_names_by_table,
 )
 from torchrec.sparse.jagged_tensor import (
@@ -163,10 +159,21 @@ def free_to_shard(device: str) -> list[str]:
     return [kind for kind in SHARDED if device != "cpu" or kind not in BY_HOST]
 
 
-class _KeysOfFirstBatch:
-    """Mix-in that gives each batch the keys of the first one: TorchRec's input dist remembers their places."""
+class _AsUnsharded:
+    """Mix-in to a sharded collection of TorchRec that has its outputs pass through ``_as_unsharded``.
 
+    Attributes:
+        before_backward: called with the gradient of each output; None for nothing.
+    """
+
+    before_backward: Callable[[Tensor], None] | None = None
     _keys: list[str] | None = None
+
+    def input_dist(
+        self, ctx: Any, features: KeyedJaggedTensor | TensorDict
+    ) -> Awaitable[Awaitable[KJTList]]:
+        """Starts TorchRec's input dist, which remembers the places of the first batch's keys."""
+        return super().input_dist(ctx, self._with_same_keys(features))  # type: ignore[misc]
 
     def _with_same_keys(
         self, features: KeyedJaggedTensor | TensorDict
@@ -185,8 +192,20 @@ class _KeysOfFirstBatch:
             )
         return features.permute([keys.index(name) for name in self._keys])
 
+    def output_dist(self, ctx: Any, output: Any) -> Any:
+        """Runs TorchRec's output dist, and makes its result that of the unsharded collection."""
+        return self._as_unsharded(super().output_dist(ctx, output), ctx)  # type: ignore[misc]
 
-class ShardedBags(_KeysOfFirstBatch, ShardedEmbeddingBagCollection):
+    def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:  # noqa: A002
+        """Runs TorchRec's look-up and output dist, and makes its result that of the unsharded collection."""
+        sharded = super().compute_and_output_dist(ctx, input)  # type: ignore[misc]
+        return self._as_unsharded(sharded, ctx)
+
+    def _as_unsharded(self, outputs: Any, ctx: Any) -> Any:
+        raise NotImplementedError
+
+
+class ShardedBags(_AsUnsharded, ShardedEmbeddingBagCollection):
     """TorchRec's ShardedEmbeddingBagCollection with the outputs and gradients of the unsharded collection.
 
     TorchRec 1.8 sums the bags of row-wise tables pooled by MEAN and divides them afterwards. It divides every other bag
@@ -206,7 +225,6 @@ class ShardedBags(_KeysOfFirstBatch, ShardedEmbeddingBagCollection):
         self._means = [name in means for name in self._embedding_names]
         names = _unsharded_order(self._embedding_bag_configs)
         self._order = [self._embedding_names.index(name) for name in names]
-        self.before_backward: BeforeBackward | None = None
         group = self._env.process_group
         if group is not None and dist.get_backend(group) == "gloo":
             for output_dist in self._output_dists:
@@ -272,23 +290,7 @@ class ShardedBags(_KeysOfFirstBatch, ShardedEmbeddingBagCollection):
             self._dim_per_key, dim=1, output_size=sum(self._embedding_dims)
         )
 
-    def output_dist(
-        self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]
-    ) -> LazyAwaitable[KeyedTensor]:
-        """Runs TorchRec's output dist, divides the columns of row-wise MEAN tables and orders the features."""
-        return self._as_unsharded(super().output_dist(ctx, output), ctx)
-
-    def compute_and_output_dist(
-        self,
-        ctx: EmbeddingBagCollectionContext,
-        input: KJTList,  # noqa: A002
-    ) -> LazyAwaitable[KeyedTensor]:
-        """Runs TorchRec's look-up and output dist, divides row-wise MEAN tables and orders the features."""
-        return self._as_unsharded(super().compute_and_output_dist(ctx, input), ctx)
-
-    def _as_unsharded(
-        self, sums: LazyAwaitable[KeyedTensor], ctx: EmbeddingBagCollectionContext
-    ) -> LazyAwaitable[KeyedTensor]:
+    def _as_unsharded(self, sums: Any, ctx: Any) -> Any:
         if ctx.divisor is not None:
             sums.callbacks.append(
                 functools.partial(_apply_mean_pooling, divisor=ctx.divisor)
@@ -304,9 +306,6 @@ class ShardedBags(_KeysOfFirstBatch, ShardedEmbeddingBagCollection):
         if values.requires_grad:
             values.register_hook(self.before_backward)
         return output
-
-
-BeforeBackward = Callable[[Tensor], None]
 
 
 def _unsharded_order(
@@ -328,40 +327,14 @@ def _ordered(output: KeyedTensor, order: list[int]) -> KeyedTensor:
     )
 
 
-class ShardedSequences(_KeysOfFirstBatch, ShardedEmbeddingCollection):
+class ShardedSequences(_AsUnsharded, ShardedEmbeddingCollection):
     """TorchRec's ShardedEmbeddingCollection with the features in the order of the unsharded collection.
 
     TorchRec returns a dict in the order of the plan, so a loop over its values would mean other features under another
     plan.
     """
 
-    before_backward: BeforeBackward | None = None
-
-    def input_dist(
-        self,
-        ctx: EmbeddingCollectionContext,
-        features: KeyedJaggedTensor | TensorDict,
-    ) -> Awaitable[Awaitable[KJTList]]:
-        """Starts TorchRec's input dist."""
-        return super().input_dist(ctx, self._with_same_keys(features))
-
-    def output_dist(
-        self, ctx: EmbeddingCollectionContext, output: list[Tensor]
-    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Runs TorchRec's output dist, and orders the features."""
-        return self._as_unsharded(super().output_dist(ctx, output))
-
-    def compute_and_output_dist(
-        self,
-        ctx: EmbeddingCollectionContext,
-        input: KJTList,  # noqa: A002
-    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Runs TorchRec's look-up and output dist, and orders the features."""
-        return self._as_unsharded(super().compute_and_output_dist(ctx, input))
-
-    def _as_unsharded(
-        self, rows: LazyAwaitable[dict[str, JaggedTensor]]
-    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+    def _as_unsharded(self, rows: Any, ctx: Any) -> Any:
         rows.callbacks.append(self._ordered)
         return rows
 
@@ -387,17 +360,39 @@ def _refuse_unequal_batches(_: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 
 class RowWiseOnCpu(BaseEmbeddingSharder):
-    """Mix-in to add row_wise to the sharding types of a sharder on the CPU.
+    """Mix-in to make our sharded modules, and to add row_wise to the sharding types of a sharder on the CPU.
 
     TorchRec's kernels and collectives support it there, its own list leaves it out (torchrec #1252, #1396).
     """
 
     adds: tuple[str, ...] = (ShardingType.ROW_WISE.value,)
+    # An argument that TorchRec's sharder has of its own, and passes to its sharded module.
+    option = ""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Returns the sharding types for a device type, row_wise among them."""
         types: list[str] = super().sharding_types(compute_device_type)
         return [*types, *(kind for kind in self.adds if kind not in types)]
+
+    def shard(
+        self,
+        module: Any,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> Any:
+        """Shards ``module`` as TorchRec's sharder does, which would make a module of its own class."""
+        return self.sharded_module_type(
+            module,
+            params,
+            env,
+            self.fused_params,
+            device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+            **{self.option: getattr(self, f"_{self.option}")},
+        )
 
 
 class BagSharder(RowWiseOnCpu, EmbeddingBagCollectionSharder):
@@ -409,32 +404,12 @@ class BagSharder(RowWiseOnCpu, EmbeddingBagCollectionSharder):
         named: further arguments of TorchRec's sharder.
     """
 
+    option = "sharded_module_order_overwrite"
+
     def __init__(self, *arguments: Any, by_host: bool = False, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         if by_host:
             self.adds = SUMMED
-
-    def shard(
-        self,
-        module: EmbeddingBagCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedBags:
-        """Shards ``module`` as TorchRec's sharder does."""
-        # TorchRec's shard() names its own class, so its call is repeated here with
-        # ours.
-        return self.sharded_module_type(
-            module,
-            params,
-            env,
-            self.fused_params,
-            device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            module_fqn=module_fqn,
-            sharded_module_order_overwrite=self._sharded_module_order_overwrite,
-        )
 
     @property
     def sharded_module_type(self) -> type[ShardedBags]:
@@ -445,27 +420,7 @@ class BagSharder(RowWiseOnCpu, EmbeddingBagCollectionSharder):
 class SequenceSharder(RowWiseOnCpu, EmbeddingCollectionSharder):
     """TorchRec's sharder of EmbeddingCollection, with row_wise on the CPU too; makes :class:`ShardedSequences`."""
 
-    def shard(
-        self,
-        module: EmbeddingCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedSequences:
-        """Shards ``module`` as TorchRec's sharder does."""
-        # TorchRec's shard() names its own class, so its call is repeated here with
-        # ours.
-        return self.sharded_module_type(
-            module,
-            params,
-            env,
-            self.fused_params,
-            device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            use_index_dedup=self._use_index_dedup,
-            module_fqn=module_fqn,
-        )
+    option = "use_index_dedup"
 
     @property
     def sharded_module_type(self) -> type[ShardedSequences]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torchrec_ext.needs_torch import loaded_class
@@ -273,15 +272,10 @@ class EveryStep:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         # After an error the other ranks may be elsewhere, so a collective here could
         # hang.
-        if kind is None:
+        if error[0] is None:
             self.settle()
 
 
@@ -399,14 +393,9 @@ class LocalSGD(EveryStep):
             self.start_local_steps()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._leave:
-            super().__exit__(kind, error, trace)
+            super().__exit__(*error)
 
     def settle(self) -> None:
         """Makes every rank equal now.

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import IO, NamedTuple
 
 import torch
@@ -174,12 +173,7 @@ class Watchdog:
         self._file = self._path.open("w")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.pause()
         if self._file is not None:
             self._file.close()

@@ -194,7 +194,8 @@ def train(
     stop_early = config.early_stop
     if stop_early.metric and evaluate is None:
         raise ValueError(
-            f"train.early_stop.metric={stop_early.metric!r}, but nothing is evaluated: pass evaluate"
+            f"train.early_stop.metric={stop_early.metric!r}, but nothing is evaluated: give the data a split "
+            "'validation', or pass evaluate"
         )
     saves = checkpoints is not None and checkpoints.saves
     if stop_early.metric and stop_early.restore and not saves:

@@ -16,6 +16,7 @@ from torchrec_ext.data.prepare import SUMMARY, write_folder
 from torchrec_ext.data.preprocess import (
     FittedPreprocessor,
     History,
+    Preprocessor,
     Step,
 )
 from torchrec_ext.data.preprocess.columns import CellError, short_text
@@ -175,12 +176,14 @@ def run_preprocess(job: PreprocessJob) -> Path:
                 say(f"transform {split}")
                 bar.update(rows)
 
-            fitted = prepared.preprocessor.fit(
-                prepared.first_source,
-                con=con,
-                events=prepared.events,
-                progress=lambda step: say(f"fit {step}"),
-            )
+            fitted = prepared.preprocessor
+            if isinstance(fitted, Preprocessor):
+                fitted = fitted.fit(
+                    prepared.first_source,
+                    con=con,
+                    events=prepared.events,
+                    progress=lambda step: say(f"fit {step}"),
+                )
             counts = write_folder(
                 staging,
                 fitted,

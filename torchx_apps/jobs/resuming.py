@@ -268,8 +268,7 @@ def checkpoint_to_export(
         steps = together.on_main(folder.steps)
         if steps:
             break
-    noted = together.on_main(lambda: folder.noted("best.json"))
-    best = noted.get("step") if isinstance(noted, dict) else None
+    best = (together.on_main(folder.best) or {}).get("step")
     if which is None:
         which = "best" if restores and best in steps else "last"
     if which == "last":

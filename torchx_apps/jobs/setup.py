@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import warnings
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from torchrec_ext.models.retrieval import RetrievalModel
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.config import LOSSES
 from torchrec_ext.schema import BatchSchema
-from torchx_apps.tasks.dynamic_ids import DataWithTables, numbered
+from torchx_apps.tasks.dynamic_ids import DataWithTables, check_raw_ids, numbered
 from torchx_apps.tasks.job import Job, dynamic_ids_of, schema_of, schema_settings
 from torchx_apps.tasks.task import Evaluator, Task
 
@@ -106,6 +107,9 @@ def build_model(job: Job, task: Task) -> nn.Module:
     model = untrained_model(job, task)
     if job.export == "require" and (reason := task.unservable(model)):
         raise ValueError(f"export=require: {reason}")
+    if job.export == "require" and job.ids.features:
+        names = chain.from_iterable(map(task.same_ids, job.ids.features))
+        check_raw_ids(task.data.preprocessor, names)
     # Before a checkpoint is loaded: a run that goes on takes the bias that was saved.
     if isinstance(model, TowerModel):
         model.expect_rows(negatives=job.loader.negatives, label=job.loader.label)

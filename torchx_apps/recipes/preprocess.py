@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torchrec_ext.data.config import Roles
 from torchrec_ext.schema.validation import DataError, check_least, listed
 
 if TYPE_CHECKING:
-    from torchrec_ext.data.preprocess import Preprocessor, Step
+    from torchrec_ext.data.preprocess import FittedPreprocessor, Preprocessor, Step
     from torchrec_ext.data.preprocess.rows import Connection, Source
 
 
@@ -21,7 +22,8 @@ class Prepare(Roles):
     """Steps, sources and the roles of columns: the return value of a recipe's ``build``.
 
     Args:
-        preprocessor: the preprocessing steps.
+        preprocessor: the preprocessing steps; or those that an earlier day was fitted with, for ids that stand for the
+            same values: ``FittedPreprocessor.load("ready/monday/preprocessor")``.
         splits: files or relations by name of the split; the steps are fitted on the first split.
         events: rows of which histories are made; each split's rows where not given.
 
@@ -29,7 +31,7 @@ class Prepare(Roles):
     of the result.
     """
 
-    preprocessor: Preprocessor
+    preprocessor: Preprocessor | FittedPreprocessor
     splits: Mapping[str, Source]
     events: Source | None = None
 
@@ -332,6 +334,8 @@ def build_clicks(config: ClicksConfig, con: Connection) -> Prepare:
     )
 
 
+# The year 5000, in seconds.
+_LATEST = 95_617_584_000
 BEHAVIOURS = ("pv", "buy", "cart", "fav")
 _TAOBAO = ("user_id", "item_id", "category_id", "behavior_type", "timestamp")
 
@@ -342,8 +346,8 @@ class TaobaoConfig:
 
     Args:
         path: the log: a csv file with or without a header, a parquet file, or a folder of parquet files, with the
-            columns user_id, item_id, category_id, behavior_type (pv, buy, cart or fav) and timestamp, in seconds. The
-            ids of a csv file are whole numbers.
+            columns user_id, item_id, category_id, behavior_type (pv, buy, cart or fav) and timestamp, a time or
+            seconds since 1970. The ids of a csv file are whole numbers or texts, as in its first row.
         history_length: S, greatest number of clicks before a row.
         negatives: rows with label 0 drawn for each click: the same user at the same time with the item of a click drawn
             from the training rows, so that items are drawn by their popularity; a draw that is the clicked item is left
@@ -500,7 +504,9 @@ def _taobao_log(config: TaobaoConfig, con: Connection) -> str:
     is_csv = path.suffix in (".csv", ".txt")
     log = _taobao_csv(path, con) if is_csv else view_of(config.path, con)
     con.execute(f"CREATE TABLE log AS SELECT * FROM {log}")
-    names = con.sql("SELECT * FROM log").columns
+    table = con.sql("SELECT * FROM log")
+    columns = list(zip(table.columns, table.types, strict=True))
+    names = table.columns
     for name in _TAOBAO:
         if name not in names:
             raise missing_column(str(path), name, names)
@@ -516,6 +522,18 @@ def _taobao_log(config: TaobaoConfig, con: Connection) -> str:
         )
         raise DataError(
             f"{path}: column 'behavior_type' has {what}; must be one of {', '.join(BEHAVIOURS)}"
+        )
+    (kind,) = (kind for name, kind in columns if name == "timestamp")
+    if str(kind).startswith("TIMESTAMP"):
+        seconds = "CAST(floor(epoch(timestamp)) AS BIGINT) AS timestamp"
+        con.execute(
+            f"CREATE OR REPLACE TABLE log AS SELECT * REPLACE ({seconds}) FROM log"
+        )
+    ((latest,),) = con.sql("SELECT max(timestamp) FROM log").fetchall()
+    if not isinstance(latest, int) or latest > _LATEST:
+        raise DataError(
+            f"{path}: column 'timestamp' has {latest!r}; must be seconds since 1970, or a time: timestamp // 1000 of "
+            "milliseconds"
         )
     every = _count(con, "log")
     con.execute("DELETE FROM log WHERE timestamp IS NULL OR user_id IS NULL")
@@ -534,8 +552,14 @@ def _taobao_csv(path: Path, con: Connection) -> str:
             f"{path}: there is no such file; give the log: --config.path FILE"
         )
     with path.open(errors="replace") as file:
-        has_header = "user_id" in file.readline()
-    types = dict.fromkeys(_TAOBAO, "BIGINT") | {"behavior_type": "VARCHAR"}
+        lines = csv.reader(file)
+        header = next(lines, [])
+        has_header = "user_id" in header
+        first = next(lines, []) if has_header else header
+    types = {}
+    for name, value in zip(header if has_header else _TAOBAO, first, strict=False):
+        types[name] = "BIGINT" if re.fullmatch(r"-?\d+", value) else "VARCHAR"
+    types = {name: types.get(name, "BIGINT") for name in _TAOBAO}
     return read_csv(con, path, types, names=None if has_header else _TAOBAO)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -102,6 +102,15 @@ def _live_values(
     rows = ids.rows({space: numbered(values)})[space]
     is_live = rows > 0
     return values.filter(pa.array(is_live.numpy())), rows[is_live]
+
+
+def check_raw_ids(preprocessor: FittedPreprocessor, names: Iterable[str]) -> None:
+    """Refuses dynamic ids of which no bundle can be made.
+
+    Raises:
+        BundleError: another step than the last Categorify makes or reads such ids.
+    """
+    _with_vocabularies(preprocessor, dict.fromkeys(names, pa.array([], pa.int64())))
 
 
 def _with_vocabularies(

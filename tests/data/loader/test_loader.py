@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.data.stream_sets import check_weights, equal, schema_by, steps_of
 from tests.small_sets import planted_data
@@ -261,6 +262,16 @@ def test_drop_last_leaves_out_the_step_that_is_not_full() -> None:
         loader_of(7, drop_last=True)
     with pytest.warns(UserWarning, match="batch_size=8 on 3 ranks: their shares"):
         loader_of(23, world_size=3, drop_last=True)
+
+
+def test_a_loader_in_several_workers_is_refused() -> None:
+    class Rows(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return (int(batch.labels.sum()) for batch in loader_of(23))
+
+    assert len(list(DataLoader(Rows(), num_workers=1))) == 3
+    with pytest.raises(RuntimeError, match="ChunkLoader in 2 workers of a DataLoader"):
+        list(DataLoader(Rows(), num_workers=2))
 
 
 @pytest.mark.parametrize("step", [-1, 4])

@@ -28,6 +28,7 @@ from torchrec_ext.data.preprocess import (
     History,
     Normalize,
     Preprocessor,
+    Step,
     categorical,
 )
 from torchrec_ext.data.preprocess.rows import connected
@@ -120,29 +121,40 @@ def test_histories_against_brute_force(con: Any, tmp_path: Path) -> None:
         "item": [str(i) for i in item],
         "ts": time.tolist(),
         "label": rng.integers(0, 2, size).tolist(),
+        "age": [[None, 3, 5][number] for number in rng.integers(0, 3, size)],
+        "city": [[None, "x", "y"][number] for number in rng.integers(0, 3, size)],
     }
-    steps = [
-        History(user="user", item="item", time="ts", length=4, where="label"),
+    also = ("age", "city")
+    steps: list[Step] = [
+        History(
+            user="user", item="item", time="ts", length=4, where="label", also=also
+        ),
         Categorify(column="item", also=("history",)),
+        *(Categorify(column=name, also=(f"history_{name}",)) for name in also),
     ]
     path = write(rows, tmp_path / "a.parquet")
     fitted = Preprocessor(steps).fit(path, con=con)
     fitted.transform(path, tmp_path / "out", con=con)
-    made = read_parquet(tmp_path / "out/part-00000.parquet")["history"]
-    ids = {
-        value: place + 1
-        for place, value in enumerate(fitted.pairs[1][1].values.to_pylist())
-    }
-    events = sorted(
-        zip(rows["ts"], rows["item"], rows["user"], rows["label"], strict=True)
+    made = read_parquet(tmp_path / "out/part-00000.parquet")
+    ids: list[dict[Any, int]] = []
+    for _, vocabulary in fitted.pairs[1:]:
+        values = vocabulary.values.to_pylist()
+        ids.append({None: 0} | {value: place for place, value in enumerate(values, 1)})
+    # A null comes last among the events of one time and item.
+    names = ("ts", "item", *also, "user", "label")
+    events = list(zip(*(rows[name] for name in names), strict=True))
+    events.sort(
+        key=lambda e: (e[0], e[1], e[2] is None, e[2] or 0, e[3] is None, e[3] or "")
     )
     for row in range(size):
         before = [
-            ids[i]
-            for t, i, u, label in events
-            if u == user[row] and t < time[row] and label
-        ]
-        assert made.row(row).tolist() == before[-4:]
+            event[1:4]
+            for event in events
+            if event[4] == user[row] and event[0] < time[row] and event[5]
+        ][-4:]
+        for place, name in enumerate(("history", "history_age", "history_city")):
+            expected = [ids[place][event[place]] for event in before]
+            assert made[name].row(row).tolist() == expected
 
 
 @pytest.mark.parametrize("parts", [2, 7, 100])

@@ -321,6 +321,21 @@ def test_steps_that_make_no_sense(make: Any, message: str) -> None:
         make()
 
 
+@pytest.mark.parametrize(
+    "times",
+    [[1_709_942_400], [None, 1_709_942_400_000], [1_709_942_400] * 100],
+)
+def test_a_time_of_another_unit_is_refused_by_its_row(times: list[Any]) -> None:
+    unit = "timestamp[us]"
+    with pytest.raises(DataError, match=r"column 't', row [01]: 17099424.* in 1970"):
+        read_cells("t", times, unit)
+    with pytest.raises(DataError, match=r"column 't', row 1: .* send us since 1970"):
+        read_cells("t", [[], times], f"list<{unit}>")
+    right = [0, 1_709_942_400_000_000]
+    assert read_cells("t", right, unit).values.tolist() == right
+    assert read_cells("t", [1_709_942_400], "timestamp[s]").rows == 1
+
+
 def test_an_empty_vocabulary_is_loaded(tmp_path: Path) -> None:
     nothing = Vocabulary(pa.array([], pa.string()), pa.array([], pa.int64()))
     empty = fitted({"city": "string"}, (Categorify(column="city"), nothing))

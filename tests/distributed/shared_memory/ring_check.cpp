@@ -5,10 +5,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <random>
+#include <thread>
 
 #include "ring.h"
 
-using rings::Bytes, rings::Collective, rings::Group, rings::kEveryone;
+using rings::Bytes, rings::Collective, rings::Group;
 using Number = int64_t;
 using Numbers = std::vector<Number>;
 
@@ -18,7 +19,7 @@ struct Checked : Collective {
   std::atomic<bool> called{false};
 };
 
-void add(Bytes out, const std::vector<const char*>& addends, rings::Call) {
+void add(Bytes out, const std::vector<const char*>& addends) {
   for (size_t i = 0; i < out.count / sizeof(Number); ++i) {
     Number sum = 0;
     for (const char* addend : addends) sum += reinterpret_cast<const Number*>(addend)[i];
@@ -34,23 +35,21 @@ bool all(const Numbers& numbers, Number value) {
 std::shared_ptr<Checked> begin(Group& group, int kind, int round, const std::function<size_t(int, int)>& count) {
   auto c = std::make_shared<Checked>();
   int rank = group.rank, size = group.size, root = round % size;
-  c->call.kind = uint8_t(kind);
+  c->call = {char('0' + kind)};
   c->places.resize(size);
   c->inputs.resize(size);
   c->outputs.resize(size);
   if (kind == 0) {  // all_reduce in place
     Numbers& whole = c->inputs[0] = Numbers(count(0, 0), rank + round);
-    c->shares = {{kEveryone, bytes(whole)}};
-    c->places[rank] = bytes(whole);
-    c->own = bytes(whole).at;
+    c->sends = {bytes(whole)};
+    c->places.assign(size, bytes(whole));
     c->reduce = add;
     c->right = [&whole, size, round] { return all(whole, size * (size - 1) / 2 + size * round); };
   } else if (kind == 1) {  // all_to_all, uneven
     for (int peer = 0; peer < size; ++peer) {
-      if (peer == rank) continue;
       c->inputs[peer] = Numbers(count(rank, peer), 100 * rank + peer);
       c->outputs[peer] = Numbers(count(peer, rank), -1);
-      c->shares.push_back({uint32_t(peer), bytes(c->inputs[peer])});
+      c->sends.push_back(bytes(c->inputs[peer]));
       c->places[peer] = bytes(c->outputs[peer]);
     }
     c->right = [c = c.get(), rank, size] {
@@ -60,23 +59,22 @@ std::shared_ptr<Checked> begin(Group& group, int kind, int round, const std::fun
     };
   } else if (kind == 2) {  // broadcast
     Numbers& whole = c->inputs[0] = Numbers(count(0, 0), rank == root ? round : -1);
-    c->call.root = uint8_t(root);
-    c->sender = rank == root ? rings::kNobody : uint32_t(root);
-    if (rank == root) c->shares = {{kEveryone, bytes(whole)}};
-    else c->places[root] = bytes(whole);
+    c->call[1] = char('0' + root);
+    c->sender = root;
+    c->sends = {bytes(whole)};
+    c->places[root] = bytes(whole);
     c->right = [&whole, round] { return all(whole, round); };
   } else if (kind == 3) {  // reduce_scatter
     for (int peer = 0; peer < size; ++peer) {
       c->inputs[peer] = Numbers(count(0, peer), rank + peer);
-      if (peer != rank) c->shares.push_back({uint32_t(peer), bytes(c->inputs[peer])});
+      c->sends.push_back(bytes(c->inputs[peer]));
     }
     c->outputs[0] = Numbers(count(0, rank), -1);
-    c->places[rank] = bytes(c->outputs[0]);
-    c->own = bytes(c->inputs[rank]).at;
+    c->places.assign(size, bytes(c->outputs[0]));
     c->reduce = add;
     c->right = [c = c.get(), rank, size] { return all(c->outputs[0], size * (size - 1) / 2 + size * rank); };
   } else {  // barrier
-    c->shares = {{kEveryone, {}}};
+    c->sends.resize(1);
     c->right = [] { return true; };
   }
   return c;
@@ -95,10 +93,9 @@ int main(int count, char** arguments) {
     void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     std::shared_ptr<char> memory(static_cast<char*>(at), [bytes](char* start) { munmap(start, bytes); });
     for (int rank = 0; rank < size; ++rank) {
-      groups[rank].push_back(std::make_shared<Group>(memory, rank, size, std::vector<int>(),
-                                                     std::chrono::milliseconds(60000),
-                                                     [](rings::Call call) { return std::to_string(call.kind); }));
-      rings::helper->add(groups[rank].back());
+      auto group = std::make_shared<Group>(memory, rank, size, std::vector<int>(), std::chrono::milliseconds(60000));
+      groups[rank].push_back(group);
+      std::thread([group] { group->help(); }).detach();
     }
   }
   std::vector<std::thread> ranks;
@@ -121,8 +118,8 @@ int main(int count, char** arguments) {
         std::shuffle(under_way.begin(), under_way.end(), own);
         for (auto& [group, c] : under_way) {
           group->wait(*c);
-          if (c->state != Collective::kDone) fail("wait", c->error);
-          if (!c->right()) fail("wrong", std::to_string(c->call.kind));
+          if (c->state != Collective::kDone) fail("wait", c->why);
+          if (!c->right()) fail("wrong", c->call.data());
         }
         for (auto& [group, c] : under_way) {
           while (!c->called) std::this_thread::yield();
@@ -133,5 +130,5 @@ int main(int count, char** arguments) {
   for (auto& each : ranks) each.join();
   std::puts("right");
   std::fflush(stdout);
-  _exit(0);  // the helper's thread never ends
+  _exit(0);  // the helpers never end
 }

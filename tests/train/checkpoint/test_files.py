@@ -221,7 +221,7 @@ def test_only_the_newest_and_the_best_stay(tmp_path: Path) -> None:
             checkpointer.mark_best(2, {"auc": 0.9})
     checkpointer.close()
     assert checkpointer.folder.steps() == [5, 4, 2]
-    assert checkpointer.folder.noted("best.json") == {"step": 2, "auc": 0.9}
+    assert checkpointer.folder.best() == {"step": 2, "auc": 0.9}
 
 
 def test_what_was_never_finished_is_no_checkpoint_and_is_removed(

@@ -272,20 +272,14 @@ class RowsOnDevice(ResidentRows):
         if draws_inside is None:
             draws_inside = device.type != "cpu" and policy.HAS_TRITON
         self.draws_inside = draws_inside
-        self._tensors = {
-            name: tensor.to(device) for name, tensor in rows.tensors.items()
-        }
-
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        """See :class:`ResidentRows`."""
-        return list(self._tensors.values())
+        self._names = list(rows.tensors)
+        self.tensors = [tensor.to(device) for tensor in rows.tensors.values()]
 
     def assemble(
         self, tensors: Sequence[Tensor], drawn: Sequence[Tensor]
     ) -> tuple[Any, ...]:
         """Makes the arguments of a step of its rows and their negatives."""
-        named = dict(zip(self._tensors, tensors, strict=True))
+        named = dict(zip(self._names, tensors, strict=True))
         draws = drawn[1] if len(drawn) > 1 else None
         batch = self.rows.batch(drawn[0], draws, named)
         return tuple(batch) if isinstance(batch, tuple | list) else (batch,)

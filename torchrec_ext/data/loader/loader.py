@@ -298,6 +298,13 @@ class ChunkLoader:
         else:
             rows = sum(group.rows for group in chunk.groups)
         self._chunk = chunk
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if config.shuffle and world_size == 1 < ranks:
+            warnings.warn(
+                f"a loader of all rows on {ranks} ranks: each trains on every row; give rank= and world_size=, or "
+                "shuffle=False where each shall see all",
+                stacklevel=2,
+            )
         if config.drop_last and config.batch_size % world_size and rank == 0:
             warnings.warn(
                 f"loader.batch_size={config.batch_size} on {world_size} ranks: their shares differ by a row, so some "
@@ -383,7 +390,17 @@ class ChunkLoader:
         self._is_over = False
 
     def __iter__(self) -> Iterator[TowerBatch]:
-        """Yields the epoch's batches; once after :meth:`load_state_dict`, the remaining ones."""
+        """Yields the epoch's batches; once after :meth:`load_state_dict`, the remaining ones.
+
+        Raises:
+            RuntimeError: it is called in several workers of a DataLoader, each of which would yield all rows.
+        """
+        worker = torch.utils.data.get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise RuntimeError(
+                f"{type(self).__name__} in {worker.num_workers} workers of a DataLoader: each would yield all rows; "
+                "iterate over the loader itself, whose threads read ahead"
+            )
         if self._is_over and self.config.shuffle:
             # As silent as with torch's DistributedSampler otherwise.
             warnings.warn(

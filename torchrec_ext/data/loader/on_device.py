@@ -205,11 +205,13 @@ class TowerRows(ResidentRows):
         config.check_columns(layout.names, rows)
         table = table_of(layout, rows, "the rows in memory", device)
         self._tables = _Tables(table, draws.table if draws else None)
+        tables = self._tables.present
+        self.tensors = tuple(chain.from_iterable(each.tensors for each in tables))
         self._schema = schema
         # Rows of a batch, padding included, and candidates of each.
         self._users = share.rows(config.batch_size)
         self._width = 1 + config.negatives
-        ragged = [name for each in self._tables.present for name in each.ragged]
+        ragged = [name for each in tables for name in each.ragged]
         self._ragged = ragged
         self._lists = ragged_lists(schema, ragged)
 
@@ -295,13 +297,6 @@ class TowerRows(ResidentRows):
             name: most + next(more for more in range(4) if most + more not in bags)
             for name, most in room.items()
         }
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """See :class:`Resident`."""
-        return tuple(
-            chain.from_iterable(table.tensors for table in self._tables.present)
-        )
 
     def assemble(
         self, tensors: Sequence[Tensor], drawn: Sequence[Tensor]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from functools import lru_cache
 from types import NoneType
@@ -319,6 +319,8 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
         DataError: a value has another type; the message names its row.
     """
     if isinstance(data, list) and (cells := _plain_cells(data, raw)):
+        if cells.unit and _has_numbers(data):
+            _check_unit(name, cells)
         return cells
     if isinstance(data, str | bytes | Mapping) or not hasattr(data, "__iter__"):
         raise DataError(
@@ -329,9 +331,36 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
         data = list(data)
     try:
         array = data if isinstance(data, pa.Array) else pa.array(data)
-        return _arrow_cells(array, raw)
+        cells = _arrow_cells(array, raw)
     except _REFUSALS:
         raise _type_error(name, data, raw) from None
+    if cells.unit and not isinstance(data, pa.Array) and _has_numbers(data):
+        _check_unit(name, cells)
+    return cells
+
+
+def _has_numbers(data: Iterable[Any]) -> bool:
+    """Says whether a request has integers for times, or lists of them."""
+    first = next((value for value in data if value), None)
+    return _has_numbers(first) if isinstance(first, list) else isinstance(first, int)
+
+
+def _check_unit(name: str, cells: Cells) -> None:
+    """Refuses integers of another unit than the column's, by which all times would be in 1970."""
+    values = cells.values[cells.is_valid]
+    second = PER_SECOND[str(cells.unit)]
+    # In the first hundred days of 1970, and seconds or milliseconds of some other year.
+    is_early = (values >= _FIRST_SECOND) & (values < 8_640_000 * second)
+    if second > 1 and is_early.any():
+        value = int(values[is_early.argmax()])
+        row = int((cells.values == value).argmax())
+        row = row if cells.offsets is None else cells.column().row_of(row)
+        rule = f"{value} is a time in 1970; send {cells.unit} since 1970, or text such as 2024-02-29T18:30:00"
+        raise CellError(name, row, rule)
+
+
+# The year 2001 in seconds, and 12 days of 1970 in milliseconds.
+_FIRST_SECOND = 1_000_000_000
 
 
 # Python's type of a raw type's values; an integer is a time in the column's unit.

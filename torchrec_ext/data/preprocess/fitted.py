@@ -193,6 +193,11 @@ class FittedPreprocessor:
         return digests
 
     @property
+    def raw_columns(self) -> tuple[str, ...]:
+        """Names of the files' required columns."""
+        return tuple(self.raw)
+
+    @property
     def dense(self) -> tuple[str, ...]:
         """Names of the number columns of the result, without those of ``keep``."""
         return tuple(

@@ -39,9 +39,10 @@ _FARTHEST = 2**61
 class History(Step):
     """Lists the user's most recent ``length`` items with a *strictly* earlier time, oldest first, ties by item.
 
-    Events with a null user, item, time or column of ``also`` are in no history; a row with a null user or time has an
-    empty one. The step reads columns as the files have them, so put it before steps that replace them, and
-    ``Categorify(column=item, also=(output,))`` after it.
+    Events with a null user, item or time are in no history; a row with a null user or time has an empty one. A null in
+    a column of ``also`` stays in its list, and is the unknown value of the step that maps it. The step reads columns as
+    the files have them, so put it before steps that replace them, and ``Categorify(column=item, also=(output,))`` after
+    it.
 
     A request brings the user's events along: a list of items ``<output>_items``, one of times
     ``<output>_times`` and one ``<output>_<column>`` for each column of ``also`` per row (only those that ``where`` lets
@@ -151,9 +152,9 @@ class History(Step):
         row = np.arange(len(lengths)).repeat(lengths)
         now = columns[self.time].values
         times = lists[1].values
-        # An event counts if none of its values is null, and it is strictly earlier.
+        # An event counts if its item and time are not null, and it is strictly earlier.
         counts = columns[self.time].is_valid[row] & (times < now[row])
-        for each in lists:
+        for each in lists[:2]:
             counts &= each.is_valid
         order = np.flatnonzero(counts)
         items, _, *also = [_ranks(each)[order] for each in lists]
@@ -163,7 +164,8 @@ class History(Step):
         offsets = offsets_of(lengths)
         results = {}
         for name, each in zip(self.ids, [lists[0], *lists[2:]], strict=True):
-            results[name] = Cells(each.values[order], offsets=offsets, texts=each.texts)
+            valid = None if each.valid is None else each.valid[order]
+            results[name] = Cells(each.values[order], valid, offsets, each.texts)
         if self.gaps:
             size = per_second(lists[1].unit)
             seconds = np.clip(now[row[order]] // size, -_FARTHEST, _FARTHEST)
@@ -208,7 +210,7 @@ class History(Step):
         """Returns SQL for the lists of a user's events up to the last one of ``each`` time or user."""
         user, item, time = map(quoted, (self.user, self.item, self.time))
         also = [quoted(name) for name in self.also]
-        known = [f"{name} IS NOT NULL" for name in (user, item, time, *also)]
+        known = [f"{name} IS NOT NULL" for name in (user, item, time)]
         if self.where:
             where = f"CAST({quoted(self.where)} AS DOUBLE)"
             known.append(f"{finite(where)} AND {where} >= 1")
@@ -231,12 +233,14 @@ def event_columns(steps: Sequence[Step]) -> list[str]:
 
 
 def _ranks(column: Cells) -> Int64:
-    """Returns integers in the order of the values, as DuckDB sorts them: texts by their bytes."""
+    """Returns integers in the order of the values, as DuckDB sorts them: texts by their bytes, null at the end."""
     if column.texts is None:
-        return column.values
+        if column.valid is None:
+            return column.values
+        return np.where(column.valid, column.values, np.iinfo(np.int64).max)
     texts = pc.rank(text_array(column.texts), tiebreaker="dense").to_numpy()
-    # Null, at -1, counts in no history: any rank does.
-    ranks: Int64 = np.append(texts, 0).astype(np.int64)[column.values]
+    # Null, at -1, is the last.
+    ranks: Int64 = np.append(texts, len(texts) + 1).astype(np.int64)[column.values]
     return ranks
 
 

@@ -63,10 +63,9 @@ class Draft(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A request to the planner: the choices ``asked`` by table, ``auto`` included, and TorchRec's ``constraints``."""
+    """A request to the planner: tables, their optimizers by name, and TorchRec's ``constraints`` by name."""
 
     tables: list[BaseEmbeddingConfig]
-    asked: dict[str, TableChoice]
     choices: dict[str, Choice]
     constraints: dict[str, ParameterConstraints]
 
@@ -89,49 +88,33 @@ class Request(NamedTuple):
             constraints: TorchRec's constraints by table name, which win over ``config``.
 
         Raises:
-            PlanError: a table cannot be sharded as asked.
+            PlanError: a table cannot be sharded as asked on these ranks.
         """
         tables = tables_of(model)
         choices = declare_table_optimizer(model, optimizer)
         names = [table.name for table in tables]
-        requests = config.choices(names)
+        asked = config.choices(names)
         for name in constraints:
-            if name not in requests:
+            if name not in asked:
                 raise PlanError(
                     f"constraints: '{name}' is no table of the model; its tables are {listed(names)}"
                 )
         kinds = {}
-        for name, choice in requests.items():
+        for name, choice in asked.items():
+            kinds[name] = choice.sharding
             # The kernel dense runs data_parallel tables alone, so it decides an open
             # sharding.
             if (choice.sharding, choice.kernel) == ("auto", "dense"):
                 kinds[name] = "data_parallel"
-            else:
-                kinds[name] = choice.sharding
         types = shardings(tables, choices, kinds, runtime.device.type)
-        requests = {
-            name: choice._replace(sharding=types[name])
-            for name, choice in requests.items()
-        }
-        request = cls(tables, requests, choices, {})
-        return request._replace(
-            constraints=_winning(request.derived(runtime), constraints)
-        )
-
-    def derived(self, runtime: Runtime) -> dict[str, ParameterConstraints]:
-        """Derives the planner's constraints from the requested choices, by table.
-
-        Raises:
-            PlanError: a table cannot be sharded as asked on these ranks.
-        """
-        by_host = any(choice.sharding in BY_HOST for choice in self.asked.values())
-        constraints: dict[str, ParameterConstraints] = {}
-        for table in self.tables:
-            request = self.asked[table.name]
-            constraint = _constraint(table, request, runtime, by_host=by_host)
+        by_host = not set(BY_HOST).isdisjoint(types.values())
+        derived: dict[str, ParameterConstraints] = {}
+        for table in tables:
+            choice = asked[table.name]._replace(sharding=types[table.name])
+            constraint = _constraint(table, choice, runtime, by_host=by_host)
             if constraint is not None:
-                constraints[table.name] = constraint
-        return constraints
+                derived[table.name] = constraint
+        return cls(tables, choices, _winning(derived, constraints))
 
 
 class _PlanStats(NoopEmbeddingStats):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 
@@ -36,14 +37,15 @@ def explain(plan: ShardingPlan, model: nn.Module, world_size: int) -> str:
     rows = []
     per_rank = [0.0] * world_size
     for table, sharding in planned:
-        for rank, elements in _elements_per_rank(table, sharding, world_size).items():
-            per_rank[rank] += elements * bytes_per_weight(table) / MB
+        where, weights = _placed(table, sharding, world_size)
+        for rank, count in weights.items():
+            per_rank[rank] += count * bytes_per_weight(table) / MB
         size = f"{table.num_embeddings:,} x {table.embedding_dim}"
         row = [table.name, size, f"{table_bytes(table) / MB:.2f}"]
         row.append(sharding.sharding_type)
         if kernels:
             row.append(sharding.compute_kernel)
-        rows.append([*row, _where(table, sharding, world_size)])
+        rows.append([*row, where])
     if not rows:
         return "no table to shard: each rank holds all layers"
     readable = tabulate(rows, headers=headers, disable_numparse=True)
@@ -92,33 +94,24 @@ def _planned(
             yield table, shardings[table.name]
 
 
-def _elements_per_rank(
+def _placed(
     table: BaseEmbeddingConfig, sharding: ParameterSharding, world_size: int
-) -> dict[int, int]:
+) -> tuple[str, Mapping[int, int]]:
+    """Returns where a table's shards are, in words, and how many of its weights each rank has."""
     spec = sharding.sharding_spec
     # A table that its ranks replicate has no shards, and a plan may leave out its ranks.
     if spec is None:
-        size = table.num_embeddings * table.embedding_dim
-        return dict.fromkeys(sharding.ranks or range(world_size), size)
-    sums: dict[int, int] = {}
+        ranks = sharding.ranks or range(world_size)
+        where = "every rank"
+        if len(ranks) < world_size:
+            where = f"each of the ranks {', '.join(map(str, ranks))}"
+        return where, dict.fromkeys(ranks, table.num_embeddings * table.embedding_dim)
+    texts = []
+    weights: Counter[int] = Counter()
     for shard in spec.shards:
         rank = shard.placement.rank()
-        sums[rank] = sums.get(rank, 0) + math.prod(shard.shard_sizes)
-    return sums
-
-
-def _where(
-    table: BaseEmbeddingConfig, sharding: ParameterSharding, world_size: int
-) -> str:
-    spec = sharding.sharding_spec
-    if spec is None:
-        ranks = sharding.ranks or []
-        if not ranks or len(ranks) >= world_size:
-            return "every rank"
-        return f"each of the ranks {', '.join(map(str, ranks))}"
-    texts = []
-    for shard in spec.shards:
-        text = f"rank {shard.placement.rank()}"
+        weights[rank] += math.prod(shard.shard_sizes)
+        text = f"rank {rank}"
         row, column = shard.shard_offsets
         height, width = shard.shard_sizes
         if not height:
@@ -130,4 +123,4 @@ def _where(
         texts.append(text)
     if len(texts) > 4:
         texts[4:] = [f"and {len(texts) - 4} more"]
-    return "; ".join(texts)
+    return "; ".join(texts), weights

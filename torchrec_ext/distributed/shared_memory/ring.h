@@ -1,19 +1,20 @@
 // Rings: how the ranks of one host pass messages through memory that all of them map. Knows nothing of torch.
 //
-// Each rank owns a ring. A collective is a number of frames that a rank writes into its own ring at the call, and that
-// its peers read when they wait. So a call needs no thread and no system call, and the last rank to wait finds
-// everything in place. The collectives of a group begin and end in the order of their calls.
+// A collective moves in rounds: in each, a rank writes a slot of its ring, with the next piece for every peer, and then
+// reads a slot of each peer that sends. It writes at the call, as far as there is room, and reads when it waits. So a
+// call needs no thread and no system call. The collectives of a group begin and end in the order of their calls.
 #pragma once
 
 #include <linux/futex.h>
 #include <poll.h>
 #include <pthread.h>
-#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -22,8 +23,6 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
-#include <utility>
 #include <vector>
 
 namespace rings {
@@ -31,157 +30,105 @@ namespace rings {
 using Clock = std::chrono::steady_clock;
 using std::to_string, std::chrono::milliseconds;
 
-constexpr size_t kLine = 64;          // a cache line: no two ranks write to the same one
-constexpr size_t kRing = 2 << 20;     // 8 MiB leave the cache: they took 1.3 times as long for 32 MB
-constexpr size_t kFrame = 512 << 10;  // peers read one frame while the next is written
-constexpr size_t kWarm = 256 << 10;   // an empty ring starts over past this, so that small messages stay in the cache
-constexpr uint32_t kEveryone = UINT32_MAX, kNobody = UINT32_MAX - 1;
-// A wait spins, unless others need the core, and then sleeps. It never calls sched_yield(): on a busy machine that gave
-// the rest of the time slice away, and steps took twice as long as over gloo.
-constexpr std::chrono::microseconds kGlance{2}, kSpin{500};
-constexpr double kCrowded = 30;  // involuntary switches a second from which on a thread does not spin
-constexpr milliseconds kNap{50}, kPoll{1}, kHelp{5};
+constexpr int kMostRanks = 64, kEveryone = -1;
+constexpr size_t kLine = 64;            // bytes of a cache line
+constexpr size_t kSlots = 16;           // of a ring
+constexpr size_t kContent = 128 << 10;  // bytes of a slot: a ring of 2 MiB stays in the cache
+constexpr milliseconds kNap{50}, kHelp{5};
 
-inline size_t lined(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
-
-// What all ranks must pass alike to a collective.
-struct Call { uint8_t kind = 0, type = 0, op = 0, root = 0; bool operator==(const Call&) const = default; };
+using Call = std::array<char, 48>;  // what all ranks must pass alike to a collective, in words
 struct Bytes { char* at = nullptr; size_t count = 0; };
 
-// The shared memory: a Desk for each rank, a Mark for each pair, the rings. Zeros are a valid beginning. Its atomics
-// are sequentially consistent: who goes to sleep says so and then looks, who publishes does so and then looks for
-// sleepers, so that one of the two sees the other.
-struct alignas(kLine) Desk {
-  alignas(kLine) std::atomic<uint64_t> head;  // bytes of frames that this rank has published
-  alignas(kLine) std::atomic<uint32_t> bell;  // futex, rung when something has changed for this rank
-  std::atomic<uint32_t> sleepers;             // threads of this rank that wait for the bell
-  std::atomic<uint32_t> short_of_room;        // those of them whose frames do not fit into the ring
-};
-struct alignas(kLine) Mark { std::atomic<uint64_t> read; };  // bytes of a sender's frames that a reader has done with
-struct alignas(kLine) Frame {
-  uint64_t number;  // of the collective within the group
-  uint64_t next;    // where the sender's next frame begins
-  uint64_t bytes;   // of the content, which follows
-  uint32_t reader;  // a rank, kEveryone, or kNobody for the rest of a ring that starts over
-  uint32_t frames;  // how many the sender has for this collective
+struct Slot {
+  uint64_t number, rounds;     // of the collective within the group; of the sender in it
   Call call;
+  uint64_t bytes[kMostRanks];  // by reader, in all rounds together
+  char content[kContent];
+};
+// The shared memory has a desk for each rank, which alone writes to it, but for the bell. Zeros are a valid beginning.
+// The atomics are sequentially consistent: who goes to sleep says so and then looks, who publishes does so and then
+// looks for sleepers, so that one of the two sees the other.
+struct alignas(kLine) Desk {
+  std::atomic<uint64_t> head;                            // slots that this rank has published
+  alignas(kLine) std::atomic<uint32_t> bell;             // futex, rung when something has changed for this rank
+  std::atomic<uint32_t> sleepers;                        // threads of this rank that wait for the bell
+  alignas(kLine) std::atomic<uint64_t> read[kMostRanks]; // slots that this rank has done with, by sender
+  alignas(kLine) Slot slots[kSlots];
 };
 
 // One collective, as one rank takes part in it.
 struct Collective {
   enum State { kUnderWay, kDone, kFailed };
 
-  Call call;
-  std::vector<std::pair<uint32_t, Bytes>> shares;  // to send, by reader: one for everyone, one for each peer, or none
-  uint32_t sender = kEveryone;                     // whom this rank reads: every peer, one rank, or kNobody
-  std::vector<Bytes> places;     // by sender, where its bytes go; of a reduction, this rank's own is the result's
-  const char* own = nullptr;     // of a reduction: this rank's own addend
-  void (*reduce)(Bytes out, const std::vector<const char*>& addends, Call call) = nullptr;
-  std::function<void()> finish;  // runs once everything has arrived, before anybody sees the end
+  Call call{};
+  int sender = kEveryone;     // who sends: every rank, or one
+  std::vector<Bytes> sends;   // by reader, this rank included; one where all readers get the same
+  std::vector<Bytes> places;  // by sender, where its bytes go; of a reduction, the result for each of them
+  void (*reduce)(Bytes out, const std::vector<const char*>& addends) = nullptr;
   std::atomic<int> state{kUnderWay};
-  std::string error;
+  std::string why;            // it has failed
   virtual ~Collective() = default;
+  virtual void arrived() {}  // called once everything has arrived, before anybody sees the end
+
+  bool has_sender(int rank) const { return sender == kEveryone || sender == rank; }
+  const Bytes& to(int reader) const { return sends[seat(reader)]; }
 
  private:
   friend class Group;
+  size_t seat(int reader) const { return sends.size() == 1 ? 0 : reader; }
+  // A slot has a piece for each seat, or for all readers. Who sends nothing takes part too, with an empty one.
+  size_t rounds(const Bytes& all) const { return std::max<size_t>(1, (all.count + piece - 1) / piece); }
+  Bytes part(const Bytes& all, size_t round) const {
+    size_t offset = std::min(round * piece, all.count);
+    return {all.at + offset, std::min(piece, all.count - offset)};
+  }
+
   uint64_t number = 0;
-  size_t piece = kFrame, offset = 0, turn = 0;  // the next frame is `piece` bytes of share `turn` from `offset` on
-  uint32_t frames = 0, frames_out = 0;
-  std::vector<uint32_t> frames_in, frames_due;  // by sender
-  std::vector<size_t> bytes_in;
-  std::function<void()> callback;
+  size_t piece = 0, round = 0, written = 0, due_out = 0;  // rounds read and written, and how many to write
+  std::vector<size_t> due_in;                             // how many to read, by sender
 };
 using CollectivePtr = std::shared_ptr<Collective>;
 
-class Group;
-
-// What a process has once: its groups, and a thread that ends collectives with callbacks, and moves those on that are
-// too large for the rings while their rank computes.
-class Helper {
- public:
-  void add(const std::shared_ptr<Group>& group) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    std::erase_if(groups_, [](auto& each) { return each.expired(); });
-    groups_.push_back(group);
-    if (!std::exchange(started_, true)) std::thread([this] { run(); }).detach();
-  }
-  // Wakes the thread: to end a collective, or to look after the groups for a while.
-  void wake(std::shared_ptr<Group> group = nullptr, CollectivePtr collective = nullptr) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (!group && looking_) return;
-    queue_.emplace_back(std::move(group), std::move(collective));
-    bell_.notify_one();
-  }
-  // Moves every group on but one, and returns whether there is any to move.
-  bool progress(const Group* but = nullptr);
-
- private:
-  void run();
-
-  std::mutex mutex_;
-  std::condition_variable bell_;
-  std::deque<std::pair<std::shared_ptr<Group>, CollectivePtr>> queue_;
-  std::vector<std::weak_ptr<Group>> groups_;
-  bool started_ = false, looking_ = false;
-};
-inline Helper* helper = new Helper;  // never destroyed: its thread outlives static objects
-// A fork has no such thread, and may have copied a mutex that is locked.
+// A fork has none of its process' threads, and may have copied a mutex that is locked.
 inline std::atomic<int> forks{0};
-inline const int at_fork = pthread_atfork(nullptr, nullptr, [] { ++forks, helper = new Helper; });
+inline const int at_fork = pthread_atfork(nullptr, nullptr, [] { ++forks; });
 
-// Whether others have pushed this thread off its core lately. To spin there takes time from the very peer it waits for.
-inline bool crowded() {
-  thread_local long switches = 0;
-  thread_local Clock::time_point since{};
-  thread_local double rate = 0;
-  double seconds = std::chrono::duration<double>(Clock::now() - since).count();
-  if (seconds > 0.001) {
-    rusage usage;
-    getrusage(RUSAGE_THREAD, &usage);
-    rate = rate / 2 + (usage.ru_nivcsw - switches) / seconds / 2;
-    switches = usage.ru_nivcsw;
-    since = Clock::now();
-  }
-  return rate > kCrowded;
-}
-
-class Group : public std::enable_shared_from_this<Group> {
+class Group {
  public:
   // `memory` has memory_bytes(size) zeros at first; `pids` are the ranks' processes, empty where all are this one.
-  Group(std::shared_ptr<char> memory, int rank, int size, std::vector<int> pids, milliseconds timeout,
-        std::string (*describe)(Call))
-      : rank(rank), size(size), timeout(timeout), describe_(describe), memory_(std::move(memory)),
-        pids_(std::move(pids)), forks_(forks), cursor_(size), frames_(size), addends_(size) {
-    desks_ = reinterpret_cast<Desk*>(memory_.get());
-    marks_ = reinterpret_cast<Mark*>(desks_ + size);
-    rings_ = reinterpret_cast<char*>(marks_ + size * size);
+  Group(std::shared_ptr<char> memory, int rank, int size, std::vector<int> pids, milliseconds timeout)
+      : rank(rank), size(size), timeout(timeout), memory_(memory), desks_(reinterpret_cast<Desk*>(memory.get())),
+        pids_(pids), forks_(forks), cursor_(size), addends_(size) {
     // Before Linux 5.3 there is none: only the time-out tells of a dead peer then.
     for (int pid : pids_) pidfds_.push_back(int(syscall(SYS_pidfd_open, pid, 0)));
   }
-  ~Group() { std::for_each(pidfds_.begin(), pidfds_.end(), close); }
-  static size_t memory_bytes(int size) { return sizeof(Desk) * size + sizeof(Mark) * size * size + kRing * size; }
+  ~Group() { std::for_each(pidfds_.begin(), pidfds_.end(), ::close); }
+  void close() { if (forks_ == forks) ask([this] { closed_ = true; }); }
+  static size_t memory_bytes(int size) { return sizeof(Desk) * size; }
 
   // Begins a collective; returns why it cannot, or nothing.
   std::string issue(const CollectivePtr& collective) {
     Collective& c = *collective;
     if (forks_ != forks) return "this process was forked after the group was made, and cannot use it";
-    if (c.shares.size() > 1) c.piece = std::max(kFrame / c.shares.size() / kLine, kLine) * kLine;
+    c.piece = kContent / c.sends.size() / kLine * kLine;
     size_t incoming = 0;
-    for (auto& place : c.places) incoming += place.count;
-    for (auto& [_, bytes] : c.shares) c.frames += (bytes.count + c.piece - 1) / c.piece;
-    // Who has nothing to send takes part too, with an empty frame.
-    if (!c.frames && !c.shares.empty()) c.frames = 1;
-    c.frames_in.assign(size, 0);
-    c.bytes_in.assign(size, 0);
-    c.frames_due.assign(size, 1);  // the first one says how many there are
-    std::unique_lock<std::mutex> lock(mutex_);
+    for (int peer = 0; peer < size; ++peer) {
+      if (c.has_sender(rank)) c.due_out = std::max(c.due_out, c.rounds(c.to(peer)));
+      // A sender's first slot says how many there are.
+      c.due_in.push_back(peer != rank && c.has_sender(peer));
+      incoming = std::max(incoming, c.rounds(c.places[peer]));
+    }
+    const Bytes &own = c.to(rank), &place = c.places[rank];
+    if (c.has_sender(rank) && own.count != place.count) return "this rank sends itself another size than it expects";
+    if (place.count && own.at != place.at && !c.reduce) std::memcpy(place.at, own.at, place.count);
+    std::unique_lock<std::recursive_mutex> lock(mutex_);
     if (!error_.empty()) return error_;
     c.number = ++number_;
     collectives_.push_back(collective);
     lock.unlock();
     progress();
-    // Peers do not depend on when this rank waits, unless its frames, or theirs for it, may fill a ring.
-    if (pending_ && (full_ || incoming > kFrame || pending_ > 16)) helper->wake();
+    // Peers do not depend on when this rank waits, unless its slots, or theirs for it, may fill a ring.
+    if (pending_ && (full_ || incoming > kSlots / 4 || pending_ > kSlots / 2)) ask([this] { looks_ = true; });
     return "";
   }
 
@@ -189,217 +136,163 @@ class Group : public std::enable_shared_from_this<Group> {
   void progress() {
     // A fork may have copied the mutex locked.
     if (forks_ != forks) return;
-    std::vector<CollectivePtr> ended;
-    std::unique_lock<std::mutex> lock(mutex_);
-    advance(ended);
-    lock.unlock();
-    for (auto& collective : ended)
-      if (collective->callback) std::exchange(collective->callback, nullptr)();
-  }
-
-  // Returns once a collective has ended, which it does by the group's time-out, or by `limit` if that is not 0.
-  void wait(const Collective& c, milliseconds limit = milliseconds(0)) {
-    if (limit.count() <= 0) limit = timeout.load();
-    auto start = Clock::now(), peers_seen = start;
-    while (forks_ == forks) {
-      progress();
-      if (c.state != Collective::kUnderWay) return;
-      auto waited = Clock::now() - start;
-      if (waited < kGlance || (waited < kSpin && !crowded())) {
-        for (int i = 0; i < 16; ++i) pause();
-      } else if (waited > limit) {
-        fail("timed out after " + to_string(limit.count()) + " ms");
-      } else {
-        sleep(c, std::min<Clock::duration>(kNap, limit - waited + milliseconds(1)));
-        if (Clock::now() - peers_seen < 2 * kNap) continue;
-        look_for_dead_peers();
-        peers_seen = Clock::now();
-      }
+    std::vector<CollectivePtr> ended;  // destroyed without the lock: a tensor may ask Python for its own
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    bool full = news_ = false;
+    // Slots go out in order, and ahead of what is still to come in.
+    for (size_t i = 0; i < collectives_.size() && !full && error_.empty(); ++i) full = !write(*collectives_[i]);
+    full_ = full;
+    while (!collectives_.empty()) {
+      Collective& c = *collectives_.front();
+      bool arrived = error_.empty() && read(c) && c.written == c.due_out;
+      if (!arrived && error_.empty()) break;
+      if (arrived) c.arrived(), c.state = Collective::kDone;
+      ended.push_back(std::move(collectives_.front()));
+      collectives_.pop_front();
+    }
+    pending_ = collectives_.size();
+    if (!news_ && ended.empty()) return;
+    for (Desk* desk = desks_; desk < desks_ + size; ++desk) {  // this rank's too: a thread may wait
+      if (!desk->sleepers.load()) continue;
+      desk->bell.fetch_add(1);
+      futex(desk->bell, FUTEX_WAKE, INT32_MAX);
     }
   }
 
-  // Calls back once a collective has ended, at once or by the helper; one callback a collective.
+  // Returns once a collective has ended, which it does by the group's time-out, or by `limit` if that is not 0. It
+  // sleeps at once: whoever spins takes time from the very peer that it waits for.
+  void wait(const Collective& c, milliseconds limit = milliseconds(0)) {
+    if (limit.count() <= 0) limit = timeout.load();
+    auto start = Clock::now();
+    Desk& desk = desks_[rank];
+    timespec nap{0, std::chrono::nanoseconds(kNap).count()};
+    while (forks_ == forks) {
+      progress();
+      if (c.state != Collective::kUnderWay) return;
+      if (Clock::now() - start > limit) fail("timed out after " + to_string(limit.count()) + " ms");
+      desk.sleepers.fetch_add(1);
+      uint32_t bell = desk.bell.load();
+      progress();
+      bool quiet = c.state == Collective::kUnderWay && futex(desk.bell, FUTEX_WAIT, bell, &nap) && errno == ETIMEDOUT;
+      desk.sleepers.fetch_sub(1);
+      if (quiet) look_for_dead_peers();
+    }
+  }
+
+  // Calls back once a collective has ended, at once or by the helper.
   void then(const CollectivePtr& collective, std::function<void()> callback) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (collective->state == Collective::kUnderWay) std::swap(collective->callback, callback);
-    lock.unlock();
-    if (callback) return callback();
-    helper->wake(shared_from_this(), collective);
+    if (collective->state != Collective::kUnderWay) return callback();
+    ask([&] { asked_.emplace_back(collective, std::move(callback)); });
+  }
+
+  // Runs in a thread until close(): ends collectives with callbacks, and moves those on that are too large for the
+  // rings while their rank computes, or waits for another group.
+  void help() {
+    pthread_setname_np(pthread_self(), "shared_memory");
+    std::unique_lock<std::mutex> lock(helper_mutex_);
+    auto is_asked = [this] { return closed_ || !asked_.empty(); };
+    while (!closed_ || !asked_.empty()) {
+      helper_bell_.wait(lock, [&] { return looks_ || is_asked(); });
+      // A rank that waits at once needs no help, so the first look is after a while.
+      if (!helper_bell_.wait_for(lock, kHelp, is_asked)) {
+        lock.unlock();
+        progress();
+        lock.lock();
+      } else if (!asked_.empty()) {
+        auto next = std::move(asked_.front());
+        asked_.pop_front();
+        lock.unlock();
+        wait(*next.first);
+        next.second();
+        next = {};  // without the lock, as above
+        lock.lock();
+      }
+      looks_ = pending_;
+    }
   }
 
   void fail(const std::string& why) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    fail_locked(why);
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    if (!error_.empty()) return;
+    error_ = why + "; this is rank " + to_string(rank) + " of " + to_string(size);
+    if (!collectives_.empty()) {
+      Collective& c = *collectives_.front();
+      error_ += " in number " + to_string(c.number) + ", " + c.call.data();
+      for (int peer = 0, listed = 0; peer < size && listed < 4; ++peer)
+        if (owes(c, peer)) error_ += (listed++ ? ", " : ", which waits for rank ") + to_string(peer);
+    }
+    for (auto& c : collectives_) c->why = error_, c->state = Collective::kFailed;
   }
-  bool pending() const { return pending_; }
 
   const int rank, size;
   std::atomic<milliseconds> timeout;
 
  private:
-#if defined(__x86_64__)
-  static void pause() { __builtin_ia32_pause(); }
-#else
-  static void pause() {}
-#endif
-  static void futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* limit = nullptr) {
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, limit, nullptr, 0);
+  static long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* limit = nullptr) {
+    return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, limit, nullptr, 0);
   }
-  static char* content(Frame* frame) { return reinterpret_cast<char*>(frame + 1); }
-  Frame* frame(int sender, uint64_t at) { return reinterpret_cast<Frame*>(rings_ + kRing * sender + at % kRing); }
-  std::atomic<uint64_t>& read(int sender, int reader) { return marks_[sender * size + reader].read; }
-  bool owes(const Collective& c, uint32_t peer) const {
-    return int(peer) != rank && (c.sender == kEveryone || c.sender == peer) && c.frames_in[peer] < c.frames_due[peer];
-  }
-  void ring(int peer) {
-    desks_[peer].bell.fetch_add(1);
-    futex(desks_[peer].bell, FUTEX_WAKE, INT32_MAX);
-  }
-  void ring_peers(std::atomic<uint32_t> Desk::*whom) {
-    for (int peer = 0; peer < size; ++peer)
-      if (peer != rank && (desks_[peer].*whom).load()) ring(peer);
-  }
-
-  void advance(std::vector<CollectivePtr>& ended) {
-    wrote_ = came_ = false;
-    bool full = false;
-    // Frames go out in order, and ahead of what is still to come in.
-    for (size_t i = 0; i < collectives_.size() && !full && error_.empty(); ++i) full = !write(*collectives_[i]);
-    full_ = full;
-    if (wrote_) ring_peers(&Desk::sleepers);
-    while (!collectives_.empty()) {
-      Collective& c = *collectives_.front();
-      if (error_.empty()) {
-        c.reduce ? read_sums(c) : read_copies(c);
-        bool under_way = c.frames_out < c.frames;
-        for (int peer = 0; peer < size; ++peer) under_way |= owes(c, peer);
-        if (under_way && error_.empty()) break;
-        if (error_.empty() && c.finish) c.finish();
-        if (error_.empty()) c.state = Collective::kDone;
-      }
-      ended.push_back(std::move(collectives_.front()));
-      collectives_.pop_front();
-    }
-    if (came_) ring_peers(&Desk::short_of_room);
-    pending_ = collectives_.size();
-    if (!ended.empty() && desks_[rank].sleepers.load()) ring(rank);
-  }
-
-  // Returns a place in the ring for a frame of `need` bytes, or nullptr where peers still read what is there.
-  Frame* reserve(size_t need) {
-    size_t at = head_ % kRing, rest = kRing - at;
-    if (head_ + need - read_by_all_ > kRing || at >= kWarm) {
-      read_by_all_ = UINT64_MAX;
-      for (int peer = 0; peer < size; ++peer)
-        if (peer != rank) read_by_all_ = std::min(read_by_all_, read(rank, peer).load());
-    }
-    size_t room = kRing - (head_ - read_by_all_);
-    if ((need > rest || (at >= kWarm && room == kRing)) && rest + need <= room) {
-      *frame(rank, head_) = Frame{0, head_ + rest, 0, kNobody, 0, {}};
-      head_ += rest;
-    } else if (need > rest || need > room) {
-      return nullptr;
-    }
-    return frame(rank, head_);
-  }
+  Slot& next(int sender) { return desks_[sender].slots[cursor_[sender] % kSlots]; }
+  static bool owes(const Collective& c, int peer) { return c.round < c.due_in[peer]; }
 
   // Writes what fits; returns whether everything is out.
   bool write(Collective& c) {
-    for (; c.frames_out < c.frames; c.turn = (c.turn + 1) % c.shares.size(), c.offset += c.turn ? 0 : c.piece) {
-      auto& [reader, bytes] = c.shares[c.turn];
-      size_t length = bytes.count > c.offset ? std::min(bytes.count - c.offset, c.piece) : 0;
-      // Where all shares are empty, the first round ends without their only frame.
-      if (!length && !(c.offset && c.frames == 1)) continue;
-      Frame* next = reserve(sizeof(Frame) + lined(length));
-      if (!next) return false;
-      *next = Frame{c.number, head_ + sizeof(Frame) + lined(length), length, reader, c.frames, c.call};
-      if (length) std::memcpy(content(next), bytes.at + c.offset, length);
-      head_ = next->next;
-      desks_[rank].head = head_;
-      ++c.frames_out;
-      wrote_ = true;
+    for (; c.written < c.due_out; ++c.written, news_ = true) {
+      for (int peer = 0; peer < size; ++peer)
+        if (peer != rank && head_ - desks_[peer].read[rank].load() == kSlots) return false;
+      Slot& slot = desks_[rank].slots[head_ % kSlots];
+      slot.number = c.number, slot.rounds = c.due_out, slot.call = c.call;
+      for (int peer = 0; peer < size; ++peer) slot.bytes[peer] = c.to(peer).count;
+      for (size_t seat = 0; seat < c.sends.size(); ++seat) {
+        Bytes next = c.part(c.sends[seat], c.written);
+        if (next.count && (c.sends.size() == 1 || int(seat) != rank))
+          std::memcpy(slot.content + seat * c.piece, next.at, next.count);
+      }
+      desks_[rank].head = ++head_;
     }
     return true;
   }
 
-  // Returns a sender's next frame of `c` for this rank, or nullptr where none is there or all have been read.
-  Frame* next(Collective& c, int sender) {
-    while (error_.empty() && owes(c, sender) && cursor_[sender] < desks_[sender].head.load()) {
-      Frame* frame = this->frame(sender, cursor_[sender]);
-      if (frame->reader == kNobody) {
-        move_on(sender, frame);
-      } else if (frame->number != c.number || !(frame->call == c.call)) {
-        fail_locked("rank " + to_string(sender) + " called " + describe_(frame->call) + " as its number " +
-                    to_string(frame->number) + " (do all ranks take equally many batches?)");
-      } else {
-        c.frames_due[sender] = frame->frames;
-        if (frame->reader == kEveryone || int(frame->reader) == rank) return frame;
-        pass(c, sender, frame, 0);
-      }
-    }
-    return nullptr;
-  }
-  void pass(Collective& c, int sender, Frame* frame, size_t bytes) {
-    ++c.frames_in[sender];
-    c.bytes_in[sender] += bytes;
-    move_on(sender, frame);
-  }
-  void move_on(int sender, Frame* frame) { read(sender, rank) = cursor_[sender] = frame->next, came_ = true; }
-  // Checks the size of a frame, so that ranks that pass other sizes are told.
-  bool fits(int sender, Frame* frame, size_t least, size_t most) {
-    if (frame->bytes >= least && frame->bytes <= most) return true;
-    fail_locked("rank " + to_string(sender) + " sends " + to_string(frame->bytes) + " bytes where " +
-                to_string(frame->bytes < least ? least : most) + " are to come");
-    return false;
-  }
-
-  void read_copies(Collective& c) {
-    for (int sender = 0; sender < size; ++sender) {
-      while (Frame* frame = next(c, sender)) {
-        size_t done = c.bytes_in[sender], left = c.places[sender].count - done;
-        if (!fits(sender, frame, c.frames_in[sender] + 1 < c.frames_due[sender] ? 0 : left, left)) return;
-        if (frame->bytes) std::memcpy(c.places[sender].at + done, content(frame), frame->bytes);
-        pass(c, sender, frame, frame->bytes);
-      }
-    }
-  }
-
-  // Adds the frames in the order of the ranks, so that all ranks get the same bits.
-  void read_sums(Collective& c) {
-    size_t& done = c.bytes_in[rank];
-    for (bool read = true; read;) {
-      size_t length = std::min(c.places[rank].count - done, c.piece);
-      // What is reduced in place must have been sent before.
-      bool ready = c.frames_out == c.frames || c.offset > done;
+  // Reads the rounds that have come from all senders, in the order of the ranks, so that all ranks get the same bits of
+  // a sum; returns whether there are no more.
+  bool read(Collective& c) {
+    for (; c.round < *std::max_element(c.due_in.begin(), c.due_in.end()); ++c.round) {
       for (int sender = 0; sender < size; ++sender) {
-        frames_[sender] = next(c, sender);
-        if (frames_[sender] && !fits(sender, frames_[sender], length, length)) return;
-        addends_[sender] = frames_[sender] ? content(frames_[sender]) : c.own + done;
-        ready = ready && (frames_[sender] || sender == rank);
+        if (owes(c, sender) && !has_come(c, sender)) return false;
+        addends_[sender] = next(sender).content + c.seat(rank) * c.piece;
       }
-      // After the last number only frames for others, and empty ones, are left to pass.
-      if (length && !ready) return;
-      if (length) c.reduce({c.places[rank].at + done, length}, addends_, c.call);
-      done += length;
-      read = false;
-      for (int sender = 0; sender < size; ++sender)
-        if (frames_[sender]) pass(c, sender, frames_[sender], length), read = true;
+      // What is reduced in place must have been sent before.
+      if (c.reduce && c.written < std::min(c.due_out, c.round + 1)) return false;
+      addends_[rank] = c.part(c.to(rank), c.round).at;
+      if (c.reduce) c.reduce(c.part(c.places[rank], c.round), addends_);
+      for (int sender = 0; sender < size; ++sender) {
+        if (!owes(c, sender)) continue;
+        Bytes place = c.part(c.places[sender], c.round);
+        if (place.count && !c.reduce) std::memcpy(place.at, addends_[sender], place.count);
+        desks_[rank].read[sender] = ++cursor_[sender];
+        news_ |= desks_[sender].head.load() - cursor_[sender] == kSlots - 1;
+      }
     }
+    return true;
   }
 
-  void sleep(const Collective& c, Clock::duration limit) {
-    // Two ranks may wait for two groups in opposite order.
-    if (helper->progress(this)) limit = std::min<Clock::duration>(limit, kPoll);
-    Desk& desk = desks_[rank];
-    bool full = full_;
-    desk.sleepers.fetch_add(1);
-    desk.short_of_room.fetch_add(full);
-    uint32_t bell = desk.bell.load();
-    progress();
-    timespec time{0, std::chrono::duration_cast<std::chrono::nanoseconds>(limit).count()};
-    if (c.state == Collective::kUnderWay) futex(desk.bell, FUTEX_WAIT, bell, &time);
-    desk.short_of_room.fetch_sub(full);
-    desk.sleepers.fetch_sub(1);
+  // Whether a sender's next slot is there; one of another collective, or of another size, fails the group.
+  bool has_come(Collective& c, int sender) {
+    if (!error_.empty() || cursor_[sender] == desks_[sender].head.load()) return false;
+    Slot& slot = next(sender);
+    std::string who = "rank " + to_string(sender);
+    if (slot.number != c.number || slot.call != c.call)
+      fail(who + " called " + slot.call.data() + " as its number " + to_string(slot.number) +
+           " (do all ranks take equally many batches?)");
+    else if (slot.bytes[rank] != c.places[sender].count)
+      fail(who + " sends " + to_string(slot.bytes[rank]) + " bytes where " + to_string(c.places[sender].count) +
+           " are to come");
+    c.due_in[sender] = slot.rounds;
+    return error_.empty();
+  }
+
+  void ask(const std::function<void()>& change) {
+    std::lock_guard<std::mutex> lock(helper_mutex_);
+    change(), helper_bell_.notify_one();
   }
 
   void look_for_dead_peers() {
@@ -408,77 +301,30 @@ class Group : public std::enable_shared_from_this<Group> {
       if (poll(&poller, 1, 0) != 1) continue;
       // It may have sent everything before it ended.
       progress();
-      std::lock_guard<std::mutex> lock(mutex_);
+      std::lock_guard<std::recursive_mutex> lock(mutex_);
       if (!collectives_.empty() && (owes(*collectives_.front(), peer) || full_))
-        fail_locked("rank " + to_string(peer) + " (process " + to_string(pids_[peer]) + ") has ended");
+        fail("rank " + to_string(peer) + " (process " + to_string(pids_[peer]) + ") has ended");
     }
   }
 
-  void fail_locked(const std::string& why) {
-    if (!error_.empty()) return;
-    error_ = why + "; this is rank " + to_string(rank) + " of " + to_string(size);
-    if (!collectives_.empty()) {
-      Collective& c = *collectives_.front();
-      error_ += " in number " + to_string(c.number) + ", " + describe_(c.call);
-      for (int peer = 0, listed = 0; peer < size && listed < 4; ++peer)
-        if (owes(c, peer)) error_ += (listed++ ? ", " : ", which waits for rank ") + to_string(peer);
-    }
-    for (auto& c : collectives_) c->error = error_, c->state = Collective::kFailed;
-  }
-
-  std::string (*const describe_)(Call);
   const std::shared_ptr<char> memory_;
+  Desk* const desks_;
   const std::vector<int> pids_;
   const int forks_;
-  Desk* desks_;
-  Mark* marks_;
-  char* rings_;
   std::vector<int> pidfds_;
   std::atomic<size_t> pending_{0};
-  std::atomic<bool> full_{false};  // frames of this rank wait for room in its ring
-  std::mutex mutex_;               // guards what follows
-  bool wrote_ = false, came_ = false;
+  std::atomic<bool> full_{false};  // slots of this rank wait for room in its ring
+  std::recursive_mutex mutex_;     // guards what follows
+  bool news_ = false;              // a new slot, or room for a sender whose ring was full
   std::deque<CollectivePtr> collectives_;
-  uint64_t number_ = 0, head_ = 0, read_by_all_ = 0;
+  uint64_t number_ = 0, head_ = 0;
   std::vector<uint64_t> cursor_;  // by sender
-  std::vector<Frame*> frames_;
   std::vector<const char*> addends_;
   std::string error_;
+  std::condition_variable helper_bell_;
+  std::mutex helper_mutex_;  // guards what follows
+  std::deque<std::pair<CollectivePtr, std::function<void()>>> asked_;
+  bool looks_ = false, closed_ = false;
 };
-
-inline bool Helper::progress(const Group* but) {
-  std::vector<std::shared_ptr<Group>> busy;
-  std::unique_lock<std::mutex> lock(mutex_);
-  for (auto& each : groups_) {
-    auto group = each.lock();
-    if (group && group.get() != but && group->pending()) busy.push_back(std::move(group));
-  }
-  lock.unlock();
-  for (auto& group : busy) group->progress();
-  return !busy.empty();
-}
-
-inline void Helper::run() {
-  pthread_setname_np(pthread_self(), "shared_memory");
-  while (true) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    auto asked = [this] { return !queue_.empty(); };
-    if (!looking_) bell_.wait(lock, asked);
-    looking_ = true;
-    // A rank that waits at once needs no help, so the first look is after a while.
-    if (bell_.wait_for(lock, kHelp, asked)) {
-      auto [group, collective] = std::move(queue_.front());
-      queue_.pop_front();
-      lock.unlock();
-      if (group) group->wait(*collective);
-    } else {
-      looking_ = false;  // before the look: who begins something after it wakes this thread
-      lock.unlock();
-      bool busy = progress();
-      lock.lock();
-      looking_ |= busy;
-    }
-  }
-}
 
 }  // namespace rings

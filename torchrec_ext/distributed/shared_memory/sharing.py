@@ -110,10 +110,14 @@ def obstacle_to_sharing(group: dist.ProcessGroup) -> str:
     # Gloo goes into the backend, which hands it the collectives that it does not do
     # itself.
     if not obstacle:
-        timeout = gloo.options._timeout
-        backend = library.load().make_backend(
-            memory, group.rank(), group.size(), pids, timeout, gloo
+        ring = library.load()
+        mapped = torch.from_file(
+            f"/proc/self/fd/{memory}",
+            shared=True,
+            size=ring.memory_bytes(group.size()),
+            dtype=torch.uint8,
         )
+        backend = ring.make_backend(mapped, pids, gloo.options._timeout, gloo)
         group._register_backend(_CPU, dist.ProcessGroup.BackendType.CUSTOM, backend)
     # The mapping stays without the descriptor.
     if memory >= 0:

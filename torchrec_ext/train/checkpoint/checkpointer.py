@@ -31,9 +31,9 @@ from torchrec_ext.train.checkpoint.load import load_checkpoint
 from torchrec_ext.train.checkpoint.state import ModelState, Parts, SavePlanner, State
 from torchrec_ext.train.checkpoint.storage import (
     CheckpointError,
+    Writer,
     cause,
     index_as_json,
-    writer,
 )
 
 
@@ -114,12 +114,12 @@ class Checkpointer:
         def seal(digests: dict[str, Any], index: Metadata) -> None:
             tensors = index_as_json(index)
             self.folder.seal(step, {**about, "tensors": tensors, "files": digests})
-            self.folder.prune(self._keep, self._spared())
+            self.folder.prune(self._keep)
 
         group = self.together.group
         future = dcp.async_save(
             {**state.everything(), **(extra or {})},
-            storage_writer=writer(self.folder.path(step), seal),
+            storage_writer=Writer(self.folder.path(step), seal),
             planner=SavePlanner(),
             process_group=group,
             async_stager=self._copies,
@@ -173,8 +173,8 @@ class Checkpointer:
         self.wait()
 
         def mark() -> None:
-            self.folder.note("best.json", {"step": step, **figures})
-            self.folder.prune(self._keep, [step])
+            self.folder.mark_best({"step": step, **figures})
+            self.folder.prune(self._keep)
 
         self.together.on_main(mark)
 
@@ -238,10 +238,6 @@ class Checkpointer:
                 raise CheckpointError(wrong)
             self._verified = path
         return read_checkpoint(path)
-
-    def _spared(self) -> list[int]:
-        best = self.folder.noted("best.json")
-        return [best["step"]] if isinstance(best, dict) and "step" in best else []
 
     def _make_room(self, step: int) -> None:
         # Later on none is ahead of the run.

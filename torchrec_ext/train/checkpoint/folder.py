@@ -11,7 +11,7 @@ import contextlib
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -41,6 +41,7 @@ from torchrec_ext.train.checkpoint.storage import (
 )
 
 MANIFEST_NAME = "manifest.json"
+_BEST_NAME = "best.json"
 # Format of manifests; a reader refuses others.
 MANIFEST_FORMAT = 2
 
@@ -150,7 +151,7 @@ class CheckpointFolder:
 
     def seal(self, step: int, content: Mapping[str, Any]) -> None:
         """Makes the written files a checkpoint: writes its manifest."""
-        self._write(f"{self.path(step)}/{MANIFEST_NAME}", sealed(content))
+        self.write(f"{_name_of(self.path(step))}/{MANIFEST_NAME}", sealed(content))
         if not self.remote:
             sync_to_disk(self.root)
 
@@ -161,10 +162,11 @@ class CheckpointFolder:
             self.remove(step)
         return [_name_of(self.path(step)) for step in unfinished]
 
-    def prune(self, keep: int, spare: Iterable[int] = ()) -> None:
-        """Removes all checkpoints except the newest ``keep`` and the steps in ``spare``."""
+    def prune(self, keep: int) -> None:
+        """Removes all checkpoints except the newest ``keep`` and the best."""
+        best = self.best() or {"step": None}
         for step in self.steps()[keep:]:
-            if step not in spare:
+            if step != best["step"]:
                 self.remove(step)
 
     def remove(self, step: int) -> None:
@@ -199,25 +201,31 @@ class CheckpointFolder:
         steps = ", ".join(f"{newer:,}" for newer in sorted(ahead))
         return f"set aside: the checkpoints of step {steps}, ahead of step {step:,}, are {self._address}/aside-*"
 
-    def note(self, name: str, content: Any) -> None:
-        """Writes a small JSON file next to the checkpoints, atomically in a local folder."""
-        self.write(name, (json.dumps(content) + "\n").encode())
+    def mark_best(self, figures: Mapping[str, Any] | None) -> None:
+        """Marks the checkpoint of the best evaluation: its ``step``, and its figures; None for none."""
+        self.write(_BEST_NAME, (json.dumps(figures) + "\n").encode())
 
-    def noted(self, name: str) -> Any:
-        """Returns the content written by :meth:`note`; None if it is missing or damaged."""
-        # Behind an address there is no atomic write, so a note may be cut short.
+    def best(self) -> dict[str, Any] | None:
+        """Returns what :meth:`mark_best` has marked; None if it is nothing, or damaged."""
+        mark = None
+        # Behind an address there is no atomic write, so a mark may be cut short.
         with (
             contextlib.suppress(OSError, ValueError, RecursionError),
-            _open(self.files, f"{self.root}/{name}") as stream,
+            _open(self.files, f"{self.root}/{_BEST_NAME}") as stream,
         ):
-            return json.loads(stream.read())
-        return None
+            mark = json.loads(stream.read())
+        return mark if isinstance(mark, dict) and "step" in mark else None
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes a file next to the checkpoints, atomically in a local folder."""
+        """Writes a file below the folder, atomically in a local one."""
         # There may be no checkpoint yet.
         self.files.makedirs(self.root, exist_ok=True)
-        self._write(f"{self.root}/{name}", content)
+        path = f"{self.root}/{name}"
+        if self.remote:
+            with self.files.open(path, "wb") as stream:
+                stream.write(content)
+        else:
+            write_whole(path, content)
 
     def lock(self) -> None:
         """Keeps other jobs from writing here until :meth:`unlock` or the end of this process.
@@ -252,13 +260,6 @@ class CheckpointFolder:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-
-    def _write(self, path: str, content: bytes) -> None:
-        if self.remote:
-            with self.files.open(path, "wb") as stream:
-                stream.write(content)
-        else:
-            write_whole(path, content)
 
     def _is_whole(self, step: int) -> bool:
         return bool(self.files.exists(f"{self.path(step)}/{MANIFEST_NAME}"))

@@ -31,7 +31,7 @@ from torchrec_ext.train.checkpoint.state import (
     column_widths,
     table_in_name,
 )
-from torchrec_ext.train.checkpoint.storage import CheckpointError, cause, reader
+from torchrec_ext.train.checkpoint.storage import CheckpointError, Reader, cause
 
 # Characters of a message.
 _MOST_CHARACTERS = 200
@@ -269,7 +269,7 @@ def load_tensors(
     try:
         dcp.load(
             dict(tensors),
-            storage_reader=reader(saved.path, saved.index),
+            storage_reader=Reader(saved.path, saved.index),
             planner=LoadPlanner(),
             process_group=group,
             no_dist=group is None,

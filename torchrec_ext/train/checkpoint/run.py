@@ -222,36 +222,33 @@ class RunCheckpoints:
 
     def after_step(self, run: CheckpointedRun) -> None:
         """Saves a checkpoint if one is due after this step."""
-        if self.due_after(run.at.step):
+        if _is_due(run.at.step, self._config.steps):
             self.save(run)
-
-    def due_after(self, step: int) -> bool:
-        """Whether ``config.steps`` makes a checkpoint due after a step."""
-        return bool(self._config.steps) and step % self._config.steps == 0
 
     def before_evaluation(self, run: CheckpointedRun, *, last: bool) -> None:
         """Saves if a checkpoint is due or in the ``last`` epoch, because an evaluation may take long and be stopped.
 
         A run resumed from here evaluates first.
         """
-        if self._due(run) or (self._config.saves and last):
-            self.save(run)
+        self._save_if_due(run, wanted=last)
 
     def after_epoch(self, run: CheckpointedRun, *, last: bool, best: bool) -> None:
         """Saves if a checkpoint is due, or after the ``last`` epoch; marks it if it is the ``best`` so far.
 
         A checkpoint saved before the evaluation is not saved again: a run that goes on from it evaluates once more.
         """
-        if self._due(run) or (self._config.saves and (last or best)):
-            self.save(run)
-            if best:
-                self._checkpointer.mark_best(run.at.step, run.watch.best or {})
+        if self._save_if_due(run, wanted=last or best) and best:
+            self._checkpointer.mark_best(run.at.step, run.watch.best or {})
 
-    def _due(self, run: CheckpointedRun) -> bool:
-        epoch_is_due = (
-            self._config.epochs and (run.at.epoch + 1) % self._config.epochs == 0
+    def _save_if_due(self, run: CheckpointedRun, *, wanted: bool) -> bool:
+        config = self._config
+        saves = _is_due(run.at.epoch + 1, config.epochs) or _is_due(
+            run.at.step, config.steps
         )
-        return bool(epoch_is_due) or self.due_after(run.at.step)
+        saves |= config.saves and wanted
+        if saves:
+            self.save(run)
+        return saves
 
     def load_weights(self, model: nn.Module, step: int) -> bool:
         """Loads the weights saved after ``step`` if they still exist; returns whether they do; all ranks call it.
@@ -314,11 +311,15 @@ def load_with_loader(
     return saved.manifest, loader
 
 
+def _is_due(number: int, every: int) -> bool:
+    return every > 0 and number % every == 0
+
+
 def _mark_again(folder: CheckpointFolder, best: Mapping[str, Any] | None) -> None:
     """Moves the mark to the best evaluation of a run that goes on, which a later one may have had."""
     mark = best and {"step": best["best_step"], **best}
-    if folder.noted("best.json") != mark:
-        folder.note("best.json", mark)
+    if folder.best() != mark:
+        folder.mark_best(mark)
 
 
 def _parent(path: str) -> str:

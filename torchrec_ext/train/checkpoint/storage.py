@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import StorageReader, StorageWriter
 
 # torch has no public name
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as Files
@@ -115,20 +114,16 @@ def _size(numbers: Any) -> torch.Size:
     return size
 
 
-class _Reader(FsspecReader):
-    """torch's reader with a given index: torch's own file of it is a pickle, which could run code."""
+class Reader(FsspecReader):
+    """torch's reader of the tensors in a folder that ``index`` lists: torch's own file of it is a pickle."""
 
     def __init__(self, folder: str, index: Metadata) -> None:
         super().__init__(folder)
         self._index = index
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Returns the given index."""
         return self._index
-
-
-def reader(folder: str, index: Metadata) -> StorageReader:
-    """Returns a reader of the tensors in ``folder`` that ``index`` lists."""
-    return _Reader(folder, index)
 
 
 class _Measured(Files):
@@ -165,10 +160,14 @@ def _name_of(path: str | os.PathLike[str]) -> str:
 _DIGESTS = MetadataIndex("digests of a rank's files")
 
 
-class _Writer(FsspecWriter):
-    """torch's writer: rank 0 seals when all ranks have written.
+class Writer(FsspecWriter):
+    """torch's writer: one file per rank, synced before it is closed; rank 0 seals when all ranks have written.
 
     The digests of a rank's files travel with its results, which torch gathers on rank 0.
+
+    Args:
+        folder: path or address.
+        seal: called on rank 0, when all are written, with size and SHA-256 of each file by name, and the index.
     """
 
     fs: Any
@@ -186,19 +185,21 @@ class _Writer(FsspecWriter):
     def set_up_storage_writer(
         self, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        # Torch saves in a thread of its own, beside the training.
+        """Lowers the priority of this thread: torch saves in one of its own, beside the training."""
         yield_to_others()
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
     ) -> Future[list[WriteResult]]:
+        """Writes this rank's file, and adds the digests to torch's results."""
         written = super().write_data(plan, planner).wait()
         results: Future[list[WriteResult]] = Future()
         results.set_result([*written, WriteResult(_DIGESTS, 0, dict(self.fs.digests))])
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Seals, on rank 0: torch's index is written last of its files, by this rank."""
         digests: dict[str, Any] = {}
         written = []
         for of_rank in results:
@@ -207,17 +208,4 @@ class _Writer(FsspecWriter):
                     digests |= result.storage_data
             written.append([each for each in of_rank if each.index != _DIGESTS])
         super().finish(metadata, written)
-        # Torch's index is written last of its files, by this rank.
         self._seal({**digests, **self.fs.digests}, metadata)
-
-
-def writer(
-    folder: str, seal: Callable[[dict[str, Any], Metadata], None]
-) -> StorageWriter:
-    """Returns a writer of tensors to ``folder``: one file per rank, synced before it is closed.
-
-    Args:
-        folder: path or address.
-        seal: called on rank 0, when all are written, with size and SHA-256 of each file by name, and the index.
-    """
-    return _Writer(folder, seal)

@@ -27,41 +27,6 @@ from torchrec_ext.drawn import DrawnStep
 from torchrec_ext.train.step.plain import PlainStep
 from torchrec_ext.train.step.precision import Context, LossScaling
 
-
-def plain_step(
-    model: nn.Module,
-    optimizer: KeyedOptimizer,
-    runtime: Runtime,
-    *,
-    together: bool,
-    context: Context = nullcontext,
-    scaling: LossScaling | None = None,
-) -> PlainStep | None:
-    """Returns a :class:`PlainStep`; None where eager steps are the pipeline's.
-
-    Args:
-        model: model from :func:`hybrid_parallel`.
-        optimizer: the model's optimizer.
-        runtime: rank and device of this process.
-        together: whether ranks average their gradients in each step.
-        context: makes the context of the forward.
-        scaling: scales the loss for float16.
-    """
-    # On a GPU the pipeline overlaps copies with kernels, which a plain step does not.
-    if runtime.device.type != "cpu" or not isinstance(optimizer, HybridOptimizer):
-        return None
-    try:
-        return PlainStep(
-            model,
-            optimizer,
-            context=context,
-            scaling=scaling,
-            together=together,
-        )
-    except CannotCaptureError:
-        return None  # the pipeline does the same, only slower
-
-
 _Step = DrawnStep | TowerBatch
 Made = TypeVar("Made")
 
@@ -131,15 +96,18 @@ class Steps:
         if config.compile == "off":
             self._policy.reason = "train.compile=off"
         self._step: CapturedStep | None = None
-        together = runtime.world_size > 1 and not ranks.takes_local_steps
-        self._plain = plain_step(
-            model,
-            optimizer,
-            runtime,
-            together=together,
-            context=config.context,
-            scaling=config.scaling,
-        )
+        self._plain: PlainStep | None = None
+        # On a GPU the pipeline overlaps copies with kernels, which a plain step does not.
+        if runtime.device.type == "cpu" and isinstance(optimizer, HybridOptimizer):
+            # The pipeline does the same, only slower.
+            with suppress(CannotCaptureError):
+                self._plain = PlainStep(
+                    model,
+                    optimizer,
+                    context=config.context,
+                    scaling=config.scaling,
+                    together=runtime.world_size > 1 and not ranks.takes_local_steps,
+                )
         ranks.checks.append(self.settle)
         if config.compile == "require":
             # fails here, before the first step, if this machine cannot capture at all

@@ -11,7 +11,7 @@ wrappers and HybridOptimizer are six calls deep with a profiler's mark at each, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -235,13 +235,6 @@ class PlainStep:
         """Drops gradients and cached state of other steps, before the first of some plain steps."""
         self._optimizer.zero_grad()
         self._adam = None
-
-    def progress(self, batches: Iterator[TowerBatch]) -> Any:
-        """Trains on the next batch and returns the model's output, as a pipeline of TorchRec does."""
-        return self(next(batches))
-
-    def detach(self) -> None:
-        """Does nothing, because a plain step has not replaced the model's forwards, as a pipeline does."""
 
     def __call__(self, batch: TowerBatch) -> Any:
         """Trains on a batch and returns the model's output."""
