@@ -306,7 +306,7 @@ def test_a_user_who_is_named_by_id_is_the_whole_raw_row_without_what_was_taken(
         answer = scorer.recommend(RecommendRequest(user=named, k=ITEMS)).items
         assert set(answer) == {item for item in items if (who, item) not in clicked}
     with pytest.raises(
-        RequestError, match=r"user\.seen_at: it is missing; no user.s is stored"
+        RequestError, match=r"user\.seen_at: it is missing; no stored user has it"
     ):
         scorer.score(ScoreRequest(user={"who": "u1"}, items=items))
     with pytest.raises(

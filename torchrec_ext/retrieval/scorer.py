@@ -433,12 +433,16 @@ class Scorer:
             for name, value in user.items()
             if name != self._key or value is not None
         }
+        whole = sent
         if self.bundle.users is not None and not raw.keys() <= sent.keys():
-            sent = {**self._stored(user, row), **sent}
-        missing = [name for name in raw if name not in sent]
+            whole = {**self._stored(user, row), **sent}
+        missing = [name for name in raw if name not in whole]
         if missing:
+            if row < 0:
+                # With one of them sent, an unknown user's others would be missing too.
+                missing = [name for name in raw if name not in {self._key, *sent}]
             raise _missing_error(where, missing, self._remedy(user, row, missing))
-        return sent
+        return whole
 
     def _stored(self, user: Mapping[str, Any], row: int) -> dict[str, Any]:
         """Returns the features of the bundle's user in ``row`` that may stand beside those of a request."""
@@ -467,7 +471,7 @@ class Scorer:
             # A stored one is missing only if its history was posted.
             if missing[0] in stored:
                 return "send all lists of a history and its time, or no list of it"
-            return "no user's is stored: send what is missing"
+            return "no stored user has it: send what is missing"
         if user.get(table.key) is not None:
             return f"user {str(user[table.key])[:40]!r} is not stored: send what is missing"
         known = {*stored, table.key}
