@@ -522,6 +522,32 @@ def test_a_remedy_of_other_batches_is_compared_by_row_and_an_iterator_by_iterati
     assert diagnosis.realised(epoch(), seconds=0).middle == pytest.approx(2.052)
 
 
+class Bursts(IterableDataset[Any]):
+    """Batches that are read eight at a time: in 400 ms, each one then made in 2."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in itertools.count():
+            if number % 8 == 0:
+                self.clock.sleep(400)
+            self.clock.compute(2)
+            yield LIST[0]
+
+
+@pytest.mark.launch
+def test_workers_that_wait_in_few_of_their_batches_are_seen_to_wait(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the clock 50 of 52 ms; the median batch of a worker computes for 2 ms and does not wait."""
+    monkeypatch.setattr(measure, "SAMPLE_S", 0.2)
+    loader = DataLoader(Bursts(clock), None, num_workers=2)
+    facts = diagnosed(Costly(clock), loader).facts.loader
+    assert facts.worker_s == pytest.approx(52e-3, rel=0.1)
+    assert facts.worker_s - facts.worker_sleep_s == pytest.approx(2e-3)
+
+
 @pytest.mark.launch
 def test_a_running_iterator_of_persistent_workers_is_left_alone() -> None:
     made = training(num_workers=1, persistent_workers=True)

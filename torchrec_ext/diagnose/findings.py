@@ -136,8 +136,8 @@ class LoaderFacts:
         row_calls: calls of ``__getitem__`` for a batch, if it is called row by row.
         row_s: seconds of such a call.
         collate_s: seconds in which the rows of a batch are put together.
-        worker_s: seconds in which one worker makes a batch, measured in this process; 0 without workers.
-        worker_sleep_s: seconds of these without computing.
+        worker_s: mean seconds in which one worker makes a batch, measured in this process; 0 without workers.
+        worker_sleep_s: mean seconds of these without computing.
         worker_lines: the user's lines at which most of these go, as sampled.
     """
 

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Iterator, Sequence
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -46,7 +46,7 @@ SAMPLE_S = 1.5
 # the experiment.
 _SMALL_TABLE = 5
 _LINES = 20  # that are kept
-_WORKER_BATCHES = 3  # that are timed as a worker makes them
+_WORKER_BATCHES = 3  # that are timed as a worker makes them, at least
 
 
 def measure(loop: TrainingLoop, state: StateCopy, budget_s: float) -> Facts:
@@ -225,17 +225,25 @@ def _loader_facts(loop: TrainingLoop) -> LoaderFacts:
 
 
 def _facts_of_worker(loop: TrainingLoop) -> dict[str, Any]:
-    """Makes batches in this process as a worker does, on one thread; the first one opens files, and is not timed."""
+    """Makes batches in this process as a worker does, on one thread; the first one opens files, and is not timed.
+
+    Means, not medians: a worker may read many batches at once, and wait in few of them.
+    """
     source = loop.source.in_this_process()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    times: list[tuple[float, float]] = []
     try:
-        taken = [source.take(loop.clock.host) for _ in range(1 + _WORKER_BATCHES)][1:]
+        source.take(loop.clock.host)
+        end = time.perf_counter() + SAMPLE_S
+        while len(times) < _WORKER_BATCHES or time.perf_counter() < end:
+            _, whole, sleep = source.take(loop.clock.host)
+            times.append((whole, sleep))
         samples, _ = sampled(lambda: source.take(loop.clock.host), SAMPLE_S / 3)
     finally:
         torch.set_num_threads(threads)
-    seconds = median(whole for _, whole, _ in taken)
-    asleep = median(sleep for _, _, sleep in taken)
+    seconds = fmean(whole for whole, _ in times)
+    asleep = fmean(sleep for _, sleep in times)
     # Sampling slows short lines, so that lines share the seconds without it.
     count = sum(samples.seconds.values()) / max(seconds, 1e-9)
     return {
