@@ -66,6 +66,25 @@ def test_rows_under_adams_weight_decay_are_not_promised_to_wait() -> None:
         assert measure._l2([optimizer]) == l2
 
 
+@pytest.mark.parametrize("cause", ["untouched_rows", "launches"])
+def test_adopt_is_no_remedy_of_a_step_that_it_refuses_nor_pasted_for_ragged_ids(
+    cause: str,
+) -> None:
+    recorded = RECORDED[cause]
+    adopted, *others = found(recorded, cause).remedies
+    assert adopted.name.startswith("adopt: the step captured")
+    assert "step = adopt(model, optimizer, loss)" in adopted.lines
+    refused = dataclasses.replace(recorded, not_measured={"captured": "it is sharded"})
+    remedies = found(refused, cause).remedies
+    assert not [each for each in remedies if "adopt" in f"{each.name} {each.lines}"]
+    assert set(others) <= set(remedies)
+    ragged = dataclasses.replace(recorded, batch_shapes=4)
+    first = found(ragged, cause).remedies[0]
+    assert "once lists are padded to (B, L)" in first.name
+    assert len(first.name) <= 200
+    assert not first.lines
+
+
 def test_every_verdict_stands_in_the_table_for_users() -> None:
     page = (Path(__file__).parents[2] / "docs" / "why_slow.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)

@@ -165,6 +165,7 @@ class Facts:
             and ``sync``, one ``.item()``.
         captured: seconds of an iteration as it is, and with the adopted step, by turn.
         rows: rows of a batch; 0 if unknown.
+        batch_shapes: how many of the last four batches differ in the shape of a tensor, as those with ragged ids do.
         ops: aten ops of a step.
         bare_ops: ops that autograd does not record, as those of an optimizer; without those of backward.
         op_lines: the user's lines that make most ops, with their number.
@@ -197,6 +198,7 @@ class Facts:
     rounds: Sequence[Round] = ()
     captured: Sequence[tuple[float, float]] = ()
     rows: int = 0
+    batch_shapes: int = 1
     ops: int = 0
     bare_ops: int = 0
     op_lines: Sequence[tuple[str, int]] = ()

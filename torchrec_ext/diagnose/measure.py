@@ -12,9 +12,12 @@ from typing import Any
 import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from torchrec_ext.adopt import CannotAdopt
+from torchrec_ext.adopt.checks import check_model, update_kind
 from torchrec_ext.diagnose.batches import row_count
 from torchrec_ext.diagnose.findings import (
     Facts,
@@ -37,6 +40,8 @@ from torchrec_ext.diagnose.variants import (
 )
 from torchrec_ext.observe.clock import busy_elsewhere
 from torchrec_ext.observe.machine import compiled_graphs
+from torchrec_ext.observe.ops import tensors_in
+from torchrec_ext.observe.reached import own_values, reachable_from
 from torchrec_ext.observe.samples import Samples
 from torchrec_ext.observe.state_copy import StateCopy
 
@@ -77,6 +82,9 @@ def measure(loop: TrainingLoop, state: StateCopy, budget_s: float) -> Facts:
         yield from variants(loop, small, busy)
 
     if warm_up(loop):
+        refusal = _refusal(loop.modules, state.optimizers)
+        if refusal:
+            loop.not_measured["captured"] = refusal
         counted = _counted(loop)
         for table, module in counted.tables(loop.modules):
             if module.sparse:
@@ -96,6 +104,7 @@ def measure(loop: TrainingLoop, state: StateCopy, budget_s: float) -> Facts:
     facts = Facts(
         rounds=rounds,
         rows=row_count(loop.pool[0]) if loop.pool else 0,
+        batch_shapes=len(set(map(_shapes, loop.pool))),
         ops=counted.ops,
         bare_ops=counted.bare,
         op_lines=counted.lines.most_common(5),
@@ -119,6 +128,27 @@ def measure(loop: TrainingLoop, state: StateCopy, budget_s: float) -> Facts:
     )
     # On a GPU an op returns before its kernel runs, so its seconds say nothing.
     return facts if loop.cuda else _with_seconds_of_ops(facts, loop, counted)
+
+
+def _refusal(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> str:
+    """Returns why adopt() refuses these, as far as that is known before a step; empty if it takes them."""
+    try:
+        for module in modules:
+            check_model(module)
+        for optimizer in optimizers:
+            update_kind(optimizer)
+    except CannotAdopt as error:
+        return f"adopt refuses the step: {error}"
+    return ""
+
+
+def _shapes(batch: Any) -> tuple[torch.Size, ...]:
+    """Returns the shapes of a batch's tensors, also of those in a user's own object."""
+    return tuple(
+        tensor.shape
+        for each in reachable_from(batch, values=own_values)
+        for tensor in tensors_in(each)
+    )
 
 
 def _counted(loop: TrainingLoop) -> Counted:

@@ -37,6 +37,9 @@ from torchrec_ext.diagnose.your_line import (
 )
 
 NOISY = 0.6  # spread of iterations above which there is no verdict
+# Different shapes of four batches from which on their ids are ragged; a short last batch
+# makes two.
+_RAGGED = 3
 _IDLE = 0.3  # cores that others may keep busy where threads of this process have theirs
 
 
@@ -184,30 +187,36 @@ def untouched_rows(facts: Facts) -> Finding | None:
             f"adopt: the step captured; weight_decay={facts.l2:g} still moves every row in it, and AdamW's only those "
             "that are read, the others later"
         )
-    remedies = [
-        Remedy(
-            name=adopted,
-            changes=Change.ROUNDING,
-            lines=ADOPT,
-        ),
-        Remedy(name=name, changes=changes),
-    ]
+    remedies = [Remedy(name=name, changes=changes)]
     if any(each.of_torchrec for each in facts.tables):
         name = "hybrid_parallel: TorchRec's fused optimizer moves in the backward the rows that were read"
         lines = (
             "from torchrec_ext import OptimizerConfig, hybrid_parallel",
             "model, optimizer = hybrid_parallel(model, runtime, optimizer=OptimizerConfig(tables='row_wise_adagrad'))",
         )
-        remedies[1:] = [Remedy(name=name, changes=Change.OTHER, lines=lines)]
+        remedies = [Remedy(name=name, changes=Change.OTHER, lines=lines)]
     title = "the optimizer sweeps rows that the step never read"
     return finding_of(
         facts,
         "untouched_rows",
         title,
         evidence,
-        remedies,
+        [*_adopted(facts, adopted), *remedies],
         partial(swept_seconds, facts),
     )
+
+
+def _adopted(facts: Facts, name: str) -> list[Remedy]:
+    """Returns adopt as a remedy; none if it refuses the step."""
+    if "captured" in facts.not_measured:
+        return []
+    if facts.batch_shapes < _RAGGED:
+        return [Remedy(name=name, changes=Change.ROUNDING, lines=ADOPT)]
+    name = (
+        "adopt, once lists are padded to (B, L): it captures a step for one number of ids, and these batches have "
+        "another each time"
+    )
+    return [Remedy(name=name, changes=Change.ROUNDING)]
 
 
 def launches(facts: Facts) -> Finding | None:
@@ -221,12 +230,13 @@ def launches(facts: Facts) -> Finding | None:
     ]
     if facts.op_lines:
         evidence.append(f"most ops: {_first_lines(facts.op_lines)}")
+    adopted = "adopt: the step captured, by turns beside yours with capture=True"
+    larger = Remedy(
+        name="larger batches, which take as many ops; on several ranks LocalSGD, or fewer ranks (docs/parallel.md)",
+        changes=Change.OTHER,
+    )
     remedies = [
-        Remedy(
-            name="adopt: the step captured, by turns beside yours with capture=True",
-            changes=Change.ROUNDING,
-            lines=ADOPT,
-        ),
+        *(_adopted(facts, adopted) or [larger]),
         Remedy(
             name="one op on stacked tensors in place of a loop over them",
             changes=Change.ROUNDING,
