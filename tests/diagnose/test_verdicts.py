@@ -66,6 +66,25 @@ def test_rows_under_adams_weight_decay_are_not_promised_to_wait() -> None:
         assert measure._l2([optimizer]) == l2
 
 
+@pytest.mark.parametrize("cause", ["untouched_rows", "launches"])
+def test_adopt_is_no_remedy_of_a_step_that_it_refuses_nor_pasted_for_ragged_ids(
+    cause: str,
+) -> None:
+    recorded = RECORDED[cause]
+    adopted, *others = found(recorded, cause).remedies
+    assert adopted.name.startswith("adopt: the step captured")
+    assert "step = adopt(model, optimizer, loss)" in adopted.lines
+    refused = dataclasses.replace(recorded, not_measured={"captured": "it is sharded"})
+    remedies = found(refused, cause).remedies
+    assert not [each for each in remedies if "adopt" in f"{each.name} {each.lines}"]
+    assert set(others) <= set(remedies)
+    ragged = dataclasses.replace(recorded, batch_shapes=4)
+    first = found(ragged, cause).remedies[0]
+    assert "once lists are padded to (B, L)" in first.name
+    assert len(first.name) <= 200
+    assert not first.lines
+
+
 def test_every_verdict_stands_in_the_table_for_users() -> None:
     page = (Path(__file__).parents[2] / "docs" / "why_slow.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
@@ -249,7 +268,13 @@ def test_a_loader_that_collates_for_long_is_not_read_row_by_row() -> None:
     assert ROWS.dataset in by_row.evidence[1]
 
 
-WORKERS = dataclasses.replace(ROWS, workers=2, worker_s=12e-3, worker_sleep_s=0.1e-3)
+WORKERS = dataclasses.replace(
+    ROWS,
+    workers=2,
+    worker_s=12e-3,
+    worker_sleep_s=0.1e-3,
+    worker_lines=(LineFacts(name="data.py:8 in read", phase="data", seconds=11e-3),),
+)
 # What workers do, measured in this process, with the verdict and a part of its title.
 OF_WORKERS = {
     "compute by row": (WORKERS, "loader_rows", "row by row in Python, by 2 worker(s)"),
@@ -281,17 +306,21 @@ def test_workers_that_starve_the_step_have_the_verdict_of_their_own_work(
     first = Diagnosis(recorded).findings[0]
     assert first.cause == cause
     assert title in first.title
+    at_line = [each for each in first.evidence if "is at data.py:8 in read" in each]
+    assert len(at_line) == len(loader.worker_lines)
 
 
 def test_what_workers_deliver_beside_the_step_is_said_even_if_it_does_not_wait() -> (
     None
 ):
-    """Two cores, of which the step keeps one: two workers of 12 ms a batch deliver one each 12 ms."""
-    page = str(Diagnosis(facts(steps(50.0), loader=WORKERS)))
-    assert "1 core(s) are left: 2 worker(s) deliver at most 21,333 rows/s" in " ".join(
-        page.split()
-    )
-    assert "a step shorter than 12 ms waits" in " ".join(page.split())
+    """Two cores, of which the step keeps one: workers that compute 11.9 ms a batch share it, those that wait do not."""
+    page = " ".join(str(Diagnosis(facts(steps(50.0), loader=WORKERS))).split())
+    assert "1 core(s) are left: 2 worker(s) deliver at most 21,513 rows/s" in page
+    assert "a step shorter than 11.9 ms waits" in page
+    waits = dataclasses.replace(WORKERS, worker_sleep_s=11e-3)
+    page = " ".join(str(Diagnosis(facts(steps(50.0), loader=waits))).split())
+    assert "2 worker(s) deliver at most 42,667 rows/s" in page
+    assert "a step shorter than 6 ms waits" in page
 
 
 def test_a_cause_that_rounds_confirm_stands_however_far_they_are_spread() -> None:

@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torchrec import (
 )
 
 from tests.diagnose.programs import Clock, mlp, training
+from torchrec_ext import OptimizerConfig, Runtime, hybrid_parallel
 from torchrec_ext.adopt import adopt
 from torchrec_ext.diagnose import (
     Diagnosis,
@@ -321,6 +323,47 @@ def test_tables_whose_read_rows_alone_move_are_not_made_small() -> None:
     assert not facts.has("small_tables")
 
 
+def test_a_step_that_adopt_refuses_is_known() -> None:
+    model, optimizer, loss, given = mlp()
+    assert "captured" not in why_slow(model, optimizer, loss, given).facts.not_measured
+    momentum = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
+    reasons = why_slow(model, momentum, loss, given).facts.not_measured
+    assert "SGD with momentum=0.9 has no captured form" in reasons["captured"]
+    with Runtime.start() as runtime:
+        sharded, moving = hybrid_parallel(model, runtime, optimizer=OptimizerConfig())
+        diagnosis = why_slow(
+            sharded, moving, lambda x, y: (sharded(x) - y).square().mean(), given
+        )
+    reason = diagnosis.facts.not_measured["captured"]
+    assert "is a DistributedModelParallel: " in reason
+    assert len(reason) <= 200
+    assert "import adopt" not in str(diagnosis)
+
+
+def test_batches_whose_number_of_ids_varies_are_known_in_a_users_own_object_too() -> (
+    None
+):
+    config = EmbeddingBagConfig(
+        name="t", feature_names=["f"], num_embeddings=50, embedding_dim=2
+    )
+    table = EmbeddingBagCollection(tables=[config])
+    optimizer = torch.optim.SGD(table.parameters(), 1e-3)
+
+    def shapes(*counts: int) -> int:
+        batches = []
+        for count in counts:
+            lengths = torch.tensor([count, 1])
+            ids = KeyedJaggedTensor(["f"], torch.arange(count + 1), lengths=lengths)
+            batches.append(SimpleNamespace(ids=ids))
+        diagnosis = why_slow(
+            table, optimizer, lambda batch: table(batch.ids).values().sum(), batches
+        )
+        return diagnosis.facts.batch_shapes
+
+    assert shapes(3, 4, 5, 6) == 4
+    assert shapes(3, 3, 3, 3) == 1
+
+
 # ---------------------------------------------------------------------------- bad input
 
 
@@ -520,6 +563,32 @@ def test_a_remedy_of_other_batches_is_compared_by_row_and_an_iterator_by_iterati
             yield 0.0
 
     assert diagnosis.realised(epoch(), seconds=0).middle == pytest.approx(2.052)
+
+
+class Bursts(IterableDataset[Any]):
+    """Batches that are read eight at a time: in 400 ms, each one then made in 2."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in itertools.count():
+            if number % 8 == 0:
+                self.clock.sleep(400)
+            self.clock.compute(2)
+            yield LIST[0]
+
+
+@pytest.mark.launch
+def test_workers_that_wait_in_few_of_their_batches_are_seen_to_wait(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the clock 50 of 52 ms; the median batch of a worker computes for 2 ms and does not wait."""
+    monkeypatch.setattr(measure, "SAMPLE_S", 0.2)
+    loader = DataLoader(Bursts(clock), None, num_workers=2)
+    facts = diagnosed(Costly(clock), loader).facts.loader
+    assert facts.worker_s == pytest.approx(52e-3, rel=0.1)
+    assert facts.worker_s - facts.worker_sleep_s == pytest.approx(2e-3)
 
 
 @pytest.mark.launch

@@ -33,6 +33,7 @@ from torchrec_ext.observe.user_lines import module_line, user_line, with_text
 
 _WRAPPERS = {
     "DistributedDataParallel": "adopt its .module, and average ranks every few steps (local SGD) in place of DDP",
+    "DistributedModelParallel": "its tables exchange ids in each step, which no captured step does; train it as it is",
     "FullyShardedDataParallel": "adopt the module inside it, on one rank",
     "DataParallel": "adopt its .module",
     "OptimizedModule": "adopt the module that you gave to torch.compile: the step is compiled as a whole",
@@ -164,9 +165,9 @@ def update_rules(model: nn.Module, optimizers: Sequence[Optimizer]) -> Rules:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     rules: Rules = {}
     for number, optimizer in enumerate(optimizers):
-        kind = _kind(optimizer)
+        kind = update_kind(optimizer)
+        _check_calls(optimizer)
         for index, group in enumerate(optimizer.param_groups):
-            _check_settings(type(optimizer).__name__, group)
             for parameter in group["params"]:
                 name = names.get(id(parameter))
                 if name is None:
@@ -183,7 +184,12 @@ def update_rules(model: nn.Module, optimizers: Sequence[Optimizer]) -> Rules:
     return rules
 
 
-def _kind(optimizer: Optimizer) -> str:
+def update_kind(optimizer: Optimizer) -> str:
+    """Returns the rule by which a captured step moves what an optimizer moves.
+
+    Raises:
+        CannotAdopt: the optimizer or a setting of it has no captured form.
+    """
     name = type(optimizer).__name__
     kind = _KINDS.get(type(optimizer))
     if kind is None:
@@ -191,6 +197,12 @@ def _kind(optimizer: Optimizer) -> str:
         if name == "SparseAdam":
             instead = "torch.optim.Adam moves rows that few steps read as cheaply once captured"
         raise CannotAdopt(f"the optimizer {name} has no captured form; {instead}")
+    for group in optimizer.param_groups:
+        _check_settings(name, group)
+    return kind
+
+
+def _check_calls(optimizer: Optimizer) -> None:
     hook = hook_of_optimizers([optimizer])
     if hook:
         raise CannotAdopt(
@@ -201,9 +213,8 @@ def _kind(optimizer: Optimizer) -> str:
         optimizer.step, "_wrapped_by_lr_sched"
     ):
         raise CannotAdopt(
-            f"{name}.step was replaced by another function, which a captured step would not run"
+            f"{type(optimizer).__name__}.step was replaced by another function, which a captured step would not run"
         )
-    return kind
 
 
 _OPTIMIZERS = sys.modules[Optimizer.__module__]

@@ -136,8 +136,8 @@ class LoaderFacts:
         row_calls: calls of ``__getitem__`` for a batch, if it is called row by row.
         row_s: seconds of such a call.
         collate_s: seconds in which the rows of a batch are put together.
-        worker_s: seconds in which one worker makes a batch, measured in this process; 0 without workers.
-        worker_sleep_s: seconds of these without computing.
+        worker_s: mean seconds in which one worker makes a batch, measured in this process; 0 without workers.
+        worker_sleep_s: mean seconds of these without computing.
         worker_lines: the user's lines at which most of these go, as sampled.
     """
 
@@ -165,6 +165,7 @@ class Facts:
             and ``sync``, one ``.item()``.
         captured: seconds of an iteration as it is, and with the adopted step, by turn.
         rows: rows of a batch; 0 if unknown.
+        batch_shapes: how many of the last four batches differ in the shape of a tensor, as those with ragged ids do.
         ops: aten ops of a step.
         bare_ops: ops that autograd does not record, as those of an optimizer; without those of backward.
         op_lines: the user's lines that make most ops, with their number.
@@ -197,6 +198,7 @@ class Facts:
     rounds: Sequence[Round] = ()
     captured: Sequence[tuple[float, float]] = ()
     rows: int = 0
+    batch_shapes: int = 1
     ops: int = 0
     bare_ops: int = 0
     op_lines: Sequence[tuple[str, int]] = ()

@@ -6,15 +6,18 @@ import dataclasses
 import os
 import time
 from collections.abc import Iterator, Sequence
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from torchrec_ext.adopt import CannotAdopt
+from torchrec_ext.adopt.checks import check_model, update_kind
 from torchrec_ext.diagnose.batches import row_count
 from torchrec_ext.diagnose.findings import (
     Facts,
@@ -37,6 +40,8 @@ from torchrec_ext.diagnose.variants import (
 )
 from torchrec_ext.observe.clock import busy_elsewhere
 from torchrec_ext.observe.machine import compiled_graphs
+from torchrec_ext.observe.ops import tensors_in
+from torchrec_ext.observe.reached import own_values, reachable_from
 from torchrec_ext.observe.samples import Samples
 from torchrec_ext.observe.state_copy import StateCopy
 
@@ -46,7 +51,7 @@ SAMPLE_S = 1.5
 # the experiment.
 _SMALL_TABLE = 5
 _LINES = 20  # that are kept
-_WORKER_BATCHES = 3  # that are timed as a worker makes them
+_WORKER_BATCHES = 3  # that are timed as a worker makes them, at least
 
 
 def measure(loop: TrainingLoop, state: StateCopy, budget_s: float) -> Facts:
@@ -77,6 +82,9 @@ def measure(loop: TrainingLoop, state: StateCopy, budget_s: float) -> Facts:
         yield from variants(loop, small, busy)
 
     if warm_up(loop):
+        refusal = _refusal(loop.modules, state.optimizers)
+        if refusal:
+            loop.not_measured["captured"] = refusal
         counted = _counted(loop)
         for table, module in counted.tables(loop.modules):
             if module.sparse:
@@ -96,6 +104,7 @@ def measure(loop: TrainingLoop, state: StateCopy, budget_s: float) -> Facts:
     facts = Facts(
         rounds=rounds,
         rows=row_count(loop.pool[0]) if loop.pool else 0,
+        batch_shapes=len(set(map(_shapes, loop.pool))),
         ops=counted.ops,
         bare_ops=counted.bare,
         op_lines=counted.lines.most_common(5),
@@ -119,6 +128,27 @@ def measure(loop: TrainingLoop, state: StateCopy, budget_s: float) -> Facts:
     )
     # On a GPU an op returns before its kernel runs, so its seconds say nothing.
     return facts if loop.cuda else _with_seconds_of_ops(facts, loop, counted)
+
+
+def _refusal(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> str:
+    """Returns why adopt() refuses these, as far as that is known before a step; empty if it takes them."""
+    try:
+        for module in modules:
+            check_model(module)
+        for optimizer in optimizers:
+            update_kind(optimizer)
+    except CannotAdopt as error:
+        return f"adopt refuses the step: {error}"
+    return ""
+
+
+def _shapes(batch: Any) -> tuple[torch.Size, ...]:
+    """Returns the shapes of a batch's tensors, also of those in a user's own object."""
+    return tuple(
+        tensor.shape
+        for each in reachable_from(batch, values=own_values)
+        for tensor in tensors_in(each)
+    )
 
 
 def _counted(loop: TrainingLoop) -> Counted:
@@ -225,17 +255,25 @@ def _loader_facts(loop: TrainingLoop) -> LoaderFacts:
 
 
 def _facts_of_worker(loop: TrainingLoop) -> dict[str, Any]:
-    """Makes batches in this process as a worker does, on one thread; the first one opens files, and is not timed."""
+    """Makes batches in this process as a worker does, on one thread; the first one opens files, and is not timed.
+
+    Means, not medians: a worker may read many batches at once, and wait in few of them.
+    """
     source = loop.source.in_this_process()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    times: list[tuple[float, float]] = []
     try:
-        taken = [source.take(loop.clock.host) for _ in range(1 + _WORKER_BATCHES)][1:]
+        source.take(loop.clock.host)
+        end = time.perf_counter() + SAMPLE_S
+        while len(times) < _WORKER_BATCHES or time.perf_counter() < end:
+            _, whole, sleep = source.take(loop.clock.host)
+            times.append((whole, sleep))
         samples, _ = sampled(lambda: source.take(loop.clock.host), SAMPLE_S / 3)
     finally:
         torch.set_num_threads(threads)
-    seconds = median(whole for _, whole, _ in taken)
-    asleep = median(sleep for _, _, sleep in taken)
+    seconds = fmean(whole for whole, _ in times)
+    asleep = fmean(sleep for _, sleep in times)
     # Sampling slows short lines, so that lines share the seconds without it.
     count = sum(samples.seconds.values()) / max(seconds, 1e-9)
     return {

@@ -194,13 +194,16 @@ def _of_workers(facts: Facts) -> list[str]:
     loader = facts.loader
     if not loader.worker_s:
         return []
-    # The step has cores of its own, which workers have only while it waits for them.
+    # The step has cores of its own, which workers have only while it waits for them. A
+    # worker that waits needs none.
     cores = max(1, facts.cores - facts.threads)
-    least_s = loader.worker_s / min(loader.workers, cores)
+    computed_s = loader.worker_s - loader.worker_sleep_s
+    least_s = max(loader.worker_s / loader.workers, computed_s / cores)
     rate = f"{(facts.rows or 1) / least_s:,.0f} {'rows' if facts.rows else 'batches'}/s"
     return _wrapped(
-        f"a worker takes {in_ms(loader.worker_s)} for a batch. Beside the step {cores} core(s) are left: "
-        f"{loader.workers} worker(s) deliver at most {rate}, and a step shorter than {in_ms(least_s)} waits for them"
+        f"a worker takes {in_ms(loader.worker_s)} for a batch, and computes {in_ms(computed_s)} of it. "
+        f"Beside the step {cores} core(s) are left: {loader.workers} worker(s) deliver at most {rate}, and a step "
+        f"shorter than {in_ms(least_s)} waits for them"
     )
 
 

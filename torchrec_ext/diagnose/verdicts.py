@@ -37,6 +37,9 @@ from torchrec_ext.diagnose.your_line import (
 )
 
 NOISY = 0.6  # spread of iterations above which there is no verdict
+# Different shapes of four batches from which on their ids are ragged; a short last batch
+# makes two.
+_RAGGED = 3
 _IDLE = 0.3  # cores that others may keep busy where threads of this process have theirs
 
 
@@ -58,7 +61,7 @@ def loader_waits(facts: Facts) -> Finding | None:
     if loader.worker_s:
         evidence.append(
             f"{loader.workers} worker(s) make the batches, and wait {in_ms(loader.worker_sleep_s)} of the "
-            f"{in_ms(loader.worker_s)} that one takes"
+            f"{in_ms(loader.worker_s)} that one takes, on average"
         )
     elif loader.workers:
         evidence.append(
@@ -67,6 +70,7 @@ def loader_waits(facts: Facts) -> Finding | None:
     else:
         name = "a DataLoader of num_workers=1, which waits in place of the step: realised(step, it) measures its gain"
         remedies.append(Remedy(name=name, changes=Change.DRAWS))
+    evidence += _at_lines(facts)
     title = "the loader waits, and the step waits for the loader"
     return finding_of(
         facts, "loader_waits", title, evidence, remedies, itemgetter("data")
@@ -84,6 +88,27 @@ def _waits(facts: Facts) -> bool:
     return _sleeps(facts) and loader.worker_sleep_s >= 0.5 * loader.worker_s
 
 
+def _at_lines(facts: Facts) -> list[str]:
+    """Returns the lines at which the loader, or a worker that the step waits for, is most of the time."""
+    lines = [line for line in facts.lines if line.phase == "data"]
+    sampled_s = facts.sampled_s
+    if facts.loader.workers and _sleeps(facts):
+        lines = list(facts.loader.worker_lines)
+        sampled_s = facts.loader.worker_s
+    sampled = sum(line.seconds for line in lines)
+    # Lines were sampled in another moment than the rounds, in which the loader may have
+    # taken a larger share.
+    share_of_data = facts.share(itemgetter("data"))
+    sentences = []
+    for line in lines[:3]:
+        share = min(line.seconds / sampled_s, share_of_data * line.seconds / sampled)
+        if share >= 0.1:
+            sentences.append(
+                f"{share:.0%} of an iteration is at {line.name}: {line.text}"
+            )
+    return sentences
+
+
 def loader_rows(facts: Facts) -> Finding | None:
     """The loader computes: Python for each row, or its collate_fn."""
     if not facts.has("data", "sleep") or _waits(facts):
@@ -98,17 +123,13 @@ def loader_rows(facts: Facts) -> Finding | None:
     evidence = [
         f"a batch takes {in_ms(data)}, a step {in_ms(facts.median('step'))}; the loader computes and does not wait"
     ]
-    lines = [line for line in facts.lines if line.phase == "data"]
-    sampled_s = facts.sampled_s
     if in_workers:
         made_s = loader.worker_s
         place = f"{loader.workers} worker(s)"
         evidence = [
-            f"a step takes {in_ms(facts.median('step'))}, and waits {in_ms(data)} for {place}: a batch takes "
-            f"{in_ms(made_s)} in one of them, which computes and does not wait"
+            f"a step takes {in_ms(facts.median('step'))}, and waits {in_ms(data)} for {place}: one of them takes "
+            f"{in_ms(made_s)} for a batch, on average, and computes {in_ms(made_s - loader.worker_sleep_s)} of it"
         ]
-        lines = list(loader.worker_lines)
-        sampled_s = loader.worker_s
     rows = row_calls * loader.row_s
     title = f"the loader computes in {place}, and the step waits for it"
     advice = "make the epoch's batches ahead of the steps, by whole-array operations"
@@ -131,16 +152,7 @@ def loader_rows(facts: Facts) -> Finding | None:
             "whole arrays there; adopt's Rows, of columns, makes batches inside of a captured step; ChunkLoader reads "
             "them from parquet"
         )
-    sampled = sum(line.seconds for line in lines)
-    # Lines were sampled in another moment than the rounds, in which the loader may have
-    # taken a larger share.
-    share_of_data = facts.share(itemgetter("data"))
-    for line in lines[:3]:
-        share = min(line.seconds / sampled_s, share_of_data * line.seconds / sampled)
-        if share >= 0.1:
-            evidence.append(
-                f"{share:.0%} of an iteration is at {line.name}: {line.text}"
-            )
+    evidence += _at_lines(facts)
     remedies = [Remedy(name=advice, changes=Change.DRAWS)]
     return finding_of(
         facts, "loader_rows", title, evidence, remedies, itemgetter("data")
@@ -175,30 +187,36 @@ def untouched_rows(facts: Facts) -> Finding | None:
             f"adopt: the step captured; weight_decay={facts.l2:g} still moves every row in it, and AdamW's only those "
             "that are read, the others later"
         )
-    remedies = [
-        Remedy(
-            name=adopted,
-            changes=Change.ROUNDING,
-            lines=ADOPT,
-        ),
-        Remedy(name=name, changes=changes),
-    ]
+    remedies = [Remedy(name=name, changes=changes)]
     if any(each.of_torchrec for each in facts.tables):
         name = "hybrid_parallel: TorchRec's fused optimizer moves in the backward the rows that were read"
         lines = (
             "from torchrec_ext import OptimizerConfig, hybrid_parallel",
             "model, optimizer = hybrid_parallel(model, runtime, optimizer=OptimizerConfig(tables='row_wise_adagrad'))",
         )
-        remedies[1:] = [Remedy(name=name, changes=Change.OTHER, lines=lines)]
+        remedies = [Remedy(name=name, changes=Change.OTHER, lines=lines)]
     title = "the optimizer sweeps rows that the step never read"
     return finding_of(
         facts,
         "untouched_rows",
         title,
         evidence,
-        remedies,
+        [*_adopted(facts, adopted), *remedies],
         partial(swept_seconds, facts),
     )
+
+
+def _adopted(facts: Facts, name: str) -> list[Remedy]:
+    """Returns adopt as a remedy; none if it refuses the step."""
+    if "captured" in facts.not_measured:
+        return []
+    if facts.batch_shapes < _RAGGED:
+        return [Remedy(name=name, changes=Change.ROUNDING, lines=ADOPT)]
+    name = (
+        "adopt, once lists are padded to (B, L): it captures a step for one number of ids, and these batches have "
+        "another each time"
+    )
+    return [Remedy(name=name, changes=Change.ROUNDING)]
 
 
 def launches(facts: Facts) -> Finding | None:
@@ -212,12 +230,13 @@ def launches(facts: Facts) -> Finding | None:
     ]
     if facts.op_lines:
         evidence.append(f"most ops: {_first_lines(facts.op_lines)}")
+    adopted = "adopt: the step captured, by turns beside yours with capture=True"
+    larger = Remedy(
+        name="larger batches, which take as many ops; on several ranks LocalSGD, or fewer ranks (docs/parallel.md)",
+        changes=Change.OTHER,
+    )
     remedies = [
-        Remedy(
-            name="adopt: the step captured, by turns beside yours with capture=True",
-            changes=Change.ROUNDING,
-            lines=ADOPT,
-        ),
+        *(_adopted(facts, adopted) or [larger]),
         Remedy(
             name="one op on stacked tensors in place of a loop over them",
             changes=Change.ROUNDING,

@@ -83,7 +83,7 @@ def module_line(model: nn.Module, path: str) -> str:
         file = inspect.getsourcefile(kind)
     except (OSError, TypeError):
         return f"'{path}'"
-    if kind.__module__.startswith("torch."):
+    if kind.__module__.startswith(("torch.", "torchrec.")):
         return f"'{path}'"
     pattern = re.compile(rf"self\.{re.escape(name)}\b")
     # The line of the class itself, if it sets the attribute by another name.

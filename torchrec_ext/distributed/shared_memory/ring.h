@@ -35,7 +35,7 @@ constexpr size_t kLine = 64;            // bytes of a cache line
 constexpr size_t kSlots = 16;           // of a ring
 constexpr size_t kContent = 128 << 10;  // bytes of a slot: a ring of 2 MiB stays in the cache
 constexpr milliseconds kNap{50}, kHelp{5};
-
+constexpr std::chrono::microseconds kSpin{30};  // before a sleep, which costs as much
 using Call = std::array<char, 48>;  // what all ranks must pass alike to a collective, in words
 struct Bytes { char* at = nullptr; size_t count = 0; };
 
@@ -159,8 +159,7 @@ class Group {
     }
   }
 
-  // Returns once a collective has ended, which it does by the group's time-out, or by `limit` if that is not 0. It
-  // sleeps at once: whoever spins takes time from the very peer that it waits for.
+  // Returns once a collective has ended, which it does by the group's time-out, or by `limit` if that is not 0.
   void wait(const Collective& c, milliseconds limit = milliseconds(0)) {
     if (limit.count() <= 0) limit = timeout.load();
     auto start = Clock::now();
@@ -169,6 +168,7 @@ class Group {
     while (forks_ == forks) {
       progress();
       if (c.state != Collective::kUnderWay) return;
+      if (Clock::now() - start < kSpin) continue;
       if (Clock::now() - start > limit) fail("timed out after " + to_string(limit.count()) + " ms");
       desk.sleepers.fetch_add(1);
       uint32_t bell = desk.bell.load();
