@@ -316,6 +316,8 @@ def test_a_user_who_is_named_by_id_is_the_whole_raw_row_without_what_was_taken(
         scorer.score(
             ScoreRequest(user={"who": "stranger", "seen_at": now}, items=items)
         )
+    with pytest.raises(RequestError, match=r"history_times, age; .* is not stored"):
+        scorer.score(ScoreRequest(user={"who": "stranger"}, items=items))
 
 
 def test_columns_become_towers_by_their_owners(folder: Path) -> None:
