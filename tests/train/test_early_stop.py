@@ -96,7 +96,7 @@ def stopped(runtime: Runtime) -> Any:
         evaluate=lambda: {"auc": next(figures)},
     )
     unequal = {"rows_per_s": 0, "data_wait": 0, "ranks_wait": 0, "auc": 0}
-    return [{**record, **unequal} for record in history], loader.prefetch
+    return [{**record, **unequal} for record in history], loader.epochs
 
 
 def test_all_ranks_end_at_the_same_step_by_the_figures_of_rank_0() -> None:
