@@ -169,15 +169,10 @@ class _AsUnsharded:
     before_backward: Callable[[Tensor], None] | None = None
     _keys: list[str] | None = None
 
-    def input_dist(
-        self, ctx: Any, features: KeyedJaggedTensor | TensorDict
-    ) -> Awaitable[Awaitable[KJTList]]:
-        """Starts TorchRec's input dist, which remembers the places of the first batch's keys."""
-        return super().input_dist(ctx, self._with_same_keys(features))  # type: ignore[misc]
-
     def _with_same_keys(
         self, features: KeyedJaggedTensor | TensorDict
     ) -> KeyedJaggedTensor:
+        """Returns a batch with the keys of the first one, whose places TorchRec's input dist remembers."""
         features = maybe_td_to_kjt(features)
         keys = features.keys()
         if self._keys is None:
@@ -333,6 +328,12 @@ class ShardedSequences(_AsUnsharded, ShardedEmbeddingCollection):
     TorchRec returns a dict in the order of the plan, so a loop over its values would mean other features under another
     plan.
     """
+
+    def input_dist(
+        self, ctx: Any, features: KeyedJaggedTensor | TensorDict
+    ) -> Awaitable[Awaitable[KJTList]]:
+        """Starts TorchRec's input dist."""
+        return super().input_dist(ctx, self._with_same_keys(features))
 
     def _as_unsharded(self, rows: Any, ctx: Any) -> Any:
         rows.callbacks.append(self._ordered)
