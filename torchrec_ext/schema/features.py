@@ -60,9 +60,9 @@ class SparseFeature:
         remedy = "fix the data"
         # Ids with gaps, such as hashes, and not a few that came later.
         if rows > 2 * self.num_embeddings:
-            remedy += ", map ids to rows by rec.data.preprocess"
+            remedy = "map ids to rows by rec.data.preprocess"
         elif rows > self.num_embeddings:
-            remedy += f", set num_embeddings={rows}"
+            remedy = f"set num_embeddings={rows}"
         return (
             f"{where}, column '{self.name}': id {int(ids[0])} is outside table {self.readers} (0 to "
             f"{self.num_embeddings - 1}; {len(ids)} such ids); {remedy}, or set out_of_range='oov'"

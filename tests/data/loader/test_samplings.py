@@ -112,6 +112,16 @@ def test_samplers_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(value)):
             make(given, sampler)
+    with pytest.raises(
+        ValueError, match=r"negatives=4 with shared=item_id, kind: each"
+    ):
+        ChunkLoader(
+            rows,
+            schema_of(TABLES, ("row",), shared=("item_id", "kind")),
+            config=LoaderConfig(),
+            items=ITEM_TABLE,
+            negatives=uniform,
+        )
     with pytest.raises(ValueError, match="MixedNegatives without items"):
         make(config, mixed, None)
     with pytest.raises(ValueError, match=r"device=cpu with loader\.sampling='mixed'"):

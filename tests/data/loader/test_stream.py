@@ -235,14 +235,14 @@ def test_rows_in_order_are_read_where_a_rank_has_some(
     folder: Path, monkeypatch: pytest.MonkeyPatch, weight: str | None, sizes: list[int]
 ) -> None:
     source, asked = parquet(folder, sizes), Counter[int]()
-    checked = BlockLayout.checked
+    each = BlockLayout.each
 
-    def counted(layout: BlockLayout, group: RowGroup, chunk: Chunk) -> Any:
+    def counted(layout: BlockLayout, group: RowGroup, columns: Any) -> Any:
         if layout.features:
-            asked[rank] += chunk.num_rows
-        return checked(layout, group, chunk)
+            asked[rank] += group.rows
+        return each(layout, group, columns)
 
-    monkeypatch.setattr(BlockLayout, "checked", counted)
+    monkeypatch.setattr(BlockLayout, "each", counted)
     options = {
         "batch_size": 64,
         "lanes": 1,
@@ -400,7 +400,7 @@ def test_a_state_of_other_files_or_lanes_is_refused(folder: Path) -> None:
     ).state_dict()
     with pytest.raises(
         ValueError,
-        match=r"cannot resume .*: row_groups was '\w+' and is '\w+', content was .*; r",
+        match=r"cannot resume .*: its rows were others, 60, and 60 now; put the files",
     ):
         loader_of(
             parquet(folder / "b", [20, 40]), lanes=2, buffer_rows=60
@@ -452,7 +452,8 @@ def test_a_state_of_rewritten_rows_is_refused_and_an_older_state_is_not(
         write_page_checksum=True,
     )
     with pytest.raises(
-        ValueError, match=r"cannot resume .*: content was '\w+' and is '\w+'; restore"
+        ValueError,
+        match=r"cannot resume .*: its rows were others, \d+, and \d+ now; put",
     ):
         loader().load_state_dict(state)
     older = {

@@ -25,7 +25,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from torchrec_ext.data.columns import Chunk, with_elements
+from torchrec_ext.data.columns import Chunk, Column, with_elements
 from torchrec_ext.data.files.arrow import Kind, as_column, kind_of
 from torchrec_ext.data.files.arrow import RowGroup as RowGroup
 from torchrec_ext.schema import DataError
@@ -48,6 +48,8 @@ _FOOTERS_AT_ONCE = 8
 # request takes longer to answer.
 _AHEAD = 1 << 16
 _AHEAD_REMOTE = 1 << 20
+# Rows of a group whose columns are decoded one by one: of fewer rows all columns fit the cache.
+_ALONE = 1 << 15
 # Parsed footers that are held. A set of more files parses them anew for each row group
 # rather than fill the memory.
 _FOOTER_LIMIT = 64
@@ -340,6 +342,28 @@ class ParquetSource:
         """
         return self._chunk(group, names, lambda stored: self._group(group, stored))
 
+    def columns_of(
+        self, group: RowGroup, names: Sequence[str]
+    ) -> Iterator[tuple[str, Column]]:
+        """Yields what :meth:`read` returns, a column at a time: whoever goes on with it finds it in the cache.
+
+        Raises:
+            DataError: see :meth:`read`.
+        """
+        file = self.files[group.file]
+        # Each column has a call, or a request, of its own.
+        if file.remote or group.rows < _ALONE:
+            yield from self.read(group, names).items()
+            return
+        with self._file(file) as opened:
+
+            def decoded(stored: list[str]) -> pa.Table:
+                return opened.read_row_group(group.number, stored, use_threads=False)
+
+            for column in dict.fromkeys(map(self._column, names)):
+                of_column = [name for name in names if self._column(name) == column]
+                yield from self._chunk(group, of_column, decoded).items()
+
     def table(self, group: RowGroup, names: Sequence[str]) -> pa.Table:
         """Reads the columns ``names`` of one group as they stand, with their nulls.
 
@@ -424,7 +448,8 @@ class ParquetSource:
                     where += f", column '{name}'"
                     break
             raise DataError(
-                f"{where} cannot be read: the file is damaged, cut or gone; copy or write it again ({error})"
+                f"{where} cannot be read: the file is damaged, cut or gone; copy or write it again "
+                f"({str(error).splitlines()[0][:60]})"
             ) from error
 
     def _readable(self, group: RowGroup, name: str) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -140,29 +140,39 @@ class BlockLayout:
         self, group: RowGroup, chunk: Chunk
     ) -> tuple[dict[str, Column], dict[str, Array]]:
         """Checks the rows of a group or of a part of one; returns ids (int64) by name and floats (float32) by name."""
-        self._check_kinds(group, chunk)
-        ids = {
-            name: self._ids(group, name, chunk[name], feature)
-            for name, feature in self.features.items()
-        }
-        return ids, {
-            name: self._numbers(group, name, chunk[name]) for name in self.floats
-        }
+        ids: dict[str, Column] = {}
+        floats: dict[str, Array] = {}
+        columns = ((name, chunk[name]) for name in self.names)
+        for name, is_ids, column in self.each(group, columns):
+            if is_ids:
+                ids[name] = column
+            else:
+                floats[name] = column.values
+        return ids, floats
 
-    def _check_kinds(self, group: RowGroup, chunk: Chunk) -> None:
-        """Refuses columns in memory of another kind, which files are asked for before they are read."""
-        for names, kinds, what in (
-            (self.features, "iu", "whole numbers"),
-            (self.floats, "iufb", "one number in each row"),
-        ):
-            for name in names:
-                column = chunk[name]
-                is_list = column.ragged and names is self.floats
-                if column.pool.dtype.kind not in kinds or is_list:
-                    kind = "lists" if is_list else column.pool.dtype
-                    raise DataError(
-                        f"{group.name}, column '{name}': is {kind}, must be {what}; convert it where it is written"
-                    )
+    def each(
+        self, group: RowGroup, columns: Iterable[tuple[str, Column]]
+    ) -> Iterator[tuple[str, bool, Column]]:
+        """Yields each column as ids (int64), if it is one, and as numbers (float32), checked; ``True`` tells ids."""
+        for name, column in columns:
+            if name in self.features:
+                self._check_kind(group, name, column, "iu", "whole numbers")
+                yield name, True, self._ids(group, name, column, self.features[name])
+            if name in self.floats:
+                kinds = "" if column.ragged else "iufb"
+                rule = "one number in each row"
+                self._check_kind(group, name, column, kinds, rule)
+                yield name, False, Column(self._numbers(group, name, column))
+
+    def _check_kind(
+        self, group: RowGroup, name: str, column: Column, kinds: str, rule: str
+    ) -> None:
+        """Refuses a column in memory of another kind, which files are asked for before they are read."""
+        if column.pool.dtype.kind not in kinds:
+            kind = column.pool.dtype if kinds else "lists"
+            raise DataError(
+                f"{group.name}, column '{name}': is {kind}, must be {rule}; convert it where it is written"
+            )
 
     def _numbers(self, group: RowGroup, name: str, column: Column) -> Float32:
         floats = _finite(group, name, column)

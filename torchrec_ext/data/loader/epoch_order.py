@@ -139,14 +139,23 @@ class StreamPlan:
     @cached_property
     def lane_ends(self) -> list[int]:
         """The S + 1 boundaries of the lanes in the sequence of all rows, in proportion to their slots."""
-        whole, rest = divmod(self.num_rows, self.batch_size)
-        if self.drop_last:
-            rest = 0
-        # Of the last step, which is not full, each lane has its share, rounded down as
-        # Share.part() rounds a rank's.
+        whole = self.num_rows // self.batch_size
+        rest = [0] * len(self.lane_slots) if self.drop_last else self._last_slots
         return [
-            whole * slot + slot * rest // self.batch_size for slot in self.lane_slots
+            whole * slot + more
+            for slot, more in zip(self.lane_slots, rest, strict=True)
         ]
+
+    @cached_property
+    def _last_slots(self) -> list[int]:
+        """The boundaries of the lanes' slots in a step of the rows that are left: each lane has its share of them."""
+        rest = self.num_rows % self.batch_size
+        return [slot * rest // self.batch_size for slot in self.lane_slots]
+
+    def slots_of(self, step: int) -> list[int]:
+        """The boundaries of the lanes' slots in a step: fewer in the last one if it is not full."""
+        is_full = (step + 1) * self.batch_size <= self.num_rows
+        return self.lane_slots if is_full else self._last_slots
 
     def permutation(self, epoch: int, block: Block) -> Int64 | None:
         """Returns the order of a block's rows; None without shuffle."""
@@ -190,53 +199,65 @@ class StreamPlan:
             world_size: R.
             everyone: yield the rows of all ranks.
         """
-        low, high = self.slots(rank, world_size)
+        slots = self.slots_of(step)
         # A rank that needs its own rows alone does not look at the other lanes, of
         # which there may be hundreds.
         lane_numbers = (
-            range(self.num_lanes) if everyone else self.lanes_of(rank, world_size)
+            range(self.num_lanes) if everyone else self.lanes_of(rank, world_size, step)
         )
         for lane in lane_numbers:
-            first = self.lane_slots[lane]
-            last = self.lane_slots[lane + 1]
+            low, high = self._part(lane, step, rank, world_size)
             # This rank's slots in the lane, and the others' before and after them.
-            cuts = sorted(
-                {first, min(max(low, first), last), min(max(high, first), last), last}
-            )
+            cuts = sorted({0, low, high, slots[lane + 1] - slots[lane]})
             for start, stop in pairwise(cuts):
                 mine = low <= start < high
                 if mine or everyone:
-                    # From slots of the batch to rows of the lane, of which each step
-                    # takes (last - first).
-                    shift = step * (last - first) - first
-                    yield from _cut(lanes[lane], start + shift, stop + shift, mine)
+                    first = self._first_row(lane, step)
+                    yield from _cut(lanes[lane], first + start, first + stop, mine)
 
-    def lanes_of(self, rank: int, world_size: int) -> range:
-        """Returns the lanes with slots of a rank."""
-        low, high = self.slots(rank, world_size)
+    def lanes_of(self, rank: int, world_size: int, step: int = 0) -> range:
+        """Returns the lanes with slots of a rank in a step."""
+        low, high = self.slots(rank, world_size, step)
         # A rank without a slot, as there are with more ranks than rows in a batch.
         if low == high:
             return range(0)
-        return range(
-            bisect_right(self.lane_slots, low) - 1, bisect_left(self.lane_slots, high)
-        )
+        slots = self.slots_of(step)
+        return range(bisect_right(slots, low) - 1, bisect_left(slots, high))
 
     def reads(self, block: Block, rank: int, world_size: int) -> bool:
         """Says whether a rank has rows of a block in some step of the epoch."""
-        low, high = self.slots(rank, world_size)
-        first = self.lane_slots[block.lane]
-        last = self.lane_slots[block.lane + 1]
-        low = max(low, first) - first
-        high = min(high, last) - first
-        # The first step whose rows end behind the block's start.
-        step = max(0, (block.start - high) // (last - first) + 1)
-        return low < high and step * (last - first) + low < block.stop
+        last = self.steps - 1
+        _, high = self._part(block.lane, 0, rank, world_size)
+        width = self._first_row(block.lane, 1)
+        # The first step whose rows end behind the block's start; the last one may have other slots.
+        step = max(0, (block.start - high) // width + 1)
+        for each in (min(step, last), last):
+            first = self._first_row(block.lane, each)
+            low, high = self._part(block.lane, each, rank, world_size)
+            if low < high and block.start < first + high and first + low < block.stop:
+                return True
+        return False
 
-    def slots(self, rank: int, world_size: int) -> tuple[int, int]:
-        """Returns the first slot of a rank in each batch, and the slot after its last."""
-        return rank * self.batch_size // world_size, (
-            rank + 1
-        ) * self.batch_size // world_size
+    def slots(self, rank: int, world_size: int, step: int = 0) -> tuple[int, int]:
+        """Returns the first slot of a rank in a step, and the slot after its last: as many as for rows in memory."""
+        slots = self.slots_of(step)
+        # A rank with a lane of its own stays in it.
+        if self.num_lanes == world_size:
+            return slots[rank], slots[rank + 1]
+        rows = slots[-1]
+        return rank * rows // world_size, (rank + 1) * rows // world_size
+
+    def _part(
+        self, lane: int, step: int, rank: int, world_size: int
+    ) -> tuple[int, int]:
+        """Returns a rank's slots in a step among those of a lane."""
+        first, last = self.slots_of(step)[lane : lane + 2]
+        low, high = self.slots(rank, world_size, step)
+        return min(max(low, first), last) - first, min(max(high, first), last) - first
+
+    def _first_row(self, lane: int, step: int) -> int:
+        """Returns the row of a lane that a step begins with."""
+        return step * (self.lane_slots[lane + 1] - self.lane_slots[lane])
 
     def _random(self, *key: int) -> np.random.Generator:
         return np.random.Generator(np.random.PCG64([self.seed, *key]))

@@ -14,15 +14,16 @@ import functools
 import hashlib
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import chain, tee
 from typing import Any
 
 import numpy as np
 import torch
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.columns import Array, Chunk, Column, Float32, Int64, concatenate
+from torchrec_ext.data.columns import Array, Chunk, Column, Int64, concatenate
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.batch import Answers, as_tensor, assemble
 from torchrec_ext.data.loader.blocks import (
@@ -30,7 +31,6 @@ from torchrec_ext.data.loader.blocks import (
     BlockRows,
     Memory,
     Slice,
-    Vectors,
     gathered,
     places_in_source,
     summed_weights,
@@ -68,17 +68,20 @@ class LaneReader:
         # none.
         self._next = (-1, 0)
 
-    def read(self, segment: Segment) -> tuple[dict[str, Column], dict[str, Float32]]:
-        """Reads the ids and the floats of a segment, see :meth:`BlockLayout.checked`."""
+    def read(self, segment: Segment) -> Iterator[tuple[str, bool, Column]]:
+        """Yields the columns of a segment as they are decoded, see :meth:`BlockLayout.each`."""
         group = self._source.groups[segment.group]
+        names = self.layout.names
         first = 0
-        if group.rows <= self._part_rows:
-            chunk = self._source.read(group, self.layout.names)
+        rows = group.rows
+        columns: Iterable[tuple[str, Column]]
+        if rows <= self._part_rows:
+            columns = self._source.columns_of(group, names)
         else:
             open_group, row = self._next
             if open_group != segment.group or row > segment.start:
                 self._parts = self._source.parts(
-                    group, self.layout.names, segment.start, self._part_rows
+                    group, names, segment.start, self._part_rows
                 )
                 row = segment.start
             # Skips other ranks' parts: to begin anew would decode all that lies before
@@ -86,36 +89,24 @@ class LaneReader:
             while row < segment.start:
                 row += next(self._parts).num_rows
             chunk = next(self._parts)
+            columns = chunk.items()
             first = segment.start
-            self._next = (segment.group, first + chunk.num_rows)
-        ids, floats = self.layout.checked(
-            dataclasses.replace(group, first=first, rows=chunk.num_rows), chunk
-        )
-        # A lane may begin or end inside of what was read.
-        if segment.stop - segment.start < chunk.num_rows:
-            start = segment.start - first
-            stop = segment.stop - first
-            ids = {name: column.slice(start, stop) for name, column in ids.items()}
-            floats = {name: values[start:stop] for name, values in floats.items()}
-        return ids, floats
+            rows = chunk.num_rows
+            self._next = (segment.group, first + rows)
+        part = dataclasses.replace(group, first=first, rows=rows)
+        for name, is_ids, column in self.layout.each(part, columns):
+            # A lane may begin or end inside of what was read.
+            if segment.stop - segment.start < rows:
+                column = column.slice(segment.start - first, segment.stop - first)
+            yield name, is_ids, column
 
 
-def _shuffled_vectors(
-    vectors: list[Array],
-    dtype: type[np.generic],
-    order: Int64 | None,
-    memory: Memory,
-    buffers: list[Array],
-) -> Vectors:
+def _shuffled(values: Array, order: Int64 | None, out: Array) -> Array:
     if order is None:
-        return vectors
-    matrix, buffer = memory.take(len(vectors), len(order), np.dtype(dtype))
-    buffers.append(buffer)
-    for column, out in zip(vectors, matrix, strict=True):
-        # A mode other than "raise" lets numpy write to `out` without a copy in between;
-        # the order has no place to clip.
-        np.take(column, order, out=out, mode="clip")
-    return matrix
+        return values
+    # A mode other than "raise" lets numpy write to `out` without a copy in between; the
+    # order has no place to clip.
+    return np.take(values, order, out=out, mode="clip")
 
 
 def _shuffled_column(column: Column, order: Int64 | None) -> Column:
@@ -275,12 +266,12 @@ class StreamedRows:
         self, epoch: int, start: int
     ) -> Iterator[tuple[list[Slice], list[Slice]]]:
         """Yields the rows of each step, this rank's and those of all ranks, of whom others' may hold weights alone."""
-        lanes = self._plan.blocks(epoch)
         memory = Memory()
-        blocks = self._load(epoch, start, memory)
+        # What is read ahead is some steps before what is handed out.
+        ahead, steps = tee(self._pieces(epoch, start))
+        blocks = self._load(_blocks_of(ahead), epoch, memory)
         loaded_blocks: dict[tuple[int, int], BlockRows] = {}
-        for step in range(start, self._plan.steps):
-            pieces = self._pieces(lanes, step)
+        for pieces in steps:
             keys = dict.fromkeys(
                 (piece.block.lane, piece.block.number) for piece in pieces
             )
@@ -301,18 +292,22 @@ class StreamedRows:
                     local.append(slices[-1])
             yield local, slices
 
-    def _pieces(self, lanes: list[list[Block]], step: int) -> list[Piece]:
-        return list(
-            self._plan.pieces(
+    def _pieces(self, epoch: int, start: int) -> Iterator[list[Piece]]:
+        """Yields the pieces of blocks that each step from ``start`` on takes."""
+        lanes = self._plan.blocks(epoch)
+        for step in range(start, self._plan.steps):
+            pieces = self._plan.pieces(
                 lanes,
                 step,
                 self._share.rank,
                 self._share.world_size,
                 everyone=self._config.weight is not None,
             )
-        )
+            yield list(pieces)
 
-    def _load(self, epoch: int, start: int, memory: Memory) -> Iterator[BlockRows]:
+    def _load(
+        self, blocks: Iterator[Block], epoch: int, memory: Memory
+    ) -> Iterator[BlockRows]:
         """Yields each block once, in the order of its first use, while ``read_ahead`` of the next are read.
 
         By as many threads: Arrow decodes two row groups on two cores twice as fast as one, and the columns of one only
@@ -325,7 +320,7 @@ class StreamedRows:
         threads = ThreadPoolExecutor(max(read_ahead, 1), "torchrec_ext-read")
         ahead: deque[Future[BlockRows]] = deque()
         try:
-            for block in self._in_order(epoch, start):
+            for block in blocks:
                 # Blocks of other ranks are read for their weights alone, by readers of
                 # their own.
                 mine = self._plan.reads(block, self._share.rank, self._share.world_size)
@@ -355,47 +350,55 @@ class StreamedRows:
     def _load_block(
         self, lane: LaneReader, block: Block, epoch: int, memory: Memory
     ) -> BlockRows:
-        """Reads, checks and shuffles a block; its shuffled columns are written to matrices of ``memory``."""
+        """Reads, checks and shuffles a block, column by column; shuffled ones are written to matrices of ``memory``."""
         order = self._plan.permutation(epoch, block)
-        parts = [lane.read(segment) for segment in block.segments]
+        layout = lane.layout
+        firsts = self._firsts
         numbers = np.concatenate(
             [
-                np.arange(start, stop) + self._firsts[group]
+                np.arange(start, stop) + firsts[group]
                 for group, start, stop in block.segments
             ]
         )
+        # Without a shuffle the columns are views of Arrow's memory.
+        rows = 0
         if order is not None:
             numbers = numbers.take(order)
-        scalars = []
+            rows = len(order)
+        ids_out, of_ids = memory.take(len(layout.features), rows, np.dtype(np.int64))
+        out, of_floats = memory.take(len(layout.floats), rows, np.dtype(np.float32))
+        scalars: list[Array] = []
         ragged = {}
-        for name in lane.layout.ids:
-            column = concatenate([ids[name] for ids, _ in parts])
-            if column.ragged:
+        floats = {}
+        places = {name: place for place, name in enumerate(layout.floats)}
+        readers = [lane.read(segment) for segment in block.segments]
+        for pieces in zip(*readers, strict=True):
+            name, is_ids, _ = pieces[0]
+            column = concatenate([piece for _, _, piece in pieces])
+            if not is_ids:
+                floats[name] = _shuffled(column.values, order, out[places[name]])
+            elif column.ragged:
                 ragged[name] = _shuffled_column(column, order)
             else:
-                scalars.append(column.values)
-        vectors = []
-        for name in lane.layout.floats:
-            arrays = [floats[name] for _, floats in parts]
-            # One segment is not copied.
-            vectors.append(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
-        buffers: list[Array] = []
+                row = ids_out[len(scalars)]
+                scalars.append(_shuffled(column.values, order, row))
+        vectors = [floats[name] for name in layout.floats]
         return BlockRows(
-            _shuffled_vectors(scalars, np.int64, order, memory, buffers),
+            scalars if order is None else ids_out[: len(scalars)],
             ragged,
-            _shuffled_vectors(vectors, np.float32, order, memory, buffers),
-            lane.layout.floats,
+            vectors if order is None else out,
+            layout.floats,
             numbers,
-            buffers,
+            [of_ids, of_floats],
         )
 
-    def _in_order(self, epoch: int, start: int) -> Iterator[Block]:
-        lanes = self._plan.blocks(epoch)
-        last: dict[int, int] = {}
-        for step in range(start, self._plan.steps):
-            for piece in self._pieces(lanes, step):
-                block = piece.block
-                # Not one that was loaded for an earlier step or piece.
-                if last.get(block.lane, -1) < block.number:
-                    last[block.lane] = block.number
-                    yield block
+
+def _blocks_of(steps: Iterator[list[Piece]]) -> Iterator[Block]:
+    """Yields the blocks of some steps in the order of their first use."""
+    last: dict[int, int] = {}
+    for piece in chain.from_iterable(steps):
+        block = piece.block
+        # Not one that was loaded for an earlier step or piece.
+        if last.get(block.lane, -1) < block.number:
+            last[block.lane] = block.number
+            yield block

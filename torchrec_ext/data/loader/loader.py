@@ -41,6 +41,7 @@ from torchrec_ext.data.order import Share
 from torchrec_ext.data.prepared import Prepared, with_next
 from torchrec_ext.drawn import DrawnStep
 from torchrec_ext.schema import BatchSchema, DataError
+from torchrec_ext.schema.validation import listed
 
 Sampler = Negatives | MixedNegatives | CatalogueCandidates
 
@@ -76,12 +77,24 @@ def training_negatives(data: Prepared, config: LoaderConfig) -> Sampler | None:
     )
 
 
-def _check(config: LoaderConfig, sampler: Sampler | None, *, has_items: bool) -> None:
+def _check(
+    config: LoaderConfig,
+    sampler: Sampler | None,
+    schema: BatchSchema,
+    items: Chunk | None,
+) -> None:
     """Refuses a sampler that does not fit the settings.
 
     Raises:
         ValueError: it is missing, or its batches would be others.
     """
+    has_items = items is not None
+    in_shared = sorted({*schema.shared} & {*(items or ())})
+    if config.negatives and in_shared:
+        raise ValueError(
+            f"loader.negatives={config.negatives} with shared={listed(in_shared)}: each drawn item has columns of its "
+            "own; share the user's columns, or set loader.negatives=0"
+        )
     shared = isinstance(sampler, MixedNegatives | CatalogueCandidates)
     if shared and not has_items:
         raise ValueError(
@@ -224,8 +237,8 @@ _STREAM_SETTINGS = (
     "drop_last",
     "seed",
 )
-
-
+# Facts of the rows themselves.
+_ROWS = {"rows", "row_groups", "content"}
 _AHEAD_ON_GPU = 2
 
 
@@ -287,7 +300,7 @@ class ChunkLoader:
     ) -> None:
         share = Share(rank=rank, world_size=world_size)
         if sessions is None:
-            _check(config, negatives, has_items=items is not None)
+            _check(config, negatives, schema, items)
         device = device or config.device
         self.sessions = sessions
         # Of files an array column becomes columns of one number where a row group is
@@ -476,18 +489,25 @@ class ChunkLoader:
         if isinstance(self._rows, StreamedRows):
             self._rows.follow(state["stream"])
         stream = self.stream_facts()
-        changes = []
         # Facts that the state lacks are not compared: it may come from an earlier
         # version.
-        for name, value in state["stream"].items():
-            if value != stream.get(name):
-                changes.append(f"{name} was {value!r} and is {stream.get(name)!r}")
-        if changes:
-            raise ValueError(
-                f"cannot resume in the middle of an epoch: {', '.join(changes)}; restore these settings, or begin a "
-                "new run with its weights (start.path)"
-            )
-        self._go_to(int(state["epoch"]), int(state["step"]))
+        then = dict(state["stream"])
+        changes = [name for name, value in then.items() if value != stream.get(name)]
+        if not changes:
+            self._go_to(int(state["epoch"]), int(state["step"]))
+            return
+        was = "; ".join(
+            f"{name} was {then[name]!r} and is {stream.get(name)!r}" for name in changes
+        )
+        remedy = "restore these settings"
+        # Of other rows the order differs too.
+        if not _ROWS.isdisjoint(changes):
+            was = f"its rows were others, {then['rows']:,}, and {stream['rows']:,} now"
+            remedy = "put the files back"
+        raise ValueError(
+            f"cannot resume in the middle of an epoch: {was[:90]}; {remedy}, or begin a new run with its weights "
+            "(start.path)"
+        )
 
     def stream_facts(self) -> dict[str, Any]:
         """Returns the settings and facts behind the stream of samples, without the epoch."""
