@@ -223,7 +223,7 @@ def plan_job(job: Job, model: nn.Module, runtime: Runtime) -> tuple[ShardingPlan
         batch_size=rows,
         constraints=constraints,
     )
-    text = explain(plan, model, runtime.world_size)
+    text = explain(plan, model, runtime.world_size, optimizer=job.optimizer)
     return plan, f"{text}\n{SMALL_NOTE}" if constraints else text
 
 

@@ -185,7 +185,8 @@ def test_constraints_of_torchrec_win() -> None:
 def plan_text(runtime: Runtime, sharding: str) -> str:
     model = small_model(META)
     plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
-    return explain(plan, model, runtime.world_size)
+    adam = OptimizerConfig(tables="adam")
+    return explain(plan, model, runtime.world_size, optimizer=adam)
 
 
 def test_explain_says_what_lies_where() -> None:
@@ -199,6 +200,9 @@ def test_explain_says_what_lies_where() -> None:
     assert replicated.count("every rank") == 3
     size = (101 + 50 + 50) * 16 * 4 / 1024**2
     assert f"rank 0: {size:.2f} MiB, rank 1: {size:.2f} MiB" in replicated
+    # Adam holds two numbers for each weight.
+    both = ", ".join(f"rank {rank}: {2 * size:.2f} MiB" for rank in (0, 1))
+    assert replicated.endswith(f"optimizer state on {both}")
 
 
 SMALL = SMALL_WEIGHTS // 16

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 
@@ -13,13 +12,21 @@ from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
+from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import OFF_THE_GPU
+from torchrec_ext.distributed.plan.storage import state_storage
 from torchrec_ext.distributed.tables import table_shardings, tables_of
 
 GB, MB = 1024**3, 1024**2
 
 
-def explain(plan: ShardingPlan, model: nn.Module, world_size: int) -> str:
+def explain(
+    plan: ShardingPlan,
+    model: nn.Module,
+    world_size: int,
+    *,
+    optimizer: OptimizerConfig | None = None,
+) -> str:
     """Shows a plan as a table: each table's size, its sharding type, which rank holds which shard, and sums per rank.
 
     Where a table has its rows in the host's memory, beside a GPU, the compute kernels are shown too.
@@ -28,6 +35,7 @@ def explain(plan: ShardingPlan, model: nn.Module, world_size: int) -> str:
         plan: sharding plan of :func:`plan_sharding` or TorchRec's planner.
         model: module that was planned, sharded since or not.
         world_size: R, the number of ranks.
+        optimizer: optimizers of the tables, whose state is summed up per rank, too.
     """
     headers = ["table", "rows x dim", "MiB", "sharding", "where"]
     planned = list(_planned(plan, model))
@@ -36,10 +44,15 @@ def explain(plan: ShardingPlan, model: nn.Module, world_size: int) -> str:
         headers.insert(4, "kernel")
     rows = []
     per_rank = [0.0] * world_size
+    states = [0.0] * world_size
+    choices = optimizer.for_tables(model) if optimizer else {}
     for table, sharding in planned:
-        where, weights = _placed(table, sharding, world_size)
-        for rank, count in weights.items():
-            per_rank[rank] += count * bytes_per_weight(table) / MB
+        where, shards = _placed(table, sharding, world_size)
+        for rank, shape in shards:
+            per_rank[rank] += math.prod(shape) * bytes_per_weight(table) / MB
+            if choices:
+                state = state_storage(choices[table.name], shape, "fused", "cpu")
+                states[rank] += state.ddr / MB
         size = f"{table.num_embeddings:,} x {table.embedding_dim}"
         row = [table.name, size, f"{table_bytes(table) / MB:.2f}"]
         row.append(sharding.sharding_type)
@@ -49,7 +62,10 @@ def explain(plan: ShardingPlan, model: nn.Module, world_size: int) -> str:
     if not rows:
         return "no table to shard: each rank holds all layers"
     readable = tabulate(rows, headers=headers, disable_numparse=True)
-    return f"{readable}\nweights on {', '.join(_by_rank(per_rank))}"
+    text = f"{readable}\nweights on {', '.join(_by_rank(per_rank))}"
+    if choices:
+        text += f"\noptimizer state on {', '.join(_by_rank(states))}"
+    return text
 
 
 def _by_rank(sizes: Sequence[float]) -> list[str]:
@@ -96,8 +112,8 @@ def _planned(
 
 def _placed(
     table: BaseEmbeddingConfig, sharding: ParameterSharding, world_size: int
-) -> tuple[str, Mapping[int, int]]:
-    """Returns where a table's shards are, in words, and how many of its weights each rank has."""
+) -> tuple[str, list[tuple[int, Sequence[int]]]]:
+    """Returns where a table's shards are, in words, and the rank and (rows, columns) of each."""
     spec = sharding.sharding_spec
     # A table that its ranks replicate has no shards, and a plan may leave out its ranks.
     if spec is None:
@@ -105,12 +121,13 @@ def _placed(
         where = "every rank"
         if len(ranks) < world_size:
             where = f"each of the ranks {', '.join(map(str, ranks))}"
-        return where, dict.fromkeys(ranks, table.num_embeddings * table.embedding_dim)
+        whole = (table.num_embeddings, table.embedding_dim)
+        return where, [(rank, whole) for rank in ranks]
     texts = []
-    weights: Counter[int] = Counter()
+    shards = []
     for shard in spec.shards:
         rank = shard.placement.rank()
-        weights[rank] += math.prod(shard.shard_sizes)
+        shards.append((rank, shard.shard_sizes))
         text = f"rank {rank}"
         row, column = shard.shard_offsets
         height, width = shard.shard_sizes
@@ -123,4 +140,4 @@ def _placed(
         texts.append(text)
     if len(texts) > 4:
         texts[4:] = [f"and {len(texts) - 4} more"]
-    return "; ".join(texts), weights
+    return "; ".join(texts), shards
