@@ -36,8 +36,17 @@ from harness import (
     row,
 )
 
-from torchrec_ext.data.preprocess import Categorify, Preprocessor
+from torchrec_ext.data.preprocess import (
+    Categorify,
+    FillMissing,
+    HashBucket,
+    Lists,
+    Normalize,
+    Preprocessor,
+)
 from torchrec_ext.data.preprocess.rows import connected
+from torchx_apps.jobs.preprocessing import run_preprocess
+from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
 
 MIN_COUNT = 2
 # Texts of the lengths and the skew of a click log: user, item, city, device, a hash.
@@ -133,15 +142,32 @@ APART = {
 }
 
 
+def steps_and_files(folder, con):
+    """What a recipe of `rec.data.preprocess` builds: the steps of all columns; the last file is for testing."""
+    ids = [f"c{number}" for number in range(26)]
+    steps = [Categorify(column=name, min_count=2, max_size=100_000) for name in ids]
+    for name in (f"d{number}" for number in range(13)):
+        steps += [FillMissing(column=name, statistic="mean"), Normalize(column=name)]
+    steps += [
+        Lists(column="history", max_length=20),
+        HashBucket(column="history", buckets=100_000),
+    ]
+    *train, test = sorted(folder.iterdir())
+    return Prepare(
+        preprocessor=Preprocessor(steps, keep=["label"]),
+        splits={"train": train, "test": test},
+        label="label",
+    )
+
+
 def preprocessed(folder, quick):
-    """Writes a raw log and preprocesses it by the command; returns the folder and its rows for training."""
+    """Writes a raw log and preprocesses it; returns the folder and its rows for training."""
     raw, out, rows = folder / "raw", folder / "rows", 2**14 if quick else 2**20
     raw.mkdir()
     for number in range(9):
         make(raw / f"part-{number}.parquet", rows, number / 10, wide=True)
-    app = ["-m", "torchx_apps.preprocess", "--recipe", "clicks", "--out", out]
-    where = [f"--config.folder={raw}", "--config.max_size=100000", "--memory=1500MB"]
-    output([sys.executable, *app, *where])
+    job = {"name": "clicks", "build": steps_and_files, "config": raw, "out": str(out)}
+    run_preprocess(PreprocessJob(**job, memory="1500MB"))
     return out, 8 * rows
 
 

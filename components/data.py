@@ -29,7 +29,7 @@ def preprocess(
 
     Args:
         args: flags of torchx_apps.preprocess, behind --, such as -- --out data/ready --config.min_count 5
-        recipe: a built-in recipe (clicks, ml_100k, taobao), my_recipe.py:job or my.module:job
+        recipe: a built-in recipe (ml_100k, taobao), my_recipe.py:job or my.module:job
         name: name of the job
         image: container image; local and Slurm schedulers use the current folder and environment instead
         h: a named resource, instead of cpu, gpu and memMB

@@ -17,7 +17,7 @@ COMPONENTS = {
     "rec.train.hybrid": "-j 2x4 --gpu 4 -- --train.seed 1",
     "rec.train.networks": "--max_retries 2 --vary train.seed 1 -- --run_dir grid",
     "rec.train.stream": "-- --data.folder /data/clicks",
-    "rec.data.preprocess": "--recipe clicks -- --out o",
+    "rec.data.preprocess": "--recipe taobao -- --out o",
     "rec.serve.export": "--run r",
     "rec.serve.embed": "--bundle b -- --out o --tower query",
     "rec.serve.http": "--bundle b -- --workers 2",

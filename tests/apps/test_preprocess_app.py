@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.files import read_parquet, summary
+from tests.small_sets import write_ml_100k
 from torchrec_ext.data.preprocess import (
     Categorify,
     FittedPreprocessor,
@@ -23,36 +24,7 @@ from torchx_apps.jobs import preprocessing
 from torchx_apps.preprocess import main
 from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
 
-SMALL = [
-    "--recipe",
-    "clicks",
-    "--config.categorical=2",
-    "--config.dense=1",
-]
-
-
 pytest.importorskip("duckdb", reason="needs the extra `data`")
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> Path:
-    rng = np.random.default_rng(0)
-    (tmp_path / "log").mkdir()
-    for number in range(2):
-        size = 500
-        columns = {
-            "c0": rng.integers(0, 9, size),
-            "c1": rng.integers(0, 300, size),
-            "d0": pa.array(
-                [None if k % 50 == 0 else float(k) for k in range(size)], pa.float32()
-            ),
-            "history": pa.array(
-                [list(range(k % 30)) for k in range(size)], pa.list_(pa.int64())
-            ),
-            "label": (rng.random(size) < 0.1).astype(np.float32),
-        }
-        pq.write_table(pa.table(columns), tmp_path / f"log/part-{number}.parquet")
-    return tmp_path / "log"
 
 
 @pytest.mark.unit
@@ -60,11 +32,11 @@ def log(tmp_path: Path) -> Path:
     ("flags", "message"),
     [
         (
-            ["--recipe", "click"],
-            "--recipe click: there is no such recipe; did you mean 'clicks'? Built in: clicks, ml_100k",
+            ["--recipe", "ml_100"],
+            "--recipe ml_100: there is no such recipe; did you mean 'ml_100k'? Built in: ml_100k, taobao",
         ),
         (
-            ["--recipe", "clicks", "--config.min_cuont", "1"],
+            ["--config.min_cuont", "1"],
             "did you mean --config.min_count?",
         ),
         (["--run_dir", "x"], "Unrecognized options: --run_dir, x"),
@@ -76,7 +48,7 @@ def log(tmp_path: Path) -> Path:
             ["--recipe", "my_recipe.py:job"],
             "--recipe my_recipe.py:job: there is no file my_recipe.py",
         ),
-        (["--recipe", "clicks"], "recipe clicks needs a log: --config.folder DIR"),
+        (["--recipe", "taobao"], "recipe taobao needs a log: --config.path UserBeh"),
         (
             ["--config.test_share", "2"],
             "config: config.test_share=2.0: must be between 0 and 1",
@@ -92,34 +64,32 @@ def test_mistakes_are_told_in_one_line(
     assert "Traceback" not in line
 
 
-def test_clicks_from_log_to_folder(
-    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_from_files_to_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "ready"
-    assert main([*SMALL, f"--config.folder={log}", "--out", str(out)]) == 0
+    flags = ["--config.history_length=5", "--config.min_count=16", f"--out={out}"]
+    flags.append(f"--config.folder={write_ml_100k(tmp_path)}/ml-100k")
+    assert main(flags) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"c1 +│ BIGINT +│ 0 +│ 299 ", shown)
-    assert re.search(r"test: 500 rows; unknown ids: .*c1 \d", shown)
-    assert "1,000 rows in " in shown
+    assert re.search(r"item_id +│ BIGINT +│ 1 +│ 40 ", shown)
+    assert re.search(r"test: 72 rows; unknown ids: .*item_id \d", shown)
+    assert "720 rows in " in shown
     told = summary(out)
-    assert told["rows"] == {"train": 500, "test": 500}
-    assert told["vocab"]["c0"] == 10
-    assert told["dense"] == ["d0"]
+    assert told["rows"] == {"train": 648, "test": 72}
+    assert told["dense"] == ["age"]
     made = read_parquet(out / "test/part-00000.parquet")
-    assert told["unknown"]["test"]["c1"] == np.mean(made["c1"].values == 0)
+    unknown = np.mean(made["item_id"].values == 0)
+    assert told["unknown"]["test"]["item_id"] == unknown > 0
     labels = told["labels"]["test"]
-    assert labels["total"] == 500
+    assert labels["total"] == 72
     assert labels["positives"]["label"]["of_all"] == made["label"].values.sum()
-    assert made["history"].lengths.max() == 20
+    assert made["history"].lengths.max() == 5
     fitted = FittedPreprocessor.load(out / "preprocessor")
-    assert {name: fitted.vocab[name] for name in ("c0", "c1", "history")} == told[
-        "vocab"
-    ]
-    assert main([*SMALL, f"--config.folder={log}", "--out", str(out)]) == 1
-    assert (
-        "ready: there is something already; choose another folder"
-        in capsys.readouterr().err
-    )
+    assert fitted.vocab == told["vocab"]
+    assert told["vocab"]["item_id"] == 1 + len(fitted.id_values["item_id"]) < 41
+    assert main(flags) == 1
+    assert "ready: there is something already; choose" in capsys.readouterr().err
 
 
 @pytest.mark.unit

@@ -24,7 +24,8 @@ from tests.settings import with_settings
 from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.prepared import Prepared, load_prepared
+from torchrec_ext.data.prepared import Prepared
+from torchrec_ext.data.sets import load_set
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle import Bundle
@@ -192,7 +193,7 @@ def trained(folder: Path) -> Path:
     out = folder.parent / "run"
     (run,) = run_ranks(ran, 1, job_of(folder, "export=require"), out)
     assert run.figures["auc"] > 0.8, run.output
-    data = load_prepared(DataConfig(name=str(folder)))
+    data = load_set(DataConfig(name=str(folder)), "labels")
     rows = held_out_rows(data, "test").num_rows
     repeats = summary(out)["repeats"]
     assert 0 < repeats < rows
@@ -321,7 +322,7 @@ def test_a_user_who_is_named_by_id_is_the_whole_raw_row_without_what_was_taken(
 
 
 def test_columns_become_towers_by_their_owners(folder: Path) -> None:
-    data = load_prepared(DataConfig(name=str(folder)))
+    data = load_set(DataConfig(name=str(folder)), "labels")
     assert data.towers == {
         "user": (("history", "user_id"), ("age", "user_age")),
         "context": (("seen_at_hour", "seen_at_weekday"), ()),
@@ -348,7 +349,7 @@ def test_columns_become_towers_by_their_owners(folder: Path) -> None:
 
 
 def test_the_catalogue_is_the_last_row_of_each_item(folder: Path) -> None:
-    data = load_prepared(DataConfig(name=str(folder)))
+    data = load_set(DataConfig(name=str(folder)), "labels")
     known, items = data.item_ids, data.items
     train = rows_of(folder, "train")
     ids = train["item_id"].values
@@ -437,7 +438,7 @@ def brute_force(data: Prepared, held_out: Chunk, scores: np.ndarray[Any, Any]) -
 
 
 def test_the_ranking_is_what_a_count_by_hand_gives(folder: Path) -> None:
-    data = load_prepared(DataConfig(name=str(folder), ranked=90))
+    data = load_set(DataConfig(name=str(folder), ranked=90), "labels")
     held_out = held_out_rows(data, "test")
     assert 45 <= held_out.num_rows <= 90, "evenly spread over all positives"
     assert held_out["clicked"].values.all()
@@ -518,7 +519,7 @@ def test_what_is_not_a_preprocessed_folder_is_refused_by_name(
     damage(ready)
 
     def read() -> None:
-        task = Task(load_prepared(DataConfig(name=str(ready))))
+        task = Task(load_set(DataConfig(name=str(ready)), "labels"))
         assert task.data.positives
         job = job_of(folder)
         schema = schema_of(job, task, build_model(job, task))
@@ -535,4 +536,4 @@ def test_a_log_without_a_label_is_told_so(log: Path, tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"ready: its rows have no label: .*it keeps importance"
     ):
-        load_prepared(DataConfig(name=str(out)))
+        load_set(DataConfig(name=str(out)), "labels")

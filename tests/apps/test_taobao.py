@@ -19,10 +19,12 @@ from tests.contracts import run_ranks
 from tests.files import summary
 from tests.settings import with_settings
 from torchrec_ext.data.config import DataConfig
-from torchrec_ext.data.planted import planted_log, planted_log_folder
-from torchrec_ext.data.prepared import Prepared, load_prepared
+from torchrec_ext.data.planted import planted_log, planted_log_set
+from torchrec_ext.data.prepare import write_set
+from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.data.preprocess.history import GAPS
 from torchrec_ext.data.preprocess.rows import connected
+from torchrec_ext.data.sets import load_set
 from torchrec_ext.schema import DataError
 from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.jobs.setup import build_model
@@ -172,7 +174,7 @@ def test_the_rows_are_those_that_a_count_by_hand_gives(
     made = rows_of(folder, split)
     raw = raw_rows(log, folder, split)
     past = clicks_of(log)
-    data = load_prepared(DataConfig(name=str(folder)))
+    data = load_set(DataConfig(name=str(folder)), "labels")
     items, categories = (
         {v: i + 1 for i, v in enumerate(s.values.to_pylist())}
         for _, s in data.preprocessor.pairs[1:3]
@@ -257,7 +259,7 @@ def test_without_drawn_rows_conversions_are_learned(
 ) -> None:
     pq.write_table(log, tmp_path / "log.parquet")
     made = prepared(tmp_path / "log.parquet", tmp_path / "ready", "config.negatives=0")
-    data = load_prepared(DataConfig(name=str(made)))
+    data = load_set(DataConfig(name=str(made)), "labels")
     assert (data.roles.label, list(data.roles.tasks)) == ("conversion", [])
     assert sum(source.num_rows for source in data.splits.values()) == sum(
         map(len, clicks_of(log).values())
@@ -351,8 +353,7 @@ def test_the_best_possible_prediction_is_nearly_reached(
     recipe: str, overrides: Sequence[str], sessions: bool, seeds: int, tmp_path: Path
 ) -> None:
     """With the recipe's own rates, from generated rows whose chances are known, in the mean of the seeds."""
-    (tmp_path / "known").mkdir()
-    best = planted_log_folder(tmp_path / "known", sessions=sessions)
+    best = planted_log_set(sessions=sessions).best
     figures = []
     for seed in range(seeds):
         job = with_settings(
@@ -375,8 +376,8 @@ def test_the_best_possible_prediction_is_nearly_reached(
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     out = tmp_path_factory.mktemp("planted")
-    planted_log_folder(out)
-    return load_prepared(DataConfig(name=str(out)))
+    write_set(out, planted_log_set())
+    return load_set(DataConfig(name=str(out)), "labels")
 
 
 def test_a_shorter_window_is_the_latest_steps_and_the_catalogue_is_ranked_where_asked(

@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("duckdb", reason="needs the extra `data`")
 
+from torchrec_ext.data.files.sources import read_columns
 from torchrec_ext.data.preprocess import Categorify, Preprocessor, read_csv
 from torchrec_ext.data.preprocess.rows import connected
 from torchrec_ext.schema import DataError
@@ -50,7 +51,7 @@ def prepare(tmp_path: Path, rows: dict[str, list[Any]], *, by_sql: bool) -> None
     run_preprocess(PreprocessJob(name="own", build=build, out=str(tmp_path / "out")))
 
 
-PREPARED: dict[str, tuple[str, list[Any], bool, str]] = {
+PREPARED: dict[str, tuple[str, Any, bool, str]] = {
     "a label": (
         "label",
         [0.0, 2.0, 3.0, 1.0],
@@ -75,6 +76,24 @@ PREPARED: dict[str, tuple[str, list[Any], bool, str]] = {
         True,
         r"column 'item', row 2: 'b\\x00', in 1 rows",
     ),
+    "a label of text": (
+        "label",
+        ["0", "1", "x", "1"],
+        True,
+        r"^split 'test': the relation: column 'label' is string, in training it is float64",
+    ),
+    "another type": (
+        "city",
+        [1, 2, 3, 4],
+        False,
+        r"^split 'test': .*test\.parquet: column 'city' is int64, in training it is str",
+    ),
+    "no UTF-8": (
+        "city",
+        pa.array([b"x", b"y", b"\xfc", b"x"]).view(pa.string()),
+        False,
+        r"test\.parquet: row group 0, column 'city', row 2: the text is no UTF-8",
+    ),
     "a line break": (
         "city",
         ["x", "y\n7,u", "y", "x"],
@@ -93,11 +112,83 @@ def test_preprocessing_refuses(fault: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+SQL = {
+    "a split without rows": (
+        "SELECT 1 AS city WHERE false",
+        r"^split 'train' has no rows; give it at least one$",
+    ),
+    "types are mixed": (
+        "FROM 'mixed.json'",
+        r"'city' is JSON, in which values of several types .*CAST\(city AS VARCHAR\)$",
+    ),
+    "a column of one file": (
+        "FROM read_csv(['a.csv', 'b.csv'])",
+        r"^b\.csv: column 'city' is missing; write the same columns",
+    ),
+    "an empty file": (
+        "FROM 'empty.parquet'",
+        r"empty\.parquet: is of another format, or was cut",
+    ),
+    "no file": ("FROM 'none.csv'", r"^none\.csv: no such file; check the path$"),
+    "a typo": (
+        "SELECT cty FROM 'a.csv'",
+        r'^DuckDB: Binder Error: Referenced column "cty" not found .*; correct the SQL',
+    ),
+    "a value": (
+        "SELECT CAST(user AS BIGINT) AS city FROM 'a.csv'",
+        r"a\.csv: line 2: column 'user': 'x' is no BIGINT; mend the line, or name",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", SQL)
+def test_what_sql_cannot_read_is_told_in_a_line(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "a.csv": "user,city\nx,y\n",
+        "b.csv": "user\nx\n",
+        "mixed.json": '{"city": 1}\n{"city": "x"}\n',
+        "empty.parquet": "",
+    }.items():
+        (tmp_path / name).write_text(text)
+    sql, message = SQL[fault]
+
+    def build(_: None, con: Any) -> Prepare:
+        steps = Preprocessor([Categorify(column="city")])
+        return Prepare(preprocessor=steps, splits={"train": con.sql(sql)})
+
+    with pytest.raises(DataError, match=message) as caught:
+        run_preprocess(PreprocessJob(name="own", build=build, out="out"))
+    assert len(str(caught.value)) <= 200
+    assert "\n" not in str(caught.value)
+
+
 def test_preprocessing_counts_empty_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare(tmp_path, {**ROWS, "city": ["", "x\0", "y\nz", "x"]}, by_sql=False)
     assert "note: test: column 'city': 2 values are empty" in capsys.readouterr().out
+
+
+def test_the_steps_are_fitted_on_the_training_rows_whatever_is_named_first(
+    tmp_path: Path,
+) -> None:
+    for name, cities in (("test", ["x"]), ("train", ["y", "z"])):
+        pq.write_table(pa.table({"city": cities}), tmp_path / f"{name}.parquet")
+    prepared = Prepare(
+        preprocessor=Preprocessor([Categorify(column="city")]),
+        splits={part: tmp_path / f"{part}.parquet" for part in ("test", "train")},
+    )
+    job = PreprocessJob(
+        name="own", build=lambda config, con: prepared, out=str(tmp_path / "out")
+    )
+    folder = run_preprocess(job)
+    rows = [
+        read_columns(folder / part)["city"].to_pylist() for part in ("train", "test")
+    ]
+    assert rows == [[1, 2], [0]]
 
 
 def test_a_role_that_no_step_writes_names_no_column_of_the_log() -> None:
@@ -140,7 +231,7 @@ CSV: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "renamed": (
         [csv("user,town,label")],
         {},
-        r"0\.csv: column 'city' is missing, it has label, town, user;",
+        r"0\.csv: column 'city' is missing, it has label, town, user; rename",
     ),
     "renamed in the second file": (
         [csv(HEADER), "usr,city,label\n1,c,0\n"],
@@ -161,17 +252,32 @@ CSV: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "another type": (
         [csv(HEADER, (50, "x,c1,0"))],
         {},
-        r"""line 52: Error when converting column "user".* \(1 broken lines\); mend them""",
+        r"line 52: column 'user': 'x' is no BIGINT \(1 broken lines\); mend them",
     ),
     "too few values": (
         [csv(HEADER, (50, "1,c1"), (60, "2"))],
         {"broken": 1},
         r"line 52: Expected Number of Columns: 3 Found: 2 \(2 broken lines\)",
     ),
+    "another delimiter": (
+        ["user;city;label\n1;c;0\n"],
+        {},
+        r"0\.csv: line 1 is one value, 'user;city;label'; give its delimiter: delimiter=';'",
+    ),
+    "no encoding": (
+        [csv(HEADER)],
+        {"encoding": "klingon"},
+        r"encoding='klingon': there is no such encoding; name one, such as utf-8",
+    ),
+    "two bytes a letter": (
+        ["u\0s\0e\0r\0\n"],
+        {},
+        r"0\.csv: line 1 is no text in utf-8: b'u\\x00s.*; give its encoding",
+    ),
     "another encoding": (
         [csv(HEADER, (50, "1,\xff,0"))],
         {},
-        r"line 52: Invalid unicode .*give another encoding",
+        r"line 52: it is no UTF-8; give its encoding, such as encoding='latin-1' \(1 br",
     ),
 }
 
@@ -190,6 +296,15 @@ def test_read_csv_refuses(fault: str, tmp_path: Path) -> None:
     with connected(threads=1) as con, pytest.raises(DataError, match=message) as caught:
         read_csv(con, paths, TYPES, **options)
     assert len(str(caught.value)) < 200 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize("size", [10, 40])
+def test_a_file_that_is_not_gzip_or_was_cut_is_told(size: int, tmp_path: Path) -> None:
+    whole = gzip.compress(csv(HEADER).encode())
+    (tmp_path / "a.csv.gz").write_bytes(whole[:size] if size > 10 else b"user\n1\n")
+    rule = r"a\.csv\.gz: (is of another|cannot be read \().*; copy or write it again$"
+    with connected(threads=1) as con, pytest.raises(DataError, match=rule):
+        read_csv(con, tmp_path / "a.csv.gz", TYPES)
 
 
 def test_read_csv_reads_by_name_and_counts_what_it_leaves_out(

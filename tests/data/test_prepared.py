@@ -19,7 +19,6 @@ from torchrec_ext.data.prepare import write_set
 from torchrec_ext.data.prepared import (
     FOLDER_VARIABLE,
     Prepared,
-    load_prepared,
 )
 from torchrec_ext.data.sets import load_set
 from torchrec_ext.distributed.runtime import Runtime
@@ -36,22 +35,22 @@ def test_a_folder_that_is_named_is_read_whatever_lies_in_the_working_directory(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(FOLDER_VARIABLE, "default")
     for root, expected in (("data", "data/films"), (None, "films")):
-        data = load_prepared(DataConfig(name="films", folder=root))
+        data = load_set(DataConfig(name="films", folder=root), "labels")
         assert data.folder == Path(expected)
     monkeypatch.chdir(tmp_path / "data" / "films")
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "default"))
-    data = load_prepared(DataConfig(name="films"))
+    data = load_set(DataConfig(name="films"), "labels")
     assert data.folder == tmp_path / "default" / "films"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"no such folder, empty/films; put"):
-        load_prepared(DataConfig(name="films", folder="empty"))
+        load_set(DataConfig(name="films", folder="empty"), "labels")
     # A folder without rows is no set, and one as it stands is found by its path, too.
     (tmp_path / "other" / "films").mkdir(parents=True)
     plays = {"user": [1, 1, 1], "item": [1, 2, 3], "time": [1, 2, 3]}
     pq.write_table(pa.table(plays), tmp_path / "other" / "inter.parquet")
     monkeypatch.chdir(tmp_path / "other")
-    assert load_prepared(DataConfig(name="films")).folder == data.folder
+    assert load_set(DataConfig(name="films"), "labels").folder == data.folder
     assert load_set(DataConfig(name=".")).splits["train"].num_rows == 1
 
 
@@ -91,7 +90,7 @@ def test_few_rows_are_read_once_and_shuffled_whole(
         return source(*arguments)
 
     monkeypatch.setattr(prepared.ParquetSource, "read", counted)
-    data = load_prepared(DataConfig(name=str(tmp_path)))
+    data = load_set(DataConfig(name=str(tmp_path)), "labels")
     rows = data.stored("train")
     assert isinstance(rows, Chunk)
     assert rows.num_rows == data.splits["train"].num_rows
@@ -102,6 +101,6 @@ def test_few_rows_are_read_once_and_shuffled_whole(
         "the training rows, for the loader; what else is asked was counted once"
     )
     monkeypatch.setattr(prepared_rows, "WHOLE_VALUES", 100)
-    large = load_prepared(DataConfig(name=str(tmp_path)))
+    large = load_set(DataConfig(name=str(tmp_path)), "labels")
     assert large.stored("train") is large.splits["train"]
     assert large.share("train") == data.share("train")

@@ -200,6 +200,24 @@ def test_a_log_is_a_set_of_sessions_too(tmp_path: Path) -> None:
     assert raw(data, "items")["item_id"] == [10, 20]
 
 
+def test_an_item_that_training_never_met_is_left_out_of_a_session(
+    tmp_path: Path,
+) -> None:
+    """As training has none, its row is not trained: read last in a session, it would decide what is recommended."""
+    events = {
+        "user": [1, 1, 1, 1, 2, 2, 2, 2],
+        "item": [1, 2, 9, 3, 3, 2, 1, 2],
+        "time": [*range(4), *range(4)],
+    }
+    data = load(write(tmp_path / "plays", inter=events), "sessions")
+    test = data.rows("test")["session"]
+    # Item 9 is in the validation alone; the ids of 1 to 3 are 1 to 3.
+    assert [test.row(row).tolist() for row in range(2)] == [[1, 2], [3, 2, 1]]
+    row = {"session": [[1, 9], [9], []], "user_id": [1] * 3, "item_id": [1] * 3}
+    asked = data.preprocessor.online(row)["session"]
+    assert [asked.row(row).tolist() for row in range(3)] == [[1], [], []]
+
+
 @pytest.mark.parametrize(
     ("form", "tables", "message"),
     [
@@ -213,6 +231,11 @@ def test_a_log_is_a_set_of_sessions_too(tmp_path: Path) -> None:
             "pairs",
             {"inter": {**LOG, "item": [None, *LOG["item"][1:]]}},
             "column 'item', row 0: None, in 1 rows: each row needs one",
+        ),
+        (
+            "pairs",
+            {"inter": {**LOG, "item": pa.array([b"a", b"\xff"] * 4).view(pa.string())}},
+            r"column 'item', row 1: b'\\xff' is no UTF-8; write the column as UTF-8",
         ),
         (
             "pairs",

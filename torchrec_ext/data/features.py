@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from torchrec_ext.data.files.arrow import is_list_type, one_piece
+from torchrec_ext.data.files.arrow import is_list_type, not_utf8, one_piece
 from torchrec_ext.data.files.sources import ParquetSource, read_columns
 from torchrec_ext.data.preprocess.columns import (
     arrow_type,
@@ -136,9 +136,18 @@ def _typed(path: Path, name: str, role: str, column: pa.Array) -> pa.Array:
     takes = _TAKES.get(role)
     if kind is None or (takes and kind not in takes):
         must = listed(takes or ("text", "whole numbers", "fractions", "times"))
+        # Of whole numbers with a missing one pandas makes fractions.
+        of_pandas = pa.types.is_floating(column.type) and role in KEYS.values()
+        hint = " (of pandas: astype('Int64'))" if of_pandas else ""
         raise DataError(
-            f"{path}: column '{name}' is {column.type}; must be {must}: convert it where it is written (of pandas: "
-            "astype('Int64')), or leave it out"
+            f"{path}: column '{name}' is {column.type}; must be {must}: convert it where it is written{hint}, or "
+            "leave it out"
+        )
+    row = not_utf8(column)
+    if row >= 0:
+        raise DataError(
+            f"{path}: column '{name}', row {row}: {short_text(column.cast(pa.binary())[row])} is no UTF-8; write the "
+            "column as UTF-8, or leave it out"
         )
     return column if is_list_type(column.type) else column.cast(arrow_type(kind))
 

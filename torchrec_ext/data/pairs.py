@@ -62,7 +62,8 @@ def set_of_pairs(
     columns["item_id"] = items.take(order)
     if not (split.part == TEST).any():
         raise DataError(
-            f"set '{name}' has no test rows: no user has the 3 interactions that a split by time needs"
+            f"set '{name}' has no test rows: no user has the 3 interactions that a split by time needs; give more "
+            "rows, or splits of your own by rec.data.preprocess"
         )
     if repeats := len(users) - len(split.rows):
         details["notes"] = [

@@ -1,7 +1,7 @@
 """Planted: generated clicks whose chances are known, so the best possible figures are known too.
 
 The views of it are planted(), pairs to rank; planted_sequences(), sessions; planted_context(), rows with labels; and
-planted_log_folder(), a log with clicks, conversions and histories.
+planted_log_set(), a log with clicks, conversions and histories.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,12 +18,12 @@ from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Column, Int64, Windows
 from torchrec_ext.data.config import PARTS, PLANTED, Roles
+from torchrec_ext.data.features import RawColumns
 from torchrec_ext.data.files.arrow import as_arrow
 from torchrec_ext.data.pairs import set_of_pairs
-from torchrec_ext.data.prepare import RawSet, write_folder
-from torchrec_ext.data.preprocess import Categorify, History, Preprocessor
+from torchrec_ext.data.prepare import RawSet
+from torchrec_ext.data.preprocess import Categorify, History
 from torchrec_ext.data.preprocess.history import GAPS
-from torchrec_ext.data.preprocess.rows import connected, named
 from torchrec_ext.data.splits import TEST, leave_one_out
 
 _Floats = NDArray[np.float64]
@@ -268,7 +267,7 @@ def planted(
         pa.array(clicks.items),
         split._replace(history=Column(places, history.offsets)),
         {
-            "user": {name: pa.array(each) for name, each in side_of_users.items()},
+            "user": _arrays(side_of_users),
             "item": side_of_items,
         },
         numbers=("age",),
@@ -337,23 +336,24 @@ def planted_context(*, rows: int = 60_000, seed: int = 0) -> RawSet:
     splits, test = _in_parts({**ids, **numbers})
     return RawSet(
         name=PLANTED,
-        splits={
-            part: {name: pa.array(values) for name, values in columns.items()}
-            for part, columns in splits.items()
-        },
+        splits=splits,
         roles=Roles(label="label", user="user_id", item="item_id"),
         kept=("label", "weight"),
         best=best_prediction(chance[test], label[test]),
     )
 
 
-def _in_parts(rows: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], slice]:
+def _arrays(rows: Mapping[str, Any]) -> RawColumns:
+    return {name: pa.array(values) for name, values in rows.items()}
+
+
+def _in_parts(rows: Mapping[str, Any]) -> tuple[dict[str, RawColumns], slice]:
     """Cuts rows into eight tenths for training and one for each other part; returns the rows of the test, too."""
     size = len(next(iter(rows.values())))
     cuts = [0, int(0.8 * size), int(0.9 * size), size]
     splits = {}
     for part, start, stop in zip(PARTS, cuts[:-1], cuts[1:], strict=True):
-        splits[part] = {name: values[start:stop] for name, values in rows.items()}
+        splits[part] = _arrays({name: rows[name][start:stop] for name in rows})
     return splits, slice(cuts[2], size)
 
 
@@ -437,19 +437,15 @@ def _buys(categories: Int64) -> _Floats:
     return np.where(categories % 2 == 0, 0.6, 0.1)
 
 
-def planted_log_folder(
-    folder: Path, *, seed: int = 0, sessions: bool = True
-) -> dict[str, float]:
-    """Writes the rows of :func:`planted_log` as the preprocessing recipe taobao would, with one drawn item a click.
+def planted_log_set(*, seed: int = 0, sessions: bool = True) -> RawSet:
+    """Returns the rows of :func:`planted_log` as the preprocessing recipe taobao makes them, one drawn item a click.
+
+    The best possible figures are those of the labels ``click`` and ``conversion`` on the test rows.
 
     Args:
-        folder: an empty folder.
         seed: seed of the generator.
         sessions: whether the latest clicks tell the next one. Otherwise the user alone does, so a model that reads a
             session as a bag can be as good as any.
-
-    Returns:
-        The best possible figures of the labels ``click`` and ``conversion`` on the test rows.
     """
     follows = 0.7 if sessions else 0.0
     log = planted_log(users=150, items=120, clicks=130, follows=follows, seed=seed)
@@ -476,44 +472,6 @@ def planted_log_folder(
             "weight": (1 + items % 2).astype(np.float32),
         }
     )
-    steps = [
-        History(
-            user="user_id",
-            item="item_id",
-            time="timestamp",
-            length=10,
-            also=("category_id",),
-            gaps=GAPS,
-        ),
-        Categorify(column="item_id", also=("history",)),
-        Categorify(column="category_id", also=("history_category_id",)),
-        Categorify(column="user_id"),
-    ]
-    roles = Roles(
-        label="click",
-        tasks=("conversion",),
-        user="user_id",
-        item="item_id",
-        user_features=["history", "history_category_id", "history_gap"],
-        item_features=["category_id"],
-    )
-    with connected() as con:
-        relations = {
-            part: con.sql(f"FROM {named(con, pa.table(rows))}")
-            for part, rows in splits.items()
-        }
-        events = con.sql(f"FROM {named(con, pa.table(columns))}")
-        preprocessor = Preprocessor(steps, keep=("click", "conversion", "weight"))
-        fitted = preprocessor.fit(relations["train"], con=con, events=events)
-        write_folder(
-            folder,
-            fitted.by_value(),
-            relations,
-            roles,
-            con,
-            events=events,
-            details={"recipe": PLANTED},
-        )
     chances = log.model.chances_of(log.clicks, log.rows[clicks[test]])
     # Against an item that is drawn uniformly.
     odds = chances[np.arange(len(chances)), items[test]] * log.model.items
@@ -523,6 +481,33 @@ def planted_log_folder(
     best = best_prediction(clicked, click[test])
     converted = clicked * _buys(categories[test])
     for name, chance in (("click", clicked), ("conversion", converted)):
-        figures = best_prediction(chance, splits["test"][name])
+        figures = best_prediction(chance, splits["test"][name].to_numpy())
         best |= {f"{name}_{figure}": value for figure, value in figures.items()}
-    return best
+    return RawSet(
+        name=PLANTED,
+        splits=splits,
+        roles=Roles(
+            label="click",
+            tasks=("conversion",),
+            user="user_id",
+            item="item_id",
+            user_features=["history", "history_category_id", "history_gap"],
+            item_features=["category_id"],
+        ),
+        kept=("click", "conversion", "weight"),
+        best=best,
+        steps=[
+            History(
+                user="user_id",
+                item="item_id",
+                time="timestamp",
+                length=10,
+                also=("category_id",),
+                gaps=GAPS,
+            ),
+            Categorify(column="item_id", also=("history",)),
+            Categorify(column="category_id", also=("history_category_id",)),
+            Categorify(column="user_id"),
+        ],
+        events=_arrays(columns),
+    )

@@ -136,6 +136,8 @@ class RawSet:
         notes: what a reader should know of the rows, one line each.
         evaluation: rule of the ranking.
         best: figures of the best possible prediction, if known (generated data).
+        steps: steps of the columns; by their types if empty.
+        events: rows to make histories of; each split's own by default.
     """
 
     name: str
@@ -150,6 +152,8 @@ class RawSet:
     notes: Sequence[str] = ()
     evaluation: Evaluation = field(default_factory=Evaluation)
     best: Mapping[str, float] = field(default_factory=dict)
+    steps: Sequence[Step] = ()
+    events: RawColumns | None = None
 
 
 def steps_of(raw: RawSet) -> list[Step]:
@@ -170,7 +174,8 @@ def steps_of(raw: RawSet) -> list[Step]:
             continue
         if column.null_count == len(column):
             raise DataError(
-                f"column '{name}': all {len(column):,} values are missing; leave the column out"
+                f"set '{raw.name}': column '{name}': all {len(column):,} values of training are missing; leave it out, "
+                "or mend the ids that join it"
             )
         if pa.types.is_floating(column.type):
             numbers.append(Normalize(column=name))
@@ -185,7 +190,10 @@ def steps_of(raw: RawSet) -> list[Step]:
         else:
             if separator := raw.separators.get(name):
                 ids.append(Lists(column=name, separator=separator))
-            ids.append(Categorify(column=name, also=tuple(raw.shared.get(name, ()))))
+            also = tuple(raw.shared.get(name, ()))
+            # No row of a session that trains has an unknown item.
+            skip = tuple(other for other in also if other in raw.lengths)
+            ids.append(Categorify(column=name, also=also, skip=skip))
     steps = [*ids, *numbers, *times]
     writes: set[str] = set()
     for step in steps:
@@ -275,7 +283,7 @@ def write_set(folder: Path, raw: RawSet) -> None:
         DataError: a column cannot be prepared.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    steps = steps_of(raw)
+    steps = raw.steps or steps_of(raw)
     with connected() as con:
         names = {
             split: named(con, pa.table(dict(columns)))
@@ -290,7 +298,11 @@ def write_set(folder: Path, raw: RawSet) -> None:
                     values = f"unnest({quoted(other)}) AS {quoted(name)}"
                     parts.append(f"SELECT {values} FROM {names['train']}")
         rows = con.sql(" UNION ALL BY NAME ".join(parts))
-        fitted = Preprocessor(steps, keep=raw.kept).fit(rows, con=con).by_value()
+        events = None
+        if raw.events is not None:
+            events = con.sql(f"FROM {named(con, pa.table(dict(raw.events)))}")
+        preprocessor = Preprocessor(steps, keep=raw.kept)
+        fitted = preprocessor.fit(rows, con=con, events=events).by_value()
         written = {name: step.writes for step in steps for name in step.reads}
         roles = dataclasses.replace(
             raw.roles,
@@ -303,6 +315,7 @@ def write_set(folder: Path, raw: RawSet) -> None:
             {split: con.sql(f"FROM {name}") for split, name in names.items()},
             roles,
             con,
+            events=events,
             details={
                 "recipe": raw.name,
                 "evaluation": dataclasses.asdict(raw.evaluation),

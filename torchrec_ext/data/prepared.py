@@ -1,6 +1,6 @@
 """Prepared: a prepared folder, the only form of data that a recipe reads, of any size.
 
-open_prepared(), load_prepared(): open a folder by its path or its name.
+open_prepared(): opens a folder; set_folder(): finds it by its path or its name.
 """
 
 from __future__ import annotations
@@ -214,12 +214,12 @@ def set_folder(name: str, root: str | None) -> Path:
     places = [inside or Path(name)] if root or inside is None else [Path(name), inside]
     found = [folder for folder in places if folder.is_dir()]
     if not found:
-        place = f"and neither data.folder nor {FOLDER_VARIABLE} has it"
+        place = f"nor is it in data.folder or {FOLDER_VARIABLE}"
         if root:
             place = str(places[0])
         raise DataError(
-            f"data.name={name}: there is no such folder, {place}; put files there as in docs/recipes.md, write one by "
-            f"rec.data.preprocess, or use generated rows: data.name={PLANTED}"
+            f"data.name={name}: there is no such folder, {place}; put files there as in docs/recipes.md, or use "
+            f"generated rows: data.name={PLANTED}"
         )
     # Some other folder of that name may lie where the command runs.
     return next((f for f in found if is_prepared(f) or _files_in(f)), found[0])
@@ -233,19 +233,6 @@ def is_prepared(folder: Path) -> bool:
 def _files_in(folder: Path) -> bool:
     """Says whether a folder has the files of a set as it stands."""
     return any((folder / f"{name}.parquet").exists() for name in ("train", "inter"))
-
-
-def load_prepared(config: DataConfig, form: Form = "labels") -> Prepared:
-    """Opens the preprocessed rows named by ``config``; only metadata are read.
-
-    Args:
-        config: settings that name the folder.
-        form: what is read of the rows; see :class:`Prepared`.
-
-    Raises:
-        DataError: the folder is not on this machine, rec.data.preprocess did not write it, or its files contradict it.
-    """
-    return open_prepared(set_folder(config.name, config.folder), config, form)
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tqdm import tqdm
 
 from torchrec_ext.data.config import Roles
 from torchrec_ext.data.files.sources import find_files
 from torchrec_ext.data.prepare import SUMMARY, write_folder
-from torchrec_ext.data.preprocess import (
-    FittedPreprocessor,
-    History,
-    Preprocessor,
-    Step,
-)
+from torchrec_ext.data.preprocess import History, Preprocessor
 from torchrec_ext.data.preprocess.columns import CellError, short_text
 from torchrec_ext.data.preprocess.fitted import unknown_line
 from torchrec_ext.data.preprocess.folders import keep_sources, whole_folder
@@ -31,6 +26,7 @@ from torchrec_ext.data.preprocess.rows import (
     telling,
 )
 from torchrec_ext.data.preprocess.step import finite, quoted
+from torchrec_ext.schema import DataError
 from torchrec_ext.terminal import terminal
 from torchx_apps.config import is_group
 from torchx_apps.jobs.tracking import tracked
@@ -64,9 +60,22 @@ def check_rows(prepared: Prepare, con: Connection) -> None:
             relation holds a line break.
     """
     labels = [name for name in (prepared.label, *prepared.tasks) if name]
+    raw_columns = prepared.preprocessor.raw_columns
+    names = list(dict.fromkeys([*raw_columns, *labels]))
+    types: Mapping[str, str] = getattr(prepared.preprocessor, "raw", {})
     for split, source in prepared.splits.items():
-        columns = [*prepared.preprocessor.raw_columns, *labels]
-        opened = open_source(source, list(dict.fromkeys(columns)), con)
+        try:
+            opened = open_source(source, names, con)
+            opened.check_types(types, "in training")
+            for name in labels:
+                if opened.raw[name] not in ("bool", "int64", "float32", "float64"):
+                    raise DataError(
+                        f"{opened.where}: column '{name}' is {opened.raw[name]}, and a label is a number from 0 to 1, "
+                        f"such as CAST(rating >= 4 AS FLOAT) AS {quoted(name)}"
+                    )
+        except DataError as error:
+            raise DataError(f"split '{split}': {error}") from None
+        types = types or {name: opened.raw[name] for name in raw_columns}
         figures = []
         rules = _rules(prepared, opened, labels)
         for rule in rules:
@@ -75,6 +84,8 @@ def check_rows(prepared: Prepare, con: Connection) -> None:
         numbered = f"(SELECT *, row_number() OVER () - 1 AS {ROW} FROM {opened.view})"
         sql = f"SELECT {', '.join([*figures, 'count(*)'])} FROM {numbered}"
         (found,) = con.sql(sql).fetchall()
+        if not found[-1]:
+            raise DataError(f"split '{split}' has no rows; give it at least one")
         for rule, count, first in zip(rules, found[::2], found[1::2], strict=False):
             if count and rule.remedy:
                 where, row = opened.place(first)
@@ -99,7 +110,7 @@ def _rules(prepared: Prepare, rows: Opened, labels: Sequence[str]) -> list[_Rule
         bad = f"({value} NOT BETWEEN 0 AND 1 OR NOT {finite(value)})"
         remedy = f"a label is from 0 to 1, such as CAST(rating >= 4 AS FLOAT) AS {quoted(name)}"
         rules.append(_Rule(name, bad, remedy))
-    ids = _raw_ids(prepared, rows)
+    ids = _read_for(prepared, prepared.user, prepared.item)
     for name, kind in rows.raw.items():
         if kind != "string":
             continue
@@ -116,14 +127,13 @@ def _rules(prepared: Prepare, rows: Opened, labels: Sequence[str]) -> list[_Rule
     return rules
 
 
-def _raw_ids(prepared: Prepare, rows: Opened) -> set[str]:
-    """Returns the raw columns of the users' and the items' ids."""
-    steps: list[tuple[Step, Any]] = [(step, {}) for step in prepared.preprocessor.steps]
-    unfitted = FittedPreprocessor(steps, rows.raw)
-    ids: set[str] = set()
-    for name in filter(None, (prepared.user, prepared.item)):
-        ids.update(unfitted.only([name]).request_columns)
-    return ids
+def _read_for(prepared: Prepare, *names: str | None) -> set[str]:
+    """Returns the columns of which the steps make the columns ``names``."""
+    read: set[str] = set()
+    for step in prepared.preprocessor.steps:
+        if not {*names}.isdisjoint(step.writes):
+            read.update(step.reads)
+    return read
 
 
 def run_preprocess(job: PreprocessJob) -> Path:
@@ -153,8 +163,8 @@ def run_preprocess(job: PreprocessJob) -> Path:
     ):
         prepared = job.build(job.config, con)
         _keep_sources(out, prepared)
-        summarize(prepared, con)
         check_rows(prepared, con)
+        summarize(prepared, con)
         screen = terminal()
         said: set[str] = set()
         with tqdm(
@@ -227,12 +237,9 @@ def _roles(prepared: Prepare) -> Roles:
     fields = {
         field.name: getattr(prepared, field.name) for field in dataclasses.fields(Roles)
     }
-    steps = prepared.preprocessor.steps
-    keys = {
-        name for step in steps if prepared.user in step.writes for name in step.reads
-    }
+    keys = _read_for(prepared, prepared.user)
     names = [*prepared.user_features]
-    for step in steps:
+    for step in prepared.preprocessor.steps:
         if isinstance(step, History) and step.user in keys:
             names += step.writes
     fields["user_features"] = [

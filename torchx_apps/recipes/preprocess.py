@@ -24,7 +24,8 @@ class Prepare(Roles):
     Args:
         preprocessor: the preprocessing steps; or those that an earlier day was fitted with, for ids that stand for the
             same values: ``FittedPreprocessor.load("ready/monday/preprocessor")``.
-        splits: files or relations by name of the split; the steps are fitted on the first split.
+        splits: files or relations by name of the split; the steps are fitted on ``train``, or on the first one if there
+            is none.
         events: rows of which histories are made; each split's rows where not given.
 
     The others are those of :class:`torchrec_ext.data.config.Roles`: the label is a column of the sources, all others
@@ -58,6 +59,10 @@ class Prepare(Roles):
                 raise ValueError(
                     f"splits has the name {name!r}: must be letters, digits, - and _, and not 'preprocessor'"
                 )
+        # Whoever names the test first must not fit on it.
+        if "train" in self.splits:
+            ordered = {"train": self.splits["train"], **self.splits}
+            object.__setattr__(self, "splits", ordered)
 
     def _check_columns(self, role: str, columns: Sequence[str]) -> None:
         value = getattr(self, role) or ()
@@ -267,73 +272,6 @@ def _note_left_out(every: int, kept: int, what: str) -> None:
         print(f"note: {what} are left out: {every - kept:,} of {every:,}", flush=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClicksConfig:
-    """Settings of the recipe ``clicks``.
-
-    Args:
-        folder: folder of the log's parquet files; the last file is kept for testing where there are several.
-        categorical: number of the columns c0, c1, ...
-        dense: number of the columns d0, d1, ...
-        min_count: least count of a value in training; rarer values are unknown.
-        max_size: greatest number of a column's values that get an id.
-        history_length: number of elements of ``history`` that are kept, the most recent ones.
-        history_buckets: number of ids that these elements are hashed to.
-    """
-
-    folder: str | None = None
-    categorical: int = 26
-    dense: int = 13
-    min_count: int = 2
-    max_size: int = 1_000_000
-    history_length: int = 20
-    history_buckets: int = 100_000
-
-
-def clicks() -> PreprocessJob:
-    """A click log: c0 to c25 by frequency, d0 to d12 normalised, a hashed history, a label."""
-    return PreprocessJob(name="clicks", build=build_clicks, config=ClicksConfig())
-
-
-def build_clicks(config: ClicksConfig, con: Connection) -> Prepare:
-    """Names the steps and the files; the last file is for testing."""
-    from torchrec_ext.data.files.sources import find_files
-    from torchrec_ext.data.preprocess import (
-        Categorify,
-        FillMissing,
-        HashBucket,
-        Lists,
-        Normalize,
-        Preprocessor,
-    )
-
-    if not config.folder:
-        raise DataError(
-            "recipe clicks needs a log: --config.folder DIR with parquet files of c0.., d0.., history, label"
-        )
-    files = [file.name for file in find_files(config.folder)]
-    steps: list[Step] = []
-    for number in range(config.categorical):
-        steps.append(
-            Categorify(
-                column=f"c{number}",
-                min_count=config.min_count,
-                max_size=config.max_size,
-            )
-        )
-    for number in range(config.dense):
-        steps.append(FillMissing(column=f"d{number}", statistic="mean"))
-        steps.append(Normalize(column=f"d{number}"))
-    steps.append(Lists(column="history", max_length=config.history_length))
-    steps.append(HashBucket(column="history", buckets=config.history_buckets))
-    splits: dict[str, Source] = {"train": files}
-    if len(files) > 1:
-        splits = {"train": files[:-1], "test": files[-1:]}
-    return Prepare(
-        preprocessor=Preprocessor(steps, keep=("label",)), splits=splits, label="label"
-    )
-
-
 # The year 5000, in seconds.
 _LATEST = 95_617_584_000
 BEHAVIOURS = ("pv", "buy", "cart", "fav")
@@ -393,10 +331,8 @@ def build_taobao(config: TaobaoConfig, con: Connection) -> Prepare:
     )
     from torchrec_ext.data.preprocess.history import GAPS
 
-    log = _taobao_log(config, con)
-    con.execute(
-        f"CREATE TABLE clicks AS SELECT * FROM {log} WHERE behavior_type = 'pv'"
-    )
+    _make_taobao_log(config, con)
+    con.execute("CREATE TABLE clicks AS FROM log WHERE behavior_type = 'pv'")
     shares = [1 - config.test_share - config.validation_share, 1 - config.test_share]
     first, second = _cuts(con, "clicks", shares)
     bounds = {
@@ -411,7 +347,7 @@ def build_taobao(config: TaobaoConfig, con: Connection) -> Prepare:
     for split, within in bounds.items():
         con.execute(
             f"CREATE TABLE clicks_{split} AS "
-            + _taobao_rows(log, within, ends[split], first, pool, config.negatives)
+            + _taobao_rows(within, ends[split], first, pool, config.negatives)
         )
         rows[split] = con.sql(f"SELECT * EXCLUDE (number, draw) FROM clicks_{split}")
     steps: list[Step] = [
@@ -447,12 +383,11 @@ def build_taobao(config: TaobaoConfig, con: Connection) -> Prepare:
 
 
 def _taobao_rows(
-    log: str, within: str, end: int | None, trained: int, pool: int, negatives: int
+    within: str, end: int | None, trained: int, pool: int, negatives: int
 ) -> str:
     """Returns SQL for the rows of the clicks within a time, and those drawn for them, in the order of time.
 
     Args:
-        log: name of the log in SQL.
         within: condition of the split.
         end: last second of the split, which is mixed into its draws.
         trained: last second of the training clicks.
@@ -479,7 +414,7 @@ def _taobao_rows(
         )
     return (
         f"WITH numbered AS (SELECT {columns}, {number} AS number FROM clicks WHERE {within}), "
-        f"bought AS (SELECT user_id, item_id, max(timestamp) AS last FROM {log} "
+        f"bought AS (SELECT user_id, item_id, max(timestamp) AS last FROM log "
         f"WHERE behavior_type = 'buy' AND {within} GROUP BY ALL), "
         f"pool AS (SELECT item_id, category_id, {number} AS place FROM clicks WHERE timestamp <= {trained}) "
         "SELECT *, CAST(draw = 0 AS FLOAT) AS click "
@@ -487,29 +422,30 @@ def _taobao_rows(
     )
 
 
-def _taobao_log(config: TaobaoConfig, con: Connection) -> str:
-    """Returns the name of the log in SQL.
+def _make_taobao_log(config: TaobaoConfig, con: Connection) -> None:
+    """Makes the table ``log``, its times in seconds.
 
     Raises:
         DataError: there is no log, it lacks a column, or a behaviour is none of the four.
     """
-    from torchrec_ext.data.preprocess.columns import missing_column
-    from torchrec_ext.data.preprocess.rows import view_of
+    from torchrec_ext.data.preprocess.rows import open_source
 
     if not config.path:
         raise DataError(
             f"recipe taobao needs a log: --config.path UserBehavior.csv, or parquet, with {', '.join(_TAOBAO)}"
         )
     path = Path(config.path)
-    is_csv = path.suffix in (".csv", ".txt")
-    log = _taobao_csv(path, con) if is_csv else view_of(config.path, con)
-    con.execute(f"CREATE TABLE log AS SELECT * FROM {log}")
-    table = con.sql("SELECT * FROM log")
-    columns = list(zip(table.columns, table.types, strict=True))
-    names = table.columns
-    for name in _TAOBAO:
-        if name not in names:
-            raise missing_column(str(path), name, names)
+    seconds = "timestamp"
+    if path.suffix in (".csv", ".txt"):
+        log = _taobao_csv(path, con)
+    else:
+        opened = open_source(config.path, _TAOBAO, con)
+        log = opened.view
+        if opened.raw["timestamp"].startswith("timestamp"):
+            seconds = "CAST(floor(epoch(timestamp)) AS BIGINT)"
+    con.execute(
+        f"CREATE TABLE log AS SELECT * REPLACE ({seconds} AS timestamp) FROM {log}"
+    )
     kinds = [
         kind for (kind,) in con.sql("SELECT DISTINCT behavior_type FROM log").fetchall()
     ]
@@ -523,12 +459,6 @@ def _taobao_log(config: TaobaoConfig, con: Connection) -> str:
         raise DataError(
             f"{path}: column 'behavior_type' has {what}; must be one of {', '.join(BEHAVIOURS)}"
         )
-    (kind,) = (kind for name, kind in columns if name == "timestamp")
-    if str(kind).startswith("TIMESTAMP"):
-        seconds = "CAST(floor(epoch(timestamp)) AS BIGINT) AS timestamp"
-        con.execute(
-            f"CREATE OR REPLACE TABLE log AS SELECT * REPLACE ({seconds}) FROM log"
-        )
     ((latest,),) = con.sql("SELECT max(timestamp) FROM log").fetchall()
     if not isinstance(latest, int) or latest > _LATEST:
         raise DataError(
@@ -540,7 +470,6 @@ def _taobao_log(config: TaobaoConfig, con: Connection) -> str:
     _note_left_out(
         every, _count(con, "log"), f"{path}: rows without user_id or timestamp"
     )
-    return "log"
 
 
 def _taobao_csv(path: Path, con: Connection) -> str:
@@ -556,16 +485,16 @@ def _taobao_csv(path: Path, con: Connection) -> str:
         header = next(lines, [])
         has_header = "user_id" in header
         first = next(lines, []) if has_header else header
-    types = {}
-    for name, value in zip(header if has_header else _TAOBAO, first, strict=False):
-        types[name] = "BIGINT" if re.fullmatch(r"-?\d+", value) else "VARCHAR"
-    types = {name: types.get(name, "BIGINT") for name in _TAOBAO}
+    values = dict(zip(header if has_header else _TAOBAO, first, strict=False))
+    types = dict.fromkeys(_TAOBAO, "BIGINT")
+    for name in _TAOBAO:
+        if not re.fullmatch(r"-?\d+", values.get(name, "0")):
+            types[name] = "VARCHAR"
     return read_csv(con, path, types, names=None if has_header else _TAOBAO)
 
 
 # By the name that `--recipe` of rec.data.preprocess takes.
 PREPROCESS_RECIPES: dict[str, Callable[[], PreprocessJob]] = {
-    "clicks": clicks,
     "ml_100k": ml_100k,
     "taobao": taobao,
 }

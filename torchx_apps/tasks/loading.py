@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrec_ext.data.config import PLANTED, DataConfig, Form
@@ -35,20 +34,14 @@ def session_task(config: DataConfig) -> Task:
 
 def logged_task(config: DataConfig, *, sessions: bool = True) -> Task:
     """Opens the preprocessed rows of ``config``; generated ones have sessions, which predict the next click."""
-    from torchrec_ext.data.planted import planted_log_folder
-    from torchrec_ext.data.prepared import (
-        load_prepared,
-        open_prepared,
-        temporary_folder,
-    )
+    from torchrec_ext.data.planted import planted_log_set
+    from torchrec_ext.data.sets import open_set
     from torchx_apps.tasks.task import Task
 
     if config.name != PLANTED:
-        return Task(load_prepared(config))
-    temporary = temporary_folder()
-    folder = Path(temporary.name)
-    best = planted_log_folder(folder, seed=config.seed, sessions=sessions)
-    return Task(open_prepared(folder, config, best=best, temporary=temporary))
+        return labelled_task(config)
+    raw = planted_log_set(seed=config.seed, sessions=sessions)
+    return Task(open_set(raw, config, "labels"))
 
 
 def multi_label_task(config: DataConfig) -> Task:

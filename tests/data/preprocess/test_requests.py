@@ -84,7 +84,7 @@ def test_known_unknown_and_null_ids() -> None:
         ),
         (
             {"cty": ["Oslo"]},
-            r"the request: column 'city' is missing, it has cty; did you mean 'cty'",
+            r"the request: column 'city' is missing, did you mean 'cty'",
         ),
         (
             {"city": ["a"], "label": [1.0, 2.0]},

@@ -5,6 +5,7 @@ RowGroup: a row group of a file, or a part of one.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -119,6 +120,21 @@ def as_int64(where: str, name: str, column: Column, first: int = 0) -> Int64:
             "as text"
         )
     return values.astype(np.int64, copy=False)
+
+
+def not_utf8(array: pa.Array) -> int:
+    r"""Returns the first row whose text is no UTF-8, which Arrow does not look for; -1 if there is none.
+
+    Example:
+        >>> not_utf8(pa.array(["a", "ü"])), not_utf8(pa.array([b"a", b"\xfc"]).view(pa.string()))
+        (-1, 1)
+    """
+    try:
+        array.validate(full=True)
+    except pa.ArrowInvalid as error:
+        place = re.search(r"index (\d+)", str(error))
+        return int(place[1]) if place else 0
+    return -1
 
 
 def one_piece(data: pa.Array | pa.ChunkedArray) -> pa.Array:

@@ -30,6 +30,7 @@ from torchrec_ext.data.preprocess.columns import (
     text_array,
     words,
 )
+from torchrec_ext.data.preprocess.lists import only
 from torchrec_ext.data.preprocess.step import (
     ColumnStep,
     Query,
@@ -147,6 +148,8 @@ class Categorify(Step):
         output: name of the result; ``column`` by default.
         also: further columns that share the vocabulary and are replaced in place, such as a history of the same items;
             only ``column`` is counted.
+        skip: columns of lists of which unknown elements are left out, rather than read row 0: a session in which
+            training never met one goes on with the items before it.
         min_count: least number of rows of a value; rarer values are unknown.
         max_size: greatest number of values, the most frequent ones.
     """
@@ -154,6 +157,7 @@ class Categorify(Step):
     column: str
     output: str | None = None
     also: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
     min_count: int = 1
     max_size: int | None = None
 
@@ -187,7 +191,8 @@ class Categorify(Step):
         )
         results = {}
         for name, output in zip(self.reads, self.writes, strict=True):
-            dtype = need(types, self, name, IDS | ID_LISTS, remedy)
+            takes = ID_LISTS if name in self.skip else IDS | ID_LISTS
+            dtype = need(types, self, name, takes, remedy)
             if value_type(dtype) != value_type(types[self.column]):
                 raise DataError(
                     f"column '{name}' is {raw_type(dtype)}, but shares a vocabulary with '{self.column}', which is "
@@ -216,7 +221,8 @@ class Categorify(Step):
         """Looks the values up."""
         results = {}
         for name, output in zip(self.reads, self.writes, strict=True):
-            results[output] = columns[name].with_ids(state.ids(columns[name]))
+            ids = columns[name].with_ids(state.ids(columns[name]))
+            results[output] = only(ids, ids.values > 0) if name in self.skip else ids
         return results
 
     def vocab(self, state: Vocabulary) -> Mapping[str, int]:

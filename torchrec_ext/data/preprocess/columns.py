@@ -137,7 +137,9 @@ def need(
         raise DataError(_missing(name, types))
     dtype = types[name]
     if dtype not in allowed:
-        takes = ", ".join(sorted(str(raw_type(each)) for each in allowed))
+        # Times of any unit.
+        kinds = {str(raw_type(each)).partition("[")[0] for each in allowed}
+        takes = ", ".join(sorted(kinds))
         raise DataError(
             f"column '{name}' is {raw_type(dtype)}, {step} takes {takes}; {remedy}"
         )
@@ -165,9 +167,9 @@ def missing_column(where: str, name: str, names: Collection[str]) -> DataError:
 
 
 def _missing(name: str, names: Collection[str]) -> str:
-    hint = did_you_mean(name, names, "rename the column, or write it")
     there = listed(sorted(names)) or "no column"
-    return f"column '{name}' is missing, it has {there}; {hint}"
+    otherwise = f"it has {there}; rename the column, or write it"
+    return f"column '{name}' is missing, {did_you_mean(name, names, otherwise)}"
 
 
 class Cells(NamedTuple):

@@ -7,12 +7,18 @@ import glob
 import gzip
 import io
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchrec_ext.data.preprocess.columns import missing_column, short_text
-from torchrec_ext.data.preprocess.rows import Connection, sql_text
+from torchrec_ext.data.preprocess.rows import (
+    Connection,
+    csv_fault,
+    sql_text,
+    telling,
+)
 from torchrec_ext.data.preprocess.step import quoted
 from torchrec_ext.schema import DataError
 
@@ -55,7 +61,8 @@ def read_csv(
     table = f"csv_{next(_numbers)}"
     columns = ", ".join(map(quoted, types))
     declared = ", ".join(f"{quoted(name)} {kind}" for name, kind in types.items())
-    con.execute(f"CREATE TABLE {table} ({declared})")
+    with telling():
+        con.execute(f"CREATE TABLE {table} ({declared})")
     told = 0
     first = ""
     for path in _files(paths):
@@ -85,9 +92,10 @@ def read_csv(
         settings = ", ".join(f"{key}={value}" for key, value in options.items())
         # DuckDB takes every name for a pattern.
         pattern = sql_text(glob.escape(str(path)))
-        ((rows,),) = con.execute(
-            f"INSERT INTO {table} SELECT {columns} FROM read_csv({pattern}, {settings})"
-        ).fetchall()
+        with telling():
+            ((rows,),) = con.execute(
+                f"INSERT INTO {table} SELECT {columns} FROM read_csv({pattern}, {settings})"
+            ).fetchall()
         rejects = f"{table}_rejects"
         count, line, fault = con.sql(
             "SELECT count(DISTINCT line), min(line), arg_min(error_message, line) "
@@ -97,12 +105,11 @@ def read_csv(
         if lines > rows + count:
             raise _unclosed(path, quote, lines, rows)
         if count and not told:
-            first = f"{path}: line {line}: {short_text(str(fault).strip(' .'))[1:-1]}"
+            first = f"{path}: line {line}: {csv_fault(str(fault))}"
         told += count
     if told > broken:
         raise DataError(
-            f"{first} ({told:,} broken lines); mend them, give another encoding or quote, or leave them out: "
-            f"read_csv(broken={told})"
+            f"{first} ({told:,} broken lines); mend them, or leave them out: read_csv(broken={told})"
         )
     if told:
         print(f"note: {told:,} broken lines are left out; {first}", flush=True)
@@ -123,17 +130,38 @@ def _files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
 def _lines(path: Path) -> Iterator[bytes]:
     """Yields the lines with a value, as they stand in the file."""
     opened: Any = gzip if path.suffix == ".gz" else io
-    with opened.open(path, "rb") as file:
-        yield from (line for line in file if line.strip())
+    try:
+        with opened.open(path, "rb") as file:
+            yield from (line for line in file if line.strip())
+    except (OSError, EOFError) as error:
+        raise DataError(
+            f"{path}: cannot be read ({str(error)[:60]}); copy or write it again"
+        ) from None
 
 
 def _header(path: Path, delimiter: str, quote: str, encoding: str) -> list[str]:
-    first = next(_lines(path), b"")
-    text = first.decode("utf-8-sig" if encoding == "utf-8" else encoding, "replace")
+    first = next(_lines(path), b"").strip(b"\r\n")
+    try:
+        text = first.decode("utf-8-sig" if encoding == "utf-8" else encoding, "replace")
+    except LookupError:
+        raise DataError(
+            f"encoding={encoding!r}: there is no such encoding; name one, such as utf-8, latin-1 or utf-16"
+        ) from None
+    if not text.replace("\t", "").isprintable():
+        raise DataError(
+            f"{path}: line 1 is no text in {encoding}: {short_text(first)}; give its encoding, such as "
+            "encoding='utf-16', or another file"
+        )
     options: dict[str, Any] = {"delimiter": delimiter, "quotechar": quote or None}
     if not quote:
         options["quoting"] = csv.QUOTE_NONE
-    return next(csv.reader([text.strip("\r\n")], **options), [])
+    header = next(csv.reader([text], **options), [])
+    other = re.search(r"[;,\t|]", text.replace(delimiter, ""))
+    if len(header) == 1 and other:
+        raise DataError(
+            f"{path}: line 1 is one value, {short_text(text)}; give its delimiter: delimiter={other[0]!r}"
+        )
+    return header
 
 
 def _unclosed(path: Path, quote: str, lines: int, rows: int) -> DataError:

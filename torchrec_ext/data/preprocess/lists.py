@@ -62,16 +62,13 @@ class Lists(ColumnStep):
         column = columns[self.column]
         if self.separator is not None:
             column = _split(column, self.separator)
-        is_kept = column.valid
+        if column.valid is not None:
+            column = only(column, column.valid)
         lengths = column.lengths
-        if is_kept is not None:
-            lengths = np.bincount(_rows(lengths)[is_kept], minlength=len(lengths))
-            column = _only(column, is_kept, lengths)
         if self.max_length is not None and (lengths > self.max_length).any():
             # 1 for the last element of a row: the last ones are kept.
             from_end = lengths.cumsum()[_rows(lengths)] - np.arange(lengths.sum())
-            lengths = np.minimum(lengths, self.max_length)
-            column = _only(column, from_end <= self.max_length, lengths)
+            column = only(column, from_end <= self.max_length)
         return {self.writes[0]: column}
 
 
@@ -80,8 +77,10 @@ def _rows(lengths: Int64) -> Int64:
     return np.arange(len(lengths)).repeat(lengths)
 
 
-def _only(column: Cells, is_kept: Mask, lengths: Int64) -> Cells:
-    """Returns lists of some of the elements; none of them is null."""
+def only(column: Cells, is_kept: Mask) -> Cells:
+    """Returns lists of some of the elements (V,); none of them is null."""
+    rows = _rows(column.lengths)[is_kept]
+    lengths = np.bincount(rows, minlength=column.rows)
     return Cells(
         column.values[is_kept], offsets=offsets_of(lengths), texts=column.texts
     )

@@ -18,8 +18,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from torchrec_ext.data.files.arrow import not_utf8, one_piece
 from torchrec_ext.data.files.sources import NULL_PARTITION, ParquetSource
-from torchrec_ext.data.preprocess.columns import arrow_type, widens, working_type
+from torchrec_ext.data.preprocess.columns import (
+    arrow_type,
+    short_text,
+    widens,
+    working_type,
+)
 from torchrec_ext.data.preprocess.files import ROW_GROUP, raw_types, scan
 from torchrec_ext.data.preprocess.step import quoted
 from torchrec_ext.schema import DataError
@@ -132,13 +138,24 @@ def telling() -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        told = _told(str(error))
+        told = _told(error)
         if not told:
             raise
         raise DataError(told) from error
 
 
-def _told(text: str) -> str:
+# Of the recipe's SQL, or of values that it converts.
+_OF_SQL = (
+    "BinderException",
+    "CatalogException",
+    "ConversionException",
+    "InvalidInputException",
+    "ParserException",
+)
+
+
+def _told(error: Exception) -> str:
+    text = str(error)
     json_fault = re.search(r'JSON in file "(.*?)".* line (\d+): (.*)', text)
     if json_fault:
         name, line, fault = json_fault.groups()
@@ -147,23 +164,59 @@ def _told(text: str) -> str:
     if lacking:
         name, file = lacking.groups()
         return f"{file}: column '{name}' is missing; rename the column, or write it"
-    cut = re.search(r"No magic bytes found at end of file '(.*?)'", text)
+    lacking = re.search(r'Current file: (.*)\nColumn with name: "(.*?)" is miss', text)
+    if lacking:
+        return f"{lacking[1]}: column '{lacking[2]}' is missing; write the same columns to all files"
+    cut = re.search(
+        r"No magic bytes found at end of file '(.*?)'|File '(.*?)' too small|GZIP stream: (.*)",
+        text,
+    )
     if cut:
-        return f"{cut[1]}: is not parquet, or was cut short; copy or write it again"
+        name = next(filter(None, cut.groups()))
+        return f"{name}: is of another format, or was cut short; copy or write it again"
+    gone = re.search(r'No files found that match the pattern "(.*?)"', text)
+    if gone:
+        return f"{gone[1]}: no such file; check the path"
+    encoded = re.search(r'Invalid string encoding found in Parquet file "(.*?)"', text)
+    if encoded:
+        return _place_of_text(encoded[1])
     line_of_csv = re.search(r"CSV Error on Line: (\d+)", text)
     if not line_of_csv:
-        return ""
+        if type(error).__name__ not in _OF_SQL:
+            return ""
+        return f"DuckDB: {text.splitlines()[0][:120]}; correct the SQL, or write the column so"
     csv_file = re.search(r"^\s*file = (.*)$", text, re.MULTILINE)
     # After the line itself, which may be long, and before DuckDB's own remedies.
     begin = re.split(r"\n\n|\nPossible", text)[0]
-    fault = begin.splitlines()[-1].split(". ")[0].strip(" .")[:100]
+    fault = csv_fault(begin.splitlines()[-1])
     remedy = "mend the line, or name the column's type: read_csv(..., types={...})"
-    if "unicode" in text.lower():
-        remedy = "mend it, or read it as what it is: read_csv(..., encoding='latin-1')"
-    elif "quote" in fault.lower():
+    if "quote" in fault.lower():
         remedy = "mend the quotes, or read none: read_csv(..., quote='')"
     where = csv_file[1] if csv_file else "the csv file"
     return f"{where}: line {line_of_csv.group(1)}: {fault}; {remedy}"
+
+
+def csv_fault(text: str) -> str:
+    """Returns DuckDB's words for a broken line in short: the value of a column, the encoding, or what else it is."""
+    value = re.search(r'column "(.*?)".* convert string "(.*)" to \'(\w+)', text)
+    if value:
+        name, word, kind = value.groups()
+        return f"column '{name}': {short_text(word)[:40]} is no {kind}"
+    if "unicode" in text.lower():
+        return "it is no UTF-8; give its encoding, such as encoding='latin-1'"
+    return text.split(". ")[0].strip(" .")[:60]
+
+
+def _place_of_text(file: str) -> str:
+    """Names the first text of a file that is no UTF-8."""
+    source = ParquetSource(file)
+    for group in source.groups:
+        table = source.table(group, source.columns)
+        for name in table.column_names:
+            row = not_utf8(one_piece(table[name]))
+            if row >= 0:
+                return f"{group.name}, column '{name}', row {row}: the text is no UTF-8; write it as UTF-8"
+    return f"{file}: a text is no UTF-8; write it as UTF-8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,6 +330,13 @@ def open_source(source: Source, columns: Sequence[str], con: Connection) -> Open
                     "in con.sql(...), or give files"
                 ) from error
         types = dict(zip(schema.names, schema.types, strict=True))
+        for name, kind in zip(source.columns, source.types, strict=True):
+            # What DuckDB makes of numbers and texts in one column.
+            if str(kind) == "JSON" and name in columns:
+                raise DataError(
+                    f"the relation: column '{name}' is JSON, in which values of several types are mixed; say which one "
+                    f"it is: CAST({name} AS VARCHAR)"
+                )
         raw = raw_types("the relation", types, columns)
         behind = _files_behind(view, columns, con)
         return Opened(view=view, raw=raw, where="the relation", files=behind)

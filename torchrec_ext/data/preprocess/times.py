@@ -21,7 +21,8 @@ from torchrec_ext.data.preprocess.columns import (
     Types,
     need,
 )
-from torchrec_ext.data.preprocess.step import Step, StepState
+from torchrec_ext.data.preprocess.step import Query, Step, StepState, quoted
+from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import did_you_mean
 
 Feature = Literal["hour", "weekday", "month"]
@@ -29,6 +30,8 @@ Unit = Literal["s", "ms", "us", "ns"]
 SIZES = {"hour": 24, "weekday": 7, "month": 12}
 # From 1900 to 2200: beyond it a time is a mistake of unit.
 _FIRST, _LAST = -2_208_988_800, 7_258_118_400
+# From 1990 to 2100: of most logs, and in one unit alone.
+_OURS = 631_152_000, 4_102_444_800
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +81,34 @@ class TimeFeatures(Step):
         remedy = "convert it to a timestamp, or to seconds since 1970"
         need(types, self, self.column, TIMES | {INT64}, remedy)
         return dict.fromkeys(self.writes, INT64)
+
+    @property
+    def fit_reads(self) -> tuple[str, ...]:
+        """``column``; integers are looked at for their unit."""
+        return (self.column,)
+
+    def fit(self, query: Query, types: Types, where: str) -> StepState:
+        """Fits nothing; refuses integers that are dates of our days in another unit.
+
+        Raises:
+            DataError: naming the unit.
+        """
+        if types[self.column] != INT64:
+            return {}
+        column = quoted(self.column)
+        sql = f"SELECT quantile_disc({column}, 0.5) AS middle FROM fit_rows"
+        middle = query(sql)["middle"][0].as_py() or 0
+        fitting = [
+            unit
+            for unit, size in PER_SECOND.items()
+            if _OURS[0] <= middle // size < _OURS[1]
+        ]
+        if fitting and self.unit not in fitting:
+            raise DataError(
+                f"{where}: column '{self.column}' has times such as {middle}, {fitting[0]} since 1970, and "
+                f"TimeFeatures reads them in {self.unit}; give unit='{fitting[0]}'"
+            )
+        return {}
 
     def apply(self, columns: Columns, state: StepState) -> Columns:
         """Reads the features off the zone's calendar."""
