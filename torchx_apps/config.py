@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+from torchrec_ext.schema.validation import check_least
+
 if typing.TYPE_CHECKING:
     from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo
 
@@ -86,17 +88,18 @@ class StreamOptions(RunOptions):
         super().__post_init__()
         if not self.publish_s >= 0:
             raise ValueError(f"--publish_s {self.publish_s}: must be 0 or more seconds")
-        if self.keep < 1:
-            raise ValueError(f"--keep {self.keep}: must be 1 bundle or more")
+        check_least("--keep", self.keep)
 
 
-def parse_options(kind: type[OptionsT], prog: str, words: Sequence[str]) -> OptionsT:
+def parse_options(
+    kind: type[OptionsT], prog: str, words: Sequence[str] | None
+) -> OptionsT:
     """Returns an app's options as the command line gives them.
 
     Args:
         kind: frozen dataclass of the options.
         prog: name of the app's module.
-        words: the command line.
+        words: the command line; that of the process if None.
 
     Raises:
         ValueError: a word is wrong; the message is one line.
@@ -106,7 +109,7 @@ def parse_options(kind: type[OptionsT], prog: str, words: Sequence[str]) -> Opti
 
 
 def parse_known_options(
-    kind: type[OptionsT], prog: str, words: Sequence[str]
+    kind: type[OptionsT], prog: str, words: Sequence[str] | None
 ) -> tuple[OptionsT, list[str]]:
     """Returns an app's options, and the words of the command line that are none of them."""
     flags = _flags(kind, "FlagCreatePairsOff")
@@ -296,9 +299,10 @@ def _flags(kind: type, marker: str, name: str | None = None) -> Any:
     return Annotated.__class_getitem__((kind, *markers))  # type: ignore[attr-defined]
 
 
-def _cli(kind: Any, prog: str, words: Sequence[str], **more: Any) -> Any:
+def _cli(kind: Any, prog: str, words: Sequence[str] | None, **more: Any) -> Any:
     import tyro
 
+    words = sys.argv[1:] if words is None else words
     # A message must be one line, whatever the terminal's width.
     only_tells = not {"-h", "--help"}.isdisjoint(words)
     width = contextlib.nullcontext() if only_tells else _columns("100000")

@@ -66,9 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _embed(argv: Sequence[str] | None) -> int:
-    options = parse_options(
-        EmbedOptions, "torchx_apps.embed", sys.argv[1:] if argv is None else argv
-    )
+    options = parse_options(EmbedOptions, "torchx_apps.embed", argv)
     _check(options)
     from torchrec_ext.retrieval.bundle import Bundle
     from torchrec_ext.retrieval.manifest import bundle_folder

@@ -66,9 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _export(argv: Sequence[str] | None) -> int:
-    options, settings = parse_known_options(
-        ExportOptions, "torchx_apps.export", sys.argv[1:] if argv is None else argv
-    )
+    options, settings = parse_known_options(ExportOptions, "torchx_apps.export", argv)
     job = changed(saved_job(options.run, options.recipe), settings)
     _check(options)
     from torchx_apps.jobs.exporting import export_run

@@ -11,7 +11,7 @@ from functools import partial
 
 from torchx_apps.config import RecipeOptions, parse_job
 from torchx_apps.process import exit_code
-from torchx_apps.recipes.by_name import load_job, run_recipe
+from torchx_apps.recipes.by_name import load_recipe, run_recipe
 from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES, PreprocessJob
 
 
@@ -30,8 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(words: Sequence[str]) -> tuple[RecipeOptions, PreprocessJob]:
     """Returns the options and the job of a command line; the component calls it before anything starts."""
+    load = partial(load_recipe, built_in=PREPROCESS_RECIPES, kind=PreprocessJob)
     options = RecipeOptions(recipe="ml_100k")
-    return parse_job(options, "torchx_apps.preprocess", words, load_job)
+    return parse_job(options, "torchx_apps.preprocess", words, load)
 
 
 def _run(options: RecipeOptions, job: PreprocessJob) -> None:

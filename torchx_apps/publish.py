@@ -46,9 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _publish(argv: Sequence[str] | None) -> int:
-    options = parse_options(
-        PublishOptions, "torchx_apps.publish", sys.argv[1:] if argv is None else argv
-    )
+    options = parse_options(PublishOptions, "torchx_apps.publish", argv)
     from torchrec_ext.distributed.runtime import Runtime
     from torchrec_ext.train.checkpoint.folder import CheckpointRanks
     from torchrec_ext.train.checkpoint.vectors import publish_weights

@@ -40,9 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(argv: Sequence[str] | None) -> int:
-    options = parse_options(
-        ServeOptions, "torchx_apps.serve", sys.argv[1:] if argv is None else argv
-    )
+    options = parse_options(ServeOptions, "torchx_apps.serve", argv)
     from torchrec_ext.retrieval.server.run import listen, serve
 
     try:

@@ -32,10 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(words: Sequence[str]) -> tuple[StreamOptions, Any]:
     """Returns the options and the job of a command line; the component calls it before anything starts."""
-
-    def load(recipe: str) -> Any:
-        return load_recipe(recipe, EVENT_RECIPES)
-
+    load = partial(load_recipe, built_in=EVENT_RECIPES)
     return parse_job(StreamOptions(), "torchx_apps.train_stream", words, load)
 
 

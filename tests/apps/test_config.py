@@ -205,7 +205,10 @@ def test_a_recipe_of_the_users_own(spec: str, folder: Path) -> None:
             "my_recipe.py:jb",
             "there is no function 'jb'; did you mean 'job'?",
         ),
-        ("my_recipe.py:number", "it returned 3; a recipe returns one Job"),
+        (
+            "my_recipe.py:number",
+            "it returned a int; here a recipe returns a Job of torchx_apps",
+        ),
         (
             "my_typo.py:job",
             "{folder}/my_typo.py, line 2: invalid syntax: def job(:; correct the file",

@@ -31,7 +31,8 @@ from torchx_apps import export, preprocess
 from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.jobs.resuming import check_ids_stay, meaning_of_ids
 from torchx_apps.jobs.training import run_training
-from torchx_apps.recipes.by_name import load_job, load_recipe
+from torchx_apps.recipes.by_name import load_recipe
+from torchx_apps.recipes.preprocess import PreprocessJob
 from torchx_apps.tasks.export_data import items_in
 
 Ids = Callable[[Any], Any]
@@ -288,7 +289,7 @@ def test_a_csv_with_broken_lines_becomes_a_service(
     log = tmp_path / "ratings.csv"
     log.write_text("\n".join(["userId,movieId,rating,timestamp", *lines, ""]))
     file = Path(__file__).parents[2] / "examples" / "csv_to_service.py"
-    job = load_job(f"{file}:job")
+    job = load_recipe(f"{file}:job", kind=PreprocessJob)
     config = dataclasses.replace(job.config, path=str(log))
     ready = tmp_path / "ready"
     run_preprocess(dataclasses.replace(job, config=config, out=str(ready)))

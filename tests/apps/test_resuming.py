@@ -150,3 +150,14 @@ def test_best_last_and_steps_of_a_run_are_found_and_others_told(tmp_path: Path) 
         match=r"--checkpoint 5: there is no such checkpoint; give last, or one of the steps 3",
     ):
         found("5")
+
+
+def test_a_run_that_failed_lets_its_folder_go(tmp_path: Path) -> None:
+    """A notebook keeps an error with its frames, and so kept the folder's lock."""
+    settings = [*SHORT, "train.epochs=1", "checkpoint.steps=5"]
+    job = with_settings(load_recipe("two_tower"), settings)
+    watching = with_settings(job, ["train.early_stop.metric=auc"])
+    with pytest.raises(ValueError, match="has no such figure") as failed:
+        run_training(watching, tmp_path / "run")
+    run_training(job, tmp_path / "run")
+    assert failed.value.__traceback__ is not None

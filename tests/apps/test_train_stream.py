@@ -440,10 +440,10 @@ def wait_for(condition: Callable[[], bool]) -> None:
     [
         (["--data.folder=nosuch"], "data.folder=nosuch: no such folder"),
         (["--publish-s=-1"], "--publish_s -1.0: must be 0 or more seconds"),
-        (["--keep=0"], "--keep 0: must be 1 bundle or more"),
+        (["--keep=0"], "--keep=0: must be 1 or more"),
         (
             ["--bundles=/dev/null/b"],
-            "--bundles /dev/null/b: cannot be written (Not a directory); choose another",
+            "/dev/null/b: cannot be written (Not a directory); choose another",
         ),
         (
             ["--data.label=clicked"],

@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -23,12 +22,13 @@ from torchrec_ext.train.report.progress import (
     records_of,
     time_shares,
 )
+from torchx_apps.recipes.saved_job import summary_of
 from torchx_apps.tasks.baselines import Beside
 from torchx_apps.tasks.task import Task
 
 NOTHING_BESIDE = Beside({}, {})
-# Figures of which less is better.
-_FALLING = ("log_loss", "ne")
+# Ends of the names of figures of which less is better; a task's are named after it: conversion_log_loss.
+_FALLING = ("_log_loss", "_ne")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,17 +206,12 @@ def worse_than(
         >>> worse_than("popularity", {"hr@10": 0.2, "buy_log_loss": 0.1}, {"hr@10": 0.1, "buy_log_loss": 0.2})
         ''
     """
-    # A task's figures are named after it: conversion_log_loss.
-    endings = tuple(f"_{figure}" for figure in _FALLING)
-    falling = {key for key in baseline if key in _FALLING or key.endswith(endings)}
+    falling = {key for key in baseline if f"_{key}".endswith(_FALLING)}
     worse = []
-    for key in baseline:
-        if key not in figures or figures[key] == baseline[key]:
-            continue
-        # What is not defined is not worse.
-        if math.isnan(figures[key]):
-            continue
-        if (figures[key] > baseline[key]) == (key in falling):
+    for key in filter(figures.__contains__, baseline):
+        found, usual = figures[key], baseline[key]
+        # What is not defined is neither.
+        if found > usual if key in falling else found < usual:
             worse.append(key)
     if not worse:
         return ""
@@ -236,11 +231,8 @@ def worse_than(
 
 def read_warning(run: Path) -> dict[str, str]:
     """Reads the warning of :func:`finish_training`: ``{"warning": ...}``, or an empty dict."""
-    with suppress(OSError, ValueError):
-        summary = json.loads((run / "summary.json").read_text())
-        if "warning" in summary:
-            return {"warning": summary["warning"]}
-    return {}
+    summary = summary_of(run)
+    return {"warning": summary["warning"]} if "warning" in summary else {}
 
 
 _EVERY_S = 10.0

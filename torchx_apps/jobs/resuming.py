@@ -31,7 +31,7 @@ from torchrec_ext.train.checkpoint.folder import (
 from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url
 from torchrec_ext.train.guards import RunStoppedError
 from torchx_apps.process import children_of, end_now, once
-from torchx_apps.recipes.saved_job import CONFIG
+from torchx_apps.recipes.saved_job import CONFIG, records_in
 from torchx_apps.tasks.task import Task
 
 CHECKPOINTS = "checkpoints"
@@ -195,24 +195,17 @@ def ended(folder: Path) -> bool:
     """Whether a run has ended: all epochs trained, stopped early, or diverged."""
     if (folder / "summary.json").exists():
         return True
-    # The last line may have been cut short by a kill.
-    with suppress(OSError, ValueError, IndexError):
-        last = (folder / "metrics.jsonl").read_text().splitlines()[-1]
-        return bool(json.loads(last)["kind"] == "error")
-    return False
+    records = records_in(folder)
+    return bool(records) and records[-1]["kind"] == "error"
 
 
 def records_before(checkpoint: str, run: Path) -> list[str]:
     """Returns the lines of a run's ``metrics.jsonl`` up to one of its checkpoints."""
     count = read_checkpoint(checkpoint).manifest["content"]["position"]["records"]
-    lines: list[str] = []
-    # A line that was being written when the run was killed is none.
-    with suppress(OSError, ValueError, RecursionError):
-        for line in (run / "metrics.jsonl").read_text().splitlines():
-            # The others are of the process, and no part of the course of the training.
-            if json.loads(line)["kind"] in ("train", "eval", "stop"):
-                lines.append(line)
-    return lines[:count]
+    # The others are of the process, and no part of the course of the training.
+    kinds = ("train", "eval", "stop")
+    records = [record for record in records_in(run) if record["kind"] in kinds]
+    return [json.dumps(record) for record in records[:count]]
 
 
 def find_checkpoint(flag: str, location: str, together: CheckpointRanks) -> str:

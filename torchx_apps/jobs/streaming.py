@@ -6,23 +6,25 @@ had not been. Servers watch the file `current` beside the bundles, which names t
 
 from __future__ import annotations
 
-import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import torch
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_ext.data.columns import Int64
+from torchrec_ext.data.columns import Column, Int64
+from torchrec_ext.data.files.arrow import as_arrow
 from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
 from torchrec_ext.data.loader.events import ITEM, USER, EventLoader
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Vocabulary
+from torchrec_ext.data.preprocess.folders import disk_errors
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.ids import DynamicIds
 from torchrec_ext.models.tower_model import TowerModel
@@ -70,17 +72,20 @@ def run_stream(job: Job, options: StreamOptions) -> None:
             job.device, threads=job.threads, collectives=job.collectives
         ) as runtime,
         asked_to_stop() as stop,
+        ExitStack() as closing,
     ):
         if runtime.world_size > 1:
             raise ValueError(
                 f"{runtime.world_size} ranks: a log is trained on one rank yet; write -j 1x1"
             )
         model, events, loader, schema = _model_and_loader(job, stop)
-        run = open_run(job, options.run_dir, runtime)
-        assert run.folder is not None, "there is one rank"
+        run = open_run(job, options.run_dir, runtime, closing)
         assert run.checkpointer is not None, "checkpoint.steps is 1 or more"
         folder = options.bundles or run.path / BUNDLES
-        _check_writable(folder)
+        # Before the first step; a bundle is written much later.
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
         plan, plan_text = plan_job(job, model, runtime)
         print(f"\n{plan_text}\n", flush=True)
         if not job.data.seen:
@@ -128,7 +133,6 @@ def run_stream(job: Job, options: StreamOptions) -> None:
                 checkpoints=checkpoints,
                 observer=predictions,
             )
-        run.folder.close()
         print(f"\n{events.events:,} events so far")
         if publisher.newest is not None:
             print(f"bundle: {publisher.newest}")
@@ -326,14 +330,9 @@ def export_ids(
 def seen_by(users: Int64, taken: Int64) -> pa.ListArray:
     """Returns the items that each of (U,) users took, of users and items (n, 2), in their order."""
     places = Ids(users).positions(taken[:, 0])  # type: ignore[arg-type]
-    order = np.argsort(places, kind="stable")
     # Of users without a row nothing is said.
-    order = order[places[order] >= 0]
-    counts = np.bincount(places[order], minlength=len(users))
-    bounds = np.concatenate([[0], np.cumsum(counts)])
-    return pa.ListArray.from_arrays(
-        pa.array(bounds, pa.int32()), pa.array(taken[order, 1])
-    )
+    known = places >= 0
+    return as_arrow(Column.grouped(taken[known, 1], places[known], len(users)))
 
 
 class Publisher:
@@ -428,20 +427,3 @@ class StreamCheckpoints(RunCheckpoints):
         run.at.ended = False
         self.save(run)
         self._publisher.publish(run)
-
-
-def _check_writable(folder: Path) -> None:
-    """Refuses a folder for bundles before the first step.
-
-    Raises:
-        ValueError: it cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(
-            f"--bundles {folder}: cannot be written ({error.strerror or error}); choose another folder"
-        ) from None

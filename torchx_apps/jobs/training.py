@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ from torchx_apps.jobs.setup import (
     shard_job,
 )
 from torchx_apps.jobs.tracking import Tracking
-from torchx_apps.recipes.saved_job import CONFIG
+from torchx_apps.recipes.saved_job import CONFIG, records_in
 from torchx_apps.tasks.evaluator import OutputCheck
 from torchx_apps.tasks.job import Job
 from torchx_apps.tasks.task import Evaluator, Task
@@ -95,18 +95,21 @@ def run_training(job: Job, run_dir: Path | None = None, *, member: str = "") -> 
         RunStoppedError: SIGTERM came; the run has been saved.
     """
     quieten_libraries()
-    with Runtime.start(
-        job.device,
-        threads=job.threads,
-        timeout_s=job.train.hang_s,
-        collectives=job.collectives,
-    ) as runtime:
+    with (
+        Runtime.start(
+            job.device,
+            threads=job.threads,
+            timeout_s=job.train.hang_s,
+            collectives=job.collectives,
+        ) as runtime,
+        ExitStack() as closing,
+    ):
         task = load_task(job, runtime)
         if runtime.is_main:
             report.report_start(task, runtime, job.train.amp)
         parts = set_up(job, task, runtime)
         job = parts.job
-        run = open_run(job, run_dir, runtime, member)
+        run = open_run(job, run_dir, runtime, closing, member)
         folder = run.folder
         checkpointer = run.checkpointer
         if run.checkpoint and checkpointer:
@@ -171,7 +174,6 @@ def run_training(job: Job, run_dir: Path | None = None, *, member: str = "") -> 
             if folder is not None:
                 beside = evaluator.beside("test")
                 report.finish_training(folder, task, tested, trained, beside)
-                folder.close()
                 report.say_end(folder.path)
         if bundle and runtime.is_main:
             print(f"\n{bundle}", flush=True)
@@ -251,9 +253,13 @@ def peak_memory(runtime: Runtime) -> list[float]:
 
 
 def open_run(
-    job: Job, run_dir: Path | None, runtime: Runtime, member: str = ""
+    job: Job,
+    run_dir: Path | None,
+    runtime: Runtime,
+    closing: ExitStack,
+    member: str = "",
 ) -> _Run:
-    """Opens the run folder, and finds the checkpoint to go on from. Collective."""
+    """Opens the run folder, and finds the checkpoint to go on from; ``closing`` closes what it opens. Collective."""
     # Rank 0 decides: names have the time, and only its host may have the folder yet.
     decided: list[Any] = [None, False]
     if runtime.is_main:
@@ -266,6 +272,8 @@ def open_run(
     if job.checkpoint.saves or begun:
         root = job.checkpoint.folder or str(path / CHECKPOINTS)
         checkpointer = Checkpointer(root, runtime, keep=job.checkpoint.keep)
+        # A notebook keeps what failed, and so a lock that nobody opens.
+        closing.callback(checkpointer.folder.unlock)
         if runtime.is_main:
             # An earlier attempt may have left half-written files.
             checkpointer.folder.clean()
@@ -289,6 +297,7 @@ def open_run(
         replace = checkpoint is not None or unfinished
         before = records_before(checkpoint, path) if checkpoint else []
         folder = RunFolder(path, settings_of(job), replace=replace, before=before)
+        closing.callback(folder.close)
         tracking = Tracking(path, settings_of(job), member=member)
     return _Run(
         path=path,
@@ -301,9 +310,7 @@ def open_run(
 
 def _say_anew(path: Path, root: str) -> None:
     """Prints that a run with records begins anew, because its checkpoints are gone or none was saved yet."""
-    records = 0
-    with suppress(OSError, ValueError):
-        records = len((path / "metrics.jsonl").read_text().splitlines())
+    records = len(records_in(path))
     if records:
         print(
             f"warning: {path} has {records:,} records, and {root} no checkpoint: the run begins anew, from nothing",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -15,7 +15,7 @@ from tabulate import tabulate
 
 from torchrec_ext.train.config import Record
 from torchx_apps.jobs.tracking import flat
-from torchx_apps.recipes.saved_job import CONFIG
+from torchx_apps.recipes.saved_job import CONFIG, records_in, summary_of
 
 _LOWER_IS_BETTER = ("loss", "log_loss", "ne")
 # Records about the process, not about the course of the training.
@@ -115,20 +115,10 @@ def read_result(run: Path) -> Result:
         raise ValueError(
             f"{run / CONFIG}: cannot be read ({error}); name a run folder"
         ) from None
-    records: list[Record] = []
-    with suppress(OSError):
-        for line in (run / "metrics.jsonl").read_text().splitlines():
-            # A run that goes on may be writing its last line.
-            with suppress(ValueError):
-                records.append(json.loads(line))
-    summary: dict[str, Any] = {}
-    # A run that diverged, or goes on, has none.
-    with suppress(OSError, ValueError):
-        summary = json.loads((run / "summary.json").read_text())
-    last: Record = {"kind": "", "epoch": 0}
-    for record in records:
-        if record["kind"] not in _OF_THE_PROCESS:
-            last = record
+    records = records_in(run)
+    summary = summary_of(run)
+    course = [each for each in records if each["kind"] not in _OF_THE_PROCESS]
+    last: Record = course[-1] if course else {"kind": "", "epoch": 0}
     ended = NOT_ENDED
     epochs = last["epoch"]
     if last["kind"] == "error":
@@ -162,10 +152,7 @@ def _validation(records: Sequence[Record]) -> dict[str, float]:
 
 def _keys(mappings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the keys of any mapping, in the order of their first one."""
-    keys: dict[str, None] = {}
-    for mapping in mappings:
-        keys |= dict.fromkeys(mapping)
-    return list(keys)
+    return list(dict.fromkeys(chain.from_iterable(mappings)))
 
 
 def differing(results: Sequence[Result]) -> list[str]:

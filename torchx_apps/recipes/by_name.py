@@ -13,24 +13,25 @@ from types import ModuleType
 from typing import Any, cast
 
 from torchrec_ext.schema.validation import did_you_mean
-from torchx_apps.config import as_toml, is_group
+from torchx_apps.config import as_toml
 from torchx_apps.process import say_once
 from torchx_apps.recipes import RECIPES
-from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES, PreprocessJob
+from torchx_apps.tasks.job import Job
 
 Recipes = Mapping[str, Callable[[], Any]]
 
 
-def load_recipe(spec: str, built_in: Recipes = RECIPES) -> Any:
+def load_recipe(spec: str, built_in: Recipes = RECIPES, kind: type = Job) -> Any:
     """Returns the job of a recipe.
 
     Args:
         spec: name of a built-in recipe, `my_recipe.py:job`, or `my.module:job`.
         built_in: built-in recipes by name; by default those that train.
+        kind: type of its job.
 
     Raises:
         ValueError: there is no such recipe (the message names the nearest one and the list), Python cannot read its
-            file, it needs an argument, ends the program, or returns no dataclass.
+            file, it needs an argument, ends the program, or returns something else.
 
     Example:
         >>> load_recipe("two_tower").name
@@ -61,9 +62,10 @@ def load_recipe(spec: str, built_in: Recipes = RECIPES) -> Any:
         raise ValueError(
             f"--recipe {spec}: it ends the program with exit({end.code}); a recipe returns one Job"
         ) from None
-    if not is_group(job):
+    if not isinstance(job, kind):
         raise ValueError(
-            f"--recipe {spec}: it returned {job!r}; a recipe returns one Job"
+            f"--recipe {spec}: it returned a {type(job).__name__}; here a recipe returns a {kind.__name__} of "
+            f"{kind.__module__}"
         )
     return job
 
@@ -105,24 +107,6 @@ def run_recipe(
         return say_once(as_toml(job))
     run(options, job)
     return 0
-
-
-def load_job(recipe: str) -> PreprocessJob:
-    """Returns the job of a preprocessing recipe.
-
-    Args:
-        recipe: name of a built-in recipe, ``my_recipe.py:job`` or ``my.module:job``.
-
-    Raises:
-        ValueError: there is no such recipe, or it returns something else.
-    """
-    job = load_recipe(recipe, PREPROCESS_RECIPES)
-    if not isinstance(job, PreprocessJob):
-        raise ValueError(
-            f"--recipe {recipe}: it returned a {type(job).__name__}; here a recipe returns a PreprocessJob of "
-            "torchx_apps.recipes.preprocess"
-        )
-    return job
 
 
 def _built_in(name: str, recipes: Recipes) -> Callable[[], Any]:

@@ -147,6 +147,8 @@ def build_n_tower(config: NTowerConfig, data: Prepared) -> TowerModel:
 
 def _item_of(config: NTowerConfig, data: Prepared, towers: Mapping[str, Tower]) -> str:
     """Returns the item column; the last tower must read it for a loss that compares items."""
+    from torchx_apps.tasks.export_data import tower_columns
+
     item = data.item_key
     *_, last = towers
     if item is None:
@@ -154,16 +156,14 @@ def _item_of(config: NTowerConfig, data: Prepared, towers: Mapping[str, Tower]) 
             f"model.loss={config.loss}: the preprocessing of '{data.name}' names no item; name its column in the "
             "preprocessing recipe, Prepare(item=...), or set model.loss=bce"
         )
-    tower_features: list[str] = []
-    for table in towers[last].tables:
-        tower_features += table.feature_names
-    if item not in tower_features:
+    columns = tower_columns(towers[last])
+    if item not in columns:
         raise ValueError(
             f"model.loss={config.loss} with model.towers: the last tower, '{last}', must read the "
             f"items, column '{item}', and the other one what is asked for them"
         )
     features, dense = data.towers["item"]
-    others = sorted({*tower_features, *towers[last].dense} - {*features, *dense})
+    others = sorted({*columns} - {*features, *dense})
     if others and LOSSES[config.loss].catalogue:
         raise ValueError(
             f"model.loss={config.loss} with model.towers: the last tower, '{last}', reads column "
@@ -284,21 +284,18 @@ def _columns_by_tower(
     """Returns the names of each tower's features and of its dense columns, by tower."""
     from torchrec_ext.modules.interaction import INTERACTIONS
 
-    if not config.towers:
-        towers = data.towers
-        if (
-            INTERACTIONS[config.interaction].towers != 2
-            or "context" not in towers
-            or "item" not in towers
-        ):
-            return towers
-        user, user_dense = towers.get("user", ((), ()))
-        context, dense = towers["context"]
-        return {
-            "user": ((*user, *context), (*user_dense, *dense)),
-            "item": towers["item"],
-        }
-    return columns_by_name(config.towers, data.features, data.dense)
+    if config.towers:
+        return columns_by_name(config.towers, data.features, data.dense)
+    towers = data.towers
+    takes_two = INTERACTIONS[config.interaction].towers == 2
+    if not takes_two or not {"context", "item"} <= towers.keys():
+        return towers
+    user, user_dense = towers.get("user", ((), ()))
+    context, dense = towers["context"]
+    return {
+        "user": ((*user, *context), (*user_dense, *dense)),
+        "item": towers["item"],
+    }
 
 
 def tables_of_features(

@@ -1,4 +1,4 @@
-"""The job of a run folder, made again from its recipe and its ``config.json``."""
+"""The job of a run folder, made again from its recipe and its ``config.json``; the run's records and summary."""
 
 from __future__ import annotations
 
@@ -6,17 +6,37 @@ import dataclasses
 import json
 import typing
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from torchrec_ext.train.config import Record
 from torchx_apps.config import is_group
 from torchx_apps.recipes import RECIPES
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.tasks.job import Job
 
 CONFIG = "config.json"
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    """Returns the summary of a run folder; empty if there is none, as of a run that diverged or goes on."""
+    summary: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        summary = json.loads((run / "summary.json").read_text())
+    return summary
+
+
+def records_in(run: Path) -> list[Record]:
+    """Returns the records of a run folder so far; none of a line that is, or was at a kill, being written."""
+    records: list[Record] = []
+    with suppress(OSError):
+        for line in (run / "metrics.jsonl").read_text().splitlines():
+            with suppress(ValueError, RecursionError):
+                records.append(json.loads(line))
+    return records
 
 
 def saved_job(run: Path, recipe: str | None = None) -> Job:

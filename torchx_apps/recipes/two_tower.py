@@ -123,30 +123,31 @@ def build_two_tower(config: TwoTowerConfig, data: Prepared) -> TowerModel:
         raise ValueError(
             f"model.without names {unknown}, which '{data.name}' does not have; it has {sorted(columns)}"
         )
-    tables: dict[str, list[Any]] = {"user": [], "item": []}
-    dense: dict[str, list[str]] = {"user": [], "item": []}
-    for name in columns:
-        tower = "item" if name in data.items else "user"
-        if name in config.without:
-            continue
-        if name in data.dense:
-            dense[tower].append(name)
-            continue
-        table = EmbeddingBagConfig(
-            name=name,
-            feature_names=[name],
-            num_embeddings=data.vocab[name],
-            embedding_dim=config.embedding_dim,
-            pooling=PoolingType.MEAN,
-        )
-        tables[tower].append(table)
-    for tower, own in tables.items():
-        if not own and not dense[tower]:
+    towers = {}
+    for tower in ("user", "item"):
+        mine = [
+            name
+            for name in columns
+            if name not in config.without and (name in data.items) == (tower == "item")
+        ]
+        if not mine:
             raise ValueError(
                 f"model.without={config.without}: leaves no column to the tower of the {tower}; add columns or "
                 "histories, or write --model.without and no name"
             )
-    towers = {name: tower_of(config, tables[name], dense[name]) for name in tables}
+        tables = [
+            EmbeddingBagConfig(
+                name=name,
+                feature_names=[name],
+                num_embeddings=data.vocab[name],
+                embedding_dim=config.embedding_dim,
+                pooling=PoolingType.MEAN,
+            )
+            for name in mine
+            if name in data.features
+        ]
+        dense = [name for name in mine if name in data.dense]
+        towers[tower] = tower_of(config, tables, dense)
     # The user's tower runs once for a positive and its negatives; under a softmax over the
     # batch no two rows share a user.
     shared = () if LOSSES[config.loss].shared else ("user",)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,7 +41,7 @@ class ClosedForms:
     """EASE of the pairs of one set, fitted when it is first asked for.
 
     Args:
-        pairs: function that reads the users (P,) and the items (P,) of the training rows, a pair perhaps several times.
+        pairs: function that reads the users (P,) and the items (P,) of the training rows, each pair once.
         num_pairs: number of pairs, P, or more.
         num_users: rows of the users' table, U.
         num_items: rows of the items' table, I.
@@ -98,7 +97,7 @@ class ClosedForms:
         """Returns the figures of each baseline.
 
         Args:
-            known: Q rows of the items that each query's user has taken, by which EASE knows a user.
+            known: Q rows of the items that each query's user has taken, each once, by which EASE knows a user.
             question: the question that the model answers.
             figures: names of the figures with their numbers of items shown.
         """
@@ -115,20 +114,12 @@ class ClosedForms:
 
     def scores(self, known: Column) -> Tensor:
         """Returns EASE's scores (Q, I) of all items for users with these items."""
-        rows, items = _unique(known.owners, known.values)
+        rows = torch.from_numpy(known.owners)
+        items = torch.from_numpy(known.values)
         scores = torch.zeros(len(known), self.num_items)
         return scores.index_add_(0, rows, self._weights[items])
 
     @cached_property
     def _weights(self) -> Tensor:
-        users, items = _unique(*self.pairs())
+        users, items = map(torch.from_numpy, self.pairs())
         return closed_form.ease(users, items, self.num_items, l2=self.config.ease_l2)
-
-
-def _unique(users: Int64, items: Int64) -> tuple[Tensor, Tensor]:
-    """Returns each pair once, by user; without the unknown item, 0."""
-    valid = items > 0
-    count = int(items.max(initial=0)) + 1
-    # One number for a pair sorts in a fraction of the time of two.
-    rows, columns = np.divmod(np.unique(users[valid] * count + items[valid]), count)
-    return torch.from_numpy(rows), torch.from_numpy(columns)

@@ -35,7 +35,7 @@ from torchx_apps.tasks.question import (
     Figures,
     K,
     TaskQuestion,
-    item_batches,
+    batches_of,
     padded_lists,
 )
 
@@ -290,7 +290,7 @@ class Evaluator:
         rows = self.data.rows("test").slice(row, row + 1)
         builder = self.builder()
         model = self.model.module
-        batches = item_batches(builder, builder.items.num_rows, self.runtime)
+        batches = batches_of(builder.item_batch, builder.items.num_rows, self.runtime)
         with torch.no_grad():
             items: Tensor = metrics.embed_all(model, "item", batches, self.runtime)
             query = builder.user_batch(rows).to(self.runtime.device)
@@ -306,17 +306,14 @@ class Evaluator:
 
 
 def recommendation_text(data: Prepared, recommended: Recommended) -> str:
-    """Returns recommendations for a user as text, with the items before and that of the user's first test row."""
-    user = recommended.user
-    rows = data.rows("test")
-    row = int((rows[str(data.roles.user)].values == user).argmax())
-    pairs = data.taken_in_order(*_BEFORE["test"])
-    before = pairs.items[pairs.users == user]
+    """Returns recommendations for the first test row as text, with items that its user took before, and its own."""
+    row = data.rows("test").slice(0, 1)
+    before = user_items(data, "test", row).values
     if data.form == "sessions":
-        before = rows[SESSION].row(row)
+        before = row[SESSION].values
     titles = data.titles
-    held_out = int(rows[str(data.roles.item)].values[row])
-    who = data.values_of(str(data.roles.user))[user]
+    held_out = int(row[str(data.roles.item)].values[0])
+    who = data.values_of(str(data.roles.user))[recommended.user]
     shown = "; ".join(titles[item] for item in before[-SHOWN:])
     lines = [
         f"user {who} took before: {shown}",
@@ -354,20 +351,14 @@ def held_out_rows(data: Prepared, split: str) -> Chunk:
     # A first pass counts the rows to choose from, since a split may not fit memory.
     count = sum(chunk.num_rows for chunk in data.clicked(split, str(roles.item)))
     every = max(1, -(-count // data.ranked))
-    names = list(
-        dict.fromkeys(
-            [roles.label, str(roles.item), str(roles.user), *data.features, *data.dense]
-        )
-    )
-    if data.evaluation.candidates:
-        names.append(data.evaluation.candidates)
+    ids = (roles.label, roles.item, roles.user, data.evaluation.candidates)
+    names = list(dict.fromkeys(filter(None, (*ids, *data.features, *data.dense))))
     pieces = []
     passed = 0
     for chunk in data.clicked(split, *names):
-        rows = np.arange(chunk.num_rows)
         # Every n-th of all chunks together, however the files are cut.
-        pieces.append(chunk.take(rows[(rows + passed) % every == 0]))
-        passed += len(rows)
+        pieces.append(chunk.take(np.arange(-passed % every, chunk.num_rows, every)))
+        passed += chunk.num_rows
     return concatenate_rows(pieces, names)
 
 
@@ -407,17 +398,13 @@ def question_of(
     if rule.by == "user":
         # All held-out items of a user are one query, in the order of the users' ids.
         users = held_out[str(data.roles.user)].values
-        order = np.argsort(users, kind="stable")
-        targets = targets[order]
-        _, first, rows = np.unique(users[order], return_index=True, return_inverse=True)
+        _, first, rows = np.unique(users, return_index=True, return_inverse=True)
         # An item counts once for its user, but each new item is an answer of its own.
-        targets[targets == 0] = -1
-        pairs = np.stack([rows, targets])
-        counts = targets < 0
-        counts[np.unique(pairs, axis=1, return_index=True)[1]] = True
-        targets = targets[counts]
-        target_rows = torch.from_numpy(rows[counts])
-        held_out = held_out.take(order[first])
+        answers = np.where(targets > 0, targets, -1 - np.arange(len(targets)))
+        pairs = np.unique(np.stack([rows, answers]), axis=1)
+        target_rows = torch.from_numpy(pairs[0])
+        targets = np.maximum(pairs[1], -1)
+        held_out = held_out.take(first)
     taken = user_items(data, split, held_out)
     among: dict[str, Any] = {}
     if rule.candidates is not None:

@@ -36,14 +36,6 @@ class ExportData:
     rows: Mapping[str, Tensor] | None = None
 
 
-def without_item(why: str) -> str:
-    """Explains that rows without an item can be trained but not served."""
-    return (
-        f"{why}, and a bundle stores a vector of each; name the item's column, or take --export never, "
-        "and torchx_apps.publish for the weights"
-    )
-
-
 def without_item_tower(
     model: Any, item: tuple[Sequence[str], Sequence[str]]
 ) -> str | None:
@@ -90,15 +82,11 @@ def of_prepared(
         catalogue: parquet files of the items to serve, as raw/items.parquet has them; that one if empty.
 
     Raises:
-        BundleError: the preprocessing names no item, or its folder has no raw rows.
+        BundleError: the folder has no raw rows.
         DataError: the catalogue lacks a column, or has one of another type.
     """
     item = data.roles.item
-    if item is None:
-        raise BundleError(
-            f"set '{data.name}': its preprocessing names no item, of which a bundle stores the vectors; name its "
-            "column in the preprocessing recipe: Prepare(item=...)"
-        )
+    assert item is not None, "Task.unservable was asked"
     for name in (RAW_ITEMS, RAW_REQUESTS):
         if not (data.folder / name).exists():
             raise BundleError(

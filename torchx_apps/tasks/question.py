@@ -1,16 +1,17 @@
 """TaskQuestion: the one ranking question that a model, popularity and EASE answer side by side.
 
-row_batches(), item_batches(): the query rows and the items that this rank embeds.
+batches_of(): the query rows, or the items, that this rank embeds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
+from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column, Int64
 from torchrec_ext.data.loader.sides import BatchBuilder
 from torchrec_ext.distributed.runtime import Runtime
@@ -48,8 +49,12 @@ class TaskQuestion:
         towers: Sequence[str],
     ) -> Record:
         """Returns the figures of a model on all of the builder's items. Collective."""
-        queries = row_batches(builder, self.rows, runtime)
-        items = item_batches(builder, builder.items.num_rows, runtime)
+        queries = batches_of(
+            lambda numbers: builder.user_batch(self.rows.take(numbers)),
+            self.rows.num_rows,
+            runtime,
+        )
+        items = batches_of(builder.item_batch, builder.items.num_rows, runtime)
         hits = metrics.model_hits(
             model, runtime, queries, items, self.question, k=self.k, towers=towers
         )
@@ -93,17 +98,9 @@ def padded_lists(lists: Column) -> Int64:
     return table
 
 
-def row_batches(
-    builder: BatchBuilder, rows: Chunk, runtime: Runtime
+def batches_of(
+    make: Callable[[Int64], TowerBatch], count: int, runtime: Runtime
 ) -> Iterator[metrics.Kept]:
-    """Yields the batches of this rank's share of query rows, each with the number of its rows that count."""
-    for share, keep in metrics.own_share(rows.num_rows, runtime):
-        yield builder.user_batch(rows.slice(share.start, share.stop)), keep
-
-
-def item_batches(
-    builder: BatchBuilder, count: int, runtime: Runtime
-) -> Iterator[metrics.Kept]:
-    """Yields the batches of this rank's share of the first ``count`` items, as :func:`row_batches` those of rows."""
+    """Yields the batches of this rank's share of ``count`` rows, each with the number of its rows that count."""
     for share, keep in metrics.own_share(count, runtime):
-        yield builder.item_batch(np.arange(share.start, share.stop)), keep
+        yield make(np.arange(share.start, share.stop)), keep

@@ -23,7 +23,6 @@ from torchx_apps.tasks.evaluator import Evaluator as Evaluator
 from torchx_apps.tasks.export_data import (
     ExportData,
     of_prepared,
-    without_item,
     without_item_tower,
 )
 from torchx_apps.tasks.question import Figures
@@ -69,11 +68,9 @@ class Task:
         """Heading of the figures: the rows that are evaluated, and what against."""
         if self.data.form == "labels":
             return "test rows"
-        name = self.data.evaluation.candidates
-        if name is None:
-            return "test items, whole catalogue"
-        most = int(self.data.rows("test")[name].lengths.max(initial=0))
-        return f"test items, among {most} others"
+        if self.data.evaluation.candidates:
+            return "test items, among their candidates"
+        return "test items, whole catalogue"
 
     @property
     def baseline_name(self) -> str:
@@ -132,10 +129,9 @@ class Task:
         self, evaluation: EvaluationConfig, closed_form: ClosedFormConfig
     ) -> Task:
         """Returns the task with these figures and baselines."""
-        figures = tuple(evaluation.figures) if evaluation.metrics else self.figures
         return dataclasses.replace(
             self,
-            figures=figures,
+            figures=tuple(evaluation.figures) or self.figures,
             baselines=evaluation.baselines,
             closed_form=closed_form,
         )
@@ -143,8 +139,9 @@ class Task:
     def unservable(self, model: Any) -> str | None:
         """Explains why no bundle can be made of these rows with this model; None if one can."""
         if self.data.roles.item is None:
-            return without_item(
-                f"the preprocessing of '{self.data.name}' names no item"
+            return (
+                f"the preprocessing of '{self.data.name}' names no item, and a bundle stores a vector of each; name "
+                "the item's column, or take --export never, and torchx_apps.publish for the weights"
             )
         if self.data.form != "labels":
             return None
@@ -258,7 +255,7 @@ class Task:
             catalogue: parquet files of the items to serve; the training's if empty.
 
         Raises:
-            BundleError: the preprocessing names no item, or its folder has no raw rows.
+            BundleError: the folder has no raw rows.
             DataError: the catalogue lacks a column, or has one of another type.
         """
         return of_prepared(self.data, schema, catalogue)
