@@ -298,9 +298,16 @@ def cuda_graph(
                     tensor.copy_(value)
             set_random_state(device, random)
 
+    # One kernel copies all inputs of a dtype.
+    places: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(static_inputs):
+        places.setdefault(tensor.dtype, []).append(index)
+
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
-        for tensor, value in zip(static_inputs, inputs, strict=True):
-            tensor.copy_(value, non_blocking=True)
+        for alike in places.values():
+            targets = [static_inputs[index] for index in alike]
+            values = [inputs[index] for index in alike]
+            torch._foreach_copy_(targets, values, non_blocking=True)
         graph.replay()
         # Cloned because the next step overwrites them; an output may be None.
         return pytree.tree_map_only(Tensor, Tensor.clone, outputs)  # type: ignore[no-any-return]
