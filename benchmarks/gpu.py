@@ -4,11 +4,11 @@
 
 `adopted ...`: the network of plain_ncf.py (75 k and 12.45 M parameters) under dense Adam, on batches of the GPU, 1,280
 and 16,384 rows. `as written` is Adam by default, `fused Adam` takes fused=True, `torch.compile` also compiles forward
-and loss with mode="reduce-overhead", `by hand` is one CUDA graph of eager kernels with fused Adam, and `unfused` the
-adopted step without Triton. `drawn ...`: the adopted step draws its negatives and takes its rows itself, against
-torch.compile and the adopted step on batches that are `ready`; `epoch_s`, of 18.24 M instances. `two towers`: two
-towers of two tables. `floor_us` is the greater of two microseconds a kernel and the step's bytes over `copied_gb_s`,
-what a copy on this card moves.
+and loss with mode="reduce-overhead", `by hand` is one CUDA graph of eager kernels with fused Adam, `unfused` the
+adopted step without Triton, and `apart` without inductor's combo_kernels. `drawn ...`: the adopted step draws its
+negatives and takes its rows itself, against torch.compile and the adopted step on batches that are `ready`; `epoch_s`,
+of 18.24 M instances. `two towers`: two towers of two tables. `floor_us` is the greater of two microseconds a kernel and
+the step's bytes over `copied_gb_s`, what a copy on this card moves.
 
 `loader ...`: 26 tables of 100,000 x 64 under an MLP in fp32, tf32 and bf16, samples a second and the share of time in
 which the card is busy, by NVML (nvidia-smi): a row-wise Dataset under torch's DataLoader (pinned; the best of 0, 2 and
@@ -44,13 +44,13 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchrec_ext.adopt import Rows, Uniform, adopt
-from torchrec_ext.capture import policy
+from torchrec_ext.capture import executors, policy
 from torchrec_ext.distributed import row_rule
 from torchrec_ext.ids import Dynamic, DynamicIds
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 DEVICE = "cuda" if GPUS else "cpu"
-OF_A_GPU = ("torch.compile", "by hand", "unfused") if GPUS else ()
+OF_A_GPU = ("torch.compile", "by hand", "unfused", "apart") if GPUS else ()
 FORMS = ("as written", "fused Adam", *OF_A_GPU)
 BEST = "torch.compile" if GPUS else "fused Adam"
 SECONDS = 0.5  # of a turn
@@ -80,9 +80,9 @@ def step_of(form, model, *, autocast=nullcontext):
     def loss(*batch):
         return criterion(model(*batch[:-1]), batch[-1])
 
-    if form in ("adopted", "unfused"):
+    if form in ("adopted", *CAPTURED_BY):
         step = adopt(model, optimizer, loss, autocast=autocast, compile="require")
-        return without_triton(step) if form == "unfused" else step
+        return captured_by(step, *CAPTURED_BY[form]) if form in CAPTURED_BY else step
     forward = (
         torch.compile(loss, mode="reduce-overhead") if form == "torch.compile" else loss
     )
@@ -97,14 +97,21 @@ def step_of(form, model, *, autocast=nullcontext):
     return by_hand(step) if form == "by hand" else step
 
 
-def without_triton(step):
-    """Returns an adopted step that is captured as if Triton were not installed."""
+# without Triton, and without kernels that are several in one
+CAPTURED_BY = {
+    "unfused": (policy, "HAS_TRITON", False),
+    "apart": (executors, "COMBINES", (False,)),
+}
 
-    def unfused(*batch):
-        with replaced(policy, "HAS_TRITON", value=False):
+
+def captured_by(step, module, name, value):
+    """Returns an adopted step that is captured while a module's constant has another value."""
+
+    def replaced_step(*batch):
+        with replaced(module, name, value=value):
             return step(*batch)
 
-    return unfused
+    return replaced_step
 
 
 @contextmanager

@@ -338,6 +338,26 @@ def test_captured_steps_equal_eager_ones() -> None:
         assert_equal(eager, by_capture, rtol=1e-4, atol=1e-5)
 
 
+def test_beginning_rows_leaves_all_random_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of a GPU too: dropout must not depend on which ids are new."""
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    tables = [
+        EmbeddingBagConfig(
+            name=name, feature_names=[name], num_embeddings=64, embedding_dim=WIDTH
+        )
+        for name in "ab"
+    ]
+    model = two_tower(tables[:1], tables[1:], device=torch.device("cpu"))
+    before = torch.get_rng_state()
+    rows, ids = torch.arange(1, 5), torch.arange(100, 104)
+    FreshRows(model, None)((Fresh("a", rows, ids, ids[:0]),))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert seeded == []
+
+
 def restoring(runtime: Runtime) -> str:
     stop = EarlyStop(metric="auc")
     with pytest.raises(ValueError, match="early_stop") as error:

@@ -103,7 +103,11 @@ class IdIndex:
         # goes into reading lines.
         rest = (values == 0).nonzero().squeeze(1)
         rest_ids = ids.index_select(0, rest)
-        of_rest = Layout(*(column.index_select(0, rest) for column in layout[:3]))
+        of_rest = Layout(
+            layout.table.index_select(0, rest),
+            layout.first.index_select(0, rest),
+            layout.size.index_select(0, rest),
+        )
         second = buckets_of(rest_ids, of_rest)[1]
         values.index_copy_(0, rest, self._values_in(second, rest_ids))
         return values

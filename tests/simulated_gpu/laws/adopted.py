@@ -10,6 +10,7 @@ import simulated_cuda
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor import config as inductor
 from torch.fx import GraphModule
 
 from tests.adopt.test_gpu import CASES, ITEMS, USERS, Pairs, adam, batches, trained
@@ -137,10 +138,15 @@ def test_a_step_that_inductor_cannot_fuse_keeps_torchs_kernels(
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_fused_step_trains_as_an_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled is the graph itself, as no kernel of Triton runs here."""
+@pytest.mark.parametrize("combines", [True, False], ids=["combined", "apart"])
+def test_a_fused_step_trains_as_an_eager_one(
+    combines: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is compiled is the graph itself, as no kernel of Triton runs here; where kernels combine, or cannot."""
 
     def compiled(graph: GraphModule, examples: Sequence[Tensor]) -> Any:
+        if inductor.combo_kernels and not combines:
+            raise RuntimeError("no combined kernel compiles")
         trains = [each.requires_grad for each in examples]
 
         def call(*tensors: Tensor) -> Any:
