@@ -66,7 +66,7 @@ def main():
             command = [sys.executable, ROOT / "benchmarks" / f"{name}.py"]
             command += ["--turns", options.turns, *["--quick"] * options.quick]
             made = last_json(command, limit_s=LIMIT_S)
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             failed.append(name)
             print(f"{name} failed: {error}", file=sys.stderr, flush=True)
         else:

@@ -1,21 +1,24 @@
 """A GPU: a user's own step, adopted, against the forms that its user could write.
 
-    python benchmarks/gpu.py [--only ROW ...] [--turns 3] [--quick] [--out FILE] [--budget SECONDS]
+    python benchmarks/gpu.py [--only ROW ...] [--turns 3] [--quick] [--out FILE] [--budget SECONDS] [--limit SECONDS]
 
 `adopted ...`: the network of plain_ncf.py (75 k and 12.45 M parameters) under dense Adam, on batches of the GPU, 1,280
 and 16,384 rows. `as written` is Adam by default, `fused Adam` takes fused=True, `torch.compile` also compiles forward
-and loss with mode="reduce-overhead", `by hand` is one CUDA graph of eager kernels with fused Adam.
-`drawn ...`: the adopted step draws its negatives and takes its rows itself, against torch.compile on batches that are
-ready; `epoch_s`, of 18.24 M instances. `floor_us` is the greater of two microseconds a kernel and the step's bytes over
-`copied_gb_s`, what a copy on this card moves.
+and loss with mode="reduce-overhead", `by hand` is one CUDA graph of eager kernels with fused Adam, `unfused` the
+adopted step without Triton, and `apart` without inductor's combo_kernels. `drawn ...`: the adopted step draws its
+negatives and takes its rows itself, against torch.compile and the adopted step on batches that are `ready`; `epoch_s`,
+of 18.24 M instances. `two towers`: two towers of two tables. `floor_us` is the greater of two microseconds a kernel and
+the step's bytes over `copied_gb_s`, what a copy on this card moves.
 
 `loader ...`: 26 tables of 100,000 x 64 under an MLP in fp32, tf32 and bf16, samples a second and the share of time in
-which the card is busy, by nvidia-smi: a row-wise Dataset under torch's DataLoader (pinned; the better of 0, 2 and 8
-workers) with fused Adam, against rows of files by ChunkLoader, and rows on the device with an adopted step.
-`eight networks`: a Stack of eight small networks, against eight adopted ones in turn. `two processes`: two that train
-the small network at the same time, against one, `mps`: under NVIDIA's MPS where it is installed. All rows need torch
-alone, but for ChunkLoader. Without a GPU all runs on the CPU, which says nothing of a GPU. With --out, a page of the
-file's rows is printed.
+which the card is busy, by NVML (nvidia-smi): a row-wise Dataset under torch's DataLoader (pinned; the best of 0, 2 and
+8 workers) with fused Adam, in this precision and in fp32, against rows of files by ChunkLoader, and rows on the device
+with an adopted step. `tables ...`: a table that is moved whole, against row by row, and look-ups that are added in any
+order, against torch.use_deterministic_algorithms. `dynamic ids`: raw ids that become rows before an adopted step,
+against static tables. `eight networks`: a Stack of eight small networks, against eight adopted ones in turn. `two
+processes`: two that train the small network at the same time, against one, `mps`: under NVIDIA's MPS where it is
+installed. All rows need torch alone, but for ChunkLoader. Without a GPU all runs on the CPU, which says nothing of a
+GPU. With --out, each row has a process of its own, and a page of the file's rows is printed.
 """
 
 from __future__ import annotations
@@ -25,27 +28,32 @@ import importlib.util
 import itertools
 import multiprocessing
 import os
+import queue
 import shutil
 import subprocess
 import tempfile
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
-from harness import LIMIT_S, command_line, digits, output, row
+from harness import LIMIT_S, command_line, digits, row
 from plain_ncf import CONTEXT, NEGATIVES, SHAPES, PlainNCF, positives
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchrec_ext.adopt import Rows, Uniform, adopt
+from torchrec_ext.capture import executors, policy
+from torchrec_ext.distributed import row_rule
+from torchrec_ext.ids import Dynamic, DynamicIds
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 DEVICE = "cuda" if GPUS else "cpu"
-FORMS = ("as written", "fused Adam", *(["torch.compile", "by hand"] if GPUS else []))
+OF_A_GPU = ("torch.compile", "by hand", "unfused", "apart") if GPUS else ()
+FORMS = ("as written", "fused Adam", *OF_A_GPU)
 BEST = "torch.compile" if GPUS else "fused Adam"
-SECONDS = 1.0  # of a turn
+SECONDS = 0.5  # of a turn
 
 
 def batches(shape, rows):
@@ -72,8 +80,9 @@ def step_of(form, model, *, autocast=nullcontext):
     def loss(*batch):
         return criterion(model(*batch[:-1]), batch[-1])
 
-    if form == "adopted":
-        return adopt(model, optimizer, loss, autocast=autocast, compile="require")
+    if form in ("adopted", *CAPTURED_BY):
+        step = adopt(model, optimizer, loss, autocast=autocast, compile="require")
+        return captured_by(step, *CAPTURED_BY[form]) if form in CAPTURED_BY else step
     forward = (
         torch.compile(loss, mode="reduce-overhead") if form == "torch.compile" else loss
     )
@@ -86,6 +95,34 @@ def step_of(form, model, *, autocast=nullcontext):
         optimizer.step()
 
     return by_hand(step) if form == "by hand" else step
+
+
+# without Triton, and without kernels that are several in one
+CAPTURED_BY = {
+    "unfused": (policy, "HAS_TRITON", False),
+    "apart": (executors, "COMBINES", (False,)),
+}
+
+
+def captured_by(step, module, name, value):
+    """Returns an adopted step that is captured while a module's constant has another value."""
+
+    def replaced_step(*batch):
+        with replaced(module, name, value=value):
+            return step(*batch)
+
+    return replaced_step
+
+
+@contextmanager
+def replaced(module, name, *, value):
+    """Gives a module's constant another value within the block."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 def by_hand(step):
@@ -143,7 +180,9 @@ def kernels(step, batch):
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         step(*batch)
         _wait()
-    return len(profiler.events())
+    # Calls of the driver are among its events too.
+    cuda = torch.autograd.DeviceType.CUDA
+    return sum(each.device_type == cuda for each in profiler.events())
 
 
 @functools.cache
@@ -188,6 +227,8 @@ def compared(what, steps, given, options, **more):
         more |= {"copied_gb_s": copied_gb_s(), "floor_us": max(2 * count, moved_us)}
     for form in others:
         name = f"{what}, against {form} ({DEVICE})"
+        if count:
+            more["baseline_kernels"] = kernels(steps[form], given[0])
         yield row(name, times[ours], "us/step", baseline=times[form], **more)
 
 
@@ -202,7 +243,7 @@ def adopted(name, rows, options):
 
 
 def drawn(name, rows, options):
-    """Times adopted steps that draw their negatives, against those of torch.compile that are given batches."""
+    """Times adopted steps that draw their negatives, against steps that are given batches."""
     shape = SHAPES[name]
     user, item, context = positives(shape)
     negatives = Uniform(
@@ -216,10 +257,145 @@ def drawn(name, rows, options):
     steps = {
         "drawn": lambda *_: next(epochs),
         BEST: step_of(BEST, ncf(shape)),
+        "ready": step_of("adopted", ncf(shape)),
     }
     what = f"drawn {name}, {rows:,} rows"
     for made in compared(what, steps, batches(shape, size * (1 + NEGATIVES)), options):
         yield made | {"epoch_s": made["ours"] * 18.24 / rows}
+
+
+class Towers(nn.Module):
+    """Two towers, each of two tables and two layers."""
+
+    def __init__(self, ids):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(ids, 64) for _ in range(4))
+        self.towers = nn.ModuleList(
+            nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 64))
+            for _ in range(2)
+        )
+
+    def forward(self, *columns):
+        """Returns (B,) logits of four columns of ids, (B,) each."""
+        a, b, c, d = (
+            table(each) for table, each in zip(self.tables, columns, strict=True)
+        )
+        user = self.towers[0](torch.cat([a, b], 1))
+        item = self.towers[1](torch.cat([c, d], 1))
+        return (user * item).sum(1)
+
+
+def towers(options):
+    """Times the adopted step of two towers and each other form, in turn."""
+    ids, rows = (100, 64) if options.quick else (100_000, 4_096)
+    given = columns_of_ids(ids, rows)
+    steps = {}
+    for form in ("adopted", *FORMS):
+        torch.manual_seed(0)
+        steps[form] = step_of(form, Towers(ids).to(DEVICE))
+    yield from compared(f"two towers, {rows:,} rows", steps, given, options)
+
+
+def columns_of_ids(ids, rows):
+    """Draws 20 batches of four columns of ids and a label onto the device."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (
+            *torch.randint(ids, (4, rows), generator=generator).to(DEVICE),
+            torch.rand(rows, generator=generator).round().to(DEVICE),
+        )
+        for _ in range(20)
+    ]
+
+
+def tables(ids, options):
+    """Times two towers whose tables are moved row by row, against whole, and against sums in a fixed order."""
+    ids, rows = (400, 64) if options.quick else (ids, 4_096)
+    given = columns_of_ids(ids, rows)
+
+    # As torch asks of whoever multiplies in a fixed order.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+
+    def moved(weights, *, is_fixed=False):
+        torch.manual_seed(0)
+        step = step_of("adopted", Towers(ids).to(DEVICE))
+
+        def fixed(*batch):
+            torch.use_deterministic_algorithms(True)
+            try:
+                return step(*batch)
+            finally:
+                torch.use_deterministic_algorithms(False)
+
+        taken = fixed if is_fixed else step
+        with replaced(row_rule, "WEIGHTS_ON_GPU", value=weights):
+            for batch in given[:4]:
+                taken(*batch)
+        return taken
+
+    steps = {"row by row": moved(0), "whole": moved(2**62)}
+    steps["row by row, deterministic"] = moved(0, is_fixed=True)
+    yield from compared(f"tables of {ids:,} rows", steps, given, options)
+
+
+def dynamic(options):
+    """Times adopted steps on raw ids, 1 % of them new and admitted every 8 steps, against static tables."""
+    capacity, rows = (400, 64) if options.quick else (200_000, 4_096)
+    names = ("user", "place", "item", "brand")
+    generator = torch.Generator().manual_seed(0)
+
+    def random_ids(*shape):
+        return torch.randint(-(2**62), 2**62, shape, generator=generator)
+
+    catalogue = random_ids(4, 3 * capacity // 4)
+    policy_ = Dynamic(capacity=capacity, admit_after=2)
+    ids = DynamicIds(dict.fromkeys(names, policy_), every=8)
+    for _ in range(16):
+        ids.step(dict(zip(names, catalogue, strict=True)))
+    given = []
+    for _ in range(20):
+        places = torch.rand(4, rows, generator=generator) ** 4 * catalogue.shape[1]
+        known = catalogue.gather(1, places.long())
+        is_new = torch.rand(4, rows, generator=generator) < 0.01
+        label = torch.rand(rows, generator=generator).round().to(DEVICE)
+        given.append((torch.where(is_new, random_ids(4, rows), known), is_new, label))
+
+    def trained():
+        torch.manual_seed(0)
+        model = Towers(capacity).to(DEVICE)
+        optimizer = torch.optim.Adagrad(model.parameters(), 0.05)
+        criterion = nn.BCEWithLogitsLoss()
+        loss = lambda *batch: criterion(model(*batch[:-1]), batch[-1])  # noqa: E731
+        return model, optimizer, adopt(model, optimizer, loss, compile="require")
+
+    def there(columns):
+        columns = columns.pin_memory() if GPUS else columns
+        return columns.to(DEVICE, non_blocking=True)
+
+    def began(note, model, optimizer):
+        weight = model.tables[names.index(note.table)].weight
+        fresh = there(note.rows)
+        with torch.no_grad():
+            weight.index_copy_(0, fresh, there(torch.randn(len(fresh), 64)))
+            optimizer.state[weight]["sum"].index_fill_(0, fresh, 0.0)
+
+    model, optimizer, of_ids = trained()
+
+    def dynamic_step(columns, is_new, label):
+        # New ids come in two batches, and are others from then on.
+        columns += is_new * (ids.now // 20 % 2)
+        found, notes = ids.step(dict(zip(names, columns, strict=True)))
+        for note in notes:
+            began(note, model, optimizer)
+        of_ids(*there(torch.stack([found[name] for name in names])), label)
+
+    _, _, of_rows = trained()
+
+    def static_step(columns, _, label):
+        of_rows(*there(columns.abs() % capacity), label)
+
+    steps = {"dynamic ids": dynamic_step, "static tables": static_step}
+    yield from compared(f"{capacity:,} rows", steps, given, options)
 
 
 class Wide(nn.Module):
@@ -244,12 +420,17 @@ class Wide(nn.Module):
 
 def wide_step(form, ids, precision):
     """Returns a step of the wide network in one form and precision."""
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    multiply_in(precision)
     autocast = nullcontext
     if precision == "bf16":
         autocast = functools.partial(torch.autocast, DEVICE, torch.bfloat16)
     torch.manual_seed(0)
     return step_of(form, Wide(ids).to(DEVICE), autocast=autocast)
+
+
+def multiply_in(precision):
+    """Sets torch's switch for products of float32 in tf32."""
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
 
 
 class Busy:
@@ -273,12 +454,22 @@ class Busy:
     def __exit__(self, *_):
         if self._asked:
             self._asked.terminate()
-            told = [float(word) for word in self._asked.communicate()[0].split()]
+            words = self._asked.communicate()[0].split()
+            # "[N/A]" of a part of a card
+            told = [float(word) for word in words if word.isdigit()]
             self.percent = digits(sum(told) / len(told)) if told else None
 
 
-def row_wise(data, size, step, seconds):
-    """Returns samples a second and the card's busy share, with the better of 0, 2 and 8 workers."""
+def row_wise(data, size, step, seconds, *, best):
+    """Returns samples a second and the card's busy share, with the best of 0, 2 and 8 workers.
+
+    Args:
+        data: the rows.
+        size: rows of a batch.
+        step: step on a batch.
+        seconds: of the measurement.
+        best: a list, which gets the number of workers that was best in the first call.
+    """
 
     def batches_of(workers):
         loader = DataLoader(
@@ -288,8 +479,10 @@ def row_wise(data, size, step, seconds):
             yield ids.to(DEVICE, non_blocking=True), label.to(DEVICE, non_blocking=True)
 
     cores = len(os.sched_getaffinity(0))
-    asked = [workers for workers in (0, 2, 8) if workers <= cores]
-    return max(fed(batches_of(workers), step, size, seconds) for workers in asked)
+    asked = best or [workers for workers in (0, 2, 8) if workers <= cores]
+    made = {workers: fed(batches_of(workers), step, size, seconds) for workers in asked}
+    best[:] = [max(made, key=made.get)]
+    return made[best[0]]
 
 
 def in_chunks(data, size, step, seconds, folder):
@@ -356,17 +549,23 @@ def fed(given, step, size, seconds):
 
 
 def loaders(precision, options):
-    """Times a row-wise DataLoader, ChunkLoader and rows on the device, in turn."""
+    """Times a row-wise DataLoader, also in fp32, ChunkLoader and rows on the device, in turn."""
     ids, rows, size = (100, 4_096, 256) if options.quick else (100_000, 2**21, 16_384)
     data = TensorDataset(torch.randint(ids, (rows, 26)), torch.rand(rows))
-    seconds = 0.2 if options.quick else 3 * SECONDS
+    seconds = 0.2 if options.quick else 4 * SECONDS
 
-    def step(form):
-        return wide_step(form, ids, precision)
+    def step(form, of=precision):
+        return wide_step(form, ids, of)
 
     with tempfile.TemporaryDirectory() as folder:
+        baselines = {"row-wise": precision}
+        if precision != "fp32":
+            baselines["row-wise in fp32"] = "fp32"
         sides = {
-            "row-wise": functools.partial(row_wise, data, size, step("fused Adam"))
+            name: functools.partial(
+                row_wise, data, size, step("fused Adam", of), best=[]
+            )
+            for name, of in baselines.items()
         }
         if importlib.util.find_spec("torchrec"):
             chunks = functools.partial(in_chunks, folder=folder)
@@ -377,20 +576,28 @@ def loaders(precision, options):
         times = {side: [] for side in sides}
         for _ in range(options.turns):
             for side, run in sides.items():
+                multiply_in(baselines.get(side, precision))
                 times[side].append(run(seconds))
     speeds = {side: [speed for speed, _ in turns] for side, turns in times.items()}
     percent = {side: turns[-1][1] for side, turns in times.items()}
-    base = speeds.pop("row-wise")
-    for side, ours in speeds.items():
+    ours = [side for side in speeds if side not in baselines]
+    for base, side in itertools.product(baselines, ours):
         busy = {
             "busy_percent": percent[side],
-            "baseline_busy_percent": percent["row-wise"],
+            "baseline_busy_percent": percent[base],
         }
-        name = f"loader, {precision}: {side} ({DEVICE})"
-        yield row(name, ours, "samples/s", baseline=base, better="more", **busy)
+        name = f"loader, {precision}: {side}, against {base} ({DEVICE})"
+        yield row(
+            name,
+            speeds[side],
+            "samples/s",
+            baseline=speeds[base],
+            better="more",
+            **busy,
+        )
 
 
-def eight(options):
+def eight(rows, options):
     """Times a Stack of eight networks, and eight adopted ones in turn."""
     from torchrec_ext.networks import Stack
 
@@ -409,15 +616,15 @@ def eight(options):
             step(*batch)
 
     steps = {"stacked": stacked.step, "one after another": in_turn}
-    given = batches(shape, 64 if options.quick else 1_280)
-    yield from compared(f"{members} networks", steps, given, options)
+    given = batches(shape, 64 if options.quick else rows)
+    yield from compared(f"{members} networks, {rows:,} rows", steps, given, options)
 
 
-def trains(begin, told, quick, seconds):
+def trains(begin, told, rows, seconds):
     """Times the steps of one of several processes, from the moment when all are ready."""
     shape = SHAPES["small"]
     step = step_of("adopted", ncf(shape))
-    given = batches(shape, 64 if quick else 1_280)
+    given = batches(shape, rows)
     for batch in given:
         step(*batch)
     _wait()
@@ -425,31 +632,65 @@ def trains(begin, told, quick, seconds):
     told.put(microseconds(step, given, seconds))
 
 
-def processes(options):
+def answer(told, processes):
+    """Returns the next value of a queue that processes put into; raises if one of them died."""
+    while True:
+        with suppress(queue.Empty):
+            return told.get(timeout=1)
+        if any(process.exitcode for process in processes):
+            raise RuntimeError("one of the processes died, see above")
+
+
+def processes(rows, options):
     """Times two processes that train at the same time, without MPS and with it, against one."""
     context = multiprocessing.get_context("spawn")
     seconds = 0.2 if options.quick else 3 * SECONDS
 
     def together(count):
         begin, told = context.Barrier(count), context.Queue()
-        for _ in range(count):
-            arguments = (begin, told, options.quick, seconds)
-            context.Process(target=trains, args=arguments, daemon=True).start()
-        return sum(1e6 / told.get(timeout=LIMIT_S) for _ in range(count))
+        arguments = (begin, told, 64 if options.quick else rows, seconds)
+        both = [
+            context.Process(target=trains, args=arguments, daemon=True)
+            for _ in range(count)
+        ]
+        for process in both:
+            process.start()
+        return sum(1e6 / answer(told, both) for _ in both)
 
     def of_two(name):
         both = [together(2) for _ in range(options.turns)]
-        return row(f"{name} ({DEVICE})", both, "steps/s", baseline=one, better="more")
+        return row(
+            f"{name}, {rows:,} rows ({DEVICE})",
+            both,
+            "steps/s",
+            baseline=one,
+            better="more",
+        )
 
     one = [together(1) for _ in range(options.turns)]
     yield of_two("two processes")
     if GPUS and shutil.which("nvidia-cuda-mps-control"):
-        with tempfile.TemporaryDirectory() as folder:
-            for name in ("PIPE", "LOG"):
-                os.environ[f"CUDA_MPS_{name}_DIRECTORY"] = folder
-            output(["nvidia-cuda-mps-control", "-d"])
+        with under_mps():
             yield of_two("two processes, mps")
-            output(["sh", "-c", "echo quit | nvidia-cuda-mps-control"])
+
+
+@contextmanager
+def under_mps():
+    """Runs NVIDIA's Multi-Process Service for the processes that are started within the block."""
+    control, nowhere = "nvidia-cuda-mps-control", subprocess.DEVNULL
+    names = [f"CUDA_MPS_{each}_DIRECTORY" for each in ("PIPE", "LOG")]
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= dict.fromkeys(names, folder)
+        try:
+            # It stays behind, and would keep a pipe to it open.
+            subprocess.run([control, "-d"], check=True, stdout=nowhere, stderr=nowhere)
+            yield
+        finally:
+            subprocess.run(
+                [control], input="quit\n", text=True, stdout=nowhere, timeout=60
+            )
+            for name in names:
+                del os.environ[name]
 
 
 PRECISIONS = ("fp32", "tf32", "bf16")
@@ -460,8 +701,18 @@ ROWS = {
     for form in (adopted, drawn)
     for name, rows in STEPS
 }
+ROWS |= {"two towers": towers}
 ROWS |= {f"loader, {each}": functools.partial(loaders, each) for each in PRECISIONS}
-ROWS |= {"eight networks": eight, "two processes": processes}
+ROWS |= {
+    f"tables, {ids:,} rows": functools.partial(tables, ids)
+    for ids in (100_000, 1_000_000)
+}
+ROWS |= {
+    f"{name}, {rows:,} rows": functools.partial(form, rows)
+    for name, form in (("eight networks", eight), ("two processes", processes))
+    for rows in (1_280, 16_384)
+}
+ROWS |= {"dynamic ids": dynamic}
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import pickle
+import signal
 import socket
 import statistics
 import subprocess
@@ -74,79 +75,116 @@ def command_line(
     parser.add_argument("--turns", type=int, default=turns, help="turns of each side")
     parser.add_argument("--quick", action="store_true", help="see that it runs")
     parser.add_argument(
-        "--out", type=Path, help="JSON lines: each row is added when it is measured"
+        "--out",
+        type=Path,
+        help="JSON lines: each row is measured in a process of its own, and added at once",
     )
     parser.add_argument(
-        "--budget", type=float, default=float("inf"), help="seconds to begin rows in"
+        "--budget", type=float, default=float("inf"), help="seconds for all rows"
     )
+    parser.add_argument(
+        "--limit", type=float, default=150.0, help="seconds for one row of --out"
+    )
+    parser.add_argument("--kernels", help="folder of what is compiled; by default new")
     args = parser.parse_args()
     options = Options(turns=1 if args.quick else args.turns, quick=args.quick)
     warnings.filterwarnings("ignore")
     quieten()
     with tempfile.TemporaryDirectory() as folder:
         # What an earlier run compiled would make captures faster.
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = args.kernels or folder
         versions = {
             name: importlib.metadata.version(name)
-            for name in ("torch", "torchrec", *packages.split())
+            for name in ("torch", "triton", "torchrec", *packages.split())
             if importlib.util.find_spec(name.partition("-")[0])
         }
         if args.out:
-            made = continued(args, rows, options, versions)
-            print(page(made), file=sys.stderr)
+            made = continued(args, versions, folder)
         else:
             made = [row for name in args.only for row in rows[name](options)]
     print(json.dumps({"versions": versions, "rows": made}))
 
 
-def continued(args, rows, options, versions):
-    """Measures what a file of rows lacks of this commit, within a budget, and returns the rows of this commit.
+def continued(args, versions, kernels):
+    """Measures what a file of rows lacks of this commit, prints a page, and returns all rows of this commit.
 
-    Rows of one name are measured whole or again: a name is in the file once all of its rows are.
+    Each name is measured in a process of its own: one may hang, or leave its process without a device or without
+    memory. A name's rows are in the file once all of them are there. One that failed stands there with its reason, and
+    its turn in the next call comes after those that nothing is known of.
+
+    Args:
+        args: the command line.
+        versions: versions of packages.
+        kernels: folder for what the processes compile, each for those after it.
     """
     commit = os.environ.get("COMMIT") or output(["git", "rev-parse", "HEAD"]).strip()
     about = {"versions": versions, "commit": commit}
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
         about["card"] = sys.modules["torch"].cuda.get_device_name()
-    until, made = time.monotonic() + args.budget, []
+    until = time.monotonic() + args.budget
     lines = args.out.read_text().splitlines() if args.out.exists() else []
     kept = [json.loads(line) for line in lines]
     old = [each for each in kept if about.items() <= each.items()]
+    made = {name: [] for name in args.only}
+    failed = {}
+    for each in old:
+        if "failed" in each:
+            failed[each["of"]] = each["failed"]
+        else:
+            made.setdefault(each["of"], []).append(each["row"])
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    for name in args.only:
-        before = [each["row"] for each in old if each["of"] == name]
-        if before:
-            made += before
-            continue
-        if time.monotonic() > until:
-            print(
-                f"{name}: left for the next call, the budget is over", file=sys.stderr
-            )
-            continue
+    left = [name for name in args.only if not made[name]]
+    for name in sorted(left, key=lambda name: name in failed):
+        seconds = min(args.limit, until - time.monotonic())
+        command = [sys.executable, Path(sys.argv[0]).resolve(), "--only", name]
+        command += ["--turns", args.turns, "--kernels", kernels]
+        command += ["--quick"] * args.quick
         try:
-            new = list(rows[name](options))
-        except Exception as error:  # the others are measured all the same
+            if seconds <= 0:
+                raise TimeoutError
+            made[name] = last_json(command, limit_s=seconds)["rows"]
+            failed.pop(name, None)
+            new = [{"row": row} for row in made[name]]
+        except (RuntimeError, TimeoutError) as error:
+            if seconds < args.limit and isinstance(error, TimeoutError):
+                told = "left for the next call, the budget is over"
+                print(f"{name}: {told}", file=sys.stderr, flush=True)
+                continue
+            # The last line of a traceback says what it was; without one the command follows.
+            first, *others = str(error).splitlines()
+            failed[name] = (others or [first.partition(": ")[0]])[-1][:200]
+            new = [{"failed": failed[name]}]
             print(f"{name}: failed: {error}", file=sys.stderr, flush=True)
-            continue
+        date = time.strftime("%Y-%m-%d")
+        texts = [json.dumps({"of": name, "date": date, **about, **row}) for row in new]
         with args.out.open("a") as file:
-            date = time.strftime("%Y-%m-%d")
-            for row in new:
-                file.write(json.dumps({"of": name, "date": date, **about, "row": row}))
-                file.write("\n")
-        made += new
-    return made
+            file.write("".join(f"{text}\n" for text in texts))
+        for row in made[name]:
+            print(json.dumps(row), file=sys.stderr, flush=True)
+    every = [row for rows in made.values() for row in rows]
+    print(page(every, failed, about), file=sys.stderr)
+    return every
 
 
-def page(rows):
-    """Returns a Markdown table of rows, with all that a row says beside its ratio."""
+def page(rows, failed, about):
+    """Returns a Markdown page of rows, with all that a row says beside its ratio, and of what failed.
+
+    Args:
+        rows: the rows.
+        failed: reasons by the name of a row.
+        about: what all rows share: versions, commit and card.
+    """
+    versions = ", ".join(f"{name} {each}" for name, each in about["versions"].items())
+    head = f"{about.get('card', 'CPU')}, {versions}, commit {about['commit'][:8]}"
     common = {"name", "baseline", "ours", "unit", "ratio", "low", "high", "ceiling"}
-    lines = ["| | baseline | ours | ratio | more |", "|---|---|---|---|---|"]
+    lines = [head, "", "| | baseline | ours | ratio | more |", "|---|---|---|---|---|"]
     for each in rows:
         of = f"{each['baseline']:,} {each['unit']}" if each["baseline"] else ""
         ratio = f"{each['ratio']}x" if each["ratio"] else ""
         more = {key: told for key, told in each.items() if key not in common}
         more = ", ".join(f"{key} {told}" for key, told in more.items() if told)
         lines.append(f"| {each['name']} | {of} | {each['ours']:,} | {ratio} | {more} |")
+    lines += [f"| {name} | failed | | | {reason} |" for name, reason in failed.items()]
     return "\n".join(lines)
 
 
@@ -539,24 +577,32 @@ def output(command, *, limit_s=LIMIT_S, **environment):
     """Runs a command in a process of its own and returns what it printed.
 
     Raises:
-        RuntimeError: the command failed, or was not done after ``limit_s``.
+        TimeoutError: the command was not done after ``limit_s``; it and all that it started are killed.
+        RuntimeError: the command failed.
     """
     line = [str(word) for word in command]
+    process = subprocess.Popen(
+        line,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            line,
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-            cwd=ROOT,
-            env={**os.environ, **environment},
-        )
+        told, errors = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        raise RuntimeError(
-            f"{' '.join(line)}: not done after {limit_s:.0f} s"
+        raise TimeoutError(
+            f"not done after {limit_s:.0f} s: {' '.join(line)}"
         ) from None
-    if done.returncode:
+    finally:
+        # What it started, such as workers of a loader, may go on without it.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode:
         raise RuntimeError(
-            f"{' '.join(line)} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}"
+            f"exit code {process.returncode}: {' '.join(line)}\n{errors[-3000:]}"
         )
-    return done.stdout
+    return told

@@ -1,6 +1,7 @@
 """Fixtures, and what every test may assume."""
 
 import collections
+import importlib.util
 import os
 import warnings
 from collections.abc import Iterator
@@ -36,6 +37,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "unit" or not collection_path.name.startswith("test_"):
         return None
     return "mark.unit" not in collection_path.read_text() or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Iterator[None]:
+    """Skips files that need TorchRec and what comes with it, on a machine with torch alone: `make gpu INSTALL=no`."""
+    report = yield
+    if report.failed and importlib.util.find_spec("torchrec") is None:
+        cause = report.call.excinfo.value.__cause__
+        if isinstance(cause, ModuleNotFoundError):
+            report.outcome = "skipped"
+            report.longrepr = str(collector.path), 0, f"Skipped: needs {cause.name}"
+    return report
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.contracts import run_ranks
 from tests.ids.dictionary import Dictionary, drifting
 from torchrec_ext.batch import Fresh
+from torchrec_ext.capture.executors import as_it_is, inductor
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.ids import Dynamic, DynamicIds
 from torchrec_ext.ids.index import EMPTY, IdIndex
@@ -157,6 +158,64 @@ def test_the_order_within_a_batch_changes_nothing() -> None:
         assert torch.equal(rows["items"][order], other_rows["items"])
         assert _same(notes, other_notes)
     assert _same(orders[0].state_dict(), orders[1].state_dict())
+
+
+def equal_compiled(engine: Any) -> int:
+    """Compares look-ups of an engine with others, evictions and a load on the way, and returns how many it made."""
+    policies = {
+        "a": Dynamic(capacity=60, admit_after=2, ttl=40),
+        "b": Dynamic(capacity=40),
+    }
+    ids, compiled_ids = (DynamicIds(policies, every=2) for _ in range(2))
+    runs = []
+
+    def made(*step: Any) -> Any:
+        run = engine(*step)
+        return lambda inputs: runs.append(0) or run(inputs)
+
+    compiled_ids.compile_look_ups(made)
+    generator = torch.Generator().manual_seed(0)
+    for number in range(120):
+        # Every fifth batch has other numbers of ids, as the last of an epoch.
+        size = 9 if number % 5 == 4 else 16
+        batch = {
+            "a": torch.randint(-90, 90, (size,), generator=generator),
+            "b": torch.randint(0, 70, (size, 2), generator=generator),
+        }
+        batch["b"][0, 0] = EMPTY
+        (rows, notes), (others, other_notes) = (
+            each.step(batch) for each in (ids, compiled_ids)
+        )
+        for name in policies:
+            assert torch.equal(rows[name], others[name])
+        assert str(notes) == str(other_notes)
+        if number == 60:
+            compiled_ids.load_state_dict(copy.deepcopy(compiled_ids.state_dict()))
+    assert str(ids.state_dict()) == str(compiled_ids.state_dict())
+    assert ids.counts == compiled_ids.counts
+    assert ids.counts["evicted"] > 100
+    return len(runs)
+
+
+@pytest.mark.unit
+@pytest.mark.filterwarnings("ignore:table 'b'")
+def test_look_ups_that_are_compiled_find_and_count_the_same() -> None:
+    assert 80 < equal_compiled(as_it_is) < 100, "all full batches but the first ones"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:table 'b'")
+def test_look_ups_of_inductor_find_and_count_the_same() -> None:
+    assert 80 < equal_compiled(inductor) < 100
+
+
+@pytest.mark.unit
+def test_look_ups_that_cannot_be_compiled_stay_as_they_are() -> None:
+    ids = _ids(20)
+    ids.compile_look_ups(lambda *_: None)
+    for _ in range(3):
+        rows, _ = ids.step({"a": torch.arange(100, 110)})
+    assert rows["a"].all()
 
 
 @pytest.mark.unit

@@ -315,13 +315,20 @@ def test_every_plan_equals_static_tables_and_tables_without_an_end(
 
 def captured(runtime: Runtime) -> list[tuple[Result, Result]]:
     # Op by op: what is captured is tested, not how it is compiled.
-    steps.engine_for = lambda _: (as_it_is, "capturing")
+    captures = []
+
+    def engine(step: Any, *tensors: Any) -> Any:
+        captures.append(getattr(step, "__name__", ""))
+        return as_it_is(step, *tensors)
+
+    steps.engine_for = lambda _: (engine, "capturing")
     results = []
     for plan in (PLANS[1], PLANS[4]):
         eager, _ = trained(runtime, plan, DynamicIdLoader, FEW, FEW, 8)
         results.append(
             (eager, trained(runtime, plan, DynamicIdLoader, FEW, FEW, 8, "require")[0])
         )
+    assert "found_and_counted" in captures, "look-ups are compiled with the step"
     return results
 
 
@@ -329,6 +336,26 @@ def test_captured_steps_equal_eager_ones() -> None:
     (results,) = run_ranks(captured, 1)
     for eager, by_capture in results:
         assert_equal(eager, by_capture, rtol=1e-4, atol=1e-5)
+
+
+def test_beginning_rows_leaves_all_random_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of a GPU too: dropout must not depend on which ids are new."""
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    tables = [
+        EmbeddingBagConfig(
+            name=name, feature_names=[name], num_embeddings=64, embedding_dim=WIDTH
+        )
+        for name in "ab"
+    ]
+    model = two_tower(tables[:1], tables[1:], device=torch.device("cpu"))
+    before = torch.get_rng_state()
+    rows, ids = torch.arange(1, 5), torch.arange(100, 104)
+    FreshRows(model, None)((Fresh("a", rows, ids, ids[:0]),))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert seeded == []
 
 
 def restoring(runtime: Runtime) -> str:

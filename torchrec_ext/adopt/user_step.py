@@ -29,6 +29,11 @@ from torchrec_ext.capture.policy import TrainingDivergedError
 from torchrec_ext.drawn import DrawnStep
 from torchrec_ext.observe.host_copy import HostCopy
 
+# Losses of a GPU that are copied to the host together, or those of so many seconds: a
+# copy for each would be a third of the host's work for a small step.
+_LOSSES = 32
+_LOOK_S = 1.0
+
 
 class UserStep:
     """The whole step on one process: zero_grad, loss, backward, the limit on the norm, and the optimizers' steps.
@@ -62,7 +67,12 @@ class UserStep:
         self.device = device_of(model)
         self.number = 0
         self._has_gradients = False
-        self._pending: HostCopy | None = None  # loss of the step before, of a GPU
+        # Losses of a GPU that nobody has looked at, and the number of the first; those
+        # before them are on their way to the host.
+        self._losses: list[Tensor] = []
+        self._first = 1
+        self._pending: tuple[int, HostCopy] | None = None
+        self._looked = time.perf_counter()
 
     def begin_step(self) -> None:
         """Counts a step, which may make its forward more than once."""
@@ -110,21 +120,53 @@ class UserStep:
                 optimizer.zero_grad()
 
     def look(self, loss: Tensor, *, has_updated: bool) -> None:
-        """Raises if the loss is not finite; on a GPU checks the previous step's loss to avoid a sync."""
-        step = self.number
-        value = HostCopy(loss.detach())
-        if loss.is_cuda:
-            earlier = self._pending
-            self._pending = value
-            if earlier is None:
-                return
-            # By now the step before has written its update.
-            value = earlier
-            step = step - 1
-            has_updated = True
-        number = float(value.read())
+        """Raises if the loss is not finite; those of a GPU stay there, and are looked at together."""
+        if not loss.is_cuda:
+            self._refuse(float(loss.detach()), self.number, has_updated=has_updated)
+            return
+        if not self._losses:
+            self._first = self.number
+        self._losses.append(loss.detach())
+        waited_s = time.perf_counter() - self._looked
+        if len(self._losses) == _LOSSES or waited_s > _LOOK_S:
+            # By now these have arrived, and no step waits for its own.
+            self._look_at_pending()
+            self._send()
+
+    def look_at_all(self) -> None:
+        """Raises if a loss so far is not finite; whoever reads the model's state waits for a GPU anyway."""
+        self._look_at_pending()
+        self._send()
+        self._look_at_pending()
+
+    def forget_losses(self) -> None:
+        """Leaves losses of a GPU that nobody has looked at, since other weights are loaded."""
+        self._losses = []
+        self._pending = None
+
+    def _send(self) -> None:
+        """Begins to copy the losses of a GPU to the host."""
+        self._looked = time.perf_counter()
+        if self._losses:
+            losses = torch.stack([loss.float() for loss in self._losses])
+            self._pending = self._first, HostCopy(losses)
+            self._losses = []
+
+    def _look_at_pending(self) -> None:
+        if self._pending is None:
+            return
+        first, losses = self._pending
+        self._pending = None
+        for number, loss in enumerate(losses.read().tolist(), first):
+            # By now the step has written its update.
+            self._refuse(loss, number, has_updated=True)
+
+    def _refuse(self, number: float, step: int, *, has_updated: bool) -> None:
+        """Raises if the loss of a step is not finite."""
         if math.isfinite(number):
             return
+        # Of steps that the same weights made, or whoever loads others would see it again.
+        self.forget_losses()
         state = (
             "the update of this step was written"
             if has_updated

@@ -39,11 +39,19 @@ def shifted(ids: Tensor, bits: int) -> Tensor:
 
 
 class Layout(NamedTuple):
-    """The table of each look-up, with that table's first bucket and its number of buckets; (N,) int64 each."""
+    """The buckets of each look-up's table.
+
+    Args:
+        table: table of each look-up, (N,) int64.
+        first: that table's first bucket.
+        size: its number of buckets.
+        counts: number of look-ups of each table, if they are in the order of tables.
+    """
 
     table: Tensor
     first: Tensor
     size: Tensor
+    counts: tuple[int, ...] = ()
 
 
 class IdIndex:
@@ -80,7 +88,8 @@ class IdIndex:
             # Bags of any length make many layouts, of which none returns.
             if len(self._layouts) >= 8:
                 self._layouts = {}
-            self._layouts[key] = self.of(torch.repeat_interleave(torch.tensor(key)))
+            of_ids = self.of(torch.repeat_interleave(torch.tensor(key)))
+            self._layouts[key] = of_ids._replace(counts=key)
         return self._layouts[key]
 
     def of(self, table: Tensor) -> Layout:
@@ -93,9 +102,14 @@ class IdIndex:
         # Insertions prefer the first bucket, so few ids are left, and most of the time
         # goes into reading lines.
         rest = (values == 0).nonzero().squeeze(1)
-        rest_ids = ids[rest]
-        second = buckets_of(rest_ids, Layout(*(column[rest] for column in layout)))[1]
-        values[rest] = self._values_in(second, rest_ids)
+        rest_ids = ids.index_select(0, rest)
+        of_rest = Layout(
+            layout.table.index_select(0, rest),
+            layout.first.index_select(0, rest),
+            layout.size.index_select(0, rest),
+        )
+        second = buckets_of(rest_ids, of_rest)[1]
+        values.index_copy_(0, rest, self._values_in(second, rest_ids))
         return values
 
     def _values_in(self, buckets: Tensor, ids: Tensor) -> Tensor:
@@ -166,6 +180,31 @@ class IdIndex:
         self._buckets[table] = math.ceil(self._buckets[table] * _GROWTH)
         self._allocate()
         self.insert(ids, tables, values)
+
+
+def found(lines: Tensor, ids: Tensor, first: Tensor, size: Tensor) -> Tensor:
+    """Returns the values of :meth:`IdIndex.find` by ops without loops over shapes, of which a compiler makes one loop.
+
+    Args:
+        lines: the buckets, (N, 8) int64.
+        ids: ids to look up, (n,) int64.
+        first: see :class:`Layout`.
+        size: see :class:`Layout`.
+    """
+    halves = lines.view(torch.int32)
+
+    def values_in(buckets: Tensor) -> Tensor:
+        values = torch.zeros_like(ids)
+        for way in range(_WAYS):
+            value = halves[buckets, _FIRST_VALUE + way].long()
+            values = torch.where(lines[buckets, way] == ids, value, values)
+        return values
+
+    one, two = buckets_of(ids, Layout(first, first, size))
+    values = values_in(one)
+    is_there = values != 0
+    # Of an id that is there, the line that has just been read.
+    return torch.where(is_there, values, values_in(torch.where(is_there, one, two)))
 
 
 def buckets_of(ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from torchrec_ext.adopt.rows.law import Law, NegativeDraws, Popular, Uniform
+from torchrec_ext.capture import policy
 from torchrec_ext.data.negatives import known_pairs
 
 ROWS, USERS, ITEMS = 3_000, 40, 60
@@ -37,17 +38,24 @@ LAWS: dict[str, tuple[Law, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", LAWS)
-def test_torch_draws_the_ids_of_numpy(name: str) -> None:
+def test_torch_draws_the_ids_of_numpy(name: str, device: torch.device) -> None:
     law, of_rows = LAWS[name]
     draws = NegativeDraws(law, of_rows, seed=11)
     assert draws.tensors is not None
+    tensors = [each.to(device) for each in draws.tensors]
     rows = torch.randperm(ROWS)
-    for epoch in (0, 3):
-        (expected,) = draws.draw(rows.numpy(), epoch)
-        (found,) = draws.draw_in_step(rows, draws.keys(epoch), draws.tensors)
-        assert found.numpy().tolist() == expected.tolist()
-    (found,) = draws.draw_in_step(rows, draws.keys(0), draws.tensors)
-    assert (found.numpy() != expected).any()
+    ways = [draws.draw_in_step]
+    if device.type == "cuda" and policy.HAS_TRITON:
+        # As it is fused into a step.
+        ways.append(torch.compile(draws.draw_in_step, fullgraph=True))
+    for way in ways:
+        for epoch in (0, 3):
+            (expected,) = draws.draw(rows.numpy(), epoch)
+            keys = draws.keys(epoch).to(device)
+            (found,) = way(rows.to(device), keys, tensors)
+            assert found.tolist() == expected.tolist()
+        (found,) = way(rows.to(device), draws.keys(0).to(device), tensors)
+        assert (found.cpu().numpy() != expected).any()
 
 
 def test_other_draws_stay_with_numpy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,23 @@
 """adopt() on the device, captured, trains as eager steps do on the CPU."""
 
+import copy
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import simulated_cuda
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor import config as inductor
 from torch.fx import GraphModule
 
-from tests.adopt.test_gpu import CASES, ITEMS, USERS, Pairs, trained
-from torchrec_ext.adopt import Rows, Uniform, adopt
+from tests.adopt.test_gpu import CASES, ITEMS, USERS, Pairs, adam, batches, trained
+from torchrec_ext.adopt import Rows, Uniform, adopt, verify
 from torchrec_ext.adopt.rows.rows import RowsOnDevice
 from torchrec_ext.capture import executors, policy
+from torchrec_ext.capture.policy import TrainingDivergedError
 
 # Its autocast is of CUDA.
 ON_CUDA_ONLY = ("bfloat16",)
@@ -78,6 +82,50 @@ def test_rows_on_the_device_train_as_those_on_the_cpu(
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("reads", [False, True], ids=["goes on", "saves"])
+def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(reads: bool) -> None:
+    model = Pairs().cuda()
+    (optimizer,) = adam(model)
+
+    def loss(user: Tensor, item: Tensor, label: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(model(user, item), label)
+
+    step = adopt(model, optimizer, loss, compile="require", verify=0)
+    given = list(batches(8))
+    for batch in given[:7]:
+        step(*batch)
+    good = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    user, item, label = given[7]
+    step(user, item, label * float("nan"))
+
+    def go_on() -> None:
+        for batch in given[:7] * 10:
+            step(*batch)
+
+    text = "the loss is nan at step 8: the update of this step was written"
+    with pytest.raises(TrainingDivergedError, match=text):
+        optimizer.state_dict() if reads else go_on()
+    model.load_state_dict(good[0])
+    optimizer.load_state_dict(good[1])
+    assert step(*given[0])[0].isfinite()
+    step.settle()
+
+
+def test_losses_of_captured_steps_stay_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(verify, "_CHECKED", 0.0)  # comparisons with eager steps do wait
+    *_, step = trained("require", CASES["the loss alone"])
+    given = list(batches(20))
+    for batch in given:  # the first steps are timed
+        step(*batch)
+    step.settle()
+    with simulated_cuda.observed() as events:
+        for batch in given:
+            step(*batch)
+        assert [kind for kind, *_ in events if kind != "unordered"] == []
+
+
 @pytest.mark.filterwarnings("ignore:the kernels of the captured step")
 def test_a_step_that_inductor_cannot_fuse_keeps_torchs_kernels(
     monkeypatch: pytest.MonkeyPatch,
@@ -90,10 +138,15 @@ def test_a_step_that_inductor_cannot_fuse_keeps_torchs_kernels(
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_fused_step_trains_as_an_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled is the graph itself, as no kernel of Triton runs here."""
+@pytest.mark.parametrize("combines", [True, False], ids=["combined", "apart"])
+def test_a_fused_step_trains_as_an_eager_one(
+    combines: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is compiled is the graph itself, as no kernel of Triton runs here; where kernels combine, or cannot."""
 
     def compiled(graph: GraphModule, examples: Sequence[Tensor]) -> Any:
+        if inductor.combo_kernels and not combines:
+            raise RuntimeError("no combined kernel compiles")
         trains = [each.requires_grad for each in examples]
 
         def call(*tensors: Tensor) -> Any:

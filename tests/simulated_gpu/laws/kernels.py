@@ -79,6 +79,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
         raise _WrittenError
 
     monkeypatch.setattr(executors, "_RefusesWaits", Counting)
+    monkeypatch.setattr(executors, "COMBINES", (True,))  # the way that is tried first
     monkeypatch.setattr(graph.GraphLowering, "compile_to_module", written)
     monkeypatch.setattr(async_compile.AsyncCompile, "triton", lambda *_, **__: None)
     monkeypatch.setattr("torch.utils._triton.triton_hash_with_backend", lambda: "")

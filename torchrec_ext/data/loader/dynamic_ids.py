@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrec_ext.batch import Fresh, Jagged, ResumableLoader, TowerBatch
 from torchrec_ext.data.loader.loader import ChunkLoader
 from torchrec_ext.ids import Dynamic, DynamicIds
+from torchrec_ext.ids.dynamic import Engine
 from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.ids.policy import IdsChangedError
 from torchrec_ext.schema import BatchSchema, IdHook, RowNumbers
@@ -120,6 +121,10 @@ class DynamicIdLoader:
                 fresh.append(note._replace(table=table))
         self._fresh = tuple(fresh)
         return self._split(bags, rows)
+
+    def compile_look_ups(self, engine: Engine) -> None:
+        """Has look-ups compiled, as a training with captured steps does; see :meth:`DynamicIds.compile_look_ups`."""
+        self.ids.compile_look_ups(engine)
 
     def rows(
         self, bags: Mapping[str, Jagged], numbers: RowNumbers

@@ -18,7 +18,7 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.capture import policy as capture_policy
 from torchrec_ext.capture.captured import CapturedStep
 from torchrec_ext.capture.errors import CannotCaptureError, RareShapeError
-from torchrec_ext.capture.executors import StepExecutor, engine_for
+from torchrec_ext.capture.executors import Run, StepExecutor, engine_for
 from torchrec_ext.capture.policy import WATCHED, CapturePolicy, Compile
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime
@@ -152,10 +152,30 @@ class Steps:
         if self._step is None:
             yield from self._timed(self._eager(items), policy.eager_seconds)
         else:
+            # That of a loader with dynamic ids, whose look-ups are part of each step.
+            compile_look_ups = getattr(loader, "compile_look_ups", None)
+            if callable(compile_look_ups):
+                compile_look_ups(self._compiled)
             yield from self._timed(
                 self._run(self._step, items), policy.captured_seconds
             )
         self.settle()
+
+    def _compiled(
+        self,
+        look_up: Callable[..., list[torch.Tensor]],
+        memory: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+    ) -> Run | None:
+        """Compiles look-ups of ids for the CPU; says once why they stay eager, and returns None."""
+        self._config.take_time()
+        try:
+            # Without a compiler its message says so, on a machine with a GPU too.
+            engine, _ = engine_for(torch.device("cpu"))
+            return engine(look_up, memory, inputs)
+        except CannotCaptureError as error:
+            self._policy.note(f"note: look-ups of ids are not compiled: {error}")
+            return None
 
     def finish(self) -> None:
         """Reports the choice after the last step, if there were too few steps for a report before."""
