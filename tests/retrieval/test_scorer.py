@@ -200,6 +200,16 @@ def test_refusals_name_the_field(options: Any, field: str, scorer: Scorer) -> No
     assert "\n" not in str(caught.value)
 
 
+def test_a_vector_beyond_float32_is_the_requests_error(scorer: Scorer) -> None:
+    """Of a norm of 1e15 or more, infinite in float32, or NaN where two infinities meet."""
+    for age in (1e18, 1e30, 3e38):
+        user = {"user": 3, "history": [], "age": age}
+        with pytest.raises(RequestError, match=r"user: .* a feature is too large"):
+            scorer.recommend(RecommendRequest(user=user))
+        with pytest.raises(RequestError, match=r"rows\[1\]: .* a feature is too large"):
+            scorer.embed(EmbedRequest(rows=[user | {"age": 1.0}, user]))
+
+
 def test_refusals_say_what_to_send(scorer: Scorer) -> None:
     """An id suffices if the bundle knows its users; a list that must not be empty is not left out."""
     for user in ({}, {"age": 1.0}):

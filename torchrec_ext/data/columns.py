@@ -111,6 +111,15 @@ class Column:
         column._values = None
         return column
 
+    @classmethod
+    def of_row(cls, values: Array) -> Column:
+        """Builds a ragged column of one row; unchecked, because most requests come this way."""
+        column = cls.from_windows(
+            values, Windows(np.zeros(1, np.int64), np.array([len(values)]))
+        )
+        column._values = values
+        return column
+
     def __len__(self) -> int:
         rows = self._pool if self._windows is None else self._windows.starts
         return len(rows)
@@ -177,6 +186,13 @@ class Column:
         if self._windows is None:
             return self._pool[[index]]
         return self._pool[self._windows.starts[index] : self._windows.stops[index]]
+
+    def last(self, most: int) -> Column:
+        """Returns the ``most`` last values of each row, or fewer where it has fewer."""
+        starts, stops = self.windows
+        if not (stops - starts > most).any():
+            return self
+        return self.windowed(np.maximum(starts, stops - most), stops)
 
     def slice(self, start: int, stop: int) -> Column:
         """Returns rows ``start`` to ``stop``, as views."""

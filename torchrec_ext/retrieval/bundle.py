@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from torchrec_ext.data.columns import Column
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.retrieval.catalogue import (
     USERS,
@@ -26,8 +27,6 @@ from torchrec_ext.retrieval.columns import (
     Columns,
     ModelColumn,
     Rows,
-    Values,
-    latest,
     padded,
 )
 from torchrec_ext.retrieval.manifest import (
@@ -126,7 +125,7 @@ class Side:
                 f"{ANEW}"
             )
 
-    def __call__(self, columns: Mapping[str, Values]) -> Floats:
+    def __call__(self, columns: Mapping[str, Column]) -> Floats:
         """Returns (B, W) outputs of B rows of the model's columns."""
         inputs = {leaf["input"]: self._fill(leaf, columns) for leaf in self._leaves}
         output = _run(self._session, self._path, inputs)
@@ -151,22 +150,21 @@ class Side:
         return row
 
     def _fill(
-        self, leaf: Mapping[str, Any], columns: Mapping[str, Values]
+        self, leaf: Mapping[str, Any], columns: Mapping[str, Column]
     ) -> NDArray[Any]:
         kind = leaf["kind"]
-        values = columns[leaf["column"]]
+        column = columns[leaf["column"]]
         if kind == "pooled":
             table = self._tables[leaf["table"]]
-            return _pooled(table, values, leaf["pooling"], leaf.get("padding"))
+            return _pooled(table, column, leaf["pooling"], leaf.get("padding"))
         longest = self.columns.columns[leaf["column"]].longest
-        dense, lengths = latest(values, longest)
+        if longest is not None and column.ragged:
+            column = column.last(longest)
         if kind == "lengths":
-            assert lengths is not None
-            return lengths.astype(np.int64, copy=False)
-        if lengths is not None:
-            if longest is None:
-                longest = max(1, int(lengths.max(initial=0)))
-            dense = padded(Values(dense, lengths), longest)
+            return column.lengths
+        dense = column.values
+        if column.ragged:
+            dense = padded(column, longest or max(1, column.lengths.max(initial=0)))
         if kind == "rows":
             found = self._tables[leaf["table"]].take(dense, axis=0, mode="clip")
             return found.astype(np.float32, copy=False)
@@ -174,15 +172,13 @@ class Side:
 
 
 def _pooled(
-    table: NDArray[Any], bags: Values, pooling: str, padding: int | None
+    table: NDArray[Any], bags: Column, pooling: str, padding: int | None
 ) -> Floats:
     """Returns (B, D) sums or means of bags of rows, without those of ``padding``; an empty bag is zeros."""
-    ids, lengths = bags
-    if lengths is None:
-        lengths = np.ones(len(ids), np.int64)
+    ids, lengths = bags.values, bags.lengths
     if padding is not None:
         stays = ids != padding
-        owners = np.repeat(np.arange(len(lengths)), lengths)[stays]
+        owners = bags.owners[stays]
         ids, lengths = ids[stays], np.bincount(owners, minlength=len(lengths))
     rows = table.take(ids, axis=0, mode="clip").astype(np.float32, copy=False)
     if len(lengths) == 1:

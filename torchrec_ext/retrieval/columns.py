@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from torchrec_ext.data.columns import Column
 from torchrec_ext.data.preprocess.columns import (
     element,
     is_list_column,
@@ -55,35 +56,16 @@ class ModelColumn:
 
     def takes(self, lengths: Any) -> Any:
         """Whether lists of some length, or lengths (B,), are read as they are."""
-        if self.longest is None or lengths is None or self.lists == "latest":
+        if self.longest is None or self.lists == "latest":
             return True
         if self.lists == "exact":
             return lengths == self.longest
         return lengths <= self.longest
 
 
-class Values(NamedTuple):
-    """One column of B rows: ``values`` (B,), or (sum of lengths,) with ``lengths`` (B,)."""
-
-    values: NDArray[Any]
-    lengths: NDArray[np.int64] | None = None
-
-
-def latest(column: Values, most: int | None) -> Values:
-    """Returns lists cut to their ``most`` last entries."""
-    lengths = column.lengths
-    if lengths is None or most is None or not (lengths > most).any():
-        return column
-    kept = np.minimum(lengths, most)
-    ends = np.repeat(np.cumsum(lengths), lengths)
-    stays = ends - np.arange(len(column.values)) <= np.repeat(kept, lengths)
-    return Values(column.values[stays], kept)
-
-
-def padded(column: Values, size: int, fill: int = 0) -> NDArray[Any]:
+def padded(column: Column, size: int, fill: int = 0) -> NDArray[Any]:
     """Returns (B, size) entries of lists, with ``fill`` behind those of shorter ones."""
-    entries, lengths = column
-    assert lengths is not None
+    entries, lengths = column.values, column.lengths
     if len(entries) == size * len(lengths):
         return entries.reshape(-1, size)
     matrix = np.full((len(lengths), size), fill, entries.dtype)
@@ -91,25 +73,22 @@ def padded(column: Values, size: int, fill: int = 0) -> NDArray[Any]:
     return matrix
 
 
-def _filled(column: ModelColumn, sent: Values) -> Values:
+def _filled(column: ModelColumn, sent: Column) -> Column:
     """Returns lists as long as the model's, if it has a row to fill them up."""
-    if column.fill is None or column.longest is None or sent.lengths is None:
+    if column.fill is None or column.longest is None:
         return sent
-    matrix = padded(sent, column.longest, column.fill)
-    return Values(matrix.reshape(-1), np.full(len(matrix), column.longest))
+    return Column(padded(sent, column.longest, column.fill))
 
 
-def _check_lengths(
-    name: str, column: ModelColumn, lengths: NDArray[np.int64] | None
-) -> None:
+def _check_lengths(name: str, column: ModelColumn, sent: Column) -> None:
     """Refuses lists of other lengths than the model reads."""
-    fits = column.takes(lengths)
-    if fits is True or lengths is None or fits.all():
+    fits = column.takes(sent.lengths)
+    if fits is True or fits.all():
         return
     row = int(fits.argmin())
     fewer = " or fewer" if column.width is None else ""
     raise DataError(
-        f"column '{name}', row {row}: a list of {lengths[row]}, must be one of {column.longest}{fewer}; send what "
+        f"column '{name}', row {row}: a list of {sent.lengths[row]}, must be one of {column.longest}{fewer}; send what "
         "training would take, padded as there"
     )
 
@@ -117,7 +96,7 @@ def _check_lengths(
 class Read(NamedTuple):
     """B rows of the model's columns; ``unknown`` has for each column of ids (B,) whether any id of a row is unknown."""
 
-    columns: dict[str, Values]
+    columns: dict[str, Column]
     unknown: dict[str, NDArray[np.bool_]]
 
 
@@ -180,7 +159,7 @@ class Columns:
         columns = self._model_columns(by_column)
         unknown = {}
         for name, column in self.columns.items():
-            _check_lengths(name, column, columns[name].lengths)
+            _check_lengths(name, column, columns[name])
             if column.rows is not None:
                 columns[name], unknown[name] = self._ids(
                     name, column, columns[name], by_column
@@ -221,15 +200,11 @@ class Columns:
         names = [name for name in self.raw if all(name in row for row in rows)]
         return {name: [row[name] for row in rows] for name in names}
 
-    def _model_columns(self, rows: Mapping[str, Any]) -> dict[str, Values]:
+    def _model_columns(self, rows: Mapping[str, Any]) -> dict[str, Column]:
         try:
-            processed = self._steps.online(rows)
+            return dict(self._steps.online(rows))
         except DataError as error:
             raise self._of_raw(rows, error) from None
-        return {
-            name: Values(column.values, column.lengths if column.ragged else None)
-            for name, column in processed.items()
-        }
 
     def _of_raw(self, rows: Mapping[str, Any], error: DataError) -> DataError:
         """Returns the error of a row with the request's own columns in it, if it names a computed one."""
@@ -244,35 +219,34 @@ class Columns:
         return error
 
     def _ids(
-        self, name: str, column: ModelColumn, sent: Values, rows: Mapping[str, Any]
-    ) -> tuple[Values, NDArray[np.bool_]]:
+        self, name: str, column: ModelColumn, sent: Column, rows: Mapping[str, Any]
+    ) -> tuple[Column, NDArray[np.bool_]]:
         """Returns ids as rows of the table, and for each row of the request whether one of its ids is unknown."""
         assert column.rows is not None
-        raw_ids = sent.values.astype(np.int64, copy=False)
+        ids = sent.values.astype(np.int64, copy=False)
         # As unsigned numbers, negative ids are the greatest.
-        strange = raw_ids.view(np.uint64) >= column.rows
+        strange = ids.view(np.uint64) >= column.rows
         some = bool(np.count_nonzero(strange))
         if some and column.oov is None:
             raise DataError(
-                f"column '{name}': {raw_ids[strange][0]} is no row of its table, which has the rows 0 to "
+                f"column '{name}': {ids[strange][0]} is no row of its table, which has the rows 0 to "
                 f"{column.rows - 1}; send another id, or export the model with oov_ids={{'{name}': ROW}}"
             )
-        ids = raw_ids
         if some and column.oov is not None:
-            ids = np.where(strange, column.oov, raw_ids)
+            ids = np.where(strange, column.oov, ids)
+        if ids is not sent.values:
+            sent = Column(ids, sent.offsets)
         unknown = strange
-        if column.oov is not None and not (
-            sent.lengths is not None and name in self._steps.keep
-        ):
+        if column.oov is not None and not (sent.ragged and name in self._steps.keep):
             # The row alone stands for an unknown id, but a list may be padded with it.
             unknown = ids == column.oov
-        if sent.lengths is None:
-            return Values(ids), unknown
-        of_row = np.zeros(len(sent.lengths), np.bool_)
+        if not sent.ragged:
+            return sent, unknown
+        of_row = np.zeros(len(sent), np.bool_)
         if np.count_nonzero(unknown):
             unknown = unknown & self._is_given(name, sent.lengths, rows)
-            of_row[np.repeat(np.arange(len(of_row)), sent.lengths)[unknown]] = True
-        return Values(ids, sent.lengths), of_row
+            of_row[sent.owners[unknown]] = True
+        return sent, of_row
 
     def _is_given(
         self, name: str, lengths: NDArray[np.int64], rows: Mapping[str, Any]
@@ -291,7 +265,7 @@ class Columns:
         widths = {name: column.width for name, column in self.columns.items()}
         return {name: width for name, width in widths.items() if width is not None}
 
-    def unknown_row(self) -> dict[str, Values]:
+    def unknown_row(self) -> dict[str, Column]:
         """Returns one row of which nothing is known: out-of-vocabulary ids, zeros, and lists as short as may be.
 
         Raises:
@@ -305,10 +279,9 @@ class Columns:
                     f"column '{name}': the model has no row for unknown ids; leave this one out, or export the model "
                     f"with oov_ids={{'{name}': ROW}}"
                 )
-            size = column.width or 0 if is_list else 1
-            values = np.full(size, column.oov or 0, np.int64)
-            lengths = np.array([size]) if is_list else None
-            row[name] = _filled(column, Values(values, lengths))
+            shape = (1, column.width or 0) if is_list else (1,)
+            unknown = Column(np.full(shape, column.oov or 0, np.int64))
+            row[name] = _filled(column, unknown)
         return row
 
     def features_of(self, raw: str) -> list[str]:
@@ -333,7 +306,7 @@ _PLAIN: Mapping[str | None, set[type]] = {
 _KNOWN = np.zeros(1, np.bool_)
 
 
-def _plain_value(value: Any, kind: str, column: ModelColumn) -> Values | None:
+def _plain_value(value: Any, kind: str, column: ModelColumn) -> Column | None:
     """Returns one row's numbers, or ids that are all known; None for anything else."""
     listed = kind.startswith("list<")
     numbers = value if listed else [value]
@@ -349,5 +322,5 @@ def _plain_value(value: Any, kind: str, column: ModelColumn) -> Values | None:
             return None
     elif element(kind) == "int64" or not abs(value) <= _FLOAT32_MAX:
         return None
-    lengths = np.array([len(numbers)]) if listed else None
-    return Values(np.array(numbers, np.int64 if column.rows else np.float64), lengths)
+    values = np.array(numbers, np.int64 if column.rows else np.float64)
+    return Column.of_row(values) if listed else Column(values)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
+from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.preprocess.columns import CellError
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.data.preprocess.folders import whole_folder
@@ -208,9 +209,16 @@ def export(
         outcome: Any = None
         if weights.rank == 0:
             try:
-                outcome = _write(
-                    Path(out), overwrite, content, weights, blocks, expected
-                )
+                with (
+                    whole_folder(
+                        Path(out), overwrite=overwrite, mark=BUNDLE_MANIFEST
+                    ) as folder,
+                    one_thread(),
+                ):
+                    outcome = content.write(folder, weights, blocks, expected)
+                    # On the disk before the folder gets its name, so that a crash
+                    # leaves no bundle of empty files.
+                    sync_tree(folder)
             except Exception as error:
                 # Raised below, when the other ranks have sent their rows.
                 outcome = error
@@ -224,25 +232,6 @@ def export(
     if isinstance(outcome, Exception):
         raise outcome
     return outcome  # type: ignore[no-any-return]
-
-
-def _write(
-    out: Path,
-    overwrite: bool,
-    content: _Content,
-    weights: LiveWeights,
-    blocks: Iterator[Block],
-    expected: Tensor,
-) -> Manifest:
-    with (
-        whole_folder(out, overwrite=overwrite, mark=BUNDLE_MANIFEST) as folder,
-        one_thread(),
-    ):
-        manifest = content.write(folder, weights, blocks, expected)
-        # On the disk before the folder gets its name, so that a crash leaves no bundle
-        # of empty files.
-        sync_tree(folder)
-    return manifest
 
 
 def _queries(queries: pa.Table | None, users: NamedUsers | None) -> pa.Table:
@@ -374,7 +363,7 @@ class _Content:
             columns = self.sides["query"].read(queries).columns
         with _named("item", positions.ravel(), self.catalogue.ids):
             columns |= self.sides["candidate"].read(items).columns
-        logits = self.network.logits(columns, len(queries))
+        logits = self.network.logits(Chunk(columns))
         if not bool(torch.isfinite(logits).all()):
             raise BundleError(
                 "model: gives NaN or infinity as a logit; train with finite values"

@@ -31,7 +31,9 @@ from torchrec.modules.embedding_configs import (
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_ext.batch import Jagged, skip_fx_notice
+from torchrec_ext.batch import skip_fx_notice
+from torchrec_ext.data.columns import Chunk, Column, with_elements
+from torchrec_ext.data.loader.sides import BatchBuilder
 from torchrec_ext.data.preprocess.columns import is_list_column, raw_type
 from torchrec_ext.distributed.tables import (
     COLLECTIONS,
@@ -44,7 +46,7 @@ from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.session_tower import SessionSteps
 from torchrec_ext.modules.tower import Padded
-from torchrec_ext.retrieval.columns import ModelColumn, Values, latest
+from torchrec_ext.retrieval.columns import ModelColumn
 from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.retrieval.split import GraphSplit
 from torchrec_ext.retrieval.trace import Leaf, LookingUp, look_up
@@ -218,7 +220,7 @@ class Network:
             inputs, leaves, given, {**sizes, **held}, oov, paddings
         )
 
-    def logits(self, columns: Mapping[str, Values], size: int) -> Tensor:
+    def logits(self, columns: Chunk) -> Tensor:
         """Returns (B,) logits of the trained model for B rows of all columns. Collective if it is sharded."""
         raise NotImplementedError
 
@@ -284,29 +286,23 @@ class TowerNetwork(Network):
         return _TowersByLeaves(self.model, self._given)
 
     @torch.no_grad()
-    def logits(self, columns: Mapping[str, Values], size: int) -> Tensor:
+    def logits(self, columns: Chunk) -> Tensor:
         """See :meth:`Network.logits`."""
         schema = replace(self.model.schema(), tasks=())
+        given = with_elements(columns, schema.dense)
         # Columns that a tower takes and does not read are not asked for.
-        unread = Values(np.zeros(size))
-        sparse = {}
+        unread = Column(np.zeros(columns.num_rows, np.int64))
+        rows = {name: given.get(name, unread) for name in (*schema.keys, *schema.dense)}
         for feature in schema.sparse:
-            name = feature.name
-            column = columns.get(name, unread)
-            if isinstance(self.model, NextItemModel):
+            column = rows[feature.name]
+            if isinstance(self.model, NextItemModel) and column.ragged:
                 # The other models take the latest steps by themselves.
-                column = latest(column, self.model.network.encoder.max_length)
-            ids = torch.from_numpy(np.array(column.values, np.int64))
+                column = column.last(self.model.network.encoder.max_length)
             held = self._given.rows.get(feature.tables[0])
             if held is not None:
-                ids = held[ids]
-            counts = None
-            if column.lengths is not None:
-                counts = torch.from_numpy(column.lengths.astype(np.int32))
-            sparse[name] = Jagged(ids, counts)
-        names = source_columns(schema.dense, self._given.types.keys())
-        dense = {name: _matrix(columns.get(name, unread)) for name in names}
-        batch = schema.assemble(sparse, dense, labels=torch.zeros(size))
+                column = Column(held.numpy()[column.values], column.offsets)
+            rows[feature.name] = column
+        batch = BatchBuilder(schema, Chunk({})).user_batch(Chunk(rows))
         batch = batch.to(_device(self.model))
         if not isinstance(self.model, NextItemModel):
             return self.model.logits(batch).float().cpu()
@@ -606,19 +602,17 @@ class OwnNetwork(Network):
         return "", [name for name in taken if name in names]
 
     @torch.no_grad()
-    def logits(self, columns: Mapping[str, Values], size: int) -> Tensor:
+    def logits(self, columns: Chunk) -> Tensor:
         """See :meth:`Network.logits`."""
         device = _device(self.model)
         if isinstance(self.model, DLRM):
             keys = [name for name in columns if name in self._features]
             ids = np.concatenate([columns[name].values for name in keys])
-            ones = np.ones(size, np.int64)
-            lengths = [columns[name].lengths for name in keys]
-            counts = [ones if each is None else each for each in lengths]
+            lengths = np.concatenate([columns[name].lengths for name in keys])
             keyed = KeyedJaggedTensor(
                 keys,
                 torch.from_numpy(ids.astype(np.int64)),
-                lengths=torch.from_numpy(np.concatenate(counts).astype(np.int32)),
+                lengths=torch.from_numpy(lengths.astype(np.int32)),
             )
             dense = _matrix(columns[_DENSE]).to(device)
             return self.model(dense, keyed.to(device)).reshape(-1).float().cpu()  # type: ignore[no-any-return]
@@ -694,12 +688,10 @@ def _is_numeric(kind: str) -> bool:
     )
 
 
-def _matrix(column: Values, dtype: str = "float32") -> Tensor:
+def _matrix(column: Column, dtype: str = "float32") -> Tensor:
     """Returns (B,) or (B, W) numbers; lists of one length."""
     values = torch.from_numpy(np.array(column.values, dtype))
-    if column.lengths is None:
-        return values
-    return values.view(len(column.lengths), -1)
+    return values.view(len(column), -1) if column.ragged else values
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -16,9 +16,7 @@ from torchrec_ext.retrieval.bundle import Bundle, Floats, GraphError, Side
 from torchrec_ext.retrieval.catalogue import NOT, Id, IdArray
 from torchrec_ext.retrieval.search import (
     Mask,
-    QueryError,
     blocks_of,
-    check_query,
     check_scores,
     norms_of,
     open_search,
@@ -28,6 +26,8 @@ from torchrec_ext.retrieval.store import StoredUsers
 from torchrec_ext.schema.validation import DataError, listed
 
 _NO_LIMIT = "leave it out for no limit"
+# Beyond this norm, it is the request's features that make a score overflow.
+_GREATEST_VECTOR = 1e15
 
 
 class RequestError(ValueError):
@@ -335,12 +335,7 @@ class Scorer:
                 if missing:
                     raise _missing_error(where, missing, _of_types(side, missing))
         vectors, unknown = _embedded(side, rows, places)
-        finite = np.isfinite(vectors).all(axis=1)
-        if not finite.all():
-            raise RequestError(
-                places[int(finite.argmin())],
-                "the vector is not finite: a feature is too large; send smaller numbers",
-            )
+        _check_vectors(vectors, places)
         return Embedded(
             vectors=vectors.tolist(), unknown_features=unknown, bundle=self.digest
         )
@@ -395,10 +390,7 @@ class Scorer:
             (query,), (unknown,) = _embedded(side, [columns], ["user"])
             if self._id_features:
                 known = set(self._id_features).isdisjoint(unknown)
-        try:
-            check_query(query)
-        except QueryError as error:
-            raise RequestError("user", str(error)) from None
+        _check_vectors(query[None], ["user"])
         fields = {
             "user": "known" if known else "new",
             "unknown_user": self.bundle.users is not None and row < 0,
@@ -580,6 +572,20 @@ def _embedded(
         for row in range(len(rows))
     ]
     return vectors, unknown
+
+
+def _check_vectors(vectors: Floats, places: Sequence[str]) -> None:
+    """Refuses vectors (B, W) that no model can score: with NaN or infinity, or of a norm beyond 1e15."""
+    # The refusal says what overflowed.
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = np.einsum("bw,bw->b", vectors, vectors)
+    # NaN is below nothing.
+    fits = squares <= _GREATEST_VECTOR**2
+    if not fits.all():
+        raise RequestError(
+            places[int(fits.argmin())],
+            "the scores would be beyond float32: a feature is too large; send smaller numbers",
+        )
 
 
 def _of_types(side: Side, missing: Sequence[str]) -> str:

@@ -28,17 +28,11 @@ _PRODUCT_BLOCK = 2**15
 _GATHERED = 8
 # Float32 sums in another order differ by this share of the greatest possible score.
 _ROUNDING = 2.0**-20
-# Beyond it, it is the request's features that make a score overflow.
-_GREATEST_QUERY = 1e15
 _K = 10
 
 
 class ScoreError(ValueError):
     """A score is NaN or infinite; the message names the item."""
-
-
-class QueryError(ValueError):
-    """A query's vector is beyond the numbers that a model can score: a feature is too large."""
 
 
 class Found(NamedTuple):
@@ -72,9 +66,7 @@ class ExactSearch:
 
         Raises:
             ScoreError: a score is NaN or infinite.
-            QueryError: the query is, or is too large.
         """
-        check_query(query)
         if mask is not None and np.count_nonzero(mask) * _GATHERED <= len(mask):
             return self.among(query, k, np.flatnonzero(mask))
         rows = self._bundle.rows
@@ -120,22 +112,6 @@ def check_scores(bundle: Bundle, scores: Floats, positions: IdArray) -> None:
         item = bundle.items.ids.ids(np.maximum(positions[index : index + 1], 0))[0]
         raise ScoreError(
             f"item {str(item)[:60]}: its score is {scores[index]}: the bundle cannot score it; export another one"
-        )
-
-
-def check_query(query: Floats) -> None:
-    """Refuses a query (W,) that a model cannot score.
-
-    Raises:
-        QueryError: a number is NaN or infinite, or the norm is beyond 1e15.
-    """
-    # The refusal below says what overflowed.
-    with np.errstate(over="ignore", invalid="ignore"):
-        squares = float(query @ query)
-    # Written so, because NaN is below nothing.
-    if not squares <= _GREATEST_QUERY**2:
-        raise QueryError(
-            "the scores would be beyond float32: a feature is too large; send smaller numbers"
         )
 
 
@@ -224,7 +200,6 @@ class FaissSearch(ExactSearch):
 
     def search(self, query: Floats, k: int, mask: Mask | None = None) -> Found:
         """Returns the ``k`` best items that the index finds; see :meth:`ExactSearch.search`."""
-        check_query(query)
         size = len(self._bundle.rows)
         passing = size if mask is None else int(np.count_nonzero(mask))
         if passing * _GATHERED > size and k < passing:
