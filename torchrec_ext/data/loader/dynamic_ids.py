@@ -36,7 +36,7 @@ class DynamicIdLoader:
         every: steps between two admissions, see :class:`DynamicIds`.
         group: ranks that share the ids, see :class:`DynamicIds`.
         raw_ids: by feature the raw id of each of the loader's own ids, (V,) int64, if these are rows of a vocabulary;
-            ``batch.users`` and ``batch.items`` stay rows of the vocabulary.
+            ``batch.items`` stay rows of the vocabulary.
 
     Attributes:
         ids: the ids of the tables, by the feature that stands for them.
