@@ -121,9 +121,8 @@ class TowerBatch(_Fields):
         joint: bags of tables that a shared tower and another both read, each looked up once, stride Q + B, see
             :class:`torchrec_ext.schema.features.Joint`; None without such tables.
         targets: labels of the second and further tasks, (B, T - 1) float32; None for one task.
-        users: user of each row, (B,) int64, as sampled: id dropout changes the look-up and not this. 0 for padding.
+        items: item of each row, (B,) int64, as sampled: id dropout changes the look-up and not this. 0 for padding.
             Losses that compare rows read it; None if the schema names no such column.
-        items: item of each row, (B,) int64, sampled likewise.
         queries: number of first rows that have a query; the rows after them are candidates alone. If given, as by a
             loader, the batches of all ranks have one size; None: every row has a query, and ranks may differ.
         lists: keys whose bags may hold any number of ids, all others hold one; None: to be found in the lengths, for
@@ -143,7 +142,6 @@ class TowerBatch(_Fields):
     shared: SharedRows | None = None
     joint: KeyedJaggedTensor | None = None
     targets: Tensor | None = None
-    users: Tensor | None = None
     items: Tensor | None = None
     queries: int | None = None
     lists: tuple[str, ...] | None = None
@@ -294,7 +292,6 @@ def pack(
     total_weight: Tensor,
     log_q: Tensor | None = None,
     targets: Tensor | None = None,
-    users: Tensor | None = None,
     items: Tensor | None = None,
     queries: int | None = None,
     lists: tuple[str, ...] | None = None,
@@ -312,7 +309,6 @@ def pack(
         total_weight: () float32.
         log_q: (B,) float32.
         targets: (B, T - 1) float32.
-        users: (B,) int64.
         items: (B,) int64.
         queries: number of rows that have a query.
         lists: see :class:`TowerBatch`.
@@ -356,7 +352,6 @@ def pack(
         shared=shared,
         joint=None if layout.joint is None else keyed(layout.joint, *halves),
         targets=targets,
-        users=users,
         items=items,
         queries=queries,
         lists=lists,

@@ -12,7 +12,11 @@ from tests.files import records
 from tests.settings import with_settings
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.folder import CheckpointRanks
+from torchrec_ext.train.checkpoint.folder import (
+    CheckpointRanks,
+    read_checkpoint,
+    sealed,
+)
 from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError
 from torchrec_ext.train.report.progress import RunFolderError
@@ -104,6 +108,28 @@ def test_a_run_goes_on_with_the_records_up_to_its_checkpoint(
     run_training(job, tmp_path / "copy")
     whole, *others = (records(tmp_path / name) for name in ("whole", "run", "copy"))
     assert others == [whole, whole]
+
+
+def test_a_million_records_do_not_grow_a_checkpoint_and_are_gone_on_with(
+    tmp_path: Path,
+) -> None:
+    """Manifests held all records, and one of more than 16 MiB was taken for damaged: the run began anew."""
+    settings = [*SHORT, "train.epochs=2", "train.log_every=2", "checkpoint.keep=9"]
+    job = with_settings(load_recipe("two_tower"), settings)
+    run = tmp_path / "run"
+    run_training(job, run)
+    whole = records(run)
+    first, *_, last = sorted((run / CHECKPOINTS).glob("step-*/manifest.json"))
+    size = last.stat().st_size
+    shutil.rmtree(last.parent)
+    manifest = read_checkpoint(str(first.parent)).manifest
+    manifest["content"]["position"]["records"] += 10**6
+    first.write_bytes(sealed(manifest))
+    lines = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text('{"kind": "train"}\n' * 10**6 + lines)
+    run_training(job, run)
+    assert records(run)[10**6 :] == whole
+    assert abs(last.stat().st_size - size) < 100
 
 
 def test_a_run_without_checkpoints_that_has_ended_is_not_written_over(

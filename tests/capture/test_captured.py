@@ -30,8 +30,6 @@ from torchrec_ext.capture.executors import (
 from torchrec_ext.capture.policy import MOST_GRAPHS
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.negatives.known_items import KnownItems
-from torchrec_ext.data.negatives.known_pairs import KnownPairs
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -467,7 +465,7 @@ def with_noise_and_statistics() -> nn.Module:
 
 
 def over_a_batch() -> nn.Module:
-    """A softmax over the batch that rejects known items."""
+    """A softmax over the batch."""
     towers = {
         "user": Tower(
             [table("user_id", USERS), table("history", ITEMS)],
@@ -476,14 +474,10 @@ def over_a_batch() -> nn.Module:
         ),
         "item": Tower([table("item_id", ITEMS)], (8,), dense=["price"]),
     }
-    known = KnownItems(
-        KnownPairs(ITEMS, np.arange(USERS), np.arange(USERS) % ITEMS + 1)
-    )
     return RetrievalModel(
         towers,
         DotProduct([8, 8]),
         counts=torch.arange(1, ITEMS + 1),
-        known=known,
         device=META,
     )
 
@@ -493,7 +487,6 @@ def padded_batches(count: int) -> Iterator[TowerBatch]:
     for batch in batches(count):
         weights = batch.weights * (torch.arange(len(batch)) < 17)
         ids = {
-            "users": batch.ids("user_id"),
             "items": batch.ids("item_id").masked_fill(weights == 0, 0),
         }
         yield dataclasses.replace(

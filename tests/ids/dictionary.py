@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -25,7 +24,6 @@ class Dictionary:
         self.candidates: dict[int, int] = {}
         self.marked: set[int] = set()
         self.score: dict[int, np.float32] = {}
-        self.age: dict[int, np.float32] = {}
         self.sightings: dict[int, int] = {}
         self.seen: dict[int, int] = {}
         self.unused = spread_rows(
@@ -76,7 +74,6 @@ class Dictionary:
             self.id[row] = fresh[row] = each
             self.sightings[row] = 0
             self.score[row] = np.float32(new[each])
-            self.age[row] = np.float32(0)
             self.seen[row] = self.now
             self.candidates.pop(each, None)
             self.marked.discard(each)
@@ -97,9 +94,6 @@ class Dictionary:
         self.all_lookups += self.lookups
         self.lookups = 0
         for row in self.score:
-            self.age[row] = np.float32(
-                np.float32(self.age[row] * decay) + np.float32(1 - left)
-            )
             self.score[row] = np.float32(
                 np.float32(self.score[row]) * decay + np.float32(self.sightings[row])
             )
@@ -109,19 +103,15 @@ class Dictionary:
         self._add_sightings()
         rank: Mapping[int, float] = self.seen
         if self.policy.evict == "lfu":
-            rank = {row: self._expected(row) for row in self.score}
+            rank = {row: self._rank(row) for row in self.score}
         able = sorted((rank[row], row) for row in self.id if self.seen[row] < self.now)
         return self._remove([row for _, row in able[:count]])
 
-    def _expected(self, row: int) -> float:
-        score = float(self.score[row])
+    def _rank(self, row: int) -> float:
         silence = float(self.now - self.seen[row]) * (self.all_lookups / self.now)
-        memory = self.policy.half_life * self.policy.capacity / math.log(2)
-        rate = score / max(float(self.age[row]), 1e-12)
-        growth = 1 + rate * (silence / memory) / 16
-        for _ in range(4):
-            growth = growth * growth
-        return score * rate / (rate + 0.1 * growth)
+        if silence > self.policy.half_life * self.policy.capacity:
+            return -silence
+        return float(self.score[row])
 
     def _expire(self) -> list[int]:
         if not self.policy.ttl:
@@ -135,7 +125,7 @@ class Dictionary:
         evicted = []
         for row in sorted(rows):
             each = self.id.pop(row)
-            for by in (self.score, self.age, self.sightings, self.seen):
+            for by in (self.score, self.sightings, self.seen):
                 del by[row]
             del self.row[each]
             evicted.append(each)

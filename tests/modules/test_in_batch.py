@@ -31,7 +31,6 @@ def whole() -> dict[str, Tensor]:
         "extra": extra,
         "weights": weights,
         "log_p": log_p,
-        "known": torch.rand(6, ITEMS, generator=generator) < 0.3,
     }
 
 
@@ -56,7 +55,6 @@ def step(
         log_q=data["log_p"][ids],
         queries=len(users),
         rows=rows,
-        is_known=lambda items: data["known"][users[:, None], items],
     )
     loss = in_batch_softmax(
         model[0](users),
@@ -113,20 +111,11 @@ def test_a_rank_without_rows_takes_part() -> None:
 
 
 @pytest.mark.unit
-def test_accidental_hits_and_known_items_are_never_counted(
-    device: torch.device,
-) -> None:
+def test_accidental_hits_are_never_counted(device: torch.device) -> None:
     ids = torch.tensor([3, 5, 3, 0, 8, 5], device=device)
-    known = torch.zeros(3, 9, dtype=torch.bool, device=device)
-    known[0, 8] = known[0, 3] = known[1, 3] = True
-    made = in_batch_negatives(
-        torch.zeros(6, 2, device=device),
-        ids,
-        queries=3,
-        is_known=lambda items: known[:, items],
-    )
+    made = in_batch_negatives(torch.zeros(6, 2, device=device), ids, queries=3)
     counted = [[int(i) for i in ids[~row]] for row in made.excluded]
-    assert counted == [[3, 5, 5], [5, 8], [5, 3, 8, 5]]
+    assert counted == [[3, 5, 8, 5], [3, 5, 3, 8], [5, 3, 8, 5]]
     assert not made.excluded[torch.arange(3), made.targets].any()
     assert made.log_q is None
 

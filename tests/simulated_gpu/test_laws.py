@@ -23,6 +23,7 @@ LAWS = Path(__file__).parent / "laws"
 # Tests marked gpu that a simulated GPU cannot pass.
 NEEDS_A_REAL_GPU = {
     "tests/distributed/test_laws.py::test_rows_off_the_gpu_train_as_those_on_it[fused_uvm_caching]": "FBGEMM's cache",
+    "tests/train/checkpoint/test_plans.py::test_kernels_of_a_gpu_load_each_other[fused_uvm_caching]": "FBGEMM's cache",
     "tests/apps/test_gpu_jobs.py::test_a_job_trains_exports_and_goes_on[two_tower, UVM]": "FBGEMM's cache",
 }
 

@@ -17,7 +17,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_ext.batch import Fresh
@@ -38,12 +37,12 @@ Engine = Callable[[Callable[..., list[Tensor]], list[Tensor], list[Tensor]], Run
 class DynamicIds:
     """Gives the ids of several tables rows; every rank has all of it, and all ranks call each method together.
 
+    Ids are in the host's memory, and are exchanged over gloo, also where the job has NCCL.
+
     Args:
         tables: settings of each table, by name.
         every: steps between two admissions; meanwhile new ids wait and read row 0. An admission costs about a
             millisecond whatever it admits: 8 pays where steps are short or ranks several.
-        group: the ranks that share the ids; by default all ranks of the job, if there is a process group. Ids are in
-            the host's memory, and are exchanged over gloo, also where the job has NCCL.
 
     Attributes:
         ranks: the ranks that share the ids.
@@ -66,7 +65,6 @@ class DynamicIds:
         tables: Mapping[str, Dynamic],
         *,
         every: int = 1,
-        group: dist.ProcessGroup | None = None,
     ) -> None:
         if not tables:
             raise ValueError(
@@ -75,7 +73,7 @@ class DynamicIds:
         if every < 1:
             raise ValueError(f"every={every}: must be 1 step or more")
         self._every = every
-        self.ranks = IdRanks(group)
+        self.ranks = IdRanks()
         self.now = 0
         self.counts = dict.fromkeys(
             ("lookups", "unknown", "admitted", "evicted", "refused", "forgotten"), 0

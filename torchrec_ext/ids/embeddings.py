@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 from weakref import WeakSet, ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchrec_ext.batch import Fresh
@@ -41,7 +40,6 @@ class DynamicEmbeddings:
         tables: settings by path of an ``nn.Embedding`` or ``nn.EmbeddingBag`` in the model; ``capacity`` is its number
             of rows.
         every: steps between two admissions, see :class:`DynamicIds`.
-        group: ranks that share the ids, see :class:`DynamicIds`.
         begin: function from (path, ids (n,)) to the first values (n, D) of fresh rows, alike on every rank. By default
             normal, with the mean and the deviation that the weights have now.
 
@@ -70,7 +68,6 @@ class DynamicEmbeddings:
         tables: Mapping[str, Dynamic],
         *,
         every: int = 1,
-        group: dist.ProcessGroup | None = None,
         begin: Callable[[str, Tensor], Tensor] | None = None,
     ) -> None:
         self._optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
@@ -82,7 +79,7 @@ class DynamicEmbeddings:
             path: (module.weight.detach().mean(), module.weight.detach().std())
             for path, module in self._modules.items()
         }
-        self.ids = DynamicIds(tables, every=every, group=group)
+        self.ids = DynamicIds(tables, every=every)
         self._is_new_step = True
         # Weights that this step has read, with their versions.
         self._versions: dict[str, tuple[Tensor, int]] = {}

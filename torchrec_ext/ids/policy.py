@@ -24,8 +24,8 @@ class Dynamic:
     Args:
         capacity: rows of the table; row 0 is that of all ids without a row.
         admit_after: sightings in training before an id gets a row; from 2 on, row 0 learns from every first sight.
-        evict: which ids make room: ``lfu``, those with the fewest sightings of late, and those that came often and
-            have been silent for longer than that explains, or ``lru``, those not seen for longest.
+        evict: which ids make room: ``lfu``, those not seen for a half-life, and then those with the fewest sightings of
+            late, or ``lru``, those not seen for longest.
         half_life: look-ups for each row of the table in which sightings count half under ``lfu``: with 16 and 1,000
             rows, every 16,000 look-ups. Infinity counts all alike, and keeps what was popular once.
         ttl: steps after which an id that was not seen loses its row in any case; 0 for never.

@@ -10,33 +10,28 @@ from torch import Tensor
 def host_group() -> dist.ProcessGroup | None:
     """Makes a group of all ranks for tensors in the host's memory; returns None if the job's takes them. Collective."""
     # NCCL moves no tensors of the host.
-    if _are_several(None) and dist.get_backend() == "nccl":
+    if _are_several() and dist.get_backend() == "nccl":
         return dist.new_group(backend="gloo")  # type: ignore[no-any-return]
     return None
 
 
-def _are_several(group: dist.ProcessGroup | None) -> bool:
-    if not (dist.is_available() and dist.is_initialized()):
-        return False
-    return dist.get_world_size(group) > 1
+def _are_several() -> bool:
+    is_job = dist.is_available() and dist.is_initialized()
+    return is_job and dist.get_world_size() > 1
 
 
 class IdRanks:
-    """The ranks of a group, by default all of the job; its methods are collective.
-
-    Args:
-        group: the ranks' process group; ids are exchanged over gloo, also where the job has NCCL.
+    """The ranks of the job; its methods are collective, over gloo, also where the job has NCCL.
 
     Attributes:
         several: whether there are two or more.
         is_first: whether this is the first of them.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        group = group or host_group()
-        self._group = group
-        self.several = _are_several(group)
-        self.is_first = not self.several or dist.get_rank(group) == 0
+    def __init__(self) -> None:
+        self._group = host_group()
+        self.several = _are_several()
+        self.is_first = not self.several or dist.get_rank() == 0
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
         """Returns ``numbers``, in place their sum over the ranks."""
@@ -55,7 +50,7 @@ class IdRanks:
         if not self.several:
             return rows
         count = torch.tensor([len(rows)])
-        counts = count.new_zeros(dist.get_world_size(self._group))
+        counts = count.new_zeros(dist.get_world_size())
         dist.all_gather_into_tensor(counts, count, group=self._group)
         padded = rows.new_zeros(int(counts.max()), 3)
         padded[: len(rows)] = rows

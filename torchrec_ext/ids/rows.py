@@ -16,9 +16,6 @@ from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.ids.policy import Dynamic
 from torchrec_ext.ids.ranks import IdRanks
 
-# Ids that go for good, a live id and memory of the counts.
-_GOING = 0.1
-
 
 class Candidates:
     """Ids of one table that wait for their admission, with their sightings.
@@ -101,10 +98,8 @@ class RowPool:
         self.id_of = torch.full_like(seen, EMPTY, dtype=torch.int64)
         # Look-ups of all ranks so far.
         self._lookups = 0
-        # Sightings that fade, and the weight of the look-ups since the id's admission,
-        # which fades alike.
+        # Sightings that fade.
         self._score = torch.zeros_like(seen, dtype=torch.float32)
-        self._age = torch.zeros_like(self._score)
         # Rows are given out in a permuted order, so this counts the first of them.
         self._used = 1
         self._freed = torch.empty(0, dtype=torch.int64)
@@ -145,7 +140,6 @@ class RowPool:
         self._seen[rows] = now
         self._sightings[rows] = 0
         self._score[rows] = sightings.float()
-        self._age[rows] = 0.0
 
     def release(self, rows: Tensor) -> Tensor:
         """Frees rows, and returns the ids that had them."""
@@ -164,13 +158,13 @@ class RowPool:
         count = min(count, int(can_go.sum()))
         if not count:
             return torch.empty(0, dtype=torch.int64)
+        rank = self._seen.double()
         if self.policy.evict == "lfu":
-            silence = (now - self._seen).double() * (self._lookups / now)
-            rank = expected_sightings(
-                self._score, self._age, silence, self.policy.half_life
-            )
-        else:
-            rank = self._seen.double()
+            # Without this, yesterday's ids would make today's go, each seen once so
+            # far: it cost .0164 of log loss where half of the items are new each day.
+            silence = (now - rank) * (self._lookups / now)
+            gone = silence > self.policy.half_life * self.policy.capacity
+            rank = torch.where(gone, -silence, self._score.double())
         rank = torch.where(can_go, rank, math.inf)
         # Not topk, which breaks ties as it likes.
         limit = torch.kthvalue(rank, count).values
@@ -194,9 +188,8 @@ class RowPool:
         # Look-ups that found no row are sightings of row 0.
         lookups = int(self._sightings.sum())
         self._lookups += lookups
-        decay = sightings_decay(lookups, self.policy.half_life, self.policy.capacity)
+        decay = 0.5 ** (lookups / (self.policy.half_life * self.policy.capacity))
         self._score.mul_(decay).add_(self._sightings)
-        self._age.mul_(decay).add_(1 - decay)
         self._sightings.zero_()
 
     def state_dict(self, ranks: IdRanks) -> dict[str, Any]:
@@ -204,7 +197,6 @@ class RowPool:
         return {
             "ids": self.id_of.clone(),
             "score": self._score.clone(),
-            "age": self._age.clone(),
             "seen": ranks.greatest(self._seen.clone()),
             "sightings": ranks.sum_over_ranks(self._sightings.clone()),
             "used": self._used,
@@ -222,8 +214,7 @@ class RowPool:
             (self._seen, "seen"),
         ):
             target[:rows] = state[name]
-        # The rows of a vocabulary have none of the two.
-        self._age[:rows] = state.get("age", 1.0)
+        # A vocabulary has none.
         self._lookups = int(state.get("lookups", 0))
         self._sightings.zero_()
         if is_first:
@@ -237,39 +228,6 @@ class RowPool:
             # anywhere.
             every_row = self._take_unused(self.policy.capacity - 1)
             self._freed = every_row[self.id_of[every_row] == EMPTY]
-
-
-def expected_sightings(
-    score: Tensor, age: Tensor, silence: Tensor, half_life: float
-) -> Tensor:
-    """Returns how often each id may still come, as float64: its sightings, times the chance that it has not gone.
-
-    An id that came often and is silent has probably gone: the odds grow with the exponential of the sightings that
-    would have come in the silence, as in the Pareto/NBD model of customers (Schmittlein, Morrison, Colombo 1987). By
-    bare sightings that fade, yesterday's ids would make today's go, each seen once so far: it cost .0164 of log loss.
-
-    Args:
-        score: sightings, which fade.
-        age: weight of the look-ups since the admission, which fades alike.
-        silence: look-ups since the last sighting, float64.
-        half_life: look-ups for each row in which a sighting counts half.
-    """
-    score = score.double()
-    if math.isinf(half_life):
-        return score
-    memory = half_life * len(score) / math.log(2)
-    rate = score / age.double().clamp(min=1e-12)
-    # Not exp, whose last bits differ from machine to machine, and so might the ids that
-    # go.
-    growth = 1 + rate * (silence / memory) / 16
-    for _ in range(4):
-        growth = growth * growth
-    return score * rate / (rate + _GOING * growth)
-
-
-def sightings_decay(lookups: int, half_life: float, capacity: int) -> float:
-    """Returns the share of a score that is left after ``lookups`` look-ups."""
-    return float(0.5 ** (lookups / (half_life * capacity)))
 
 
 def spread_rows(places: Tensor, capacity: int) -> Tensor:

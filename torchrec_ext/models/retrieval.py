@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -34,19 +33,14 @@ class RetrievalModel(TowerModel):
     Rows with labels of their own (see :meth:`expect_rows`) count as positives with their weight times their label; rows
     of label 0 are neither positives nor candidates.
 
-    ``batch.items`` and ``batch.users``, which a loader fills as :meth:`schema` asks, name the item and the user of each
-    row. A candidate whose id is dropped therefore stays that item, a negative of the other rows with its own log q,
-    whatever was looked up for it.
+    ``batch.items``, which a loader fills as :meth:`schema` asks, names the item of each row. A candidate whose id is
+    dropped therefore stays that item, a negative of the other rows with its own log q, whatever was looked up for it.
 
     Args:
         towers: the query's tower and the candidate's, in this order.
         interaction: one with a ``metric``, :class:`DotProduct` or :class:`Cosine`, whose temperature is then that of
             the softmax.
         counts: (I,) number of training rows of each candidate, for batches without ``log_q``; None for no correction.
-        known: module from users (B,) and items (C,) to (B, C) bool, the items that each user is known to have taken,
-            such as a ``KnownItems`` of the training rows: these are no negatives. Where it is not given, only the row's
-            own item is excluded.
-        user_feature: column with each row's user, needed where ``known`` is given; no tower has to read it.
         item_feature: key that holds each row's candidate, one id from 1.
         temperature: divisor of the dot products in the softmax, greater than 0.
         loss: one of LOSSES that is over the batch or the catalogue.
@@ -63,8 +57,6 @@ class RetrievalModel(TowerModel):
         interaction: InteractionLayer,
         *,
         counts: Tensor | None = None,
-        known: nn.Module | None = None,
-        user_feature: str = "user_id",
         item_feature: str = "item_id",
         temperature: float = 1.0,
         loss: str = "in_batch",
@@ -79,10 +71,8 @@ class RetrievalModel(TowerModel):
             )
         super().__init__(towers, interaction, shared=shared, device=device)
         self.in_batch = _InBatchLoss(
-            loss, interaction, counts, known, item_feature, temperature
+            loss, interaction, counts, item_feature, temperature
         )
-        # Only known items are looked up by users.
-        self._query = None if known is None else user_feature
         self._candidate = item_feature
 
     def schema(
@@ -96,7 +86,6 @@ class RetrievalModel(TowerModel):
         return dataclasses.replace(
             schema,
             label_range=schema.label_range if self.in_batch.labelled else None,
-            query=self._query,
             candidate=self._candidate,
             catalogue=self.in_batch.catalogue,
         )
@@ -142,7 +131,6 @@ class _InBatchLoss(nn.Module):
         name: str,
         interaction: InteractionLayer,
         counts: Tensor | None,
-        known: nn.Module | None,
         item_feature: str,
         temperature: float,
     ) -> None:
@@ -151,7 +139,6 @@ class _InBatchLoss(nn.Module):
         self._function = LOSSES[name].function
         self.catalogue = LOSSES[name].catalogue
         self.labelled = False
-        self.known = known
         self._cosine = interaction.metric == "cosine"
         self._temperature = interaction.temperature or temperature
         self._item_feature = item_feature
@@ -178,7 +165,6 @@ class _InBatchLoss(nn.Module):
         rows = None if batch.queries is None else len(ids)
         # Item 0 with a weight is an unknown item, not padding.
         present = (ids != 0) | (batch.weights > 0)
-        chosen: slice | Tensor = slice(count)
         if self.labelled:
             # The rows with a label above 0, whose number differs between ranks.
             clicks = batch.weights * batch.labels
@@ -192,9 +178,6 @@ class _InBatchLoss(nn.Module):
             total = _mean_over_ranks(weights)
         if log_q is None and self.log_q is not None:
             log_q = self.log_q[ids]
-        is_known = None
-        if self.known is not None:
-            is_known = partial(self.known, _users(batch)[chosen])
         negatives = in_batch_negatives(
             candidates,
             ids,
@@ -202,7 +185,6 @@ class _InBatchLoss(nn.Module):
             queries=count,
             rows=rows,
             present=present,
-            is_known=is_known,
         )
         loss: Tensor = self._function(
             queries[:count],
@@ -250,12 +232,3 @@ def _mean_over_ranks(weights: Tensor) -> Tensor:
         .mean()
         .clamp(min=torch.finfo(torch.float32).tiny)
     )
-
-
-def _users(batch: TowerBatch) -> Tensor:
-    if batch.users is None:
-        raise ValueError(
-            "the model has known=..., and the batch names no users; make the loader with the model's "
-            "schema(), or set batch.users"
-        )
-    return batch.users

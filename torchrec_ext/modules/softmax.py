@@ -53,12 +53,11 @@ def in_batch_negatives(
     queries: int | None = None,
     rows: int | None = None,
     present: Tensor | None = None,
-    is_known: Callable[[Tensor], Tensor] | None = None,
 ) -> InBatch:
     """Gathers the candidates of all ranks, and finds the negatives of each query.
 
-    Accidental hits (the query's own item elsewhere in the batch), the query's other known items, and padding are
-    excluded; a query's own candidate never is. Several ranks exchange three times, of which the first tells how many
+    Accidental hits (the query's own item elsewhere in the batch) and padding are excluded; a query's own candidate
+    never is. Several ranks exchange three times, of which the first tells how many
     candidates each rank has; twice where ``rows`` is given. One rank does not exchange.
 
     Args:
@@ -71,8 +70,6 @@ def in_batch_negatives(
         rows: P, where it is known and the same on every rank, as for the loader's batches: ceil(batch_size / R) of
             ``batch_size`` rows over R ranks, plus M. Saves an exchange, and on CUDA the wait for it.
         present: (B + M,) bool, whether each row has a candidate and is not padding; by default ids other than 0.
-        is_known: function from items (C,) to (B, C) bool, whether each query's user is known to have taken each item,
-            such as ``lambda items: known.contains(users[:, None], items)``.
 
     Raises:
         ValueError: shapes that do not fit together.
@@ -104,8 +101,6 @@ def in_batch_negatives(
     padding = ids == _PADDING
     items = ids.clamp(min=0)
     excluded = (ids == ids[targets][:, None]) | padding
-    if is_known is not None:
-        excluded |= is_known(items)
     # A scatter of a value from the host would wait for its copy to the device.
     excluded &= torch.arange(len(ids), device=ids.device) != targets[:, None]
     if log_q is not None:

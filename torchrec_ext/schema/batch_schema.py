@@ -83,9 +83,8 @@ class BatchSchema:
         out_of_range: the treatment of a negative or too large id. ``error`` raises :class:`DataError`; ``oov`` maps
             the id to the feature's ``oov_id``. Decided here, before any sharding: TorchRec's own answer depends on the
             sharding type (a row-wise table trains the row of another id, see FACTS).
-        query: the column with the user of each row of a training batch, for ``batch.users``. Needed by models that
+        candidate: the column with the item of each row of a training batch, for ``batch.items``. Needed by models that
             compare rows.
-        candidate: the column with the item of each row of a training batch, for ``batch.items``. Needed likewise.
         catalogue: whether a training batch ends with all items as candidates, spread over the ranks.
         hook: where the ids of a batch are replaced; None if they never are.
     """
@@ -97,7 +96,6 @@ class BatchSchema:
     tasks: tuple[str, ...] = ()
     label_range: tuple[float, float] | None = (0.0, 1.0)
     out_of_range: OutOfRange = "error"
-    query: str | None = None
     candidate: str | None = None
     catalogue: bool = False
     hook: IdHook | None = field(default=None, compare=False, repr=False)
@@ -187,11 +185,6 @@ class BatchSchema:
     @cached_property
     def _by_name(self) -> dict[str, SparseFeature]:
         return {feature.name: feature for feature in self.sparse}
-
-    @property
-    def identities(self) -> tuple[str, ...]:
-        """Names of the columns of ``batch.users`` and ``batch.items``."""
-        return tuple(name for name in (self.query, self.candidate) if name)
 
     def feature(self, name: str) -> SparseFeature | None:
         """Returns the sparse feature called ``name``, or None."""

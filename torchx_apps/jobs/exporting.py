@@ -23,8 +23,9 @@ from torchrec_ext.retrieval.catalogue import ItemTable, UserTable
 from torchrec_ext.retrieval.export import export
 from torchrec_ext.retrieval.manifest import BundleError, Manifest
 from torchrec_ext.schema import BatchSchema
-from torchrec_ext.train.checkpoint.folder import CheckpointRanks
-from torchrec_ext.train.checkpoint.run import load_with_loader
+from torchrec_ext.train.checkpoint.folder import CheckpointRanks, read_checkpoint
+from torchrec_ext.train.checkpoint.load import load_checkpoint
+from torchrec_ext.train.checkpoint.state import model_state
 from torchx_apps.jobs.report import program, read_warning, stage_lines
 from torchx_apps.jobs.resuming import check_ids_stay, checkpoint_to_export
 from torchx_apps.jobs.setup import (
@@ -174,16 +175,18 @@ def export_run(
         schema = schema_of(job, task, model)
         check_ids_stay(path, task, together, schema=schema)
         sharded, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer)
-        saved, loader_state = load_with_loader(path, sharded, optimizer, together)
+        saved = read_checkpoint(path)
+        state = model_state(sharded, optimizer)
+        content, _ = load_checkpoint(saved, state, together)
         loader = None
         if job.ids.features:
             loader = loader_of(as_loaded(job, task), task, schema, runtime)
-            loader.load_ids(loader_state)
+            loader.load_ids(content["loader"])
         details = {
             "recipe": job.name,
             "run": str(run),
             "checkpoint": path,
-            "steps": saved["step"],
+            "steps": saved.manifest["step"],
             **read_warning(run),
         }
         # One process tracks what all ranks make.
@@ -206,7 +209,9 @@ def export_run(
         if runtime.is_main:
             if catalogue:
                 print(_describe_catalogue(job, task, out), flush=True)
-            print(f"checkpoint: {which}, after {saved['step']:,} steps ({path})")
+            print(
+                f"checkpoint: {which}, after {saved.manifest['step']:,} steps ({path})"
+            )
             print(describe_bundle(manifest, out), flush=True)
 
 

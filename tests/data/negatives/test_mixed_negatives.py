@@ -2,12 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
-from tests.data.negatives.test_negatives import random_pairs
-from torchrec_ext.data.negatives.known_pairs import KnownPairs
 from torchrec_ext.data.negatives.mixed import MixedNegatives
-from torchrec_ext.modules.softmax import in_batch_negatives
 
 pytestmark = pytest.mark.unit
 ITEMS = 80
@@ -44,29 +40,6 @@ def test_batch_and_extra_together_follow_the_mixture_that_log_q_states() -> None
     counts = np.bincount(candidates, minlength=ITEMS + 1)[1:]
     chi_square = ((counts - len(candidates) * q) ** 2 / (len(candidates) * q)).sum()
     assert chi_square < ITEMS - 1 + 5 * np.sqrt(2 * (ITEMS - 1))
-
-
-def test_a_million_places_count_no_known_item_of_a_query() -> None:
-    users, items = random_pairs(40, ITEMS, 0.5)
-    known = KnownPairs(ITEMS, users, items)
-    mixed = MixedNegatives(ITEMS, 100, 150, COUNTS)
-    places = 0
-    for step in range(27):
-        rows = np.random.default_rng(step).integers(0, len(users), 150)
-        ids = np.concatenate([items[rows], mixed.draw(0, step)])
-        query = users[rows]
-
-        def is_known(drawn: torch.Tensor, query: np.ndarray = query) -> torch.Tensor:
-            return torch.from_numpy(known.contains(query[:, None], drawn.numpy()))
-
-        made = in_batch_negatives(
-            torch.zeros(250, 1), torch.from_numpy(ids), queries=150, is_known=is_known
-        )
-        negative = ~made.excluded.numpy()
-        negative[np.arange(150), np.arange(150)] = False
-        assert not (negative & known.contains(query[:, None], ids)).any()
-        places += negative.size
-    assert places > 1_000_000
 
 
 def test_wrong_settings_are_named() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torchrec import (
-    EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
@@ -203,37 +202,6 @@ def test_explain_says_what_lies_where() -> None:
     # Adam holds two numbers for each weight.
     both = ", ".join(f"rank {rank}: {2 * size:.2f} MiB" for rank in (0, 1))
     assert replicated.endswith(f"optimizer state on {both}")
-
-
-SMALL = SMALL_WEIGHTS // 16
-
-
-@pytest.mark.parametrize(
-    ("rows", "config", "optimizer", "expected"),
-    [
-        (SMALL, {}, {}, ["data_parallel"]),
-        (SMALL + 1, {}, {}, []),
-        (SMALL, {"sharding": "table_wise"}, {}, []),
-        (SMALL, {}, {"clip_norm": 1.0}, []),
-    ],
-    ids=["small", "large", "asked for otherwise", "clipped"],
-)
-def test_small_tables_are_whole_on_every_rank(
-    rows: int, config: Any, optimizer: Any, expected: list[str]
-) -> None:
-    tables = [
-        EmbeddingBagConfig(
-            name="a", embedding_dim=16, num_embeddings=rows, feature_names=["a"]
-        )
-    ]
-    constraints = small_tables_whole(
-        EmbeddingBagCollection(tables=tables, device=META),
-        TWO_RANKS,
-        PlanConfig(**config),
-        OptimizerConfig(**optimizer),
-    )
-    kinds = [kind for each in constraints.values() for kind in each.sharding_types]
-    assert kinds == expected
 
 
 def broken(runtime: Runtime) -> str:

@@ -205,9 +205,9 @@ def test_what_is_no_plain_file_is_named_and_the_one_before_used(
 
 
 def test_another_format_names_the_version_that_reads_it() -> None:
-    for version in (99, 1):
+    for version in (99, 2, 1):
         data = json.dumps({"format": version, "sha256": "0"}).encode()
-        message = f"is of format {version}, this version reads 2: take the release"
+        message = f"is of format {version}, this version reads 3: take the release"
         with pytest.raises(CheckpointError, match=message) as error:
             manifest.opened(data, "m")
         assert len(str(error.value)) <= 200

@@ -62,10 +62,10 @@ def whole(state: ModelState) -> dict[str, Tensor]:
     mine = {
         name: (
             tuple(held.size()),
-            [(part.offsets, part.tensor.clone()) for part in held.parts],
+            [(part.offsets, part.tensor.clone().cpu()) for part in held.parts],
         )
         if isinstance(held, Parts)
-        else ((), [((), held.clone())])
+        else ((), [((), held.clone().cpu())])
         for name, held in state.everything().items()
     }
     ranks: list[Any] = [None] * dist.get_world_size()
@@ -238,6 +238,44 @@ def test_all_pairs_of_plans_and_ranks(kind: str, tmp_path: Path) -> None:
         assert_loaded(*pair)
         count += 1
     assert count == (len(worlds) * len(shardings)) ** 2
+
+
+KERNELS = {
+    "fused": PlanConfig(sharding="row_wise", kernel="fused"),
+    "dense": PlanConfig(sharding="data_parallel"),
+    "fused_uvm": PlanConfig(sharding="table_wise", kernel="fused_uvm"),
+    "fused_uvm_caching": PlanConfig(
+        sharding="row_wise", kernel="fused_uvm_caching", cache_load_factor=0.1
+    ),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", list(KERNELS)[1:])
+def test_kernels_of_a_gpu_load_each_other(kernel: str, tmp_path: Path) -> None:
+    config = OptimizerConfig(tables="row_wise_adagrad", tables_lr=0.05)
+    for source, target in (("fused", kernel), (kernel, "fused")):
+        with Runtime.start("cuda") as runtime:
+            states = []
+            for plan in (KERNELS[source], KERNELS[target]):
+                model, optimizer = hybrid_parallel(
+                    small_model(META), runtime, plan=plan, optimizer=config
+                )
+                for batch in batches(3, seed=len(states)):
+                    optimizer.zero_grad()
+                    model(batch.to(runtime.device))[0].backward()
+                    optimizer.step()
+                states.append(model_state(model, optimizer))
+            checkpointer = Checkpointer(str(tmp_path / source), runtime)
+            checkpointer.save(3, states[0])
+            checkpointer.wait()
+            checkpointer.load(checkpointer.folder.path(3), states[1])
+            checkpointer.close()
+            saved, loaded = map(whole, states)
+        assert saved.keys() == loaded.keys()
+        assert "tables.user_id.sum" in saved
+        for name, value in saved.items():
+            assert torch.equal(loaded[name], value), (source, target, name)
 
 
 @pytest.mark.unit

@@ -98,6 +98,17 @@ def test_log_loss_entropy_and_calibration_by_definition() -> None:
     )
 
 
+@pytest.mark.unit
+def test_auc_and_log_loss_are_those_of_scikit_learn() -> None:
+    """Printed by roc_auc_score and log_loss of scikit-learn 1.9.1, of weighted rows, nine of which tie."""
+    row = torch.arange(40)
+    logits = (row * 29 % 41 - 20) / 4
+    logits[::5] = 0.25
+    found = classified(HERE, logits, (row * 13 % 7 < 3).float(), row % 4 + 0.5)
+    assert found["auc"] == pytest.approx(0.4052734375, rel=1e-12)
+    assert found["log_loss"] == pytest.approx(1.5153781293388358, rel=1e-12)
+
+
 def streamed(runtime: Runtime) -> tuple[dict[str, float], dict[str, float]]:
     """Rows of all ranks at once, and others in blocks of unequal length, asked twice."""
     made = ClassificationMetrics()

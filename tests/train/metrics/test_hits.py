@@ -71,6 +71,34 @@ def test_figures_of_any_grades_are_those_of_a_plain_list(
     assert list(ranking_metrics(hits, at(k)).values()) == pytest.approx(list(expected))
 
 
+def test_figures_are_those_of_recbole_and_scikit_learn() -> None:
+    """Printed by RecBole 1.2.1 for grades of 0 and 1, and by ndcg_score of scikit-learn 1.9.1 for the grades."""
+    places = torch.arange(12 * 9).view(12, 9)
+    grades = (places * 37 % 11 % 5 * (places % 3 == 0)).float()
+    grades[grades.sum(1) == 0, 0] = 1
+    scores = (places * 7919 % 10_007).float()
+    rows, items = grades.nonzero().unbind(1)
+    expected = {
+        "hr@5": 0.9166666666666666,
+        "recall@5": 0.5972222222222222,
+        "precision@5": 0.26666666666666666,
+        "ndcg@5": 0.4104158458191915,
+        "mrr@5": 0.4680555555555555,
+        "map@5": 0.2652777777777778,
+    }
+    for given_grades, ndcg in (
+        (None, expected["ndcg@5"]),
+        (grades[rows, items], 0.4019508687838041),
+    ):
+        question = Question(
+            targets=items, target_rows=rows, grades=given_grades, not_items=()
+        )
+        hits = hits_by(lambda block: scores[block].clone(), question, 9, k=5)
+        assert ranking_metrics(hits, at(5)) == pytest.approx(
+            expected | {"ndcg@5": ndcg}, rel=1e-12
+        )
+
+
 def test_each_of_equal_scores_is_equally_often_at_each_place() -> None:
     """Of 6 candidates 4 tie behind one: over many queries each has each of the places 2 to 5 in a quarter of them."""
     queries = 8_000

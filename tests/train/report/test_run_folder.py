@@ -1,6 +1,7 @@
 """What a run leaves on disk, and how an unusable folder is told."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,18 @@ def test_a_folder_with_another_run_is_left_alone(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text()) == {"first": True}
     RunFolder(tmp_path, {"restarted": True}, replace=True).close()
     assert json.loads((tmp_path / "config.json").read_text()) == {"restarted": True}
+
+
+def test_a_missing_extra_leaves_the_folder_to_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "torch.utils.tensorboard", None)
+        with pytest.raises(
+            RunFolderError, match=r"pip install 'torchrec-ext\[report\]'"
+        ):
+            RunFolder(tmp_path / "run", {})
+    RunFolder(tmp_path / "run", {}).close()
 
 
 def test_every_line_is_json_even_if_no_step_had_a_loss(tmp_path: Path) -> None:

@@ -75,7 +75,6 @@ def assemble(
     shared: RowColumns | None = None,
     index: Tensor | None = None,
     shared_size: int | None = None,
-    users: Tensor | None = None,
     items: Tensor | None = None,
     log_q: Tensor | None = None,
     queries: int | None = None,
@@ -92,8 +91,7 @@ def assemble(
         shared: columns of at most Q shared rows; ``rows`` by default.
         index: (B,) the shared row of each row; by default row i has shared row i.
         shared_size: Q; B by default.
-        users: user of each row, B or fewer; by default the ids of the schema's column, if it has one for each row.
-        items: item of each row, B or fewer, likewise.
+        items: item of each row, B or fewer; by default the ids of the schema's column, if it has one for each row.
         log_q: see :class:`TowerBatch`.
         queries: number of first rows that have a query; B by default.
         lists: see :class:`TowerBatch`.
@@ -102,8 +100,7 @@ def assemble(
     device = answers.labels.device
     shared = rows if shared is None else shared
     shared_size = size if shared_size is None else shared_size
-    # As sampled: whatever is looked up for a dropped id, it is this user and this item.
-    users = _identities(schema.query, rows, users, size)
+    # As sampled: whatever is looked up for a dropped id, it is this item.
     items = _identities(schema.candidate, rows, items, size)
     bags: dict[str, Jagged] = {}
     for name in schema.keys:
@@ -128,7 +125,6 @@ def assemble(
         total_weight=total_weight,
         log_q=None if log_q is None else padded(log_q, size),
         targets=answers.targets,
-        users=users,
         items=items,
         queries=(queries or size) if schema.candidate else queries,
         lists=lists,

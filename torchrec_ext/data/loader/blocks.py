@@ -86,9 +86,9 @@ class BlockLayout:
             names.append(config.weight)
             bounds[config.weight] = (0.0, math.inf)
         # Features last, so that an id of the schema is checked against its table.
-        features: dict[str, SparseFeature | None] = dict.fromkeys(
-            [*ids, *schema.identities]
-        )
+        features: dict[str, SparseFeature | None] = dict.fromkeys(ids)
+        if schema.candidate:
+            features[schema.candidate] = None
         features |= {feature.name: feature for feature in schema.sparse}
         for name in without:
             features.pop(name, None)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_ext.batch import Fresh, Jagged, ResumableLoader, TowerBatch
@@ -35,9 +34,8 @@ class DynamicIdLoader:
         schema: schema of the batches, from ``schema.with_dynamic(features)``.
         features: settings by feature; one of those that share a table stands for all of them.
         every: steps between two admissions, see :class:`DynamicIds`.
-        group: ranks that share the ids, see :class:`DynamicIds`.
         raw_ids: by feature the raw id of each of the loader's own ids, (V,) int64, if these are rows of a vocabulary;
-            ``batch.users`` and ``batch.items`` stay rows of the vocabulary.
+            ``batch.items`` stay rows of the vocabulary.
 
     Attributes:
         ids: the ids of the tables, by the feature that stands for them.
@@ -62,7 +60,6 @@ class DynamicIdLoader:
         features: Mapping[str, Dynamic],
         *,
         every: int = 1,
-        group: dist.ProcessGroup | None = None,
         raw_ids: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._loader = loader
@@ -84,7 +81,7 @@ class DynamicIdLoader:
             for space in spaces:
                 self.features[space].append(feature.name)
         self._raw_ids = dict(raw_ids or {})
-        self.ids = DynamicIds(features, every=every, group=group)
+        self.ids = DynamicIds(features, every=every)
         self._fresh: tuple[Fresh, ...] = ()
         hook = getattr(loader, "hook", None)
         if not isinstance(hook, IdHook):

@@ -30,7 +30,7 @@ def drop_ids(
     training loader only.
 
     What is dropped is a function of (seed, epoch, number of the row, id), so it is the same on any number of ranks, at
-    any batch size and after a resume. ``batch.users`` and ``batch.items`` stay: in losses over the batch a dropped
+    any batch size and after a resume. ``batch.items`` stays: in losses over the batch a dropped
     candidate is the item that was sampled, a negative of the other queries with its own log q, and only its vector is
     that of the out-of-vocabulary row.
 

@@ -50,7 +50,7 @@ def training_negatives(data: Prepared, config: LoaderConfig) -> Sampler | None:
     """Builds the sampler of ``config``; None if nothing is drawn (``negatives=0``, and not ``mixed``).
 
     Training pairs are never drawn. Held-out pairs may be: to avoid them would tell the model which they are. Candidates
-    of ``mixed`` avoid nothing: ``is_known`` of :func:`in_batch_negatives` excludes the items that a user has taken.
+    of ``mixed`` avoid nothing.
     """
     mixed = config.sampling == "mixed"
     if not (mixed or config.negatives):

@@ -326,9 +326,10 @@ class TowerRows(ResidentRows):
             # With its size told, the repetition does not wait for the device.
             repeated = rows.repeat_interleave(width, output_size=len(rows) * width)
         names = schema.keys
-        single = [name for name in schema.identities if name not in tables.rows.ragged]
         own = [name for name in names if name not in schema.shared]
-        of_rows = tables.rows.columns(repeated, totals, dict.fromkeys([*own, *single]))
+        if schema.candidate and schema.candidate not in tables.rows.ragged:
+            own.append(schema.candidate)
+        of_rows = tables.rows.columns(repeated, totals, dict.fromkeys(own))
         shared = of_rows
         index = items = log_q = None
         numbers = of_rows.numbers

@@ -121,7 +121,6 @@ class SharedCandidates:
             mine = placed(rows.columns, torch.arange(count), size)
             return RowColumns(mine.bags | items.bags, mine.numbers | items.numbers)
 
-        users = rows.columns.bags.get(schema.query or "")
         return assemble(
             schema,
             beside(size, features),
@@ -131,7 +130,6 @@ class SharedCandidates:
             shared=beside(shared_size, features if own else RowColumns({}, {})),
             index=index if own else torch.where(index < queries, index, 0),
             shared_size=shared_size,
-            users=None if users is None else users.values,
             items=torch.zeros(size, dtype=torch.int64).index_copy_(
                 0, places, torch.from_numpy(ids)
             ),

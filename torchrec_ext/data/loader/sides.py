@@ -37,8 +37,8 @@ class BatchBuilder:
             self.schema, _ = schema.with_hook(rows)
         self.items = with_elements(items, schema.dense)
         self._table = item_table(self.schema, self.items, torch.device("cpu"))
-        # A row's user is told to training batches alone.
-        plain = dataclasses.replace(schema, query=None, candidate=None)
+        # A row's item is told to training batches alone.
+        plain = dataclasses.replace(schema, candidate=None)
         self._layout = BlockLayout.of(
             plain, LoaderConfig(negatives=0), (), [*self.items, *schema.tasks]
         )

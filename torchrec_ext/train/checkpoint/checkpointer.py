@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import traceback
@@ -28,7 +27,13 @@ from torchrec_ext.train.checkpoint.folder import (
     read_checkpoint,
 )
 from torchrec_ext.train.checkpoint.load import load_checkpoint
-from torchrec_ext.train.checkpoint.state import ModelState, Parts, SavePlanner, State
+from torchrec_ext.train.checkpoint.state import (
+    ModelState,
+    Parts,
+    SavePlanner,
+    State,
+    content_as_json,
+)
 from torchrec_ext.train.checkpoint.storage import (
     CheckpointError,
     Writer,
@@ -79,7 +84,6 @@ class Checkpointer:
         self,
         step: int,
         state: ModelState,
-        extra: State | None = None,
         content: Mapping[str, Any] | None = None,
     ) -> None:
         """Begins to save in the background, once the previous save has ended.
@@ -87,21 +91,16 @@ class Checkpointer:
         Args:
             step: number of steps of the run so far.
             state: state of the model and its optimizers.
-            extra: further tensors by name, such as random states; a name belongs to one rank, or is equal on all.
-            content: further entries of the manifest, ready for JSON, the same on every rank.
+            content: what else :meth:`load` returns, such as the state of a loader: values that JSON holds, and tensors
+                among them; the same on every rank.
 
         Raises:
             CheckpointError: the previous save has failed, on every rank alike.
-            TypeError: JSON has no word for a value of ``content``.
+            TypeError: a value of ``content`` is neither.
         """
         self.wait()
-        # A copy, because it is written while the run goes on.
-        try:
-            own_content = json.loads(json.dumps(content or {}))
-        except TypeError as error:
-            raise TypeError(
-                f"content: {error}; give what JSON holds, and tensors by extra"
-            ) from None
+        tensors: State = {}
+        own_content = content_as_json(content or {}, tensors)
         self.together.on_main(lambda: self._make_room(step))
         self._has_saved = True
         about = {
@@ -112,13 +111,13 @@ class Checkpointer:
         }
 
         def seal(digests: dict[str, Any], index: Metadata) -> None:
-            tensors = index_as_json(index)
-            self.folder.seal(step, {**about, "tensors": tensors, "files": digests})
+            manifest = {**about, "tensors": index_as_json(index), "files": digests}
+            self.folder.seal(step, manifest)
             self.folder.prune(self._keep)
 
         group = self.together.group
         future = dcp.async_save(
-            {**state.everything(), **(extra or {})},
+            {**state.everything(), **tensors},
             storage_writer=Writer(self.folder.path(step), seal),
             planner=SavePlanner(),
             process_group=group,
@@ -195,11 +194,10 @@ class Checkpointer:
         self,
         path: str,
         state: ModelState,
-        extra: State | None = None,
         *,
         partial: bool = False,
     ) -> dict[str, Any]:
-        """Loads a checkpoint into ``state`` and ``extra``, saved under any plan and number of ranks.
+        """Loads a checkpoint into ``state``, saved under any plan and number of ranks.
 
         The first save after it sets aside the checkpoints ahead of this one.
 
@@ -207,7 +205,6 @@ class Checkpointer:
             path: checkpoint; its files are compared with their digests before anything of them is read, unless
                 :meth:`last_good` has just done so.
             state: state of the model and its optimizers, from :func:`model_state`.
-            extra: further tensors to load; names without a saved tensor are left unchanged.
             partial: whether the model may differ, see :class:`StartConfig`. New rows begin as row 0 of their table.
 
         Returns:
@@ -218,12 +215,12 @@ class Checkpointer:
                 named.
         """
         saved = self.verified(path)
-        load_checkpoint(saved, state, self.together, extra, partial=partial)
+        content, _ = load_checkpoint(saved, state, self.together, partial=partial)
         self._begun = saved.manifest["step"]
         self._has_saved = False
         # A later load compares again: a disk may err meanwhile.
         self._verified = ""
-        return saved.manifest
+        return saved.manifest | {"content": content}
 
     def verified(self, path: str) -> Saved:
         """Returns a checkpoint, compared with its digests unless it is the one that was compared last. Collective.

@@ -1,8 +1,9 @@
 """CheckpointFolder: the checkpoints of one run, each complete or absent.
 
-A checkpoint is what torch.distributed.checkpoint writes, sealed by a manifest that is written last. The manifest lists
-the files with their digests, so a damaged or mixed checkpoint is never loaded. CheckpointRanks lets the ranks of a job
-agree on a checkpoint. check_shared() refuses, before the first step, a folder that some host cannot see.
+A checkpoint is the tensors that torch.distributed.checkpoint writes, sealed by a manifest that is written last. It has
+torch's index as JSON, and lists the files with their digests, so a damaged or mixed checkpoint is never loaded.
+CheckpointRanks lets the ranks of a job agree on a checkpoint. check_shared() refuses, before the first step, a folder
+that some host cannot see.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from torchrec_ext.train.checkpoint.storage import (
 MANIFEST_NAME = "manifest.json"
 _BEST_NAME = "best.json"
 # Format of manifests; a reader refuses others.
-MANIFEST_FORMAT = 2
+MANIFEST_FORMAT = 3
 
 
 def _open(files: AbstractFileSystem, path: str) -> Any:

@@ -23,12 +23,14 @@ from torchrec_ext.train.checkpoint.folder import (
     Saved,
 )
 from torchrec_ext.train.checkpoint.state import (
+    CONTENT,
     LoadPlanner,
     LocalShard,
     ModelState,
     Parts,
     State,
     column_widths,
+    content_of_json,
     table_in_name,
 )
 from torchrec_ext.train.checkpoint.storage import CheckpointError, Reader, cause
@@ -199,24 +201,22 @@ def load_checkpoint(
     saved: Saved,
     state: ModelState,
     together: CheckpointRanks,
-    extra: State | None = None,
     *,
     partial: bool = False,
     cold: Mapping[str, int] | None = None,
-) -> Match:
-    """Loads a checkpoint into ``state`` and ``extra``, saved under any plan and number of ranks.
+) -> tuple[dict[str, Any], Match]:
+    """Loads a checkpoint into ``state``, saved under any plan and number of ranks.
 
     Args:
         saved: checkpoint in which :func:`damage` found nothing.
         state: state of the model and its optimizers.
         together: the ranks that load; all call it.
-        extra: further tensors to load; names without a saved tensor are left unchanged.
         partial: whether the model may differ. New rows of a table begin as the saved row of ``cold``, without
             optimizer state. New tables and layers keep their values; those that the model lacks are not loaded.
         cold: row of each table for unseen ids; 0 by default.
 
     Returns:
-        The match of the model and the checkpoint.
+        The content of the checkpoint with its tensors, and the match of the model and the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint was saved from another model; the first differences are named.
@@ -224,10 +224,13 @@ def load_checkpoint(
     step_counts = state.counted()
     wanted = {**state.tensors, **step_counts}
     matched = match(saved, state, wanted, partial, together)
-    to_load = dict(matched.tensors)
-    for name, tensor in (extra or {}).items():
-        if name in saved.index.state_dict_metadata:
-            to_load[name] = tensor
+    of_content: State = {}
+    for name, metadata in saved.index.state_dict_metadata.items():
+        if name.startswith(CONTENT):
+            assert isinstance(metadata, TensorStorageMetadata), "there is no other"
+            dtype = metadata.properties.dtype
+            of_content[name] = torch.empty(metadata.size, dtype=dtype)
+    to_load = matched.tensors | of_content
     other_splits: dict[str, Parts] = {}
     for name, value in matched.tensors.items():
         if isinstance(value, Parts) and value.widths not in (
@@ -248,18 +251,7 @@ def load_checkpoint(
     for name, columns in other_splits.items():
         _merge(matched.tensors[name], columns)
     _grow(state, matched, cold_rows)
-    return matched
-
-
-def empty_tensors(index: Metadata, prefixes: Sequence[str]) -> State:
-    """Returns a tensor to load into for each of a checkpoint's whose name begins so."""
-    tensors: State = {}
-    for name, metadata in index.state_dict_metadata.items():
-        if name.startswith(tuple(prefixes)) and isinstance(
-            metadata, TensorStorageMetadata
-        ):
-            tensors[name] = torch.empty(metadata.size, dtype=metadata.properties.dtype)
-    return tensors
+    return content_of_json(saved.manifest["content"], of_content), matched
 
 
 def load_tensors(

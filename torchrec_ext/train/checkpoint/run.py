@@ -5,7 +5,6 @@ Records are the log's, and a checkpoint holds their number alone, so its size do
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import ResumableLoader
-from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.runtime import Runtime, gather_objects
 from torchrec_ext.sealed import package_versions
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.config import CheckpointConfig as CheckpointConfig
@@ -26,20 +25,11 @@ from torchrec_ext.train.checkpoint.folder import (
     CheckpointRanks,
     read_checkpoint,
 )
-from torchrec_ext.train.checkpoint.load import (
-    empty_tensors,
-    load_checkpoint,
-    load_tensors,
-)
-from torchrec_ext.train.checkpoint.state import State, model_state
+from torchrec_ext.train.checkpoint.load import load_checkpoint, load_tensors
+from torchrec_ext.train.checkpoint.state import model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError
 from torchrec_ext.train.early_stop import EarlyStopWatch
 from torchrec_ext.train.report.progress import Window
-
-# Key that stands for a tensor in a JSON state; no loader has such a key.
-_TENSOR_KEY = "a tensor of the checkpoint"
-# Beginning of the names of a loader's tensors.
-_LOADER = "loader."
 
 
 @dataclass
@@ -182,32 +172,15 @@ class RunCheckpoints:
         if self._resume is None:
             return Position()
         checkpointer = self._checkpointer
-        index = checkpointer.verified(self._resume).index
-        sums = [
-            name
-            for name in index.state_dict_metadata
-            if name.startswith("rank.") and name.endswith(".sums")
-        ]
-        prefixes = [_LOADER, f"rank.{run.runtime.rank}."]
-        # Another number of ranks shares all sums, see _share_sums().
-        if len(sums) != run.runtime.world_size:
-            prefixes += sums
-        extra = empty_tensors(index, prefixes)
-        saved = checkpointer.load(
-            self._resume, model_state(run.model, run.optimizer), extra
-        )
-        content = saved["content"]
+        state = model_state(run.model, run.optimizer)
+        content = checkpointer.load(self._resume, state)["content"]
         position = Position(**content["position"])
         run.watch.load_state_dict(content["watch"])
-        # Checkpoints of earlier releases lack the observer's sums.
-        if isinstance(run.observer, ResumableObserver) and "observer" in content:
+        if isinstance(run.observer, ResumableObserver) and content["observer"]:
             run.observer.load_state_dict(content["observer"])
-        if saved["world_size"] == run.runtime.world_size:
-            _restore_rank(extra, run)
-        elif sums:
-            _share_sums([extra[name] for name in sums], run)
+        _restore_rank(content["ranks"], run)
         try:
-            run.loader.load_state_dict(_with_tensors(content["loader"], extra))
+            run.loader.load_state_dict(content["loader"])
         # The rest of the epoch would have other samples than the missing ones.
         except ValueError as error:
             raise ValueError(f"checkpoint '{self._resume}': {error}") from None
@@ -280,35 +253,26 @@ class RunCheckpoints:
         if self._last_saved_step == run.at.step:
             return
         run.settle()
-        extra = _state_of_rank(run)
+        observer = None
+        if isinstance(run.observer, ResumableObserver):
+            observer = run.observer.state_dict()
         content = {
             **self._about,
             "versions": package_versions(),
             "position": vars(run.at),
             "watch": run.watch.state_dict(),
-            "loader": _without_tensors(run.loader.state_dict(step=run.at.done), extra),
+            "observer": observer,
+            "loader": run.loader.state_dict(step=run.at.done),
+            "ranks": gather_objects(_state_of_rank(run), run.runtime.world_size),
         }
-        if isinstance(run.observer, ResumableObserver):
-            content["observer"] = run.observer.state_dict()
         self._checkpointer.save(
-            run.at.step, model_state(run.model, run.optimizer), extra, content
+            run.at.step, model_state(run.model, run.optimizer), content
         )
         self._last_saved_step = run.at.step
 
     def close(self) -> None:
         """Waits until the last checkpoint is written."""
         self._checkpointer.close()
-
-
-def load_with_loader(
-    path: str, model: nn.Module, optimizer: KeyedOptimizer, together: CheckpointRanks
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Loads a checkpoint into a model; returns its manifest, and the state of the run's loader. Collective."""
-    saved = read_checkpoint(path)
-    tensors = empty_tensors(saved.index, [_LOADER])
-    load_checkpoint(saved, model_state(model, optimizer), together, tensors)
-    loader = _with_tensors(saved.manifest["content"]["loader"], tensors)
-    return saved.manifest, loader
 
 
 def _is_due(number: int, every: int) -> bool:
@@ -327,50 +291,32 @@ def _parent(path: str) -> str:
     return path.rstrip("/").rpartition("/")[0]
 
 
-def _state_of_rank(run: CheckpointedRun) -> State:
+def _state_of_rank(run: CheckpointedRun) -> dict[str, Any]:
     """Returns this rank's state: the random states for dropout, and the sums of the next record."""
-    states = {"cpu": torch.get_rng_state(), "sums": run.window.sums}
+    state = {"cpu": torch.get_rng_state(), "sums": run.window.sums.cpu()}
     if run.runtime.device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(run.runtime.device)
-    return {f"rank.{run.runtime.rank}.{name}": value for name, value in states.items()}
+        state["cuda"] = torch.cuda.get_rng_state(run.runtime.device)
+    return state
 
 
-def _restore_rank(states: State, run: CheckpointedRun) -> None:
-    prefix = f"rank.{run.runtime.rank}."
-    torch.set_rng_state(states[f"{prefix}cpu"])  # type: ignore[arg-type]
-    run.window.sums.copy_(states[f"{prefix}sums"])  # type: ignore[arg-type]
-    # A run saved on a GPU may go on without one, and the other way round.
-    cuda = states.get(f"{prefix}cuda")
-    if cuda is not None and run.runtime.device.type == "cuda":
-        torch.cuda.set_rng_state(cuda, run.runtime.device)  # type: ignore[arg-type]
-
-
-def _share_sums(by_rank: Sequence[Any], run: CheckpointedRun) -> None:
-    """Continues the next record with the sums of another number of ranks, so that no row is lost."""
-    saved = torch.stack([sums.cpu() for sums in by_rank])
-    # A record takes the mean of the ranks' losses and steps, and adds up their rows.
-    shared = torch.cat([saved[:, :2].mean(0), saved[:, 2:].sum(0)])
-    if run.runtime.rank > 0:
-        shared[2] = 0
-    run.window.sums.copy_(shared)
-
-
-def _without_tensors(state: Any, tensors: State) -> Any:
-    """Makes a loader's state ready for JSON: moves its tensors to ``tensors``."""
-
-    def moved(tensor: Tensor) -> dict[str, str]:
-        name = f"{_LOADER}{len(tensors)}"
-        tensors[name] = tensor
-        return {_TENSOR_KEY: name}
-
-    return json.loads(json.dumps(state, default=moved))
-
-
-def _with_tensors(state: Any, tensors: State) -> Any:
-    def put_back(values: dict[str, Any]) -> Any:
-        return tensors[values[_TENSOR_KEY]] if _TENSOR_KEY in values else values
-
-    return json.loads(json.dumps(state), object_hook=put_back)
+def _restore_rank(saved: Sequence[Mapping[str, Tensor]], run: CheckpointedRun) -> None:
+    """Restores this rank's state, given those of all ranks; another number of them shares the sums alone."""
+    runtime = run.runtime
+    sums = torch.stack([state["sums"] for state in saved])
+    if len(saved) == runtime.world_size:
+        own = saved[runtime.rank]
+        torch.set_rng_state(own["cpu"])
+        # A run saved on a GPU may go on without one, and the other way round.
+        if "cuda" in own and runtime.device.type == "cuda":
+            torch.cuda.set_rng_state(own["cuda"], runtime.device)
+        sums = sums[runtime.rank]
+    else:
+        # A record takes the mean of the ranks' losses and steps, and adds up their
+        # rows: no row is lost.
+        sums = torch.cat([sums[:, :2].mean(0), sums[:, 2:].sum(0)])
+        if runtime.rank > 0:
+            sums[2] = 0
+    run.window.sums.copy_(sums)
 
 
 def begin_with(
@@ -394,21 +340,17 @@ def begin_with(
         loader: loader whose dynamic ids go on with those of the checkpoint, or with its vocabularies; None without.
     """
     saved = read_checkpoint(path)
-    tensors = {} if loader is None else empty_tensors(saved.index, [_LOADER])
-    matched = load_checkpoint(
+    content, matched = load_checkpoint(
         saved,
         model_state(model, optimizer),
         together,
-        tensors,
         partial=config.partial,
         cold=cold,
     )
-    if loader is not None:
-        state = _with_tensors(saved.manifest["content"]["loader"], tensors)
-        if "ids" in state:
-            loader.load_ids(state)
-        else:
-            loader.load_vocabularies()
+    if loader is not None and "ids" in content["loader"]:
+        loader.load_ids(content["loader"])
+    elif loader is not None:
+        loader.load_vocabularies()
     lines = [
         f"begun with the weights of {path}, after {saved.manifest['step']:,} steps"
     ]

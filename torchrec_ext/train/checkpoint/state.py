@@ -9,6 +9,7 @@ Parts: this rank's rectangles of a tensor, saved and loaded by torch.distributed
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -148,6 +149,39 @@ def _chunk(shard: LocalShard) -> ChunkStorageMetadata:
 
 State = dict[str, Tensor | Parts]
 
+# Beginning of the names of the tensors in a checkpoint's content.
+CONTENT = "content."
+# Key that stands for one of them in JSON; no content has such a key.
+_TENSOR_KEY = "a tensor of the checkpoint"
+
+
+def content_as_json(content: Mapping[str, Any], tensors: State) -> dict[str, Any]:
+    """Returns a copy of a checkpoint's content, JSON values alone: its tensors are added to ``tensors``.
+
+    Raises:
+        TypeError: a value is neither a tensor nor one that JSON holds.
+    """
+
+    def moved(tensor: Any) -> dict[str, str]:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"content: a {type(tensor).__name__}, must be what JSON holds, or a tensor"
+            )
+        name = f"{CONTENT}{len(tensors)}"
+        tensors[name] = tensor
+        return {_TENSOR_KEY: name}
+
+    return json.loads(json.dumps(content, default=moved))  # type: ignore[no-any-return]
+
+
+def content_of_json(content: Any, tensors: State) -> dict[str, Any]:
+    """Returns the content of :func:`content_as_json` with its tensors in it."""
+
+    def put_back(values: dict[str, Any]) -> Any:
+        return tensors[values[_TENSOR_KEY]] if _TENSOR_KEY in values else values
+
+    return json.loads(json.dumps(content), object_hook=put_back)  # type: ignore[no-any-return]
+
 
 class SavePlanner(DefaultSavePlanner):
     """Saves a flat state of finite tensors and :class:`Parts` under its names."""
@@ -225,13 +259,13 @@ class ModelState:
 
     Args:
         tensors: tensors by name; of tables this rank's rows.
-        tables: (rows, D) and dtype by table name, on every rank alike.
+        tables: (rows, D) by table name, on every rank alike.
         paths: path of each table's weight in the unsharded model.
         kernels: kernels that count steps for Adam's bias correction, by the name of their count.
     """
 
     tensors: State
-    tables: dict[str, tuple[int, int, str]]
+    tables: dict[str, tuple[int, int]]
     paths: dict[str, str]
     kernels: dict[str, Any]
 
@@ -262,13 +296,9 @@ def model_state(
         optimizer: the model's optimizer; None for the weights alone. Its state is created if it has made no step.
     """
     configs = dict(_configs_by_path(model))
-    tables: dict[str, tuple[int, int, str]] = {}
+    tables: dict[str, tuple[int, int]] = {}
     for config in configs.values():
-        tables[config.name] = (
-            config.num_embeddings,
-            config.embedding_dim,
-            config.data_type.value,
-        )
+        tables[config.name] = (config.num_embeddings, config.embedding_dim)
     tensors: State = {}
     shards_by_table: dict[str, list[LocalShard]] = {}
     for shard in local_shards(model):
@@ -276,7 +306,7 @@ def model_state(
             LocalShard(shard.tensor.detach(), (shard.row, shard.column))
         )
     for name, parts in shards_by_table.items():
-        tensors[f"tables.{name}.weight"] = Parts(tables[name][:2], parts)
+        tensors[f"tables.{name}.weight"] = Parts(tables[name], parts)
     for key, value in get_unwrapped_module(model).state_dict().items():
         if (
             key not in configs
