@@ -1,7 +1,8 @@
 """A small two-tower model and batches for it, for tests that do not care which."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,7 +13,7 @@ from torchrec import EmbeddingBagConfig, PoolingType
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.tower_model import Interaction, TowerModel, two_tower
-from torchrec_ext.schema import Jagged
+from torchrec_ext.schema import BatchSchema, Jagged
 
 USERS, ITEMS, DIM = 101, 50, 16
 META = torch.device("meta")
@@ -107,6 +108,48 @@ def batches(
             labels=labels[local],
             weights=weights[local],
             total_weight=float(weights.sum()) / world_size,
+        )
+
+
+def pair_batches(
+    schema: BatchSchema,
+    count: int,
+    ids: Mapping[str, tuple[int, int]],
+    *,
+    of_query: Collection[str],
+    queries: int,
+    width: int,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Iterator[TowerBatch]:
+    """Yields this rank's share of batches of Q queries beside W candidates each.
+
+    ``ids`` has for each feature the number below which its ids are, and how many a row has. Columns ``of_query`` are
+    equal in all rows of a query, or stand in it once if the schema shares them.
+    """
+    draw = torch.Generator().manual_seed(5)
+    local = slice(rank * queries // world_size, (rank + 1) * queries // world_size)
+
+    def rows(name: str, make: Callable[..., Tensor], *shape: int) -> Tensor:
+        if name not in of_query:
+            values = make((queries, width, *shape), generator=draw)
+            return values[local].flatten(0, 1)
+        values = make((queries, *shape), generator=draw)[local]
+        return values if schema.shared else values.repeat_interleave(width, 0)
+
+    index = torch.arange(local.stop - local.start).repeat_interleave(width)
+    for _ in range(count):
+        features = {}
+        for name, (high, length) in ids.items():
+            values = rows(name, partial(torch.randint, high), length)
+            lengths = torch.full((len(values),), length)
+            features[name] = Jagged(values.flatten(), lengths)
+        yield schema.assemble(
+            features,
+            {name: rows(name, torch.rand) for name in schema.dense},
+            labels=rows("label", partial(torch.randint, 2)).float(),
+            total_weight=queries * width / world_size,
+            index=index if schema.shared else None,
         )
 
 

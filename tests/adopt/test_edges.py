@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import torchrec_ext.adopt.step as adopted
-from tests.adopt.test_lag import Towers, batches, loss_of, made, uncompiled
+from tests.adopt.pairs import Pairs, logistic
+from tests.adopt.test_lag import ITEMS, USERS, batches, made, uncompiled
 from torchrec_ext.adopt import CannotAdopt, adopt
 from torchrec_ext.capture import policy
 from torchrec_ext.ids import Dynamic, DynamicEmbeddings
@@ -28,7 +29,7 @@ def test_gradients_are_gone_after_each_step(compile_: str) -> None:
     model, step, _ = made(compile_)
     for number, batch in enumerate(batches(10)):
         if number == 7:
-            loss_of(model)(*batch).backward()  # type: ignore[no-untyped-call]
+            logistic(model)(*batch).backward()  # type: ignore[no-untyped-call]
         step(*batch)
         assert [parameter.grad for parameter in model.parameters()] == [None] * 4
     assert step.describe().startswith("captured" if compile_ == "require" else "eager")
@@ -40,7 +41,7 @@ def test_three_dropped_steps_die_and_leave_no_hook_and_no_row_behind() -> None:
     model, step, optimizer = made()
     alive = []
     for _ in range(3):
-        step = adopt(model, optimizer, loss_of(model), compile="require")
+        step = adopt(model, optimizer, logistic(model), compile="require")
         for batch in batches(5):
             step(*batch)
             eager(*batch)
@@ -65,7 +66,7 @@ def test_an_interrupt_inside_the_loss_is_the_users_and_the_training_goes_on(
     weights = []
     for interrupts in (False, True):
         model, _, optimizer = made("off")
-        inner, flags = loss_of(model), {"stop": False}
+        inner, flags = logistic(model), {"stop": False}
 
         def loss(*batch: Tensor, inner: Any = inner, flags: Any = flags) -> Tensor:
             if flags["stop"]:
@@ -100,10 +101,10 @@ def test_a_module_of_a_file_that_cannot_be_imported_is_captured_or_refused_with_
     spec: Any = importlib.util.spec_from_file_location("own_model", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)  # never in sys.modules
-    model: Any = Towers()
+    model: Any = Pairs(USERS, ITEMS)
     model.top = nn.Sequential(model.top, module.Scaled())
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    step = adopt(model, optimizer, loss_of(model), compile=compile_)
+    step = adopt(model, optimizer, logistic(model), compile=compile_)
 
     def train() -> str:
         for batch in batches(8):

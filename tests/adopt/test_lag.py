@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 import torchrec_ext.adopt.step as adopted
 import torchrec_ext.capture.memory as memories
+from tests.adopt.pairs import D, Pairs, logistic
 from torchrec_ext.adopt import AdoptedStep, adopt, verify
 from torchrec_ext.capture import executors, policy
 
-USERS, ITEMS, D, B = 700, 300, 4, 16
+USERS, ITEMS, B = 700, 300, 16
 NEAR = 2e-3
 
 
@@ -28,30 +29,14 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adopted.StepWatch, "_report", lambda watch: None)
 
 
-class Towers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.user, self.item = nn.Embedding(USERS, D), nn.Embedding(ITEMS, D)
-        self.top = nn.Linear(2 * D, 1)
-
-    def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        return self.top(torch.cat([self.user(user), self.item(item)], 1)).squeeze(1)  # type: ignore[no-any-return]
-
-
-def loss_of(model: nn.Module) -> Callable[..., Tensor]:
-    return lambda user, item, label: F.binary_cross_entropy_with_logits(
-        model(user, item), label
-    )
-
-
 def made(
     compile_: Any = "require", **options: Any
 ) -> tuple[Any, AdoptedStep, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model: Any = Towers()
+    model: Any = Pairs(USERS, ITEMS)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     options = {"compile": compile_, "verify": 0, **options}
-    return model, adopt(model, optimizer, loss_of(model), **options), optimizer
+    return model, adopt(model, optimizer, logistic(model), **options), optimizer
 
 
 def batches(count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.adopt.pairs import D, Pairs, logistic
 from torchrec_ext.adopt import AdoptedStep, CannotAdopt, Rows, Uniform, adopt
 from torchrec_ext.adopt.rows.rows import RowsOnDevice
 from torchrec_ext.capture import executors
 
-USERS, ITEMS, D, B = 700, 20, 4, 16
+USERS, ITEMS, B = 700, 20, 16
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -29,22 +30,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps run as traced, op by op."""
     monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
-
-
-class Pairs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.user, self.item = nn.Embedding(USERS, D), nn.Embedding(ITEMS, D)
-        self.top = nn.Linear(2 * D, 1)
-
-    def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        return self.top(torch.cat([self.user(user), self.item(item)], 1)).squeeze(1)  # type: ignore[no-any-return]
-
-
-def logistic(model: nn.Module) -> Callable[..., Tensor]:
-    return lambda *batch: F.binary_cross_entropy_with_logits(
-        model(*batch[:-1]), batch[-1]
-    )
 
 
 class Script(NamedTuple):
@@ -68,7 +53,7 @@ def script(compile_: Any = "require") -> Script:
     negatives = Uniform(ITEMS, draws=2, exclude=("user", "item"))
     rows = Rows(columns, B, negatives=negatives, seed=3)
     torch.manual_seed(0)
-    model = Pairs()
+    model = Pairs(USERS, ITEMS)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     step = adopt(model, optimizer, logistic(model), rows=rows, compile=compile_)
     return Script(model, optimizer, rows, step)
@@ -168,7 +153,7 @@ def test_a_layer_multiplies_rows_that_repeat_once_and_learns_the_same(
 
 
 def test_an_epoch_without_rows_is_refused() -> None:
-    model = Pairs()
+    model = Pairs(USERS, ITEMS)
     step = adopt(model, torch.optim.SGD(model.parameters(), 0.1), logistic(model))
     text = r"epoch\(\) has no rows; give adopt\(..., rows=Rows\("
     with pytest.raises(CannotAdopt, match=text):

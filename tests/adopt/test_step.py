@@ -21,12 +21,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import torchrec_ext.adopt.step as adopted
+from tests.adopt import pairs as pairs_of
+from tests.adopt.pairs import D, logistic
 from torchrec_ext.adopt import AdoptedStep, CannotAdopt, adopt, captures, verify
 from torchrec_ext.capture import executors, policy
 from torchrec_ext.capture.policy import TrainingDivergedError
 
 # of the few rows, tables are moved whole
-USERS, ITEMS, FEW, D, B, L = (700, 300, 20, 4, 16, 3)
+USERS, ITEMS, FEW, B, L = (700, 300, 20, 16, 3)
 WHOLE, BY_ROW = 1e-6, 2e-3
 Batch = tuple[Any, ...]
 
@@ -96,25 +98,11 @@ def case(
     return Case(model, by(model), loss or logistic(model), batch, options, [])
 
 
-class Pairs(nn.Module):
-    """A user and an item, a network over both."""
+class Pairs(pairs_of.Pairs):
+    """Of few rows."""
 
-    def __init__(
-        self, users: int = FEW, items: int = FEW, sparse: bool = False, **item: Any
-    ) -> None:
-        super().__init__()
-        self.user = nn.Embedding(users, D, sparse=sparse)
-        self.item = nn.Embedding(items, D, sparse=sparse, **item)
-        self.top = nn.Linear(2 * D, 1)
-
-    def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        return self.top(torch.cat([self.user(user), self.item(item)], 1)).squeeze(1)  # type: ignore[no-any-return]
-
-
-def logistic(model: nn.Module) -> Callable[..., Tensor]:
-    return lambda *batch: F.binary_cross_entropy_with_logits(
-        model(*batch[:-1]), batch[-1]
-    )
+    def __init__(self, users: int = FEW, items: int = FEW, **options: Any) -> None:
+        super().__init__(users, items, **options)
 
 
 def of_pairs(

@@ -306,27 +306,46 @@ def test_a_log_is_trained_to_its_end_and_published(
     assert bundle.manifest.content["items"]["rows"] <= 59
 
 
-def test_a_resumed_record_is_that_of_an_uninterrupted_run(tmp_path: Path) -> None:
+def of_whole(log: Path, run: Path) -> list[str]:
+    """The words of the run of :func:`whole`."""
+    arguments = flags(log, run, "--data.until_idle_s=0.1", "--publish-s=0")
+    return [
+        *arguments,
+        "--checkpoint.keep=100",
+        "--train.log_every=10",
+        "--data.seen=150",
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A log of 1,700 events, and a run that trained all of it."""
+    root = tmp_path_factory.mktemp("whole")
+    log = write_small_log(root / "log", 1_700)
+    assert train_stream.main(of_whole(log, root / "run")) == 0
+    return root
+
+
+def test_a_resumed_record_is_that_of_an_uninterrupted_run(
+    whole: Path, tmp_path: Path
+) -> None:
     """The run goes on from the middle of its second record, of steps 11 to 17."""
-    log = write_small_log(tmp_path / "log", 1_700)
-    arguments = flags(log, tmp_path / "run", "--data.until_idle_s=0.1", "--publish-s=0")
-    arguments += ["--checkpoint.keep=100", "--train.log_every=10", "--data.seen=150"]
-    assert train_stream.main(arguments) == 0
-    whole = records(tmp_path / "run", "train")
-    assert [record["step"] for record in whole] == [10, 17]
-    assert whole[-1]["events"] == 1_700
-    bundle = Bundle.load(current_bundle(tmp_path / "run"))
+    expected = records(whole / "run", "train")
+    assert [record["step"] for record in expected] == [10, 17]
+    assert expected[-1]["events"] == 1_700
+    bundle = Bundle.load(current_bundle(whole / "run"))
     assert bundle.manifest.content["items"]["rows"] <= 59, "without that of unknown ids"
     check_seen(bundle, [ids(number) for number in range(1_550, 1_700)])
-    folder = CheckpointFolder(str(tmp_path / "run" / "checkpoints"))
+    run = shutil.copytree(whole / "run", tmp_path / "run")
+    folder = CheckpointFolder(str(run / "checkpoints"))
     for step in folder.steps():
         if step > 12:
             shutil.rmtree(folder.path(step))
-    assert train_stream.main(arguments) == 0
-    again = records(tmp_path / "run", "train")
-    assert again == whole
+    assert train_stream.main(of_whole(whole / "log", run)) == 0
+    again = records(run, "train")
+    assert again == expected
     assert {"log_loss", "hit_rate", "ids_unknown"} <= again[-1].keys()
-    again_bundle = Bundle.load(current_bundle(tmp_path / "run"))
+    again_bundle = Bundle.load(current_bundle(run))
     assert again_bundle.manifest.digest == bundle.manifest.digest
 
 
@@ -363,12 +382,11 @@ def check_seen(bundle: Bundle, events: list[dict[str, int]]) -> None:
 
 
 def test_a_run_whose_log_model_or_checkpoints_changed_is_told_so(
-    tmp_path: Path,
+    whole: Path, tmp_path: Path
 ) -> None:
-    log, run = write_small_log(tmp_path / "log", 450), tmp_path / "run"
+    log, run = whole / "log", shutil.copytree(whole / "run", tmp_path / "run")
     stderr = tmp_path / "stderr"
-    more = ["--data.until_idle_s=0.1", "--publish-s=0", "--train.log_every=2"]
-    arguments = flags(log, run, *more)
+    arguments = of_whole(log, run)
 
     def told(words: list[str], code: int) -> str:
         """Trains in a process of its own, with which its folders' locks go; returns what it wrote to stderr."""
@@ -378,7 +396,6 @@ def test_a_run_whose_log_model_or_checkpoints_changed_is_told_so(
         assert process.exitcode == code
         return stderr.read_text()
 
-    assert "begins anew" not in told(arguments, 0)
     (log / "A.jsonl").write_text(json.dumps(ids(9)) + "\n")
     late = f"{log}/A.jsonl: came after a.jsonl was read, and precedes it; give new "
     assert late in told(arguments, 1)
@@ -387,13 +404,13 @@ def test_a_run_whose_log_model_or_checkpoints_changed_is_told_so(
     remedy = "--start.path RUN --start.partial true in a new --run_dir, or load("
     assert remedy in told([*arguments, *larger], 1)
     start = [f"--start.path={run}", "--start.partial=true"]
-    new = flags(log, tmp_path / "new", *more, *larger, *start)
-    told(new, 0)
+    new = [*of_whole(log, tmp_path / "new"), *larger, *start]
+    assert "begins anew" not in told(new, 0)
     _, tensors = state_of(tmp_path / "new")
     assert len(tensors["tables.item_id.weight"]) == 90
     shutil.rmtree(run / "checkpoints")
     assert (
-        f"warning: {run} has 3 records, and {run}/checkpoints no checkpoint: the run "
+        f"warning: {run} has 2 records, and {run}/checkpoints no checkpoint: the run "
         "begins anew" in told(arguments, 0)
     )
 

@@ -1,22 +1,16 @@
 """Models of other packages, unchanged, learn under adopt() what their own loop learns.
 
 `pip install --no-deps --target FOLDER torch-rechub recbole` (both import scikit-learn, scipy, colorlog, colorama,
-texttable, thop and tabulate) brings two of them, with FOLDER on PYTHONPATH; DLRM_SOURCE names a checkout of
-https://github.com/facebookresearch/dlrm. Nothing of them is in this repository.
+texttable, thop and tabulate) brings two of them, with FOLDER on PYTHONPATH. Nothing of them is in this repository.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,7 +23,6 @@ from torchrec_ext.capture import executors
 
 pytestmark = pytest.mark.slow
 USERS, ITEMS, B, STEPS, D = 20_000, 10_000, 256, 12, 16
-DLRM_SOURCE = Path(os.environ.get("DLRM_SOURCE") or "/nonexistent")
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
 Made = tuple[nn.Module, Loss]
@@ -75,17 +68,6 @@ def rechub_deepfm() -> Made:
     )
 
 
-def rechub_dssm() -> Made:
-    user, item = rechub_features()
-    from torch_rechub.models.matching.dssm import DSSM
-
-    layers = {"dims": [32, 16], "activation": "prelu"}
-    model = DSSM(user, item, dict(layers), dict(layers), temperature=0.02)
-    return model, lambda model, batch: F.binary_cross_entropy(
-        model(batch), batch["label"]
-    )
-
-
 class Settings(dict[str, Any]):
     """RecBole's Config: a setting that nobody gave is None."""
 
@@ -119,38 +101,6 @@ def recbole_neumf() -> Made:
     return recbole("NeuMF", mf_train=True, mlp_train=True, **sizes)
 
 
-def recbole_bpr() -> Made:
-    return recbole("BPR", embedding_size=D)
-
-
-def facebooks_dlrm() -> Made:
-    if not (DLRM_SOURCE / "dlrm_s_pytorch.py").exists():
-        pytest.skip(
-            "needs a checkout of facebookresearch/dlrm in the folder $DLRM_SOURCE"
-        )
-    sys.path.append(str(DLRM_SOURCE))
-    net = pytest.importorskip(
-        "dlrm_s_pytorch", reason="DLRM's own imports are not all installed"
-    ).DLRM_Net
-    np.random.seed(0)
-    sizes = {"ln_bot": np.array([4, 8, D]), "ln_top": np.array([D + 3, 8, 1])}
-    model = net(
-        D,
-        np.array([USERS, ITEMS]),
-        **sizes,
-        arch_interaction_op="dot",
-        sigmoid_top=1,
-        ndevices=-1,
-    )
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        starts = [torch.arange(B)] * 2
-        scores = model(batch["dense"], starts, [batch["user_id"], batch["item_id"]])
-        return model.loss_fn(scores, batch["label"][:, None])  # type: ignore[operator,no-any-return]
-
-    return model, loss
-
-
 def torchrecs_dlrm(length_per_key: list[int] | None) -> Made:
     tables = [
         EmbeddingBagConfig(
@@ -175,10 +125,7 @@ def torchrecs_dlrm(length_per_key: list[int] | None) -> Made:
 
 MODELS: dict[str, Callable[[], Made]] = {
     "torch-rechub DeepFM": rechub_deepfm,
-    "torch-rechub DSSM": rechub_dssm,
     "RecBole NeuMF": recbole_neumf,
-    "RecBole BPR": recbole_bpr,
-    "Facebook's DLRM": facebooks_dlrm,
     "TorchRec's DLRM": functools.partial(torchrecs_dlrm, [B, B]),
 }
 
@@ -238,43 +185,3 @@ def test_a_jagged_tensor_that_must_ask_for_its_numbers_of_ids_is_refused_with_th
         match=r"jagged_tensor\.py:\d+ .*length_per_key=\[\.\.\.\], the numbers of ids",
     ):
         list(map(step, [a_batch(0)] * 4))
-
-
-def measured(name: str, seconds: float = 4.0) -> dict[str, float]:
-    """Milliseconds of a step by the package's own loop and adopted, interleaved; for a person: see main()."""
-    # its gradients are sparse
-    kind = torch.optim.SGD if name == "Facebook's DLRM" else torch.optim.Adam
-    _, optimizer, loss = made(name, kind)
-    other, others, loss_of_other = made(name, kind)
-    step = adopt(other, others, loss_of_other, compile="require")
-    batches = [a_batch(number) for number in range(64)]
-
-    def plain(batch: Batch) -> None:
-        optimizer.zero_grad()
-        loss(batch).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-
-    for batch in batches[:10]:
-        plain(batch)
-        step(batch)
-    taken: dict[str, list[float]] = {"plain": [], "adopted": []}
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        for way, call in (("plain", plain), ("adopted", step)):
-            for batch in batches[:8]:
-                start = time.perf_counter()
-                call(batch)
-                taken[way].append(time.perf_counter() - start)
-    return {way: 1e3 * float(np.median(times)) for way, times in taken.items()} | {
-        "capture_s": step.figures()["capture_s"]
-    }
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for chosen in sys.argv[1:] or MODELS:
-        print(
-            chosen,
-            {key: round(value, 2) for key, value in measured(chosen).items()},
-            flush=True,
-        )

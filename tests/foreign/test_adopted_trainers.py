@@ -1,17 +1,15 @@
-"""adopt() inside of the Trainers of Lightning, Hugging Face and RecBole: the weights of their own loops.
+"""adopt() inside of the Trainers of Lightning and Hugging Face: the weights of their own loops.
 
-`pip install --no-deps --target FOLDER lightning transformers accelerate recbole` with what these import brings them,
-with FOLDER on PYTHONPATH. The three classes stand in docs/adopt.md.
+`pip install --no-deps --target FOLDER lightning transformers accelerate` with what these import brings them,
+with FOLDER on PYTHONPATH. Both classes stand in docs/adopt.md.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,12 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from torchrec_ext.adopt import adopt
-from torchrec_ext.capture import executors
 
 pytestmark = pytest.mark.slow
 USERS, ITEMS, B, STEPS = 2_000, 1_000, 64, 24
-# Names that RecBole still takes from numpy.
-OF_NUMPY_1 = {"float_": np.float64, "complex_": np.complex128, "unicode_": np.str_}
 
 
 class Factors(nn.Module):
@@ -255,79 +250,3 @@ def test_hugging_faces_trainer_with_one_adopted_step_trains_as_its_own(
     assert also["steps"] == 2 * STEPS
     # it logs four digits
     assert also["losses"] == pytest.approx(seen["losses"], abs=2e-4)
-
-
-def recbole_run(folder: Path, monkeypatch: pytest.MonkeyPatch, adopted: bool) -> Any:
-    """Returns RecBole's Trainer after three epochs of BPR, with an evaluation and a checkpoint after each."""
-    pytest.importorskip("recbole", reason="the package recbole is not installed")
-    for name, kind in OF_NUMPY_1.items():
-        monkeypatch.setattr(np, name, kind, raising=False)
-    monkeypatch.setattr(sys, "argv", sys.argv[:1])  # RecBole's Config reads it
-    from recbole.config import Config
-    from recbole.data import create_dataset, data_preparation
-    from recbole.model.general_recommender.bpr import BPR
-    from recbole.trainer import Trainer
-    from recbole.utils import init_seed
-
-    class AdoptedTrainer(Trainer):
-        adopted = None
-
-        def _train_epoch(
-            self,
-            train_data: Any,
-            epoch_idx: int,
-            loss_func: Any = None,
-            show_progress: bool = False,
-        ) -> float:
-            self.model.train()
-            if self.adopted is None:
-                loss = loss_func or self.model.calculate_loss
-                self.adopted = adopt(
-                    self.model, self.optimizer, loss, compile="require"
-                )
-            losses = [
-                self.adopted(batch.to(self.device).interaction)[0]
-                for batch in train_data
-            ]
-            return float(torch.stack(losses).sum())
-
-    user, item, _ = columns()
-    lines = ["user_id:token\titem_id:token"]
-    for pair in sorted({*zip(user.tolist(), (item % 50).tolist(), strict=True)}):
-        lines.append("\t".join(map(str, pair)))
-    (folder / "few").mkdir(parents=True)
-    (folder / "few" / "few.inter").write_text("\n".join(lines))
-    settings = {
-        "data_path": str(folder),
-        "checkpoint_dir": str(folder),
-        "load_col": {"inter": ["user_id", "item_id"]},
-        "use_gpu": False,
-        "state": "ERROR",
-        "epochs": 3,
-        "train_batch_size": B,
-        "eval_args": {"split": {"RS": [0.8, 0.1, 0.1]}, "order": "RO"},
-    }
-    config = Config("BPR", "few", config_dict=settings)
-    init_seed(1, True)
-    train, valid, _ = data_preparation(config, create_dataset(config))
-    init_seed(1, True)
-    trainer = (AdoptedTrainer if adopted else Trainer)(
-        config, BPR(config, train.dataset)
-    )
-    trainer.fit(train, valid)
-    return trainer
-
-
-def test_recboles_trainer_learns_evaluates_and_saves_the_same_with_adopted_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
-    monkeypatch.chdir(tmp_path)  # RecBole writes logs into it
-    own = recbole_run(tmp_path / "own", monkeypatch, adopted=False)
-    other = recbole_run(tmp_path / "adopted", monkeypatch, adopted=True)
-    assert other.adopted.describe().startswith("captured since step 3")
-    assert other.train_loss_dict == pytest.approx(own.train_loss_dict, rel=1e-4)
-    assert other.best_valid_score == pytest.approx(own.best_valid_score, abs=0.02)
-    assert furthest(own.model, other.model) < 1e-3
-    saved = torch.load(other.saved_model_file, weights_only=False)["state_dict"]
-    assert saved.keys() == own.model.state_dict().keys()

@@ -332,3 +332,26 @@ def test_ids_of_yesterday_make_room_and_ids_that_come_rarely_stay() -> None:
         regular = torch.randint(400, (64,), generator=generator)
         rare.step({"a": torch.cat([regular, 1_000 + 192 * batch + torch.arange(192)])})
     assert int((rare.live_ids("a")[0] < 400).sum()) > 380
+
+
+@pytest.mark.unit
+def test_steps_without_a_new_id_and_without_an_id() -> None:
+    """NVIDIA/recsys-examples #292: a batch of which no key was to be written crashed the kernel."""
+    ids = DynamicIds(
+        {"a": Dynamic(capacity=9, ttl=2), "b": Dynamic(capacity=9, admit_after=2)}
+    )
+    nothing = torch.empty(0, dtype=torch.int64)
+    ids.step({"a": torch.tensor([5, 6]), "b": nothing})
+    for batch in (
+        {"a": torch.tensor([6, 5])},
+        {"a": nothing, "b": nothing},
+        {"b": torch.empty(3, 0).long()},
+    ):
+        rows, notes = ids.step(batch)
+        assert notes == ()
+        assert [rows[name].shape for name in batch] == [
+            values.shape for values in batch.values()
+        ]
+    assert ids.rows({"a": torch.tensor([7]), "b": nothing})["a"].tolist() == [0], (
+        "nothing but misses"
+    )

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrec import EmbeddingBagConfig
 
 from tests.contracts import run_ranks
-from tests.examples import META, redrawn
+from tests.examples import META, pair_batches, redrawn
 from tests.models.merged_models import by_table
 from tests.sharded import Case, Learned, alone, check_equal, on_ranks
 from torchrec_ext.batch import TowerBatch
@@ -19,7 +19,6 @@ from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.ncf import ContextualNCF
-from torchrec_ext.schema import Jagged
 
 USERS, ITEMS, HOURS, GENRES = 40, 30, 7, 5
 QUERIES, WIDTH = 6, 5
@@ -51,41 +50,22 @@ def model(
 def batches(
     count: int, *, shared: bool = False, rank: int = 0, world_size: int = 1
 ) -> Iterator[TowerBatch]:
-    """``count`` batches of QUERIES users in a context with WIDTH candidates each, and of those this rank's share."""
-    schema = model(("user",) if shared else (), META).schema()
-    generator = torch.Generator().manual_seed(5)
-
-    def draw(high: int, *shape: int) -> Tensor:
-        return torch.randint(high, shape, generator=generator)
-
-    for _ in range(count):
-        users = draw(USERS, QUERIES)
-        hours = draw(HOURS, QUERIES)
-        temperature = torch.rand(QUERIES, generator=generator)
-        items = draw(ITEMS, QUERIES, WIDTH)
-        price = torch.rand(QUERIES, WIDTH, generator=generator)
-        genres = draw(GENRES, QUERIES, WIDTH, 2)
-        labels = draw(2, QUERIES, WIDTH).float()
-        local = slice(rank * QUERIES // world_size, (rank + 1) * QUERIES // world_size)
-        rows, times = local.stop - local.start, 1 if shared else WIDTH
-        yield schema.assemble(
-            {
-                "user_id": Jagged(users[local].repeat_interleave(times)),
-                "hour": Jagged(hours[local].repeat_interleave(times)),
-                "item_id": Jagged(items[local].reshape(-1)),
-                "genres": Jagged(
-                    genres[local].reshape(-1),
-                    torch.full((rows * WIDTH,), 2, dtype=torch.int32),
-                ),
-            },
-            {
-                "temperature": temperature[local].repeat_interleave(times),
-                "price": price[local].reshape(-1),
-            },
-            labels=labels[local].reshape(-1),
-            total_weight=QUERIES * WIDTH / world_size,
-            index=torch.arange(rows).repeat_interleave(WIDTH) if shared else None,
-        )
+    """Batches of users in a context with candidates."""
+    return pair_batches(
+        model(("user",) if shared else (), META).schema(),
+        count,
+        {
+            "user_id": (USERS, 1),
+            "hour": (HOURS, 1),
+            "item_id": (ITEMS, 1),
+            "genres": (GENRES, 2),
+        },
+        of_query=("user_id", "hour", "temperature"),
+        queries=QUERIES,
+        width=WIDTH,
+        rank=rank,
+        world_size=world_size,
+    )
 
 
 def written_out(made: ContextualNCF, batch: TowerBatch) -> Tensor:
