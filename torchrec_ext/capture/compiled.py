@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-import sysconfig
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -229,7 +228,7 @@ class CompiledCall:
             # Dynamo leaves out packages as pandas whole, and of these also what it can
             # trace.
             skipped = SKIPPED.search(str(error))
-            if self._skips and skipped and _is_of_a_package(skipped[2]):
+            if self._skips and skipped and is_users_file(skipped[2]):
                 self._set(dont_skip_tracing=True)
                 return self(*args)
             raise
@@ -259,11 +258,3 @@ def _can_change(guards: Sequence[Any]) -> list[bool]:
         or guard.name.endswith(".weight")
         for guard in guards
     ]
-
-
-def _is_of_a_package(file: str) -> bool:
-    """Whether a file is neither torch's nor of Python's own library."""
-    standard = sysconfig.get_paths()["stdlib"]
-    return is_users_file(file) and (
-        "site-packages" in file or not file.startswith(standard)
-    )

@@ -5,7 +5,6 @@ Share: a rank's rows of each global batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,7 +70,7 @@ class RowOrder:
         num_steps: steps of an epoch; if the last one begins, it has all rows that are left.
         drop_last: whether each step has ``batch_size`` rows, and the rows that are left have none.
         share: this rank's share of each global batch.
-        permutation: gives the (N,) rows of an epoch in their order; None keeps that of the set.
+        seed: seed of the order; None keeps that of the set.
         lengths: (N,) lengths by which the rows of a step are dealt to the ranks; None gives each a contiguous part.
     """
 
@@ -80,14 +79,15 @@ class RowOrder:
     num_steps: int
     drop_last: bool
     share: Share
-    permutation: Callable[[int], Int64] | None = None
+    seed: int | None
     lengths: Int64 | None = None
 
     def rows(self, epoch: int) -> Int64:
         """Returns (N,) the rows in the order of an epoch."""
-        if self.permutation is None:
+        if self.seed is None:
             return np.arange(self.num_rows)
-        return self.permutation(epoch)
+        bits = np.random.PCG64([self.seed, epoch])
+        return np.random.Generator(bits).permutation(self.num_rows)
 
     def places(self, rows: Int64, step: int) -> tuple[slice, slice | Int64]:
         """Returns the places in an epoch's ``rows`` of a step on all ranks, and of those on this one."""

@@ -35,11 +35,6 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 UNKNOWN = "a line that torch does not name"
 
 
-def is_users_file(file: str) -> bool:
-    """Whether a file is neither torch's nor this package's."""
-    return not file.startswith((_PACKAGE, _TORCH, "<"))
-
-
 def user_line() -> str:
     """Returns ``file:line`` of the innermost call outside of torch and this package."""
     frame = inspect.currentframe()
@@ -51,14 +46,14 @@ def user_line() -> str:
 def raising_line(error: BaseException) -> str:
     """Returns ``file:line`` of the innermost user's line in an exception's traceback.
 
-    Where there is none, as in a job on this package's models, the innermost line outside of torch.
+    Where there is none, as in a job on this package's models, the innermost line of the package's own.
     """
     line = UNKNOWN
     of_package = UNKNOWN
     for frame in traceback.extract_tb(error.__traceback__):
         if is_users_file(frame.filename):
             line = f"{frame.filename}:{frame.lineno}"
-        elif not frame.filename.startswith((_TORCH, "<")):
+        elif frame.filename.startswith(_PACKAGE):
             of_package = f"{frame.filename}:{frame.lineno}"
     return of_package if line == UNKNOWN else line
 
@@ -111,6 +106,12 @@ def owner_of(file: str) -> str:
     return "hidden" if file.startswith(_STANDARD_LIBRARY) else "user"
 
 
+def is_users_file(file: str) -> bool:
+    """Whether a file is neither torch's, nor of Python's own library, nor this package's."""
+    is_of_somebody = owner_of(file) in ("library", "user")
+    return is_of_somebody and not file.startswith(_PACKAGE)
+
+
 class SampledLine(NamedTuple):
     """A line of code, such as ``train.py:31 in step``, and its text."""
 
@@ -160,12 +161,10 @@ def lines_of(stack: Stack) -> tuple[str, SampledLine]:
 
 
 def described(error: BaseException) -> str:
-    """Returns an error's kind, its first line, and the innermost line outside of torch."""
+    """Returns an error's kind, its first line, and where it was raised, see :func:`raising_line`."""
     text = f"{type(error).__name__}: {first_line(error)[:300]}"
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if owner_of(frame.filename) in ("library", "user"):
-            return f"{text} ({os.path.basename(frame.filename)}:{frame.lineno})"
-    return text
+    line = raising_line(error)
+    return text if line == UNKNOWN else f"{text} ({os.path.basename(line)})"
 
 
 def first_line(error: BaseException) -> str:

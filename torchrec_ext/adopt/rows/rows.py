@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -15,7 +13,6 @@ from torch.utils.data import DataLoader
 from torchrec_ext.adopt.rows.check import compare_rows
 from torchrec_ext.adopt.rows.law import Law, NegativeDraws, integers
 from torchrec_ext.capture import policy
-from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.order import RowOrder, Share
 from torchrec_ext.data.resident import ResidentRows, RowStep
 from torchrec_ext.drawn import DrawnStep
@@ -95,6 +92,8 @@ class Rows:
             "shuffle": shuffle,
             "drop_last": drop_last,
             "ranks": ranks,
+            # Version 0.1 shuffled by another generator: its places are those of other rows.
+            "order": "PCG64" if shuffle else None,
         }
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -244,7 +243,8 @@ class Rows:
         for name, value in self._stream.items():
             if state.get(name) != value:
                 raise ValueError(
-                    f"the state has {name}={state.get(name)}, these rows {name}={value}: load it into those"
+                    f"the state has {name}={state.get(name)}, these rows {name}={value}: load it into such rows, or "
+                    "begin the epoch anew without it"
                 )
         self._epoch = int(state["epoch"])
         self._step = int(state["step"])
@@ -336,16 +336,8 @@ def _order(
         num_steps=full + has_short,
         drop_last=drop_last,
         share=Share(rank=rank, world_size=ranks),
-        permutation=partial(_permutation, num_rows, seed) if shuffle else None,
+        seed=seed if shuffle else None,
     )
-
-
-def _permutation(num_rows: int, seed: int, epoch: int) -> Int64:
-    # Another one than that of recipes: states saved in mid-epoch keep their meaning.
-    words = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)
-    generator = torch.Generator().manual_seed(int(words[0] >> np.uint64(1)))
-    order: Int64 = torch.randperm(num_rows, generator=generator).numpy()
-    return order
 
 
 def _tensors(columns: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -189,9 +189,7 @@ class TowerRows(ResidentRows):
             num_steps=config.num_steps(rows.num_rows),
             drop_last=config.drop_last,
             share=share,
-            permutation=partial(_permutation, config.seed, rows.num_rows)
-            if config.shuffle
-            else None,
+            seed=config.seed if config.shuffle else None,
             lengths=rows[total].values if total else None,
         )
         super().__init__(order, draws, device)
@@ -397,10 +395,6 @@ class TowerRows(ResidentRows):
         # In float64 up to the end, since a GPU divides a float32 by multiplying with
         # the rounded reciprocal.
         return ((weights.double().sum() * width / ranks).float(),)
-
-
-def _permutation(seed: int, num_rows: int, epoch: int) -> Int64:
-    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_rows)
 
 
 def read_all(
