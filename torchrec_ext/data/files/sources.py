@@ -341,7 +341,7 @@ class ParquetSource:
         Raises:
             DataError: the file is gone or damaged, or a value is null; the message names file, row group, column, row.
         """
-        return self._chunk(group, names, lambda stored: self._group(group, stored))
+        return Chunk(dict(self.columns_of(group, names)))
 
     def columns_of(
         self, group: RowGroup, names: Sequence[str]
