@@ -22,10 +22,7 @@ from torchrec_ext.data.sets import (
 )
 from torchrec_ext.schema import DataError
 
-pytestmark = [
-    pytest.mark.unit,
-    pytest.mark.filterwarnings("ignore:.*page checksums"),
-]
+pytestmark = pytest.mark.unit
 
 
 def write(folder: Path, **tables: dict[str, Any]) -> Path:

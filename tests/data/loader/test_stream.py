@@ -26,7 +26,6 @@ from tests.data.stream_sets import (
 )
 from tests.files import read_parquet
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.files.arrow import RowGroup
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader import epoch_order
@@ -204,14 +203,14 @@ def test_a_rank_reads_only_its_share(
 ) -> None:
     read: list[int] = []
     source = parquet(folder, [32] * 16)
-    reader = source.read
+    reader = source.columns_of
 
-    def counted(group: RowGroup, names: Sequence[str]) -> Chunk:
+    def counted(group: RowGroup, names: Sequence[str]) -> Any:
         if "history" in names:  # not others' weights
             read.append(group.number)
         return reader(group, names)
 
-    monkeypatch.setattr(source, "read", counted)
+    monkeypatch.setattr(source, "columns_of", counted)
     for rank in range(4):
         list(
             loader_of(
@@ -276,7 +275,7 @@ def test_a_row_group_larger_than_a_lane_s_share_is_decoded_once_in_parts(
     )
     monkeypatch.setattr(
         source,
-        "read",
+        "columns_of",
         lambda group, names: pytest.fail("a row group of 100 was read whole"),
     )
     rows = [

@@ -48,8 +48,9 @@ _FOOTERS_AT_ONCE = 8
 # request takes longer to answer.
 _AHEAD = 1 << 16
 _AHEAD_REMOTE = 1 << 20
-# Rows of a group whose columns are decoded one by one: of fewer rows all columns fit the cache.
-_ALONE = 1 << 15
+# Values that are decoded at a time: of fewer, threads wait more for Python's lock; of more, the shuffle finds the first
+# ones no more in the cache.
+_AT_ONCE = 1 << 20
 # Parsed footers that are held. A set of more files parses them anew for each row group
 # rather than fill the memory.
 _FOOTER_LIMIT = 64
@@ -340,29 +341,29 @@ class ParquetSource:
         Raises:
             DataError: the file is gone or damaged, or a value is null; the message names file, row group, column, row.
         """
-        return self._chunk(group, names, lambda stored: self._group(group, stored))
+        return Chunk(dict(self.columns_of(group, names)))
 
     def columns_of(
         self, group: RowGroup, names: Sequence[str]
     ) -> Iterator[tuple[str, Column]]:
-        """Yields what :meth:`read` returns, a column at a time: whoever goes on with it finds it in the cache.
+        """Yields what :meth:`read` returns, a few columns at a time: whoever goes on with them finds them in the cache.
 
         Raises:
             DataError: see :meth:`read`.
         """
         file = self.files[group.file]
-        # Each column has a call, or a request, of its own.
-        if file.remote or group.rows < _ALONE:
-            yield from self.read(group, names).items()
-            return
+        stored = list(dict.fromkeys(map(self._column, names)))
+        # Of a remote file all at once, since each call is a request.
+        size = len(stored) if file.remote else max(1, _AT_ONCE // group.rows)
         with self._file(file) as opened:
 
-            def decoded(stored: list[str]) -> pa.Table:
-                return opened.read_row_group(group.number, stored, use_threads=False)
+            def decoded(columns: list[str]) -> pa.Table:
+                return opened.read_row_group(group.number, columns, use_threads=False)
 
-            for column in dict.fromkeys(map(self._column, names)):
-                of_column = [name for name in names if self._column(name) == column]
-                yield from self._chunk(group, of_column, decoded).items()
+            for start in range(0, len(stored), size):
+                some = set(stored[start : start + size])
+                of_some = [name for name in names if self._column(name) in some]
+                yield from self._chunk(group, of_some, decoded).items()
 
     def table(self, group: RowGroup, names: Sequence[str]) -> pa.Table:
         """Reads the columns ``names`` of one group as they stand, with their nulls.
