@@ -45,6 +45,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchrec_ext.adopt import Rows, Uniform, adopt
 from torchrec_ext.capture import executors, policy
+from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.distributed import row_rule
 from torchrec_ext.ids import Dynamic, DynamicIds
 
@@ -310,9 +311,9 @@ def columns_of_ids(ids, rows):
 
 def tables(ids, options):
     """Times two towers whose tables are moved row by row, against whole, and against sums in a fixed order."""
+    what = f"tables of {ids:,} rows"
     ids, rows = (400, 64) if options.quick else (ids, 4_096)
     given = columns_of_ids(ids, rows)
-
     # As torch asks of whoever multiplies in a fixed order.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 
@@ -335,7 +336,7 @@ def tables(ids, options):
 
     steps = {"row by row": moved(0), "whole": moved(2**62)}
     steps["row by row, deterministic"] = moved(0, is_fixed=True)
-    yield from compared(f"tables of {ids:,} rows", steps, given, options)
+    yield from compared(what, steps, given, options)
 
 
 def dynamic(options):
@@ -350,6 +351,12 @@ def dynamic(options):
     catalogue = random_ids(4, 3 * capacity // 4)
     policy_ = Dynamic(capacity=capacity, admit_after=2)
     ids = DynamicIds(dict.fromkeys(names, policy_), every=8)
+
+    def compiled(*look_ups):
+        with suppress(CannotCaptureError):  # without a C++ compiler
+            return executors.inductor(*look_ups)
+
+    ids.compile_look_ups(compiled)
     for _ in range(16):
         ids.step(dict(zip(names, catalogue, strict=True)))
     given = []

