@@ -128,7 +128,9 @@ def test_a_million_records_do_not_grow_a_checkpoint_and_are_gone_on_with(
     lines = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text('{"kind": "train"}\n' * 10**6 + lines)
     run_training(job, run)
-    assert records(run)[10**6 :] == whole
+    after = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(after[10**6 :]))
+    assert records(run) == whole
     assert abs(last.stat().st_size - size) < 100
 
 

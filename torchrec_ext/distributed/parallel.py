@@ -57,7 +57,7 @@ from torchrec_ext.distributed.tables import (
     without_init_fn,
 )
 from torchrec_ext.ids.ranks import host_group
-from torchrec_ext.schema.validation import first_few, listed
+from torchrec_ext.schema.validation import listed
 
 
 def settle_buckets(model: nn.Module) -> None:
@@ -260,7 +260,7 @@ def _log_defaults(model: nn.Module, optimizer: OptimizerConfig) -> None:
     defaults = []
     if tables:
         defaults.append(
-            f"table(s) {first_few(tables)}: {optimizer.tables} at {optimizer.tables_lr:g}"
+            f"table(s) {listed(tables)}: {optimizer.tables} at {optimizer.tables_lr:g}"
         )
     if dense_layers(model):
         defaults.append(f"dense layers: {optimizer.dense} at {optimizer.dense_lr:g}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 OutOfRange = Literal["error", "oov"]
@@ -27,19 +27,6 @@ def listed(names: Iterable[str]) -> str:
         ('user, item', 'xx, ...')
     """
     return textwrap.shorten(", ".join(names), 100, placeholder=" ...")
-
-
-def first_few(texts: Sequence[str], separator: str = ", ") -> str:
-    """Joins the first three texts for a message, and counts the others.
-
-    Example:
-        >>> first_few(["a", "b"]), first_few(["a", "b", "c", "d", "e"])
-        ('a, b', 'a, b, c and 2 more')
-    """
-    text = separator.join(texts[:3])
-    if len(texts) > 3:
-        text += f" and {len(texts) - 3} more"
-    return text
 
 
 def did_you_mean(

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from torchrec_ext.schema.validation import check_choice
+from torchrec_ext.schema.validation import check_choice, listed
 
 if TYPE_CHECKING:
     import torch
@@ -271,9 +270,8 @@ def _decide(
 ) -> dict[str, Choice]:
     for pattern in overrides:
         if not any(_fits(pattern, name, path) for name, path in paths.items()):
-            names = textwrap.shorten(", ".join(paths), 100, placeholder=" ...")
             raise ValueError(
-                f"per_{what.split()[-1]}: '{pattern}' fits no {what} of the model, which are {names}"
+                f"per_{what.split()[-1]}: '{pattern}' fits no {what} of the model, which are {listed(paths)}"
             )
     choices = {}
     for name, path in paths.items():

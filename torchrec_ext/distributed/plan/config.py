@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
-from torchrec_ext.schema.validation import check_choice
+from torchrec_ext.schema.validation import check_choice, listed
 
 # TorchRec's names, here and below.
 Sharding = Literal[
@@ -124,9 +123,8 @@ class PlanConfig:
         by_table = dict.fromkeys(names, self.asked[0])
         for name in self.tables:
             if name not in by_table:
-                tables = textwrap.shorten(", ".join(names), 100, placeholder=" ...")
                 raise ValueError(
-                    f"tables.{name}: is no table of the model; its tables are {tables}"
+                    f"tables.{name}: is no table of the model; its tables are {listed(names)}"
                 )
             by_table[name] = self._exception(name)
         return by_table

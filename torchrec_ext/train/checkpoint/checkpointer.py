@@ -208,7 +208,7 @@ class Checkpointer:
             partial: whether the model may differ, see :class:`StartConfig`. New rows begin as row 0 of their table.
 
         Returns:
-            The manifest: ``step``, ``world_size``, ``tables``, and the saved ``content``, among others.
+            The manifest: ``step``, ``world_size``, and the saved ``content``, among others.
 
         Raises:
             CheckpointError: the checkpoint is damaged, or was saved from another model; the first differences are
@@ -250,7 +250,10 @@ class Checkpointer:
         if first.startswith(f"{CheckpointError.__name__}: "):
             return first.partition(": ")[2]
         # torch's text does not say it. An object store says nothing about its room.
-        if not self.folder.remote and shutil.disk_usage(self.folder.root).free < 2**20:
+        if (
+            not self.folder.remote
+            and shutil.disk_usage(self.folder.address).free < 2**20
+        ):
             first = "no space is left; make room, or lower checkpoint.keep"
         path = self.folder.path(step)
         return f"checkpoint '{path}' could not be written: {first}; the one before it is as it was"

@@ -101,15 +101,22 @@ class CheckpointFolder:
     Args:
         folder: a path, or an address such as ``s3://bucket/runs/a``.
 
+    Attributes:
+        address: the absolute path, or the address.
+        files: the file system behind it.
+        remote: whether it is an address.
+
     Raises:
         CheckpointError: an address that no installed driver opens.
     """
 
     def __init__(self, folder: str) -> None:
         self.remote = is_url(folder)
+        self.address = folder.rstrip("/")
+        if not self.remote:
+            self.address = str(Path(folder).absolute())
         try:
-            where = folder if self.remote else str(Path(folder).absolute())
-            self.files, self.root = url_to_fs(where)
+            self.files = url_to_fs(self.address)[0]
         except Exception as error:
             # Each driver has errors of its own: not installed, no such protocol, no
             # network, no right.
@@ -117,17 +124,11 @@ class CheckpointFolder:
                 f"checkpoint folder '{folder}' cannot be opened ({type(error).__name__}: {error}); check the address, "
                 "its driver and the network"
             ) from None
-        self._address = folder.rstrip("/") if self.remote else self.root
         self._lock: IO[str] | None = None
-
-    @property
-    def address(self) -> str:
-        """The folder's path or address."""
-        return str(self._address)
 
     def path(self, step: int) -> str:
         """Returns the path or address of the checkpoint after ``step`` steps."""
-        return f"{self._address}/step-{step:010d}"
+        return f"{self.address}/step-{step:010d}"
 
     def steps(self) -> list[int]:
         """Returns the steps of the complete checkpoints, newest first."""
@@ -152,9 +153,9 @@ class CheckpointFolder:
 
     def seal(self, step: int, content: Mapping[str, Any]) -> None:
         """Makes the written files a checkpoint: writes its manifest."""
-        self.write(f"{_name_of(self.path(step))}/{MANIFEST_NAME}", sealed(content))
+        self.write(f"{self.path(step)}/{MANIFEST_NAME}", sealed(content))
         if not self.remote:
-            sync_to_disk(self.root)
+            sync_to_disk(self.address)
 
     def clean(self) -> list[str]:
         """Removes unfinished checkpoints, and returns their names."""
@@ -189,22 +190,20 @@ class CheckpointFolder:
         """
         ahead = [newer for newer in self.steps() if newer > step]
         for newer in ahead:
-            aside = f"{self.root}/aside-{newer:010d}"
+            aside = f"{self.address}/aside-{newer:010d}"
             if self.files.exists(aside):
                 self.files.rm(aside, recursive=True)
             # An object store moves file by file. One that is missing is found by the
             # digests.
-            self.files.mv(
-                f"{self.root}/{_name_of(self.path(newer))}", aside, recursive=True
-            )
+            self.files.mv(self.path(newer), aside, recursive=True)
         if not ahead:
             return None
         steps = ", ".join(f"{newer:,}" for newer in sorted(ahead))
-        return f"set aside: the checkpoints of step {steps}, ahead of step {step:,}, are {self._address}/aside-*"
+        return f"set aside: the checkpoints of step {steps}, ahead of step {step:,}, are {self.address}/aside-*"
 
     def mark_best(self, figures: Mapping[str, Any] | None) -> None:
         """Marks the checkpoint of the best evaluation: its ``step``, and its figures; None for none."""
-        self.write(_BEST_NAME, (json.dumps(figures) + "\n").encode())
+        self.write(f"{self.address}/{_BEST_NAME}", f"{json.dumps(figures)}\n".encode())
 
     def best(self) -> dict[str, Any] | None:
         """Returns what :meth:`mark_best` has marked; None if it is nothing, or damaged."""
@@ -212,16 +211,15 @@ class CheckpointFolder:
         # Behind an address there is no atomic write, so a mark may be cut short.
         with (
             contextlib.suppress(OSError, ValueError, RecursionError),
-            _open(self.files, f"{self.root}/{_BEST_NAME}") as stream,
+            _open(self.files, f"{self.address}/{_BEST_NAME}") as stream,
         ):
             mark = json.loads(stream.read())
         return mark if isinstance(mark, dict) and "step" in mark else None
 
-    def write(self, name: str, content: bytes) -> None:
+    def write(self, path: str, content: bytes) -> None:
         """Writes a file below the folder, atomically in a local one."""
         # There may be no checkpoint yet.
-        self.files.makedirs(self.root, exist_ok=True)
-        path = f"{self.root}/{name}"
+        self.files.makedirs(self.address, exist_ok=True)
         if self.remote:
             with self.files.open(path, "wb") as stream:
                 stream.write(content)
@@ -238,11 +236,11 @@ class CheckpointFolder:
         """
         if self._lock is not None or self.remote:
             return
-        folder = f"checkpoint folder '{self.root}'"
+        folder = f"checkpoint folder '{self.address}'"
         remedy = "or give this one another --run_dir"
         try:
-            self.files.makedirs(self.root, exist_ok=True)
-            file = open(f"{self.root}/lock", "a")  # noqa: SIM115  (held until unlock)
+            self.files.makedirs(self.address, exist_ok=True)
+            file = open(f"{self.address}/lock", "a")  # noqa: SIM115  (held until unlock)
             is_free = take_lock(file)
         except OSError as error:
             raise CheckpointError(
@@ -267,9 +265,9 @@ class CheckpointFolder:
 
     def _begun(self) -> list[int]:
         """Returns the steps of all checkpoints begun here, complete or not."""
-        if not self.files.exists(self.root):
+        if not self.files.exists(self.address):
             return []
-        names = [_name_of(path) for path in self.files.ls(self.root, detail=False)]
+        names = [_name_of(path) for path in self.files.ls(self.address, detail=False)]
         return [int(match[1]) for match in map(_STEP_NAME.fullmatch, names) if match]
 
 
@@ -432,10 +430,11 @@ def check_shared(folder: CheckpointFolder, together: CheckpointRanks) -> None:
     """
     # A new random name, which no client has cached as missing.
     name = together.on_main(lambda: f".shared-{secrets.token_hex(8)}")
+    path = f"{folder.address}/{name}"
 
     def write() -> None:
         try:
-            folder.write(name, b"seen by all ranks?\n")
+            folder.write(path, b"seen by all ranks?\n")
         except Exception as error:
             # Each driver has errors of its own: no such bucket, no right, no network.
             raise CheckpointError(
@@ -444,7 +443,6 @@ def check_shared(folder: CheckpointFolder, together: CheckpointRanks) -> None:
             ) from None
 
     together.on_main(write)
-    path = f"{folder.root}/{name}"
     # fsspec's drivers keep the listing of a folder.
     folder.files.invalidate_cache()
     seen = together.gathered(bool(folder.files.exists(path)))
