@@ -139,7 +139,9 @@ def measured_table() -> Iterator[str]:
     for name, text in MEASURED.items():
         if name in rows:
             baseline, ours, ratio, ceiling = _sides(rows[name])
-            most = f" (ceiling {ceiling})" if ceiling else ""
+            most = (
+                f" (two of the baseline that never talk: {ceiling})" if ceiling else ""
+            )
             yield f"| {text}{most} | {baseline} | {ours} | {ratio} |"
 
 

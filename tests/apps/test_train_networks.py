@@ -65,6 +65,11 @@ def test_a_grid_is_all_combinations() -> None:
             "--vary train.seed: 1 stands there twice",
         ),
         (
+            ["--vary", "optimizer.dense_lr", "1e-3", "0.001"],
+            "--vary optimizer.dense_lr: 0.001 stands there twice",
+        ),
+        (["--vary", "run_dir", "a", "b"], "--vary run_dir: each member has a folder"),
+        (
             ["--vary", "train.seed", "0", "1", "-j", "1x2"],
             "--vary: -j is neither a key nor a value",
         ),
@@ -123,12 +128,20 @@ def test_slurm_gets_a_part_of_one_job_for_each_member() -> None:
 
 
 def write_run(
-    path: Path, seed: int, auc: float, test: float, *, last: str = "", lr: float = 0.1
+    path: Path,
+    seed: int,
+    auc: float,
+    test: float,
+    *,
+    last: str = "",
+    lr: float = 0.1,
+    data: str = "planted",
 ) -> None:
     """A run folder as a training writes it, whose last record is of a kind; one that has not ended has no summary."""
     path.mkdir(parents=True)
     config = {
         "name": "mine",
+        "data": {"name": data},
         "train": {"seed": seed, "early_stop": {"metric": ""}},
         "optimizer": {"dense_lr": lr},
         "checkpoint": {"folder": str(path)},
@@ -179,6 +192,12 @@ def test_the_best_is_chosen_on_validation_and_never_one_that_has_not_ended_well(
     write_run(grid / "e", 4, 0.7, test=0.9, lr=0.2)
     compare([grid / name for name in ("a", "e")], grid)
     assert "±" not in (grid / "results.txt").read_text()
+    # Figures of different data say nothing of each other.
+    write_run(grid / "f", 4, 0.7, test=0.9, data="ads")
+    assert compare([grid / name for name in ("a", "f")], grid) is None
+    assert "no best: the members have different data" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"typo: no run has begun there"):
+        compare([grid / "typo"], grid)
 
 
 def test_a_member_is_an_ordinary_training_and_the_last_one_makes_the_table(
@@ -195,7 +214,9 @@ def test_a_member_is_an_ordinary_training_and_the_last_one_makes_the_table(
     assert member(0) == 0
     assert not (grid / "results.txt").exists()
     assert member(1) == 0
-    assert "best: seed=" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "best: seed=" in said
+    assert f"the same command with --run_dir {grid} goes on" in said
     alone = ["--run_dir", str(tmp_path / "alone"), "--train.seed", "1"]
     assert train.main([*TINY, *alone]) == 0
     assert records(grid / "seed=1") == records(tmp_path / "alone")

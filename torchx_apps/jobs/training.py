@@ -285,8 +285,10 @@ def open_run(
         if runtime.is_main and begun and not checkpoint:
             _say_anew(path, root)
         if runtime.is_main and job.checkpoint.saves and not checkpoint:
+            # A grid is named by the folder of all members.
+            again = path.parent if member else path
             print(
-                f"saving into {root}; if the job is killed, the same command with --run_dir {path} goes on",
+                f"saving into {root}; if the job is killed, the same command with --run_dir {again} goes on",
                 flush=True,
             )
     folder = tracking = None

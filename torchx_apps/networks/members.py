@@ -94,7 +94,7 @@ def _axes(words: Sequence[str]) -> dict[str, list[str]]:
         if not axes or _LATER_KEY.fullmatch(word):
             key = word
             axes.setdefault(key, [])
-        elif word in axes[key]:
+        elif _value(word) in map(_value, axes[key]):
             raise ValueError(
                 f"--vary {key}: {word} stands there twice; two members would be one network"
             )
@@ -110,6 +110,14 @@ def _axes(words: Sequence[str]) -> dict[str, list[str]]:
             "no member: give --vary KEY VALUE VALUE, such as --vary train.seed 0 1 2; one network: rec.train.hybrid"
         )
     return axes
+
+
+def _value(word: str) -> float | str:
+    """Returns the number that a word stands for, or else the word: 1e-3 is 0.001."""
+    try:
+        return float(word)
+    except ValueError:
+        return word
 
 
 def _labels(keys: Sequence[str]) -> dict[str, str]:
@@ -156,6 +164,10 @@ def roles_of(vary: str, args: Sequence[str], recipe: str, j: str) -> list[Member
     if "--vary" in rest or any(word.startswith("--vary=") for word in rest):
         raise ValueError("--vary stands before --: --vary train.seed 0 1 2 -- ...")
     members = members_of(grid)
+    if "run_dir" in grid:
+        raise ValueError(
+            "--vary run_dir: each member has a folder of its own in --run_dir; vary settings, such as train.seed"
+        )
     nodes, _, procs = j.partition("x")
     # All roles of a job get the address of the first role's first node.
     if procs and nodes != "1":

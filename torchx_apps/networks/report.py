@@ -64,8 +64,15 @@ def compare(runs: Sequence[Path], out: Path) -> Result | None:
     Args:
         runs: run folders; those without settings have not begun, and are left out with a note.
         out: folder of ``results.txt`` and ``results.json``.
+
+    Raises:
+        ValueError: none of them has begun, or its settings cannot be read.
     """
     results = []
+    if not any((run / CONFIG).is_file() for run in runs):
+        raise ValueError(
+            f"{', '.join(map(str, runs))}: no run has begun there; name run folders, which have a {CONFIG}"
+        )
     for run in runs:
         if (run / CONFIG).is_file():
             results.append(read_result(run))
@@ -83,6 +90,10 @@ def compare(runs: Sequence[Path], out: Path) -> Result | None:
     _replace(out / "results.txt", text + "\n")
     _replace(out / "results.json", json.dumps(document, indent=2) + "\n")
     print(f"\n{text}\n")
+    if best is None and any(map(_is_of_data, differing(results))):
+        print(
+            "no best: the members have different data, whose figures say nothing of each other"
+        )
     if best is not None:
         why = ", as this set has no validation rows" if part == "test" else ""
         print(
@@ -180,8 +191,17 @@ def chosen_by(results: Sequence[Result]) -> tuple[str, str, bool]:
     return part, name, name not in _LOWER_IS_BETTER
 
 
+def _is_of_data(key: str) -> bool:
+    return key in ("data.name", "data.folder")
+
+
 def best_of(results: Sequence[Result]) -> Result | None:
-    """Returns the run with the best last validation figure, else test figure; None if none has ended well."""
+    """Returns the run with the best last validation figure, else test figure.
+
+    None if none has ended well, or if they have different data.
+    """
+    if any(map(_is_of_data, differing(results))):
+        return None
     part, name, higher = chosen_by(results)
     able = [
         result for result in results if result.is_done and name in getattr(result, part)
