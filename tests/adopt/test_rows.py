@@ -529,6 +529,14 @@ def test_every_row_is_on_one_rank_and_all_take_equal_steps(
         (Uniform(ITEMS, exclude=[1, 2]), "exclude is a list: must be two names"),  # type: ignore[arg-type]
         (Uniform(5, exclude=TAKEN), "has 0 items left to draw from: all 5 are exc"),
         (Popular(ITEMS), "counted='': must be a column"),
+        (
+            Uniform(ITEMS, exclude=TAKEN, known=([1, 2], [3])),
+            "known has shapes (2,), (1,): must be (P,) users, (P,) items",
+        ),
+        (
+            Uniform(ITEMS, exclude=TAKEN, known=([0.5], [3])),
+            "known='users': must be a column of one integer a row: items",
+        ),
     ],
 )
 def test_a_distribution_that_does_not_fit_the_columns_is_refused(
@@ -558,6 +566,10 @@ def test_a_distribution_that_does_not_fit_the_columns_is_refused(
             },
             "a column 'label' with negatives",
         ),
+        (
+            {"columns": {"negatives": [1, 2]}, "negatives": Uniform(4)},
+            "a column 'negatives' with negatives=",
+        ),
     ],
 )
 def test_an_argument_out_of_range_is_refused(
@@ -567,3 +579,24 @@ def test_an_argument_out_of_range_is_refused(
         Rows(**{"columns": {"x": torch.arange(20)}, "batch_size": 4, **settings_})
     with pytest.raises(ValueError, match="draws=0: must be the number of negatives"):
         Uniform(3, draws=0)
+    with pytest.raises(ValueError, match="known= without exclude="):
+        Uniform(3, known=([0], [1]))
+
+
+@pytest.mark.parametrize("first", [0, -7], ids=["numbered", "other numbers"])
+def test_further_pairs_are_never_drawn(first: int) -> None:
+    users = torch.arange(40).repeat_interleave(3) + first
+    items = torch.randint(12, (120,))
+    # The last two users have no row.
+    known = torch.arange(42) + first, torch.arange(42) % 12
+    law = Uniform(12, draws=5, exclude=("user", "item"), known=known)
+    rows = Rows({"user": users, "item": items}, 24, negatives=law)
+    taken = {*zip(users.tolist(), items.tolist(), strict=True)}
+    taken |= {*zip(*(each.tolist() for each in known), strict=True)}
+    drawn: set[tuple[int, int]] = set()
+    for _ in range(60):
+        for user, item, label in rows:
+            pairs = zip(user.tolist(), item.tolist(), label.tolist(), strict=True)
+            drawn |= {(user, item) for user, item, is_row in pairs if not is_row}
+    every = {(user + first, item) for user in range(40) for item in range(12)}
+    assert drawn == every - taken

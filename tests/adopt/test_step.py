@@ -706,6 +706,10 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"model": "no"}, "model is a str; give an nn.Module"),
     ({"optimizer": [1]}, "optimizer is a int; give a torch.optim.Optimizer"),
     ({"optimizer": []}, "there is no optimizer"),
+    ({"optimizer": torch.optim.Adam}, "optimizer is a type; give a torch.optim"),
+    ({"optimizer": None}, "optimizer is a NoneType; give a torch.optim.Optimizer"),
+    ({"rows": [1]}, "rows is a list; give Rows of your columns"),
+    ({"autocast": torch.autocast("cpu")}, "autocast is one context, and each step"),
     ({"loss": 3}, "loss is a int; give a function"),
     ({"loss": lambda *_: 3.0}, "the loss function returned a float; return the loss"),
     (

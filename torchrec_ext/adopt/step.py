@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -100,7 +100,9 @@ def adopt(
         raise CannotAdopt(
             f"model is a {type(model).__name__}; give an nn.Module, several in an nn.ModuleList"
         )
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers: list[Any] = [optimizer]
+    if isinstance(optimizer, Iterable) and not isinstance(optimizer, type):
+        optimizers = list(optimizer)
     for each in optimizers:
         if not isinstance(each, Optimizer):
             raise CannotAdopt(
@@ -113,6 +115,14 @@ def adopt(
     if not callable(loss):
         raise CannotAdopt(
             f"loss is a {type(loss).__name__}; give a function from a batch to the loss"
+        )
+    if rows is not None and not isinstance(rows, Rows):
+        raise CannotAdopt(
+            f"rows is a {type(rows).__name__}; give Rows of your columns, or none, and call the step with batches"
+        )
+    if isinstance(autocast, AbstractContextManager):
+        raise CannotAdopt(
+            "autocast is one context, and each step needs its own; give lambda: torch.autocast('cpu', torch.bfloat16)"
         )
     check_arguments(clip_norm, compile, verify=verify)
     for name, module in model.named_modules():

@@ -330,7 +330,7 @@ class StepMemory:
             most = max(counts)
             raise CannotCaptureError(
                 f"'{counts[least]}' has made {least:.0f} steps and '{counts[most]}' {most:.0f}; read every parameter "
-                "in each step, and make a new optimizer after unfreezing"
+                "in each step, make a new optimizer after unfreezing, and load a state after a step was interrupted"
             )
         self._step.fill_(max(counts, default=0.0))
         for name in self._rows:

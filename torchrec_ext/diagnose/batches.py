@@ -128,8 +128,13 @@ def called_with(fn: Callable[..., object], batch: Any) -> Callable[[Any], object
         return lambda entries: fn(*entries)
     # The body of a script's loop has an empty signature: it takes any batch whole.
     if signature.parameters and not _takes(signature, batch):
+        takes = f"the step takes ({', '.join(signature.parameters)}), and a batch"
+        if has_entries:
+            raise ValueError(
+                f"{takes} has {len(batch)} of these; give batches of as many entries"
+            )
         raise ValueError(
-            f"the step takes ({', '.join(signature.parameters)}), and a batch is one {type(batch).__name__}, "
+            f"{takes} is one {type(batch).__name__}, "
             "which is its only argument: wrap it, as in lambda batch: loss(batch['user'], batch['item'])"
         )
     return fn

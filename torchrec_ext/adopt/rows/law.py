@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -34,8 +34,13 @@ class Law:
     items: Items
     draws: int = field(default=1, kw_only=True)
     exclude: tuple[str, str] | None = field(default=None, kw_only=True)
+    known: tuple[Any, Any] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.known is not None and self.exclude is None:
+            raise ValueError(
+                "known= without exclude=: name the columns of user and item, such as exclude=('user', 'item')"
+            )
         if (
             not isinstance(self.draws, int)
             or isinstance(self.draws, bool)
@@ -56,9 +61,10 @@ class Uniform(Law):
         draws: n, the number of negatives of a row.
         exclude: ids that are never drawn. ``("user", "item")``: an item that stands in the column ``item`` of any row
             that has the same ``user``. None: every item can be drawn, the positive too.
+        known: users (P,) and items (P,) of further pairs that are never drawn, such as those held out for a test.
 
     Raises:
-        ValueError: ``draws`` is below 1.
+        ValueError: ``draws`` is below 1, or ``known`` has no ``exclude``.
     """
 
 
@@ -70,6 +76,7 @@ class Popular(Law):
         items: see :class:`Uniform`.
         draws: see :class:`Uniform`.
         exclude: see :class:`Uniform`.
+        known: see :class:`Uniform`.
         counted: column in which items are counted; needed.
         exponent: power of the counts, 0.75 in word2vec.
         smoothing: added to each count, above 0: where an item without a row can never be drawn, leave it out of
@@ -115,10 +122,10 @@ def numbers_of(ids: Ids, values: Ids) -> tuple[Ids, NDArray[np.bool_]]:
     return numbers + 1, ids[numbers] == values
 
 
-def _pairs(law: Law, columns: TensorColumns) -> tuple[Ids, Ids]:
-    """Returns the (N,) user of each row, a number from 0, and the item that is not drawn for this user.
+def _pairs(law: Law, columns: TensorColumns) -> tuple[Ids, Ids, Ids]:
+    """Returns the (N,) user of each row, a number from 0, and the users (P,) and items (P,) of pairs not to be drawn.
 
-    Of a distribution that excludes nothing all users are -1, and there are no items.
+    Of a distribution that excludes nothing all users are -1, and there are no pairs.
 
     Raises:
         CannotAdopt: they cannot be read.
@@ -126,7 +133,8 @@ def _pairs(law: Law, columns: TensorColumns) -> tuple[Ids, Ids]:
     names = law.exclude
     if names is None:
         rows = len(next(iter(columns.values())))
-        return np.full(rows, -1), np.zeros(0, np.int64)
+        nothing = np.zeros(0, np.int64)
+        return np.full(rows, -1), nothing, nothing
     if not (
         isinstance(names, tuple)
         and len(names) == 2
@@ -135,12 +143,23 @@ def _pairs(law: Law, columns: TensorColumns) -> tuple[Ids, Ids]:
         raise CannotAdopt(
             f"exclude is a {type(names).__name__}: must be two names of columns, such as ('user', 'item'), or None"
         )
-    user, item = names
-    users = integers(columns, user, "exclude")
+    users = integers(columns, names[0], "exclude")
+    items = integers(columns, names[1], "exclude")
+    num_rows = len(users)
+    if law.known is not None:
+        known = [torch.as_tensor(each) for each in law.known]
+        if len(known) != 2 or {each.shape for each in known} != {(len(known[0]),)}:
+            shapes = ", ".join(str(tuple(each.shape)) for each in known)
+            raise CannotAdopt(
+                f"known has shapes {shapes}: must be (P,) users, (P,) items"
+            )
+        more = dict(zip(("users", "items"), known, strict=True))
+        users = np.concatenate([users, integers(more, "users", "known")])
+        items = np.concatenate([items, integers(more, "items", "known")])
     # KnownPairs has a row for each number up to the greatest.
     if users.min() < 0 or users.max() > 4 * len(users):
         users = np.unique(users, return_inverse=True)[1].astype(np.int64)
-    return users, integers(columns, item, "exclude")
+    return users[:num_rows], users, items
 
 
 def _sampler(
@@ -179,10 +198,10 @@ class NegativeDraws(RowDraws):
     def __init__(self, law: Law, columns: TensorColumns, seed: int = 0) -> None:
         self.catalogue = _catalogue(law.items, columns)
         # -1 reads the row of the users who have taken nothing.
-        users, items = _pairs(law, columns)
+        users, owners, items = _pairs(law, columns)
         numbers, there = numbers_of(self.catalogue, items)
-        of_items = users[: len(items)][there]
-        sampler = _sampler(law, self.catalogue, columns, of_items, numbers[there])
+        pairs = owners[there], numbers[there]
+        sampler = _sampler(law, self.catalogue, columns, *pairs)
         sampler.seed = seed
         super().__init__(sampler, users, law.draws, self.catalogue)
         self.known = sampler.known

@@ -20,6 +20,7 @@ from torchrec_ext.drawn import DrawnStep
 Make = Callable[[dict[str, Tensor]], Any]
 
 LABEL = "label"
+DRAWN = "negatives"
 _CPU = torch.device("cpu")
 
 
@@ -110,6 +111,10 @@ class Rows:
         self.repeats: dict[str, int] = {}
         self.names: tuple[str, ...] = ()
         if negatives is not None:
+            if DRAWN in self.columns:
+                raise ValueError(
+                    f"a column '{DRAWN}' with negatives=: the drawn ids have this name; rename the column"
+                )
             self.negatives = NegativeDraws(negatives, self.columns, seed)
         if make is None:
             self._declare_usual(negatives, positive)
@@ -157,7 +162,7 @@ class Rows:
             piece = pieces[name]
             if name == self._positive:
                 both = torch.cat(
-                    [piece.reshape(size, 1), pieces["negatives"].to(piece.dtype)], 1
+                    [piece.reshape(size, 1), pieces[DRAWN].to(piece.dtype)], 1
                 )
                 batch.append(both.flatten())
             else:
@@ -209,7 +214,7 @@ class Rows:
         pieces = {name: tensors[name].index_select(0, indices) for name in self.columns}
         pieces |= {name: tensors[name] for name in self._constants}
         if draws is not None:
-            pieces["negatives"] = draws
+            pieces[DRAWN] = draws
         return self._make(pieces)
 
     def steps(self, rows: RowsOnDevice) -> Iterator[DrawnStep]:
