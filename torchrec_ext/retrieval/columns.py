@@ -136,6 +136,13 @@ class Columns:
         self.histories = [
             (*step.sent, step.time) for step in steps.steps if isinstance(step, History)
         ]
+        # Steps by which lists hold what others leave out of them.
+        self._whole = {
+            name: steps.only([name]).keeping_unknown()
+            for step in steps.steps
+            for name in getattr(step, "skip", ())
+            if name in self.columns
+        }
         self._plain: list[tuple[str, ModelColumn, str]] | None = None
         if not steps.steps and set(self.raw.values()) <= _PLAIN.keys():
             self._plain = [
@@ -169,6 +176,9 @@ class Columns:
                     f"column '{name}': a value is beyond float32; send a smaller number"
                 )
             columns[name] = _filled(column, columns[name])
+        for name, whole in self._whole.items():
+            ids = whole.online(by_column)[name]
+            unknown[name][ids.owners[ids.values == 0]] = True
         return Read(columns, unknown)
 
     def read_row(self, row: Mapping[str, Any]) -> Read:

@@ -131,6 +131,16 @@ class FittedPreprocessor:
         keep = [name for name in self.keep if name in names]
         return FittedPreprocessor(pairs, self.raw, keep)
 
+    def keeping_unknown(self) -> FittedPreprocessor:
+        """Returns these steps with id 0 for the elements that ``Categorify.skip`` leaves out of lists."""
+        pairs = [
+            (dataclasses.replace(step, skip=()), state)
+            if isinstance(step, Categorify)
+            else (step, state)
+            for step, state in self.pairs
+        ]
+        return dataclasses.replace(self, pairs=pairs)
+
     @cached_property
     def types(self) -> list[Types]:
         """The types before each step, and after the last."""
