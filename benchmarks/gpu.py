@@ -402,7 +402,8 @@ def dynamic(options):
         of_rows(*there(columns.abs() % capacity), label)
 
     steps = {"dynamic ids": dynamic_step, "static tables": static_step}
-    yield from compared(f"{capacity:,} rows", steps, given, options)
+    what = f"dynamic ids, {capacity:,} rows"
+    yield from compared(what, steps, given, options)
 
 
 class Wide(nn.Module):
