@@ -16,7 +16,7 @@ from tests.files import records, summary
 from tests.settings import with_settings
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.ids.index import EMPTY
-from torchrec_ext.retrieval.bundle import PREPROCESSOR, Bundle, open_tables
+from torchrec_ext.retrieval.bundle import PREPROCESSOR, Bundle
 from torchrec_ext.retrieval.scorer import (
     EmbedRequest,
     RecommendRequest,
@@ -95,7 +95,8 @@ def rows_of(bundle: Path, column: str) -> dict[Any, Tensor]:
     """Returns the bundle's row of each id that it knows."""
     preprocessor = FittedPreprocessor.load(bundle / PREPROCESSOR)
     state: Any = preprocessor.state_of(column)
-    table = open_tables(bundle, Bundle.load(bundle).manifest.content)[column]
+    files = Bundle.load(bundle).manifest.content["tables"]
+    table = np.load(bundle / files[column])
     rows = torch.from_numpy(table.copy())
     assert len(rows) == len(state.values) + 1
     return dict(zip(state.values.to_pylist(), rows[1:], strict=True))

@@ -26,7 +26,7 @@ from tests.contracts import mostly_slow
 from torchrec_ext.ids import Dynamic, DynamicEmbeddings
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.catalogue import Catalogue
-from torchrec_ext.retrieval.export import export
+from torchrec_ext.retrieval.export import Renewal, export
 from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.retrieval.scorer import (
     EmbedRequest,
@@ -332,8 +332,9 @@ def test_a_dlrm_of_torchrec_is_served_as_it_was_trained(tmp_path: Path) -> None:
         )
         for name, (rows, names, pooling) in sizes.items()
     ]
-    model = DLRMTrain(
-        DLRM_DCN(EmbeddingBagCollection(tables=tables), 6, [D], [8, 1], 2, 4)
+    model, other = (
+        DLRMTrain(DLRM_DCN(EmbeddingBagCollection(tables=tables), 6, [D], [8, 1], 2, 4))
+        for _ in range(2)
     )
     numbers = COLUMNS["profile"]
     queries = table(["user", "history"]).append_column(
@@ -342,7 +343,9 @@ def test_a_dlrm_of_torchrec_is_served_as_it_was_trained(tmp_path: Path) -> None:
     catalogue = Catalogue(
         ids=np.arange(ITEMS), features=pa.table({"item": np.arange(ITEMS)})
     )
-    export(model, tmp_path / "bundle", catalogue=catalogue, queries=queries)
+    renewal = Renewal()
+    both: Any = {"catalogue": catalogue, "queries": queries, "renewal": renewal}
+    export(model, tmp_path / "bundle", **both)
     user = {
         "user": 7,
         "history": COLUMNS["history"][7].tolist(),
@@ -366,6 +369,11 @@ def test_a_dlrm_of_torchrec_is_served_as_it_was_trained(tmp_path: Path) -> None:
         torch.from_numpy(numbers)[[7] * ITEMS], features
     ).flatten()
     torch.testing.assert_close(torch.tensor(scores), expected, rtol=0, atol=1e-6)
+    # Another model's weights in the same graphs, which an export proves.
+    graphs = renewal.graphs
+    parity = export(other, tmp_path / "renewed", **both).parity
+    assert renewal.graphs is graphs
+    assert parity["greatest_difference"] <= parity["allowed"] < 1e-3
     with pytest.raises(
         BundleError,
         match=r"DLRM_DCN takes dense_features, which is no column; .* user, history, item",

@@ -73,7 +73,6 @@ class Side:
         folder: folder of the bundle.
         name: ``query`` or ``candidate``.
         content: the manifest's ``graphs``, ``columns`` and ``tables``.
-        tables: arrays by name, of :func:`open_tables`.
         preprocessor: see :class:`~torchrec_ext.retrieval.columns.Columns`.
         threads: threads of the graph.
 
@@ -86,7 +85,6 @@ class Side:
         folder: Path,
         name: str,
         content: Mapping[str, Any],
-        tables: Mapping[str, NDArray[Any]],
         preprocessor: FittedPreprocessor | None = None,
         *,
         threads: int = 1,
@@ -94,8 +92,14 @@ class Side:
         entry = content["graphs"][name]
         self._path = folder / f"{name}.onnx"
         self.width = int(entry["width"])
-        self._tables = tables
         self._leaves: Sequence[Mapping[str, Any]] = entry["leaves"]
+        files: Mapping[str, str] = content["tables"]
+        # Mapped: both sides and all workers share the memory.
+        self._tables = {
+            leaf["table"]: open_array(folder / files[leaf["table"]])
+            for leaf in self._leaves
+            if leaf["table"] in files
+        }
         columns = {
             column: ModelColumn(**values)
             for column, values in content["columns"][name].items()
@@ -228,11 +232,6 @@ def open_array(path: Path) -> NDArray[Any]:
     return array
 
 
-def open_tables(folder: Path, content: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-    """Opens the tables of a bundle, memory-mapped; raises as :func:`open_array`."""
-    return {name: open_array(folder / file) for name, file in content["tables"].items()}
-
-
 class Bundle:
     """An open, immutable bundle; any number of threads may read it. It needs neither torch nor a GPU.
 
@@ -254,9 +253,8 @@ class Bundle:
         preprocessor = None
         if (folder / PREPROCESSOR).is_dir():
             preprocessor = FittedPreprocessor.load(folder / PREPROCESSOR)
-        self._tables = tables = open_tables(folder, content)
         self.query, self.candidate = (
-            Side(folder, name, content, tables, preprocessor, threads=threads)
+            Side(folder, name, content, preprocessor, threads=threads)
             for name in ("query", "candidate")
         )
         self._path = folder / "pairs.onnx"

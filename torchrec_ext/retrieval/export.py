@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
@@ -42,7 +42,6 @@ from torchrec_ext.retrieval.bundle import (
     Bundle,
     Parity,
     Side,
-    open_tables,
 )
 from torchrec_ext.retrieval.catalogue import (
     Catalogue,
@@ -62,6 +61,7 @@ from torchrec_ext.retrieval.manifest import (
     write_manifest,
 )
 from torchrec_ext.retrieval.search import build_faiss
+from torchrec_ext.retrieval.trace import Leaf
 from torchrec_ext.retrieval.weights import Block, LiveWeights
 from torchrec_ext.sealed import json_digest, package_versions, sync_tree
 
@@ -164,7 +164,6 @@ def export(
     raw = raw_types(catalogue.features) | raw_types(queries)
     given = Given(
         types=raw if preprocessor is None else preprocessor.outputs,
-        candidates=frozenset(catalogue.features.column_names),
         oov_ids=oov_ids or {},
         vocab=frozenset(() if preprocessor is None else preprocessor.vocab),
         longest={} if preprocessor is None else _longest(preprocessor),
@@ -180,7 +179,6 @@ def export(
         else:
             asked = _model_rows(queries, preprocessor, "queries")
             items = _model_rows(catalogue.features, preprocessor, "item", catalogue.ids)
-            given = replace(given, candidates=frozenset(items.column_names))
             network = OwnNetwork(model, asked, items, given, known)
         content = _Content(
             network=network,
@@ -198,7 +196,8 @@ def export(
         )
         # On every rank, because a sharded model's forward exchanges rows.
         expected = content.logits()
-        weights = LiveWeights(model, given.rows)
+        # By the paths that the network has: a DLRMTrain's are those of its DLRM.
+        weights = LiveWeights(network.model, given.rows)
         strange = sorted(given.rows.keys() - weights.tables.keys())
         if strange:
             raise BundleError(
@@ -410,7 +409,10 @@ class _Content:
             "calibrated": self.network.calibrated,
             "graphs": {
                 side: {
-                    "leaves": [leaf.as_json() for leaf in getattr(split, side).leaves],
+                    "leaves": [
+                        {"input": leaf.input, **_as_json(leaf)}
+                        for leaf in getattr(split, side).leaves
+                    ],
                     "width": getattr(split, side).width,
                 }
                 for side in SIDES
@@ -493,9 +495,7 @@ class _Content:
         graphs.write(folder)
 
     def _side(self, folder: Path, name: str, content: Mapping[str, Any]) -> Side:
-        return Side(
-            folder, name, content, open_tables(folder, content), self.preprocessor
-        )
+        return Side(folder, name, content, self.preprocessor)
 
     def _write_rows(self, folder: Path, content: Mapping[str, Any]) -> None:
         """Runs ``candidate`` over the catalogue, block by block."""
@@ -591,8 +591,8 @@ def _check_table(name: str, start: int, rows: Tensor) -> None:
         )
 
 
-def _as_json(column: ModelColumn) -> dict[str, Any]:
-    return {key: value for key, value in vars(column).items() if value is not None}
+def _as_json(each: ModelColumn | Leaf) -> dict[str, Any]:
+    return {key: value for key, value in vars(each).items() if value is not None}
 
 
 def _digest(side: str, content: Mapping[str, Any], files: Mapping[str, Any]) -> str:

@@ -36,20 +36,24 @@ class Graphs:
     def __init__(self, split: GraphSplit) -> None:
         require_onnx()
         self.split = split
-        self._models = _onnx(split)
+        together = _Together(split)
+        self._models = _onnx(split, together)
+        # Of each initializer that is a weight of the model.
+        self._paths: dict[str, str] = {}
+        for prefix, part in together.named_modules():
+            for name, path in getattr(part, "weights", {}).items():
+                self._paths[f"{prefix}.{name}"] = path.removeprefix("model.")
 
     def renew(self, weights: Mapping[str, Tensor]) -> None:
         """Writes the numbers of other weights, by path in the model, into the graphs."""
         from onnx import numpy_helper
 
-        values = self.split.trace.numbers(weights)
         for name, model in self._models.items():
-            part = getattr(self.split, name)
             for tensor in model.graph.initializer:
-                node = part.constants.get(tensor.name.removeprefix(f"{name}."))
-                if node is None:
+                weight = weights.get(self._paths.get(tensor.name, ""))
+                if weight is None:
                     continue
-                value = values[node].cpu().contiguous().numpy()
+                value = weight.detach().cpu().contiguous().numpy()
                 if list(value.shape) != list(tensor.dims):
                     raise BundleError(
                         f"graph '{name}': weight of shape {list(value.shape)}, was {list(tensor.dims)}; export anew"
@@ -79,11 +83,10 @@ class _Together(nn.Module):
         return self.query(*query), self.candidate(*candidate), self.pairs(*pairs)
 
 
-def _onnx(split: GraphSplit) -> dict[str, Any]:
+def _onnx(split: GraphSplit, together: _Together) -> dict[str, Any]:
     """Returns the ONNX model of each part."""
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
-    together = _Together(split)
     size = sum(value.nbytes for value in together.buffers())
     if size > _MOST_BYTES:
         raise BundleError(

@@ -62,7 +62,6 @@ class Given:
 
     Args:
         types: raw type of each of the model's columns.
-        candidates: names of the columns that the catalogue has.
         oov_ids: out-of-vocabulary row of each column.
         vocab: names of columns whose row 0 is for unknown values, because a preprocessor made their ids.
         longest: most entries of the lists that a preprocessor cuts, by column.
@@ -70,7 +69,6 @@ class Given:
     """
 
     types: Mapping[str, str]
-    candidates: frozenset[str] = frozenset()
     oov_ids: Mapping[str, int] = field(default_factory=dict)
     vocab: frozenset[str] = frozenset()
     longest: Mapping[str, int] = field(default_factory=dict)
@@ -101,37 +99,42 @@ def _columns_of(
     """Returns the columns behind leaves by side and name; ``oov`` is the row of unknown ids where none is given."""
     columns: dict[str, dict[str, ModelColumn]] = {"query": {}, "candidate": {}}
     lengths = {leaf.column: leaf.shape[0] for leaf in inputs if leaf.shape}
-    padded = {leaf.column for leaf in inputs if leaf.kind == "lengths"}
+    steps = {leaf.column for leaf in inputs if leaf.kind == "lengths"}
+    by_column: dict[str, list[Leaf]] = {}
     for leaf in leaves:
-        of_side = columns["candidate" if leaf.candidate else "query"]
-        name = leaf.column
-        column = of_side.get(name, ModelColumn(type=given.types[name]))
-        if leaf.table:
-            # Ids must be rows of each table that they look up.
-            rows = min(sizes[leaf.table], column.rows or sizes[leaf.table])
+        by_column.setdefault(leaf.column, []).append(leaf)
+    for name, of_column in by_column.items():
+        column = ModelColumn(type=given.types[name])
+        tables = [sizes[leaf.table] for leaf in of_column if leaf.table]
+        if tables:
             row = given.oov_ids.get(name, 0 if name in given.vocab else oov)
             known = row is not None and row >= 0
-            column = replace(column, rows=rows, oov=row if known else None)
-        if name in padded:
-            if leaf.kind == "rows":
-                column = replace(column, longest=leaf.shape[0])
-        elif (
-            lengths.get(name)
-            and (fill := _fill_of(name, leaves, given, paddings)) is not None
-        ):
-            column = replace(column, longest=lengths[name], lists="refused", fill=fill)
-        elif leaf.padding is not None and column.lists != "exact":
-            column = replace(column, longest=lengths[name], lists="refused")
-        elif leaf.padding is None and lengths.get(name):
-            column = replace(column, longest=lengths[name], lists="exact")
-        of_side[name] = column
+            # Ids must be rows of each table that they look up.
+            column = replace(column, rows=min(tables), oov=row if known else None)
+        if name in steps:
+            longest = [leaf.shape[0] for leaf in of_column if leaf.kind == "rows"]
+            column = replace(column, longest=longest[0] if longest else None)
+        elif lengths.get(name):
+            fill = _fill_of(name, of_column, given, paddings)
+            # Shorter lists are what training padded if no leaf reads the padding.
+            shorter = fill is not None or all(
+                leaf.padding is not None for leaf in of_column
+            )
+            column = replace(
+                column,
+                longest=lengths[name],
+                lists="refused" if shorter else "exact",
+                fill=fill,
+            )
+        side = "candidate" if of_column[0].candidate else "query"
+        columns[side][name] = column
     _check_oov(given, {**columns["query"], **columns["candidate"]})
     return columns
 
 
 def _fill_of(
     name: str,
-    leaves: Sequence[Leaf],
+    of_column: Sequence[Leaf],
     given: Given,
     paddings: Mapping[str, int | None],
 ) -> int | None:
@@ -141,7 +144,6 @@ def _fill_of(
     """
     if given.is_raw(name):
         return None
-    of_column = [leaf for leaf in leaves if leaf.column == name]
     rows = {leaf.padding for leaf in of_column}
     rows |= {paddings.get(leaf.table) for leaf in of_column}
     fills = [row for row in rows if row is not None]
@@ -189,6 +191,7 @@ class Network:
     Attributes:
         names: names of the towers of each side.
         calibrated: whether the loss makes a logit the log-odds of a positive label.
+        model: the trained module, without wrappers.
         split: the network in parts.
         tables: names of the tables that are looked up.
         columns: the columns that it reads, by side and name.
@@ -199,6 +202,7 @@ class Network:
         "candidate": ["candidate"],
     }
     calibrated = False
+    model: Any
 
     def __init__(
         self,
@@ -305,7 +309,7 @@ class TowerNetwork(Network):
         batch = BatchBuilder(schema, Chunk({})).user_batch(Chunk(rows))
         batch = batch.to(_device(self.model))
         if not isinstance(self.model, NextItemModel):
-            return self.model.logits(batch).float().cpu()
+            return self.model.logits(batch).float().cpu()  # type: ignore[no-any-return]
         outputs = [self.model.embed(name, batch) for name in (SESSION, "item")]
         return self.model.interaction(outputs).float().cpu()  # type: ignore[no-any-return]
 
@@ -521,7 +525,7 @@ class OwnNetwork(Network):
     ) -> None:
         # Brings lagging rows of an adopted step up to date, or raises with a remedy.
         model.state_dict()
-        self.model: Any = get_unwrapped_module(model)
+        self.model = get_unwrapped_module(model)
         if isinstance(self.model, DLRMTrain):
             self.model = self.model.model
         self._given = given
@@ -534,24 +538,22 @@ class OwnNetwork(Network):
         self._features = list(
             dict.fromkeys(name for each in configs for name in each.feature_names)
         )
-        tables = {
-            **dict.fromkeys(queries.column_names, queries),
-            **dict.fromkeys(catalogue.column_names, catalogue),
-        }
-        self._call, columns = self._inputs(list(tables))
+        raw = dict(zip(queries.column_names, queries.columns, strict=True))
+        raw |= dict(zip(catalogue.column_names, catalogue.columns, strict=True))
+        self._call, columns = self._inputs(list(raw))
         self._dtypes: dict[str, str] = {}
         inputs = []
         for name in columns:
             # A DLRM pools lists of any length.
             pools = isinstance(self.model, DLRM) and name != _DENSE
-            dtype, shape = _kind_of(name, tables[name][name], given, any_length=pools)
+            dtype, shape = _kind_of(name, raw[name], given, any_length=pools)
             self._dtypes[name] = dtype
             inputs.append(
                 Leaf(
                     name=name,
                     kind="column",
                     column=name,
-                    candidate=name in given.candidates,
+                    candidate=name in catalogue.column_names,
                     shape=shape,
                     dtype=dtype,
                 )

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from torchrec_ext.data.preprocess.columns import is_list_column
 from torchrec_ext.retrieval.bundle import Bundle, Floats, GraphError, Side
-from torchrec_ext.retrieval.catalogue import NOT, Id, IdArray
+from torchrec_ext.retrieval.catalogue import NOT, Id, IdArray, UserTable
 from torchrec_ext.retrieval.search import (
     Mask,
     blocks_of,
@@ -327,13 +327,8 @@ class Scorer:
         for index, row in enumerate(rows):
             where = f"rows[{index}]"
             places.append(where)
-            if request.side == "query":
-                rows[index] = self._columns(row, self._row(row, where), where)
-            else:
-                _check_names(row, side.columns.raw, None, where)
-                missing = [name for name in side.columns.raw if name not in row]
-                if missing:
-                    raise _missing_error(where, missing, _of_types(side, missing))
+            number = self._row(row, where) if request.side == "query" else -1
+            rows[index] = self._columns(side, row, number, where)
         vectors, unknown = _embedded(side, rows, places)
         _check_vectors(vectors, places)
         return Embedded(
@@ -385,8 +380,8 @@ class Scorer:
             query = self._vectors.find(user[key], self.bundle)
         if query is None:
             source, known = "live", row >= 0
-            columns = self._columns(user, row, "user")
             side = self.bundle.query
+            columns = self._columns(side, user, row, "user")
             (query,), (unknown,) = _embedded(side, [columns], ["user"])
             if self._id_features:
                 known = set(self._id_features).isdisjoint(unknown)
@@ -414,32 +409,38 @@ class Scorer:
             raise RequestError(f"{where}.{users.key}", str(error)) from None
 
     def _columns(
-        self, user: Mapping[str, Any], row: int, where: str
+        self, side: Side, row: Mapping[str, Any], user: int, where: str
     ) -> Mapping[str, Any]:
-        """Returns one row of the query side's columns: the request's values override the user's stored ones."""
-        raw = self.bundle.query.columns.raw
-        _check_names(user, raw, self._key, where)
+        """Returns one row of a side's columns: of a query, the request's values override the stored ones of a user."""
+        raw = side.columns.raw
+        table = self.bundle.users if side is self.bundle.query else None
+        key = None if table is None else table.key
+        _check_names(row, raw, key, where)
         # An id of null is nobody's: the bundle says which value the model then reads.
         sent = {
             name: value
-            for name, value in user.items()
-            if name != self._key or value is not None
+            for name, value in row.items()
+            if name != key or value is not None
         }
         whole = sent
-        if self.bundle.users is not None and not raw.keys() <= sent.keys():
-            whole = {**self._stored(user, row), **sent}
+        if table is not None and not raw.keys() <= sent.keys():
+            whole = {**self._stored(table, row, user), **sent}
         missing = [name for name in raw if name not in whole]
-        if missing:
-            if row < 0:
-                # With one of them sent, an unknown user's others would be missing too.
-                missing = [name for name in raw if name not in {self._key, *sent}]
-            raise _missing_error(where, missing, self._remedy(user, row, missing))
-        return whole
+        if not missing:
+            return whole
+        if user < 0:
+            # With one of them sent, an unknown user's others would be missing too.
+            missing = [name for name in raw if name not in {key, *sent}]
+        remedy = _of_types(side, missing)
+        if table is not None:
+            remedy = self._remedy(table, row, user, missing)
+        also = f", and so are {listed(missing[1:])}" if missing[1:] else ""
+        raise RequestError(f"{where}.{missing[0]}", f"it is missing{also}; {remedy}")
 
-    def _stored(self, user: Mapping[str, Any], row: int) -> dict[str, Any]:
+    def _stored(
+        self, table: UserTable, user: Mapping[str, Any], row: int
+    ) -> dict[str, Any]:
         """Returns the features of the bundle's user in ``row`` that may stand beside those of a request."""
-        table = self.bundle.users
-        assert table is not None
         stored = {name: values[0] for name, values in table.features(row).items()}
         # The features of an unknown user apply only to a request with nothing but an
         # id. Next to other features they would hide a missing column.
@@ -453,11 +454,14 @@ class Scorer:
                     stored.pop(name, None)
         return stored
 
-    def _remedy(self, user: Mapping[str, Any], row: int, missing: Sequence[str]) -> str:
-        """Says what to send for missing columns of a query."""
-        side, table = self.bundle.query, self.bundle.users
-        if table is None:
-            return _of_types(side, missing)
+    def _remedy(
+        self,
+        table: UserTable,
+        user: Mapping[str, Any],
+        row: int,
+        missing: Sequence[str],
+    ) -> str:
+        """Says what to send for missing columns of a query, where the bundle has users."""
         stored = table.features(row).keys()
         if row >= 0:
             # A stored one is missing only if its history was posted.
@@ -467,7 +471,8 @@ class Scorer:
         if user.get(table.key) is not None:
             return f"user {str(user[table.key])[:40]!r} is not stored: send what is missing"
         known = {*stored, table.key}
-        beside = listed(name for name in side.columns.raw if name not in known)
+        raw = self.bundle.query.columns.raw
+        beside = listed(name for name in raw if name not in known)
         way = f"of a stored user with {beside}" if beside else "alone"
         return f"send these, or '{table.key}' {way}"
 
@@ -536,11 +541,6 @@ def _check_names(
                 f"{where}.{name[:50]}",
                 f"the model reads no such column; it reads {listed(names)}",
             )
-
-
-def _missing_error(where: str, missing: Sequence[str], remedy: str) -> RequestError:
-    also = f", and so are {listed(missing[1:])}" if missing[1:] else ""
-    return RequestError(f"{where}.{missing[0]}", f"it is missing{also}; {remedy}")
 
 
 def _embedded(

@@ -91,7 +91,7 @@ class Part(nn.Module):
         inputs: names of the inputs.
         examples: an example of each input.
         dynamic: the axes of any length of each input.
-        constants: name of each buffer, with the node of the whole graph that computes it.
+        weights: path in the whole network of each buffer, by its name.
         width: columns of the output; 0 for logits.
         leaves: how to fill the inputs; none of ``pairs``.
     """
@@ -100,23 +100,24 @@ class Part(nn.Module):
         self, split: GraphSplit, results: Sequence[Node], given: Sequence[Node]
     ) -> None:
         super().__init__()
-        self.constants: dict[str, Node] = {}
+        self.weights: dict[str, str] = {}
         self.leaves: list[Leaf] = []
         self.width = sum(map(_width, results))
         self._results = list(results)
         self._leaf_nodes: list[Node] = []
+        self._weights: dict[Node, str] = {}
         self._nodes: list[Node] = []
         trace = split.trace
-        begun = {*given, *trace.constant, *split.leaves}
+        begun = {*given, *trace.weights, *split.leaves}
         sized = aten.sym_size.int
-        values = trace.numbers({})
         for node in trace.behind(
             results, lambda node: node in begun or node.target is sized
         ):
-            if node in trace.constant:
-                name = f"constant_{len(self.constants)}"
-                self.constants[name] = node
-                self.register_buffer(name, values[node].contiguous())
+            if node in trace.weights:
+                path = trace.weights[node]
+                name = self._weights[node] = f"weight_{len(self.weights)}"
+                self.weights[name] = path
+                self.register_buffer(name, trace.numbers[path].detach().contiguous())
             elif node in given:
                 continue
             elif node in split.leaves:
@@ -135,7 +136,7 @@ class Part(nn.Module):
         self, values: dict[Node, Any], rows: Any, single: Sequence[Node] = ()
     ) -> list[Tensor]:
         """Computes the results from ``values``, and adds to them; those in ``single`` have one row for all ``rows``."""
-        for name, node in self.constants.items():
+        for node, name in self._weights.items():
             values[node] = getattr(self, name)
         for node in self._nodes:
             if node.target is aten.sym_size.int:
@@ -154,10 +155,6 @@ class Part(nn.Module):
             options = map_arg(node.kwargs, found.__getitem__)
             values[node] = function(*arguments, **options)
         return [values[node] for node in self._results]
-
-    def of_leaves(self, leaves: Sequence[Tensor]) -> dict[Node, Any]:
-        """Returns the values of the leaves."""
-        return dict(zip(self._leaf_nodes, leaves, strict=True))
 
 
 class _Half(Part):
@@ -185,10 +182,11 @@ class _Half(Part):
         self.width += ones
 
     def forward(self, *leaves: Tensor) -> Tensor:
-        values = self.run(self.of_leaves(leaves), leaves[0].shape[0])
+        given = dict(zip(self._leaf_nodes, leaves, strict=True))
+        results = self.run(given, leaves[0].shape[0])
         # In a shape of its own: an input cannot be an output.
         matrices = []
-        for node, value in zip(self._results, values, strict=True):
+        for node, value in zip(self._results, results, strict=True):
             matrix = value.to(torch.float32).reshape(-1, _width(node))
             if node in self._masks:
                 matrix = matrix.clamp(-_INFINITY, _INFINITY)
@@ -251,11 +249,6 @@ class _Slopes(nn.Module):
         self.pairs = pairs
         self.leaves, self.inputs = half.leaves, half.inputs
         self.examples, self.dynamic = half.examples, half.dynamic
-        self.constants = {
-            f"{part}.{name}": node
-            for part in ("side", "pairs")
-            for name, node in getattr(self, part).constants.items()
-        }
         numbers = pairs.examples[1].shape[1]
         self.width = numbers + 1
         directions = torch.cat([torch.zeros(1, numbers), torch.eye(numbers)])
@@ -278,7 +271,7 @@ class _Slopes(nn.Module):
 
         It is tried, with random numbers. No weight may be part of it, since a renewal changes weights.
         """
-        if self.pairs.constants:
+        if self.pairs.weights:
             return None
         draw = torch.Generator().manual_seed(0)
         tried = torch.randn(_TRIED, self.pairs.examples[0].shape[1], generator=draw)
@@ -427,18 +420,17 @@ class GraphSplit:
 
     def _masks(self) -> list[Node]:
         """Returns the crossing values that may hold a constant infinity, as a mask of attention does."""
-        numbers = self.trace.numbers({})
         infinite = {
             node
-            for node, value in numbers.items()
-            if value.is_floating_point() and bool(value.isinf().any())
+            for node, path in self.trace.weights.items()
+            if bool(self.trace.numbers[path].isinf().any())
         }
         for node in self.graph.nodes:
             if any(isinstance(each, float) and math.isinf(each) for each in node.args):
                 infinite.add(node)
         masks = []
         for node in self.frontier:
-            behind = self.trace.behind([node], numbers.__contains__)
+            behind = self.trace.behind([node], lambda _: False)
             if node.meta["val"].is_floating_point() and not infinite.isdisjoint(behind):
                 masks.append(node)
         return masks

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -102,12 +102,6 @@ class Leaf:
     def input(self) -> str:
         """Name of the graph's input; no other value of any graph has it."""
         return f"{'candidate' if self.candidate else 'query'}.{self.name}"
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns the manifest's entry."""
-        named = {"input": self.input, "kind": self.kind, "column": self.column}
-        looked_up = {"table": self.table, "pooling": self.pooling}
-        return {**named, "dtype": self.dtype, **looked_up, "padding": self.padding}
 
     def example(self) -> Tensor:
         """Returns an input to trace with; no axis is 0 or 1, which torch.export would fix."""
@@ -249,7 +243,8 @@ class Trace:
     Attributes:
         graph: the rewritten graph.
         leaves: inputs and look-ups, by node.
-        constant: nodes that only weights decide.
+        weights: paths of the weights, buffers and constants, by node.
+        numbers: these by path.
 
     Raises:
         BundleError: forward cannot be traced; the message names the line and the remedy.
@@ -259,7 +254,8 @@ class Trace:
         program = _trace(model, leaves)
         self.graph = program.graph
         signature = program.graph_signature
-        self._paths: dict[Node, str] = {}
+        self.weights: dict[Node, str] = {}
+        self.numbers = {**program.state_dict, **program.constants}
         self.leaves: dict[Node, Leaf] = {}
         paths = {
             **signature.inputs_to_parameters,
@@ -270,14 +266,12 @@ class Trace:
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 if node.name in paths:
-                    self._paths[node] = paths[node.name]
+                    self.weights[node] = paths[node.name]
                 else:
                     self.leaves[node] = next(inputs)
-        self._own_values = {**program.state_dict, **program.constants}
         self._check_result()
         self._look_ups()
         self._sides: dict[Node, int] = {}
-        self.constant: set[Node] = set()
         for node in self.graph.nodes:
             self._note(node)
         self._rewrite()
@@ -288,44 +282,20 @@ class Trace:
         result: Any = self.graph.output_node().args[0]
         return result[0]  # type: ignore[no-any-return]
 
-    def numbers(self, weights: Mapping[str, Tensor]) -> dict[Node, Tensor]:
-        """Computes every constant of the graph, from weights by path in the wrapper's ``model`` or its own."""
-        values: dict[Node, Tensor] = {}
-        for node in self.graph.nodes:
-            if node not in self.constant:
-                continue
-            if node.op == "placeholder":
-                path = self._paths[node]
-                own = self._own_values[path]
-                values[node] = weights.get(path.removeprefix("model."), own).detach()
-            else:
-                arguments = map_arg(node.args, values.__getitem__)
-                options = map_arg(node.kwargs, values.__getitem__)
-                function: Any = node.target
-                values[node] = function(*arguments, **options)
-        return values
-
     def side(self, node: Node) -> int:
         """Returns which columns a value depends on: the query's, the candidate's, both or neither."""
         return self._sides.get(node, NEITHER)
 
     def _note(self, node: Node) -> None:
-        """Notes the sides that a value depends on, and whether it is constant; a number of rows is of neither side."""
-        inputs = node.all_input_nodes
+        """Notes the sides that a value depends on; a number of rows is of neither side."""
         leaf = self.leaves.get(node)
         side = NEITHER
         if leaf is not None:
             side = CANDIDATE if leaf.candidate else QUERY
         elif not is_size(node):
-            for each in inputs:
+            for each in node.all_input_nodes:
                 side |= self.side(each)
         self._sides[node] = side
-        is_value = node.op == "call_function" and isinstance(
-            node.meta.get("val"), Tensor
-        )
-        computed = is_value and self.constant.issuperset(inputs)
-        if node in self._paths or (computed and leaf is None):
-            self.constant.add(node)
 
     def behind(
         self, results: Iterable[Node], stops: Callable[[Node], bool]
