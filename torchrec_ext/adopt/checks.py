@@ -52,8 +52,8 @@ GLOBAL_HOOKS = [
     and isinstance(hooks, dict)
 ]
 HOOK_ON_GRADIENT = (
-    "has a hook on its gradient, whose Python a captured step would not run; remove it, and write what it does into "
-    "the loss, or limit the norm by clip_norm="
+    "has a hook on its gradient, whose Python a captured step would not run; put it into the loss, or give "
+    "clip_norm="
 )
 
 
@@ -99,8 +99,8 @@ def _fault_of_module(module: nn.Module) -> str:
 def _fault_of_table(module: nn.Embedding | nn.EmbeddingBag) -> str:
     if module.max_norm is not None:
         return (
-            f"has max_norm={module.max_norm:g}, so that forward rewrites rows; leave it out and limit the norm of the "
-            "vectors that are read, F.normalize(rows) for one"
+            f"has max_norm={module.max_norm:g}, so that forward rewrites rows; leave it out, and limit the rows that "
+            "are read, as by F.normalize"
         )
     if module.scale_grad_by_freq:
         return "has scale_grad_by_freq=True, which divides a row's gradient by its look-ups; leave it out"
@@ -115,8 +115,8 @@ def _fault_of_parameter(parameter: nn.Parameter) -> str:
         return f"is a {type(parameter).__name__}, not a plain parameter; run one forward first if it is lazy"
     if parameter.dtype != torch.float32 and parameter.requires_grad:
         return (
-            f"is {parameter.dtype}; weights are trained in torch.float32: call model.float(), and give "
-            "autocast=lambda: torch.autocast('cpu', torch.bfloat16) to compute in 16 bits"
+            f"is {parameter.dtype}; weights are trained in torch.float32: call model.float(), and give autocast= to "
+            "compute in 16 bits"
         )
     if parameter._backward_hooks or getattr(
         parameter, "_post_accumulate_grad_hooks", None

@@ -24,7 +24,12 @@ from torchrec_ext.adopt.reads import WRITES, the_ids, the_loss
 from torchrec_ext.capture.compiled import SKIPPED, real_inputs
 from torchrec_ext.capture.errors import CannotCaptureError
 from torchrec_ext.capture.executors import depends_on_values
-from torchrec_ext.observe.user_lines import UNKNOWN, first_line, is_users_file
+from torchrec_ext.observe.user_lines import (
+    UNKNOWN,
+    first_line,
+    is_users_file,
+    with_text,
+)
 
 LossFunction = Callable[..., Any]
 
@@ -90,7 +95,6 @@ _VALUES = (
 )
 _BUILTIN = re.compile(r"trace the builtin `(?:<unknown module>\.)?([^`]+?)\.?`")
 _RAISED = re.compile(r"raised exception (\w+\(.*\))")
-_REMEDY_OF_VALUES = "in place of .item(), if and boolean masks take torch.where, or a sum with weights of 0 and 1"
 
 
 def untraceable(error: BaseException) -> CannotAdopt:
@@ -100,8 +104,7 @@ def untraceable(error: BaseException) -> CannotAdopt:
     what = first_line(error)
     if "grad_scaler" in text.lower() or "gradscaler" in text.lower():
         return CannotAdopt(
-            f"{line}: the loss is scaled by a GradScaler; return the loss itself, and compute in 16 bits by "
-            "autocast=lambda: torch.autocast('cpu', torch.bfloat16)"
+            f"{line}: the loss is scaled by a GradScaler; return the loss itself, and give autocast= with bfloat16"
         )
     missing = re.search(r"ModuleNotFoundError: No module named '([^']*)'", text)
     if missing:
@@ -113,8 +116,8 @@ def untraceable(error: BaseException) -> CannotAdopt:
         return CannotAdopt(values_needed(line))
     if "sparse tensor" in text.lower():
         return CannotAdopt(
-            f"{line} reads a sparse matrix, not taken by torch.compile; its product is "
-            "F.embedding_bag(columns, dense, row_starts, mode='sum', per_sample_weights=values)"
+            f"{line} reads a sparse matrix; take F.embedding_bag(columns, dense, row_ptr, mode='sum', "
+            "per_sample_weights=values)"
         )
     if "_LegacyVariableBase" in text:
         return CannotAdopt(
@@ -127,25 +130,26 @@ def untraceable(error: BaseException) -> CannotAdopt:
     elif raised:
         what = f"in its trace it raises {raised[1]}"
     return CannotAdopt(
-        f"{line} cannot be traced by torch.compile ({what[:80]}); move it out of the loss and forward"
+        f"{line} cannot be traced by torch.compile ({what[:49]}); take it out of the step"
     )
 
 
 def values_needed(line: str) -> str:
     """Says that a line of the user's depends on values, with the remedy."""
-    remedy = _REMEDY_OF_VALUES
+    cause = "depends on values that a step computes (.item(), if, masks)"
+    remedy = "take torch.where, or weights of 0 and 1"
     if "torchrec/sparse/jagged_tensor.py" in line:
         # which reads how many ids each feature has
+        cause = "depends on values"
         remedy = "make the KeyedJaggedTensor with length_per_key=[...], the numbers of ids of its features"
-    return f"{line} depends on values that a step computes; {remedy}"
+    return f"{line} {cause}; {remedy}"
 
 
 def _users_line(text: str) -> str:
     """Returns the last of the user's lines in a text with lines of a traceback, as ``FILE:LINE (CODE)``."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', text)
-    for file, number, code in reversed(frames):
+    for file, number in reversed(re.findall(r'File "([^"]+)", line (\d+), in ', text)):
         if is_users_file(file):
-            return f"{file}:{number} ({code.strip()})"
+            return with_text(f"{file}:{number}")
     return UNKNOWN
 
 
@@ -291,11 +295,11 @@ class StepGraph:
             if name:
                 raise CannotAdopt(
                     f"{line} reads '{name}', which requires a gradient, but no optimizer moves it; make it an "
-                    "nn.Parameter, or a buffer"
+                    "nn.Parameter or a buffer"
                 )
             raise CannotAdopt(
-                f"{line} reads a tensor of shape {tuple(tensor.shape)} that requires a gradient and is not the "
-                "model's; put all modules of the loss into one: adopt(nn.ModuleList([model, other]), ...)"
+                f"{line} reads a tensor that requires a gradient and is not the model's; "
+                "adopt(nn.ModuleList([model, other]), ...)"
             )
 
     def _refuse_constants(self) -> None:

@@ -33,6 +33,8 @@ _MEASURING = (f"{_PACKAGE}diagnose/", f"{_PACKAGE}observe/")
 _CALLERS = (f"{_PACKAGE}diagnose/loop.py",)
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 UNKNOWN = "a line that torch does not name"
+_PLACE = 64  # characters of a place with its text
+_LEAST_TEXT = 24  # characters of the text beside a long path
 
 
 def user_line() -> str:
@@ -59,11 +61,18 @@ def raising_line(error: BaseException) -> str:
 
 
 def with_text(place: str) -> str:
-    """Returns ``file:line (text)`` of a place ``file:line``, unchanged if the text is not known."""
+    """Returns ``file:line (text)`` of a place ``file:line``, short enough for a message of 200 characters.
+
+    A library's file is named from its package on, and a long text is cut.
+    """
     file, _, number = place.rpartition(":")
     if not number.isdigit():
         return place
     text = linecache.getline(file, int(number)).strip()
+    place = re.sub(r".*/(site|dist)-packages/", "", place)
+    room = max(_PLACE - len(place), _LEAST_TEXT)
+    if len(text) > room:
+        text = f"{text[: room - 3]}..."
     return f"{place} ({text})" if text else place
 
 
