@@ -1,7 +1,7 @@
 """Small sets in the form of the real ones."""
 
 import dataclasses
-from functools import partial
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -52,22 +52,9 @@ def write_ml_100k(root: Path) -> Path:
     return root
 
 
-def generate_less() -> None:
-    """Makes the generated sets of this process, which is a rank, ten times as small, but those of users and items.
-
-    For laws that hold whatever a model has learned.
-    """
-    log = planted.planted_log
-
-    def fewer_users(**options: Any) -> Any:
-        return log(**{**options, "users": options["users"] // 10})
-
-    planted.planted_context = partial(planted.planted_context, rows=6_000)
-    planted.planted_log = fewer_users
-
-
+@functools.cache
 def planted_data(**sizes: int) -> Prepared:
-    """Generated tastes as a prepared folder."""
+    """Generated tastes as a prepared folder, once in a process."""
     return open_set(planted.planted(**sizes))
 
 

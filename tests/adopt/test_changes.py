@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import os
 import random
@@ -16,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import prune
 
 import torchrec_ext.adopt.step as adopted
 from torchrec_ext.adopt import AdoptedStep, adopt
@@ -148,7 +146,6 @@ PYTHON: dict[str, Program] = {
     "a numpy array as a tensor": at(
         0, lambda: np.ones(1, np.float32), lambda o: torch.from_numpy(o)
     ),
-    "a function": at(0, lambda: [lambda: 1.0], lambda o: o[0](), lambda: 0.3),
     "the environment": attribute(
         lambda: None,
         lambda _: float(os.environ.get("TAU_OF_A_TEST", "1")),
@@ -188,11 +185,6 @@ class Scale(nn.Module):
         return rows * 0.3
 
 
-def renew(model: Any, name: str) -> None:
-    tensor = functools.reduce(getattr, name.split("."), model)
-    tensor.data = tensor.data.clone() * 0.5
-
-
 def replace_forward(model: Any) -> None:
     before = model.top.forward
     model.top.forward = lambda rows: before(rows) * 0.3
@@ -222,9 +214,9 @@ MODEL: dict[str, Program] = {
         )
     ),
     "a layer frozen": in_model(lambda m: m.top[0].requires_grad_(False)),
-    "a table frozen": in_model(lambda m: m.item.requires_grad_(False)),
-    "a table's data": in_model(lambda m: renew(m, "user.weight")),
-    "a layer's data": in_model(lambda m: renew(m, "top.0.weight")),
+    "a table's data": in_model(
+        lambda m: put(m.user.weight, "data", m.user.weight.data * 0.5)
+    ),
     "a row in place": in_model(lambda m: m.item.weight.data[3].zero_()),
     "a state loaded": in_model(
         lambda m: m.load_state_dict({k: v * 0.5 for k, v in m.state_dict().items()})
@@ -293,9 +285,7 @@ HANDLES: list[Any] = []
 
 OPTIMIZER: dict[str, Program] = {
     "the rate": in_optimizer(lambda o: each_group(o, lr=3e-3)),
-    "betas": in_optimizer(lambda o: each_group(o, betas=(0.5, 0.9))),
     "weight decay": in_optimizer(lambda o: each_group(o, weight_decay=0.1)),
-    "amsgrad": in_optimizer(lambda o: each_group(o, maximize=True)),
     "state cleared": in_optimizer(lambda o: o.state.clear()),
     "a moment replaced": in_optimizer(
         lambda o: each_state(
@@ -423,35 +413,6 @@ TENSORS: dict[str, Program] = {
 }
 
 
-def read_as(way: str) -> Program:
-    """A program that takes the weights in some way, and holds them."""
-    kept: dict[int, Any] = {}
-
-    def take(world: World) -> None:
-        weight = world.model.item.weight
-        kept[id(world.model)] = {
-            "data": lambda: weight.data,
-            "numpy": lambda: weight.detach().numpy(),
-            "state_dict": lambda: world.model.state_dict()["item.weight"],
-        }[way]()
-
-    return Program(take)
-
-
-def mean_of_numpy(world: World) -> None:
-    """Scales a layer by the mean of the weights as numpy sees them."""
-    with torch.no_grad():
-        world.model.top[0].weight.mul_(
-            1.0 + float(world.model.item.weight.detach().numpy().mean())
-        )
-
-
-READS: dict[str, Program] = {
-    **{f"kept: {way}": read_as(way) for way in ("data", "numpy", "state_dict")},
-    "read as numpy": Program(mean_of_numpy),
-}
-
-
 def toggle(module: nn.Module) -> None:
     for parameter in module.parameters():
         parameter.requires_grad_(not parameter.requires_grad)
@@ -467,13 +428,9 @@ AGAIN: dict[str, Program] = {
     "a layer frozen and unfrozen": in_model(lambda m: toggle(m.top[0]))._replace(
         every=4
     ),
-    "a table frozen and unfrozen": in_model(lambda m: toggle(m.item))._replace(every=4),
     "a group added that the loss reads": Program(
         grow, lambda model: lambda: getattr(model, "extra", 1.0)
     ),
-    "pruned twice": in_model(
-        lambda m: prune.l1_unstructured(m.top[0], "weight", 0.3)
-    )._replace(every=6),
     "a target network renewed": with_outer(
         taught,
         lambda o, w: put(
@@ -493,7 +450,6 @@ PROGRAMS: dict[str, Program] = {
     **MODEL,
     **OPTIMIZER,
     **TENSORS,
-    **READS,
     **AGAIN,
 }
 # In the default run; the others are in the slow one.
@@ -545,8 +501,7 @@ def restore() -> None:
     settings.__dict__.pop("tau", None)
     os.environ.pop("TAU_OF_A_TEST", None)
     for handle in HANDLES:
-        if hasattr(handle, "remove"):
-            handle.remove()
+        handle.remove()
     HANDLES.clear()
 
 

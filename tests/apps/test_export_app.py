@@ -7,6 +7,7 @@ import datetime
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.contracts import mostly_slow, run_ranks
+from tests.contracts import run_ranks
 from tests.settings import with_settings
-from tests.small_sets import generate_less
+from torchrec_ext.data import planted
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
@@ -40,27 +41,11 @@ from torchx_apps.recipes.saved_job import saved_job
 from torchx_apps.tasks.export_data import ExportData
 from torchx_apps.tasks.task import Task
 
+# Of each bundle its recipe, and the settings of its data.
 RECIPES: dict[str, tuple[str, ...]] = {
-    "two_tower": ("data.name=planted", "data.users=80", "data.items=60"),
-    "retrieval": (
-        "data.name=planted",
-        "data.users=80",
-        "data.items=60",
-        "model.interaction=cosine",
-    ),
-    "ncf": ("data.name=planted", "data.users=80", "data.items=60"),
-    "contextual_ncf": ("data.name=planted",),
-    "n_tower": ("data.name=planted",),
-    "stream": ("data.name=planted",),
-    "session": ("data.name=planted", "data.users=60", "data.items=60"),
-    "folder": ("data.name=mine",),
-    "shown_raw": ("data.name=shown_raw",),
-    "shown_raw_ncf": ("data.name=shown_raw",),
-}
-OWN = {
-    "folder": "two_tower",
-    "shown_raw": "n_tower",
-    "shown_raw_ncf": "contextual_ncf",
+    "session": ("session", "data.name=planted", "data.users=60", "data.items=60"),
+    "folder": ("two_tower", "data.name=mine"),
+    "shown_raw": ("n_tower", "data.name=shown_raw"),
 }
 
 
@@ -132,19 +117,16 @@ def write_shown_raw(root: Path) -> None:
 
 
 def job_of(name: str, root: Path) -> Any:
-    folder = [f"data.folder={root}"] if name in OWN else []
-    return with_settings(load_recipe(OWN.get(name, name)), [*RECIPES[name], *folder])
+    recipe, *settings = RECIPES[name]
+    if name != "session":
+        settings.append(f"data.folder={root}")
+    return with_settings(load_recipe(recipe), settings)
 
 
-# Recipes that differ from another one by a metric or its network.
-SLOW = ("two_tower", "retrieval", "ncf", "n_tower", "stream", "shown_raw_ncf")
-
-
-def exported(runtime: Runtime, root: Path, names: list[str]) -> dict[str, Any]:
+def exported(runtime: Runtime, root: Path) -> dict[str, Any]:
     """Exports a bundle of each of these recipes after one epoch; returns what evaluators recommend."""
-    generate_less()
     recommended = {}
-    for name in names:
+    for name in RECIPES:
         job = job_of(name, root)
         task = load_task(job, runtime)
         torch.manual_seed(0)
@@ -174,18 +156,10 @@ def exported(runtime: Runtime, root: Path, names: list[str]) -> dict[str, Any]:
             config = LoaderConfig(
                 batch_size=80, negatives=0, label="label", shuffle=False
             )
-            loader = ChunkLoader(
-                task.data.rows("test"),
-                schema,
-                config=config,
-                rank=runtime.rank,
-                world_size=2,
-            )
+            loader = ChunkLoader(task.data.rows("test"), schema, config=config)
             with torch.no_grad():
                 logits = sharded.eval().module(next(iter(loader)))[1].logits
-            both = [torch.zeros_like(logits) for _ in range(2)]
-            torch.distributed.all_gather(both, logits)
-            recommended[name] = torch.cat(both).tolist()
+            recommended[name] = logits.tolist()
         if task.data.form == "pairs":
             sharded.eval()
             answer = evaluator.recommend()
@@ -205,20 +179,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recommended(root: Path) -> dict[str, Any]:
-    names = [name for name in RECIPES if name not in SLOW]
-    return run_ranks(exported, 2, root, names, timeout_s=600)[0]  # type: ignore[no-any-return]
-
-
-@pytest.fixture(scope="module")
-def of_slow(root: Path) -> dict[str, Any]:
-    return run_ranks(exported, 2, root, list(SLOW), timeout_s=600)[0]  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-def found(name: str, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What was recommended by the recipe of the test's parameter, and others with it."""
-    fixture = "of_slow" if name in SLOW else "recommended"
-    return request.getfixturevalue(fixture)  # type: ignore[no-any-return]
+    return run_ranks(exported, 1, root, timeout_s=600)[0]  # type: ignore[no-any-return]
 
 
 def ranked(bundle: Bundle, user: Any, k: int) -> list[Any]:
@@ -233,14 +194,11 @@ def ranked(bundle: Bundle, user: Any, k: int) -> list[Any]:
     return bundle.items.ids.ids(open_search(bundle).search(query, k, mask).positions)
 
 
-@pytest.mark.parametrize(
-    "name", mostly_slow(["folder", "two_tower", "ncf", "retrieval"], "folder")
-)
 def test_a_user_who_is_named_by_id_gets_what_the_evaluator_recommends(
-    name: str, found: dict[str, Any], root: Path
+    recommended: dict[str, Any], root: Path
 ) -> None:
-    user, items = found[name]
-    bundle = Bundle.load(root / f"bundle-{name}")
+    user, items = recommended["folder"]
+    bundle = Bundle.load(root / "bundle-folder")
     assert bundle.users is not None
     (row,) = bundle.users.ids.positions([user if isinstance(user, str) else int(user)])
     # The evaluator leaves out what stands before a user's test rows, a service these too.
@@ -249,37 +207,10 @@ def test_a_user_who_is_named_by_id_gets_what_the_evaluator_recommends(
     assert ranked(bundle, user, len(new)) == new
 
 
-@pytest.mark.parametrize(
-    "name", mostly_slow(["contextual_ncf", "n_tower", "stream"], "contextual_ncf")
-)
-def test_context_is_part_of_the_query(
-    name: str, found: dict[str, Any], root: Path
-) -> None:
-    del found
-    bundle = Bundle.load(root / f"bundle-{name}")
-    assert bundle.manifest.content["towers"]["candidate"]["names"] == ["item"]
-    assert set(bundle.query.columns.raw) == {"user_id", "hour", "weekday"}
-    rows = {"user_id": [3, 3, 10_000], "hour": [1, 20, 1], "weekday": [2, 2, 2]}
-    vectors = bundle.query.embed(rows)
-    assert not np.array_equal(vectors[0], vectors[1])
-    assert {
-        column: unknown.tolist()
-        for column, unknown in bundle.query.columns.read(rows).unknown.items()
-    } == {
-        "user_id": [False, False, True],
-        "hour": [False] * 3,
-        "weekday": [False] * 3,
-    }
-    assert bundle.items.ids.positions([1, 200, 201]).tolist() == [0, 199, -1]
-
-
-@pytest.mark.parametrize(
-    "name", mostly_slow(["shown_raw", "shown_raw_ncf"], "shown_raw")
-)
 def test_text_dates_and_missing_values_of_the_shown_item_are_served_as_they_were_trained(
-    name: str, found: dict[str, Any], root: Path
+    recommended: dict[str, Any], root: Path
 ) -> None:
-    bundle = Bundle.load(root / f"bundle-{name}")
+    bundle = Bundle.load(root / "bundle-shown_raw")
     assert set(bundle.query.columns.raw) == {
         "user_id",
         "user_age",
@@ -305,7 +236,9 @@ def test_text_dates_and_missing_values_of_the_shown_item_are_served_as_they_were
             user |= {"user_age": row["user_age"], "joined": None}
         (score,) = scorer.score(ScoreRequest(user=user, items=[row["item"]])).scores
         served.append(score)
-    assert served == pytest.approx(found[name], abs=1e-5), "served equals trained"
+    assert served == pytest.approx(recommended["shown_raw"], abs=1e-5), (
+        "served equals trained"
+    )
 
 
 def test_a_session_may_be_longer_than_the_model_reads(
@@ -350,7 +283,8 @@ class MyTask(Task):
 
 
 def refused(runtime: Runtime, root: Path) -> tuple[str, str]:
-    job = with_settings(load_recipe("two_tower"), RECIPES["two_tower"])
+    small = ("data.name=planted", "data.users=80", "data.items=60")
+    job = with_settings(load_recipe("two_tower"), small)
     task = load_task(job, runtime)
     model = job.build(job.model, task.data)
     sharded, _ = hybrid_parallel(model, runtime, optimizer=job.optimizer)
@@ -449,14 +383,16 @@ def test_a_run_ends_with_the_bundle_that_its_checkpoint_gives(tmp_path: Path) ->
 
 
 def test_a_bundle_is_of_the_checkpoint_asked_for_and_says_that_its_run_was_worse_than_a_constant(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At this rate the network learns nothing but the noise of its last rows, each epoch another one."""
+    fewer = partial(planted.planted_context, rows=6_000)
+    monkeypatch.setattr(planted, "planted_context", fewer)
     sets = [
         "data.name=planted",
         "train.epochs=9",
         "train.eval_every=1",
-        "loader.batch_size=4096",
+        "loader.batch_size=512",
         "checkpoint.keep=9",
     ]
     sets += ["optimizer.tables_lr=1", "optimizer.dense_lr=1", "train.compile=off"]

@@ -209,25 +209,6 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:.*have an unknown user or item")
-def test_what_the_preprocessing_writes_is_read_and_served_by_raw_rows(
-    ready: Path, tmp_path: Path
-) -> None:
-    more = ("export=require", "train.early_stop.metric=")
-    run("two_tower", ready, tmp_path / "run", *more)
-    bundle = Bundle.load(tmp_path / "run/bundle")
-    items = pq.read_table(ready / "raw/items.parquet")["item_id"].to_pylist()
-    served = bundle.items.ids.arrow().to_pylist()
-    assert set(served) < set(items), "the log's ids, without the rare ones"
-    (row,) = pq.read_table(ready / "raw/requests.parquet").slice(0, 1).to_pylist()
-    asked = {
-        name: value for name, value in row.items() if name in bundle.query.columns.raw
-    }
-    answer = Scorer(bundle).recommend(RecommendRequest(user=asked, k=5))
-    assert len(answer.items) == 5
-    assert all(np.isfinite(answer.scores))
-
-
-@pytest.mark.filterwarnings("ignore:.*have an unknown user or item")
 def test_the_label_decides_what_is_a_positive(ready: Path) -> None:
     from torchx_apps.tasks.loading import ranking_task
 

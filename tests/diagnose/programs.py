@@ -159,17 +159,3 @@ def mlp(
         lambda x, y: loss_fn(model(x), y),
         batches,
     )
-
-
-class Late(torch.autograd.Function):
-    """Moves a clock in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, move: Callable[[], None]) -> Tensor:  # type: ignore[override]
-        ctx.move = move
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        ctx.move()
-        return gradient, None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.capture.runs import Given
 from tests.contracts import gather_state, run_ranks
-from tests.examples import redrawn, table
+from tests.examples import redrawn
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -36,20 +36,6 @@ def dense_model() -> TowerModel:
             user_dense={"profile": PROFILE},
             item_dense={"content": CONTENT},
             tower_widths=(16, 8),
-        )
-    )
-
-
-def beside_tables(device: torch.device | None = None) -> TowerModel:
-    """A tower without a table beside one with tables."""
-    return redrawn(
-        two_tower(
-            [table("user_id", 30)],
-            [],
-            user_dense=["age"],
-            item_dense={"content": CONTENT},
-            tower_widths=(16, 8),
-            device=device,
         )
     )
 

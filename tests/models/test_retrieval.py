@@ -20,6 +20,7 @@ from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.id_dropout import drop_ids
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, training_loader
 from torchrec_ext.data.negatives.mixed import CatalogueCandidates
+from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.runtime import Runtime
@@ -135,6 +136,10 @@ def test_a_dropped_candidate_is_itself(queries: int) -> None:
     torch.testing.assert_close(model(rows)[0], torch.stack(expected).mean())
 
 
+def clicks_set() -> Prepared:
+    return planted_data(users=60, items=50, clusters=4, history_length=1)
+
+
 SAMPLINGS = ("batch", "mixed", "resident", "dropout")
 
 
@@ -178,15 +183,21 @@ def test_losses_on_a_loaders_batches_are_the_same_on_any_number_of_ranks() -> No
 
 
 LABELS, WEIGHTS = np.array([1.0, 0.0, 0.5, 1.0, 0.0]), np.array([1.0, 2.0, 0.5])
-CLICKS = planted_data(users=60, items=50, clusters=4, history_length=1)
 
 
 def clicks() -> Chunk:
-    """The rows of CLICKS with a label and a weight each."""
-    count = CLICKS.rows("train").num_rows
+    """The rows of the set with a label and a weight each."""
+    count = clicks_set().rows("train").num_rows
     columns = {"label": np.resize(LABELS, count), "weight": np.resize(WEIGHTS, count)}
-    return CLICKS.rows("train").with_columns(
-        {name: Column(values.astype(np.float32)) for name, values in columns.items()}
+    return (
+        clicks_set()
+        .rows("train")
+        .with_columns(
+            {
+                name: Column(values.astype(np.float32))
+                for name, values in columns.items()
+            }
+        )
     )
 
 
@@ -197,7 +208,7 @@ def of_clicks(
         "user": Tower([table("occupation", 22)], (8,)),
         "item": Tower([table("item_id", 51)], (8,)),
     }
-    counts = torch.from_numpy(CLICKS.popularity) if loss == "in_batch" else None
+    counts = torch.from_numpy(clicks_set().popularity) if loss == "in_batch" else None
     return RetrievalModel(
         towers, DotProduct([8, 8]), counts=counts, loss=loss, device=device, **options
     )
@@ -216,11 +227,11 @@ def loader_of_clicks(
         prefetch=0,
     )
     everything = (
-        CatalogueCandidates(np.arange(1, CLICKS.num_items + 1))
+        CatalogueCandidates(np.arange(1, clicks_set().num_items + 1))
         if schema.catalogue
         else None
     )
-    items = CLICKS.items if schema.catalogue else None
+    items = clicks_set().items if schema.catalogue else None
     return ChunkLoader(
         clicks(),
         schema,
@@ -244,13 +255,15 @@ def test_the_loss_of_clicks_is_that_of_a_by_hand_count(
     batch = next(iter(loader_of_clicks(model, Runtime(), label)))
     assert batch.items is not None
     count = 101
-    assert len(batch) == (count if loss == "in_batch" else count + CLICKS.num_items)
+    assert len(batch) == (
+        count if loss == "in_batch" else count + clicks_set().num_items
+    )
     users, items = model.outputs(batch)
     ids = batch.items[:count]
     weights = (batch.weights * batch.labels)[:count] if label else batch.weights[:count]
     if loss == "catalogue":
         assert sorted(batch.items[count:].tolist()) == list(
-            range(1, CLICKS.num_items + 1)
+            range(1, clicks_set().num_items + 1)
         )
         losses = cross_entropy(
             users[:count] @ items[count:].T / 0.5, ids - 1, reduction="none"
@@ -264,7 +277,10 @@ def test_the_loss_of_clicks_is_that_of_a_by_hand_count(
             weights[clicked],
         )
         log_q = (
-            (torch.from_numpy(CLICKS.popularity) / len(CLICKS.taken("train").items))
+            (
+                torch.from_numpy(clicks_set().popularity)
+                / len(clicks_set().taken("train").items)
+            )
             .log()
             .float()[ids]
         )

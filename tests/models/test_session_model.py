@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -21,7 +20,6 @@ from torchrec_ext.data.loader.loader import ChunkLoader
 from torchrec_ext.data.planted import planted_sequences
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.session import NextItemModel
 from torchrec_ext.modules.session_encoder import SessionEncoder
 from torchrec_ext.schema import Jagged
@@ -146,15 +144,6 @@ def only(feature: str, rows: list[Tensor]) -> TowerBatch:
     bags = Jagged(torch.cat(rows), torch.tensor([len(row) for row in rows]))
     columns = {"session": empty, "item_id": empty} | {feature: bags}
     return small(META).schema().assemble(columns, labels=torch.zeros(size))
-
-
-@pytest.mark.unit
-def test_with_lengths_from_the_host_the_loss_is_the_same() -> None:
-    model = small()
-    initialise_tables(model, seed=7)
-    batch = next(batches(2))
-    moved = dataclasses.replace(batch, host_lengths=batch.to(META).host_lengths)
-    assert torch.equal(model(moved)[0], model(batch)[0])
 
 
 @pytest.mark.unit

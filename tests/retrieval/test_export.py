@@ -58,9 +58,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> First:
     return First(model, exported("top_nn", folder, model, renewal=renewal), renewal)
 
 
-@pytest.mark.parametrize(
-    "kind", mostly_slow(KINDS, "top_nn", "dot", "bst", "own tower")
-)
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, "top_nn", "dot", "bst"))
 def test_served_equals_trained(kind: str, first: First, tmp_path: Path) -> None:
     model, bundle = first.model.train(), first.bundle
     if kind != "top_nn":

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingBagConfig, JaggedTensor, PoolingType
+from torchrec import JaggedTensor
 
 from torchrec_ext.data.preprocess import (
     Categorify,
@@ -26,14 +26,13 @@ from torchrec_ext.data.preprocess import (
 )
 from torchrec_ext.data.preprocess.history import GAPS
 from torchrec_ext.data.preprocess.rows import connected
-from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.catalogue import Catalogue, NamedUsers
 from torchrec_ext.retrieval.columns import Columns
 from torchrec_ext.retrieval.export import export
 from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.retrieval.scorer import RequestError, Scorer, ScoreRequest
-from torchrec_ext.schema import DataError, Jagged
+from torchrec_ext.schema import DataError
 
 pytest.importorskip("duckdb", reason="needs the extra `data`")
 
@@ -50,7 +49,6 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "user": [f"u{number}" for number in rng.integers(0, 8, ROWS)],
         "item": rng.integers(100, 100 + ITEMS, ROWS),
         "time": pa.array(hours, pa.timestamp("us", "UTC")),
-        "age": rng.integers(20, 60, ROWS).astype(np.float32),
         "genre": [f"g{number}" for number in rng.integers(0, 4, ROWS)],
         "label": np.ones(ROWS, np.float32),
     }
@@ -71,26 +69,9 @@ def fitted(log: Path) -> FittedPreprocessor:
         ),
         Categorify(column="item", also=("history",)),
         Categorify(column="genre", also=("history_genre",)),
-        TimeFeatures(column="time", zone="Europe/Berlin", features=("weekday",)),
-        Normalize(column="age"),
         Categorify(column="user"),
     ]
     return Preprocessor(steps, keep=["label"]).fit(str(log))
-
-
-def model_of(fitted: FittedPreprocessor) -> TowerModel:
-    def table(name: str) -> EmbeddingBagConfig:
-        return EmbeddingBagConfig(
-            name=name,
-            feature_names=[name],
-            num_embeddings=fitted.vocab[name],
-            embedding_dim=4,
-            pooling=PoolingType.MEAN,
-        )
-
-    torch.manual_seed(0)
-    users = [table("user"), table("history"), table("time_weekday")]
-    return two_tower(users, [table("item")], user_dense=["age"], tower_widths=(6,))
 
 
 def requests(log: Path) -> list[dict[str, Any]]:
@@ -103,7 +84,6 @@ def requests(log: Path) -> list[dict[str, Any]]:
             {
                 "user": row["user"],
                 "time": row["time"].isoformat(),
-                "age": row["age"],
                 "history_items": [each["item"] for each in before],
                 "history_times": [each["time"].isoformat() for each in before],
                 "history_genre": [each["genre"] for each in before],
@@ -122,54 +102,11 @@ def queries(log: Path) -> pa.Table:
     schema = {
         "user": pa.string(),
         "time": time,
-        "age": pa.float32(),
         "history_items": pa.list_(pa.int64()),
         "history_times": pa.list_(time),
         "history_genre": pa.list_(pa.string()),
     }
     return pa.Table.from_pylist(rows, schema=pa.schema(schema))
-
-
-@pytest.fixture(scope="module")
-def bundle(
-    fitted: FittedPreprocessor, log: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Bundle:
-    folder = tmp_path_factory.mktemp("bundle") / "bundle"
-    ids = np.unique(pq.read_table(log)["item"].to_numpy())
-    export(
-        model_of(fitted),
-        folder,
-        catalogue=Catalogue(ids=ids, features=pa.table({"item": ids})),
-        queries=queries(log),
-        preprocessor=fitted,
-    )
-    return Bundle.load(folder)
-
-
-def test_a_request_scores_as_the_row_of_the_file(
-    bundle: Bundle, fitted: FittedPreprocessor, log: Path, tmp_path: Path
-) -> None:
-    with connected() as con:
-        rows = con.sql(f"SELECT * FROM '{log}' ORDER BY time")
-        fitted.transform(rows, tmp_path / "ready", con=con)
-    made = pq.read_table(tmp_path / "ready").to_pydict()
-    model = model_of(fitted).eval()
-    lengths = torch.tensor([len(history) for history in made["history"]])
-    every = [item for items in made["history"] for item in items]
-    ids = {
-        name: Jagged(torch.tensor(made[name]))
-        for name in ("user", "time_weekday", "item")
-    } | {"history": Jagged(torch.tensor(every, dtype=torch.int64), lengths)}
-    batch = model.schema().assemble(
-        ids, {"age": torch.tensor(made["age"])}, labels=torch.ones(ROWS)
-    )
-    with torch.no_grad():
-        expected = model.logits(batch).tolist()
-    scorer = Scorer(bundle)
-    items = pq.read_table(log)["item"].to_pylist()
-    for user, item, logit in zip(requests(log), items, expected, strict=True):
-        (score,) = scorer.score(ScoreRequest(user=user, items=[item])).scores
-        assert score == pytest.approx(logit, rel=1e-4, abs=1e-5)
 
 
 class Own(nn.Module):
@@ -426,11 +363,13 @@ class Places(nn.Module):
         return (self.item(recent)[:, -1] * self.item(item)).sum(1)
 
 
-def test_errors_name_the_requests_own_column(bundle: Bundle, log: Path) -> None:
-    user = requests(log)[-1]
-    scorer = Scorer(bundle)
+def test_errors_name_the_requests_own_column(
+    latest: tuple[Latest, Scorer], log: Path
+) -> None:
+    _, scorer = latest
+    last = requests(log)[-1]
+    user = {name: last[name] for name in scorer.bundle.query.columns.raw}
     for change, what in (
-        ({"age": None}, "column 'age'"),
         ({"time": "yesterday"}, "column 'time', row 0"),
         ({"history_items": ["x"]}, "column 'history_items'"),
         ({"agee": 1}, "reads no such column"),
@@ -444,9 +383,12 @@ def test_errors_name_the_requests_own_column(bundle: Bundle, log: Path) -> None:
             scorer.score(ScoreRequest(user=rest, items=[100]))
 
 
-def test_unknown_values_are_flagged(bundle: Bundle, log: Path) -> None:
-    user = {**requests(log)[-1], "user": "nobody", "history_items": [999_999]}
+def test_unknown_values_are_flagged(latest: tuple[Latest, Scorer], log: Path) -> None:
+    _, scorer = latest
+    last = requests(log)[-1]
+    user = {name: last[name] for name in scorer.bundle.query.columns.raw}
+    user["history_items"] = [999_999]
     for name in ("history_times", "history_genre"):
         user[name] = user[name][:1]
-    answer = Scorer(bundle).score(ScoreRequest(user=user, items=[100]))
-    assert sorted(answer.unknown_features) == ["history", "user"]
+    answer = scorer.score(ScoreRequest(user=user, items=[100]))
+    assert answer.unknown_features == ["history"]

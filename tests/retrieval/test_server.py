@@ -12,13 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from tests.retrieval.running import Client, Server, serving
 from tests.retrieval.small import Small
-from torchrec_ext.data.preprocess.columns import read_cells
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.scorer import (
     EmbedRequest,
@@ -28,6 +26,7 @@ from torchrec_ext.retrieval.scorer import (
     ScoreRequest,
 )
 from torchrec_ext.retrieval.store import write_store
+from torchx_apps import serve
 
 pytestmark = pytest.mark.launch
 RECOMMEND = "/v1/recommend"
@@ -207,28 +206,6 @@ def test_the_log_has_no_data_of_callers(server: Server, client: Client) -> None:
     assert str(secret) not in "".join(server.lines)
 
 
-def times() -> dict[str, Any]:
-    return {
-        "timestamp[us]": ["2024-02-29T18:30:00Z", "2024-02-29", 1709231400000000],
-        "list<timestamp[s]>": [["2024-02-29", None, "2024-03-01T00:00:00+01:00"]],
-        "int64": [1, -(2**63), 2**63 - 1],
-        "float32": [0.5, 3, -1e-30],
-        "bool": [True, False],
-        "string": ["", "\u00e4\n"],
-        "list<string>": [["a", None], []],
-        "list<float64>": [[1.5, 2]],
-    }
-
-
-@pytest.mark.parametrize("raw", times())
-def test_json_can_say_every_value_of_a_file(raw: str) -> None:
-    """As a request is decoded, the reader of files reads it."""
-    for value in times()[raw]:
-        (decoded,) = msgspec.json.decode(json.dumps([value]))
-        cells = read_cells("column", [decoded], raw)
-        assert cells.is_valid.any() or value == []
-
-
 def test_token_hosts_and_stored_users(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret\n")
     bundle = Bundle.load(folder, verify=False)
@@ -267,18 +244,26 @@ def test_token_hosts_and_stored_users(folder: Path, tmp_path: Path) -> None:
         assert client.get("/healthz", Host="A.example:80").status == 200
 
 
-def test_ids_of_users_are_private(folder: Path) -> None:
-    with serving(folder, "--allowed-hosts=*") as server:
+def test_a_server_for_all_hosts_hides_ids_has_a_limit_and_ends_with_its_parent(
+    folder: Path,
+) -> None:
+    with serving(folder, "--allowed-hosts=*", "--limit-concurrency=3") as server:
         shown = server.client().get("/v1/bundle").json
         assert shown["sample_users"] == []
         assert "user" not in shown["example_user"]
-
-
-def run_to_its_end(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torchx_apps.serve", *flags]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=60
-    )
+        held = [server.client() for _ in range(6)]
+        assert {each.get("/healthz").status for each in held} == {200, 503}
+        # The worker sees that its parent was killed.
+        server.process.kill()
+        server.process.wait()
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            try:
+                server.client().get("/healthz")
+            except OSError:
+                return
+            time.sleep(0.2)
+    raise AssertionError("the worker still answers")
 
 
 def test_a_worker_that_fails_in_an_unknown_way_ends(folder: Path) -> None:
@@ -304,26 +289,33 @@ app.create()
 
 
 def test_starts_that_fail_say_one_line(
-    folder: Path, server: Server, tmp_path: Path
+    folder: Path, server: Server, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     broken = tmp_path / "broken"
     Small(seed=1).write(broken)
     (broken / "pairs.onnx").write_bytes(b"x" * (broken / "pairs.onnx").stat().st_size)
-    for flags, what in (
-        ([str(tmp_path / "none")], "there is no such file or folder"),
-        ([str(broken), "--port=0"], "does not have the SHA-256"),
-        ([str(folder), f"--port={server.port}"], "cannot listen"),
-        ([str(folder), "--workers=0"], "workers=0: must be 1 or more"),
-        ([str(folder), "--allowed-hosts=*a"], "allowed_hosts: '*a'"),
-        ([str(folder), "--port=0", f"--vectors={folder}"], "is a bundle, no store"),
+    for bundle, flag, what in (
+        (tmp_path / "none", "--port=0", "there is no such file or folder"),
+        (folder, f"--port={server.port}", "cannot listen"),
+        (folder, "--workers=0", "workers=0: must be 1 or more"),
+        (folder, "--allowed-hosts=*a", "allowed_hosts: '*a'"),
     ):
-        run = run_to_its_end(*flags)
+        assert serve.main([str(bundle), flag]) == 1
+        (line,) = capfd.readouterr().err.splitlines()
+        assert what in line
+    # These a worker says, in a process of its own.
+    for bundle, flag, what in (
+        (broken, "--limit-concurrency=9", "does not have the SHA-256"),
+        (folder, f"--vectors={folder}", "is a bundle, no store"),
+    ):
+        command = [sys.executable, "-m", "torchx_apps.serve", str(bundle), "--port=0"]
+        run = subprocess.run(
+            [*command, flag], capture_output=True, text=True, check=False, timeout=60
+        )
         assert run.returncode == 1
-        lines = [
-            line for line in run.stderr.splitlines() if "Child process" not in line
-        ]
-        assert len(lines) == 1, run.stderr
-        assert what in lines[0]
+        lines = run.stderr.splitlines()
+        (line,) = [line for line in lines if "Child process" not in line]
+        assert what in line
 
 
 def mutated(draw: random.Random, value: Any) -> Any:
@@ -421,24 +413,3 @@ def test_a_killed_worker_is_replaced(folder: Path) -> None:
             time.sleep(0.1)
         assert len(server.events("ready")) == 3
         assert client.get("/healthz").status == 200
-
-
-def test_a_worker_ends_with_a_parent_that_is_killed(folder: Path) -> None:
-    with serving(folder) as server:
-        server.process.kill()
-        server.process.wait()
-        end = time.monotonic() + 30
-        while time.monotonic() < end:
-            try:
-                server.client().get("/healthz")
-            except OSError:
-                return
-            time.sleep(0.2)
-    raise AssertionError("the worker still answers")
-
-
-def test_too_many_connections_get_503(folder: Path) -> None:
-    with serving(folder, "--limit-concurrency=3") as server:
-        held = [server.client() for _ in range(6)]
-        statuses = [each.get("/healthz").status for each in held]
-        assert set(statuses) == {200, 503}

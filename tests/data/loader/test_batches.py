@@ -11,14 +11,18 @@ from tests.data.stream_sets import schema_by
 from tests.small_sets import planted_data
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.sides import BatchBuilder
+from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.schema import BatchSchema, DataError
 
 pytestmark = pytest.mark.unit
-DATA = planted_data(users=40, items=60, clusters=4)
+
+
+def data() -> Prepared:
+    return planted_data(users=40, items=60, clusters=4)
 
 
 def schema() -> BatchSchema:
-    return schema_by(DATA.vocab, dense=DATA.dense)
+    return schema_by(data().vocab, dense=data().dense)
 
 
 def bags(batch: object, name: str) -> list[list[int]]:
@@ -26,9 +30,9 @@ def bags(batch: object, name: str) -> list[list[int]]:
 
 
 def test_a_user_stands_beside_each_candidate_with_the_candidates_features() -> None:
-    rows = DATA.rows("train").take(np.array([5, 0]))
+    rows = data().rows("train").take(np.array([5, 0]))
     candidates = np.array([[3, 1, 2], [9, 9, 0]])
-    batch = batch_of(schema(), rows, candidates, items=DATA.items)
+    batch = batch_of(schema(), rows, candidates, items=data().items)
     assert batch.sparse.keys() == schema().keys
     assert batch.labels.tolist() == [1, 0, 0, 1, 0, 0]
     assert bags(batch, "item_id") == [[3], [1], [2], [9], [9], [0]]
@@ -36,7 +40,7 @@ def test_a_user_stands_beside_each_candidate_with_the_candidates_features() -> N
         rows["history"].row(at).tolist() for at in (0, 0, 0, 1, 1, 1)
     ]
     assert bags(batch, "genres") == [
-        DATA.items["genres"].row(item).tolist() for item in (3, 1, 2, 9, 9, 0)
+        data().items["genres"].row(item).tolist() for item in (3, 1, 2, 9, 9, 0)
     ]
     assert bags(batch, "user_id") == [
         [user] for user in rows["user_id"].values.repeat(3).tolist()
@@ -48,13 +52,13 @@ def test_a_user_stands_beside_each_candidate_with_the_candidates_features() -> N
 
 
 def test_one_side_alone_has_every_key_and_the_other_side_empty() -> None:
-    builder = BatchBuilder(schema(), DATA.items)
-    users = builder.user_batch(DATA.rows("test").slice(0, 3))
+    builder = BatchBuilder(schema(), data().items)
+    users = builder.user_batch(data().rows("test").slice(0, 3))
     items = builder.item_batch(np.arange(7))
     assert users.sparse.keys() == items.sparse.keys() == schema().keys
     assert bags(users, "genres") == bags(users, "item_id") == [[]] * 3
     assert bags(users, "history") == [
-        DATA.rows("test")["history"].row(at).tolist() for at in range(3)
+        data().rows("test")["history"].row(at).tolist() for at in range(3)
     ]
     assert bags(items, "history") == bags(items, "user_id") == [[]] * 7
     assert items.dense.tolist() == [[0.0]] * 7
@@ -62,9 +66,9 @@ def test_one_side_alone_has_every_key_and_the_other_side_empty() -> None:
 
 
 def test_padding_rows_weigh_nothing_and_are_empty() -> None:
-    rows = DATA.rows("test").slice(0, 1)
+    rows = data().rows("test").slice(0, 1)
     batch = batch_of(
-        schema(), rows, np.array([[4, 5]]), items=DATA.items, padded_rows=2
+        schema(), rows, np.array([[4, 5]]), items=data().items, padded_rows=2
     )
     assert batch.weights.tolist() == [1, 1, 0, 0]
     assert batch.labels.tolist() == [1, 0, 0, 0]
@@ -74,9 +78,9 @@ def test_padding_rows_weigh_nothing_and_are_empty() -> None:
 
 
 def test_a_missing_or_mistyped_column_is_named() -> None:
-    rows = DATA.rows("test").slice(0, 2)
-    builder = BatchBuilder(schema(), DATA.items)
-    for build in (builder.user_batch, partial(batch_of, schema(), items=DATA.items)):
+    rows = data().rows("test").slice(0, 2)
+    builder = BatchBuilder(schema(), data().items)
+    for build in (builder.user_batch, partial(batch_of, schema(), items=data().items)):
         with pytest.raises(DataError, match="column 'gender' is missing"):
             build(rows.select([name for name in rows if name != "gender"]))
     wrong = {

@@ -12,11 +12,15 @@ from tests.data.stream_sets import schema_by
 from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.schema import BatchSchema
 
 pytestmark = pytest.mark.unit
 SIZE = 21
-DATA = planted_data(users=40, items=60, clusters=4)
+
+
+def data() -> Prepared:
+    return planted_data(users=40, items=60, clusters=4)
 
 
 def schema(names: Sequence[str], shared: Sequence[str], **rows: int) -> BatchSchema:
@@ -29,11 +33,11 @@ def bags(batch: TowerBatch, name: str) -> list[list[int]]:
 
 
 def test_the_user_and_the_candidates_meet_in_one_key() -> None:
-    rows = DATA.rows("train").take(np.array([5, 0]))
+    rows = data().rows("train").take(np.array([5, 0]))
     candidates = np.array([[3, 1, 2], [9, 9, 0]])
     made = schema(["history", "item_id"], ["history", "user_id"], user_id=41)
     batch = batch_of(
-        made, rows, candidates, items=DATA.items.select(["item_id"]), padded_rows=3
+        made, rows, candidates, items=data().items.select(["item_id"]), padded_rows=3
     )
     assert batch.joint is not None
     assert batch.joint.keys() == ["history|item_id"]

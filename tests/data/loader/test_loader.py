@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.data.stream_sets import check_weights, equal, schema_by, steps_of
-from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data import resident
 from torchrec_ext.data.columns import Chunk, Column
@@ -25,7 +24,6 @@ from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import BatchSchema, DataError
 
 pytestmark = pytest.mark.unit
-DATA = planted_data(users=40, items=60, clusters=4)
 ITEMS = 30
 
 

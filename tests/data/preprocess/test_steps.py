@@ -60,7 +60,7 @@ ROWS = st.lists(st.fixed_dictionaries(ANY_VALUES), min_size=1, max_size=20)
 
 @given(train=ROWS, other=ROWS)
 @settings(
-    max_examples=25,
+    max_examples=12,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
