@@ -18,6 +18,7 @@ from torchrec_ext.schema.array_columns import widths_of
 Array = NDArray[Any]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
+_START = np.zeros(1, np.int64)  # of a column of one row
 
 
 class Windows(NamedTuple):
@@ -114,9 +115,7 @@ class Column:
     @classmethod
     def of_row(cls, values: Array) -> Column:
         """Builds a ragged column of one row; unchecked, because most requests come this way."""
-        column = cls.from_windows(
-            values, Windows(np.zeros(1, np.int64), np.array([len(values)]))
-        )
+        column = cls.from_windows(values, Windows(_START, np.array([len(values)])))
         column._values = values
         return column
 

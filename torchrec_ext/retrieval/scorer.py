@@ -330,7 +330,8 @@ class Scorer:
             number = self._row(row, where) if request.side == "query" else -1
             rows[index] = self._columns(side, row, number, where)
         vectors, unknown = _embedded(side, rows, places)
-        _check_vectors(vectors, places)
+        for vector, place in zip(vectors, places, strict=True):
+            _check_vector(vector, place)
         return Embedded(
             vectors=vectors.tolist(), unknown_features=unknown, bundle=self.digest
         )
@@ -385,7 +386,7 @@ class Scorer:
             (query,), (unknown,) = _embedded(side, [columns], ["user"])
             if self._id_features:
                 known = set(self._id_features).isdisjoint(unknown)
-        _check_vectors(query[None], ["user"])
+        _check_vector(query, "user")
         fields = {
             "user": "known" if known else "new",
             "unknown_user": self.bundle.users is not None and row < 0,
@@ -574,16 +575,15 @@ def _embedded(
     return vectors, unknown
 
 
-def _check_vectors(vectors: Floats, places: Sequence[str]) -> None:
-    """Refuses vectors (B, W) that no model can score: with NaN or infinity, or of a norm beyond 1e15."""
+def _check_vector(vector: Floats, where: str) -> None:
+    """Refuses a vector (W,) that no model can score: with NaN or infinity, or of a norm beyond 1e15."""
     # The refusal says what overflowed.
     with np.errstate(over="ignore", invalid="ignore"):
-        squares = np.einsum("bw,bw->b", vectors, vectors)
-    # NaN is below nothing.
-    fits = squares <= _GREATEST_VECTOR**2
-    if not fits.all():
+        squares = float(vector @ vector)
+    # Written so, because NaN is below nothing.
+    if not squares <= _GREATEST_VECTOR**2:
         raise RequestError(
-            places[int(fits.argmin())],
+            where,
             "the scores would be beyond float32: a feature is too large; send smaller numbers",
         )
 
