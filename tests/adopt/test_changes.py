@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
+import contextvars
 import copy
+import dataclasses
+import enum
+import functools
 import itertools
 import os
 import random
+import threading
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,6 +22,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import torchrec_ext.adopt.step as adopted
 from torchrec_ext.adopt import AdoptedStep, adopt
@@ -25,6 +33,7 @@ STEPS, CHANGED = 24, 10
 NEAR = 3e-3  # of weights that a rate of 1e-2 moves: eps counts as of the first of some steps
 
 settings = types.ModuleType("settings")
+TEMPERATURE = 1.0
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +49,8 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class Model(nn.Module):
     """Two towers and a network on top, times whatever a program reads."""
+
+    shared = 1.0  # of the class
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,8 +105,36 @@ def attribute(
     return Program(lambda world: change(kept[id(world.model)]), read)
 
 
+@dataclasses.dataclass
+class Plain:
+    tau: float = 1.0
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    tau: float = 1.0
+
+
 class Config:
     tau = 1.0
+
+    @staticmethod
+    def static() -> float:
+        return Config.tau
+
+    @classmethod
+    def of_class(cls) -> float:
+        return cls.tau
+
+
+class Items:
+    """A configuration as RecBole's."""
+
+    def __init__(self) -> None:
+        self.values = {"tau": 1.0}
+
+    def __getitem__(self, name: str) -> float:
+        return self.values[name]
 
 
 class Dotted:
@@ -106,6 +145,32 @@ class Dotted:
 
     def __getattr__(self, name: str) -> float:
         return self.__dict__["values"][name]  # type: ignore[no-any-return]
+
+
+class Computed:
+    def __init__(self) -> None:
+        self.base = 1.0
+
+    @property
+    def tau(self) -> float:
+        return self.base * 1.0
+
+
+class Mode(enum.Enum):
+    ONE = 1.0
+    OTHER = 0.3
+
+
+class Doubled:
+    """Its method is replaced."""
+
+    def tau(self) -> float:
+        return 1.0
+
+
+def no_grad_reader(thing: Any) -> float:
+    with torch.no_grad():
+        return float(thing.tau)
 
 
 def put(thing: Any, name: str, value: Any) -> None:
@@ -120,36 +185,120 @@ def set_environment(_: Any) -> None:
     os.environ["TAU_OF_A_TEST"] = "0.3"
 
 
-def named(make: Callable[[], Any]) -> Program:
-    """A program that sets an attribute of what it made, which may not have been there."""
-    return attribute(
-        make, lambda o: getattr(o, "tau", 1.0), lambda o: put(o, "tau", 0.3)
-    )
+def set_global(_: Any) -> None:
+    global TEMPERATURE
+    TEMPERATURE = 0.3
+
+
+CONTEXT: contextvars.ContextVar[float] = contextvars.ContextVar("CONTEXT", default=1.0)
+LOCAL = threading.local()
+Pair = collections.namedtuple("Pair", "tau other")
+
+
+def named(
+    make: Callable[[], Any],
+    read: Callable[[Any], Any] = lambda o: o.tau,
+    name: str = "tau",
+    value: Any = 0.3,
+) -> Program:
+    """A program that sets an attribute of what it made."""
+    return attribute(make, read, lambda o: put(o, name, value))
 
 
 def at(
-    key: Any, make: Callable[[], Any], read: Callable[[Any], Any], value: Any = 0.3
+    key: Any,
+    make: Callable[[], Any],
+    read: Callable[[Any], Any] | None = None,
+    value: Any = 0.3,
 ) -> Program:
     """A program that sets an entry of what it made."""
-    return attribute(make, read, lambda o: item_of(o, key, value))
+    return attribute(make, read or (lambda o: o[key]), lambda o: item_of(o, key, value))
 
 
-# Dynamo's own guards see what Python values change; these are one of each kind, and what they do not see.
+def or_one(thing: Any) -> float:
+    return getattr(thing, "tau", 1.0)  # type: ignore[no-any-return]
+
+
 PYTHON: dict[str, Program] = {
-    "an attribute": named(types.SimpleNamespace),
-    "a module's global": named(lambda: settings),
+    "an attribute": named(types.SimpleNamespace, or_one),
+    "a namespace of argparse": named(lambda: argparse.Namespace(tau=1.0)),
+    "a dataclass": named(Plain),
+    "slots": named(Slots),
+    "a module's global": named(lambda: settings, or_one),
+    "this module's global": attribute(lambda: None, lambda _: TEMPERATURE, set_global),
     "a class": named(lambda: Config),
+    "a static method's class": named(lambda: Config, lambda o: o.static()),
+    "a class method": named(lambda: Config, lambda o: o.of_class()),
+    "__getitem__": attribute(
+        Items, lambda o: o["tau"], lambda o: item_of(o.values, "tau", 0.3)
+    ),
     "__getattr__": attribute(
         Dotted, lambda o: o.tau, lambda o: item_of(o.__dict__["values"], "tau", 0.3)
     ),
-    "a key": at("tau", lambda: {"tau": 1.0}, lambda o: o["tau"]),
+    "a property": named(Computed, name="base"),
+    "an enum": at(0, lambda: [Mode.ONE], lambda o: o[0].value, Mode.OTHER),
+    "a key": at("tau", lambda: {"tau": 1.0}),
+    "a new key": at("tau", dict, lambda o: o.get("tau", 1.0)),
+    "one key of 80": at("70", lambda: dict.fromkeys(map(str, range(80)), 1.0)),
+    "nested dicts": attribute(
+        lambda: {"a": {"b": {"tau": 1.0}}},
+        lambda o: o["a"]["b"]["tau"],
+        lambda o: item_of(o["a"]["b"], "tau", 0.3),
+    ),
+    "an ordered dict": at("tau", lambda: collections.OrderedDict(tau=1.0)),
+    "a default dict": at("tau", lambda: collections.defaultdict(lambda: 1.0, tau=1.0)),
+    "an element": at(0, lambda: [1.0, 2.0]),
+    "a longer list": attribute(
+        list, lambda o: 1.0 / (1 + len(o)), lambda o: o.append(1)
+    ),
+    "a tuple in a list": at(0, lambda: [(1.0, 2.0)], lambda o: o[0][0], (0.3, 2.0)),
+    "a named tuple": at(0, lambda: [Pair(1.0, 2)], lambda o: o[0].tau, Pair(0.3, 2)),
+    "a set": attribute(
+        set, lambda o: 0.3 if "user" in o else 1.0, lambda o: o.add("user")
+    ),
+    "a deque": attribute(
+        lambda: collections.deque([1.0]), lambda o: o[0], lambda o: o.appendleft(0.3)
+    ),
+    "a range": at(0, lambda: [range(1)], lambda o: 1.0 / len(o[0]), range(3)),
+    "a string": at(
+        0, lambda: ["one"], lambda o: 1.0 if o[0] == "one" else 0.3, "other"
+    ),
+    "None": at(0, lambda: [None], lambda o: 1.0 if o[0] is None else o[0]),
+    "a bool": at(0, lambda: [True], lambda o: 1.0 if o[0] else 0.3, False),
+    "an int": at(0, lambda: [1], lambda o: 1.0 / o[0], 3),
+    "an int for a float": at(0, lambda: [1.0], lambda o: o[0] * 1.0, 2),
+    "a numpy number": at(0, lambda: np.ones(2), lambda o: float(o[0])),
     "a numpy array as a tensor": at(
         0, lambda: np.ones(1, np.float32), lambda o: torch.from_numpy(o)
     ),
+    "a function": at(0, lambda: [lambda: 1.0], lambda o: o[0](), lambda: 0.3),
+    "a default": named(
+        lambda: lambda tau=1.0: tau, lambda o: o(), "__defaults__", (0.3,)
+    ),
+    "a function's attribute": named(lambda: functools.wraps(max)(lambda: 1.0), or_one),
+    "a partial": at(
+        0,
+        lambda: [functools.partial(float, 1.0)],
+        lambda o: o[0](),
+        functools.partial(float, 0.3),
+    ),
+    "a cached function": attribute(
+        lambda: (cell := [1.0], functools.lru_cache(lambda: cell[0])),
+        lambda o: o[1](),
+        lambda o: (item_of(o[0], 0, 0.3), o[1].cache_clear()),
+    ),
+    "a method replaced in its class": named(
+        Doubled, lambda o: o.tau(), value=lambda: 0.3
+    ),
+    "under no_grad": named(Plain, no_grad_reader),
     "the environment": attribute(
         lambda: None,
         lambda _: float(os.environ.get("TAU_OF_A_TEST", "1")),
         set_environment,
+    ),
+    "a thread's local": named(lambda: LOCAL, or_one),
+    "a context variable": attribute(
+        lambda: CONTEXT, lambda o: o.get(), lambda o: o.set(0.3)
     ),
     "an iterator": attribute(
         lambda: iter([1.0] * 200),
@@ -185,16 +334,31 @@ class Scale(nn.Module):
         return rows * 0.3
 
 
+def renew(model: Any, name: str) -> None:
+    tensor = functools.reduce(getattr, name.split("."), model)
+    tensor.data = tensor.data.clone() * 0.5
+
+
 def replace_forward(model: Any) -> None:
     before = model.top.forward
     model.top.forward = lambda rows: before(rows) * 0.3
+
+
+def insert(model: Any) -> None:
+    model.top.insert(1, Scale())
 
 
 MODEL: dict[str, Program] = {
     "an attribute of the model": in_model(
         lambda m: put(m, "own", 0.3), lambda m: getattr(m, "own", 1.0)
     ),
+    "an attribute of its class": in_model(
+        lambda m: put(type(m), "shared", 0.3), lambda m: m.shared
+    ),
     "a buffer in place": in_model(lambda m: m.tau.fill_(0.3), lambda m: m.tau),
+    "a buffer's data": in_model(
+        lambda m: put(m.tau, "data", torch.tensor(0.3)), lambda m: m.tau
+    ),
     "another buffer": in_model(
         lambda m: put(m, "tau", torch.tensor(0.3)), lambda m: m.tau
     ),
@@ -203,10 +367,18 @@ MODEL: dict[str, Program] = {
         lambda m: torch.arange(3.0).masked_select(m.mask).sum(),
     ),
     "eval mode": in_model(lambda m: m.eval(), lambda m: 1.0 if m.training else 0.3),
+    "a part in eval mode": in_model(
+        lambda m: m.top.eval(), lambda m: 1.0 if m.top.training else 0.3
+    ),
     "a layer appended": in_model(lambda m: m.top.append(Scale())),
+    "a layer inserted": in_model(insert),
+    "an activation exchanged": in_model(lambda m: item_of(m.top, 1, nn.ReLU())),
     "a forward replaced": in_model(replace_forward),
     "a forward hook": in_model(
         lambda m: m.top.register_forward_hook(lambda _m, _i, out: out * 0.3)
+    ),
+    "a forward pre-hook": in_model(
+        lambda m: m.top.register_forward_pre_hook(lambda _m, args: (args[0] * 0.3,))
     ),
     "a full backward hook": in_model(
         lambda m: m.top[0].register_full_backward_hook(
@@ -214,10 +386,13 @@ MODEL: dict[str, Program] = {
         )
     ),
     "a layer frozen": in_model(lambda m: m.top[0].requires_grad_(False)),
-    "a table's data": in_model(
-        lambda m: put(m.user.weight, "data", m.user.weight.data * 0.5)
-    ),
+    "a table frozen": in_model(lambda m: m.item.requires_grad_(False)),
+    "a table's data": in_model(lambda m: renew(m, "user.weight")),
+    "a layer's data": in_model(lambda m: renew(m, "top.0.weight")),
+    "a table in place": in_model(lambda m: m.item.weight.data.mul_(0.5)),
     "a row in place": in_model(lambda m: m.item.weight.data[3].zero_()),
+    "a layer in place": in_model(lambda m: m.top[0].weight.data.mul_(0.5)),
+    "initialised anew": in_model(lambda m: nn.init.constant_(m.item.weight, 0.1)),
     "a state loaded": in_model(
         lambda m: m.load_state_dict({k: v * 0.5 for k, v in m.state_dict().items()})
     ),
@@ -226,6 +401,8 @@ MODEL: dict[str, Program] = {
             m.top[0], "weight", Scale()
         )
     ),
+    "pruned": in_model(lambda m: prune.l1_unstructured(m.top[0], "weight", 0.5)),
+    "a bias taken away": in_model(lambda m: put(m.top[0], "bias", None)),
     "deep copies and goes on": in_model(lambda m: copy.deepcopy(m)),
     "a matrix read from now on": in_model(
         lambda m: put(m, "whole", True),
@@ -285,7 +462,10 @@ HANDLES: list[Any] = []
 
 OPTIMIZER: dict[str, Program] = {
     "the rate": in_optimizer(lambda o: each_group(o, lr=3e-3)),
+    "betas": in_optimizer(lambda o: each_group(o, betas=(0.5, 0.9))),
     "weight decay": in_optimizer(lambda o: each_group(o, weight_decay=0.1)),
+    "eps": in_optimizer(lambda o: each_group(o, eps=1e-4)),
+    "amsgrad": in_optimizer(lambda o: each_group(o, maximize=True)),
     "state cleared": in_optimizer(lambda o: o.state.clear()),
     "a moment replaced": in_optimizer(
         lambda o: each_state(
@@ -315,6 +495,7 @@ OPTIMIZER: dict[str, Program] = {
     ),
     "a hook on all optimizers": Program(global_hook),
     "a hook on all modules": Program(global_forward_hook),
+    "state saved and loaded": in_optimizer(lambda o: o.load_state_dict(o.state_dict())),
     "the user's own step": Program(own_step),
     "the user's own backward": Program(own_backward),
     "a hook on a gradient": Program(
@@ -395,12 +576,30 @@ def listed(world: World, outer: Outer) -> Callable[..., Any]:
 
 TENSORS: dict[str, Program] = {
     "weights in place": with_outer(weighted, lambda o, _: o.weights.mul_(0.3)),
+    "weights' data": with_outer(
+        weighted, lambda o, _: put(o.weights, "data", torch.full((B,), 0.3))
+    ),
     "other weights": with_outer(
         weighted, lambda o, _: put(o, "weights", torch.full((B,), 0.3))
+    ),
+    "weights set": with_outer(
+        weighted, lambda o, _: o.weights.set_(torch.full((B,), 0.3))
+    ),
+    "weights of another shape": with_outer(
+        weighted, lambda o, _: put(o, "weights", torch.tensor(0.3))
+    ),
+    "a teacher in place": with_outer(
+        taught, lambda o, w: o.teacher.weight.data.copy_(w.model.item.weight.data)
     ),
     "a teacher's data": with_outer(
         taught,
         lambda o, w: put(o.teacher.weight, "data", w.model.item.weight.data.clone()),
+    ),
+    "a teacher's averages": with_outer(
+        taught,
+        lambda o, w: o.teacher.weight.data.mul_(0.9).add_(
+            w.model.item.weight.data, alpha=0.1
+        ),
     ),
     "a teacher that shares memory": with_outer(
         taught,
@@ -410,6 +609,51 @@ TENSORS: dict[str, Program] = {
     ),
     "counts beside the loss": with_outer(counted, lambda o, _: o.seen.zero_()),
     "a history": with_outer(listed, lambda o, _: o.history.clear()),
+}
+
+
+def read_as(way: str) -> Program:
+    """A program that takes the weights in some way, and later multiplies by what it holds."""
+    kept: dict[int, Any] = {}
+
+    def take(world: World) -> None:
+        weight = world.model.item.weight
+        kept[id(world.model)] = {
+            "data": lambda: weight.data,
+            "numpy": lambda: weight.detach().numpy(),
+            "state_dict": lambda: world.model.state_dict()["item.weight"],
+            "a copy": lambda: weight.detach().clone(),
+            "dlpack": lambda: torch.from_dlpack(weight.detach()),
+        }[way]()
+
+    def loss(world: World) -> Callable[..., Any]:
+        def of(user: Tensor, item: Tensor, label: Tensor) -> Tensor:
+            return world.loss(user, item, label)
+
+        return of
+
+    return Program(take, None, loss)
+
+
+def mean_of_numpy(world: World) -> None:
+    """Scales a layer by the mean of the weights as numpy sees them."""
+    with torch.no_grad():
+        world.model.top[0].weight.mul_(
+            1.0 + float(world.model.item.weight.detach().numpy().mean())
+        )
+
+
+READS: dict[str, Program] = {
+    **{
+        f"kept: {way}": read_as(way)
+        for way in ("data", "numpy", "state_dict", "a copy", "dlpack")
+    },
+    "read as numpy": Program(mean_of_numpy),
+    "number of threads": Program(lambda _: torch.set_num_threads(1)),
+    "deterministic algorithms": Program(
+        lambda _: HANDLES.append(torch.are_deterministic_algorithms_enabled())
+    ),
+    "random numbers seeded": Program(lambda _: torch.manual_seed(5)),
 }
 
 
@@ -428,9 +672,16 @@ AGAIN: dict[str, Program] = {
     "a layer frozen and unfrozen": in_model(lambda m: toggle(m.top[0]))._replace(
         every=4
     ),
+    "a table frozen and unfrozen": in_model(lambda m: toggle(m.item))._replace(every=4),
+    "all frozen but one layer, and unfrozen": Program(
+        lambda w: (toggle(w.model.user), toggle(w.model.item)), every=5
+    ),
     "a group added that the loss reads": Program(
         grow, lambda model: lambda: getattr(model, "extra", 1.0)
     ),
+    "pruned twice": in_model(
+        lambda m: prune.l1_unstructured(m.top[0], "weight", 0.3)
+    )._replace(every=6),
     "a target network renewed": with_outer(
         taught,
         lambda o, w: put(
@@ -444,12 +695,13 @@ AGAIN: dict[str, Program] = {
 }
 
 # which were not there at the capture
-UNSEEN = {"a module's global", "the environment"}
+UNSEEN = {"a module's global", "the environment", "a function's attribute"}
 PROGRAMS: dict[str, Program] = {
     **PYTHON,
     **MODEL,
     **OPTIMIZER,
     **TENSORS,
+    **READS,
     **AGAIN,
 }
 # In the default run; the others are in the slow one.
@@ -497,11 +749,15 @@ def trained(program: Program, compile_: Any) -> tuple[Any, list[float], AdoptedS
 
 def restore() -> None:
     """Puts back what programs change for the whole process."""
-    Config.tau = 1.0
+    global TEMPERATURE
+    TEMPERATURE, Config.tau, Model.shared = 1.0, 1.0, 1.0
     settings.__dict__.pop("tau", None)
     os.environ.pop("TAU_OF_A_TEST", None)
+    LOCAL.__dict__.pop("tau", None)
+    CONTEXT.set(1.0)
     for handle in HANDLES:
-        handle.remove()
+        if hasattr(handle, "remove"):
+            handle.remove()
     HANDLES.clear()
 
 
