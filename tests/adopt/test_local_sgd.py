@@ -159,6 +159,16 @@ def refusals(runtime: Runtime) -> dict[str, str]:
     except UnevenStepsError as error:
         found["steps"] = str(error)
     wider = nn.Linear(3 + runtime.rank, 1)
+    other = nn.Linear(3, 1)
+
+    def twice() -> None:
+        with LocalSGD(other, sgd(other), every=2):
+            LocalSGD(other, sgd(other), every=3).__enter__()
+
+    def reset() -> None:
+        with LocalSGD(other, sgd(other), every=2) as local:
+            local.every = 8  # type: ignore[misc]
+
     for name, make in (
         ("models", lambda: LocalSGD(wider, sgd(wider), every=2).__enter__()),
         (
@@ -170,10 +180,24 @@ def refusals(runtime: Runtime) -> dict[str, str]:
         ("warmup", lambda: LocalSGD(model, optimizer, every=2, warmup=3)),
         ("empty", lambda: LocalSGD(nn.ReLU(), optimizer, every=2)),
         ("other", lambda: LocalSGD(made(), optimizer, every=2)),
+        ("part", lambda: LocalSGD(other, sgd(other), every=1.5)),  # type: ignore[arg-type]
+        ("flag", lambda: LocalSGD(other, sgd(other), every=True)),
+        (
+            "settings",
+            lambda: LocalSGD(other, sgd(other), every=2 + runtime.rank).__enter__(),
+        ),
+        (
+            "outer",
+            lambda: LocalSGD(
+                other, sgd(other), every=2, outer_lr=1 + runtime.rank
+            ).__enter__(),
+        ),
+        ("twice", twice),
+        ("reset", reset),
     ):
         try:
             make()
-        except ValueError as error:
+        except (ValueError, AttributeError) as error:
             found[name] = str(error)
     return found
 
@@ -244,9 +268,16 @@ def test_what_does_not_fit_is_refused_on_all_ranks(ranks: list[dict[str, Any]]) 
     assert first["other"].startswith(
         "optimizer: it moves no parameter of the model, a Net; give the one"
     )
-    assert first["warmup"].startswith(
-        "warmup=3: a module that is not sharded takes no steps together"
-    )
+    for name, told in (
+        ("warmup", "warmup=3: a module that is not sharded takes no steps together"),
+        ("part", "every=1.5: must be a whole number of steps"),
+        ("flag", "every=True: must be a whole number of steps"),
+        ("settings", "every: rank 0 has 2 and rank 1 has 3; give all ranks the same"),
+        ("outer", "outer_lr: rank 0 has 1 and rank 1 has 2; give all ranks the same"),
+        ("twice", "model: its Linear is inside of another LocalSGD; leave that one"),
+        ("reset", "property 'every' of 'LocalSGD' object has no setter"),
+    ):
+        assert first[name].startswith(told), name
 
 
 def test_without_a_process_group_it_says_how_to_have_one() -> None:

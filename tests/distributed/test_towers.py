@@ -185,6 +185,18 @@ def refusals(runtime: Runtime) -> list[str]:
     inputs, labels = batch(0, ("user", "item"))
     others, other_labels = batch(runtime.rank, ("user", "item"))
     found = []
+    swapped = dict(reversed(towers.items())) if runtime.rank else towers
+    own = {name: tower if runtime.rank == 0 else None for name, tower in towers.items()}
+    for wrong in (
+        swapped,
+        # Each rank names its own first: rank 1 would run one that it has not.
+        {name: None if name == "item" else tower for name, tower in swapped.items()},
+        own,
+        towers if runtime.rank else {**towers, "place": None},
+    ):
+        with pytest.raises(ValueError) as error:
+            TowersOnRanks(wrong, top, runtime)
+        found.append(str(error.value))
     for given, rows in (
         (inputs, other_labels),
         (inputs, labels[torch.randperm(BATCH) if runtime.rank else slice(None)]),
@@ -215,6 +227,10 @@ def test_ranks_without_the_same_whole_batch_are_refused_on_all_alike() -> None:
     for message, start in zip(
         first,
         (
+            "towers: rank 0 has user, item and rank 1 item, user; give the same names in",
+            "towers: rank 0 has user, item and rank 1 item, user; give the same names in",
+            "towers: 'item' is None on rank 1, which runs it; give that rank the module",
+            "towers: rank 0 has user, item, place and rank 1 user, item; give the same",
             f"rows: {differ}",
             f"rows: {differ}",
             f"inputs['user']: {differ}",

@@ -5,8 +5,12 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -122,6 +126,19 @@ class Tied(NCF):
         return super().forward(user, item) + scores.mean(1)
 
 
+class TiedInside(NCF):
+    """Two tables of one weight, and one table of two names."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.again = nn.Embedding(ITEMS, 8)
+        self.again.weight = self.item.weight
+        self.same = self.again
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        return super().forward(user, item) + self.same(user % ITEMS).sum(1)
+
+
 # A tied table's gradients are small: of Adam's, those with an eps above rounding.
 @pytest.mark.parametrize(
     ("name", "kind"),
@@ -130,6 +147,7 @@ class Tied(NCF):
         ("adam", Nearest),
         ("adamw", Tied),
         ("sgd", Tied),
+        ("sgd", TiedInside),
     ],
 )
 def test_stacked_equals_separate_with_rates_of_their_own(
@@ -145,6 +163,27 @@ def test_stacked_equals_separate_with_rates_of_their_own(
     networks = stacked.unstack()
     assert farthest(networks, expected) < 2e-6
     assert networks[0].state_dict().keys() == expected[0].state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    "is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("make", [list, np.asarray, torch.tensor])
+def test_a_loss_reads_of_its_network_what_it_has(
+    make: Callable[[list[float]], Any], is_compiled: bool
+) -> None:
+    def penalised(network: Any, *batch: Tensor) -> Tensor:
+        squares = [weight.square().sum() for weight in network.parameters()]
+        factor = 0.1 if network.training else torch.nan
+        return loss(network, *batch) + factor * (
+            sum(squares) + network.user.weight[0, 0]
+        )
+
+    networks = [NCF(0), NCF(1)]
+    batch = next(batches())
+    expected = [penalised(network, *batch).item() for network in networks]
+    stacked = Stack(networks, penalised, make([0.1, 0.2]), compile=is_compiled)
+    assert stacked.step(*batch).tolist() == pytest.approx(expected)
 
 
 @pytest.mark.slow(minutes=0.5)
@@ -283,6 +322,86 @@ class Scaled(nn.Linear):
 SHARED = nn.Linear(3, 1)
 
 
+@dataclass
+class Setting:
+    k: float
+
+
+class Held:
+    def __init__(self, k: float) -> None:
+        self.k = k
+
+
+def scaling(scale: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: scale * x
+
+
+def given(*values: Any) -> list[nn.Module]:
+    """Networks that differ in the attribute ``a``."""
+    networks: list[nn.Module] = []
+    for value in values:
+        networks.append(nn.Linear(3, 1))
+        networks[-1].a = value
+    return networks
+
+
+def changed(change: Callable[[Any], Any]) -> list[nn.Module]:
+    """Networks of which the second was changed."""
+    networks: list[nn.Module] = [nn.Linear(3, 1), nn.Linear(3, 1)]
+    change(networks[1])
+    return networks
+
+
+class Refers(nn.Linear):
+    """Its attribute calls itself, not the copy that a stack runs."""
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__(3, 1)
+        self.again = lambda x: self.weight @ x
+
+
+class Names(nn.Linear):
+    def __init__(self, *_: Any) -> None:
+        super().__init__(3, 1)
+        self.all = [self.weight]
+
+
+ONE_CHANGED: list[tuple[Callable[[Any], Any], str]] = [
+    (
+        lambda network: network.weight.requires_grad_(False),
+        "weight is (1, 3) float32 on cpu, frozen in network 1, (1, 3) float32 on cpu in",
+    ),
+    (
+        lambda network: setattr(network, "forward", abs),
+        "forward is <built-in function abs> in network 1, not there in network 0",
+    ),
+    (
+        lambda network: network.register_forward_hook(print),
+        "_forward_hooks is 1 hooks in network 1, 0 hooks in network 0",
+    ),
+    (
+        lambda network: network.register_forward_pre_hook(print),
+        "_forward_pre_hooks is 1 hooks in network 1, 0 hooks in network 0",
+    ),
+    (
+        lambda network: network.register_full_backward_hook(print),
+        "the network has a backward hook",
+    ),
+    (
+        lambda network: network.weight.register_hook(print),
+        "weight has a hook on its gradient",
+    ),
+    (
+        lambda network: network.bias.register_post_accumulate_grad_hook(print),
+        "bias has a hook on its gradient",
+    ),
+    (
+        lambda network: network.train(False),
+        "training is False in network 1, True in network 0",
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("networks", "told"),
     [
@@ -305,14 +424,53 @@ SHARED = nn.Linear(3, 1)
         ),
         (lambda: [SHARED, SHARED], "two networks share a weight"),
         (lambda: [nn.ReLU(), nn.ReLU()], "ReLU has no weight to train"),
+        (lambda: [Refers(), Refers()], "again.self is another function that holds a"),
+        (lambda: [Names(), Names()], "all.0 is another weight by a second name"),
+        (
+            lambda: [nn.GRU(3, 1), nn.GRU(3, 1)],
+            "the network is GRU, of which torch.func.vmap has no batched form: write a loop over nn.GRUCell",
+        ),
+        (
+            lambda: [nn.Embedding(3, 2, scale_grad_by_freq=True) for _ in range(2)],
+            "has scale_grad_by_freq=True",
+        ),
+        (
+            lambda: [nn.EmbeddingBag(3, 2, mode="max") for _ in range(2)],
+            "has mode='max'",
+        ),
+        (lambda: ["a", "b"], "networks[0] is 'a': must be a module"),
         (
             lambda: [nn.BatchNorm1d(3), nn.BatchNorm1d(3)],
             "is a BatchNorm1d, whose running statistics a stack would lose",
         ),
         (
             lambda: [nn.Embedding(3, 2, max_norm=1.0) for _ in range(2)],
-            "has max_norm=1, which rewrites rows in forward",
+            "has max_norm=1, so that forward rewrites rows",
         ),
+        *(
+            (lambda values=values: given(*values), told)
+            for values, told in (
+                (([1.0], [5.0]), "a.0 is 5.0 in network 1, 1.0 in network 0"),
+                (({"k": 1.0}, {"k": 5.0}), "a.k is 5.0 in network 1, 1.0 in"),
+                (({"k": 1.0}, {}), "a is {} in network 1, {'k': 1.0} in network 0"),
+                ((Setting(1.0), Setting(5.0)), "a.k is 5.0 in network 1, 1.0 in"),
+                ((Held(1.0), Held(5.0)), "a.k is 5.0 in network 1, 1.0 in network 0"),
+                ((abs, int), "a is <class 'int'> in network 1, <built-in function"),
+                ((lambda x: x, lambda x: 5 * x), "a is another function <lambda> in"),
+                ((scaling(1.0), scaling(5.0)), "a.scale is 5.0 in network 1, 1.0 in"),
+                (
+                    (partial(F.dropout, p=0.1), partial(F.dropout, p=0.5)),
+                    "a is another functools.partial(<function dropout",
+                ),
+                ((torch.zeros(()), torch.ones(())), "a is tensor(1.) in network 1"),
+                ((torch.zeros(2), torch.ones(2)), "a is another tensor (2,) float32"),
+                (([nn.Linear(3, 1)], [nn.Linear(3, 1)]), "a.0.weight is another"),
+                ((Lock(), Lock()), "a is another <unlocked _thread.lock"),
+                ((np.arange(2), np.ones(2, int)), "a is array([1, 1]) in network 1"),
+                ((torch.zeros(1), None), "a is None in network 1, tensor([0.]) in"),
+            )
+        ),
+        *((partial(changed, change), told) for change, told in ONE_CHANGED),
     ],
 )
 def test_networks_that_are_not_of_one_shape_are_refused(
@@ -322,6 +480,41 @@ def test_networks_that_are_not_of_one_shape_are_refused(
     with pytest.raises(ValueError, match=re.escape(told)) as refused:
         Stack(made, loss, [1e-3] * len(made))
     assert len(str(refused.value)) <= 200
+
+
+class Writes(nn.Linear):
+    """Writes what a stack would lose: a buffer in place or anew, a weight, or an attribute."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(3, 1)
+        self.how = how
+        self.register_buffer("mean", torch.zeros(3))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.how == "place":
+                self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+            elif self.how == "anew":
+                self.mean = self.mean + x.mean(0)
+            elif self.how == "data":
+                self.weight.data.clamp_(-0.01, 0.01)
+        if self.how == "count":
+            self.calls += 1
+        return super().forward(x - self.mean)
+
+
+def writes(how: str) -> None:
+    networks = [Writes(how), Writes(how)]
+    stacked = Stack(
+        networks, lambda network, x: network(x).mean(), [0.1, 0.1], compile=False
+    )
+    stacked.step(ONES)
+
+
+def loads(name: str, value: Any) -> None:
+    stacked = makes([0.1, 0.1])
+    stacked.load_state_dict({**stacked.state_dict(), name: value})
 
 
 def makes(rates: Any, optimizer: Any = torch.optim.SGD, **settings: Any) -> Stack:
@@ -358,9 +551,56 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: steps(lambda network, x: network(x), ONES),
         r"the loss is of shape \(4, 1\), must be a tensor \(\): take its mean",
     ),
+    **{
+        f"writes {how}": (lambda how=how: writes(how), name)
+        for how, name in (
+            ("place", "mean is written by forward, which a stack would lose"),
+            ("anew", "mean is written by forward, which a stack would lose"),
+            ("data", "weight is written by forward, which a stack would lose"),
+            ("count", "calls is written by forward, 0 before and 1 after"),
+        )
+    },
+    **{
+        f"stops {member}": (
+            lambda member=member: makes([0.1, 0.1]).stop(member),
+            f"member={member!r}: must be a whole number from 0 to 1",
+        )
+        for member in (True, 2, 1.0, "a")
+    },
+    "another network": (
+        lambda: steps(lambda network, x: SHARED(x).mean(), ONES),
+        "does not depend on a weight of the network",
+    ),
+    "texts": (lambda: makes(["0.1", "0.1"]), r"rates\[0\]='0.1': must be a finite"),
+    "a text": (lambda: makes("ab"), "rates='ab' for 2 members"),
+    "decays": (
+        lambda: makes([0.1, 0.1], weight_decay=[0.1, 0.2]),
+        r"weight_decay=\[0.1, 0.2\]: must be one number for all members",
+    ),
+    "factors": (
+        lambda: makes([0.1, 0.1]).schedule([1, 2]),
+        r"factor=\[1, 2\]: must be a finite",
+    ),
+    "a list of rates": (
+        lambda: loads("rates", [0.1, 0.1]),
+        "'rates' is a list in the state, must be a tensor",
+    ),
+    "a rate of NaN": (
+        lambda: loads("rates", torch.tensor([0.1, torch.nan])),
+        r"rates\[1\]=tensor\(nan\): must be a finite",
+    ),
+    "no batched op": (
+        lambda: steps(
+            lambda network, x: torch.nn.utils.rnn.pack_sequence(
+                [network(x)]
+            ).data.mean(),
+            ONES,
+        ),
+        "torch.func.vmap has no batched",
+    ),
     "a branch": (
         lambda: steps(
-            lambda network, x: network(x).mean() if network(x).mean() > 0 else x.mean(),
+            lambda network, x: network(x).mean() * (2 if network(x).mean() > 0 else 3),
             ONES,
         ),
         r"test_stack\.py:\d+ depends on values that a step computes",

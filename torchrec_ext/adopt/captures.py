@@ -21,6 +21,7 @@ from torchrec_ext.adopt.checks import (
     STATES,
     Rules,
     check_model,
+    has_gradient_hook,
     loss_and_output,
     update_rules,
 )
@@ -324,7 +325,7 @@ class Captures:
                 or parameter.data_ptr() != of_memory[name].data_ptr()
             ):
                 raise TensorChangedError(f"'{name}'")
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            if has_gradient_hook(parameter):
                 raise CannotAdopt(
                     f"{module_line(self._user_step.model, name)} {HOOK_ON_GRADIENT}"
                 )

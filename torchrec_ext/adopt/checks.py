@@ -66,7 +66,7 @@ def check_model(model: nn.Module) -> None:
     # A line is looked for where there is something to say: Python parses the file of
     # the class for it.
     for path, module in model.named_modules():
-        fault = _fault_of_module(module)
+        fault = fault_of_module(module)
         if fault:
             raise CannotAdopt(f"{module_line(model, path)} {fault}")
     if any(GLOBAL_HOOKS):
@@ -84,7 +84,8 @@ def check_model(model: nn.Module) -> None:
         )
 
 
-def _fault_of_module(module: nn.Module) -> str:
+def fault_of_module(module: nn.Module) -> str:
+    """Names what a module does in a step that a captured one would not; empty if there is nothing."""
     kind = type(module).__name__
     if kind in _WRAPPERS:
         return f"is a {kind}: {_WRAPPERS[kind]}"
@@ -118,11 +119,15 @@ def _fault_of_parameter(parameter: nn.Parameter) -> str:
             f"is {parameter.dtype}; weights are trained in torch.float32: call model.float(), and give autocast= to "
             "compute in 16 bits"
         )
-    if parameter._backward_hooks or getattr(
-        parameter, "_post_accumulate_grad_hooks", None
-    ):
-        return HOOK_ON_GRADIENT
-    return ""
+    return HOOK_ON_GRADIENT if has_gradient_hook(parameter) else ""
+
+
+def has_gradient_hook(parameter: Tensor) -> bool:
+    """Whether Python runs when a gradient of a parameter is ready."""
+    return bool(
+        parameter._backward_hooks
+        or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )
 
 
 _KINDS: dict[type[Optimizer], str] = {

@@ -37,6 +37,8 @@ def _is_hybrid(optimizer: object) -> TypeIs[HybridOptimizer]:
     return isinstance(optimizer, loaded_class(path))
 
 
+# Of the weights that some LocalSGD averages now, their ids.
+_AVERAGED: set[int] = set()
 # Smaller tables are sent whole: 256 KiB travel in the time of one more message.
 WHOLE_WEIGHTS = 2**16
 
@@ -290,7 +292,8 @@ class LocalSGD(EveryStep):
 
     With SGD without momentum, weight decay and clipping, k = 1 equals every step. With any other optimizer it does not:
     the mean of Adam's steps is not Adam's step by the mean gradient. The first step is always taken together, because
-    DDP records its graph in it.
+    DDP records its graph in it. Of a sharded model k is counted from the end of the steps that are taken together, of
+    any model also from each :meth:`settle`.
 
     Optimizer state (moments, sums of squares) belongs to a rank's own path and stays there, as in torch's
     PostLocalSGDOptimizer and DiLoCo.
@@ -313,9 +316,10 @@ class LocalSGD(EveryStep):
         outer_momentum: its momentum; DiLoCo takes .9.
 
     Raises:
-        ValueError: ``warmup`` is less than one step: DDP records its graph in the first; a module that is not
+        ValueError: ``every`` or ``warmup`` is not a whole number of one step or more; a module that is not
             sharded is in DistributedDataParallel, has no parameters or none of the optimizer's, is not the same on all
-            ranks, or has no process group.
+            ranks, or has no process group; inside the context, the model is in another one, or ranks have other
+            settings.
 
     Example::
 
@@ -385,13 +389,49 @@ class LocalSGD(EveryStep):
             f"use DistributedDataParallel, or every={rarer}",
         )
 
+    @property
+    def every(self) -> int:
+        """Steps between two averages; another number is another ``with LocalSGD(...)``, after this one."""
+        return self._every
+
     def __enter__(self) -> Self:
-        self._optimizer.after_step.append(self._after_step)
-        self._leave.callback(self._optimizer.after_step.remove, self._after_step)
-        if isinstance(self._optimizer, LocalOptimizers):
-            self._leave.enter_context(self._optimizer)
-            self.start_local_steps()
+        try:
+            self._claim()
+            self._agree()
+            self._optimizer.after_step.append(self._after_step)
+            self._leave.callback(self._optimizer.after_step.remove, self._after_step)
+            if isinstance(self._optimizer, LocalOptimizers):
+                self._leave.enter_context(self._optimizer)
+                self.start_local_steps()
+        except BaseException:
+            # What a refusal leaves behind would be in the way of a second try.
+            self._leave.close()
+            raise
         return self
+
+    def _claim(self) -> None:
+        """Refuses a model whose weights another LocalSGD averages, until that one is left."""
+        weights = set(map(id, self._model.parameters()))
+        if not _AVERAGED.isdisjoint(weights):
+            raise ValueError(
+                f"model: its {type(self._model).__name__} is inside of another LocalSGD; leave that one before"
+            )
+        _AVERAGED.update(weights)
+        self._leave.callback(_AVERAGED.difference_update, weights)
+
+    def _agree(self) -> None:
+        """Refuses, on every rank alike, ranks with other settings. Collective."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        settings: dict[str, Any] = {"every": self._every, "warmup": self._warmup}
+        settings |= {f"outer_{name}": self._rule[name] for name in ("lr", "momentum")}
+        first, *others = gather_objects(settings, dist.get_world_size())
+        for rank, other in enumerate(others, 1):
+            for name, value in first.items():
+                if other[name] != value:
+                    raise ValueError(
+                        f"{name}: rank 0 has {value} and rank {rank} has {other[name]}; give all ranks the same"
+                    )
 
     def __exit__(self, *error: object) -> None:
         with self._leave:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal, get_args
 
 from torchrec_ext.schema.validation import check_choice
@@ -67,6 +68,9 @@ def check_local_steps(
     Raises:
         ValueError: the message names the setting.
     """
+    for name, steps in (("every", every), ("warmup", warmup)):
+        if isinstance(steps, bool) or not isinstance(steps, Integral):
+            raise ValueError(f"{name}={steps!r:.60}: must be a whole number of steps")
     if every < 1:
         raise ValueError(f"every={every}: must be 1 step or more")
     if warmup < 1:

@@ -41,11 +41,14 @@ class TowersOnRanks(nn.Module):
         towers: modules by name, in one order on all ranks; each returns (B, D), with a D of its own. A tower that
             another rank runs is not kept here, and may be None.
         top: module called with the list of the towers' outputs, (n, D) each, then ``rows``; it returns the loss over
-            these n rows, (), their mean, or a tuple that begins with it. Rank 0's weights are copied to all ranks.
+            these n rows, (), or a tuple that begins with it. The loss must be a plain mean over rows: a sum, a weighted
+            mean or a softmax over the batch would be another than that of one process. Rank 0's weights are copied to
+            all ranks.
         runtime: rank and device of this process. Tower number i is on rank i % R.
 
     Raises:
-        ValueError: no tower, a rank that lacks its tower, or a parameter of two towers.
+        ValueError: no tower, a rank that lacks its tower, a parameter of two towers, or, on every rank, ranks with
+            other names or another order.
 
     Example:
         >>> class Top(nn.Module):
@@ -67,16 +70,13 @@ class TowersOnRanks(nn.Module):
         super().__init__()
         if not towers:
             raise ValueError("towers: give at least one")
-        own: dict[str, nn.Module] = {}
-        for name in list(towers)[runtime.rank :: runtime.world_size]:
-            tower = towers[name]
-            if tower is None:
-                raise ValueError(
-                    f"towers: '{name}' is None on rank {runtime.rank}, which runs it; give that rank the module"
-                )
-            own[name] = tower
         self._names = list(towers)
-        _refuse_shared({**towers, "top": top})
+        _refuse_others(self._names, _fault({**towers, "top": top}, runtime), runtime)
+        own = {
+            name: tower
+            for name in self._names[runtime.rank :: runtime.world_size]
+            if (tower := towers[name]) is not None
+        }
         self.towers = nn.ModuleDict(own)
         self.top = top
         self._runtime = runtime
@@ -310,13 +310,43 @@ def _added_up(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
 
 
-def _refuse_shared(modules: Mapping[str, nn.Module | None]) -> None:
+def _refuse_others(names: Sequence[str], fault: str, runtime: Runtime) -> None:
+    """Refuses, on every rank alike, ranks with other towers, or with a fault in theirs. Collective."""
+    faults = [fault]
+    # Without a process group nothing would run, but faults are named.
+    if dist.is_available() and dist.is_initialized():
+        of_ranks = gather_objects((list(names), fault), runtime.world_size)
+        first = of_ranks[0][0]
+        for rank, (others, _) in enumerate(of_ranks):
+            if others != first:
+                here, there = (", ".join(each)[:40] for each in (first, others))
+                raise ValueError(
+                    f"towers: rank 0 has {here} and rank {rank} {there}; give the same names in one order on all ranks"
+                )
+        faults = [fault for _, fault in of_ranks]
+    for each in faults:
+        if each:
+            raise ValueError(each)
+
+
+def _fault(modules: Mapping[str, nn.Module | None], runtime: Runtime) -> str:
+    """Names what keeps this rank's towers from running; empty if there is nothing.
+
+    Args:
+        modules: the towers by name, then the top.
+        runtime: rank of this process.
+    """
+    *names, _ = modules
+    for name in names[runtime.rank :: runtime.world_size]:
+        if modules[name] is None:
+            return f"towers: '{name}' is None on rank {runtime.rank}, which runs it; give that rank the module"
     owners: dict[nn.Parameter, str] = {}
     for name, module in modules.items():
         for path, parameter in [] if module is None else module.named_parameters():
             owner = owners.setdefault(parameter, name)
             if owner != name:
-                raise ValueError(
+                return (
                     f"towers: '{owner}' and '{name}' share the parameter '{path}', which would be trained in two "
                     "places; make one tower of both, or give each its own"
                 )
+    return ""

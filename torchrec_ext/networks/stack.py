@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import operator
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,27 +25,22 @@ from torch.overrides import TorchFunctionMode
 from torchrec_ext.adopt.checks import STATES, update_rules
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.graph import bad_id, untraceable, values_needed
-from torchrec_ext.adopt.reads import look_up, look_up_arguments
+from torchrec_ext.adopt.reads import is_plain, look_up, look_up_arguments
 from torchrec_ext.capture.compiled import TRACERS, compiled
 from torchrec_ext.capture.memory import Clock
 from torchrec_ext.capture.step import StepPart, trained
 from torchrec_ext.distributed.optim.config import Choice
+from torchrec_ext.networks.one_form import (
+    check_networks,
+    differences,
+    line,
+    same_values,
+)
 from torchrec_ext.observe.user_lines import raising_line
 
 Loss = Callable[..., Tensor]
 
-_PLAIN = (bool, int, float, str, tuple, type(None))
-_TABLES = (nn.Embedding, nn.EmbeddingBag)
-# What they write while they run would be lost in the copy that vmap works on.
-_WRITE_BUFFERS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
+_UNBATCHED = re.compile(r"[Bb]atching rule not implemented for ([\w:.]+\w)")
 
 
 @dataclass
@@ -75,9 +72,11 @@ class Stack:
     all rows of all tables: train networks with large ones in one ``nn.ModuleList``, by :func:`adopt`.
 
     Args:
-        networks: K networks with the same layers; they may differ in weights, and keep these until :meth:`unstack`.
-        loss: function of a network and a batch of tensors, which returns the loss, (), as a network alone has it.
-        rates: (K,) learning rates; a member with 0 is not trained.
+        networks: K networks that are equal but for the values of weights and buffers; they keep these until
+            :meth:`unstack`. Modes and settings are those of now.
+        loss: function of a network and a batch of tensors, which returns the loss, (), as a network alone has it. It
+            may call the network, and read its weights and settings.
+        rates: (K,) learning rates, which are kept in float32; a member with 0 is not trained.
         optimizer: Adam, AdamW, Adagrad or SGD of torch.
         compile: whether the step is compiled; if not, it is made op by op.
         settings: the optimizer's other settings.
@@ -86,8 +85,9 @@ class Stack:
         networks: the networks.
 
     Raises:
-        ValueError: the networks differ, share a weight, have none to train, or have a module whose running statistics
-            would be lost; there are not K rates of 0 or more; the optimizer or a setting has no such step.
+        ValueError: the networks differ, share a weight, have none to train, or have a module or hook that a stack
+            would not train as the network alone; there are not K rates of 0 or more; the optimizer or a setting has no
+            such step.
 
     Example:
         >>> networks = [nn.Linear(3, 1) for _ in range(2)]
@@ -109,27 +109,25 @@ class Stack:
         **settings: Any,
     ) -> None:
         networks = list(networks)
-        _check(networks)
-        if not isinstance(rates, Sequence | Tensor) or len(rates) != len(networks):
-            count = f"rates={rates!r}"
-            if isinstance(rates, Sequence | Tensor):
-                count = f"{len(rates)} rates"
-            raise ValueError(f"{count} for {len(networks)} members: give one for each")
-        for number, rate in enumerate(rates):
-            _check_rate(f"rates[{number}]", float(rate))
+        check_networks(networks)
+        numbers = _rates(rates, len(networks))
+        for name, value in settings.items():
+            # Those of betas are two numbers, which torch checks.
+            if name != "betas" and not isinstance(value, int | float | None):
+                raise ValueError(
+                    f"{name}={value!r:.60}: must be one number for all members; only rates= has one for each"
+                )
         if "lr" in settings or not inspect.isclass(optimizer):
             raise ValueError(
                 "optimizer: give the class, such as torch.optim.Adam, and learning rates as rates="
             )
         self.networks = networks
-        self._loss = loss
         first = networks[0]
         device = next(first.parameters()).device
         self._count = torch.zeros((), device=device)
-        self._rates = torch.tensor(list(rates), device=device)
+        self._rates = torch.tensor(numbers, device=device)
         self._factor = torch.ones((), device=device)
-        # The network without weights, which each member calls with its own.
-        self._base = copy.deepcopy(first).to("meta")
+        self._member = _Member(_without_values(first), loss)
         moved = [each for each in first.parameters() if each.requires_grad]
         rules = update_rules(first, [optimizer(moved, lr=1.0, **settings)])  # type: ignore[call-arg]
         fill = float(settings.get("initial_accumulator_value", 0.0))
@@ -154,6 +152,7 @@ class Stack:
         memory += [each for state in self._states.values() for each in state]
         self._compiled = compiled(self._step, memory=memory) if compile else None
         self._shapes: list[Any] = []
+        self._is_checked = False
         # Number of a batch's tensor, rows and name of each look-up, if all ids are the batch's.
         self._given: list[tuple[int, int, str]] | None = None
 
@@ -162,14 +161,15 @@ class Stack:
 
         Raises:
             IndexError: an id is outside of its table; nothing was written.
-            ValueError: the batch has other than tensors, or the loss has no such step; the message has the line.
+            ValueError: the batch has other than tensors, the loss has no such step or is of another network, or forward
+                writes what the next step would read; the message names it.
         """
         for number, each in enumerate(batch):
             if not isinstance(each, Tensor):
                 raise ValueError(
                     f"step(): argument {number} is a {type(each).__name__}, must be a tensor"
                 )
-        self._check_first(batch)
+        self._check(batch)
         shapes = [(each.shape, each.dtype) for each in batch]
         self._shapes = self._shapes or shapes
         run: Callable[..., Any] = self._step
@@ -181,6 +181,12 @@ class Stack:
             # Made op by op, vmap itself refuses what needs values.
             if str(error).startswith("vmap:"):
                 raise CannotAdopt(values_needed(raising_line(error))) from None
+            unbatched = _UNBATCHED.search(str(error))
+            if unbatched:
+                raise CannotAdopt(
+                    f"{raising_line(error)}: torch.func.vmap has no batched {unbatched[1]}; train the networks in one "
+                    "nn.ModuleList, by adopt"
+                ) from None
             if not type(error).__module__.startswith(TRACERS):
                 raise
             raise untraceable(error) from None
@@ -199,8 +205,20 @@ class Stack:
         """Ends the training of one member: its weights stay as they are, bit by bit, and the others go on.
 
         Its rate becomes 0, and nothing is compiled anew. So it is with a member whose loss is NaN.
+
+        Raises:
+            ValueError: there is no such member.
         """
-        self._rates[member] = 0.0
+        count = len(self.networks)
+        try:
+            number = count if isinstance(member, bool) else operator.index(member)
+        except TypeError:
+            number = count
+        if not -count <= number < count:
+            raise ValueError(
+                f"member={member!r:.60}: must be a whole number from 0 to {count - 1}"
+            )
+        self._rates[number] = 0.0
 
     @torch.no_grad()
     def unstack(self) -> list[nn.Module]:
@@ -219,9 +237,14 @@ class Stack:
         """Goes on from a state of a stack of the same networks and optimizer.
 
         Raises:
-            ValueError: it is of another stack; nothing was written.
+            ValueError: it is of another stack, or has a rate that is none; nothing was written.
         """
         own = dict(self._tensors())
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                raise ValueError(
+                    f"'{name}' is a {type(value).__name__} in the state, must be a tensor"
+                )
         for name in [*own, *state]:
             here, there = (
                 str(tuple(each[name].shape)) if name in each else "not there"
@@ -232,6 +255,8 @@ class Stack:
                     f"'{name}' is {there} in the state and {here} in the stack: give a state of the same networks "
                     "and optimizer"
                 )
+        _rates(state["rates"], len(self.networks))
+        _check_rate("factor", state["factor"])
         for name, tensor in own.items():
             tensor.copy_(state[name])
 
@@ -246,44 +271,81 @@ class Stack:
             for number, each in enumerate(states):
                 yield f"{name}/{number}", each
 
-    @torch.no_grad()
-    def _check_first(self, batch: Sequence[Tensor]) -> None:
-        """Refuses, by a forward of the first member, ids outside of their tables and a loss that is not one number.
-
-        vmap would read another member's rows, and add up a loss of each row.
+    def _check(self, batch: Sequence[Tensor]) -> None:
+        """Refuses, by a forward of the first member, what vmap would compute without a word.
 
         Raises:
             IndexError: naming the table and the id.
-            ValueError: naming what the loss is.
+            ValueError: naming what the loss is, what it does not read, or what forward writes.
         """
         if self._given is not None:
             for number, rows, name in self._given:
                 _check_range(batch[number], rows, name)
             return
-        values = {name: values[0] for name, values in self._values.items()}
+        is_first = not self._is_checked
+        values = {name: each[0].detach() for name, each in self._values.items()}
+        if is_first:
+            before = _without_values(self._member.network)
+            for name in values:
+                trains = name in self._states
+                values[name] = values[name].clone().requires_grad_(trains)
         reads = _Reads({id(value): name for name, value in values.items()})
-        with reads:
-            value = self._loss(_network(self._base, values), *batch)
-        if not isinstance(value, Tensor) or value.dim():
-            found = type(value).__name__
-            if isinstance(value, Tensor):
-                found = f"of shape {tuple(value.shape)}"
+        written = dict(values)
+        with torch.set_grad_enabled(is_first), reads:
+            loss = self._member.with_values(written, batch)
+        if not isinstance(loss, Tensor) or loss.dim():
+            found = type(loss).__name__
+            if isinstance(loss, Tensor):
+                found = f"of shape {tuple(loss.shape)}"
             raise ValueError(f"the loss is {found}, must be a tensor (): take its mean")
+        if is_first:
+            self._check_writes(before, values, written)
+            _check_reads(loss, [values[name] for name in self._states])
+            self._is_checked = True
         numbers = {id(each): number for number, each in enumerate(batch)}
         if all(id(ids) in numbers for ids, _, _ in reads.look_ups):
             self._given = [
                 (numbers[id(ids)], rows, name) for ids, rows, name in reads.look_ups
             ]
 
+    def _check_writes(
+        self,
+        before: nn.Module,
+        values: Mapping[str, Tensor],
+        written: Mapping[str, Tensor],
+    ) -> None:
+        """Refuses a forward that writes what it leaves to the next step, because a stack would lose it.
+
+        Args:
+            before: the first network before its forward.
+            values: what its weights and buffers were given as.
+            written: what they are after it.
+        """
+        for name, now in written.items():
+            given = values[name]
+            was = self._values[name][0]
+            if now is not given or now._version or not same_values(now, was):
+                rest = (
+                    " is written by forward, which a stack would lose: compute it from the batch, or train the "
+                    "networks in one nn.ModuleList, by adopt"
+                )
+                raise ValueError(line(name, rest))
+        for found in differences(before, self._member.network):
+            rest = (
+                f" is written by forward, {found.first} before and {found.other} after: make it in __init__, return "
+                "it, or give it to the step"
+            )
+            raise ValueError(line(found.path, rest))
+
     def _made(self) -> Callable[..., Any]:
         """Returns the step as a function of a batch, which reads nothing of this object."""
-        loss, base = self._loss, self._base
+        member = self._member
         count, rates, factor = self._count, self._rates, self._factor
         values, states, choices = self._values, self._states, self._choices
 
         def one(values: dict[str, Tensor], *batch: Tensor) -> Tensor:
             with _Reads():
-                return loss(_network(base, values), *batch)
+                return member.with_values(values, batch)  # type: ignore[no-any-return]
 
         def forward(_: Any, *batch: Tensor) -> tuple[Tensor, Tensor]:
             shared = [None] * len(batch)
@@ -301,6 +363,41 @@ class Stack:
             return losses  # type: ignore[no-any-return]
 
         return step
+
+
+class _Member(nn.Module):
+    """A network and its loss as one module, so that the loss may read of the network whatever it has."""
+
+    def __init__(self, network: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.network = network
+        self._loss = loss
+        first = {}
+        for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+            first[id(tensor)] = name
+        # All places of a weight, with the name of its first. A module of two names has each of its places once:
+        # functional_call, which would write it twice, could not take it back.
+        self._places = {
+            f"network.{path}.{name}".replace("..", "."): first[id(tensor)]
+            for path, module in network.named_modules()
+            for own in (module._parameters, module._buffers)
+            for name, tensor in own.items()
+            if tensor is not None
+        }
+
+    def forward(self, *batch: Tensor) -> Any:
+        """Returns the loss."""
+        return self._loss(self.network, *batch)
+
+    def with_values(self, values: dict[str, Tensor], batch: Sequence[Tensor]) -> Any:
+        """Returns the loss with values of the network's weights and buffers, of which it may write others."""
+        given = {place: values[name] for place, name in self._places.items()}
+        after = dict(given)
+        loss = functional_call(self, after, tuple(batch), tie_weights=False)
+        for place, name in self._places.items():
+            if after[place] is not given[place]:
+                values[name] = after[place]
+        return loss
 
 
 class _Reads(TorchFunctionMode):
@@ -330,6 +427,11 @@ class _Reads(TorchFunctionMode):
         if ids.is_floating_point():
             # Refused by torch.
             return func(*args, **kwargs)
+        if not is_plain(named):
+            raise CannotAdopt(
+                f"{func.__name__} with max_norm, scale_grad_by_freq or mode='max' is not in a stack: leave it out, or "
+                "limit and divide what is read"
+            )
         weight = named["weight"]
         if self._names is not None:
             name = self._names.get(id(weight), "a table")
@@ -349,79 +451,57 @@ class _Rows(NamedTuple):
         return self.weight.index_select(0, ids)
 
 
-def _check_rate(name: str, rate: float) -> None:
-    if not (math.isfinite(rate) and rate >= 0):
-        raise ValueError(f"{name}={rate:g}: must be a finite number of 0 or more")
+def _without_values(module: nn.Module) -> nn.Module:
+    """Returns a copy whose weights and buffers have no values; those that are tied stay so."""
+    memo: dict[int, Any] = {}
+    for weight in module.parameters():
+        meta = weight.detach().to("meta")
+        memo[id(weight)] = nn.Parameter(meta, requires_grad=weight.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise ValueError(
+            f"{type(module).__name__} cannot be copied, as a stack must: {str(error)[:100]}"
+        ) from None
+
+
+def _rates(rates: Any, count: int) -> list[float]:
+    """Returns a rate for each of the members."""
+    has_many = hasattr(rates, "__len__") and not isinstance(rates, str | Mapping)
+    if not has_many or len(rates) != count:
+        found = f"{len(rates)} rates" if has_many else f"rates={rates!r:.60}"
+        raise ValueError(f"{found} for {count} members: give one for each")
+    return [
+        _check_rate(f"rates[{number}]", rate) for number, rate in enumerate(list(rates))
+    ]
+
+
+def _check_rate(name: str, rate: Any) -> float:
+    """Returns a rate as a number."""
+    try:
+        number = math.nan if isinstance(rate, str) else float(rate)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        text = f"{rate:g}" if isinstance(rate, int | float) else f"{rate!r:.60}"
+        raise ValueError(f"{name}={text}: must be a finite number of 0 or more")
+    return number
+
+
+def _check_reads(loss: Tensor, weights: Sequence[Tensor]) -> None:
+    """Refuses a loss of another network, as one from a closure."""
+    found: Sequence[Tensor | None] = []
+    if loss.requires_grad:
+        found = torch.autograd.grad(loss, weights, allow_unused=True)
+    if all(each is None for each in found):
+        raise ValueError(
+            "the loss does not depend on a weight of the network that it is given: read that network, and no other"
+        )
 
 
 def _check_range(ids: Tensor, rows: int, table: str) -> None:
     bad = bad_id(ids, rows, table)
     if bad:
         raise IndexError(bad)
-
-
-def _network(base: nn.Module, values: Mapping[str, Tensor]) -> Callable[..., Any]:
-    """Returns a member as a function, with its values."""
-
-    def network(*inputs: Any, **options: Any) -> Any:
-        return functional_call(base, dict(values), inputs, options)
-
-    return network
-
-
-def _check(networks: Sequence[nn.Module]) -> None:
-    """Refuses networks that are not of one shape.
-
-    Raises:
-        ValueError: naming the first difference.
-    """
-    if len(networks) < 2:
-        raise ValueError(f"{len(networks)} networks: a stack has two or more")
-    first, *others = networks
-    if not any(each.requires_grad for each in first.parameters()):
-        raise ValueError(f"{type(first).__name__} has no weight to train")
-    expected = _shapes(first)
-    for number, other in enumerate(others, 1):
-        found = _shapes(other)
-        for name in [*expected, *found]:
-            if expected.get(name) != found.get(name):
-                here = found.get(name, "not there")
-                first_has = expected.get(name, "not there")
-                raise ValueError(
-                    f"{name} is {here} in network {number}, {first_has} in network 0: a stack needs one shape; "
-                    "train others in one ModuleList"
-                )
-    parameters = [
-        parameter for network in networks for parameter in network.parameters()
-    ]
-    if len(set(map(id, parameters))) < len(parameters):
-        raise ValueError(
-            "two networks share a weight: that is one network; train them as one module"
-        )
-    for path, module in first.named_modules():
-        if (
-            isinstance(module, _WRITE_BUFFERS)
-            and module.track_running_stats
-            and module.running_mean is not None
-        ):
-            raise ValueError(
-                f"{path} is a {type(module).__name__}, whose running statistics a stack would lose: use LayerNorm, or "
-                "track_running_stats=False"
-            )
-        if isinstance(module, _TABLES) and module.max_norm is not None:
-            raise ValueError(
-                f"{path} has max_norm={module.max_norm:g}, which rewrites rows in forward: leave it out"
-            )
-
-
-def _shapes(network: nn.Module) -> dict[str, str]:
-    """Returns what must be equal in all members, by name: classes, plain attributes, shapes of weights and buffers."""
-    found = {}
-    for path, module in network.named_modules():
-        found[path or "the network"] = type(module).__name__
-        for name, value in vars(module).items():
-            if not name.startswith("_") and isinstance(value, _PLAIN):
-                found[f"{path}.{name}".lstrip(".")] = repr(value)
-    for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
-        found[name] = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
-    return found
