@@ -584,7 +584,8 @@ def _check_vectors(vectors: Floats, places: Sequence[str]) -> None:
     if not fits.all():
         raise RequestError(
             places[int(fits.argmin())],
-            "the scores would be beyond float32: a feature is too large; send smaller numbers",
+            "the model's result is not a number, infinite or beyond 1e15: it cannot take a feature's value, as log(0), "
+            "or a value that large; send values as in training",
         )
 
 
