@@ -15,10 +15,12 @@ import pytest
 
 pytest.importorskip("duckdb", reason="needs the extra `data`")
 
+from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.files.sources import read_columns
 from torchrec_ext.data.preprocess import Categorify, Preprocessor, read_csv
 from torchrec_ext.data.preprocess.columns import read_cells
 from torchrec_ext.data.preprocess.rows import connected
+from torchrec_ext.data.sets import load_set
 from torchrec_ext.schema import DataError
 from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
@@ -465,3 +467,10 @@ def test_a_time_in_a_csv_file_is_that_of_a_request(kind: str, tmp_path: Path) ->
 
 def arrow_of(relation: Any) -> Any:
     return relation.to_arrow_table().column(0).combine_chunks()
+
+
+def test_a_folder_of_csv_files_is_told_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").touch()
+    rule = r"has train\.csv and no train\.parquet; .* convert them, or run rec\.data\.preprocess"
+    with pytest.raises(DataError, match=rule):
+        load_set(DataConfig(folder=str(tmp_path.parent), name=tmp_path.name), "labels")
