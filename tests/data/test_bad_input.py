@@ -15,9 +15,12 @@ import pytest
 
 pytest.importorskip("duckdb", reason="needs the extra `data`")
 
+from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.files.sources import read_columns
 from torchrec_ext.data.preprocess import Categorify, Preprocessor, read_csv
+from torchrec_ext.data.preprocess.columns import read_cells
 from torchrec_ext.data.preprocess.rows import connected
+from torchrec_ext.data.sets import load_set
 from torchrec_ext.schema import DataError
 from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
@@ -132,7 +135,11 @@ SQL = {
     "no file": ("FROM 'none.csv'", r"^none\.csv: no such file; check the path$"),
     "a typo": (
         "SELECT cty FROM 'a.csv'",
-        r'^DuckDB: Binder Error: Referenced column "cty" not found .*; correct the SQL',
+        r'^test_bad_input\.py: line \d+: DuckDB: Binder Error: Referenced column "cty" not found .*; correct the SQL',
+    ),
+    "a reserved name": (
+        "SELECT city, user at FROM 'a.csv'",
+        r'^test_bad_input\.py: line \d+: DuckDB: Parser Error: .*quote reserved names, such as "at"$',
     ),
     "a value": (
         "SELECT CAST(user AS BIGINT) AS city FROM 'a.csv'",
@@ -216,7 +223,7 @@ CSV: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "a quote without its end": (
         [csv(HEADER, (1000, '7,"c1,1'))],
         {},
-        r"0\.csv: line 1002: a quote without its end .*3,001 lines, 1,000 rows; mend",
+        r"0\.csv: line 1002: a quote without its end .*3,001 lines, 1,000 rows; mend.*line_breaks=True",
     ),
     "closed far below": (
         [csv(HEADER, (1000, '7,"c1,1'), (1500, '9,c1",1'))],
@@ -252,7 +259,22 @@ CSV: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "another type": (
         [csv(HEADER, (50, "x,c1,0"))],
         {},
-        r"line 52: column 'user': 'x' is no BIGINT \(1 broken lines\); mend them",
+        r"line 52: column 'user': 'x' is no BIGINT, a whole number in digits \(1 broken lines\); mend them",
+    ),
+    "a fraction": (
+        [csv(HEADER, (50, "1,c1"), (60, "1.2,c,0"), (70, "1_000,c,0"))],
+        {"broken": 1},
+        r"line 52: Expected .* \(3 broken lines\)",
+    ),
+    "the file ends within a value": (
+        [csv(HEADER, (50, '1,"c\n1",0'), (60, '1,"c,0'))],
+        {"line_breaks": True},
+        r"line 64: a quote without its end: the file ends within its value; mend",
+    ),
+    "behind a line break": (
+        [csv(HEADER, (50, '1,"c\n1",0\n'), (60, "2.5,c,0"))],
+        {"line_breaks": True},
+        r"line 65: column 'user': '2\.5' is no BIGINT, a whole number in digits \(1 broken",
     ),
     "too few values": (
         [csv(HEADER, (50, "1,c1"), (60, "2"))],
@@ -323,3 +345,132 @@ def test_read_csv_reads_by_name_and_counts_what_it_leaves_out(
     said = capsys.readouterr().out
     assert said.startswith("note: 2 broken lines are left out; ")
     assert "0.csv.gz: line 11: " in said
+
+
+TEXTS = {
+    "TINYINT": ("300", "1.5", "1e-3", "0x1F", "1_000", "true", "\u0663"),
+    "BIGINT": ("1.2", "2.5", "1000.5", "-0.4", "1,000", "9223372036854775808"),
+    "FLOAT": ("1e39", "1_0.5", "0x1F", "1d"),
+    "DOUBLE": ("1e400", "-1e400", "x"),
+    "DECIMAL(5, 2)": ("1.239", "1000"),
+    "DATE": ("2024-01-01T23:30:00-05:00", "2024-1-1", "2023-02-29", "infinity"),
+    "NOTHING": ("1",),
+}
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_read_csv_takes_no_text_for_another_value(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    with connected(threads=1) as con:
+        for text in TEXTS[kind]:
+            path.write_text(f'x,y\n"{text}",1\n', encoding="utf-8")
+            rule = (
+                r"line 2: column 'x': .* is no |^types: column 'x': DuckDB has no type"
+            )
+            with pytest.raises(DataError, match=rule) as caught:
+                read_csv(con, path, {"x": kind})
+            assert len(str(caught.value)) < 200 + len(str(tmp_path))
+
+
+def test_read_csv_keeps_what_is_meant(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('n,f,t\n1.0,inf,"a\nb"\n 007,nan,\n-5,1e-3,c\n')
+    types = {"n": "INT8", "f": "FLOAT", "t": "TEXT"}
+    with connected(threads=1) as con:
+        rows = con.sql(
+            f"FROM {read_csv(con, path, types, line_breaks=True)}"
+        ).fetchall()
+    assert str(rows).startswith("[(1, inf, 'a\\nb'), (7, nan, None), (-5, 0.001")
+
+
+# A time in a file and in a request is the same, or refused in both.
+CLOCKS = [
+    *(
+        "2024-01-01",
+        "2024-01-01T10:00",
+        "2024-01-01 10:00:00",
+        "2024-01-01T10:00:00.25",
+    ),
+    *("2024-01-01T10:00:00Z", "2024-01-01T10:00:00+02:00", "2024-01-01 10:00:00+0200"),
+    *(
+        "2024-01-01T23:30:00-05",
+        "2024-01-01T10:00:00.123456+23:59",
+        "1969-12-31 23:59:59.9996",
+    ),
+    *(
+        "0001-01-01T00:00:00+02:00",
+        "2300-01-01",
+        "9999-12-31 23:59:59-02:00",
+        "12024-01-01 00:00:00",
+    ),
+    *(
+        "2024-01-01 10:00:00 PST",
+        "2024-01-01 10:00:00 America/New_York",
+        "infinity",
+        "epoch",
+    ),
+    *(
+        "2024-1-1",
+        "2024/01/01",
+        "20240101",
+        "2024-02-30",
+        " 2024-01-01",
+        "2024-01-01 ",
+        "-001-01-01 10:00:00",
+    ),
+    *(
+        "2024-01-01 24:00:00",
+        "2024-01-01 10:60:00",
+        "2024-01-01 10:00:60",
+        "2024-01-01  1:00:00",
+    ),
+    *(
+        "2024-01-01T10:00:00+24:00",
+        "2024-01-01T10:00:00+10:60",
+        "2024-01-01T10:00:00.1234567",
+        "2024-01-01 10:00:5Z",
+    ),
+]
+UNITS = {
+    "TIMESTAMP": "us",
+    "TIMESTAMPTZ": "us",
+    "TIMESTAMP_S": "s",
+    "TIMESTAMP_MS": "ms",
+    "TIMESTAMP_NS": "ns",
+}
+
+
+@pytest.mark.parametrize("kind", UNITS)
+def test_a_time_in_a_csv_file_is_that_of_a_request(kind: str, tmp_path: Path) -> None:
+    raw = f"timestamp[{UNITS[kind]}]"
+    path = tmp_path / "a.csv"
+    read = 0
+    with connected(threads=1) as con:
+        con.execute("SET TimeZone='America/New_York'")
+        for text in CLOCKS:
+            path.write_text(f'at,x\n"{text}",1\n')
+            try:
+                log = read_csv(con, path, {"at": kind})
+            except DataError:
+                for rows in (1, 70):
+                    with pytest.raises(DataError, match="column 'at', row 0"):
+                        read_cells("at", [text] * rows, raw)
+                continue
+            column = con.sql(f'SELECT "at" FROM {log}')
+            (value,) = read_cells("at", arrow_of(column), raw).values
+            # A few values are read without Arrow.
+            for rows in (1, 70):
+                assert read_cells("at", [text] * rows, raw).values[0] == value, text
+            read += 1
+    assert read == (10 if kind == "TIMESTAMP_NS" else 13)
+
+
+def arrow_of(relation: Any) -> Any:
+    return relation.to_arrow_table().column(0).combine_chunks()
+
+
+def test_a_folder_of_csv_files_is_told_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").touch()
+    rule = r"has train\.csv and no train\.parquet; .* convert them, or run rec\.data\.preprocess"
+    with pytest.raises(DataError, match=rule):
+        load_set(DataConfig(folder=str(tmp_path.parent), name=tmp_path.name), "labels")

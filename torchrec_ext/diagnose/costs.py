@@ -28,6 +28,7 @@ _SWEEPS = 3.0  # times the optimizer's own seconds that rows which are not read 
 _PRICE_AT_MOST = 1.5
 _WORK_AT_MOST = 1.3
 _LEAST_LINE = 0.03  # share of an iteration from which on a line is named
+_MOST_OPS = 0.5  # share of a line's seconds inside of ops from which on it holds nothing
 
 
 def alone_seconds(each: Round) -> float:
@@ -132,7 +133,9 @@ def held_lines(facts: Facts) -> list[tuple[LineFacts, float]]:
     tables = {table.line for table in facts.whole_tables}
     lines = []
     for line in facts.lines:
-        if line.phase == "step" and line.name not in tables:
+        # On a busy machine much of an ordinary layer's line is a wait for a core.
+        is_ops = line.op_s >= _MOST_OPS * line.seconds
+        if line.phase == "step" and line.name not in tables and not is_ops:
             share = facts.share(partial(seconds_without_ops, facts, line=line))
             if share >= _LEAST_LINE:
                 lines.append((line, share))

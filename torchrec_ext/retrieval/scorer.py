@@ -584,7 +584,8 @@ def _check_vector(vector: Floats, where: str) -> None:
     if not squares <= _GREATEST_VECTOR**2:
         raise RequestError(
             where,
-            "the scores would be beyond float32: a feature is too large; send smaller numbers",
+            "the model's result is not a number, infinite or beyond 1e15: it cannot take a feature's value, as log(0), "
+            "or a value that large; send values as in training",
         )
 
 

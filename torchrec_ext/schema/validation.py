@@ -38,7 +38,9 @@ def did_you_mean(
         >>> did_you_mean("yaer", ["user", "year"], "there are user, year"), did_you_mean("x", ["year"], "there is year")
         ("did you mean 'year'?", 'there is year')
     """
-    match = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
+    there = list(names)
+    same = [each for each in there if each.lower() == name.lower()]
+    match = same or difflib.get_close_matches(name, there, n=1, cutoff=cutoff)
     return f"did you mean {match[0]!r}?" if match else otherwise
 
 

@@ -122,7 +122,8 @@ def _rules(prepared: Prepare, rows: Opened, labels: Sequence[str]) -> list[_Rule
         rules.append(_Rule(name, empty, remedy))
         # Parquet has no quotes.
         if rows.source is None:
-            remedy = "a line break, as of a quote without its end; read a CSV by read_csv of data.preprocess"
+            remedy = "a line break, as of a quote without its end; read a CSV by read_csv of data.preprocess, "
+            remedy += f"or replace({name}, chr(10), ' ')"
             rules.append(_Rule(name, f"contains({column}, chr(10))", remedy))
     return rules
 

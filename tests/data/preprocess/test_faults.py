@@ -84,7 +84,7 @@ def test_a_missing_column_with_the_nearest_name(tmp_path: Path) -> None:
         (
             ["a"],
             TimeFeatures(column="x"),
-            r"takes int64, timestamp; convert it to a timestamp",
+            r"takes int64, timestamp; convert it: CAST\(.* AS TIMESTAMPTZ\)",
         ),
         (
             [1_700_000_000_000, None],

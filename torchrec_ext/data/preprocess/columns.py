@@ -445,8 +445,7 @@ def _ticks(time: str | datetime, unit: str) -> int:
         ValueError: Arrow has to read or to refuse it.
     """
     if isinstance(time, str):
-        # Newer versions of Python know an hour 24.
-        if not is_iso(time) or time[11:13] == "24":
+        if not is_iso(time):
             raise ValueError(_ISO_RULE)
         time = datetime.fromisoformat(time)
     since = time - (_EPOCH_UTC if time.tzinfo else _EPOCH)
@@ -483,10 +482,11 @@ def _arrow_cells(array: pa.Array, raw: str) -> Cells:
     elif not _stands_for(array.type, raw):
         raise TypeError(f"it is {array.type}")
     # First to the column's own type: a time of a finer unit loses what the column's unit
-    # cannot hold, and a number what 32 bits cannot.
+    # cannot hold, and a number what 32 bits cannot. Nanoseconds hold no year before 1678
+    # or after 2261.
     for each in (dtype, INT64 if is_time else working_type(dtype)):
         if array.type != each:
-            array = array.cast(each, safe=not is_time)
+            array = array.cast(each, safe=not is_time or dtype.unit == "ns")
     valid = None
     if array.null_count:
         valid = array.is_valid().to_numpy(zero_copy_only=False)
@@ -501,13 +501,17 @@ def _arrow_cells(array: pa.Array, raw: str) -> Cells:
     return Cells(values, valid, unit=dtype.unit if is_time else None)
 
 
-_ISO_8601 = r"^\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}(:\d{2}(\.\d{1,6})?)?(Z|[+-]\d{2}(:?\d{2})?)?)?$"
+# Hours and minutes as clocks have them: Python's and Arrow's readers differ beyond that.
+ISO_8601 = (
+    r"^\d{4}-\d{2}-\d{2}([T ]([01]\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d{1,6})?)?"
+    r"(Z|[+-]([01]\d|2[0-3])(:?[0-5]\d)?)?)?$"
+)
 _ISO_RULE = "must be a date in ISO 8601, such as 2024-02-29, 2024-02-29 18:30 or 2024-02-29T18:30:00+01:00"
 
 
 def is_iso(text: str) -> bool:
     """Says whether a text has the form of a date in ISO 8601, with or without a time and a zone."""
-    return re.match(_ISO_8601, text) is not None
+    return re.match(ISO_8601, text) is not None
 
 
 def as_times(array: pa.Array) -> pa.Array:
@@ -527,7 +531,7 @@ def as_times(array: pa.Array) -> pa.Array:
             array = array.cast(pa.timestamp("us"), safe=False)
         return array.cast(target_type, safe=False)
     wrong = pc.fill_null(
-        pc.invert(pc.match_substring_regex(array, _ISO_8601)), fill_value=False
+        pc.invert(pc.match_substring_regex(array, ISO_8601)), fill_value=False
     )
     row = pc.index(wrong, True).as_py()
     if row < 0:

@@ -10,9 +10,11 @@ import glob
 import itertools
 import re
 import tempfile
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -184,7 +186,10 @@ def _told(error: Exception) -> str:
     if not line_of_csv:
         if type(error).__name__ not in _OF_SQL:
             return ""
-        return f"DuckDB: {text.splitlines()[0][:120]}; correct the SQL, or write the column so"
+        remedy = "correct the SQL, or write the column so"
+        if type(error).__name__ == "ParserException":
+            remedy = 'correct the SQL, and quote reserved names, such as "at"'
+        return f"{_place_in_python(error)}DuckDB: {text.splitlines()[0][:90]}; {remedy}"
     csv_file = re.search(r"^\s*file = (.*)$", text, re.MULTILINE)
     # After the line itself, which may be long, and before DuckDB's own remedies.
     begin = re.split(r"\n\n|\nPossible", text)[0]
@@ -194,6 +199,18 @@ def _told(error: Exception) -> str:
         remedy = "mend the quotes, or read none: read_csv(..., quote='')"
     where = csv_file[1] if csv_file else "the csv file"
     return f"{where}: line {line_of_csv.group(1)}: {fault}; {remedy}"
+
+
+def _place_in_python(error: Exception) -> str:
+    """Returns file and line of the caller's Python in which an error arose; empty if it was in ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    # DuckDB has frames of its own behind it.
+    others = [frame for frame in frames if "site-packages" not in frame.filename]
+    top = Path(__file__).parents[3]
+    ours = {top / "torchrec_ext", top / "torchx_apps"}
+    if not others or not ours.isdisjoint(Path(others[-1].filename).parents):
+        return ""
+    return f"{Path(others[-1].filename).name}: line {others[-1].lineno}: "
 
 
 def csv_fault(text: str) -> str:

@@ -78,7 +78,9 @@ class TimeFeatures(Step):
 
     def types(self, types: Types) -> Types:
         """Returns integers."""
-        remedy = "convert it to a timestamp, or to seconds since 1970"
+        remedy = (
+            f"convert it: CAST({self.column} AS TIMESTAMPTZ), or to seconds since 1970"
+        )
         need(types, self, self.column, TIMES | {INT64}, remedy)
         return dict.fromkeys(self.writes, INT64)
 
