@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import glob
 import gzip
 import io
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from torchrec_ext.data.preprocess.step import quoted
 from torchrec_ext.schema import DataError
 
 _numbers = itertools.count()
+# What no text has, but a file of another format or encoding.
+_CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f]")
 
 
 def read_csv(
@@ -66,7 +69,7 @@ def read_csv(
     told = 0
     first = ""
     for path in _files(paths):
-        header = list(names or _header(path, delimiter, quote, encoding))
+        header = list(names or _header(path, types, delimiter, quote, encoding))
         for name in types:
             if name not in header:
                 raise missing_column(str(path), name, header)
@@ -101,9 +104,9 @@ def read_csv(
             "SELECT count(DISTINCT line), min(line), arg_min(error_message, line) "
             f"FROM {rejects} JOIN {table}_scans USING (scan_id, file_id) WHERE file_path = {sql_text(str(path))}"
         ).fetchall()[0]
-        lines = sum(1 for _ in _lines(path)) - (names is None)
+        lines = sum(1 for _ in _lines(path, encoding)) - (names is None)
         if lines > rows + count:
-            raise _unclosed(path, quote, lines, rows)
+            raise _unclosed(path, quote, encoding, lines, rows)
         if count and not told:
             first = f"{path}: line {line}: {csv_fault(str(fault))}"
         told += count
@@ -127,49 +130,59 @@ def _files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
     return files
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    """Yields the lines with a value, as they stand in the file."""
+def _lines(path: Path, encoding: str) -> Iterator[bytes]:
+    """Yields the lines with a value, as they stand in the file; those of utf-16 in utf-8."""
     opened: Any = gzip if path.suffix == ".gz" else io
     try:
         with opened.open(path, "rb") as file:
-            yield from (line for line in file if line.strip())
+            lines: Iterable[bytes] = file
+            if codecs.lookup(encoding).name.startswith("utf-16"):
+                # A line break is two bytes there.
+                text = io.TextIOWrapper(file, encoding, "replace", newline="\n")
+                lines = (line.encode() for line in text)
+            yield from (line for line in lines if line.strip())
+    except LookupError:
+        raise DataError(
+            f"encoding={encoding!r}: there is no such encoding; give utf-8, latin-1 or utf-16"
+        ) from None
     except (OSError, EOFError) as error:
         raise DataError(
             f"{path}: cannot be read ({str(error)[:60]}); copy or write it again"
         ) from None
 
 
-def _header(path: Path, delimiter: str, quote: str, encoding: str) -> list[str]:
-    first = next(_lines(path), b"").strip(b"\r\n")
-    try:
-        text = first.decode("utf-8-sig" if encoding == "utf-8" else encoding, "replace")
-    except LookupError:
-        raise DataError(
-            f"encoding={encoding!r}: there is no such encoding; name one, such as utf-8, latin-1 or utf-16"
-        ) from None
-    if not text.replace("\t", "").isprintable():
+def _header(
+    path: Path, types: Collection[str], delimiter: str, quote: str, encoding: str
+) -> list[str]:
+    first = next(_lines(path, encoding), b"").strip(b"\r\n")
+    written = "latin-1" if codecs.lookup(encoding).name == "iso8859-1" else "utf-8-sig"
+    text = first.decode(written, "replace")
+    if _CONTROL.search(text.replace(delimiter, "")):
         raise DataError(
             f"{path}: line 1 is no text in {encoding}: {short_text(first)}; give its encoding, such as "
             "encoding='utf-16', or another file"
         )
+    if len(delimiter) > 1:
+        return [name.strip(quote) for name in text.split(delimiter)]
     options: dict[str, Any] = {"delimiter": delimiter, "quotechar": quote or None}
     if not quote:
         options["quoting"] = csv.QUOTE_NONE
     header = next(csv.reader([text], **options), [])
     other = re.search(r"[;,\t|]", text.replace(delimiter, ""))
-    if len(header) == 1 and other:
+    if len(header) == 1 and other and header[0] not in types:
         raise DataError(
             f"{path}: line 1 is one value, {short_text(text)}; give its delimiter: delimiter={other[0]!r}"
         )
     return header
 
 
-def _unclosed(path: Path, quote: str, lines: int, rows: int) -> DataError:
+def _unclosed(
+    path: Path, quote: str, encoding: str, lines: int, rows: int
+) -> DataError:
     """Returns the error of a value that holds further lines; its line has a quote too many."""
     mark = quote.encode()
-    odd = (
-        number for number, line in enumerate(_lines(path), 1) if line.count(mark) % 2
-    )
+    numbered = enumerate(_lines(path, encoding), 1)
+    odd = (number for number, line in numbered if line.count(mark) % 2)
     return DataError(
         f"{path}: line {next(odd, 1)}: a quote without its end takes lines into a value: {lines:,} lines, {rows:,} "
         "rows; mend the quote, or read none: read_csv(quote='')"
