@@ -433,7 +433,7 @@ def test_a_state_of_other_files_or_lanes_is_refused(folder: Path) -> None:
     ).state_dict()
     with pytest.raises(
         ValueError,
-        match=r"cannot resume .*: its rows were others, 60, and 60 now; put the files",
+        match=r"cannot resume .*: its rows were others; put the files",
     ):
         loader_of(
             parquet(folder / "b", [20, 40]), lanes=2, buffer_rows=60
@@ -486,7 +486,7 @@ def test_a_state_of_rewritten_rows_is_refused_and_an_older_state_is_not(
     )
     with pytest.raises(
         ValueError,
-        match=r"cannot resume .*: its rows were others, \d+, and \d+ now; put",
+        match=r"cannot resume .*: its rows were others; put",
     ):
         loader().load_state_dict(state)
     older = {
