@@ -289,7 +289,12 @@ CSV: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "no encoding": (
         [csv(HEADER)],
         {"encoding": "klingon"},
-        r"encoding='klingon': there is no such encoding; name one, such as utf-8",
+        r"encoding='klingon': there is no such encoding; give utf-8",
+    ),
+    "an encoding that DuckDB lacks": (
+        [csv(HEADER)],
+        {"encoding": "cp1252"},
+        r"not support the encoding: \"cp1252\"; write the file as utf-8, or give",
     ),
     "two bytes a letter": (
         ["u\0s\0e\0r\0\n"],
@@ -327,6 +332,24 @@ def test_a_file_that_is_not_gzip_or_was_cut_is_told(size: int, tmp_path: Path) -
     rule = r"a\.csv\.gz: (is of another|cannot be read \().*; copy or write it again$"
     with connected(threads=1) as con, pytest.raises(DataError, match=rule):
         read_csv(con, tmp_path / "a.csv.gz", TYPES)
+
+
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "of Hive": ("user\x01city\x01label\n1\x01ü\x010\n", {"delimiter": "\x01"}),
+    "of two bytes a letter": ("user,city,label\r\n1,ü,0\r\n", {"encoding": "utf-16"}),
+    "a delimiter of two letters": ("user::city::label\n1::ü::0\n", {"delimiter": "::"}),
+    "a space that does not break": ("user,city,label,a\xa0b\n1,ü,0,2\n", {}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_read_csv_reads_files(form: str, tmp_path: Path) -> None:
+    text, options = FORMS[form]
+    path = tmp_path / "a.csv"
+    path.write_bytes(text.encode(options.get("encoding", "utf-8")))
+    with connected(threads=1) as con:
+        name = read_csv(con, path, TYPES, **options)
+        assert con.sql(f"FROM {name}").fetchall() == [(1, "ü", 0)]
 
 
 def test_read_csv_reads_by_name_and_counts_what_it_leaves_out(

@@ -236,6 +236,17 @@ def test_an_item_that_training_never_met_is_left_out_of_a_session(
         ),
         (
             "pairs",
+            {
+                "inter": LOG,
+                "items": {
+                    "item": [10, 11],
+                    "city": pa.array([b"a", b"\xff"]).view(pa.string()),
+                },
+            },
+            r"column 'city', row 1: b'\\xff' is no UTF-8; write the column as UTF-8",
+        ),
+        (
+            "pairs",
             {"inter": LOG, "items": {"item": [10, 10]}},
             "rows 0 and 1: both describe id 10",
         ),

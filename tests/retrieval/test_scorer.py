@@ -204,9 +204,13 @@ def test_a_vector_beyond_float32_is_the_requests_error(scorer: Scorer) -> None:
     """Of a norm of 1e15 or more, infinite in float32, or NaN where two infinities meet."""
     for age in (1e18, 1e30, 3e38):
         user = {"user": 3, "history": [], "age": age}
-        with pytest.raises(RequestError, match=r"user: .* cannot take a feature's value"):
+        with pytest.raises(
+            RequestError, match=r"user: .* cannot take a feature's value"
+        ):
             scorer.recommend(RecommendRequest(user=user))
-        with pytest.raises(RequestError, match=r"rows\[1\]: .* cannot take a feature's value"):
+        with pytest.raises(
+            RequestError, match=r"rows\[1\]: .* cannot take a feature's value"
+        ):
             scorer.embed(EmbedRequest(rows=[user | {"age": 1.0}, user]))
 
 

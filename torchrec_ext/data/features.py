@@ -115,6 +115,14 @@ def read_rows(
 
 def _typed(path: Path, name: str, role: str, column: pa.Array) -> pa.Array:
     """Returns a column in the type of steps; refuses a type that the role cannot have, or that steps do not know."""
+    row = not_utf8(column)
+    if row >= 0:
+        text = "a text of the list"
+        if not is_list_type(column.type):
+            text = short_text(column.slice(row, 1).cast(pa.binary())[0])
+        raise DataError(
+            f"{path}: column '{name}', row {row}: {text} is no UTF-8; write the column as UTF-8, or leave it out"
+        )
     kind = raw_type(column.type)
     is_time = pa.types.is_date(column.type) or pa.types.is_timestamp(column.type)
     if kind == "string" and role not in KEYS.values():
@@ -142,12 +150,6 @@ def _typed(path: Path, name: str, role: str, column: pa.Array) -> pa.Array:
         raise DataError(
             f"{path}: column '{name}' is {column.type}; must be {must}: convert it where it is written{hint}, or "
             "leave it out"
-        )
-    row = not_utf8(column)
-    if row >= 0:
-        raise DataError(
-            f"{path}: column '{name}', row {row}: {short_text(column.cast(pa.binary())[row])} is no UTF-8; write the "
-            "column as UTF-8, or leave it out"
         )
     return column if is_list_type(column.type) else column.cast(arrow_type(kind))
 

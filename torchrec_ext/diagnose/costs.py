@@ -28,7 +28,9 @@ _SWEEPS = 3.0  # times the optimizer's own seconds that rows which are not read 
 _PRICE_AT_MOST = 1.5
 _WORK_AT_MOST = 1.3
 _LEAST_LINE = 0.03  # share of an iteration from which on a line is named
-_MOST_OPS = 0.5  # share of a line's seconds inside of ops from which on it holds nothing
+_MOST_OPS = (
+    0.5  # share of a line's seconds inside of ops from which on it holds nothing
+)
 
 
 def alone_seconds(each: Round) -> float:

@@ -74,7 +74,7 @@ class Prepare(Roles):
 
     @property
     def first_source(self) -> Source:
-        """The source of the first split, on which the steps are fitted."""
+        """The source of ``train``, or else of the first split, on which the steps are fitted."""
         return next(iter(self.splits.values()))
 
 

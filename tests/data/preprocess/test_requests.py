@@ -305,6 +305,19 @@ def test_a_history_needs_a_time_for_each_item() -> None:
             ),
             r"Categorify\('o'\) writes 'o', as Normalize\('o'\) does",
         ),
+        (
+            lambda: Categorify(column="i", also=("seen",), skip=("sen",)),
+            r"Categorify\('i'\): skip has 'sen', must be of i, seen;",
+        ),
+        (
+            lambda: Preprocessor(
+                [
+                    History(user="u", item="i", time="t", length=1, also=("c",)),
+                    Categorify(column="i", also=("history",), skip=("history",)),
+                ]
+            ),
+            r"has skip='history', of which History\('history', 'history_c'\) writes other",
+        ),
         (lambda: Preprocessor([]), "give at least one"),
         (
             lambda: FillMissing(column="x", value=10**400),

@@ -129,6 +129,9 @@ def not_utf8(array: pa.Array) -> int:
         >>> not_utf8(pa.array(["a", "ü"])), not_utf8(pa.array([b"a", b"\xfc"]).view(pa.string()))
         (-1, 1)
     """
+    if is_list_type(array.type):
+        value = not_utf8(array.flatten())
+        return value if value < 0 else pc.list_parent_indices(array)[value].as_py()
     try:
         array.validate(full=True)
     except pa.ArrowInvalid as error:

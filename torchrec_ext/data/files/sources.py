@@ -348,6 +348,8 @@ class ParquetSource:
     ) -> Iterator[tuple[str, Column]]:
         """Yields what :meth:`read` returns, a few columns at a time: whoever goes on with them finds them in the cache.
 
+        The order is that of ``names``, with the elements of an array column side by side, for groups of any size.
+
         Raises:
             DataError: see :meth:`read`.
         """
@@ -428,7 +430,12 @@ class ParquetSource:
                 texts = pa.repeat(pa.scalar(value, pa.string()), part.rows)
                 array = texts.cast(kind)
                 columns[name] = as_column(part, name, array)
-        return with_elements(Chunk(columns), names, part.name, part.first)
+        chunk = with_elements(Chunk(columns), names, part.name, part.first)
+        # Parts of a block are joined column by column, so their order may not depend on how many columns are read at a
+        # time, nor on which of them are partitions.
+        places = list(dict.fromkeys(map(self._column, names)))
+        ordered = sorted(names, key=lambda name: places.index(self._column(name)))
+        return Chunk({name: chunk[name] for name in ordered})
 
     def _table(
         self,

@@ -502,7 +502,9 @@ class ChunkLoader:
         remedy = "restore these settings"
         # Of other rows the order differs too.
         if not _ROWS.isdisjoint(changes):
-            was = f"its rows were others, {then['rows']:,}, and {stream['rows']:,} now"
+            was = "its rows were others"
+            if "rows" in changes:
+                was += f", {then['rows']:,}, and {stream['rows']:,} now"
             remedy = "put the files back"
         raise ValueError(
             f"cannot resume in the middle of an epoch: {was[:90]}; {remedy}, or begin a new run with its weights "

@@ -39,7 +39,7 @@ from torchrec_ext.data.preprocess.step import (
     quoted,
 )
 from torchrec_ext.schema import DataError
-from torchrec_ext.schema.validation import check_least
+from torchrec_ext.schema.validation import check_least, listed
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,6 +164,12 @@ class Categorify(Step):
     def __post_init__(self) -> None:
         check_least(f"Categorify('{self.column}'): min_count", self.min_count)
         check_least(f"Categorify('{self.column}'): max_size", self.max_size)
+        for name in self.skip:
+            if name not in self.reads:
+                raise ValueError(
+                    f"Categorify('{self.column}'): skip has '{name}', must be of {listed(self.reads)}; give it to "
+                    "also=, too"
+                )
 
     @property
     def reads(self) -> tuple[str, ...]:

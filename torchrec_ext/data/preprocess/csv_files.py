@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import functools
 import glob
@@ -9,7 +10,7 @@ import gzip
 import io
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from torchrec_ext.data.preprocess.step import quoted
 from torchrec_ext.schema import DataError
 
 _numbers = itertools.count()
+# What no text has, but a file of another format or encoding.
+_CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f]")
 # Column of a table that is being filled: the place of a line's first wrong column, and its text.
 _FAULT = quoted("__fault__")
 _INTEGERS = re.compile("U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?")
@@ -83,7 +86,7 @@ def read_csv(
     told = 0
     first = ""
     for path in _files(paths):
-        header = list(names or _header(path, delimiter, quote, encoding))
+        header = list(names or _header(path, types, delimiter, quote, encoding))
         for name in types:
             if name not in header:
                 raise missing_column(str(path), name, header)
@@ -119,17 +122,19 @@ def read_csv(
             f"USING (scan_id, file_id) WHERE file_path = {sql_text(str(path))} GROUP BY line ORDER BY line"
         ).fetchall()
         # Ends of lines are counted in a tenth of the time of lines.
-        if mark or _line_ends(path) > rows + len(rejected) + (names is None):
-            lines = sum(1 for _ in _records(path, mark)) - (names is None)
+        if mark or _line_ends(path, encoding) > rows + len(rejected) + (names is None):
+            lines = sum(1 for _ in _records(path, encoding, mark)) - (names is None)
             if lines > rows + len(rejected):
-                raise _unclosed(path, quote, lines, rows)
+                raise _unclosed(path, quote, encoding, lines, rows)
         count, row, wrong = con.sql(
             f"SELECT count(*), min(rowid), arg_min({_FAULT}, rowid) FROM {table} "
             f"WHERE rowid >= {before} AND {_FAULT} IS NOT NULL"
         ).fetchall()[0]
         if (count or rejected) and not told:
             # In a file of one column a blank line is a row.
-            records = functools.partial(_records, path, mark, blank=len(header) == 1)
+            records = functools.partial(
+                _records, path, encoding, mark, blank=len(header) == 1
+            )
             found = []
             for place, fault in rejected[:1]:
                 number = next((n for at, n in records() if at >= place), place)
@@ -259,20 +264,31 @@ def _files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path, encoding: str) -> Iterator[Any]:
+    """Opens a file for its bytes; one of utf-16 for its lines in utf-8, since a line break is two bytes there."""
     file_of: Any = gzip if path.suffix == ".gz" else io
     try:
         with file_of.open(path, "rb") as file:
-            yield file
+            if codecs.lookup(encoding).name.startswith("utf-16"):
+                text = io.TextIOWrapper(file, encoding, "replace", newline="\n")
+                yield (line.encode() for line in text)
+            else:
+                yield file
+    except LookupError:
+        raise DataError(
+            f"encoding={encoding!r}: there is no such encoding; give utf-8, latin-1 or utf-16"
+        ) from None
     except (OSError, EOFError) as error:
         raise DataError(
             f"{path}: cannot be read ({str(error)[:60]}); copy or write it again"
         ) from None
 
 
-def _line_ends(path: Path) -> int:
+def _line_ends(path: Path, encoding: str) -> int:
     """Returns the number of lines of a file, blank ones too."""
-    with _opened(path) as file:
+    with _opened(path, encoding) as file:
+        if not hasattr(file, "read"):
+            return sum(1 for _ in file)
         ends = 0
         block = b"\n"
         for block in iter(functools.partial(file.read, 2**20), b""):
@@ -282,12 +298,13 @@ def _line_ends(path: Path) -> int:
 
 
 def _records(
-    path: Path, mark: bytes, *, blank: bool = False
+    path: Path, encoding: str, mark: bytes, *, blank: bool = False
 ) -> Iterator[tuple[int, int]]:
     """Yields each row's place among the rows and blank lines of a file, and the number of the line it begins in.
 
     Args:
         path: the file.
+        encoding: its encoding.
         mark: the quote, if a value in it may go on in the next line.
         blank: whether a blank line is a row.
 
@@ -296,7 +313,7 @@ def _records(
     """
     is_within = False
     place = begin = 0
-    with _opened(path) as file:
+    with _opened(path, encoding) as file:
         for number, line in enumerate(file, 1):
             if not is_within:
                 begin = number
@@ -311,36 +328,38 @@ def _records(
         )
 
 
-def _header(path: Path, delimiter: str, quote: str, encoding: str) -> list[str]:
-    with _opened(path) as file:
+def _header(
+    path: Path, types: Collection[str], delimiter: str, quote: str, encoding: str
+) -> list[str]:
+    with _opened(path, encoding) as file:
         first = next((line for line in file if line.strip()), b"").strip(b"\r\n")
-    try:
-        text = first.decode("utf-8-sig" if encoding == "utf-8" else encoding, "replace")
-    except LookupError:
-        raise DataError(
-            f"encoding={encoding!r}: there is no such encoding; name one, such as utf-8, latin-1 or utf-16"
-        ) from None
-    if not text.replace("\t", "").isprintable():
+    written = "latin-1" if codecs.lookup(encoding).name == "iso8859-1" else "utf-8-sig"
+    text = first.decode(written, "replace")
+    if _CONTROL.search(text.replace(delimiter, "")):
         raise DataError(
             f"{path}: line 1 is no text in {encoding}: {short_text(first)}; give its encoding, such as "
             "encoding='utf-16', or another file"
         )
+    if len(delimiter) > 1:
+        return [name.strip(quote) for name in text.split(delimiter)]
     options: dict[str, Any] = {"delimiter": delimiter, "quotechar": quote or None}
     if not quote:
         options["quoting"] = csv.QUOTE_NONE
     header = next(csv.reader([text], **options), [])
     other = re.search(r"[;,\t|]", text.replace(delimiter, ""))
-    if len(header) == 1 and other:
+    if len(header) == 1 and other and header[0] not in types:
         raise DataError(
             f"{path}: line 1 is one value, {short_text(text)}; give its delimiter: delimiter={other[0]!r}"
         )
     return header
 
 
-def _unclosed(path: Path, quote: str, lines: int, rows: int) -> DataError:
+def _unclosed(
+    path: Path, quote: str, encoding: str, lines: int, rows: int
+) -> DataError:
     """Returns the error of a value that holds further lines; its line has a quote too many."""
     mark = quote.encode()
-    with _opened(path) as file:
+    with _opened(path, encoding) as file:
         lines_of_file = enumerate(file, 1)
         odd = next((n for n, line in lines_of_file if line.count(mark) % 2), 1)
     return DataError(

@@ -86,6 +86,12 @@ class Preprocessor:
                     raise ValueError(
                         f"{step} writes '{name}', as {before} does; give one of them another output"
                     )
+                # Entries of a history's columns belong together by their places.
+                if name in getattr(step, "skip", ()) and len(before.writes) > 1:
+                    raise ValueError(
+                        f"{step} has skip='{name}', of which {before} writes other columns entry by entry; leave it "
+                        "out of skip"
+                    )
                 if makes_ids(before, name) and not makes_ids(step, name):
                     raise ValueError(
                         f"{step} replaces the ids of {before}, which would be no feature any more; put it first"

@@ -182,6 +182,8 @@ def _told(error: Exception) -> str:
     encoded = re.search(r'Invalid string encoding found in Parquet file "(.*?)"', text)
     if encoded:
         return _place_of_text(encoded[1])
+    if "not support the encoding" in text:
+        return f"DuckDB: {text.splitlines()[0][:90]}; write the file as utf-8, or give latin-1 or utf-16"
     line_of_csv = re.search(r"CSV Error on Line: (\d+)", text)
     if not line_of_csv:
         if type(error).__name__ not in _OF_SQL:
