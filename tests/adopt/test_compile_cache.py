@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = """
-import torch
+STEP = """
 from torch import nn
-from torch._dynamo.utils import counters
 from torchrec_ext.adopt import adopt
 
 class Pairs(nn.Module):
@@ -28,21 +26,36 @@ step = adopt(model, torch.optim.Adam(model.parameters()), lambda i, y: ((model(i
 for _ in range(5):
     step(torch.arange(20), torch.ones(20))
 assert step.describe().startswith("captured"), step.describe()
+"""
+LOOK_UPS = """
+from torchrec_ext.capture.executors import inductor
+from torchrec_ext.ids import Dynamic, DynamicIds
+
+ids = DynamicIds({"item": Dynamic(capacity=50)})
+ids.compile_look_ups(inductor)
+for _ in range(3):
+    ids.step({"item": torch.arange(7)})
+"""
+COUNTS = """
 inductor = counters["inductor"]
 print(inductor["fxgraph_cache_hit"], inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"])
 """
 
 
 @pytest.mark.slow
-def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
-    printed = [
+@pytest.mark.parametrize("program", [STEP, LOOK_UPS], ids=["step", "look-ups of ids"])
+def test_a_second_process_compiles_nothing(tmp_path: Path, program: str) -> None:
+    imports = "import torch\nfrom torch._dynamo.utils import counters\n"
+    runs = [
         subprocess.run(
-            [sys.executable, "-c", PROGRAM],
+            [sys.executable, "-c", imports + program + COUNTS],
             env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"},
             check=True,
             capture_output=True,
             text=True,
-        ).stdout.split()[-2:]
+        )
         for _ in range(2)
     ]
+    printed = [run.stdout.split()[-2:] for run in runs]
     assert printed == [["0", "1"], ["1", "0"]]
+    assert "Traceback" not in "".join(run.stderr for run in runs)

@@ -531,12 +531,19 @@ def test_every_row_is_on_one_rank_and_all_take_equal_steps(
         (Popular(ITEMS), "counted='': must be a column"),
         (
             Uniform(ITEMS, exclude=TAKEN, known=([1, 2], [3])),
-            "known has shapes (2,), (1,): must be (P,) users, (P,) items",
+            "known has torch.int64 (2,) and torch.int64 (1,): must be two arrays of int",
         ),
         (
             Uniform(ITEMS, exclude=TAKEN, known=([0.5], [3])),
-            "known='users': must be a column of one integer a row: items",
+            "known has torch.float32 (1,) and torch.int64 (1,): must be two arrays",
         ),
+        (Uniform(ITEMS, exclude=TAKEN, known=(1, 2)), "known has torch.int64 () and"),
+        (Uniform(ITEMS, exclude=TAKEN, known=()), "known is a tuple: must be two"),
+        (
+            Uniform(ITEMS, exclude=TAKEN, known=(["a"], ["b"])),
+            "known is a tuple: must be two arrays of integers",
+        ),
+        (Uniform(ITEMS, exclude=TAKEN, known={"a": [1]}), "known is a dict"),  # type: ignore[arg-type]
     ],
 )
 def test_a_distribution_that_does_not_fit_the_columns_is_refused(
@@ -581,6 +588,15 @@ def test_an_argument_out_of_range_is_refused(
         Uniform(3, draws=0)
     with pytest.raises(ValueError, match="known= without exclude="):
         Uniform(3, known=([0], [1]))
+
+
+def test_no_further_pairs_change_nothing() -> None:
+    columns = {"user": torch.arange(6), "item": torch.arange(6)}
+    drawn = []
+    for known in (None, ([], [])):
+        law = Uniform(6, draws=2, exclude=("user", "item"), known=known)
+        drawn.append([batch[1].tolist() for batch in Rows(columns, 2, negatives=law)])
+    assert drawn[0] == drawn[1]
 
 
 @pytest.mark.parametrize("first", [0, -7], ids=["numbered", "other numbers"])

@@ -713,7 +713,8 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": torch.optim.Adam}, "optimizer is a type; give a torch.optim"),
     ({"optimizer": None}, "optimizer is a NoneType; give a torch.optim.Optimizer"),
     ({"rows": [1]}, "rows is a list; give Rows of your columns"),
-    ({"autocast": torch.autocast("cpu")}, "autocast is one context, and each step"),
+    ({"autocast": torch.autocast("cpu")}, "autocast is a autocast, and each step"),
+    ({"autocast": None}, "autocast is a NoneType, and each step needs a context"),
     ({"loss": 3}, "loss is a int; give a function"),
     ({"loss": lambda *_: 3.0}, "the loss function returned a float; return the loss"),
     (

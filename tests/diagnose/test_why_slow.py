@@ -470,6 +470,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"batches": [{"x": torch.ones(4, 8), "y": torch.ones(4)}]},
         r"the step takes \(x.*, y.*\), and a batch is one dict",
     ),
+    (
+        {"batches": [(torch.ones(4, 8),) * 3]},
+        r"the step takes \(x.*, y.*\), and a batch has 3 entries; give batches with",
+    ),
 ]
 
 

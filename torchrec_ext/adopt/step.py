@@ -120,9 +120,10 @@ def adopt(
         raise CannotAdopt(
             f"rows is a {type(rows).__name__}; give Rows of your columns, or none, and call the step with batches"
         )
-    if isinstance(autocast, AbstractContextManager):
+    if isinstance(autocast, AbstractContextManager) or not callable(autocast):
         raise CannotAdopt(
-            "autocast is one context, and each step needs its own; give lambda: torch.autocast('cpu', torch.bfloat16)"
+            f"autocast is a {type(autocast).__name__}, and each step needs a context of its own; give "
+            "lambda: torch.autocast('cpu', torch.bfloat16)"
         )
     check_arguments(clip_norm, compile, verify=verify)
     for name, module in model.named_modules():

@@ -215,6 +215,9 @@ def traced(step: _Step, tensors: list[Tensor]) -> GraphModule:
             f"{op} at {with_text(raising_line(error))} depends on values that a step computes"
         ) from None
     for node in graph.graph.nodes:
+        # Inductor keeps no graph for later processes that has an annotation of ``step``
+        # as text, and prints a traceback.
+        node.type = None
         # Kernels may return other strides than in the trace, for example batch
         # normalisation of a transposed tensor. A view would then fail, a reshape does
         # not.

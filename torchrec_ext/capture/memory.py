@@ -329,8 +329,8 @@ class StepMemory:
             least = min(counts)
             most = max(counts)
             raise CannotCaptureError(
-                f"'{counts[least]}' has made {least:.0f} steps and '{counts[most]}' {most:.0f}; read every parameter "
-                "in each step, make a new optimizer after unfreezing, and load a state after a step was interrupted"
+                f"'{counts[least]}' has made {least:.0f} steps and '{counts[most]}' {most:.0f}; read all in each "
+                "step; make a new optimizer after unfreezing, load a state after an interrupted step"
             )
         self._step.fill_(max(counts, default=0.0))
         for name in self._rows:

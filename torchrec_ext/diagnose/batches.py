@@ -131,7 +131,7 @@ def called_with(fn: Callable[..., object], batch: Any) -> Callable[[Any], object
         takes = f"the step takes ({', '.join(signature.parameters)}), and a batch"
         if has_entries:
             raise ValueError(
-                f"{takes} has {len(batch)} of these; give batches of as many entries"
+                f"{takes} has {len(batch)} entries; give batches with one for each argument"
             )
         raise ValueError(
             f"{takes} is one {type(batch).__name__}, "

@@ -147,19 +147,38 @@ def _pairs(law: Law, columns: TensorColumns) -> tuple[Ids, Ids, Ids]:
     items = integers(columns, names[1], "exclude")
     num_rows = len(users)
     if law.known is not None:
-        known = [torch.as_tensor(each) for each in law.known]
-        if len(known) != 2 or {each.shape for each in known} != {(len(known[0]),)}:
-            shapes = ", ".join(str(tuple(each.shape)) for each in known)
-            raise CannotAdopt(
-                f"known has shapes {shapes}: must be (P,) users, (P,) items"
-            )
-        more = dict(zip(("users", "items"), known, strict=True))
-        users = np.concatenate([users, integers(more, "users", "known")])
-        items = np.concatenate([items, integers(more, "items", "known")])
+        more_users, more_items = _further_pairs(law.known)
+        users = np.concatenate([users, more_users])
+        items = np.concatenate([items, more_items])
     # KnownPairs has a row for each number up to the greatest.
     if users.min() < 0 or users.max() > 4 * len(users):
         users = np.unique(users, return_inverse=True)[1].astype(np.int64)
     return users[:num_rows], users, items
+
+
+def _further_pairs(known: Any) -> tuple[Ids, Ids]:
+    """Returns the users (P,) and items (P,) of ``known``.
+
+    Raises:
+        CannotAdopt: they are no pairs of integers.
+    """
+    rule = "must be two arrays of integers, (P,) users and (P,) items"
+    try:
+        users, items = map(torch.as_tensor, known)
+    except (TypeError, ValueError, RuntimeError):
+        raise CannotAdopt(f"known is a {type(known).__name__}: {rule}") from None
+    kinds = []
+    is_whole = users.dim() == 1 and users.shape == items.shape
+    for each in (users, items):
+        kinds.append(f"{each.dtype} {tuple(each.shape)}")
+        # torch takes a list without numbers for one of floats.
+        is_whole = is_whole and (not each.numel() or is_key(each))
+    if not is_whole:
+        raise CannotAdopt(f"known has {' and '.join(kinds)}: {rule}")
+    return (
+        users.numpy(force=True).astype(np.int64),
+        items.numpy(force=True).astype(np.int64),
+    )
 
 
 def _sampler(
