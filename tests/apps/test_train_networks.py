@@ -45,6 +45,8 @@ def test_a_grid_is_all_combinations() -> None:
         ("dense_lr=3e-3_tower_widths=64", "64"),
         ("dense_lr=3e-3_tower_widths=128-64", "128,64"),
     ]
+    # Names of sets, which are one number.
+    assert len(members_of(["data.name", "2024_01", "202401", "01", "1"])) == 4
     (only,) = members_of(["device", "cpu"])
     assert only.words == ("--device", "cpu")
 

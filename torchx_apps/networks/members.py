@@ -19,6 +19,7 @@ from torchx_apps.config import parse_known_options
 # The first word is a key, whatever it is. A later one is a key if it has a dot, as all
 # settings have that are worth a grid.
 _KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_DECIMAL = re.compile(r"[+-]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _LATER_KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _NUMBER = re.compile(r"-[\d.]\S*")
 _PLAIN = re.compile(r"[^\w.=+-]+")
@@ -114,10 +115,8 @@ def _axes(words: Sequence[str]) -> dict[str, list[str]]:
 
 def _value(word: str) -> float | str:
     """Returns the number that a word stands for, or else the word: 1e-3 is 0.001."""
-    try:
-        return float(word)
-    except ValueError:
-        return word
+    # Not 01 or 2024_01, which may be the names of two sets.
+    return float(word) if _DECIMAL.fullmatch(word) else word
 
 
 def _labels(keys: Sequence[str]) -> dict[str, str]:

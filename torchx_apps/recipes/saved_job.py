@@ -33,9 +33,12 @@ def records_in(run: Path) -> list[Record]:
     """Returns the records of a run folder so far; none of a line that is, or was at a kill, being written."""
     records: list[Record] = []
     with suppress(OSError):
-        for line in (run / "metrics.jsonl").read_text().splitlines():
+        # Bytes: what a crash leaves in a line need be no text.
+        for line in (run / "metrics.jsonl").read_bytes().splitlines():
             with suppress(ValueError, RecursionError):
-                records.append(json.loads(line))
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    records.append(record)
     return records
 
 
