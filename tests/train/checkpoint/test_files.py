@@ -401,8 +401,11 @@ def test_what_is_not_finite_is_named_and_not_saved(tmp_path: Path) -> None:
     assert checkpointer.folder.steps() == [4, 1]
 
 
-def test_a_url_works_as_a_path_does() -> None:
-    folder = "memory://checkpoints/a"
+@pytest.mark.parametrize("folder", ["memory://checkpoints/a", "memory://"])
+def test_a_url_works_as_a_path_does(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     checkpointer = Checkpointer(folder, HERE, keep=1)
     for step in (1, 2):
         checkpointer.save(step, model_state(filled(step)))
@@ -410,9 +413,10 @@ def test_a_url_works_as_a_path_does() -> None:
     model = filled(0)
     assert checkpointer.folder.steps() == [2]
     path = checkpointer.last_good()
-    assert path == "memory://checkpoints/a/step-0000000002"
+    assert path == f"{folder}/step-0000000002"
     checkpointer.load(path, model_state(model))
     assert values(model) == {2.0}
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("rows", [60, 100, 130])

@@ -112,7 +112,8 @@ class CheckpointFolder:
 
     def __init__(self, folder: str) -> None:
         self.remote = is_url(folder)
-        self.address = folder.rstrip("/")
+        # Not the slashes of memory:// and file:///, whose rest is a local path to fsspec.
+        self.address = re.sub(r"(?<![:/])/+$", "", folder)
         if not self.remote:
             self.address = str(Path(folder).absolute())
         try:
