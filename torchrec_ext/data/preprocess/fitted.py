@@ -523,9 +523,14 @@ def _narrow_step(step: Step, needed_columns: Collection[str]) -> Step:
     if not isinstance(step, Categorify):
         return step
     also = tuple(name for name in step.also if name in needed_columns)
-    if (step.output or step.column) in needed_columns:
-        return dataclasses.replace(step, also=also)
-    return dataclasses.replace(step, column=also[0], output=None, also=also[1:])
+    column = step.column
+    output = step.output
+    if (output or column) not in needed_columns:
+        column, *rest = also
+        output = None
+        also = tuple(rest)
+    skip = tuple(name for name in step.skip if name in (column, *also))
+    return dataclasses.replace(step, column=column, output=output, also=also, skip=skip)
 
 
 def _ahead(
