@@ -656,7 +656,7 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
     ),
     "thawing": (
         lambda: case(Thawing(), by=adam),
-        r"'item.weight' has made 1 steps and '\S+' 2; .*read every parameter in each",
+        r"'item.weight' has made 1 steps and '\S+' 2; .*read all in each step",
     ),
     "weights written": (
         lambda: case(Rewriting()),

@@ -63,13 +63,15 @@ def raising_line(error: BaseException) -> str:
 def with_text(place: str) -> str:
     """Returns ``file:line (text)`` of a place ``file:line``, short enough for a message of 200 characters.
 
-    A library's file is named from its package on, and a long text is cut.
+    A library's file is named from its package on, beside a long text by its folder alone, and then the text is cut.
     """
     file, _, number = place.rpartition(":")
     if not number.isdigit():
         return place
     text = linecache.getline(file, int(number)).strip()
     place = re.sub(r".*/(site|dist)-packages/", "", place)
+    if len(place) + len(text) > _PLACE and place.count("/") > 2:
+        place = ".../" + "/".join(place.split("/")[-2:])
     room = max(_PLACE - len(place), _LEAST_TEXT)
     if len(text) > room:
         text = f"{text[: room - 3]}..."

@@ -1,7 +1,7 @@
 """CheckpointFolder: the checkpoints of one run, each complete or absent.
 
-A checkpoint is the tensors that torch.distributed.checkpoint writes, sealed by a manifest that is written last. It has
-torch's index as JSON, and lists the files with their digests, so a damaged or mixed checkpoint is never loaded.
+A checkpoint is what torch.distributed.checkpoint writes, sealed by a manifest that is written last. It has torch's
+index as JSON, and lists the files with their digests, so a damaged or mixed checkpoint is never loaded.
 CheckpointRanks lets the ranks of a job agree on a checkpoint. check_shared() refuses, before the first step, a folder
 that some host cannot see.
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -116,7 +115,7 @@ def _size(numbers: Any) -> torch.Size:
 
 
 class Reader(FsspecReader):
-    """torch's reader of the tensors in a folder that ``index`` lists."""
+    """torch's reader of the tensors in a folder that ``index`` lists: torch's own file of it is a pickle."""
 
     def __init__(self, folder: str, index: Metadata) -> None:
         super().__init__(folder)
@@ -144,8 +143,17 @@ class _Measured(Files):
                 return
             measured = MeasuredStream(stream)
             yield measured
-            name = os.fspath(path).rpartition("/")[2]
-            self.digests[name] = measured.measured
+            self.digests[_name_of(path)] = measured.measured
+
+    def rename(
+        self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]
+    ) -> None:
+        super().rename(path, new_path)
+        self.digests[_name_of(new_path)] = self.digests.pop(_name_of(path))
+
+
+def _name_of(path: str | os.PathLike[str]) -> str:
+    return os.fspath(path).rpartition("/")[2]
 
 
 # Name of the entry among a rank's results that holds the digests of its files.
@@ -191,12 +199,13 @@ class Writer(FsspecWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Seals, on rank 0, in place of torch's file of the index, which is a pickle."""
+        """Seals, on rank 0. torch's own file of the index, for other tools, is written last of its files."""
         digests: dict[str, Any] = {}
-        metadata.storage_data = {}
-        for result in chain.from_iterable(results):
-            if result.index == _DIGESTS:
-                digests |= result.storage_data
-            else:
-                metadata.storage_data[result.index] = result.storage_data
-        self._seal(digests, metadata)
+        written = []
+        for of_rank in results:
+            for result in of_rank:
+                if result.index == _DIGESTS:
+                    digests |= result.storage_data
+            written.append([each for each in of_rank if each.index != _DIGESTS])
+        super().finish(metadata, written)
+        self._seal({**digests, **self.fs.digests}, metadata)
