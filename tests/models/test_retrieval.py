@@ -182,6 +182,17 @@ def test_losses_on_a_loaders_batches_are_the_same_on_any_number_of_ranks() -> No
         assert means == pytest.approx(losses, rel=1e-5)
 
 
+def test_the_hardest_candidates_alone_are_trained() -> None:
+    losses = {}
+    for hardest in (0, 1, 3):
+        model = retrieval(hardest=hardest).train()
+        losses[hardest] = float(model(batch())[0])
+    assert losses[1] < losses[3] < losses[0]
+    for loss in ("catalogue", "in_batch"):
+        with pytest.raises(ValueError, match=r"hardest=(-1|2)"):
+            retrieval(loss=loss, hardest=-1 if loss == "in_batch" else 2)
+
+
 LABELS, WEIGHTS = np.array([1.0, 0.0, 0.5, 1.0, 0.0]), np.array([1.0, 2.0, 0.5])
 
 

@@ -96,6 +96,39 @@ def test_the_correction_makes_repeated_candidates_the_softmax_over_all_items() -
     assert float((biased - made).abs().min()) > 0.05
 
 
+@pytest.mark.parametrize("hardest", [1, 3, 6, 20])
+def test_the_hardest_are_those_with_the_greatest_corrected_logits(hardest: int) -> None:
+    generator = torch.Generator().manual_seed(hardest)
+    logits = torch.randn(5, 8, generator=generator, requires_grad=True)
+    log_q = torch.randn(8, generator=generator)
+    excluded = torch.rand(5, 8, generator=generator) < 0.3
+    targets = torch.tensor([0, 3, 7, 2, 2])
+    excluded[torch.arange(5), targets] = False
+    made = softmax_losses(
+        logits,
+        targets,
+        log_q=log_q,
+        excluded=excluded,
+        temperature=0.5,
+        hardest=hardest,
+    )
+    scores = (logits / 0.5 - log_q).double()
+    for row, target in enumerate(targets.tolist()):
+        others = [
+            scores[row, column]
+            for column in range(8)
+            if column != target and not excluded[row, column]
+        ]
+        kept = torch.stack([scores[row, target], *sorted(others)[::-1][:hardest]])
+        assert float(made[row]) == pytest.approx(
+            float(kept.logsumexp(0) - kept[0]), rel=1e-5
+        )
+    made.sum().backward()
+    moved = (logits.grad != 0).sum(dim=1) if logits.grad is not None else None
+    assert moved is not None
+    assert (moved <= 1 + hardest).all()
+
+
 def test_wrong_arguments_are_named() -> None:
     in_batch = in_batch_negatives(torch.zeros(3, 4), torch.tensor([1, 2, 3]), queries=2)
     ones = torch.ones(2)

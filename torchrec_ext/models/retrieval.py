@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.nn.functional import normalize
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.models.tower_model import Prediction, TowerModel
-from torchrec_ext.modules.config import LOSSES
+from torchrec_ext.modules.config import LOSSES, check_hardest
 from torchrec_ext.modules.interaction import InteractionLayer
 from torchrec_ext.modules.losses import check_fed
 from torchrec_ext.modules.softmax import gather_rows, in_batch_negatives, to_float32
@@ -44,11 +45,13 @@ class RetrievalModel(TowerModel):
         item_feature: key that holds each row's candidate, one id from 1.
         temperature: divisor of the dot products in the softmax, greater than 0.
         loss: one of LOSSES that is over the batch or the catalogue.
+        hardest: number of negatives of a query that count under ``in_batch``: those with the greatest scores, corrected
+            and divided by the temperature; 0 for all.
         shared: see :class:`TowerModel`.
         device: see :class:`TowerModel`.
 
     Raises:
-        ValueError: not two towers, another interaction, or what a TowerModel refuses.
+        ValueError: not two towers, another interaction, ``hardest`` under another loss, or what a TowerModel refuses.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class RetrievalModel(TowerModel):
         item_feature: str = "item_id",
         temperature: float = 1.0,
         loss: str = "in_batch",
+        hardest: int = 0,
         shared: Sequence[str] = (),
         device: torch.device | None = None,
     ) -> None:
@@ -69,9 +73,10 @@ class RetrievalModel(TowerModel):
                 f"{list(towers)} and {type(interaction).__name__}; use TowerModel with a loss over given rows for "
                 "others"
             )
+        check_hardest("hardest", hardest, loss)
         super().__init__(towers, interaction, shared=shared, device=device)
         self.in_batch = _InBatchLoss(
-            loss, interaction, counts, item_feature, temperature
+            loss, interaction, counts, item_feature, temperature, hardest
         )
         self._candidate = item_feature
 
@@ -133,10 +138,13 @@ class _InBatchLoss(nn.Module):
         counts: Tensor | None,
         item_feature: str,
         temperature: float,
+        hardest: int,
     ) -> None:
         super().__init__()
         self.name = name
         self._function = LOSSES[name].function
+        if hardest:
+            self._function = partial(self._function, hardest=hardest)
         self.catalogue = LOSSES[name].catalogue
         self.labelled = False
         self._cosine = interaction.metric == "cosine"

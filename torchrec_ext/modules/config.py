@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from torchrec_ext.schema.validation import check_choice
+from torchrec_ext.schema.validation import check_choice, check_least
 
 Activation = Literal["relu", "gelu", "silu", "tanh", "leaky_relu"]
 Normalization = Literal["none", "layer", "batch"]
@@ -92,6 +92,20 @@ else:  # what the command line checks
     RowLossName = Literal[
         tuple(name for name, kind in LOSSES.items() if not kind.shared)
     ]
+
+
+def check_hardest(name: str, hardest: int, loss: str) -> None:
+    """Refuses a number of hardest negatives that the loss does not choose among.
+
+    Raises:
+        ValueError: by its ``name``.
+    """
+    check_least(name, hardest, 0)
+    if hardest and not LOSSES[loss].in_batch:
+        raise ValueError(
+            f"{name}={hardest} with loss {loss!r}: the hardest are chosen among the candidates of the batch; leave it "
+            "out, or take the loss in_batch"
+        )
 
 
 def check_loss(loss: str, interaction: str, temperature: float) -> None:

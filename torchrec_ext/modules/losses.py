@@ -24,7 +24,7 @@ from torch.nn.functional import (
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.modules.config import LOSSES, RowLossName
 from torchrec_ext.modules.softmax import InBatch, to_float32
-from torchrec_ext.schema.validation import check_choice
+from torchrec_ext.schema.validation import check_choice, check_least
 
 
 def bce(logits: Tensor, batch: TowerBatch) -> Tensor:
@@ -107,6 +107,7 @@ def in_batch_softmax(
     weights: Tensor,
     total_weight: Tensor,
     temperature: float = 1.0,
+    hardest: int = 0,
 ) -> Tensor:
     """Returns the softmax cross entropy, (), of each query's own candidate against the other candidates of all ranks.
 
@@ -120,6 +121,7 @@ def in_batch_softmax(
         weights: (B,) weight of each row, 0 for padding.
         total_weight: () the sum of ``weights`` over all ranks divided by R, see :class:`TowerBatch`.
         temperature: divisor of the scores, greater than 0.
+        hardest: number of negatives of each query that count, see :func:`softmax_losses`; 0 for all.
 
     Raises:
         ValueError: queries, candidates and weights that do not fit together, a temperature that is not positive.
@@ -141,9 +143,10 @@ def in_batch_softmax(
             logits = scaled @ candidates
         else:
             logits = torch.addmm(-negatives.log_q.to(scaled), scaled, candidates)
-    return (
-        softmax_losses(logits, negatives.targets, excluded=negatives.excluded) * weights
-    ).sum() / total_weight
+    losses = softmax_losses(
+        logits, negatives.targets, excluded=negatives.excluded, hardest=hardest
+    )
+    return (losses * weights).sum() / total_weight
 
 
 def softmax_losses(
@@ -153,6 +156,7 @@ def softmax_losses(
     log_q: Tensor | None = None,
     excluded: Tensor | None = None,
     temperature: float = 1.0,
+    hardest: int = 0,
 ) -> Tensor:
     """Returns (B,) float32 losses, -log softmax(logits / temperature - log_q) at the targets.
 
@@ -162,17 +166,26 @@ def softmax_losses(
         log_q: (N,) or (B, N) log-probability of each candidate, up to one constant per row.
         excluded: (B, N) bool, candidates that the softmax leaves out; must not hold a target.
         temperature: divisor of the logits, greater than 0.
+        hardest: number of negatives of each row that count, those with the greatest corrected logits, and all that
+            equal the last of them; 0 for all.
 
     Raises:
-        ValueError: a temperature that is not positive.
+        ValueError: a temperature that is not positive, a negative ``hardest``.
     """
     _check_temperature(temperature)
+    check_least("hardest", hardest, 0)
     scores = to_float32(logits) / temperature
     if log_q is not None:
         scores = scores - log_q
     if excluded is not None:
         # Its share of the softmax is then exactly 0.
         scores = scores.masked_fill(excluded, -torch.inf)
+    if 0 < hardest < scores.shape[1] - 1:
+        others = scores.scatter(1, targets[:, None], -torch.inf)
+        easy = others < others.topk(hardest).values[:, -1:]
+        scores = scores.masked_fill(
+            easy.scatter(1, targets[:, None], False), -torch.inf
+        )
     return cross_entropy(scores, targets, reduction="none")
 
 

@@ -15,6 +15,7 @@ from torchrec_ext.modules.config import (
     Interaction,
     LossName,
     Normalization,
+    check_hardest,
     check_loss,
 )
 from torchrec_ext.schema.validation import OutOfRange
@@ -47,6 +48,7 @@ class TowersConfig:
         temperature: divisor of the scores under the softmax losses and ``cosine``.
         correct: correct ``in_batch`` for the popularity of its candidates, and ``sampled_softmax`` for how likely each
             candidate was drawn.
+        hardest: number of negatives of a row that count under ``in_batch``, those with the greatest scores; 0 for all.
         out_of_range: what happens to an id outside its table: ``error``, or ``oov``, which reads row 0.
     """
 
@@ -60,10 +62,12 @@ class TowersConfig:
     loss: LossName = "bce"
     temperature: float = 1.0
     correct: bool = True
+    hardest: int = 0
     out_of_range: OutOfRange = "error"
 
     def __post_init__(self) -> None:
         check_loss(self.loss, self.interaction, self.temperature)
+        check_hardest("model.hardest", self.hardest, self.loss)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,5 +225,6 @@ def model_of(
         item_feature=item,
         temperature=config.temperature,
         loss=config.loss,
+        hardest=config.hardest,
         device=meta,
     )
