@@ -28,10 +28,12 @@ from torchrec_ext.ids.rows import RowPool
 _MOST_COMPILED = 2  # numbers of ids in a batch whose look-ups are compiled
 
 LookUps = Callable[[Tensor], Tensor]  # from ids to rows
-Run = Callable[[Sequence[Tensor]], list[Tensor]]
 # Takes a function of tensors, those that stay and those that change, see
 # :class:`torchrec_ext.capture.executors.StepExecutor`.
-Engine = Callable[[Callable[..., list[Tensor]], list[Tensor], list[Tensor]], Run | None]
+Engine = Callable[
+    [Callable[..., list[Tensor]], list[Tensor], list[Tensor]],
+    Callable[[Sequence[Tensor]], list[Tensor]] | None,
+]
 
 
 class DynamicIds:
