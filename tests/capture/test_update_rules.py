@@ -135,12 +135,13 @@ def test_more_steps_than_are_kept_are_told_apart(
     assert distance(0.05, adam(), rate_of(Schedule(kind="cosine"))) < 1e-4
 
 
-def test_a_great_eps_costs_less_than_half_a_percent() -> None:
-    assert distance(0.02, adam(eps=1e-3)) < 5e-3
+@pytest.mark.parametrize(("eps", "most"), [(1e-3, 1e-4), (0.1, 1e-3)])
+def test_a_great_eps_changes_little(eps: float, most: float) -> None:
+    assert distance(0.02, adam(eps=eps)) < most
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-7])
-@pytest.mark.parametrize("begin", [100, 1_000])
+@pytest.mark.parametrize("begin", [20, 100, 1_000])
 def test_gradients_a_few_times_eps_move_a_row_as_dense_adam_does(
     size: float, begin: int
 ) -> None:
@@ -162,7 +163,7 @@ def test_gradients_a_few_times_eps_move_a_row_as_dense_adam_does(
     end, *_ = caught_up(start, moments, since, since[0] + 60, clock, adam())
     expected = (row.detach() - start.double()).mean()
     moved = (end - start).double().mean()
-    # A single eps, that of the first skipped step, missed it by .5 and 2 %.
+    # A single eps missed it by .2 to 2 %.
     assert float((moved / expected - 1).abs()) < 5e-4
 
 
@@ -193,7 +194,7 @@ def test_a_row_that_never_had_a_gradient_stays_even_without_eps() -> None:
         (adam(betas=(0.9, 0.81)), "betas=(0.9, 0.81)"),
         (adam(betas=(0.9, 0.5)), "betas=(0.9, 0.5)"),
         (adam(betas=(0.0, 0.0)), "betas=(0, 0)"),
-        (adam(eps=1e-3), "eps=0.001"),
+        (adam(eps=0.2), "eps=0.2"),
         (
             dataclasses.replace(adam(), l2=0.1),
             "L2 draws at each row in each step; AdamW's decay does not",

@@ -11,14 +11,15 @@ moves by
 
     sum over j = 1..k of  lr(s+j) x (b1^j m / (1 - b1^(s+j))) / (sqrt(b2^j v / (1 - b2^(s+j))) + eps)
 
-With one eps' for all of these steps, this is m / (sqrt(v) + eps') x S(s), and S depends only on steps and rates:
-S(s) = sum over j = 1..k of r^j lr(s+j) sqrt(1 - b2^(s+j)) / (1 - b1^(s+j)), r = b1 / sqrt(b2). eps' is the eps of the
-step at the mean place of the powers of r, eps x sqrt(1 - b2^(s+j)) / b2^(j/2).
-:func:`slide_on` stores S of each step s that may be a row's last one. A step adds to the S of the last :func:`reach`
-steps, because r^j vanishes for earlier ones.
+This is m / (sqrt(v) + eps') x S(s) if all these steps have the same eps', and S depends only on steps and rates:
+S(s) = sum over j = 1..k of w(j), w(j) = r^j lr(s+j) sqrt(1 - b2^(s+j)) / (1 - b1^(s+j)), r = b1 / sqrt(b2).
+Step j has eps x e(j), e(j) = sqrt(1 - b2^(s+j)) / b2^(j/2). eps' is their mean weighted by w. What their spread around
+it adds, to second order, is the factor 1 + V u^2: u = eps' / (sqrt(v) + eps'), and V is the variance of e by its
+squared mean. :func:`slide_on` stores S and the sums of w e and w e^2 for each step s that may be a row's last one. A
+step adds to those of the last :func:`reach` steps, because r^j vanishes for earlier ones.
 
 So a step touches only the rows it reads, and ends where dense Adam does, under any schedule. The result differs by
-rounding, and by eps if the second moment is near its square.
+rounding, and in the first ten steps by eps if the second moment is near its square.
 
 If every row also decays by d(t) = 1 - lr(t) x decay in step t (AdamW, or SGD with l2), a row of step s is multiplied by
 the product of d(s+1) .. d(t), and S(s) by d(t) in each step. :func:`decay_on` stores sums of log d. Beyond the reach, S
@@ -232,7 +233,7 @@ SLIDES = 1 << 18
 _ROUNDING = 2.0**-25  # of float32: a smaller share of 1 is lost
 
 
-_MOST_EPS = 1e-4  # with a larger one a single eps' would change a row too much
+_MOST_EPS = 0.1  # with a larger one two moments of eps would change a row too much
 
 
 def without_closed_form(choice: Choice) -> str:
@@ -252,21 +253,21 @@ def without_closed_form(choice: Choice) -> str:
 
 
 def reach(betas: tuple[float, float]) -> Tensor:
-    """Returns r^1 .. r^W, (W,) float32; later powers vanish in a sum with the first.
+    """Returns r^j, r^j / b2^(j/2) and r^j / b2^j for j = 1 .. W, (W, 3) float32; later r^j vanish beside the first.
 
     Example:
-        >>> reach((0.5, 0.25 / 0.36))[:3]
-        tensor([0.6000, 0.3600, 0.2160])
+        >>> reach((0.5, 0.25 / 0.36))[:2]
+        tensor([[0.6000, 0.7200, 0.8640],
+                [0.3600, 0.5184, 0.7465]])
         >>> len(reach((0.9, 0.999)))
         166
     """
-    ratio = betas[0] / math.sqrt(betas[1])
-    count = 1
+    (beta1, beta2) = betas
+    ratio, count = beta1 / math.sqrt(beta2), 1
     if ratio:
         count = max(math.ceil(math.log(_ROUNDING) / math.log(ratio)), 1)
-    return torch.tensor(
-        [ratio**power for power in range(1, count + 1)], dtype=torch.float32
-    )
+    ratios = [ratio, beta1 / beta2, beta1 / beta2**1.5]
+    return torch.tensor([[each**j for each in ratios] for j in range(1, count + 1)])
 
 
 def decay_of(choice: Choice) -> float:
@@ -295,14 +296,15 @@ def slide_on(
     """Adds to sums over steps the movement of rows without a gradient in ``step``.
 
     Args:
-        slides: sums S of step s at s modulo K, (K,), written; K is greater than W.
-        powers: powers of r, (W,), from :func:`reach`.
+        slides: sums of w, w e and w e^2 of step s at s modulo K, (K, 3), written; K is greater than W.
+        powers: (W, 3), from :func:`reach`.
         step: number of the finished step, () float32.
         lr: learning rate of the step.
         betas: decay of the moments.
         decay: see :func:`decay_of`.
     """
-    step_size = lr * debiased(betas[1], step).sqrt() / debiased(betas[0], step)
+    root = debiased(betas[1], step).sqrt()
+    step_size = lr * root / debiased(betas[0], step)
     now = step.long()
     this_step = now.remainder(len(slides)).view(1)
     # The step before now has waited for r^1, the one before it for r^2.
@@ -312,7 +314,8 @@ def slide_on(
     earlier = slides.index_select(0, earlier_steps)
     if decay:
         earlier = earlier * (1 - lr * decay)
-    slides.index_put_((earlier_steps,), earlier + powers * step_size)
+    sizes = torch.stack([step_size, step_size * root, step_size * root * root])
+    slides.index_put_((earlier_steps,), earlier + powers * sizes)
     slides.index_put_((this_step,), slides.new_zeros(1))
 
 
@@ -322,8 +325,8 @@ class RowClock(NamedTuple):
     Args:
         since: last step of each row, (rows,) int32.
         leader: index of each row among a step's look-ups, (rows,) int32; any values before and after a step.
-        slides: movement of Adam's rows without a gradient, (K,); of other optimizers (1,).
-        powers: the tensor (W,) from :func:`reach`; of other optimizers (1,).
+        slides: movement of Adam's rows without a gradient, (K, 3), see :func:`slide_on`; of other optimizers (1, 3).
+        powers: the tensor (W, 3) from :func:`reach`; of other optimizers (1, 3).
         decays: sums of logarithms, (K,) float64, see :func:`decay_on`; (1,) if no row decays.
     """
 
@@ -345,18 +348,17 @@ def row_clock(rows: int, step: int, choice: Choice, device: torch.device) -> Row
     is_adam = choice.kind == "adam"
     decays = bool(decay_of(choice))
 
-    def sums(dtype: torch.dtype, *, is_used: bool) -> Tensor:
-        # A sum that is not used is a tensor too, so that the clocks of all tables have
-        # the same inputs.
-        return torch.zeros(SLIDES if is_used else 1, dtype=dtype, device=device)
-
+    # A sum that is not used is a tensor too, so that the clocks of all tables have the
+    # same inputs.
+    slides = torch.zeros(SLIDES if is_adam else 1, 3, device=device)
+    logs = SLIDES if decays else 1
     since = torch.zeros(rows, dtype=torch.int32, device=device)
     clock = RowClock(
         since=since,
         leader=torch.zeros_like(since),
-        slides=sums(torch.float32, is_used=is_adam),
-        powers=(reach(choice.betas) if is_adam else torch.zeros(1)).to(device),
-        decays=sums(torch.float64, is_used=decays),
+        slides=slides,
+        powers=(reach(choice.betas) if is_adam else torch.zeros(1, 3)).to(device),
+        decays=torch.zeros(logs, dtype=torch.float64, device=device),
     )
     clock.restart(step)
     return clock
@@ -405,37 +407,26 @@ def caught_up(
         else (skipped == 0).to(rows.dtype)
     )
     decay2 = torch.exp(skipped * math.log(beta2))
-    slide = clock.slides.index_select(0, since.remainder(len(clock.slides)))[:, None]
+    sums = clock.slides.index_select(0, since.remainder(len(clock.slides)))
+    slide, first_sum, second_sum = sums[:, :, None].unbind(1)
+    # Of rows that skipped nothing the sums are 0, and any eps will do.
+    moved = slide > 0
+    mean = torch.where(moved, first_sum / slide, 1.0)
+    variance = torch.where(moved, second_sum / slide, 1.0) / mean.square() - 1
     if decays:
         reached = torch.minimum(since + len(clock.powers), step)
         slide = slide * _log_of_steps(clock.decays, reached, step).exp()
-    place = _mean_place(beta1 / math.sqrt(beta2), skipped.clamp(min=1))
-    power2 = torch.exp((since[:, None] + place) * math.log(beta2))
-    scaled_eps = torch.sqrt(1 - power2) * torch.exp(place * (-0.5 * math.log(beta2)))
-    scaled_eps = scaled_eps * choice.eps
+    eps = choice.eps * mean
     # A row that never had a gradient has moments of 0. If eps is 0 too, that would be 0
     # / 0.
-    direction = torch.where(
-        first_moment == 0, 0.0, first_moment / (second_moment.sqrt() + scaled_eps)
-    )
+    inverse = torch.where(first_moment == 0, 0.0, 1 / (second_moment.sqrt() + eps))
+    share = eps * inverse
+    direction = first_moment * inverse * (1 + variance * share * share)
     return [
         updated[0] - slide * direction,
         first_moment * decay1,
         second_moment * decay2,
     ]
-
-
-def _mean_place(ratio: float, count: Tensor) -> Tensor:
-    """Returns the mean of 1 .. ``count``, (n, 1), weighted by the powers of ``ratio``.
-
-    Example:
-        >>> _mean_place(0.5, torch.tensor([[1.0], [2.0]])).flatten()
-        tensor([1.0000, 1.3333])
-    """
-    if not ratio:
-        return torch.ones_like(count)
-    last = torch.exp(count * math.log(ratio))
-    return 1 / (1 - ratio) - count * last / (1 - last)
 
 
 def _log_of_steps(sums: Tensor, since: Tensor, step: Tensor) -> Tensor:
