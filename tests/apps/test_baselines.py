@@ -100,6 +100,37 @@ def test_a_user_with_new_items_and_one_held_out_twice_is_one_query(
         assert figures["recall@9"] == pytest.approx((1 / 3 + 1) / 2)
 
 
+def test_popularity_counts_the_rows_of_users_that_no_test_row_asks_for(
+    tmp_path: Path,
+) -> None:
+    """Cold start: all 20 asked users are new, so that what is popular is known from 200 others alone."""
+    rng, shares = np.random.default_rng(0), 1 / np.arange(1, 101)
+    shares /= shares.sum()
+
+    def drawn(users: range, each: int) -> dict[str, pa.Array]:
+        items = [rng.choice(100, each, replace=False, p=shares) for _ in users]
+        return raw_columns(
+            np.repeat(users, each).tolist(), np.concatenate(items).tolist()
+        )
+
+    train, test = drawn(range(200), 10), drawn(range(1000, 1020), 3)
+    raw = RawSet(
+        name="plays",
+        splits={"train": train, "test": test},
+        roles=Roles(user="user_id", item="item_id"),
+        evaluation=Evaluation(at=(10,), figures=("recall",), by="user"),
+    )
+    write_set(tmp_path / "plays", raw)
+    settings = [f"data.name={tmp_path / 'plays'}", "train.early_stop.metric="]
+    _, evaluator = evaluator_of("two_tower", *settings)
+    counts = np.bincount(train["item_id"].to_numpy(), minlength=100)
+    # Of two items with one count the smaller id, which the vocabulary has first, is shown.
+    shown = np.argsort(-counts, kind="stable")[:10]
+    found = np.isin(test["item_id"].to_numpy(), shown).reshape(20, 3).mean()
+    assert found > 0.3  # a random ranking has .1
+    assert evaluator.baseline("test")["recall@10"] == pytest.approx(found)
+
+
 def raw_columns(users: list[int], items: list[int]) -> dict[str, pa.Array]:
     return {"user_id": pa.array(users), "item_id": pa.array(items)}
 

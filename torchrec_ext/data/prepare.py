@@ -94,7 +94,7 @@ class Evaluation:
         at: cut-offs K of the ranking.
         figures: figures to compute, of ``hr``, ``recall``, ``ndcg`` and ``mrr``.
         by: ``row``: each held-out row is a question of its own; ``user``: all held-out items of a user are the answers
-            to one.
+            to one, but each row of a user without training rows is a question of its own.
         keep_seen: rank the items that the user has taken before, too. Otherwise they are masked, and a held-out item
             among them, a repeat, counts as missed.
         candidates: column of the held-out rows with item ids: each row's item is ranked among its own and nothing

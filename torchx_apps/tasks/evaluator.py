@@ -398,11 +398,14 @@ def question_of(
     if rule.by == "user":
         # All held-out items of a user are one query, in the order of the users' ids.
         users = held_out[str(data.roles.user)].values
+        # Users without a training row all have id 0: no two of their rows are known to
+        # be one user's.
+        users = np.where(users > 0, users, -1 - np.arange(len(users)))
         _, first, rows = np.unique(users, return_index=True, return_inverse=True)
         # An item counts once for its user, but each new item is an answer of its own.
         answers = np.where(targets > 0, targets, -1 - np.arange(len(targets)))
         pairs = np.unique(np.stack([rows, answers]), axis=1)
-        target_rows = torch.from_numpy(pairs[0])
+        target_rows = torch.from_numpy(pairs[0].copy())
         targets = np.maximum(pairs[1], -1)
         held_out = held_out.take(first)
     taken = user_items(data, split, held_out)
