@@ -177,7 +177,6 @@ def refusals(runtime: Runtime) -> dict[str, str]:
                 nn.parallel.DistributedDataParallel(model), optimizer, every=2
             ),
         ),
-        ("warmup", lambda: LocalSGD(model, optimizer, every=2, warmup=3)),
         ("empty", lambda: LocalSGD(nn.ReLU(), optimizer, every=2)),
         ("other", lambda: LocalSGD(made(), optimizer, every=2)),
         ("part", lambda: LocalSGD(other, sgd(other), every=1.5)),  # type: ignore[arg-type]
@@ -269,7 +268,6 @@ def test_what_does_not_fit_is_refused_on_all_ranks(ranks: list[dict[str, Any]]) 
         "optimizer: it moves no parameter of the model, a Net; give the one"
     )
     for name, told in (
-        ("warmup", "warmup=3: a module that is not sharded takes no steps together"),
         ("part", "every=1.5: must be a whole number of steps"),
         ("flag", "every=True: must be a whole number of steps"),
         ("settings", "every: rank 0 has 2 and rank 1 has 3; give all ranks the same"),

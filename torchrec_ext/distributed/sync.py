@@ -284,16 +284,15 @@ class EveryStep:
 class LocalSGD(EveryStep):
     """Local SGD (Stich 2019): each rank steps by its own gradient, and every k steps weights are averaged.
 
-    With ``warmup`` it is post-local SGD (Lin et al. 2020). Dense layers and data_parallel tables are averaged. Sharded
-    tables exist once; their gradients are exchanged in every step as ever. Where no table is sharded, ranks exchange
-    nothing at all between two averages (but for a loss that does, as a softmax over the candidates of all ranks): batch
-    normalisation over ranks then normalises over the rank's own rows, and its running statistics are averaged with the
-    weights.
+    Dense layers and data_parallel tables are averaged. Sharded tables exist once; their gradients are exchanged in
+    every step as ever. Where no table is sharded, ranks exchange nothing at all between two averages (but for a loss
+    that does, as a softmax over the candidates of all ranks): batch normalisation over ranks then normalises over the
+    rank's own rows, and its running statistics are averaged with the weights.
 
     With SGD without momentum, weight decay and clipping, k = 1 equals every step. With any other optimizer it does not:
     the mean of Adam's steps is not Adam's step by the mean gradient. The first step is always taken together, because
-    DDP records its graph in it. Of a sharded model k is counted from the end of the steps that are taken together, of
-    any model also from each :meth:`settle`.
+    DDP records its graph in it. Of a sharded model k is counted from the end of that step, of any model also from each
+    :meth:`settle`.
 
     Optimizer state (moments, sums of squares) belongs to a rank's own path and stays there, as in torch's
     PostLocalSGDOptimizer and DiLoCo.
@@ -311,12 +310,11 @@ class LocalSGD(EveryStep):
         optimizer: optimizer from :func:`hybrid_parallel`; or of such a module torch's optimizer, several in the order
             in which they step, or the step that ``torchrec_ext.adopt.adopt`` returned.
         every: k, steps between two averages.
-        warmup: steps taken together before the first local one; 1 for a module that is not sharded, which has none.
         outer_lr: learning rate of the outer SGD; DiLoCo takes .7.
         outer_momentum: its momentum; DiLoCo takes .9.
 
     Raises:
-        ValueError: ``every`` or ``warmup`` is not a whole number of one step or more; a module that is not
+        ValueError: ``every`` is not a whole number of one step or more; a module that is not
             sharded is in DistributedDataParallel, has no parameters or none of the optimizer's, is not the same on all
             ranks, or has no process group; inside the context, the model is in another one, or ranks have other
             settings.
@@ -338,16 +336,11 @@ class LocalSGD(EveryStep):
         optimizer: HybridOptimizer | Stepping,
         *,
         every: int,
-        warmup: int = 1,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
     ) -> None:
         super().__init__()
-        check_local_steps(every, warmup, outer_lr, outer_momentum)
-        if warmup > 1 and not _is_hybrid(optimizer):
-            raise ValueError(
-                f"warmup={warmup}: a module that is not sharded takes no steps together; leave it out"
-            )
+        check_local_steps(every, outer_lr, outer_momentum)
         self._model = model
         self._optimizer: HybridOptimizer | LocalOptimizers
         if _is_hybrid(optimizer):
@@ -355,7 +348,6 @@ class LocalSGD(EveryStep):
         else:
             self._optimizer = LocalOptimizers(model, optimizer)
         self._every = every
-        self._warmup = warmup
         self._shards_tables = False
         if _is_sharded(model):
             from torchrec_ext.distributed.tables import table_shardings
@@ -423,7 +415,7 @@ class LocalSGD(EveryStep):
         """Refuses, on every rank alike, ranks with other settings. Collective."""
         if not (dist.is_available() and dist.is_initialized()):
             return
-        settings: dict[str, Any] = {"every": self._every, "warmup": self._warmup}
+        settings: dict[str, Any] = {"every": self._every}
         settings |= {f"outer_{name}": self._rule[name] for name in ("lr", "momentum")}
         first, *others = gather_objects(settings, dist.get_world_size())
         for rank, other in enumerate(others, 1):
@@ -450,8 +442,7 @@ class LocalSGD(EveryStep):
     def _after_step(self) -> None:
         self._steps += 1
         if not self._optimizer.apart:
-            if self._steps >= self._warmup:
-                self.start_local_steps()
+            self.start_local_steps()
             return
         self._since += 1
         if self._since == self._every:
@@ -571,7 +562,6 @@ def synchronised(
         model,
         optimizer,
         every=config.every,
-        warmup=config.warmup,
         outer_lr=config.outer_lr,
         outer_momentum=config.outer_momentum,
     )
