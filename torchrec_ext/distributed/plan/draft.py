@@ -1,4 +1,4 @@
-"""draft(): runs TorchRec's planner with the constraints of a PlanConfig; keeps the plan and its estimates."""
+"""draft(): runs TorchRec's planner with the constraints of a PlanConfig."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from torchrec.distributed.planner.storage_reservations import (
 from torchrec.distributed.planner.types import (
     PlannerError,
     PlannerErrorType,
-    ShardingOption,
 )
 from torchrec.distributed.types import CacheParams, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
@@ -42,7 +41,6 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharders import (
     BY_HOST,
     free_to_shard,
-    kernel_refused_because,
     possible,
     refused_because,
     sharders,
@@ -53,13 +51,6 @@ from torchrec_ext.schema.validation import listed
 
 class PlanError(ValueError):
     """No plan fits, or a table cannot be sharded as asked; the message names it and the remedy."""
-
-
-class Draft(NamedTuple):
-    """A plan, and the planner's ``options``: its estimates of memory and milliseconds for each shard of each table."""
-
-    plan: ShardingPlan
-    options: list[ShardingOption]
 
 
 class Request(NamedTuple):
@@ -117,19 +108,9 @@ class Request(NamedTuple):
         return cls(tables, choices, _winning(derived, constraints))
 
 
-class _PlanStats(NoopEmbeddingStats):
-    """Keeps the sharding options from TorchRec's planner, which hands them to its statistics."""
-
-    options: list[ShardingOption]
-
-    def log(self, *args: Any, **stats: Any) -> None:
-        """Keeps the options of the best plan; the planner calls it once."""
-        self.options = stats["best_plan"]
-
-
 def draft(
     model: nn.Module, request: Request, topology: Topology, batch_size: int
-) -> Draft:
+) -> ShardingPlan:
     """Runs TorchRec's planner for ``request`` on this rank alone.
 
     Args:
@@ -139,11 +120,10 @@ def draft(
         batch_size: rows per rank and step.
 
     Raises:
-        PlanError: the tables do not fit.
+        PlanError: the tables do not fit, or TorchRec has no such sharding type and kernel for a table.
     """
     if not request.tables:
-        return Draft(ShardingPlan({}), [])
-    stats = _PlanStats()
+        return ShardingPlan({})
     estimators = [
         EmbeddingPerfEstimator(topology=topology, constraints=request.constraints),
         TableStorage(topology, request.constraints, request.choices),
@@ -157,7 +137,7 @@ def draft(
         # Our reserve is off the topology already: TorchRec's leaves the memory of a CPU
         # rank as it is.
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
-        stats=stats,
+        stats=NoopEmbeddingStats(),
         constraints=request.constraints,
         debug=False,
     )
@@ -168,12 +148,17 @@ def draft(
         for constraint in request.constraints.values():
             requested_types.update(constraint.sharding_types or ())
         by_host = not requested_types.isdisjoint(BY_HOST)
-        plan = planner.plan(model, sharders(by_host=by_host))
+        return planner.plan(model, sharders(by_host=by_host))
     except PlannerError as error:
         raise PlanError(_refusal(error, request, topology)) from None
+    except RuntimeError as error:
+        # Of a kernel that the device or the sharding type has not.
+        first = str(error).strip().partition(". ")[0]
+        raise PlanError(
+            f"{first[:130]}; choose another plan.sharding or plan.kernel"
+        ) from None
     finally:
         logging.getLogger().removeFilter(_not_of_replicated_tables)
-    return Draft(plan, stats.options)
 
 
 def _refusal(error: PlannerError, request: Request, topology: Topology) -> str:
@@ -237,9 +222,7 @@ def _constraint(
     """
     sharding = request.sharding
     device = runtime.device.type
-    reason = refused_because(table, sharding, device) or kernel_refused_because(
-        request, device
-    )
+    reason = refused_because(table, sharding, device)
     if reason:
         raise PlanError(f"table '{table.name}': {reason}")
     # The kernel fields of the planner's constraints; none if the planner is free to

@@ -83,7 +83,7 @@ def plan_sharding(
                 available_memory() / runtime.local_world_size * (1 - config.reserve)
             )
             topology = _topology(runtime, usable, host)
-            outcome = [draft(model, request, topology, batch_size).plan]
+            outcome = [draft(model, request, topology, batch_size)]
         except PlanError as error:
             outcome = [error]
         # Any failure must reach the other ranks, which wait in the broadcast.
