@@ -189,8 +189,7 @@ class TrainConfig:
         eval_every: epochs between two evaluations; the last epoch is always evaluated.
         seed: seed of the dense layers, the tables and dropout; added to the loader's, for the order of samples and the
             negatives.
-        tables_schedule: how the tables' learning rates change over the run.
-        dense_schedule: how the dense layers' learning rates change over the run.
+        schedule: how the learning rates of tables and dense layers change over the run.
         early_stop: when the run ends before its last epoch, and with which weights.
         hang_s: seconds after which a collective that another rank does not join fails, and so ends the job. A rank
             writes the stacks of its threads if a step takes half as long; more than the slowest step takes.
@@ -206,8 +205,7 @@ class TrainConfig:
     log_every: int = 50
     eval_every: int = 1
     seed: int = 0
-    tables_schedule: Schedule = field(default_factory=Schedule)
-    dense_schedule: Schedule = field(default_factory=Schedule)
+    schedule: Schedule = field(default_factory=Schedule)
     early_stop: EarlyStop = field(default_factory=EarlyStop)
     hang_s: float = 300.0
     compile: Compile = "auto"
