@@ -215,7 +215,7 @@ class TowersOnRanks(nn.Module):
             by_rank, torch.split(received, receiving), strict=True
         ):
             widths = list(of_rank.widths.values())
-            columns = block.view(here, sum(widths)).split(widths, dim=1)
+            columns = torch.split(block.view(here, sum(widths)), widths, dim=1)
             outputs |= zip(of_rank.widths, columns, strict=True)
         return outputs
 

@@ -4,8 +4,6 @@ EarlyStop: the condition for an end before the last epoch, and the choice of the
 
 EvaluationConfig: the ranking figures of an evaluation, by name, and its baselines.
 
-ClosedFormConfig: penalty of EASE.
-
 This module imports no torch, so that a command line is checked at once.
 """
 
@@ -117,8 +115,9 @@ class EvaluationConfig:
         metrics: ranking figures with the length of the list, as ``recall@20,ndcg@20``: ``hr``, ``recall``,
             ``precision``, ``ndcg``, ``mrr`` or ``map``, see :func:`query_figures`; by default the recipe's own.
         baselines: rankings to compare the model with, as ``popularity,ease``, fitted on its training rows and
-            ranked by its rules: ``popularity``, always included; ``ease``, see :class:`ClosedFormConfig`.
-            By default all that take less than about ten seconds.
+            ranked by its rules: ``popularity``, always included; ``ease``, which predicts a user's items from the
+            other items of that user (Steck 2019). By default all that take less than about ten seconds.
+        ease_l2: penalty of EASE, above 0: 200 to 1,000 in the paper, which takes 500 for MovieLens 20M.
 
     Example:
         >>> EvaluationConfig(metrics=("recall@20", "ndcg@10")).figures
@@ -127,8 +126,11 @@ class EvaluationConfig:
 
     metrics: tuple[str, ...] = ()
     baselines: tuple[str, ...] = ()
+    ease_l2: float = 500.0
 
     def __post_init__(self) -> None:
+        if not (math.isfinite(self.ease_l2) and self.ease_l2 > 0):
+            raise ValueError(f"ease_l2={self.ease_l2}: must be a number above 0")
         # Reading the figures checks their names.
         assert len(self.figures) == len(self.metrics)
         unknown = [name for name in self.baselines if name not in get_args(Baseline)]
@@ -154,24 +156,6 @@ class EvaluationConfig:
                 )
             figures.append((cast(Figure, name), int(k)))
         return figures
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClosedFormConfig:
-    """Settings of closed-form recommenders, used as baselines.
-
-    ``ease`` predicts a user's items from the user's other items (Steck 2019). Its default penalty is the paper's for
-    MovieLens 20M.
-
-    Args:
-        ease_l2: penalty of EASE, above 0: 200 to 1,000 in the paper.
-    """
-
-    ease_l2: float = 500.0
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.ease_l2) and self.ease_l2 > 0):
-            raise ValueError(f"ease_l2={self.ease_l2}: must be a number above 0")
 
 
 # Figures and messages by name, as written to metrics.jsonl.

@@ -286,23 +286,6 @@ def test_the_first_save_after_a_load_sets_aside_what_the_loaded_run_never_was(
     assert "set aside: the checkpoints of step " in capsys.readouterr().out
 
 
-def test_a_checkpoint_that_is_damaged_after_a_load_is_not_loaded_again(
-    two: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(two, tmp_path / "run")
-    checkpointer = Checkpointer(str(tmp_path / "run"), HERE)
-    path = checkpointer.last_good()
-    assert path is not None
-    checkpointer.load(path, model_state(filled(0)))
-    file = next(Path(path).glob("*.distcp"))
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(CheckpointError, match="is damaged"):
-        checkpointer.load(path, model_state(filled(0)))
-    checkpointer.close()
-
-
 def _save_again(folder: str) -> None:
     checkpointer = Checkpointer(folder, HERE)
     checkpointer.save(2, model_state(filled(4)))

@@ -24,13 +24,13 @@ from torchrec_ext.train.loop import TrainConfig, train
 from torchrec_ext.train.step.plain import PlainStep
 
 OPTIMIZERS: dict[str, OptimizerConfig] = {
-    "adam": OptimizerConfig(tables="adam", tables_lr=0.01, tables_l2=0.01),
+    "adam": OptimizerConfig(
+        tables="adam", tables_lr=0.01, tables_l2=0.01, dense_weight_decay=0.1
+    ),
     "sgd": OptimizerConfig(
         tables="sgd",
         tables_lr=0.1,
         dense="sgd",
-        tables_weight_decay=0.1,
-        dense_weight_decay=0.1,
     ),
     "adagrad": OptimizerConfig(
         tables="adagrad", tables_lr=0.01, dense="adagrad", clip_norm=0.1
