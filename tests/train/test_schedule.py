@@ -30,12 +30,11 @@ def factors(schedule: Schedule, steps: int) -> list[float]:
         (Schedule(), [1, 1, 1, 1, 1]),
         (Schedule(warmup=4), [0.25, 0.5, 0.75, 1, 1]),
         (Schedule(kind="linear"), [1, 0.75, 0.5, 0.25, 0]),
-        (Schedule(kind="linear", floor=0.2), [1, 0.8, 0.6, 0.4, 0.2]),
         (
             Schedule(kind="cosine"),
             [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0],
         ),
-        (Schedule(kind="cosine", warmup=2, floor=0.5), [0.5, 1, 1, 0.75, 0.5]),
+        (Schedule(kind="cosine", warmup=2), [0.5, 1, 1, 0.5, 0]),
     ],
 )
 def test_each_kind_has_the_factors_of_its_closed_form(

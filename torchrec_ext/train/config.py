@@ -27,24 +27,20 @@ class Schedule:
     """A factor on the learning rate, by step.
 
     The rate rises linearly over ``warmup`` steps to the optimizer's learning rate, then follows ``kind``:
-    ``constant``; ``linear`` or ``cosine`` down to ``floor`` at the last step.
+    ``constant``; ``linear`` or ``cosine`` down to 0 at the last step.
 
     Args:
         kind: form of the part after the warm-up.
         warmup: steps of the warm-up; the first has 1 / warmup of the rate.
-        floor: factor at the last step of ``linear`` and ``cosine``, 0 to 1.
     """
 
     kind: ScheduleKind = "constant"
     warmup: int = 0
-    floor: float = 0.0
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, get_args(ScheduleKind))
         if self.warmup < 0:
             raise ValueError(f"warmup={self.warmup}: must be 0 steps or more")
-        if not 0 <= self.floor <= 1:
-            raise ValueError(f"floor={self.floor}: must be between 0 and 1")
 
     @property
     def changes(self) -> bool:
@@ -65,16 +61,14 @@ class Schedule:
         if step < self.warmup:
             return (step + 1) / self.warmup
         steps_after_warmup = step - self.warmup
-        # The last step has the floor. At least 1, for a run of one step after its
-        # warm-up.
+        # At least 1, for a run of one step after its warm-up.
         decay_steps = max(steps - 1 - self.warmup, 1)
         progress = min(steps_after_warmup / decay_steps, 1.0)
-        decay = 1.0
         if self.kind == "linear":
-            decay = 1 - progress
-        elif self.kind == "cosine":
-            decay = (1 + math.cos(math.pi * progress)) / 2
-        return self.floor + (1 - self.floor) * decay
+            return 1 - progress
+        if self.kind == "cosine":
+            return (1 + math.cos(math.pi * progress)) / 2
+        return 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +79,6 @@ class EarlyStop:
         metric: name of an evaluated figure, such as ``auc``; empty for no early stop.
         mode: whether the figure should rise (``max``) or fall (``min``).
         patience: number of evaluations without a better figure before the run ends.
-        min_delta: least improvement over the best figure that counts.
         restore: end the run, early or not, with the weights of its best evaluation: these are tested, exported and
             served. If False, end with the weights of its last step.
     """
@@ -93,7 +86,6 @@ class EarlyStop:
     metric: str = ""
     mode: Literal["max", "min"] = "max"
     patience: int = 3
-    min_delta: float = 0.0
     restore: bool = True
 
     def __post_init__(self) -> None:
@@ -101,10 +93,6 @@ class EarlyStop:
             raise ValueError(f"mode={self.mode!r}: must be max or min")
         if self.patience < 1:
             raise ValueError(f"patience={self.patience}: must be 1 evaluation or more")
-        if not (math.isfinite(self.min_delta) and self.min_delta >= 0):
-            raise ValueError(
-                f"min_delta={self.min_delta}: must be a number of 0 or more"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

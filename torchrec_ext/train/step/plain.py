@@ -149,6 +149,8 @@ class PlainStep:
         for parameter, grad in zip(self._parameters, grads, strict=True):
             parameter.grad = grad
         self._optimizer.step()
+        for parameter in self._parameters:
+            parameter.grad = None
         return output
 
     def _gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
