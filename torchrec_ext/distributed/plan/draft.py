@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import textwrap
 from collections.abc import Mapping
@@ -76,7 +75,7 @@ class Request(NamedTuple):
             runtime: description of the ranks.
             config: sharding types.
             optimizer: optimizers of the tables.
-            constraints: TorchRec's constraints by table name, which win over ``config``.
+            constraints: TorchRec's constraints by table name, in place of those of ``config``.
 
         Raises:
             PlanError: a table cannot be sharded as asked on these ranks.
@@ -105,7 +104,7 @@ class Request(NamedTuple):
             constraint = _constraint(table, choice, runtime, by_host=by_host)
             if constraint is not None:
                 derived[table.name] = constraint
-        return cls(tables, choices, _winning(derived, constraints))
+        return cls(tables, choices, {**derived, **constraints})
 
 
 def draft(
@@ -184,23 +183,6 @@ def _refusal(error: PlannerError, request: Request, topology: Topology) -> str:
 def _not_of_replicated_tables(record: logging.LogRecord) -> bool:
     """Drops the planner's warning about tables without a sharding spec: replicated ones have none."""
     return not record.getMessage().startswith("Sharding spec not found")
-
-
-def _winning(
-    derived: Mapping[str, ParameterConstraints],
-    requested: Mapping[str, ParameterConstraints],
-) -> dict[str, ParameterConstraints]:
-    """Merges constraints: the ``requested`` win, the ``derived`` fill in tables and kernels left open."""
-    winning = dict(requested)
-    for name, ours in derived.items():
-        theirs = winning.setdefault(name, ours)
-        if theirs.compute_kernels is None:
-            winning[name] = dataclasses.replace(
-                theirs,
-                compute_kernels=ours.compute_kernels,
-                cache_params=theirs.cache_params or ours.cache_params,
-            )
-    return winning
 
 
 def _constraint(

@@ -62,7 +62,7 @@ def plan_sharding(
         config: sharding types and memory.
         optimizer: optimizers of the tables, whose state takes memory too; those given to :func:`hybrid_parallel`.
         batch_size: rows per rank and step, for the cost model.
-        constraints: TorchRec's own constraints by table name, for what ``config`` cannot express; they win.
+        constraints: TorchRec's own constraints by table name, in place of what ``config`` says of the table.
 
     Raises:
         PlanError: the tables do not fit, or cannot be sharded as asked.
