@@ -257,7 +257,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(ranks: list[dict[str, Any]]) 
         in first["steps"]
     )
     assert first["models"].startswith(
-        "model: rank 0 has 'weight' of (1, 3) and rank 1 of (1, 4); make the same module"
+        "model, weight: (1, 3) on rank 0, (1, 4) on rank 1; give all ranks the same"
     )
     assert (
         first["ddp"]
@@ -270,8 +270,8 @@ def test_what_does_not_fit_is_refused_on_all_ranks(ranks: list[dict[str, Any]]) 
     for name, told in (
         ("part", "every=1.5: must be a whole number of steps"),
         ("flag", "every=True: must be a whole number of steps"),
-        ("settings", "every: rank 0 has 2 and rank 1 has 3; give all ranks the same"),
-        ("outer", "outer_lr: rank 0 has 1 and rank 1 has 2; give all ranks the same"),
+        ("settings", "every: 2 on rank 0, 3 on rank 1; give all ranks the same"),
+        ("outer", "outer_lr: 1.0 on rank 0, 2.0 on rank 1; give all ranks the same"),
         ("twice", "model: its Linear is inside of another LocalSGD; leave that one"),
         ("reset", "property 'every' of 'LocalSGD' object has no setter"),
     ):

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self, TypeIs
 
-from torchrec_ext.distributed.runtime import gather_objects
+from torchrec_ext.distributed.runtime import gather_objects, refuse_differences
 from torchrec_ext.distributed.sync_config import SyncConfig as SyncConfig
 from torchrec_ext.distributed.sync_config import check_local_steps
 
@@ -82,7 +82,7 @@ class Averager:
         # Most rows of a large table are unchanged, and equal on all ranks already.
         rows = self._changed_rows()
         slices = [table[index] for table, index in zip(self._large, rows, strict=True)]
-        means = _means([*slices, *self._whole])
+        means = means_over_ranks([*slices, *self._whole])
         for table, marked, index in zip(self._large, self._marked, rows, strict=True):
             mean = next(means).to(table.dtype)
             table.index_copy_(0, index, mean)
@@ -105,7 +105,7 @@ class Averager:
         return [mask.nonzero().squeeze(1) for mask in masks]
 
 
-def _means(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+def means_over_ranks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """Returns the mean of each tensor over the ranks, in float32, all in one all-reduce."""
     if not tensors:
         return iter(())
@@ -229,18 +229,9 @@ class LocalOptimizers:
     def _agree(self) -> None:
         """Gives all ranks the weights of rank 0."""
         tensors = self._model.state_dict()
-        # Shapes are compared first, because a broadcast between unequal shapes fails or
-        # hangs without naming a tensor.
-        shapes_of_rank = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        first, *others = gather_objects(shapes_of_rank, dist.get_world_size())
-        for rank, other in enumerate(others, 1):
-            # One of them may lack a name.
-            for name in {**first, **other}:
-                if first.get(name) != other.get(name):
-                    raise ValueError(
-                        f"model: rank 0 has '{name}' of {first.get(name)} and rank {rank} of {other.get(name)}; make "
-                        "the same module on all ranks"
-                    )
+        # A broadcast between unequal shapes fails or hangs without naming a tensor.
+        shapes = {f"model, {name}": tuple(each.shape) for name, each in tensors.items()}
+        refuse_differences(shapes, dist.get_world_size())
         for tensor in tensors.values():
             dist.broadcast(tensor, 0)
 
@@ -416,14 +407,9 @@ class LocalSGD(EveryStep):
         if not (dist.is_available() and dist.is_initialized()):
             return
         settings: dict[str, Any] = {"every": self._every}
-        settings |= {f"outer_{name}": self._rule[name] for name in ("lr", "momentum")}
-        first, *others = gather_objects(settings, dist.get_world_size())
-        for rank, other in enumerate(others, 1):
-            for name, value in first.items():
-                if other[name] != value:
-                    raise ValueError(
-                        f"{name}: rank 0 has {value} and rank {rank} has {other[name]}; give all ranks the same"
-                    )
+        for name in ("lr", "momentum"):
+            settings[f"outer_{name}"] = float(self._rule[name])
+        refuse_differences(settings, dist.get_world_size())
 
     def __exit__(self, *error: object) -> None:
         with self._leave:

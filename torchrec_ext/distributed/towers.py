@@ -24,7 +24,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from torchrec_ext.distributed.runtime import Runtime, gather_objects
+from torchrec_ext.distributed.runtime import (
+    Runtime,
+    gather_objects,
+    refuse_differences,
+)
 
 
 class TowersOnRanks(nn.Module):
@@ -298,15 +302,8 @@ def _refuse_others(names: Sequence[str], fault: str, runtime: Runtime) -> None:
     faults = [fault]
     # Without a process group nothing would run, but faults are named.
     if dist.is_available() and dist.is_initialized():
-        of_ranks = gather_objects((list(names), fault), runtime.world_size)
-        first = of_ranks[0][0]
-        for rank, (others, _) in enumerate(of_ranks):
-            if others != first:
-                here, there = (", ".join(each)[:40] for each in (first, others))
-                raise ValueError(
-                    f"towers: rank 0 has {here} and rank {rank} {there}; give the same names in one order on all ranks"
-                )
-        faults = [fault for _, fault in of_ranks]
+        refuse_differences({"towers": ", ".join(names)}, runtime.world_size)
+        faults = gather_objects(fault, runtime.world_size)
     for each in faults:
         if each:
             raise ValueError(each)

@@ -20,7 +20,6 @@ from torchrec_ext.schema.validation import check_choice, listed
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 TableOptimizer = Literal["adagrad", "row_wise_adagrad", "sgd", "adam", "lazy_adam"]
 DenseOptimizer = Literal["adam", "adagrad", "sgd"]
@@ -140,13 +139,6 @@ class Choice:
         # The others have Adam's two moments for each weight.
         numbers = {"adagrad": (1, 0), "row_wise_adagrad": (0, 1), "sgd": (0, 0)}
         return numbers.get(self.kind, (2, 0))
-
-    def state_bytes(self, table: BaseEmbeddingConfig) -> int:
-        """Returns the bytes of optimizer state for ``table``, without its weights; more if its columns are split."""
-        per_weight, per_row = self.state_numbers
-        return int(
-            4 * table.num_embeddings * (table.embedding_dim * per_weight + per_row)
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ from torchrec_ext.distributed.optim.declared import (
 )
 from torchrec_ext.distributed.plan.config import PlanConfig, TableChoice
 from torchrec_ext.distributed.plan.explain import size_text, table_bytes
-from torchrec_ext.distributed.plan.storage import TableStorage
+from torchrec_ext.distributed.plan.storage import TableStorage, state_storage
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharders import (
     BY_HOST,
@@ -168,10 +168,11 @@ def _refusal(error: PlannerError, request: Request, topology: Topology) -> str:
         )
     # On a CPU, tables are in host memory, and there is no HBM.
     storage = topology.devices[0].storage
-    sizes = {
-        table.name: table_bytes(table) + request.choices[table.name].state_bytes(table)
-        for table in request.tables
-    }
+    sizes = {}
+    for table in request.tables:
+        shape = (table.num_embeddings, table.embedding_dim)
+        state = state_storage(request.choices[table.name], shape, "fused", "cpu")
+        sizes[table.name] = table_bytes(table) + state.ddr
     largest = max(sizes, key=sizes.__getitem__)
     return (
         f"no sharding plan fits {topology.world_size} rank(s) of {size_text(storage.hbm or storage.ddr)}: tables with "

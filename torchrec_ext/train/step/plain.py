@@ -12,66 +12,45 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import embedding_bag
 from torchrec.modules.embedding_configs import (
     DataType,
-    EmbeddingBagConfig,
-    PoolingType,
 )
-from torchrec.modules.embedding_modules import get_embedding_names_by_table
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.capture.errors import CannotCaptureError
-from torchrec_ext.capture.lowering import Pooled, check_pools, lowered
+from torchrec_ext.capture.lowering import lowered, static_bags
 from torchrec_ext.capture.sharded import owners
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
-from torchrec_ext.distributed.tables import local_shards, table_configs
+from torchrec_ext.distributed.sync import means_over_ranks
+from torchrec_ext.distributed.tables import local_shards
 from torchrec_ext.train.step.precision import Context, LossScaling
 
+# 4 MiB: DistributedDataParallel's first bucket is 1 MiB, and only larger gradients hide
+# behind the backward.
+MOST_WEIGHTS = 2**20
 
-class GradientMean:
-    """Averages a step's gradients over the ranks in one all-reduce.
 
-    DistributedDataParallel sends at least one message for each of its modules. Where there are few weights, their
-    number is what costs.
+def mean_gradients(
+    grads: Sequence[Tensor | None], weights: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Averages a step's gradients over the ranks in one all-reduce. Collective.
 
-    Args:
-        weights: weights of the gradients.
+    DistributedDataParallel sends at least one message for each of its modules. If there are few weights, their
+    number is what costs. A gradient that is missing on some ranks counts as 0 there; one that is missing on all stays
+    missing.
     """
-
-    # 4 MiB: DistributedDataParallel's first bucket is 1 MiB, and only larger gradients
-    # hide behind the backward.
-    MOST_WEIGHTS = 2**20
-
-    def __init__(self, weights: Sequence[Tensor]) -> None:
-        self._weights = list(weights)
-        self._sizes = [weight.numel() for weight in weights]
-
-    def __call__(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Returns the mean gradients. Collective.
-
-        A gradient that is missing on some ranks counts as 0 there; one that is missing on all stays missing.
-        """
-        pieces = []
-        for grad, weight in zip(grads, self._weights, strict=True):
-            if grad is None:
-                grad = torch.zeros_like(weight)
-            pieces.append(grad.reshape(-1))
-        # Which gradients there are travels with them, as numbers: a sum of 0 means none
-        # on any rank.
-        notes = torch.tensor([float(grad is not None) for grad in grads])
-        flat = torch.cat([*pieces, notes])
-        dist.all_reduce(flat)
-        *values, notes = torch.split(flat, [*self._sizes, len(notes)])
-        numbers = notes.tolist()
-        flat /= dist.get_world_size()
-        means: list[Tensor | None] = []
-        for value, weight, holders in zip(values, self._weights, numbers, strict=True):
-            means.append(value.view(weight.shape) if holders else None)
-        return means
+    sent = [
+        torch.zeros_like(weight) if grad is None else grad
+        for grad, weight in zip(grads, weights, strict=True)
+    ]
+    # Which gradients there are travels with them, as numbers.
+    notes = torch.tensor([float(grad is not None) for grad in grads])
+    *means, found = means_over_ranks([*sent, notes])
+    return [
+        mean if there else None
+        for mean, there in zip(means, found.tolist(), strict=True)
+    ]
 
 
 class PlainStep:
@@ -86,7 +65,7 @@ class PlainStep:
 
     Raises:
         CannotCaptureError: a table is sharded, so that a kernel updates it inside the backward, or not fp32; a
-            collection weights its rows, or returns a row for each id; or ``together`` has too many weights.
+            collection returns a row for each id; or ``together`` has too many weights.
     """
 
     def __init__(
@@ -121,19 +100,20 @@ class PlainStep:
             self._parameters += parameters_of_shard
         self._parameters += optimizer.dense_parameters
         self._leaves = [*tables.values(), *optimizer.dense_parameters]
-        self._model = lowered(
-            model, lambda path, collection: _lower_bags(path, collection, tables)
+
+        def read(table: str, rows: Tensor) -> Tensor:
+            return tables[table].index_select(0, rows)
+
+        self._model = lowered(model, static_bags(read, packed=False))
+        self._together = together
+        count = sum(leaf.numel() for leaf in self._leaves)
+        is_small = count <= MOST_WEIGHTS and all(
+            leaf.dtype == torch.float32 for leaf in self._leaves
         )
-        self._mean: GradientMean | None = None
-        if together:
-            count = sum(leaf.numel() for leaf in self._leaves)
-            if count > GradientMean.MOST_WEIGHTS or any(
-                leaf.dtype != torch.float32 for leaf in self._leaves
-            ):
-                raise CannotCaptureError(
-                    f"{count:,} weights are too many for one message, or not all fp32"
-                )
-            self._mean = GradientMean(self._leaves)
+        if together and not is_small:
+            raise CannotCaptureError(
+                f"{count:,} weights are too many for one message, or not all fp32"
+            )
 
     def begin(self) -> None:
         """Drops gradients of other steps, before the first of some plain steps."""
@@ -144,8 +124,8 @@ class PlainStep:
         with self._context():
             loss, output = self._model(batch)
         grads = self._gradients(loss)
-        if self._mean is not None:
-            grads = self._mean(grads)
+        if self._together:
+            grads = mean_gradients(grads, self._leaves)
         for parameter, grad in zip(self._parameters, grads, strict=True):
             parameter.grad = grad
         self._optimizer.step()
@@ -158,46 +138,3 @@ class PlainStep:
             loss = self._scaling.scale(loss)
         # Not backward(), because that would run the hooks of DistributedDataParallel.
         return torch.autograd.grad(loss, self._leaves, allow_unused=True)
-
-
-def _lower_bags(path: str, collection: Any, weights: dict[str, Tensor]) -> nn.Module:
-    check_pools(path, collection)
-    tables = table_configs(collection)
-    if collection._is_weighted:
-        raise CannotCaptureError(f"'{path}' weights its rows")
-    return _PlainBags(tables, weights)
-
-
-class _PlainBags(nn.Module):
-    """Stand-in for an EmbeddingBagCollection, with its tables as matrices in the sharded model's memory."""
-
-    def __init__(self, tables: Sequence[Any], weights: dict[str, Tensor]) -> None:
-        super().__init__()
-        names = get_embedding_names_by_table(list(tables))
-        self._names: list[str] = []
-        self._look_ups: list[tuple[str, EmbeddingBagConfig, Tensor]] = []
-        for table, table_names in zip(tables, names, strict=True):
-            self._names += table_names
-            for feature in table.feature_names:
-                self._look_ups.append((feature, table, weights[table.name]))
-
-    def forward(self, features: KeyedJaggedTensor) -> Pooled:
-        """Returns the pooled bags, (B, D) each."""
-        bags = features.to_dict()
-        pooled = [
-            _pooled(bags[feature], table, weight)
-            for feature, table, weight in self._look_ups
-        ]
-        return Pooled(self._names, pooled)
-
-
-def _pooled(bag: JaggedTensor, table: EmbeddingBagConfig, weight: Tensor) -> Tensor:
-    ids = bag.values()
-    lengths = bag.lengths()
-    # Of one id in each bag this backward takes half the time of embedding_bag's.
-    if len(ids) == len(lengths) and bool((lengths == 1).all()):
-        return weight.index_select(0, ids)
-    mode = "mean" if table.pooling == PoolingType.MEAN else "sum"
-    return embedding_bag(
-        ids, weight, bag.offsets(), mode=mode, include_last_offset=True
-    )
