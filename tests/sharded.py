@@ -57,7 +57,7 @@ class Learned(NamedTuple):
 
 
 def alone(case: Case) -> Learned:
-    """Plain modules and torch's optimizers in one process, decay and clipping by hand."""
+    """Plain modules and torch's optimizers in one process, clipping by hand."""
     model = case.make(None)
     initialise_tables(model, seed=SEED)
     parameters = dict(model.named_parameters())
@@ -82,12 +82,6 @@ def alone(case: Case) -> Learned:
         loss.backward()
         if case.optimizer.clip_norm:
             nn.utils.clip_grad_norm_(model.parameters(), case.optimizer.clip_norm)
-        for name, parameter in parameters.items():
-            rows: Any = slice(None)
-            if id(parameter) in tables:
-                rows = parameter.grad.ne(0).any(dim=1)  # type: ignore[union-attr]
-            with torch.no_grad():
-                parameter[rows] *= 1 - choices[name].lr * choices[name].weight_decay
         for optimizer in optimizers:
             optimizer.step()
         losses.append(float(output.loss))

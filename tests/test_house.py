@@ -1,28 +1,18 @@
-"""What ruff and import-linter cannot say: guards above torch, private names of others, short messages, exports."""
+"""What ruff and import-linter cannot say: guards above torch, private names of launchers, short messages, exports."""
 
 import ast
 import functools
 import importlib
 import types
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests import private_names
-from tests.private_names import PRIVATE_NAMES
-
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).parents[1]
 TORCHREC = {"torchrec", "fbgemm_gpu", "tensordict", "torchmetrics"}
-OTHERS = {"torch", "torchx", *TORCHREC}
 # They work where nothing is installed.
 SET_UP = {"stack", "needs_torch", "exports", "doctor"}
-# Private by their underscore alone: public in Python's own documentation.
-PYTHONS = {
-    *("_replace", "_asdict", "_fields", "_getframe", "_current_frames", "_exit"),
-    *("_parameters_", "_make"),
-}
 PACKAGES = [
     "torchrec_ext",
     *(f"torchrec_ext.{path.parent.name}" for path in ROOT.glob("torchrec_ext/*/*.pyi")),
@@ -53,7 +43,7 @@ def imported(tree: ast.Module) -> list[str]:
 @pytest.mark.parametrize(
     ("packages", "guard"),
     [
-        (OTHERS - {"torchx"}, "torchrec_ext.needs_torch"),
+        ({"torch", *TORCHREC}, "torchrec_ext.needs_torch"),
         (TORCHREC, "torchrec_ext.needs_torch.and_torchrec"),
     ],
 )
@@ -75,39 +65,18 @@ def test_the_stack_is_checked_above_its_first_import(
     assert missing == []
 
 
-def defined(tree: ast.Module) -> Iterator[str]:
-    """The names that a module defines itself."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.attr
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.arg):
-            yield node.arg
-
-
-def used(tree: ast.Module) -> Iterator[str]:
-    """Each name of others that is read, or imported."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            yield node.attr
-        elif isinstance(node, ast.ImportFrom):
-            parts = (node.module or "").split(".")
-            if parts[0] in OTHERS:
-                yield from (*parts, *(each.name for each in node.names))
-
-
-def test_the_private_names_of_others_are_those_of_the_table() -> None:
-    """The doctor looks for each of the table in what is installed."""
-    known = {name for tree in trees().values() for name in defined(tree)} | PYTHONS
-    for private in PRIVATE_NAMES:
-        known |= {*private.names, *private.file.removesuffix(".py").split("/")}
-    reads = {name for tree in trees().values() for name in used(tree)}
-    unknown = reads - known
-    assert [name for name in unknown if name[0] == "_" and name[:2] != "__"] == []
-    assert list(private_names.missing()) == []
+def test_no_private_name_of_torchx_or_torchrun_is_imported() -> None:
+    """TorchX 0.7 and its nightly both do."""
+    launchers = ("torchx", "torch.distributed.run", "torch.distributed.elastic")
+    private = []
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+                launchers
+            ):
+                names = [*node.module.split("."), *(each.name for each in node.names)]  # type: ignore[union-attr]
+                private += [(path, name) for name in names if name.startswith("_")]
+    assert private == []
 
 
 def length(node: ast.AST) -> int:

@@ -1,7 +1,6 @@
 """What pip builds from this tree holds all of it: the library, its components and its apps."""
 
 import configparser
-import json
 import re
 import shutil
 import subprocess
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import torchrec_ext
-from tests.apps.test_components import COMPONENTS
 from torchrec_ext import stack
 
 ROOT = Path(__file__).parents[1]
@@ -178,58 +176,3 @@ def test_the_source_distribution_has_a_test_suite_that_runs(source: Path) -> Non
     assert all((source / name).is_file() for name in SHARED_MEMORY)
     said = run("-m", "pytest", "-q", "-m", "unit", "tests/test_stack.py", cwd=source)
     assert re.search(r"\d+ passed", said)
-
-
-# What TorchX makes of each component: by the file in the clone, by the module
-# elsewhere.
-APPDEFS = """
-import dataclasses, importlib, json, sys
-from torchx.specs.builders import materialize_appdef
-from torchx.specs.finder import get_component
-flags, by_file, folder = json.loads(sys.argv[1]), sys.argv[2] == "file", sys.argv[3]
-if not by_file:
-    sys.path.insert(0, folder)
-apps = {}
-for name, words in flags.items():
-    module, function = name.rsplit(".", 1)
-    if by_file:
-        component = get_component(f"{module.replace('.', '/')}.py:{function}").fn
-    else:
-        imported = importlib.import_module("torchrec_ext." + module)
-        assert imported.__file__.startswith(folder), imported.__file__
-        component = getattr(imported, function)
-    apps[name] = dataclasses.asdict(materialize_appdef(component, words))
-print(json.dumps(apps, default=str))
-"""
-FLAGS = {
-    name.replace("rec.", "components."): words.split()
-    for name, words in COMPONENTS.items()
-}
-
-
-def appdefs(how: str, folder: Path) -> str:
-    # -I: nothing of the current folder, which is the clone.
-    words = [
-        sys.executable,
-        *(["-I"] if how == "module" else []),
-        "-c",
-        APPDEFS,
-        json.dumps(FLAGS),
-        how,
-        str(folder),
-    ]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.launch
-def test_clone_editable_install_and_wheel_give_the_same_apps(
-    wheel: zipfile.ZipFile, tmp_path: Path
-) -> None:
-    wheel.extractall(tmp_path)
-    clone = appdefs("file", ROOT)
-    assert set(json.loads(clone)) == set(FLAGS)
-    # The modules of the editable install are the clone's files.
-    assert appdefs("module", ROOT) == clone
-    assert appdefs("module", tmp_path) == clone

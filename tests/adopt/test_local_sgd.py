@@ -177,7 +177,6 @@ def refusals(runtime: Runtime) -> dict[str, str]:
                 nn.parallel.DistributedDataParallel(model), optimizer, every=2
             ),
         ),
-        ("warmup", lambda: LocalSGD(model, optimizer, every=2, warmup=3)),
         ("empty", lambda: LocalSGD(nn.ReLU(), optimizer, every=2)),
         ("other", lambda: LocalSGD(made(), optimizer, every=2)),
         ("part", lambda: LocalSGD(other, sgd(other), every=1.5)),  # type: ignore[arg-type]
@@ -258,7 +257,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(ranks: list[dict[str, Any]]) 
         in first["steps"]
     )
     assert first["models"].startswith(
-        "model: rank 0 has 'weight' of (1, 3) and rank 1 of (1, 4); make the same module"
+        "model, weight: (1, 3) on rank 0, (1, 4) on rank 1; give all ranks the same"
     )
     assert (
         first["ddp"]
@@ -269,11 +268,10 @@ def test_what_does_not_fit_is_refused_on_all_ranks(ranks: list[dict[str, Any]]) 
         "optimizer: it moves no parameter of the model, a Net; give the one"
     )
     for name, told in (
-        ("warmup", "warmup=3: a module that is not sharded takes no steps together"),
         ("part", "every=1.5: must be a whole number of steps"),
         ("flag", "every=True: must be a whole number of steps"),
-        ("settings", "every: rank 0 has 2 and rank 1 has 3; give all ranks the same"),
-        ("outer", "outer_lr: rank 0 has 1 and rank 1 has 2; give all ranks the same"),
+        ("settings", "every: 2 on rank 0, 3 on rank 1; give all ranks the same"),
+        ("outer", "outer_lr: 1.0 on rank 0, 2.0 on rank 1; give all ranks the same"),
         ("twice", "model: its Linear is inside of another LocalSGD; leave that one"),
         ("reset", "property 'every' of 'LocalSGD' object has no setter"),
     ):

@@ -22,7 +22,6 @@ from torchrec_ext.data.prepare import Evaluation, RawSet, write_set
 from torchrec_ext.data.sets import open_set
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models import closed_form
-from torchrec_ext.train.config import ClosedFormConfig
 from torchx_apps import recipes
 from torchx_apps.jobs.setup import build_model
 from torchx_apps.recipes.by_name import load_recipe
@@ -31,7 +30,7 @@ from torchx_apps.tasks.baselines import ClosedForms
 
 def evaluator_of(recipe: str, *overrides: str) -> Any:
     job = with_settings(load_recipe(recipe), list(overrides))
-    task: Any = job.task(job.data).with_evaluation(job.evaluation, job.closed_form)
+    task: Any = job.task(job.data).with_evaluation(job.evaluation)
     model: Any = build_model(job, task)
     return task, task.evaluator(
         model.schema(), type("Wrapped", (), {"module": model})(), Runtime()
@@ -264,8 +263,7 @@ def test_a_users_scores_are_those_of_its_known_items_by_ease_of_the_pairs() -> N
     weights = closed_form.ease(*taken.nonzero().T, 6, l2=3.0)
     pairs = taken.numpy().nonzero()
     known = Column.from_lengths(np.array([2, 5, 1]), np.array([2, 0, 1]))
-    config = ClosedFormConfig(ease_l2=3.0)
-    scores = forms(pairs=lambda: pairs, num_items=6, config=config).scores(known)
+    scores = forms(pairs=lambda: pairs, num_items=6, l2=3.0).scores(known)
     expected = torch.stack([weights[[2, 5]].sum(0), torch.zeros(6), weights[1]])
     torch.testing.assert_close(scores, expected)
 

@@ -69,8 +69,7 @@ RECIPES = {
                 "optimizer.tables_l2=0",
             ),
             *(
-                "train.tables_schedule.kind=constant",
-                "train.dense_schedule.kind=constant",
+                "train.schedule.kind=constant",
                 "train.early_stop.metric=",
             ),
         ),

@@ -95,4 +95,4 @@ def test_the_last_line_says_where_the_steps_time_went_and_the_picture_gets_the_f
         "ranks": 0.5,
         "compute": pytest.approx(0.4),
     }
-    assert (ended["data_wait"], ended["peak_memory_mib"]) == (0.1, 30.0)
+    assert ended["peak_memory_mib"] == 30.0

@@ -2,24 +2,16 @@
 
 import dataclasses
 import math
-import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from tests.contracts import run_ranks
 from tests.settings import with_settings
-from tests.small_sets import checkerboard, with_candidates
-from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.config import DataConfig
-from torchrec_ext.data.loader.sides import BatchBuilder
+from tests.small_sets import checkerboard
 from torchrec_ext.data.prepare import write_set
-from torchrec_ext.data.sets import raw_set
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
@@ -35,10 +27,8 @@ from torchx_apps.tasks.job import schema_of
 class Outcome(NamedTuple):
     """What a trained model gives; ``held_out`` are the items of the users to whom items are ``recommended``."""
 
-    validation: Record
     test: Record
     baseline: Record
-    best: Record
     recommended: list[Recommended]
     held_out: list[int]
 
@@ -62,13 +52,10 @@ def trained(runtime: Runtime, job: Job) -> Outcome:
     loader = task.loader(schema, job.loader, **place)
     evaluator: Any = task.evaluator(schema, parallel, runtime)
     train(parallel, optimizer, loader, runtime, job.train, evaluate=evaluator.validate)
-    ranked = evaluator.towers is not None
     return Outcome(
-        validation=evaluator.validate(),
         test=evaluator.test(),
         baseline=evaluator.baseline("test"),
-        best={name.lower(): value for name, value in task.best.items()},
-        recommended=[evaluator.recommend(row) for row in range(3)] if ranked else [],
+        recommended=[evaluator.recommend(row) for row in range(3)],
         held_out=task.data.rows("test")["item_id"].values[:3].tolist(),
     )
 
@@ -83,122 +70,6 @@ def test_the_colours_of_a_checkerboard_are_learned_exactly(tmp_path: Path) -> No
     first = [recommended.items[0] for recommended in outcome.recommended]
     assert first == outcome.held_out
     assert outcome.baseline["hr@10"] < 0.5
-
-
-def test_contextual_ncf_comes_near_the_odds_that_made_the_rows() -> None:
-    settings = (
-        *("data.name=planted", "loader.batch_size=1024", "optimizer.tables_lr=0.01"),
-        *("optimizer.dense_lr=0.01", "train.early_stop.restore=false"),
-        *("train.epochs=6", "model.embedding_std=0.1"),
-    )
-    (outcome,) = run_ranks(trained, 1, job_of("contextual_ncf", *settings))
-    best = outcome.best["auc"]
-    assert best - 0.05 < outcome.test["auc"] < best + 0.005
-    assert outcome.test["log_loss"] < 0.75 * outcome.baseline["log_loss"]
-
-
-PLANTED = (
-    *(
-        "data.name=planted",
-        "data.users=1000",
-        "data.items=60",
-        "data.history_length=20",
-    ),
-    *("loader.batch_size=64", "loader.negatives=0", "model.embedding_dim=32"),
-    *("model.layers=1", "train.epochs=4", "train.eval_every=4"),
-    "train.early_stop.restore=false",
-)
-
-
-def test_planted_successors_are_found_on_any_ranks_and_no_more_than_there_are() -> None:
-    job = job_of("session", *PLANTED)
-    (single,), (two, other) = (run_ranks(trained, ranks, job) for ranks in (1, 2))
-    for name in ("hr@10", "ndcg@10"):
-        assert single.test[name] > 0.95 * single.best[name]
-        # Of 1,000 held-out items the share that is found by chance has a standard
-        # deviation of less than .015.
-        assert single.test[name] < single.best[name] + 0.045
-        assert single.test[name] > 2 * single.baseline[name]
-        assert single.validation[name] == pytest.approx(single.test[name], abs=0.06)
-    assert two == other, "every rank knows the figures of all"
-    assert two.test == pytest.approx(single.test, abs=0.03)
-    assert two.baseline == single.baseline
-    assert two.recommended[0].items[:2] == single.recommended[0].items[:2]
-
-
-def write_sequences(root: Path, *, users: int = 40, items: int = 50) -> Path:
-    """Sequences of files' ids of their own."""
-    rng, folder = np.random.default_rng(0), root / "mine"
-    folder.mkdir()
-    taken = np.stack([rng.permutation(items)[:12] for _ in range(users)])
-    columns = {
-        "user": (100 + np.arange(users)).repeat(12),
-        "item": 7 * taken.reshape(-1),
-        "position": np.tile(np.arange(12), users),
-    }
-    pq.write_table(pa.table(columns), folder / "inter.parquet")
-    return folder
-
-
-def counted_by_hand(runtime: Runtime, root: Path) -> dict[str, Any]:
-    """The evaluator's figures, and the ranks of each test item, counted from the vectors of the same model."""
-    settings = (
-        *("data.name=mine", f"data.folder={root}", "model.embedding_dim=16"),
-        *("evaluation.metrics=recall@5,ndcg@5", "train.early_stop.metric="),
-    )
-    job = job_of("session", *settings)
-    task = load_task(job, runtime)
-    model = job.build(job.model, task.data)
-    schema = model.schema()
-    parallel, _ = hybrid_parallel(model, runtime, optimizer=job.optimizer, seed=3)
-    evaluator = task.evaluator(schema, parallel, runtime)
-    figures = evaluator.test()
-    rows = task.data.rows("test")
-    item_ids = task.data.id_values["item_id"].to_pylist()
-    ids = np.arange(len(item_ids) + 1)
-    builder = BatchBuilder(schema, Chunk({"item_id": Column(ids)}))
-    with torch.no_grad():
-        sessions = parallel.module.embed(
-            "session", builder.user_batch(rows.select(["session"]))
-        ).double()
-        items = parallel.module.embed("item", builder.item_batch(ids)).double()
-    places: list[int] = []
-    for row, target in enumerate(rows["item_id"].values.tolist()):
-        if "candidates" in rows:
-            rivals = sorted({*rows["candidates"].row(row).tolist()} - {int(target)})
-        else:
-            taken = {*rows["session"].row(row).tolist(), int(target)}
-            rivals = sorted({*range(1, len(ids))} - taken)
-        scores = items @ sessions[row]
-        places.append(int((scores[rivals] > scores[target]).sum()))
-    gains = [1 / math.log2(2 + place) for place in places if place < 5]
-    return {
-        "figures": figures,
-        "by hand": {
-            "recall@5": len(gains) / len(places),
-            "ndcg@5": sum(gains) / len(places),
-        },
-        "popularity": evaluator.baseline("test"),
-    }
-
-
-@pytest.mark.parametrize("given", ["candidates", "whole catalogue"])
-def test_figures_are_those_of_a_count_by_hand_on_any_number_of_ranks(
-    given: str, tmp_path: Path
-) -> None:
-    folder = write_sequences(tmp_path)
-    if given == "candidates":
-        raw = raw_set(DataConfig(name="mine", folder=str(tmp_path)), "sessions")
-        shutil.rmtree(folder)
-        write_set(folder, with_candidates(raw, 9))
-    (single,), two = (run_ranks(counted_by_hand, ranks, tmp_path) for ranks in (1, 2))
-    expected = pytest.approx(single["by hand"], abs=1e-9)
-    assert single["figures"] == two[0]["figures"] == two[1]["figures"] == expected
-    assert set(single["popularity"]) == {"recall@5", "ndcg@5"}
-    if given == "candidates":
-        assert abs(single["popularity"]["recall@5"] - 0.5) < 0.25, (
-            "5 of 10 places, and popularity knows nothing"
-        )
 
 
 def recommended(runtime: Runtime) -> list[Any]:

@@ -53,7 +53,7 @@ KINDS: list[tuple[str, str, dict[str, Any]]] = [
     ("lazy_adam", "auto", {}),
     ("adagrad", "data_parallel", {"clip_norm": 0.1}),
     ("row_wise_adagrad", "auto", {"dense": "adagrad"}),
-    ("sgd", "data_parallel", {"tables_weight_decay": 0.1, "dense_weight_decay": 0.1}),
+    ("sgd", "data_parallel", {"dense_weight_decay": 0.1}),
 ]
 
 

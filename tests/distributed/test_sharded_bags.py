@@ -5,7 +5,6 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.sharding_plan import (
@@ -256,8 +255,3 @@ TWO_READERS = (
 
 def test_a_mean_is_that_of_one_process_whichever_tables_share_its_feature() -> None:
     assert_law([Case(TWO_READERS, (4, 4)), *combinations(30, seed=0)])
-
-
-@pytest.mark.slow
-def test_a_mean_is_that_of_one_process_in_many_combinations() -> None:
-    assert_law(combinations(300, seed=1))

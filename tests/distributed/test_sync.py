@@ -88,11 +88,6 @@ SAME: dict[str, tuple[str, SyncConfig, OptimizerConfig]] = {
         )
         for sharding in SHARDINGS
     },
-    "post-local, not begun": (
-        "data_parallel",
-        SyncConfig(mode="local_sgd", every=4, warmup=STEPS),
-        SGD,
-    ),
 }
 PAIRS = {
     "local, k = 4": SyncConfig(mode="local_sgd", every=4),
@@ -141,11 +136,11 @@ def test_with_adam_an_outer_step_of_rate_1_is_local_sgd_but_not_every_step(
 
 
 def apart(runtime: Runtime) -> dict[str, Any]:
-    """What each rank holds whole after every step, for both local modes, with a phase of 3 after 2 steps together."""
+    """What each rank holds whole after every step, for both local modes, with a phase of 3 after the first."""
     results = {}
     for name, sync in {
-        "local": SyncConfig(mode="local_sgd", every=3, warmup=2),
-        "diloco": SyncConfig(mode="local_sgd", every=3, warmup=2, **DILOCO),
+        "local": SyncConfig(mode="local_sgd", every=3),
+        "diloco": SyncConfig(mode="local_sgd", every=3, **DILOCO),
     }.items():
         parallel, keyed = made(runtime, "data_parallel", ADAM)
         after = []
@@ -170,19 +165,9 @@ def test_ranks_are_equal_after_every_kth_step_when_settled_and_at_the_end_and_on
         all(torch.equal(*pair) for pair in zip(*tensors, strict=True))
         for tensors in zip(first, second, strict=True)
     ]
-    together, settled, left = [True, True], True, True
-    assert equal == [
-        *together,
-        False,
-        False,
-        True,
-        False,
-        False,
-        True,
-        False,
-        settled,
-        left,
-    ]
+    together, settled, left = True, True, True
+    phase = [False, False, True]
+    assert equal == [together, *phase, *phase, False, False, settled, left]
 
 
 def exchanged(runtime: Runtime) -> dict[str, Any]:
@@ -190,9 +175,9 @@ def exchanged(runtime: Runtime) -> dict[str, Any]:
     results = {}
     for sharding, sync in (
         ("data_parallel", SyncConfig()),
-        ("data_parallel", SyncConfig(mode="local_sgd", every=4, warmup=3)),
+        ("data_parallel", SyncConfig(mode="local_sgd", every=6)),
         ("row_wise", SyncConfig()),
-        ("row_wise", SyncConfig(mode="local_sgd", every=4, warmup=3)),
+        ("row_wise", SyncConfig(mode="local_sgd", every=6)),
     ):
         parallel, keyed = made(runtime, sharding)
         with synchronised(parallel, keyed, sync) as ranks:
@@ -252,7 +237,7 @@ def normalised(runtime: Runtime) -> dict[str, Any]:
         module for module in parallel.modules() if isinstance(module, BatchNorm)
     )
     with synchronised(
-        parallel, keyed, SyncConfig(mode="local_sgd", every=STEPS, warmup=3)
+        parallel, keyed, SyncConfig(mode="local_sgd", every=STEPS)
     ) as ranks:
         step = steps(runtime, parallel, keyed)
         for _ in range(3):
@@ -321,9 +306,8 @@ def test_of_a_large_table_only_the_rows_that_some_rank_moved_are_sent(
             "mode='local': must be one of every_step, local_sgd",
         ),
         (
-            {"mode": "local_sgd", "warmup": 0},
-            "warmup=0: must be 1 step or more: ranks take their first step together, because DDP records its graph in "
-            "it",
+            {"mode": "local_sgd", "every": 0},
+            "every=0: must be 1 step or more",
         ),
         (
             {"mode": "local_sgd", "outer_lr": 0.0},

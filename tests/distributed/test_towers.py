@@ -227,10 +227,10 @@ def test_ranks_without_the_same_whole_batch_are_refused_on_all_alike() -> None:
     for message, start in zip(
         first,
         (
-            "towers: rank 0 has user, item and rank 1 item, user; give the same names in",
-            "towers: rank 0 has user, item and rank 1 item, user; give the same names in",
+            "towers: user, item on rank 0, item, user on rank 1; give all ranks",
+            "towers: user, item on rank 0, item, user on rank 1; give all ranks",
             "towers: 'item' is None on rank 1, which runs it; give that rank the module",
-            "towers: rank 0 has user, item, place and rank 1 user, item; give the same",
+            "towers: user, item, place on rank 0, user, item on rank 1; give all",
             f"rows: {differ}",
             f"rows: {differ}",
             f"inputs['user']: {differ}",

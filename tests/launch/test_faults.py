@@ -67,27 +67,6 @@ def test_sigterm_saves_and_the_run_goes_on_from_there(
         assert job.figures() == whole.figures()
 
 
-def test_the_signals_that_slurm_sends_to_every_process_are_one(
-    tmp_path: Path,
-) -> None:
-    with Job(
-        tmp_path / "run",
-        settings=(*SETTINGS, "checkpoint.steps=0", "train.log_every=5"),
-    ) as job:
-        job.until(lambda: len(job.records()) > 3)
-        ranks = job.ranks()
-        for _ in range(2):  # to the step, and by srun
-            for pid in (job.process.pid, *ranks):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
-            time.sleep(0.005)
-        job.end(60)
-        assert job.output.count("which is saved; go on with the same --run_dir") == 1, (
-            job.output
-        )
-        assert gone(ranks, 5)
-
-
 def test_torchrun_killed_by_force_leaves_no_process_and_loses_no_checkpoint(
     tmp_path: Path,
 ) -> None:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from tests.contracts import run_ranks
-from tests.distributed.test_sync import ADAM, made, steps, whole
+from tests.distributed.test_sync import ADAM, made, whole
 from tests.train.test_loop import Batches
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.sync import LocalSGD, SyncConfig, UnevenStepsError
+from torchrec_ext.distributed.sync import SyncConfig, UnevenStepsError
 from torchrec_ext.train.loop import TrainConfig, exactly, train
 
 
@@ -20,7 +20,6 @@ def all_laws(runtime: Runtime) -> dict[str, Any]:
     return {
         "evaluated": evaluated(runtime),
         "uneven": uneven(runtime),
-        "own loop": own_loop(runtime),
     }
 
 
@@ -86,28 +85,6 @@ def test_loaders_of_unequal_length_are_told_on_every_rank_before_the_first_step(
     for told in first.values():
         assert told.startswith(
             "loader: ranks have unequal numbers of batches in an epoch, rank 0: 3, rank 1: 4; pad"
-        )
-
-
-def own_loop(runtime: Runtime) -> str:
-    """A loop of one's own, in which rank 1 takes two steps more than rank 0."""
-    parallel, optimizer = made(runtime, "data_parallel")
-    try:
-        with LocalSGD(parallel, optimizer, every=3):
-            step = steps(runtime, parallel, optimizer)
-            for _ in range(5 + 2 * runtime.rank):
-                step()
-    except UnevenStepsError as error:
-        return str(error)
-    return "no error"
-
-
-def test_unequal_steps_of_a_loop_of_ones_own_are_told_where_ranks_meet(
-    two_ranks: list[Any],
-) -> None:
-    for rank in two_ranks:
-        assert rank["own loop"].startswith(
-            "ranks have taken unequal numbers of steps, rank 0: 5, rank 1: 7: every rank's loader"
         )
 
 

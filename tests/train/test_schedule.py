@@ -30,12 +30,11 @@ def factors(schedule: Schedule, steps: int) -> list[float]:
         (Schedule(), [1, 1, 1, 1, 1]),
         (Schedule(warmup=4), [0.25, 0.5, 0.75, 1, 1]),
         (Schedule(kind="linear"), [1, 0.75, 0.5, 0.25, 0]),
-        (Schedule(kind="linear", floor=0.2), [1, 0.8, 0.6, 0.4, 0.2]),
         (
             Schedule(kind="cosine"),
             [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0],
         ),
-        (Schedule(kind="cosine", warmup=2, floor=0.5), [0.5, 1, 1, 0.75, 0.5]),
+        (Schedule(kind="cosine", warmup=2), [0.5, 1, 1, 0.5, 0]),
     ],
 )
 def test_each_kind_has_the_factors_of_its_closed_form(
@@ -44,8 +43,7 @@ def test_each_kind_has_the_factors_of_its_closed_form(
     assert factors(schedule, 5) == pytest.approx(expected, abs=1e-12)
 
 
-TABLES = Schedule(kind="linear", warmup=3)
-DENSE = Schedule(kind="cosine", floor=0.25)
+SCHEDULE = Schedule(kind="linear", warmup=3)
 OPTIMIZER = OptimizerConfig(tables="sgd", tables_lr=2.0, dense="sgd", dense_lr=0.5)
 STEPS = 12
 
@@ -80,22 +78,16 @@ def by_hand(epochs: int) -> dict[str, Tensor]:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 is_table = "embedding_bags" in name
-                factor = (
-                    min((step + 1) / 3, 1 - max(step - 3, 0) / 8)
-                    if is_table
-                    else 0.25 + 0.375 * (1 + math.cos(math.pi * step / 11))
-                )
+                factor = min((step + 1) / 3, 1 - max(step - 3, 0) / 8)
                 parameter -= (2.0 if is_table else 0.5) * factor * parameter.grad
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("sharding", ["row_wise", "data_parallel"])
-def test_tables_and_dense_layers_follow_their_schedules_as_an_unsharded_model_set_by_hand(
+def test_tables_and_dense_layers_follow_the_schedule_as_an_unsharded_model_set_by_hand(
     sharding: str,
 ) -> None:
-    config = TrainConfig(
-        epochs=2, log_every=1, tables_schedule=TABLES, dense_schedule=DENSE
-    )
+    config = TrainConfig(epochs=2, log_every=1, schedule=SCHEDULE)
     first = run_ranks(scheduled, 2, sharding, config)[0]
     for name, value in by_hand(2).items():
         torch.testing.assert_close(
@@ -105,18 +97,14 @@ def test_tables_and_dense_layers_follow_their_schedules_as_an_unsharded_model_se
             atol=1e-4,
             msg=lambda text, at=name: f"{at}: {text}",
         )
-    assert [rate for rate, _ in first["rates"]] == pytest.approx(
-        [2 * factor for factor in factors(TABLES, STEPS)]
-    )
-    assert [rate for _, rate in first["rates"]] == pytest.approx(
-        [0.5 * factor for factor in factors(DENSE, STEPS)]
-    )
+    expected = [(2 * factor, 0.5 * factor) for factor in factors(SCHEDULE, STEPS)]
+    assert first["rates"] == [pytest.approx(pair) for pair in expected]
 
 
 def test_a_warm_up_longer_than_the_run_is_refused() -> None:
-    config = TrainConfig(epochs=1, dense_schedule=Schedule(warmup=STEPS))
+    config = TrainConfig(epochs=1, schedule=Schedule(warmup=STEPS))
     told = run_ranks(scheduled, 1, "table_wise", config)[0]
     assert (
         told
-        == "dense_schedule: warmup=12 steps, but the run has 12; a warm-up must end before the run"
+        == "schedule: warmup=12 steps, but the run has 12; a warm-up must end before the run"
     )

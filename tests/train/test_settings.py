@@ -1,6 +1,5 @@
 """Settings of a training that cannot be are refused by their name and value, before torch is asked."""
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -14,9 +13,9 @@ from torchrec_ext.train.config import EarlyStop, Schedule, TrainConfig
     [
         (lambda: TrainConfig(epochs=0), "epochs=0: must be 1 or more"),
         (lambda: EarlyStop(mode="up"), "mode='up': must be "),  # type: ignore[arg-type]
-        (lambda: EarlyStop(min_delta=math.nan), "min_delta=nan: must be "),
+        (lambda: EarlyStop(patience=0), "patience=0: must be 1 evaluation or more"),
         (lambda: Schedule(kind="cosin"), "kind='cosin': must be one of constant"),  # type: ignore[arg-type]
-        (lambda: Schedule(floor=1.5), "floor=1.5: must be between 0 and 1"),
+        (lambda: Schedule(warmup=-1), "warmup=-1: must be 0 steps or more"),
     ],
 )
 def test_a_setting_that_cannot_be_is_named(

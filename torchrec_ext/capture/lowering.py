@@ -76,13 +76,17 @@ class LoweredBags(nn.Module):
     Args:
         tables: configs of the collection's tables.
         read: takes the name of a table and rows (n,), and returns the vectors (n, D).
+        packed: whether :class:`Packer` packs the batches, so that as many ids as bags means one id in each.
     """
 
-    def __init__(self, tables: Sequence[EmbeddingBagConfig], read: Read) -> None:
+    def __init__(
+        self, tables: Sequence[EmbeddingBagConfig], read: Read, *, packed: bool
+    ) -> None:
         super().__init__()
         self._tables = list(tables)
         self._names = get_embedding_names_by_table(self._tables)
         self._read = read
+        self._packed = packed
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Returns the pooled bags, (B, sum of D), of a KeyedJaggedTensor that :class:`Packer` may have padded."""
@@ -90,37 +94,40 @@ class LoweredBags(nn.Module):
         names = []
         for table, table_names in zip(self._tables, self._names, strict=True):
             for feature, name in zip(table.feature_names, table_names, strict=True):
-                pooled.append(_pooled(table, features, feature, self._read))
+                pooled.append(self._pooled(table, features, feature))
                 names.append(name)
         return Pooled(names, pooled)
 
-
-def _pooled(
-    table: EmbeddingBagConfig, features: KeyedJaggedTensor, feature: str, read: Read
-) -> Tensor:
-    stride = features.stride()
-    parts = features.length_per_key()
-    index = features.keys().index(feature)
-    count = parts[index]
-    start = sum(parts[:index])
-    ids = features.values()[start : start + count]
-    weights = features.weights_or_none()
-    rows = read(table.name, ids)
-    if weights is not None:
-        rows = rows * weights[start : start + count, None].to(rows.dtype)
-    # As many ids as bags means one id in each, see Packer: there is nothing to pool.
-    if count == stride:
-        return rows
-    lengths = features.lengths()[index * stride : (index + 1) * stride].long()
-    # The bag of each id. Ids after the last bag are padding: they go into an extra bag,
-    # which is cut off.
-    bag = torch.searchsorted(
-        lengths.cumsum(0), torch.arange(count, device=ids.device), right=True
-    )
-    pooled = rows.new_zeros(stride + 1, rows.shape[1]).index_add(0, bag, rows)[:stride]
-    if table.pooling == PoolingType.MEAN:
-        pooled = pooled / lengths.clamp(min=1)[:, None]
-    return pooled
+    def _pooled(
+        self, table: EmbeddingBagConfig, features: KeyedJaggedTensor, feature: str
+    ) -> Tensor:
+        stride = features.stride()
+        parts = features.length_per_key()
+        index = features.keys().index(feature)
+        count = parts[index]
+        start = sum(parts[:index])
+        ids = features.values()[start : start + count]
+        weights = features.weights_or_none()
+        rows = self._read(table.name, ids)
+        if weights is not None:
+            rows = rows * weights[start : start + count, None].to(rows.dtype)
+        # With one id in each bag there is nothing to pool.
+        if count == stride and self._packed:
+            return rows
+        lengths = features.lengths()[index * stride : (index + 1) * stride].long()
+        if count == stride and bool((lengths == 1).all()):
+            return rows
+        # The bag of each id. Ids after the last bag are padding: they go into an extra
+        # bag, which is cut off.
+        bag = torch.searchsorted(
+            lengths.cumsum(0), torch.arange(count, device=ids.device), right=True
+        )
+        pooled = rows.new_zeros(stride + 1, rows.shape[1]).index_add(0, bag, rows)[
+            :stride
+        ]
+        if table.pooling == PoolingType.MEAN:
+            pooled = pooled / lengths.clamp(min=1)[:, None]
+        return pooled
 
 
 def lowered(model: nn.Module, lower: Lower) -> nn.Module:
@@ -131,7 +138,7 @@ def lowered(model: nn.Module, lower: Lower) -> nn.Module:
     return plain
 
 
-def static_bags(read: Read) -> Lower:
+def static_bags(read: Read, *, packed: bool = True) -> Lower:
     """Returns a function that lowers collections of bags; their shapes do not depend on the batch's ids.
 
     Raises:
@@ -140,7 +147,7 @@ def static_bags(read: Read) -> Lower:
 
     def lower(path: str, collection: nn.Module) -> nn.Module:
         check_pools(path, collection)
-        return LoweredBags(table_configs(collection), read)
+        return LoweredBags(table_configs(collection), read, packed=packed)
 
     return lower
 

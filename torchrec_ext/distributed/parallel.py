@@ -15,6 +15,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 
@@ -44,7 +45,12 @@ from torchrec_ext.distributed.optim.sharded import (
 )
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import on_own_device, plan_sharding
-from torchrec_ext.distributed.runtime import Runtime, calm_gloo, gather_objects
+from torchrec_ext.distributed.runtime import (
+    Runtime,
+    calm_gloo,
+    gather_objects,
+    refuse_differences,
+)
 from torchrec_ext.distributed.sharders import Codecs, sharders
 from torchrec_ext.distributed.shared_memory.sharing import sharing_as_all_ranks_do
 from torchrec_ext.distributed.tables import (
@@ -191,7 +197,7 @@ def _refuse_differences(
     seed: int,
 ) -> None:
     """Refuses ranks with other tables or settings, which would train apart or wait for each other."""
-    mine = {"seed": str(seed)}
+    mine: dict[str, Any] = {"seed": seed}
     for table in tables_of(model):
         mine[f"table '{table.name}'"] = (
             f"{table.num_embeddings:,} x {table.embedding_dim}"
@@ -200,15 +206,7 @@ def _refuse_differences(
         if isinstance(settings, OptimizerConfig | PlanConfig):
             for key, value in dataclasses.asdict(settings).items():
                 mine[f"{name}.{key}"] = repr(value)
-    for rank, theirs in enumerate(gather_objects(mine, runtime.world_size)):
-        for name in {**mine, **theirs}:
-            if theirs.get(name) != mine.get(name):
-                here, there = (
-                    str(told.get(name, "missing"))[:50] for told in (mine, theirs)
-                )
-                raise ValueError(
-                    f"{name}: {here} on rank {runtime.rank}, {there} on rank {rank}; give all ranks the same"
-                )
+    refuse_differences(mine, runtime.world_size)
 
 
 def _refuse_other_tables(model: nn.Module, plan: ShardingPlan) -> None:

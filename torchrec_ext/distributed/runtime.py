@@ -4,7 +4,7 @@ available_memory(): bytes that this host, or the container that a process runs i
 
 peak_resident(): bytes of the most memory that this process has had resident.
 
-gather_objects(): the values of all ranks, on every rank.
+gather_objects(), refuse_differences(): the values of all ranks, on every rank; and that they are the same.
 
 calm_gloo(): keeps gloo's threads from interrupting each other where ranks are as many as cores.
 """
@@ -16,7 +16,7 @@ import os
 import resource
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -224,6 +224,28 @@ def gather_objects(
     if world_size > 1:
         dist.all_gather_object(values, value, group=group)
     return values
+
+
+def refuse_differences(mine: Mapping[str, Any], world_size: int) -> None:
+    """Refuses, on every rank alike, ranks with other values of some setting. Collective.
+
+    Args:
+        mine: this rank's values by name, compared as text.
+        world_size: number of ranks.
+
+    Raises:
+        ValueError: naming the first difference.
+    """
+    texts = {name: str(value) for name, value in mine.items()}
+    first, *others = gather_objects(texts, world_size)
+    for rank, other in enumerate(others, 1):
+        # One of them may lack a name.
+        for name in {**first, **other}:
+            here, there = first.get(name, "missing"), other.get(name, "missing")
+            if here != there:
+                raise ValueError(
+                    f"{name}: {here[:50]} on rank 0, {there[:50]} on rank {rank}; give all ranks the same"
+                )
 
 
 def choose_device(

@@ -1,7 +1,6 @@
 """sharders(): TorchRec's sharders for every kind of collection that a tower may hold.
 
-refused_because(), kernel_refused_because(): what FBGEMM's kernels and TorchRec cannot do with a table, known before a
-plan is made.
+refused_because(): what FBGEMM's kernels cannot do with a table, known before a plan is made.
 
 ShardedBags, ShardedSequences: TorchRec's sharded collections with the order of features of the unsharded ones.
 ShardedBags also has MEAN pooling for every sharding type.
@@ -59,7 +58,6 @@ from torchrec.sparse.jagged_tensor import (
 )
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_ext.distributed.plan.config import OFF_THE_GPU, TableChoice
 from torchrec_ext.schema.validation import listed
 
 TRAINED_ON_CPU = (DataType.FP32, DataType.FP16)
@@ -91,14 +89,6 @@ def refused_because(
     if device == "cpu" and table.data_type not in TRAINED_ON_CPU:
         names = " and ".join(kind.value for kind in TRAINED_ON_CPU)
         return f"data_type={table.data_type.value}: FBGEMM's kernels train {names} tables on a cpu; choose one of them"
-    if isinstance(table, EmbeddingConfig) and sharding in (
-        *BY_HOST,
-        ShardingType.TABLE_COLUMN_WISE.value,
-    ):
-        return (
-            f"{sharding}: it is read id by id, which TorchRec shards table_wise, row_wise or column_wise alone; choose "
-            "one of these"
-        )
     if sharding != ShardingType.DATA_PARALLEL.value:
         return None
     others = "choose table_wise, row_wise or column_wise for it, with an optimizer that runs there"
@@ -111,35 +101,6 @@ def refused_because(
         return (
             "data_parallel on a cpu: it is read id by id, where FBGEMM's dense kernel adds up the ids of a row and "
             f"then fails; {others}"
-        )
-    return None
-
-
-def kernel_refused_because(choice: TableChoice, device: str) -> str | None:
-    """Explains why TorchRec cannot run a table with a compute kernel on a device; None if it can.
-
-    Args:
-        choice: sharding type and kernel, ``auto`` included.
-        device: ``cpu`` or ``cuda``.
-    """
-    kernel = choice.kernel
-    whole = choice.sharding == ShardingType.DATA_PARALLEL.value
-    if kernel == "auto":
-        return None
-    if device == "cpu" and kernel in OFF_THE_GPU:
-        return (
-            f"kernel={kernel} on a cpu: its rows would lie beside a GPU's memory, and there is none; a cpu has its "
-            "tables in the host's memory with kernel=fused"
-        )
-    if kernel == "dense" and not whole and choice.sharding != "auto":
-        return (
-            f"kernel=dense with {choice.sharding}: TorchRec runs it for data_parallel tables alone; choose "
-            f"kernel=fused, or data_parallel"
-        )
-    if whole and kernel != "dense":
-        return (
-            f"kernel={kernel} with data_parallel: each rank has the whole table in kernel=dense; choose that, or a "
-            "sharding type such as row_wise"
         )
     return None
 

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self, TypeIs
 
-from torchrec_ext.distributed.runtime import gather_objects
+from torchrec_ext.distributed.runtime import gather_objects, refuse_differences
 from torchrec_ext.distributed.sync_config import SyncConfig as SyncConfig
 from torchrec_ext.distributed.sync_config import check_local_steps
 
@@ -82,7 +82,7 @@ class Averager:
         # Most rows of a large table are unchanged, and equal on all ranks already.
         rows = self._changed_rows()
         slices = [table[index] for table, index in zip(self._large, rows, strict=True)]
-        means = _means([*slices, *self._whole])
+        means = means_over_ranks([*slices, *self._whole])
         for table, marked, index in zip(self._large, self._marked, rows, strict=True):
             mean = next(means).to(table.dtype)
             table.index_copy_(0, index, mean)
@@ -105,7 +105,7 @@ class Averager:
         return [mask.nonzero().squeeze(1) for mask in masks]
 
 
-def _means(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+def means_over_ranks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """Returns the mean of each tensor over the ranks, in float32, all in one all-reduce."""
     if not tensors:
         return iter(())
@@ -229,18 +229,9 @@ class LocalOptimizers:
     def _agree(self) -> None:
         """Gives all ranks the weights of rank 0."""
         tensors = self._model.state_dict()
-        # Shapes are compared first, because a broadcast between unequal shapes fails or
-        # hangs without naming a tensor.
-        shapes_of_rank = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        first, *others = gather_objects(shapes_of_rank, dist.get_world_size())
-        for rank, other in enumerate(others, 1):
-            # One of them may lack a name.
-            for name in {**first, **other}:
-                if first.get(name) != other.get(name):
-                    raise ValueError(
-                        f"model: rank 0 has '{name}' of {first.get(name)} and rank {rank} of {other.get(name)}; make "
-                        "the same module on all ranks"
-                    )
+        # A broadcast between unequal shapes fails or hangs without naming a tensor.
+        shapes = {f"model, {name}": tuple(each.shape) for name, each in tensors.items()}
+        refuse_differences(shapes, dist.get_world_size())
         for tensor in tensors.values():
             dist.broadcast(tensor, 0)
 
@@ -284,16 +275,15 @@ class EveryStep:
 class LocalSGD(EveryStep):
     """Local SGD (Stich 2019): each rank steps by its own gradient, and every k steps weights are averaged.
 
-    With ``warmup`` it is post-local SGD (Lin et al. 2020). Dense layers and data_parallel tables are averaged. Sharded
-    tables exist once; their gradients are exchanged in every step as ever. Where no table is sharded, ranks exchange
-    nothing at all between two averages (but for a loss that does, as a softmax over the candidates of all ranks): batch
-    normalisation over ranks then normalises over the rank's own rows, and its running statistics are averaged with the
-    weights.
+    Dense layers and data_parallel tables are averaged. Sharded tables exist once; their gradients are exchanged in
+    every step as ever. Where no table is sharded, ranks exchange nothing at all between two averages (but for a loss
+    that does, as a softmax over the candidates of all ranks): batch normalisation over ranks then normalises over the
+    rank's own rows, and its running statistics are averaged with the weights.
 
     With SGD without momentum, weight decay and clipping, k = 1 equals every step. With any other optimizer it does not:
     the mean of Adam's steps is not Adam's step by the mean gradient. The first step is always taken together, because
-    DDP records its graph in it. Of a sharded model k is counted from the end of the steps that are taken together, of
-    any model also from each :meth:`settle`.
+    DDP records its graph in it. Of a sharded model k is counted from the end of that step, of any model also from each
+    :meth:`settle`.
 
     Optimizer state (moments, sums of squares) belongs to a rank's own path and stays there, as in torch's
     PostLocalSGDOptimizer and DiLoCo.
@@ -311,12 +301,11 @@ class LocalSGD(EveryStep):
         optimizer: optimizer from :func:`hybrid_parallel`; or of such a module torch's optimizer, several in the order
             in which they step, or the step that ``torchrec_ext.adopt.adopt`` returned.
         every: k, steps between two averages.
-        warmup: steps taken together before the first local one; 1 for a module that is not sharded, which has none.
         outer_lr: learning rate of the outer SGD; DiLoCo takes .7.
         outer_momentum: its momentum; DiLoCo takes .9.
 
     Raises:
-        ValueError: ``every`` or ``warmup`` is not a whole number of one step or more; a module that is not
+        ValueError: ``every`` is not a whole number of one step or more; a module that is not
             sharded is in DistributedDataParallel, has no parameters or none of the optimizer's, is not the same on all
             ranks, or has no process group; inside the context, the model is in another one, or ranks have other
             settings.
@@ -338,16 +327,11 @@ class LocalSGD(EveryStep):
         optimizer: HybridOptimizer | Stepping,
         *,
         every: int,
-        warmup: int = 1,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
     ) -> None:
         super().__init__()
-        check_local_steps(every, warmup, outer_lr, outer_momentum)
-        if warmup > 1 and not _is_hybrid(optimizer):
-            raise ValueError(
-                f"warmup={warmup}: a module that is not sharded takes no steps together; leave it out"
-            )
+        check_local_steps(every, outer_lr, outer_momentum)
         self._model = model
         self._optimizer: HybridOptimizer | LocalOptimizers
         if _is_hybrid(optimizer):
@@ -355,7 +339,6 @@ class LocalSGD(EveryStep):
         else:
             self._optimizer = LocalOptimizers(model, optimizer)
         self._every = every
-        self._warmup = warmup
         self._shards_tables = False
         if _is_sharded(model):
             from torchrec_ext.distributed.tables import table_shardings
@@ -423,15 +406,10 @@ class LocalSGD(EveryStep):
         """Refuses, on every rank alike, ranks with other settings. Collective."""
         if not (dist.is_available() and dist.is_initialized()):
             return
-        settings: dict[str, Any] = {"every": self._every, "warmup": self._warmup}
-        settings |= {f"outer_{name}": self._rule[name] for name in ("lr", "momentum")}
-        first, *others = gather_objects(settings, dist.get_world_size())
-        for rank, other in enumerate(others, 1):
-            for name, value in first.items():
-                if other[name] != value:
-                    raise ValueError(
-                        f"{name}: rank 0 has {value} and rank {rank} has {other[name]}; give all ranks the same"
-                    )
+        settings: dict[str, Any] = {"every": self._every}
+        for name in ("lr", "momentum"):
+            settings[f"outer_{name}"] = float(self._rule[name])
+        refuse_differences(settings, dist.get_world_size())
 
     def __exit__(self, *error: object) -> None:
         with self._leave:
@@ -450,8 +428,7 @@ class LocalSGD(EveryStep):
     def _after_step(self) -> None:
         self._steps += 1
         if not self._optimizer.apart:
-            if self._steps >= self._warmup:
-                self.start_local_steps()
+            self.start_local_steps()
             return
         self._since += 1
         if self._since == self._every:
@@ -571,7 +548,6 @@ def synchronised(
         model,
         optimizer,
         every=config.every,
-        warmup=config.warmup,
         outer_lr=config.outer_lr,
         outer_momentum=config.outer_momentum,
     )

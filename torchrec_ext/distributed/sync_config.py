@@ -14,7 +14,7 @@ from torchrec_ext.schema.validation import check_choice
 
 Mode = Literal["every_step", "local_sgd"]
 Collectives = Literal["auto", "gloo", "shared_memory"]
-_LOCAL = ("every", "warmup", "outer_lr", "outer_momentum")
+_LOCAL = ("every", "outer_lr", "outer_momentum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,20 +32,18 @@ class SyncConfig:
     Args:
         mode: what is exchanged: gradients in each backward, or weights every k steps.
         every: k, steps between two averages of ``local_sgd``.
-        warmup: steps taken together before the first local one; 1 is the least, because DDP records its graph in it.
         outer_lr: learning rate of the outer optimizer of ``local_sgd``; DiLoCo takes 0.7.
         outer_momentum: momentum of the outer optimizer, Nesterov's; DiLoCo takes 0.9.
     """
 
     mode: Mode = "every_step"
     every: int = 32
-    warmup: int = 1
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, get_args(Mode))
-        check_local_steps(self.every, self.warmup, self.outer_lr, self.outer_momentum)
+        check_local_steps(self.every, self.outer_lr, self.outer_momentum)
         for name in _LOCAL:
             value = getattr(self, name)
             default = type(self).__dataclass_fields__[name].default
@@ -60,24 +58,16 @@ class SyncConfig:
         return self.mode == "local_sgd"
 
 
-def check_local_steps(
-    every: int, warmup: int, outer_lr: float, outer_momentum: float
-) -> None:
+def check_local_steps(every: int, outer_lr: float, outer_momentum: float) -> None:
     """Refuses settings of local steps that nothing can run.
 
     Raises:
         ValueError: the message names the setting.
     """
-    for name, steps in (("every", every), ("warmup", warmup)):
-        if isinstance(steps, bool) or not isinstance(steps, Integral):
-            raise ValueError(f"{name}={steps!r:.60}: must be a whole number of steps")
+    if isinstance(every, bool) or not isinstance(every, Integral):
+        raise ValueError(f"every={every!r:.60}: must be a whole number of steps")
     if every < 1:
         raise ValueError(f"every={every}: must be 1 step or more")
-    if warmup < 1:
-        raise ValueError(
-            f"warmup={warmup}: must be 1 step or more: ranks take their first step together, because DDP records its "
-            "graph in it"
-        )
     if not (math.isfinite(outer_lr) and outer_lr > 0):
         raise ValueError(f"outer_lr={outer_lr}: must be a positive number")
     if not 0 <= outer_momentum < 1:

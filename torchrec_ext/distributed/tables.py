@@ -229,15 +229,20 @@ def _is_number_by_number(init_fn: Any) -> bool:
 
 
 def _drawn(config: BaseEmbeddingConfig, start: int, count: int, seed: int) -> Tensor:
-    block = torch.empty(count, config.embedding_dim)
     # Python's hash() of a text differs from process to process, and ranks must draw the
     # same rows.
-    digest = hashlib.blake2b(
-        f"{seed}/{config.name}/{start}".encode(), digest_size=8
-    ).digest()
+    text = f"{seed}/{config.name}/{start}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return draw_rows(config, count, int.from_bytes(digest, "little"))
+
+
+def draw_rows(config: BaseEmbeddingConfig, count: int, seed: int) -> Tensor:
+    """Draws rows of a table by its ``init_fn``, (count, D), and leaves all random states as they were."""
+    rows = torch.empty(count, config.embedding_dim)
     with torch.random.fork_rng(devices=[]):
-        # Only the CPU's generator: torch.manual_seed would also seed every GPU's, which
-        # are not forked here.
-        torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
-        config.init_fn(block)
-    return block
+        # torch.manual_seed would also seed every GPU's generator, which is not forked
+        # here, and take .1 ms.
+        torch.default_generator.manual_seed(seed)
+        assert config.init_fn is not None  # TorchRec fills it in
+        config.init_fn(rows)
+    return rows

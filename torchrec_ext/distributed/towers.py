@@ -24,7 +24,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from torchrec_ext.distributed.runtime import Runtime, gather_objects
+from torchrec_ext.distributed.runtime import (
+    Runtime,
+    gather_objects,
+    refuse_differences,
+)
 
 
 class TowersOnRanks(nn.Module):
@@ -108,17 +112,12 @@ class TowersOnRanks(nn.Module):
         """
         if not rows:
             raise ValueError("rows: give the labels, or another tensor with B rows")
+        self._agree(inputs, rows)
         size = len(rows[0])
-        if size != self._size:
-            self._agree(inputs, rows)
         here = self.slice_of(size)
         own = self._run(inputs, size)
         if self._runtime.world_size > 1:
-            blocks = self._exchanged(own, size)
-            # On a GPU this waits for the towers, once a step.
-            if any(bool(block[0, -1]) for block in blocks):
-                self._refuse_unequal(inputs, rows)
-            own = self._by_name(blocks)
+            own = self._exchanged(own, size)
         outputs = [own[name] for name in self._names]
         result = self._summed[0](outputs, *(tensor[here] for tensor in rows))
         loss, *more = result if isinstance(result, tuple) else (result,)
@@ -128,13 +127,15 @@ class TowersOnRanks(nn.Module):
     def _agree(
         self, inputs: Mapping[str, Sequence[Any]], rows: tuple[Tensor, ...]
     ) -> None:
-        """Compares the ranks' batches, at the first call and at one of another size."""
-        if self._outputs and self._size:
-            # Ranks whose size has not changed know of this one's by the message that they wait for.
-            with torch.no_grad():
-                self._exchanged({}, self._size, flag=True)
-        self._refuse_unequal(inputs, rows)
+        """Compares the ranks' numbers of rows; at the first call and at another number, their values too."""
         size = len(rows[0])
+        ends = torch.tensor([size, -size], device=self._runtime.device)
+        if self._runtime.world_size > 1:
+            dist.all_reduce(ends, dist.ReduceOp.MAX)
+        most, least = ends.tolist()
+        if most == -least == self._size:
+            return
+        self._refuse_unequal(inputs, rows)
         if size < self._runtime.world_size:
             raise ValueError(
                 f"rows: {size} rows on {self._runtime.world_size} ranks, each of which needs one; make batches larger"
@@ -197,42 +198,28 @@ class TowersOnRanks(nn.Module):
             outputs[name] = output
         return outputs
 
-    def _exchanged(
-        self, own: dict[str, Tensor], size: int, *, flag: bool = False
-    ) -> list[Tensor]:
-        """Returns each rank's towers' outputs for this rank's rows side by side, and its flag in the last column.
-
-        Args:
-            own: outputs of this rank's towers; none beside a flag.
-            size: number of rows that all ranks count on.
-            flag: whether this rank's batch has another number of rows.
-        """
+    def _exchanged(self, own: dict[str, Tensor], size: int) -> dict[str, Tensor]:
+        """Returns the outputs of all towers for this rank's rows, by name."""
         by_rank = self._outputs_of_all(own)
         counts = [stop - start for start, stop in pairwise(self._starts(size))]
         here = counts[self._runtime.rank]
-        widths = [sum(of_rank.widths.values()) + 1 for of_rank in by_rank]
-        width = widths[self._runtime.rank]
         dtype = next(of_rank.dtype for of_rank in by_rank if of_rank.dtype)
-        columns = 1 if own else width
-        flags = torch.full(
-            (size, columns), float(flag), device=self._runtime.device, dtype=dtype
-        )
-        sent = torch.cat([*own.values(), flags], dim=1)
+        # A rank without a tower sends nothing.
+        nothing = torch.empty(size, 0, device=self._runtime.device, dtype=dtype)
+        sent = torch.cat([nothing, *own.values()], dim=1)
         # Every rank takes part in the backward, also one whose towers have nothing to
         # learn.
         if torch.is_grad_enabled() and not sent.requires_grad:
             sent.requires_grad_()
-        receiving = [here * width for width in widths]
-        sending = [count * width for count in counts]
+        receiving = [here * sum(of_rank.widths.values()) for of_rank in by_rank]
+        sending = [count * sent.shape[1] for count in counts]
         received = _Exchange.apply(sent.reshape(-1), receiving, sending)  # type: ignore[no-untyped-call]
-        blocks = torch.split(received, receiving)
-        return [block.view(here, -1) for block in blocks]
-
-    def _by_name(self, blocks: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Returns the outputs of all towers by name."""
         outputs: dict[str, Tensor] = {}
-        for of_rank, block in zip(self._outputs, blocks, strict=True):
-            *columns, _ = torch.split(block, [*of_rank.widths.values(), 1], dim=1)
+        for of_rank, block in zip(
+            by_rank, torch.split(received, receiving), strict=True
+        ):
+            widths = list(of_rank.widths.values())
+            columns = torch.split(block.view(here, sum(widths)), widths, dim=1)
             outputs |= zip(of_rank.widths, columns, strict=True)
         return outputs
 
@@ -315,15 +302,8 @@ def _refuse_others(names: Sequence[str], fault: str, runtime: Runtime) -> None:
     faults = [fault]
     # Without a process group nothing would run, but faults are named.
     if dist.is_available() and dist.is_initialized():
-        of_ranks = gather_objects((list(names), fault), runtime.world_size)
-        first = of_ranks[0][0]
-        for rank, (others, _) in enumerate(of_ranks):
-            if others != first:
-                here, there = (", ".join(each)[:40] for each in (first, others))
-                raise ValueError(
-                    f"towers: rank 0 has {here} and rank {rank} {there}; give the same names in one order on all ranks"
-                )
-        faults = [fault for _, fault in of_ranks]
+        refuse_differences({"towers": ", ".join(names)}, runtime.world_size)
+        faults = gather_objects(fault, runtime.world_size)
     for each in faults:
         if each:
             raise ValueError(each)

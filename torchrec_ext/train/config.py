@@ -4,8 +4,6 @@ EarlyStop: the condition for an end before the last epoch, and the choice of the
 
 EvaluationConfig: the ranking figures of an evaluation, by name, and its baselines.
 
-ClosedFormConfig: penalty of EASE.
-
 This module imports no torch, so that a command line is checked at once.
 """
 
@@ -29,24 +27,20 @@ class Schedule:
     """A factor on the learning rate, by step.
 
     The rate rises linearly over ``warmup`` steps to the optimizer's learning rate, then follows ``kind``:
-    ``constant``; ``linear`` or ``cosine`` down to ``floor`` at the last step.
+    ``constant``; ``linear`` or ``cosine`` down to 0 at the last step.
 
     Args:
         kind: form of the part after the warm-up.
         warmup: steps of the warm-up; the first has 1 / warmup of the rate.
-        floor: factor at the last step of ``linear`` and ``cosine``, 0 to 1.
     """
 
     kind: ScheduleKind = "constant"
     warmup: int = 0
-    floor: float = 0.0
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, get_args(ScheduleKind))
         if self.warmup < 0:
             raise ValueError(f"warmup={self.warmup}: must be 0 steps or more")
-        if not 0 <= self.floor <= 1:
-            raise ValueError(f"floor={self.floor}: must be between 0 and 1")
 
     @property
     def changes(self) -> bool:
@@ -67,16 +61,14 @@ class Schedule:
         if step < self.warmup:
             return (step + 1) / self.warmup
         steps_after_warmup = step - self.warmup
-        # The last step has the floor. At least 1, for a run of one step after its
-        # warm-up.
+        # At least 1, for a run of one step after its warm-up.
         decay_steps = max(steps - 1 - self.warmup, 1)
         progress = min(steps_after_warmup / decay_steps, 1.0)
-        decay = 1.0
         if self.kind == "linear":
-            decay = 1 - progress
-        elif self.kind == "cosine":
-            decay = (1 + math.cos(math.pi * progress)) / 2
-        return self.floor + (1 - self.floor) * decay
+            return 1 - progress
+        if self.kind == "cosine":
+            return (1 + math.cos(math.pi * progress)) / 2
+        return 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +79,6 @@ class EarlyStop:
         metric: name of an evaluated figure, such as ``auc``; empty for no early stop.
         mode: whether the figure should rise (``max``) or fall (``min``).
         patience: number of evaluations without a better figure before the run ends.
-        min_delta: least improvement over the best figure that counts.
         restore: end the run, early or not, with the weights of its best evaluation: these are tested, exported and
             served. If False, end with the weights of its last step.
     """
@@ -95,7 +86,6 @@ class EarlyStop:
     metric: str = ""
     mode: Literal["max", "min"] = "max"
     patience: int = 3
-    min_delta: float = 0.0
     restore: bool = True
 
     def __post_init__(self) -> None:
@@ -103,10 +93,6 @@ class EarlyStop:
             raise ValueError(f"mode={self.mode!r}: must be max or min")
         if self.patience < 1:
             raise ValueError(f"patience={self.patience}: must be 1 evaluation or more")
-        if not (math.isfinite(self.min_delta) and self.min_delta >= 0):
-            raise ValueError(
-                f"min_delta={self.min_delta}: must be a number of 0 or more"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +103,9 @@ class EvaluationConfig:
         metrics: ranking figures with the length of the list, as ``recall@20,ndcg@20``: ``hr``, ``recall``,
             ``precision``, ``ndcg``, ``mrr`` or ``map``, see :func:`query_figures`; by default the recipe's own.
         baselines: rankings to compare the model with, as ``popularity,ease``, fitted on its training rows and
-            ranked by its rules: ``popularity``, always included; ``ease``, see :class:`ClosedFormConfig`.
-            By default all that take less than about ten seconds.
+            ranked by its rules: ``popularity``, always included; ``ease``, which predicts a user's items from the
+            other items of that user (Steck 2019). By default all that take less than about ten seconds.
+        ease_l2: penalty of EASE, above 0: 200 to 1,000 in the paper, which takes 500 for MovieLens 20M.
 
     Example:
         >>> EvaluationConfig(metrics=("recall@20", "ndcg@10")).figures
@@ -127,8 +114,11 @@ class EvaluationConfig:
 
     metrics: tuple[str, ...] = ()
     baselines: tuple[str, ...] = ()
+    ease_l2: float = 500.0
 
     def __post_init__(self) -> None:
+        if not (math.isfinite(self.ease_l2) and self.ease_l2 > 0):
+            raise ValueError(f"ease_l2={self.ease_l2}: must be a number above 0")
         # Reading the figures checks their names.
         assert len(self.figures) == len(self.metrics)
         unknown = [name for name in self.baselines if name not in get_args(Baseline)]
@@ -156,24 +146,6 @@ class EvaluationConfig:
         return figures
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClosedFormConfig:
-    """Settings of closed-form recommenders, used as baselines.
-
-    ``ease`` predicts a user's items from the user's other items (Steck 2019). Its default penalty is the paper's for
-    MovieLens 20M.
-
-    Args:
-        ease_l2: penalty of EASE, above 0: 200 to 1,000 in the paper.
-    """
-
-    ease_l2: float = 500.0
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.ease_l2) and self.ease_l2 > 0):
-            raise ValueError(f"ease_l2={self.ease_l2}: must be a number above 0")
-
-
 # Figures and messages by name, as written to metrics.jsonl.
 Record = dict[str, Any]
 
@@ -189,8 +161,7 @@ class TrainConfig:
         eval_every: epochs between two evaluations; the last epoch is always evaluated.
         seed: seed of the dense layers, the tables and dropout; added to the loader's, for the order of samples and the
             negatives.
-        tables_schedule: how the tables' learning rates change over the run.
-        dense_schedule: how the dense layers' learning rates change over the run.
+        schedule: how the learning rates of tables and dense layers change over the run.
         early_stop: when the run ends before its last epoch, and with which weights.
         hang_s: seconds after which a collective that another rank does not join fails, and so ends the job. A rank
             writes the stacks of its threads if a step takes half as long; more than the slowest step takes.
@@ -206,8 +177,7 @@ class TrainConfig:
     log_every: int = 50
     eval_every: int = 1
     seed: int = 0
-    tables_schedule: Schedule = field(default_factory=Schedule)
-    dense_schedule: Schedule = field(default_factory=Schedule)
+    schedule: Schedule = field(default_factory=Schedule)
     early_stop: EarlyStop = field(default_factory=EarlyStop)
     hang_s: float = 300.0
     compile: Compile = "auto"

@@ -53,7 +53,7 @@ class EarlyStopWatch:
             gain = float(value - self.best["best"])
             if self._config.mode == "min":
                 gain = -gain
-            better = gain > self._config.min_delta
+            better = gain > 0
         if better:
             self._without_gain = 0
             self.best = {

@@ -289,10 +289,8 @@ class _Run:
         self.fresh_rows = fresh_rows
         total = config.epochs * len(loader)
         self.schedule = None
-        if config.tables_schedule.changes or config.dense_schedule.changes:
-            self.schedule = scheduler(
-                optimizer, config.tables_schedule, config.dense_schedule, total
-            )
+        if config.schedule.changes:
+            self.schedule = scheduler(optimizer, config.schedule, total)
         self.watch = EarlyStopWatch(config.early_stop, runtime)
         self.window = Window(runtime)
         self.over = False

@@ -18,7 +18,6 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.report.progress import (
     RunFolder,
-    mean_over_time,
     records_of,
     time_shares,
 )
@@ -131,10 +130,6 @@ def finish_training(
         "best": dict(task.best),
         "seconds": trained.seconds,
         "samples_per_s": rate,
-        # Of the rank with the longest wait.
-        "data_wait": mean_over_time(
-            records, [record["data_wait"] for record in records]
-        ),
         "shares": shares,
         "peak_memory_mib": max(memory),
         "collectives": trained.collectives,

@@ -89,7 +89,7 @@ def load_task(job: Job, runtime: Runtime) -> Task:
             f"recipe '{job.name}': its task returned a {type(task).__name__}; derive it from "
             "torchx_apps.tasks.task.Task, which has defaults for what it does not say"
         )
-    return task.with_evaluation(job.evaluation, job.closed_form)
+    return task.with_evaluation(job.evaluation)
 
 
 def as_loaded(job: Job, task: Task) -> Job:

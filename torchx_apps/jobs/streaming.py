@@ -128,7 +128,7 @@ def run_stream(job: Job, options: StreamOptions) -> None:
                 loader,
                 runtime,
                 job.train,
-                log=run.log,
+                log=run.folder.log if run.folder is not None else None,
                 sync=job.sync,
                 checkpoints=checkpoints,
                 observer=predictions,

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrec_ext.train.config import Record
-
 if TYPE_CHECKING:
     from torchx.tracker.api import AppRun
 
@@ -26,9 +24,9 @@ _TRACKERS = "TORCHX_TRACKERS"
 
 
 class Tracking:
-    """Writes a run's settings, figures and paths to every tracker that ``torchx run`` names to its jobs.
+    """Writes a run's settings, and at its end its figures and paths, to every tracker that ``torchx run`` names.
 
-    If a tracker fails later, nothing more is written to any of them, with one warning, and the run goes on.
+    If a tracker fails at the end, one warning says so.
 
     Args:
         path: the folder that the job makes.
@@ -56,7 +54,7 @@ class Tracking:
             return
         try:
             self._run = run = _run_of(path, member, self._names.count(",") + 1)
-            run.add_metadata(**{key: _plain(value) for key, value in flat(config)})
+            run.add_metadata(**_plain(config))
             run.add_artifact(folder, str(path.absolute()))
         except Exception as error:
             raise ValueError(
@@ -64,46 +62,22 @@ class Tracking:
                 "[tracker:NAME] in .torchxconfig, or [torchx:tracker]"
             ) from None
 
-    def log(self, record: Record) -> None:
-        """Writes the figures of an evaluation, or the message of a run ended by an error."""
-        if record["kind"] == "eval":
-            # Each step gets a name of its own, since TorchX's tracker shows any one of several values of a name.
-            self._write(
-                {
-                    f"eval.{name} at step {record['step']}": value
-                    for name, value in record.items()
-                    if isinstance(value, float)
-                }
-            )
-        elif record["kind"] == "error":
-            self._write({"error": record.get("message", "the loss is not finite")})
-
     def end(self, figures: Mapping[str, Any] | None = None) -> None:
         """Writes figures, by default those of ``summary.json``, and the paths of the folder's files."""
         if self._run is None:
             return
         if figures is None:
             figures = json.loads((self._path / "summary.json").read_text())
-        paths = {name: self._path.absolute() / name for name in _ARTIFACTS}
-        self._write(
-            {name: _plain(value) for name, value in flat(figures)},
-            {name: str(path) for name, path in paths.items() if path.exists()},
-        )
-
-    def _write(
-        self, values: Mapping[str, Any], artifacts: Mapping[str, str] | None = None
-    ) -> None:
-        if self._run is None:
-            return
         try:
-            self._run.add_metadata(**values)
-            for name, path in (artifacts or {}).items():
-                self._run.add_artifact(name, path)
+            self._run.add_metadata(**_plain(figures))
+            for name in _ARTIFACTS:
+                path = self._path.absolute() / name
+                if path.exists():
+                    self._run.add_artifact(name, str(path))
         except Exception as error:
-            self._run = None
             warnings.warn(
-                f"tracker {self._names}: {_reason(error)}; the run goes on, and no tracker hears more of it",
-                stacklevel=3,
+                f"tracker {self._names}: {_reason(error)}; the job has ended well, its folder has all",
+                stacklevel=2,
             )
 
 
@@ -114,11 +88,7 @@ def tracked(
     """Tracks a job without training; yields a dictionary for its figures, see :class:`Tracking` for the rest."""
     figures: dict[str, Any] = {}
     tracking = Tracking(path, config, folder=folder)
-    try:
-        yield figures
-    except Exception as error:
-        tracking.log({"kind": "error", "message": _reason(error)})
-        raise
+    yield figures
     tracking.end(figures)
 
 
@@ -154,5 +124,9 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, bool | int | float | str) else str(value)
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested values by their dotted names; what is neither a number nor a text, as text."""
+    return {
+        name: value if isinstance(value, bool | int | float | str) else str(value)
+        for name, value in flat(values)
+    }

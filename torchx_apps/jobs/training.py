@@ -23,7 +23,6 @@ from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks
 from torchrec_ext.train.checkpoint.run import RunCheckpoints, begin_with
 from torchrec_ext.train.checkpoint.vectors import load_vectors
-from torchrec_ext.train.config import Record
 from torchrec_ext.train.guards import Watchdog
 from torchrec_ext.train.loop import train
 from torchrec_ext.train.report.progress import RunFolder
@@ -74,12 +73,6 @@ class _Run:
     tracking: Tracking | None
     checkpointer: Checkpointer | None
     checkpoint: str | None
-
-    def log(self, record: Record) -> None:
-        """Writes a record into the run folder and to the trackers, on rank 0."""
-        if self.folder is not None and self.tracking is not None:
-            self.folder.log(record)
-            self.tracking.log(record)
 
 
 def run_training(job: Job, run_dir: Path | None = None, *, member: str = "") -> None:
@@ -150,7 +143,7 @@ def run_training(job: Job, run_dir: Path | None = None, *, member: str = "") -> 
                 runtime,
                 job.train,
                 evaluate=evaluator.validate if task.validates else None,
-                log=run.log,
+                log=folder.log if folder is not None else None,
                 sync=job.sync,
                 checkpoints=checkpoints,
                 stop=stop,

@@ -112,8 +112,7 @@ def n_tower() -> Job:
         ),
         train=TrainConfig(
             epochs=12,
-            tables_schedule=Schedule(kind="cosine"),
-            dense_schedule=Schedule(kind="cosine"),
+            schedule=Schedule(kind="cosine"),
         ),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from torchrec_ext.data.columns import Column, Int64
 from torchrec_ext.distributed.runtime import available_memory
 from torchrec_ext.models import closed_form
 from torchrec_ext.train import metrics
-from torchrec_ext.train.config import ClosedFormConfig, Figure, Record
+from torchrec_ext.train.config import Figure, Record
 
 EASE = "ease"
 # Seconds that a baseline may take if none is named.
@@ -46,7 +46,7 @@ class ClosedForms:
         num_users: rows of the users' table, U.
         num_items: rows of the items' table, I.
         names: baselines to rank; where empty, those that take less than ``_SECONDS``.
-        config: penalty.
+        l2: penalty.
 
     Raises:
         ValueError: EASE is named, and needs more memory than this host can give.
@@ -57,7 +57,7 @@ class ClosedForms:
     num_users: int
     num_items: int
     names: Sequence[str] = ()
-    config: ClosedFormConfig = field(default_factory=ClosedFormConfig)
+    l2: float = 500.0
 
     def __post_init__(self) -> None:
         if EASE not in self.names:
@@ -122,4 +122,4 @@ class ClosedForms:
     @cached_property
     def _weights(self) -> Tensor:
         users, items = map(torch.from_numpy, self.pairs())
-        return closed_form.ease(users, items, self.num_items, l2=self.config.ease_l2)
+        return closed_form.ease(users, items, self.num_items, l2=self.l2)

@@ -19,7 +19,7 @@ from torchrec_ext.ids.policy import Dynamic
 from torchrec_ext.modules.config import LOSSES
 from torchrec_ext.schema.validation import check_choice, check_least, listed
 from torchrec_ext.train.checkpoint.config import CheckpointConfig, StartConfig
-from torchrec_ext.train.config import ClosedFormConfig, EvaluationConfig, TrainConfig
+from torchrec_ext.train.config import EvaluationConfig, TrainConfig
 from torchx_apps.tasks.loading import ranking_task
 
 if TYPE_CHECKING:
@@ -69,7 +69,6 @@ class Job:
         train: length of the training, and the seed of everything.
         evaluation: ranking figures of the evaluations, where they should be others than the recipe's, and the
             baselines beside them.
-        closed_form: settings of EASE as a baseline.
         checkpoint: times and folder of the run's checkpoints.
         start: the checkpoint whose weights a new run begins with.
         pretrained: files of the vectors that a new run's tables begin with, by table, as in
@@ -97,7 +96,6 @@ class Job:
     sync: SyncConfig = field(default_factory=SyncConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    closed_form: ClosedFormConfig = field(default_factory=ClosedFormConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     start: StartConfig = field(default_factory=StartConfig)
     pretrained: Mapping[str, Path] = field(default_factory=dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from torchrec_ext.data.loader.loader import training_loader
 from torchrec_ext.data.prepared import Prepared, positive_share
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
-from torchrec_ext.train.config import ClosedFormConfig, EvaluationConfig
+from torchrec_ext.train.config import EvaluationConfig
 from torchx_apps.tasks.baselines import ClosedForms
 from torchx_apps.tasks.evaluator import Evaluator as Evaluator
 from torchx_apps.tasks.export_data import (
@@ -37,7 +37,7 @@ class Task:
             ranked for those with label 1. Of ``pairs`` and ``sessions`` the held-out items are ranked.
         figures: names of the ranking's figures with their numbers of items shown; those of the set if empty.
         baselines: baselines to rank; those that take little time if empty.
-        closed_form: settings of EASE.
+        ease_l2: penalty of EASE.
 
     Raises:
         ValueError: there are no test rows.
@@ -46,7 +46,7 @@ class Task:
     data: Prepared
     figures: Figures = ()
     baselines: Sequence[str] = ()
-    closed_form: ClosedFormConfig = field(default_factory=ClosedFormConfig)
+    ease_l2: float = 500.0
 
     @property
     def ranked_by(self) -> str:
@@ -100,7 +100,7 @@ class Task:
             num_users=self.data.vocab[user],
             num_items=self.data.vocab[item],
             names=self.baselines,
-            config=self.closed_form,
+            l2=self.ease_l2,
         )
 
     def describe(self) -> str:
@@ -125,15 +125,13 @@ class Task:
             weight=config.weight or roles.weight,
         )
 
-    def with_evaluation(
-        self, evaluation: EvaluationConfig, closed_form: ClosedFormConfig
-    ) -> Task:
+    def with_evaluation(self, evaluation: EvaluationConfig) -> Task:
         """Returns the task with these figures and baselines."""
         return dataclasses.replace(
             self,
             figures=tuple(evaluation.figures) or self.figures,
             baselines=evaluation.baselines,
-            closed_form=closed_form,
+            ease_l2=evaluation.ease_l2,
         )
 
     def unservable(self, model: Any) -> str | None:

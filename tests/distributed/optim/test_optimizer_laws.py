@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig
 
 from tests.contracts import gather_state, run_ranks
-from tests.examples import DIM, ITEMS, META, USERS, batches, small_model
+from tests.examples import DIM, ITEMS, META, batches, small_model
 from tests.sharded import Case, Learned, alone, assert_close, on_ranks
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig, Override
@@ -23,18 +23,17 @@ from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.modules.losses import bce
-from torchrec_ext.train.step.pipeline import make_pipeline
 
 STEPS = 20
 EXCEPTIONS = OptimizerConfig(
     tables="row_wise_adagrad",
     tables_lr=0.1,
     per_table={
-        "user_id": Override(kind="adam", lr=0.02, weight_decay=0.3),
+        "user_id": Override(kind="adam", lr=0.02, l2=0.3),
         "item_*": Override(kind="sgd", lr=2),
     },
     per_layer={
-        "towers.user": Override(kind="sgd", lr=0.05),
+        "towers.user": Override(kind="sgd", lr=0.05, weight_decay=0),
         "interaction": Override(lr=0.003, weight_decay=0.1),
         "*.bias": Override(weight_decay=0),
     },
@@ -52,13 +51,9 @@ def cases(world_size: int) -> Iterator[tuple[str, PlanConfig, OptimizerConfig]]:
     for kind in ("adam", "lazy_adam"):
         yield kind, PlanConfig(), OptimizerConfig(tables=kind, tables_lr=0.02)  # type: ignore[arg-type]
     decayed = OptimizerConfig(
-        tables_lr=0.1, tables_weight_decay=0.5, dense_weight_decay=1.0
+        tables="adam", tables_lr=0.02, tables_l2=0.1, dense_weight_decay=1.0
     )
     yield "decay", PlanConfig(), decayed
-    whole = OptimizerConfig(
-        tables="adam", tables_lr=0.02, tables_weight_decay=0.5, tables_l2=0.1
-    )
-    yield "adam, decay and l2", PlanConfig(), whole
     for sharding in shardings:
         plan = PlanConfig(
             sharding=sharding,  # type: ignore[arg-type]
@@ -70,7 +65,7 @@ def cases(world_size: int) -> Iterator[tuple[str, PlanConfig, OptimizerConfig]]:
             tables="sgd",
             tables_lr=0.05,
             per_table={
-                "user_id": Override(kind="lazy_adam", weight_decay=0.3),
+                "user_id": Override(kind="lazy_adam"),
                 "history": Override(kind="adagrad"),
             },
             dense="sgd",
@@ -125,33 +120,6 @@ def test_what_no_cpu_kernel_runs_is_kept_on_every_rank_and_the_rest_is_sharded_a
         "history": "row_wise",
         "item_id": "table_wise",
     }
-
-
-def shrunk(runtime: Runtime) -> dict[str, Tensor]:
-    """The user table before and after one step that reads it for rows of which the first has weight 0, as padding."""
-    model = small_model(META)
-    optimizer = OptimizerConfig(tables="sgd", tables_lr=1e-9, tables_weight_decay=0.5e9)
-    parallel, keyed = hybrid_parallel(model, runtime, optimizer=optimizer)
-    (batch,) = batches(1)
-    batch.weights[0] = 0
-    users = batch.sparse["user_id"].values()
-    users[0] = next(user for user in range(USERS) if user not in users.tolist())
-    before = next(
-        value for name, value in gather_state(parallel).items() if "user_id" in name
-    )  # type: ignore[union-attr]
-    make_pipeline(parallel, keyed, runtime.device).progress(iter([batch]))
-    after = next(
-        value for name, value in gather_state(parallel).items() if "user_id" in name
-    )  # type: ignore[union-attr]
-    return {"users": users, "before": before, "after": after}
-
-
-def test_weight_decay_halves_the_rows_that_were_learned_from_and_no_other() -> None:
-    (ran,) = run_ranks(shrunk, 1)
-    factor = torch.ones(USERS, 1)
-    factor[ran["users"][1:]] = 0.5
-    assert factor[ran["users"][0]] == 1, "a row of padding"
-    torch.testing.assert_close(ran["after"], ran["before"] * factor, rtol=0, atol=1e-6)
 
 
 class Sequences(nn.Module):
@@ -230,8 +198,13 @@ REFUSED: list[tuple[Any, OptimizerConfig, str]] = [
     ),
     (
         small_model,
-        OptimizerConfig(per_table={"item_id": Override(weight_decay=0.1)}),
-        "table 'item_id': FBGEMM has no kernel of weight decay for the cpu; set plan.tables.item_id.sharding=",
+        OptimizerConfig(per_table={"item_id": Override(kind="adam", weight_decay=0.1)}),
+        "table 'item_id': weight_decay=0.1 is of dense layers without l2; a table takes l2",
+    ),
+    (
+        small_model,
+        OptimizerConfig(dense="sgd", dense_weight_decay=0.1),
+        "': weight_decay=0.1 with the optimizer sgd; choose adam",
     ),
     (
         Sequences,

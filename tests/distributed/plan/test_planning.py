@@ -11,17 +11,20 @@ from torchrec import (
     EmbeddingConfig,
 )
 from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.planner.types import Storage
 
 from tests.contracts import run_ranks
 from tests.examples import META, small_model, table
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import PlanConfig, TablePlan
+from torchrec_ext.distributed.plan.draft import PlanError
 from torchrec_ext.distributed.plan.explain import explain
 from torchrec_ext.distributed.plan.planner import (
     SMALL_WEIGHTS,
     plan_sharding,
     small_tables_whole,
 )
+from torchrec_ext.distributed.plan.storage import state_storage
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 
@@ -111,20 +114,17 @@ def read_by_id() -> torch.nn.Module:
             {"tables": {"genre": TablePlan(sharding="row_wise")}},
             "tables.genre: is no table of the model; its tables are user_id, history,",
         ),
-        (
-            lambda: small_model(META),
-            {"kernel": "fused_uvm"},
-            "table 'user_id': kernel=fused_uvm on a cpu: its rows would lie beside",
-        ),
-        (
-            lambda: small_model(META),
-            {"kernel": "dense", "sharding": "row_wise"},
-            "table 'user_id': kernel=dense with row_wise: TorchRec runs it",
-        ),
-        (
-            lambda: small_model(META),
-            {"kernel": "fused", "sharding": "data_parallel"},
-            "table 'user_id': kernel=fused with data_parallel: each",
+        *(
+            (
+                lambda: small_model(META),
+                config,
+                "combination after applying user provided constraints for user_id; choose",
+            )
+            for config in (
+                {"kernel": "fused_uvm"},
+                {"kernel": "dense", "sharding": "row_wise"},
+                {"kernel": "fused", "sharding": "data_parallel"},
+            )
         ),
         (
             lambda: small_model(META),
@@ -135,7 +135,7 @@ def read_by_id() -> torch.nn.Module:
             (
                 read_by_id,
                 {"sharding": sharding},
-                f"table 'item': {sharding}: it is read id by id",
+                "combination after applying user provided constraints for item; choose",
             )
             for sharding in ("table_row_wise", "grid_shard", "table_column_wise")
         ),
@@ -161,6 +161,57 @@ def test_what_cannot_be_planned_is_refused_by_name(
         plan_sharding(make(), TWO_RANKS, PlanConfig(**config))
     assert text in str(error.value)
     assert len(str(error.value)) <= 200
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("kind", "kernel", "device", "gpu", "host"),
+    [
+        ("sgd", "fused", "cuda", 0, 0),
+        ("adagrad", "fused", "cuda", 4 * 80, 0),
+        ("lazy_adam", "fused", "cuda", 8 * 80, 0),
+        ("lazy_adam", "fused_uvm", "cuda", 0, 8 * 80),
+        # FBGEMM keeps a number per row on the GPU.
+        ("row_wise_adagrad", "fused_uvm_caching", "cuda", 4 * 10, 0),
+        ("adagrad", "fused", "cpu", 0, 4 * 80),
+    ],
+)
+def test_state_of_a_shard_is_counted_where_fbgemm_allocates_it(
+    kind: Any, kernel: str, device: str, gpu: int, host: int
+) -> None:
+    config = OptimizerConfig(tables=kind)
+    choice = config.for_tables(small_model(META))["user_id"]
+    expected = Storage(hbm=gpu, ddr=host)
+    assert state_storage(choice, (10, 8), kernel, device) == expected
+
+
+@pytest.mark.unit
+def test_a_cache_has_rows_as_wide_as_its_widest_table() -> None:
+    def config(rows: int, dim: int) -> EmbeddingBagConfig:
+        name = f"{rows} x {dim}"
+        return EmbeddingBagConfig(
+            name=name, feature_names=[name], num_embeddings=rows, embedding_dim=dim
+        )
+
+    def plan(*tables: EmbeddingBagConfig) -> None:
+        model = two_tower(list(tables), [table("b", 9)], device=META)
+        gpus = Runtime(world_size=8, local_world_size=8, device=torch.device("cuda"))
+        cached = PlanConfig(
+            sharding="row_wise",
+            kernel="fused_uvm_caching",
+            cache_load_factor=0.1,
+            memory_gb=1,
+        )
+        plan_sharding(model, gpus, cached, optimizer=OptimizerConfig(tables="sgd"))
+
+    here = "torchrec_ext.distributed.plan.planner"
+    with (
+        unittest.mock.patch("torch.distributed.broadcast_object_list"),
+        unittest.mock.patch(f"{here}.available_memory", return_value=2**40),
+    ):
+        plan(config(300_000_000, 8))
+        with pytest.raises(PlanError, match=r"no sharding plan fits 8 rank\(s\) of"):
+            plan(config(300_000_000, 8), config(1_000_000, 128))
 
 
 def test_constraints_of_torchrec_win() -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from tests.contracts import run_ranks
 from tests.distributed.shared_memory.conftest import needs_library
@@ -239,25 +237,6 @@ def in_any_order(runtime: Runtime, count: int) -> list[str]:
     assert all((tensor == size).all() for tensor in pair)
     done.append("two groups in opposite order")
 
-    failures: list[BaseException] = []
-
-    def loop(group: dist.ProcessGroup) -> None:
-        try:
-            for i in range(count):
-                tensor = torch.ones(1 + 37 * i % 5000)
-                dist.all_reduce(tensor, group=group)
-                assert (tensor == size).all()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=loop, args=(group,)) for group in groups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    done.append("two threads")
-
     if size > 2:
         ends = dist.new_group([0, size - 1])
         if rank in (0, size - 1):
@@ -270,22 +249,6 @@ def in_any_order(runtime: Runtime, count: int) -> list[str]:
     return done
 
 
-def gradients(runtime: Runtime) -> list[float]:
-    """Greatest difference of DDP's gradients in several buckets, over gloo and over shared memory."""
-    shared = dist.new_group()
-    assert share_memory(shared)
-    found = []
-    for group in (dist.group.WORLD, shared):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
-        parallel = DistributedDataParallel(model, process_group=group, bucket_cap_mb=1)
-        torch.manual_seed(runtime.rank)
-        for _ in range(3):
-            parallel(torch.randn(16, 256)).square().mean().backward()
-        found.append([parameter.grad for parameter in model.parameters()])
-    return [float((one - other).abs().max()) for one, other in zip(*found, strict=True)]  # type: ignore[operator]
-
-
 def laws(
     runtime: Runtime,
     dtypes: list[torch.dtype],
@@ -294,24 +257,22 @@ def laws(
 ) -> tuple[Any, ...]:
     return (
         compared(runtime, dtypes, shapes),
-        gradients(runtime),
         in_any_order(runtime, count),
     )
 
 
 def test_two_ranks_get_the_bits_of_gloo() -> None:
-    for found, differences, _ in run_ranks(
+    for found, _ in run_ranks(
         laws, 2, [torch.float32, torch.bfloat16, torch.int64], SHAPES[:6:2], 20
     ):
         assert set(found) <= {"equal", "both refuse"}, found
         assert found["equal"] > 90
-        assert max(differences) == 0
 
 
 @pytest.mark.slow(minutes=1)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_every_type_and_size(world_size: int) -> None:
-    for found, differences, _ in run_ranks(
+    for found, _ in run_ranks(
         laws, world_size, list(MOVED), list(SHAPES), 120, timeout_s=300
     ):
         allowed = {"equal", "both refuse"} | (
@@ -324,4 +285,3 @@ def test_every_type_and_size(world_size: int) -> None:
         ]
         assert set(found) - set(refused_by_gloo) <= allowed, found
         assert found["equal"] > 400
-        assert max(differences) <= (0 if world_size == 2 else 1e-5)

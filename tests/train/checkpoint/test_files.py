@@ -263,22 +263,14 @@ def test_killed_at_any_moment_of_a_rollback_the_newest_left_is_of_the_former_run
     assert seen[-1] == [1]
 
 
-def test_a_run_that_begins_anew_where_another_one_has_saved_keeps_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saved(tmp_path, 5, 6, 7)
-    saved(tmp_path, 1, 2, keep=2)
-    assert CheckpointFolder(str(tmp_path)).steps() == [2, 1]
-    assert (
-        "set aside: the checkpoints of step 5, 6, 7, ahead of step 1, are "
-        in capsys.readouterr().out
-    )
-
-
 @pytest.mark.parametrize("restarted", [True, False])
 @pytest.mark.parametrize(("step", "left"), [(6, [6, 5]), (9, [9, 5]), (2, [2])])
 def test_the_first_save_after_a_load_sets_aside_what_the_loaded_run_never_was(
-    step: int, left: list[int], restarted: bool, tmp_path: Path
+    step: int,
+    left: list[int],
+    restarted: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     checkpointer = Checkpointer(str(tmp_path), HERE)
     for earlier in (5, 6, 7):
@@ -291,23 +283,7 @@ def test_the_first_save_after_a_load_sets_aside_what_the_loaded_run_never_was(
     checkpointer.close()
     assert checkpointer.folder.steps() == left
     assert len(list(tmp_path.glob("aside-*"))) == 4 - len(left)
-
-
-def test_a_checkpoint_that_is_damaged_after_a_load_is_not_loaded_again(
-    two: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(two, tmp_path / "run")
-    checkpointer = Checkpointer(str(tmp_path / "run"), HERE)
-    path = checkpointer.last_good()
-    assert path is not None
-    checkpointer.load(path, model_state(filled(0)))
-    file = next(Path(path).glob("*.distcp"))
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(CheckpointError, match="is damaged"):
-        checkpointer.load(path, model_state(filled(0)))
-    checkpointer.close()
+    assert "set aside: the checkpoints of step " in capsys.readouterr().out
 
 
 def _save_again(folder: str) -> None:

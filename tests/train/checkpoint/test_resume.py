@@ -1,8 +1,6 @@
 """A stopped and resumed run equals one without a stop: bit for bit on the same ranks, else sample for sample."""
 
-import contextlib
 import hashlib
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train import guards
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.folder import CheckpointFolder
 from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
 from torchrec_ext.train.config import EarlyStop, Schedule
 from torchrec_ext.train.guards import RunStoppedError
@@ -30,13 +27,12 @@ EPOCHS = 3
 def run(
     runtime: Runtime,
     folder: str,
-    resume: bool | str = False,
+    resume: bool = False,
     stop_after: int = 0,
     dropout: float = 0.0,
     batch_size: int = 16,
-    saving: CheckpointConfig = CheckpointConfig(),  # noqa: B008  (frozen)
 ) -> dict[str, Any]:
-    """Trains from the newest checkpoint or a path; the last rank asks to stop after so many steps of this attempt."""
+    """Trains from the newest checkpoint; the last rank asks to stop after so many steps of this attempt."""
     data = checkerboard_data(users=10, items=14)
     optimizers = OptimizerConfig(tables="row_wise_adagrad", tables_lr=0.1)
     rows: dict[tuple[int, int], list[tuple[int, ...]]] = {}
@@ -53,14 +49,8 @@ def run(
         dropout=dropout,
         batch_size=batch_size,
     )
-    checkpointer = Checkpointer(folder, runtime, keep=saving.keep)
-    path = (
-        resume
-        if isinstance(resume, str)
-        else checkpointer.last_good()
-        if resume
-        else None
-    )
+    checkpointer = Checkpointer(folder, runtime)
+    path = checkpointer.last_good() if resume else None
     # Ranks meet after every step, not every two seconds.
     guards._MEETING_S = 0.0
     counted = Counted()
@@ -73,7 +63,7 @@ def run(
     settings = TrainConfig(
         epochs=EPOCHS,
         log_every=3,
-        dense_schedule=schedule,
+        schedule=schedule,
         early_stop=EarlyStop(metric="hr", patience=9),
         compile="off",
     )
@@ -86,7 +76,7 @@ def run(
             runtime,
             settings,
             evaluate=lambda: {"hr": float(gather_all(parallel))},
-            checkpoints=RunCheckpoints(checkpointer, saving, resume=path),
+            checkpoints=RunCheckpoints(checkpointer, CheckpointConfig(), resume=path),
             stop=stop,
             observer=counted,
             log=logged.append,
@@ -169,53 +159,6 @@ def test_stopped_and_resumed_equals_never_stopped_bit_for_bit(
     assert parts[-1]["state"].keys() == whole["state"].keys()
     for name, value in whole["state"].items():
         assert torch.equal(parts[-1]["state"][name], value), name
-
-
-def rolled_back(runtime: Runtime, folder: str, steps: list[int]) -> dict[str, Any]:
-    """Trains to the end; goes on from each of ``steps`` for a few steps; then from the newest checkpoint to the end."""
-    saving = CheckpointConfig(steps=3, keep=4)
-    length = run(runtime, folder, saving=saving)["steps"]
-    kept, output = [CheckpointFolder(folder).steps()], io.StringIO()
-    for step in steps:
-        dist.barrier()
-        with contextlib.redirect_stdout(output):
-            run(
-                runtime,
-                folder,
-                CheckpointFolder(folder).path(step),
-                stop_after=4,
-                saving=saving,
-            )
-        kept.append(CheckpointFolder(folder).steps())
-    dist.barrier()
-    return {
-        "length": length,
-        "kept": kept,
-        "output": output.getvalue(),
-        **run(runtime, folder, resume=True, saving=saving),
-    }
-
-
-def test_a_run_that_goes_back_keeps_what_it_saves_and_sets_aside_what_lay_ahead(
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "run"
-    whole = run_ranks(run, 2, str(tmp_path / "whole"))[0]
-    outcome = run_ranks(rolled_back, 2, str(folder), [whole["steps"] - 6])[0]
-    last = outcome["length"]
-    first, second = outcome["kept"]
-    assert first[0] == last
-    back = last - 6
-    assert second[0] == back + 4, "what the branch saved is newest, and was not pruned"
-    assert not [step for step in second if step > back + 4]
-    assert sorted(path.name for path in folder.glob("aside-*")) == [
-        f"aside-{s:010d}" for s in sorted(first) if s > back
-    ]
-    assert "set aside: the checkpoints of step " in outcome["output"]
-    history = outcome["history"]
-    assert history == whole["history"][-len(history) :]
-    for name, value in whole["state"].items():
-        assert torch.equal(outcome["state"][name], value), name
 
 
 def test_on_other_ranks_the_same_samples_are_seen_once(tmp_path: Path) -> None:

@@ -1,16 +1,9 @@
-"""Ranking the catalogue or candidates: by hand, and on any number of ranks like a plain loop in one process.
-
-The figures of RecBole and of He et al. 2017 are published ones.
-"""
+"""Ranking the catalogue or candidates: by hand, and on any number of ranks like a plain loop in one process."""
 
 import dataclasses
-import os
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
@@ -25,13 +18,9 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train import metrics
-from torchrec_ext.train.config import Figure
 from torchrec_ext.train.metrics import (
     Question,
-    hits_by,
     own_share,
-    popularity_hits,
-    ranking_metrics,
 )
 from torchx_apps.recipes import TwoTowerConfig, build_two_tower
 
@@ -282,46 +271,3 @@ def check_places(gains: Tensor, scores: Tensor, question: Question) -> None:
     assert float(found.double().mean()) > 0.9
     assert float((least == most).double().mean()) > 0.9
     assert len(better.unique()) > 10, "not all alike"
-
-
-def test_the_figures_of_recbole_on_its_own_split() -> None:
-    """Ranks MovieLens 100K in full, many relevant items per user: EASE (Steck 2019) with L2 of 300, and popularity."""
-    path = (
-        Path(os.environ.get("TORCHREC_EXT_DATA") or "")
-        / "ml-100k"
-        / "recbole_split.parquet"
-    )
-    if not path.exists():
-        pytest.skip(
-            "needs RecBole's split: set TORCHREC_EXT_DATA to a folder with ml-100k/recbole_split.parquet"
-        )
-    table = pq.read_table(path)
-    user, item, part = (
-        table[name].to_numpy().copy() for name in ("user_id", "item_id", "split")
-    )
-    users, rows = np.unique(user[part == "test"], return_inverse=True)
-    order = np.argsort(rows, kind="stable")
-    seen = (part != "test") & np.isin(user, users)
-    question = Question(
-        targets=torch.from_numpy(item[part == "test"][order]),
-        target_rows=torch.from_numpy(rows[order]),
-        seen_rows=torch.from_numpy(users.searchsorted(user[seen])),
-        seen_items=torch.from_numpy(item[seen]),
-    )
-    taken = torch.zeros(user.max() + 1, item.max() + 1, dtype=torch.float64)
-    taken[user[part == "train"], item[part == "train"]] = 1
-    inverse = torch.linalg.inv(
-        taken.T @ taken + 300 * torch.eye(taken.shape[1], dtype=torch.float64)
-    )
-    weights = -inverse / inverse.diagonal()
-    weights.fill_diagonal_(0)
-    scores = (taken @ weights)[users]
-    figures: list[tuple[Figure, int]] = [("recall", 10), ("ndcg", 10)]
-    ease = ranking_metrics(
-        hits_by(lambda block: scores[block], question, scores.shape[1], k=10), figures
-    )
-    assert ease == pytest.approx({"recall@10": 0.2808, "ndcg@10": 0.3309}, abs=5e-5)
-    popular = ranking_metrics(popularity_hits(taken.sum(0), question, k=10), figures)
-    assert popular == pytest.approx(
-        {"recall@10": 0.1274, "ndcg@10": 0.1416}, abs=5e-4
-    ), "counts tie, and RecBole favours some"

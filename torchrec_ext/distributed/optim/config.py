@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import accumulate
@@ -20,7 +20,6 @@ from torchrec_ext.schema.validation import check_choice, listed
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 TableOptimizer = Literal["adagrad", "row_wise_adagrad", "sgd", "adam", "lazy_adam"]
 DenseOptimizer = Literal["adam", "adagrad", "sgd"]
@@ -35,7 +34,7 @@ class Override:
     Args:
         kind: name of the optimizer.
         lr: learning rate.
-        weight_decay: decoupled weight decay.
+        weight_decay: decoupled weight decay, of dense layers under ``adam``.
         l2: factor of the squared norm added to the loss; ``adam`` only.
         eps: number added to the denominator of Adagrad and Adam.
 
@@ -72,18 +71,16 @@ class Override:
         return changes
 
 
-def _fits(pattern: str, name: str, path: str) -> bool:
-    """Whether a pattern with * and ? matches ``name``, ``path`` or the path of a module above it.
+def _fits(pattern: str, name: str) -> bool:
+    """Whether a pattern with * and ? matches a table, a dense parameter, or the path of a module above it.
 
     Example:
-        >>> _fits("towers.user", "user_id", "towers.user.embeddings")
-        True
-        >>> _fits("towers.user", "item_id", "towers.user_2.embeddings")
-        False
+        >>> _fits("towers.user", "towers.user.mlp.0.weight"), _fits("towers.user", "towers.user_2.mlp.0.weight")
+        (True, False)
     """
     # The path of each module from the top down: a, a.b, a.b.c.
-    candidates = [name, *accumulate(path.split("."), "{}.{}".format)]
-    return any(fnmatchcase(candidate, pattern) for candidate in candidates)
+    paths = accumulate(name.split("."), "{}.{}".format)
+    return any(fnmatchcase(path, pattern) for path in paths)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +92,7 @@ class Choice:
         lr: learning rate.
         eps: number added to the denominator of Adagrad and Adam.
         betas: decay rates of Adam's first and second moment.
-        weight_decay: decoupled weight decay.
+        weight_decay: decoupled weight decay, AdamW's.
         l2: factor of the squared norm added to the loss; ``adam`` only.
         decays_all_rows: whether rows of a table without a gradient decay too, as torch's AdamW has it.
     """
@@ -115,25 +112,25 @@ class Choice:
         return arguments
 
     def fused(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        """Returns the class and arguments for TorchRec's choice of an FBGEMM kernel, without weight decay."""
+        """Returns the class and arguments for TorchRec's choice of an FBGEMM kernel."""
         from torchrec_ext.distributed.optim.kinds import FUSED
 
-        # FBGEMM's own weight decay follows another rule for each optimizer.
         arguments = self._arguments()
         if self.kind in _ADAM:
             arguments |= {"beta1": self.betas[0], "beta2": self.betas[1]}
         return FUSED[self.kind], arguments
 
     def unfused(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        """Returns the class and arguments of the torch optimizer with the same rule, without weight decay."""
+        """Returns the class and arguments of the torch optimizer with the same rule."""
         from torchrec_ext.distributed.optim.kinds import UNFUSED
 
         arguments = self._arguments()
         if self.kind in _ADAM:
             arguments["betas"] = self.betas
-        if self.l2:
-            # torch calls Adam's l2 term weight_decay, and only Adam has one.
-            arguments["weight_decay"] = self.l2
+        if self.kind == "adam":
+            # torch calls Adam's l2 term weight_decay, and AdamW's decay a decoupled one.
+            arguments["weight_decay"] = self.weight_decay or self.l2
+            arguments["decoupled_weight_decay"] = self.weight_decay > 0
         return UNFUSED[self.kind], arguments
 
     @property
@@ -142,13 +139,6 @@ class Choice:
         # The others have Adam's two moments for each weight.
         numbers = {"adagrad": (1, 0), "row_wise_adagrad": (0, 1), "sgd": (0, 0)}
         return numbers.get(self.kind, (2, 0))
-
-    def state_bytes(self, table: BaseEmbeddingConfig) -> int:
-        """Returns the bytes of optimizer state for ``table``, without its weights; more if its columns are split."""
-        per_weight, per_row = self.state_numbers
-        return int(
-            4 * table.num_embeddings * (table.embedding_dim * per_weight + per_row)
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,14 +161,11 @@ class OptimizerConfig:
         eps: number added to the denominator of Adagrad and Adam; one for all tables and layers, so that a table learns
             the same however it is sharded.
         betas: decay rates of Adam's first and second moment.
-        tables_weight_decay: decoupled weight decay of tables (Loshchilov & Hutter 2019): each step multiplies the rows
-            that get a gradient in it by 1 - learning rate x this. Tables with it are data_parallel.
-        dense_weight_decay: decoupled weight decay of every dense parameter.
+        dense_weight_decay: decoupled weight decay of every dense parameter (Loshchilov & Hutter 2019), under ``adam``.
         tables_l2: ``adam`` only: half of this times the sum of squares of the whole table is added to the loss. It
             draws rows that the data rarely mention towards 0, in the batch or not, and hardly holds back frequent ones.
-        per_table: exceptions by a table's name or the path of a module that holds it, with * and ?, as in
-            ``--optimizer.per_table.user_id.kind adam`` or ``{"item_*": Override(kind="sgd")}``. The last that fits
-            wins, field by field.
+        per_table: exceptions by a table's name, with * and ?, as in ``--optimizer.per_table.user_id.kind adam`` or
+            ``{"item_*": Override(kind="sgd")}``. The last that fits wins, field by field.
         per_layer: exceptions for dense layers, by module or parameter path: ``{"towers.user.mlp": Override(lr=0.01),
             "*.bias": Override(weight_decay=0)}``.
         clip_norm: greatest norm of the gradient of all dense layers and data_parallel tables together, over all ranks;
@@ -192,7 +179,6 @@ class OptimizerConfig:
     dense_lr: float = 1e-3
     eps: float = 1e-8
     betas: tuple[float, float] = (0.9, 0.999)
-    tables_weight_decay: float = 0.0
     dense_weight_decay: float = 0.0
     tables_l2: float = 0.0
     per_table: Mapping[str, Override] = field(default_factory=dict)
@@ -202,7 +188,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         check_choice("tables", self.tables, get_args(TableOptimizer))
         check_choice("dense", self.dense, get_args(DenseOptimizer))
-        decays = ("tables_weight_decay", "dense_weight_decay", "tables_l2")
+        decays = ("dense_weight_decay", "tables_l2")
         for name in ("tables_lr", "dense_lr", "eps", *decays, "clip_norm"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
@@ -223,29 +209,26 @@ class OptimizerConfig:
         """Returns the optimizer of each table of ``model``, sharded or not, by table name.
 
         Raises:
-            ValueError: an exception matches no table, or ``l2`` is set for an optimizer other than adam.
+            ValueError: an exception matches no table, has a weight decay, or ``l2`` for an optimizer other than adam.
         """
-        from torchrec_ext.distributed.tables import collections, table_configs
+        from torchrec_ext.distributed.tables import tables_of
 
-        paths = {}
-        for path, collection in collections(model):
-            for table in table_configs(collection):
-                paths[table.name] = path
         default = Choice(
             kind=self.tables,
             lr=self.tables_lr,
             eps=self.eps,
             betas=self.betas,
-            weight_decay=self.tables_weight_decay,
+            weight_decay=0.0,
             l2=self.tables_l2,
         )
-        return _decide("table", default, self.per_table, paths)
+        names = [table.name for table in tables_of(model)]
+        return _decide("table", default, self.per_table, names)
 
     def for_layers(self, names: Iterable[str]) -> dict[str, Choice]:
         """Returns the optimizer of each dense parameter, by its name.
 
         Raises:
-            ValueError: an exception matches no parameter, or ``l2`` is set for an optimizer other than adam.
+            ValueError: an exception matches no parameter, or a decay is set for an optimizer other than adam.
         """
         default = Choice(
             kind=self.dense,
@@ -254,36 +237,35 @@ class OptimizerConfig:
             betas=self.betas,
             weight_decay=self.dense_weight_decay,
         )
-        return _decide(
-            "dense layer",
-            default,
-            self.per_layer,
-            {name: name for name in names},
-        )
+        return _decide("dense layer", default, self.per_layer, list(names))
 
 
 def _decide(
     what: str,
     default: Choice,
     overrides: Mapping[str, Override],
-    paths: Mapping[str, str],
+    names: Sequence[str],
 ) -> dict[str, Choice]:
     for pattern in overrides:
-        if not any(_fits(pattern, name, path) for name, path in paths.items()):
+        if not any(_fits(pattern, name) for name in names):
             raise ValueError(
-                f"per_{what.split()[-1]}: '{pattern}' fits no {what} of the model, which are {listed(paths)}"
+                f"per_{what.split()[-1]}: '{pattern}' fits no {what} of the model, which are {listed(names)}"
             )
     choices = {}
-    for name, path in paths.items():
+    for name in names:
         changes: dict[str, Any] = {}
         for pattern, override in overrides.items():
-            if _fits(pattern, name, path):
+            if _fits(pattern, name):
                 changes |= override.changes
         choice = dataclasses.replace(default, **changes)
         choices[name] = choice
-        if choice.l2 and choice.kind != "adam":
+        for decay in ("l2", "weight_decay"):
+            if getattr(choice, decay) and choice.kind != "adam":
+                raise ValueError(
+                    f"{what} '{name}': {decay}={getattr(choice, decay)} with the optimizer {choice.kind}; choose adam"
+                )
+        if choice.weight_decay and (choice.l2 or what == "table"):
             raise ValueError(
-                f"{what} '{name}': l2={choice.l2} with the optimizer {choice.kind}: it moves every row at every step, "
-                "as only adam does; choose adam, or weight_decay, which shrinks what the batch touched"
+                f"{what} '{name}': weight_decay={choice.weight_decay} is of dense layers without l2; a table takes l2"
             )
     return choices

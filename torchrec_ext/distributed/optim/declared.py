@@ -100,21 +100,16 @@ def _without_kernel(
     table: BaseEmbeddingConfig, choice: Choice, device: str, can_be_whole: bool
 ) -> str:
     """Explains that no kernel runs a table's optimizer, and what to set."""
-    rule = "weight decay" if choice.weight_decay else choice.kind
     prefix = f"optimizer.per_table.{table.name}."
     # The rates of Adam are too low for Adagrad.
     remedy = f"{prefix}kind=adagrad, {prefix}lr=0.05"
-    if choice.weight_decay:
-        remedy = f"{prefix}weight_decay=0"
     if can_be_whole:
         remedy = f"plan.tables.{table.name}.sharding=data_parallel, or {remedy}"
     elif isinstance(table, EmbeddingConfig) and table.data_type == DataType.FP32:
         remedy += ", or read it by an EmbeddingBag"
-    return f"table '{table.name}': FBGEMM has no kernel of {rule} for the {device}; set {remedy}"
+    return f"table '{table.name}': FBGEMM has no kernel of {choice.kind} for the {device}; set {remedy}"
 
 
 def has_kernel(choice: Choice, device: str) -> bool:
     """Whether FBGEMM runs the table optimizer in its backward on the device, ``cpu`` or ``cuda``."""
-    if choice.weight_decay:
-        return False
     return choice.kind in FUSED_ON_CPU or (device == "cuda" and choice.kind != "adam")

@@ -18,12 +18,11 @@ from torchrec.optim.keyed import (
 )
 
 from torchrec_ext.distributed.optim.config import Choice
-from torchrec_ext.distributed.optim.kinds import rows_with_gradient
 from torchrec_ext.distributed.optim.sharded import OneBackward
 
 
 class HybridOptimizer(CombinedOptimizer):
-    """TorchRec's CombinedOptimizer with a step that first clips the gradient's norm and decays weights.
+    """TorchRec's CombinedOptimizer with a step that first clips the gradient's norm.
 
     All gradients that it sees have been averaged over the ranks, so their norm is the norm over all ranks without
     another exchange. While ranks are apart (:class:`LocalSGD`) each clips by the norm of its own gradient.
@@ -70,10 +69,7 @@ class HybridOptimizer(CombinedOptimizer):
             keyed.params.values() for _, keyed in dense
         )
         self._unfused = [*self.replicated_tables, *self.dense_parameters]
-        self._tables = set(self.replicated_tables)
         self.dense_groups = _joined(keyed.param_groups for _, keyed in dense)
-        self._unfused_groups = _joined(keyed.param_groups for _, keyed in tables)
-        self._unfused_groups += self.dense_groups
         # By identity, because two groups may have equal settings.
         dense_ids = set(map(id, self.dense_groups))
         self.table_groups: list[dict[str, Any]] = [
@@ -90,7 +86,6 @@ class HybridOptimizer(CombinedOptimizer):
             self._one_backward.begin()
         if self.clip_norm:
             clip_grad_norm_(self._unfused, self.clip_norm)
-        self._decay()
         super().step(closure)
         for call in self.after_step:
             call()
@@ -100,22 +95,6 @@ class HybridOptimizer(CombinedOptimizer):
         if self._one_backward is not None:
             self._one_backward.begin()
         super().zero_grad(set_to_none)
-
-    def _decay(self) -> None:
-        for group in self._unfused_groups:
-            if not group["decay"]:
-                continue
-            factor = 1 - group["lr"] * group["decay"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if parameter in self._tables:
-                    # Only rows with a gradient decay, as in sharded tables: a table
-                    # learns the same under every plan.
-                    rows = rows_with_gradient(parameter.grad)
-                    parameter.index_copy_(0, rows, parameter[rows] * factor)
-                else:
-                    parameter.mul_(factor)
 
 
 def _joined(parts: Iterable[Iterable[Any]]) -> list[Any]:
@@ -186,8 +165,6 @@ def _groups(
     groups: dict[Choice, dict[str, Any]] = {}
     for name, parameter in parameters.items():
         choice = choices[name]
-        group = groups.setdefault(
-            choice, {"params": [], **choice.unfused()[1], "decay": choice.weight_decay}
-        )
+        group = groups.setdefault(choice, {"params": [], **choice.unfused()[1]})
         group["params"].append(parameter)
     return list(groups.values())

@@ -1,8 +1,7 @@
-"""draft(): runs TorchRec's planner with the constraints of a PlanConfig; keeps the plan and its estimates."""
+"""draft(): runs TorchRec's planner with the constraints of a PlanConfig."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import textwrap
 from collections.abc import Mapping
@@ -25,7 +24,6 @@ from torchrec.distributed.planner.storage_reservations import (
 from torchrec.distributed.planner.types import (
     PlannerError,
     PlannerErrorType,
-    ShardingOption,
 )
 from torchrec.distributed.types import CacheParams, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
@@ -37,12 +35,11 @@ from torchrec_ext.distributed.optim.declared import (
 )
 from torchrec_ext.distributed.plan.config import PlanConfig, TableChoice
 from torchrec_ext.distributed.plan.explain import size_text, table_bytes
-from torchrec_ext.distributed.plan.storage import TableStorage
+from torchrec_ext.distributed.plan.storage import TableStorage, state_storage
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharders import (
     BY_HOST,
     free_to_shard,
-    kernel_refused_because,
     possible,
     refused_because,
     sharders,
@@ -53,13 +50,6 @@ from torchrec_ext.schema.validation import listed
 
 class PlanError(ValueError):
     """No plan fits, or a table cannot be sharded as asked; the message names it and the remedy."""
-
-
-class Draft(NamedTuple):
-    """A plan, and the planner's ``options``: its estimates of memory and milliseconds for each shard of each table."""
-
-    plan: ShardingPlan
-    options: list[ShardingOption]
 
 
 class Request(NamedTuple):
@@ -85,7 +75,7 @@ class Request(NamedTuple):
             runtime: description of the ranks.
             config: sharding types.
             optimizer: optimizers of the tables.
-            constraints: TorchRec's constraints by table name, which win over ``config``.
+            constraints: TorchRec's constraints by table name, in place of those of ``config``.
 
         Raises:
             PlanError: a table cannot be sharded as asked on these ranks.
@@ -114,22 +104,12 @@ class Request(NamedTuple):
             constraint = _constraint(table, choice, runtime, by_host=by_host)
             if constraint is not None:
                 derived[table.name] = constraint
-        return cls(tables, choices, _winning(derived, constraints))
-
-
-class _PlanStats(NoopEmbeddingStats):
-    """Keeps the sharding options from TorchRec's planner, which hands them to its statistics."""
-
-    options: list[ShardingOption]
-
-    def log(self, *args: Any, **stats: Any) -> None:
-        """Keeps the options of the best plan; the planner calls it once."""
-        self.options = stats["best_plan"]
+        return cls(tables, choices, {**derived, **constraints})
 
 
 def draft(
     model: nn.Module, request: Request, topology: Topology, batch_size: int
-) -> Draft:
+) -> ShardingPlan:
     """Runs TorchRec's planner for ``request`` on this rank alone.
 
     Args:
@@ -139,11 +119,10 @@ def draft(
         batch_size: rows per rank and step.
 
     Raises:
-        PlanError: the tables do not fit.
+        PlanError: the tables do not fit, or TorchRec has no such sharding type and kernel for a table.
     """
     if not request.tables:
-        return Draft(ShardingPlan({}), [])
-    stats = _PlanStats()
+        return ShardingPlan({})
     estimators = [
         EmbeddingPerfEstimator(topology=topology, constraints=request.constraints),
         TableStorage(topology, request.constraints, request.choices),
@@ -157,7 +136,7 @@ def draft(
         # Our reserve is off the topology already: TorchRec's leaves the memory of a CPU
         # rank as it is.
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
-        stats=stats,
+        stats=NoopEmbeddingStats(),
         constraints=request.constraints,
         debug=False,
     )
@@ -168,12 +147,17 @@ def draft(
         for constraint in request.constraints.values():
             requested_types.update(constraint.sharding_types or ())
         by_host = not requested_types.isdisjoint(BY_HOST)
-        plan = planner.plan(model, sharders(by_host=by_host))
+        return planner.plan(model, sharders(by_host=by_host))
     except PlannerError as error:
         raise PlanError(_refusal(error, request, topology)) from None
+    except RuntimeError as error:
+        # Of a kernel that the device or the sharding type has not.
+        first = str(error).strip().partition(". ")[0]
+        raise PlanError(
+            f"{first[:130]}; choose another plan.sharding or plan.kernel"
+        ) from None
     finally:
         logging.getLogger().removeFilter(_not_of_replicated_tables)
-    return Draft(plan, stats.options)
 
 
 def _refusal(error: PlannerError, request: Request, topology: Topology) -> str:
@@ -184,10 +168,11 @@ def _refusal(error: PlannerError, request: Request, topology: Topology) -> str:
         )
     # On a CPU, tables are in host memory, and there is no HBM.
     storage = topology.devices[0].storage
-    sizes = {
-        table.name: table_bytes(table) + request.choices[table.name].state_bytes(table)
-        for table in request.tables
-    }
+    sizes = {}
+    for table in request.tables:
+        shape = (table.num_embeddings, table.embedding_dim)
+        state = state_storage(request.choices[table.name], shape, "fused", "cpu")
+        sizes[table.name] = table_bytes(table) + state.ddr
     largest = max(sizes, key=sizes.__getitem__)
     return (
         f"no sharding plan fits {topology.world_size} rank(s) of {size_text(storage.hbm or storage.ddr)}: tables with "
@@ -199,23 +184,6 @@ def _refusal(error: PlannerError, request: Request, topology: Topology) -> str:
 def _not_of_replicated_tables(record: logging.LogRecord) -> bool:
     """Drops the planner's warning about tables without a sharding spec: replicated ones have none."""
     return not record.getMessage().startswith("Sharding spec not found")
-
-
-def _winning(
-    derived: Mapping[str, ParameterConstraints],
-    requested: Mapping[str, ParameterConstraints],
-) -> dict[str, ParameterConstraints]:
-    """Merges constraints: the ``requested`` win, the ``derived`` fill in tables and kernels left open."""
-    winning = dict(requested)
-    for name, ours in derived.items():
-        theirs = winning.setdefault(name, ours)
-        if theirs.compute_kernels is None:
-            winning[name] = dataclasses.replace(
-                theirs,
-                compute_kernels=ours.compute_kernels,
-                cache_params=theirs.cache_params or ours.cache_params,
-            )
-    return winning
 
 
 def _constraint(
@@ -237,9 +205,7 @@ def _constraint(
     """
     sharding = request.sharding
     device = runtime.device.type
-    reason = refused_because(table, sharding, device) or kernel_refused_because(
-        request, device
-    )
+    reason = refused_because(table, sharding, device)
     if reason:
         raise PlanError(f"table '{table.name}': {reason}")
     # The kernel fields of the planner's constraints; none if the planner is free to

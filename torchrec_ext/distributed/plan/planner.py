@@ -62,7 +62,7 @@ def plan_sharding(
         config: sharding types and memory.
         optimizer: optimizers of the tables, whose state takes memory too; those given to :func:`hybrid_parallel`.
         batch_size: rows per rank and step, for the cost model.
-        constraints: TorchRec's own constraints by table name, for what ``config`` cannot express; they win.
+        constraints: TorchRec's own constraints by table name, in place of what ``config`` says of the table.
 
     Raises:
         PlanError: the tables do not fit, or cannot be sharded as asked.
@@ -83,7 +83,7 @@ def plan_sharding(
                 available_memory() / runtime.local_world_size * (1 - config.reserve)
             )
             topology = _topology(runtime, usable, host)
-            outcome = [draft(model, request, topology, batch_size).plan]
+            outcome = [draft(model, request, topology, batch_size)]
         except PlanError as error:
             outcome = [error]
         # Any failure must reach the other ranks, which wait in the broadcast.

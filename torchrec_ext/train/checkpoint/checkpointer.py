@@ -74,8 +74,6 @@ class Checkpointer:
         # The step that was loaded; newer checkpoints are of another future.
         self._begun: float = math.inf
         self._has_saved = False
-        # The checkpoint whose files were compared with their digests last.
-        self._verified = ""
         if runtime.world_size > 1 or self.folder.remote:
             check_shared(self.folder, self.together)
         self.together.on_main(self.folder.lock)
@@ -186,9 +184,7 @@ class Checkpointer:
             say: called on rank 0 with a line for each newer, damaged checkpoint.
         """
         self.wait()
-        path = newest_good(self.folder, self.together, say)
-        self._verified = path or ""
-        return path
+        return newest_good(self.folder, self.together, say)
 
     def load(
         self,
@@ -202,8 +198,7 @@ class Checkpointer:
         The first save after it sets aside the checkpoints ahead of this one.
 
         Args:
-            path: checkpoint; its files are compared with their digests before anything of them is read, unless
-                :meth:`last_good` has just done so.
+            path: checkpoint; its files are compared with their digests before anything of them is read.
             state: state of the model and its optimizers, from :func:`model_state`.
             partial: whether the model may differ, see :class:`StartConfig`. New rows begin as row 0 of their table.
 
@@ -218,22 +213,18 @@ class Checkpointer:
         content, _ = load_checkpoint(saved, state, self.together, partial=partial)
         self._begun = saved.manifest["step"]
         self._has_saved = False
-        # A later load compares again: a disk may err meanwhile.
-        self._verified = ""
         return saved.manifest | {"content": content}
 
     def verified(self, path: str) -> Saved:
-        """Returns a checkpoint, compared with its digests unless it is the one that was compared last. Collective.
+        """Returns a checkpoint whose files fit their digests. Collective.
 
         Raises:
             CheckpointError: it is damaged.
         """
         self.wait()
-        if path != self._verified:
-            wrong = damage(path, self.together)
-            if wrong:
-                raise CheckpointError(wrong)
-            self._verified = path
+        wrong = damage(path, self.together)
+        if wrong:
+            raise CheckpointError(wrong)
         return read_checkpoint(path)
 
     def _make_room(self, step: int) -> None:

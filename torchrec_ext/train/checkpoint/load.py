@@ -1,20 +1,17 @@
 """load_checkpoint(): loads a checkpoint under another plan, on other ranks, or with more rows and layers.
 
-match() compares names and shapes: tensors that fit, tables that grew, and other differences. inherited() converts an
-optimizer's numbers per row between different splits of a table's columns.
+match() compares names and shapes: tensors that fit, tables that grew, and other differences.
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -168,35 +165,6 @@ def _refuse(path: str, differences: dict[str, bool], partial: bool) -> list[str]
     raise CheckpointError(f"{header}{text}{remedy}")
 
 
-def inherited(saved: Tensor, widths: Sequence[int], start: int, stop: int) -> Tensor:
-    """Computes the optimizer's numbers for a part of the columns: the mean of the saved numbers over its columns.
-
-    A table with split columns keeps one sum of squared gradients per part (their mean over the part's columns). The
-    mean over the parts, weighted by their widths, is the sum of the unsplit table for the same gradients. A part of the
-    table, or of another part, starts from the sum of the part that contained it.
-
-    Args:
-        saved: numbers of n rows and P saved parts, (n, P).
-        widths: number of columns of each saved part, in order.
-        start: first column of the new part.
-        stop: column after its last.
-
-    Returns:
-        (n, 1).
-
-    Example:
-        >>> inherited(torch.tensor([[1.0, 3.0]]), (8, 8), 0, 16), inherited(torch.tensor([[1.0, 3.0]]), (8, 8), 8, 12)
-        (tensor([[2.]]), tensor([[3.]]))
-    """
-    shared = []
-    for width, end in zip(widths, accumulate(widths), strict=True):
-        columns = min(stop, end) - max(start, end - width)
-        # Below 0 for a saved part that lies beside the new one.
-        shared.append(max(columns, 0))
-    weights = torch.tensor(shared, dtype=torch.float64) / (stop - start)
-    return (saved.double() @ weights.to(saved.device)).to(saved.dtype).unsqueeze(1)
-
-
 def load_checkpoint(
     saved: Saved,
     state: ModelState,
@@ -292,13 +260,16 @@ def _saved_columns(value: Parts, name: str, index: Metadata) -> Parts:
 
 
 def _merge(value: Any, saved: Parts) -> None:
-    """Converts numbers per row from the saved split of a table's columns to this one."""
+    """Writes the mean of the numbers per row that the saved parts of a table's columns had.
+
+    A table with split columns keeps one sum of squared gradients per part, their mean over its columns. The mean over
+    the parts, weighted by their widths, is the sum of the unsplit table for the same gradients.
+    """
+    weights = torch.tensor(saved.widths, dtype=torch.float64) / sum(saved.widths)
     by_row = {shard.offsets[0]: shard.tensor for shard in saved.parts}
     for shard in value.parts:
-        row, number = shard.offsets
-        start = sum(value.widths[:number])
-        stop = start + value.widths[number]
-        shard.tensor.copy_(inherited(by_row[row], saved.widths, start, stop))
+        means = by_row[shard.offsets[0]].double() @ weights
+        shard.tensor.copy_(means.unsqueeze(1))
 
 
 def _cold_rows(

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 
@@ -28,30 +29,26 @@ def read_vectors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
     """Reads a file block by block: yields ids (n,) int64, rows of a table, and vectors (n, D) float32.
 
     Args:
-        path: ``.npy``, (N, D), row i being id i; ``.safetensors`` with
-            ``vectors`` and, unless they are 0 to N - 1, ``ids``; ``.parquet`` with a column ``id`` of integers and
-            ``vector`` of lists.
+        path: parquet file with a column ``id`` of integers and ``vector`` of lists.
 
     Raises:
         CheckpointError: the file is missing or damaged, or lacks a part.
     """
-    readers = {
-        ".npy": _read_numpy,
-        ".safetensors": _read_safetensors,
-        ".parquet": _read_parquet,
-    }
-    if path.suffix not in readers:
-        raise CheckpointError(
-            f"'{path}': vectors are read from {', '.join(readers)} files"
-        )
     try:
-        yield from readers[path.suffix](path)
-    except CheckpointError:
-        raise
+        for batch in pq.ParquetFile(path).iter_batches(BLOCK, columns=["id", "vector"]):
+            # A list of another length than the first is refused by the cast.
+            width = len(batch["vector"][0])
+            vectors = batch["vector"].cast(pa.list_(pa.float32(), width)).flatten()
+            ids = batch["id"].cast(pa.int64()).fill_null(-1).to_numpy()
+            yield (
+                torch.from_numpy(ids.copy()),
+                torch.from_numpy(vectors.to_numpy().copy()).view(len(ids), -1),
+            )
     except Exception as error:
-        # numpy, Arrow and safetensors have errors of their own for a damaged file.
+        # Arrow and torch have errors of their own for a damaged file.
+        first = f"{error}".partition("\n")[0]
         raise CheckpointError(
-            f"'{path}' holds no vectors: {error}".splitlines()[0]
+            f"'{path}' holds no vectors: {first[:100]}; give parquet with columns id and vector"
         ) from None
 
 
@@ -90,8 +87,6 @@ def load_vectors(model: nn.Module, table: str, path: Path) -> int:
 
 def _wrong(table: str, config: Any, ids: Tensor, vectors: Tensor) -> str:
     """Says what is wrong with a block of vectors; empty if nothing is."""
-    if vectors.ndim != 2 or len(vectors) != len(ids):
-        return f"{len(ids)} ids with vectors of shape {tuple(vectors.shape)}; they must be (N,) and (N, D)"
     bad = ids[(~torch.isfinite(vectors)).any(dim=1)]
     if len(bad):
         return f"the vector of id {int(bad[0])} is not finite; leave it out, or mend it"
@@ -104,49 +99,6 @@ def _wrong(table: str, config: Any, ids: Tensor, vectors: Tensor) -> str:
     if len(outside):
         return f"id {int(outside[0])} is no row of table '{table}', which has {rows:,}"
     return ""
-
-
-def _read_numpy(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
-    # Mapped, because a .npy file may be larger than memory. A pickle in it would run
-    # code.
-    vectors = np.load(path, mmap_mode="r", allow_pickle=False)
-    for start in range(0, len(vectors), BLOCK):
-        block = np.array(vectors[start : start + BLOCK], dtype=np.float32)
-        yield torch.arange(start, start + len(block)), torch.from_numpy(block)
-
-
-def _read_safetensors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        vectors = file.get_slice("vectors")
-        ids = None
-        # The file has keys(), but no iteration.
-        if "ids" in file.keys():  # noqa: SIM118
-            ids = file.get_tensor("ids").long()
-        for start in range(0, vectors.get_shape()[0], BLOCK):
-            block = vectors[start : start + BLOCK].float()
-            block_ids = torch.arange(start, start + len(block))
-            if ids is not None:
-                block_ids = ids[start : start + BLOCK]
-            yield block_ids, block
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
-    import pyarrow.parquet as pq
-
-    for batch in pq.ParquetFile(path).iter_batches(BLOCK, columns=["id", "vector"]):
-        ids = torch.from_numpy(
-            batch["id"].to_numpy(zero_copy_only=False).astype(np.int64)
-        )
-        flat = np.array(
-            batch["vector"].flatten().to_numpy(zero_copy_only=False), dtype=np.float32
-        )
-        if len(ids) and len(flat) % len(ids):
-            raise CheckpointError(
-                f"'{path}': the lists of column 'vector' are not of one length"
-            )
-        yield ids, torch.from_numpy(flat).view(len(ids), -1)
 
 
 def publish_weights(path: str, file: Path) -> dict[str, tuple[int, ...]]:

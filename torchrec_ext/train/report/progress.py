@@ -159,31 +159,19 @@ def time_shares(records: Sequence[Record]) -> dict[str, float]:
         {'data': 0.25, 'compute': 0.75}
     """
     records = [
-        record
-        for record in records
-        if record["kind"] == "train" and record.get("rows_per_s")
+        record for record in records_of(records, "train") if record.get("rows_per_s")
     ]
     shares = {}
     for name, figure in (("data", "data_wait"), ("ranks", "ranks_wait")):
-        measured = [record for record in records if figure in record]
-        if measured or name == "data":
-            shares[name] = mean_over_time(
-                measured, [record[figure] for record in measured]
-            )
+        waited = total = 0.0
+        for record in records:
+            seconds = record["rows"] / record["rows_per_s"]
+            if figure in record:
+                waited += seconds * record[figure]
+                total += seconds
+        if total or name == "data":
+            shares[name] = waited / (total or 1.0)
     return {**shares, "compute": max(0.0, 1 - sum(shares.values()))}
-
-
-def mean_over_time(records: Sequence[Record], shares: Sequence[float]) -> float:
-    """Returns the mean of shares, weighted by the seconds of their records."""
-    seconds = [record["rows"] / record["rows_per_s"] for record in records]
-    total = sum(seconds)
-    if not total:
-        return 0.0
-    parts = [
-        share * record_seconds
-        for share, record_seconds in zip(shares, seconds, strict=True)
-    ]
-    return float(sum(parts) / total)
 
 
 class Progress:

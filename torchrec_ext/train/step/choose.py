@@ -19,7 +19,12 @@ from torchrec_ext.capture import policy as capture_policy
 from torchrec_ext.capture.captured import CapturedStep
 from torchrec_ext.capture.errors import CannotCaptureError, RareShapeError
 from torchrec_ext.capture.executors import Run, StepExecutor, engine_for
-from torchrec_ext.capture.policy import WATCHED, CapturePolicy, Compile
+from torchrec_ext.capture.policy import (
+    WATCHED,
+    CapturePolicy,
+    Compile,
+    milliseconds,
+)
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import EveryStep
@@ -237,18 +242,17 @@ class Steps:
         """Reports whether steps are captured and why, with the time of a step."""
         policy = self._policy
         policy.is_reported = True
-        eager = policy.eager_s * 1e3
+        figures: dict[str, Any] = {
+            "captured": False,
+            "eager_ms": policy.eager_s * 1e3,
+            "message": policy.describe_eager(),
+        }
         # A run that ends with its last watched step has no captured one to time.
-        captured = self._step is not None and bool(policy.captured_seconds)
-        figures: dict[str, Any] = {"captured": captured, "eager_ms": eager}
-        if captured:
+        if self._step is not None and policy.captured_seconds:
+            eager = milliseconds(policy.eager_s)
+            figures["captured"] = True
             figures["captured_ms"] = policy.captured_s * 1e3
-            comparison = f"eager {eager:.3g} ms"
-            if len(policy.eager_seconds) < WATCHED:  # the first steps are slower
-                comparison = f"the {len(policy.eager_seconds)} eager ones before took {eager:.3g} ms"
-            figures["message"] = f"captured {policy.describe_captured()}, {comparison}"
-        else:
-            figures["message"] = policy.describe_eager()
+            figures["message"] = f"captured {policy.describe_captured()}, eager {eager}"
         self._config.tell(figures)
 
     def _decide(self) -> None:

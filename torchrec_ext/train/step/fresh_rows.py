@@ -12,14 +12,13 @@ from torchrec.distributed.model_parallel import (
     DistributedModelParallel,
     get_unwrapped_module,
 )
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import Fresh, TowerBatch
 from torchrec_ext.distributed.tables import (
-    collections,
-    table_configs,
+    draw_rows,
     table_shardings,
+    tables_of,
 )
 from torchrec_ext.ids.index import mixed
 from torchrec_ext.train.checkpoint.state import (
@@ -64,11 +63,7 @@ class FreshRows:
         self._model = model
         self._optimizer = optimizer
         self._begin = begin or self._drawn
-        self._configs: dict[str, BaseEmbeddingConfig] = {}
-        for _, collection in collections(model):
-            self._configs |= {
-                config.name: config for config in table_configs(collection)
-            }
+        self._configs = {config.name: config for config in tables_of(model)}
         self._weights: dict[str, list[LocalShard]] | None = None
         self._states: dict[str, list[LocalShard]] = {}
 
@@ -119,17 +114,8 @@ class FreshRows:
         return weights
 
     def _drawn(self, table: str, ids: Tensor) -> Tensor:
-        config = self._configs[table]
-        values = torch.empty(len(ids), config.embedding_dim)
-        # The random state is put back, so that dropout does not depend on which ids are
-        # new. torch.manual_seed would seed that of every device, and take .1 ms.
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(
-                int(mixed(ids.cpu()).sum()) & (2**63 - 1)
-            )
-            assert config.init_fn is not None  # TorchRec fills it in
-            config.init_fn(values)
-        return values
+        seed = int(mixed(ids.cpu()).sum()) & (2**63 - 1)
+        return draw_rows(self._configs[table], len(ids), seed)
 
 
 def _here(shard: LocalShard, rows: Tensor) -> tuple[Tensor, Tensor]:
