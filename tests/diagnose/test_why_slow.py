@@ -620,3 +620,25 @@ def test_beside_busy_processes_a_step_is_measured_on_one_thread(
     first = " ".join(str(diagnosis).split())[:600]
     assert "Your program takes 2 threads" in first
     assert "OMP_NUM_THREADS=1" in first
+
+
+@pytest.mark.slow
+def test_a_captured_step_is_tried_on_request_and_leaves_no_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, optimizer, loss, given = mlp()
+    before = [each.detach().clone() for each in model.parameters()]
+    monkeypatch.setattr(why, "busy_elsewhere", lambda: lambda: 1.0)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    diagnosis = why_slow(model, optimizer, loss, given, capture=True)
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(threads)
+    (captured,) = (each for each in diagnosis.trials if "captured" in each.name)
+    assert captured.gain.middle > 0
+    for parameter, kept in zip(model.parameters(), before, strict=True):
+        assert parameter.equal(kept)
+    assert not optimizer._optimizer_state_dict_post_hooks
+    plain = why_slow(model, optimizer, loss, given)
+    assert not [each for each in plain.trials if "captured" in each.name]

@@ -119,6 +119,7 @@ class TrainingLoop:
         )
         self.pool: list[Any] = []
         self._optimizer_s = 0.0
+        self._begins: list[float] = []
         self.iterations = _ITERATIONS
         self.turn_steps = _STEPS[0]
         self.not_measured: dict[str, str] = {}
@@ -137,6 +138,8 @@ class TrainingLoop:
         # Changed steps run on these, so that their seconds hold no loader.
         self.pool = [*self.pool, batch][-_POOL:]
         self._optimizer_s = 0.0
+        # One that raised in an experiment has not ended.
+        self._begins = []
         begin = self.clock()
         self.call(batch)
         step = self.clock() - begin
@@ -211,15 +214,14 @@ class TrainingLoop:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Times every optimizer's step meanwhile."""
-        begins: list[float] = []
 
         def begin(*_: Any) -> None:
-            begins.append(self.clock.in_any_thread())
+            self._begins.append(self.clock.in_any_thread())
 
         def end(*_: Any) -> None:
-            began = begins.pop()
+            began = self._begins.pop()
             # An optimizer may step others inside of its own step.
-            if not begins:
+            if not self._begins:
                 self._optimizer_s += self.clock.in_any_thread() - began
 
         with ExitStack() as stack:

@@ -86,11 +86,12 @@ def _values(each: Any) -> Iterator[Any]:
         yield from (each.__self__, each.__func__)
     elif isinstance(each, functools.partial):
         yield from (each.func, each.args, each.keywords)
-    elif isinstance(each, type):
-        # The generators that its methods name; none of this package does.
-        module = each.__module__
+    elif isinstance(each, type | types.ModuleType):
+        # What the methods of a class name, such as generators; none of this package does.
+        module = getattr(each, "__module__", each.__name__)
         if not is_library(module) and not module.startswith("torchrec_ext"):
-            yield from (*vars(each).values(), *each.__bases__)
+            yield from vars(each).values()
+            yield from getattr(each, "__bases__", ())
     elif is_followed(each):
         yield from (*vars(each).values(), type(each))
 

@@ -96,6 +96,8 @@ class StateCopy:
             yield from module.parameters()
             yield from module.buffers()
         for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
             for state in optimizer.state.values():
                 yield from (each for each in state.values() if isinstance(each, Tensor))
 
@@ -220,8 +222,10 @@ def _copy_of_container(container: Any) -> PutBack:
     add = container.update if isinstance(container, set) else container.extend
 
     def put_back() -> None:
-        container.clear()
-        add(values)
+        # One that did not change may be under iteration.
+        if list(map(id, container)) != list(map(id, values)):
+            container.clear()
+            add(values)
 
     return put_back
 
