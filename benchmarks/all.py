@@ -3,9 +3,9 @@
     python benchmarks/all.py [--turns 3] [--only NAME ...] [--quick] [--results FILE]
 
 Each program runs in a process of its own, and the file is written after each. A row names its run: commit, date,
-versions, and the machine's own yardsticks, measured before. Rows of programs that do not run keep their figures. Run
-it on a machine that does nothing else: it refuses to begin if others keep a core busy. `gpu.py` runs if there is a GPU.
-`quality.py`, hours of training, runs by itself.
+versions and machine. Rows of programs that do not run keep their figures. Run it on a machine that does nothing else:
+it refuses to begin if others keep a core busy. `gpu.py` runs if there is a GPU. `quality.py`, hours of training, runs
+by itself.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import datetime
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from harness import ROOT, digits, in_turn, last_json, on_ranks
+from harness import ROOT, last_json
 
 RESULTS = ROOT / "benchmarks" / "results" / "all.json"
 LIMIT_S = 1500  # of one program
@@ -55,9 +54,6 @@ def main():
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
         "on": _machine(),
-        "machine": {
-            unit: digits(measure(options.quick)) for unit, measure in YARDSTICKS.items()
-        },
     }
     failed = []
     for name in options.only:
@@ -115,49 +111,6 @@ def _options():
     quick = Path(tempfile.gettempdir(), f"benchmarks-{os.getpid()}.json")
     options.results = options.results or (quick if options.quick else RESULTS)
     return options
-
-
-def _copy(quick):
-    import numpy as np
-
-    source = np.ones((16 if quick else 256) * 2**20 // 4, dtype=np.float32)
-    target = np.empty_like(source)
-    seconds = in_turn({"copy": lambda: np.copyto(target, source)}, 5)["copy"]
-    return 2 * source.nbytes / statistics.median(seconds) / 1e9
-
-
-def _products(quick):
-    import torch
-
-    torch.set_num_threads(1)
-    size = 256 if quick else 1024
-    matrix = torch.rand(size, size)
-    seconds = in_turn({"product": lambda: matrix @ matrix}, 5)["product"]
-    return 2 * size**3 / statistics.median(seconds) / 1e9
-
-
-def _two_processes(quick):
-    """How many times one process's work two processes get done that never talk."""
-    one, two = (on_ranks(_work, ranks, 2 if quick else 5) for ranks in (1, 2))
-    return sum(1 / seconds for seconds in two) * one[0]
-
-
-def _work(_, turns):
-    """Seconds of products that fit into a core's cache."""
-    import torch
-    import torch.distributed as dist
-
-    matrix = torch.rand(256, 256)
-    return statistics.median(
-        in_turn({"": lambda: matrix @ matrix}, turns, 2000, before=dist.barrier)[""]
-    )
-
-
-YARDSTICKS = {
-    "GB/s copied in memory": _copy,
-    "GFLOP/s of one core": _products,
-    "times one process's work, by two that never talk": _two_processes,
-}
 
 
 def commit(*folders):

@@ -1,52 +1,25 @@
-"""From a raw log to trained weights by the commands; and vocabularies of strings, against SQL written by hand.
+"""Vocabularies of strings, against SQL written by hand.
 
-    python benchmarks/chain.py [--only ROW ...] [--turns 3] [--quick]
+    python benchmarks/chain.py [--turns 3] [--quick]
 
 `fit-transform`: a vocabulary by count and value for each of five string columns and a parquet file of their ids, on all
 cores, against SQL that one would write for DuckDB. The SQL leaves the rows in the order of its joins and writes no page
 checksums; ours keeps the order and writes them.
-
-`ranks`: an epoch of `rec.train` with the recipe `stream` on 2 ranks against 1, one thread each, over a log of 26 such
-columns, 13 numbers, a list and a label, as `rec.data.preprocess` wrote it. The ranks hold all tables and average their
-weights every 128 steps; the AUC of both stands beside. The ceiling is two such
-processes that never talk. The seconds are those of the epoch's steps.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import os
-import statistics
-import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import duckdb
 import numpy as np
 import pyarrow.parquet as pq
-import torch
-from harness import (
-    BIN,
-    command_line,
-    in_turn,
-    output,
-    rates,
-    row,
-)
+from harness import command_line, in_turn, row
 
-from torchrec_ext.data.preprocess import (
-    Categorify,
-    FillMissing,
-    HashBucket,
-    Lists,
-    Normalize,
-    Preprocessor,
-)
+from torchrec_ext.data.preprocess import Categorify, Preprocessor
 from torchrec_ext.data.preprocess.rows import connected
-from torchx_apps.jobs.preprocessing import run_preprocess
-from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
 
 MIN_COUNT = 2
 # Texts of the lengths and the skew of a click log: user, item, city, device, a hash.
@@ -62,19 +35,14 @@ TEXTS = {
 COLUMNS = list(TEXTS)
 
 
-def make(path, rows, seed=0.5, *, wide=False):
-    """Writes rows whose label depends on the first number and the fourth text; ``wide``: all columns of a click log."""
+def make(path, rows):
+    """Writes rows of texts whose label is drawn."""
     connection = duckdb.connect()
-    connection.execute(f"SELECT setseed({seed})")
-    texts, (ids, numbers) = list(TEXTS.values()), (26, 13) if wide else (5, 1)
-    columns = [f"{texts[number % 5]} AS c{number}" for number in range(ids)]
-    columns += [f"CAST(random() AS FLOAT) AS d{number}" for number in range(numbers)]
-    columns += [f"[{texts[1]}, {texts[1]}, {texts[1]}] AS history"] if wide else []
-    made = f"SELECT {', '.join(columns)}, random() AS luck FROM range({rows})"
-    chance = "1 / (1 + exp(2.5 - d0 - (hash(c3) % 100) / 50.0))"
-    label = f"SELECT * EXCLUDE luck, CAST(luck < {chance} AS FLOAT) AS label"
+    connection.execute("SELECT setseed(0.5)")
+    columns = [f"{text} AS {name}" for name, text in TEXTS.items()]
+    columns.append("CAST(random() < 0.3 AS FLOAT) AS label")
     connection.execute(
-        f"COPY ({label} FROM ({made})) TO '{path}' (ROW_GROUP_SIZE 65536)"
+        f"COPY (SELECT {', '.join(columns)} FROM range({rows})) TO '{path}' (ROW_GROUP_SIZE 65536)"
     )
 
 
@@ -135,100 +103,5 @@ def preprocess(options):
     yield row(name, times["ours"], "s", baseline=baseline)
 
 
-APART = {
-    "plan.sharding": "data_parallel",
-    "sync.mode": "local_sgd",
-    "sync.every": "128",
-}
-
-
-def steps_and_files(folder, con):
-    """What a recipe of `rec.data.preprocess` builds: the steps of all columns; the last file is for testing."""
-    ids = [f"c{number}" for number in range(26)]
-    steps = [Categorify(column=name, min_count=2, max_size=100_000) for name in ids]
-    for name in (f"d{number}" for number in range(13)):
-        steps += [FillMissing(column=name, statistic="mean"), Normalize(column=name)]
-    steps += [
-        Lists(column="history", max_length=20),
-        HashBucket(column="history", buckets=100_000),
-    ]
-    *train, test = sorted(folder.iterdir())
-    return Prepare(
-        preprocessor=Preprocessor(steps, keep=["label"]),
-        splits={"train": train, "test": test},
-        label="label",
-    )
-
-
-def preprocessed(folder, quick):
-    """Writes a raw log and preprocesses it; returns the folder and its rows for training."""
-    raw, out, rows = folder / "raw", folder / "rows", 2**14 if quick else 2**20
-    raw.mkdir()
-    for number in range(9):
-        make(raw / f"part-{number}.parquet", rows, number / 10, wide=True)
-    job = {"name": "clicks", "build": steps_and_files, "config": raw, "out": str(out)}
-    run_preprocess(PreprocessJob(**job, memory="1500MB"))
-    return out, 8 * rows
-
-
-def training(rows, run_dir, ranks=1, **chosen):
-    """What a user types to train for an epoch."""
-    settings = {"data.name": rows, "train.epochs": 1, "train.log_every": 10}
-    settings |= {"export": "never"} | chosen
-    words = [f"--{key}={value}" for key, value in settings.items()]
-    recipe = ["--recipe", "stream"]
-    where = ["--run_dir", str(run_dir)]
-    if ranks == 1:
-        return [sys.executable, "-m", "torchx_apps.train", *recipe, *where, *words]
-    job = ["rec.train.hybrid", *recipe, "-j", f"1x{ranks}", "--", *where]
-    return [str(BIN / "torchx"), "run", "-s", "local_cwd", *job, *words]
-
-
-def epoch(run_dir):
-    """Seconds of the steps of a run."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    records = [record for record in map(json.loads, lines) if record["kind"] == "train"]
-    return sum(record["rows"] / record["rows_per_s"] for record in records)
-
-
-def trained(*commands):
-    """Runs commands at the same time, one thread each."""
-    with ThreadPoolExecutor() as pool:
-        run = functools.partial(output, OMP_NUM_THREADS="1")
-        list(pool.map(run, commands))
-
-
-def ranks(options):
-    captured = {"train.compile": "off" if options.quick else "require"}
-    jobs = {
-        "1 rank": captured,
-        "ranks": {"ranks": 2, **captured, **APART},
-    }
-    seconds = {which: [] for which in (*jobs, "apart")}
-    aucs = {}
-    with tempfile.TemporaryDirectory() as name:
-        log, count = preprocessed(Path(name), options.quick)
-        for turn in range(options.turns):
-            for which, settings in jobs.items():
-                run_dir = Path(name) / f"{turn}-{which}"
-                trained(training(log, run_dir, **settings))
-                seconds[which].append(epoch(run_dir))
-                summary = json.loads((run_dir / "summary.json").read_text())
-                aucs[which] = round(summary["test"]["auc"], 4)
-            folders = [Path(name) / f"{turn}-apart-{number}" for number in range(2)]
-            trained(*(training(log, folder, **captured) for folder in folders))
-            each = statistics.mean(epoch(folder) for folder in folders)
-            seconds["apart"].append(each / 2)
-    speed = {which: rates(count, each) for which, each in seconds.items()}
-    alone = speed.pop("1 rank")
-    pairs = zip(speed.pop("apart"), alone, strict=True)
-    ceiling = statistics.median(both / one for both, one in pairs)
-    more = {"auc": aucs["ranks"], "auc_of_1_rank": aucs["1 rank"]}
-    more |= {"rows": count, "ceiling": ceiling, "better": "more"}
-    yield row("ranks", speed["ranks"], "rows/s", baseline=alone, **more)
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    rows = {"preprocess": preprocess, "ranks": ranks}
-    command_line(__doc__, rows, packages="pyarrow numpy duckdb")
+    command_line(__doc__, {"preprocess": preprocess}, packages="pyarrow numpy duckdb")

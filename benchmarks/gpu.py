@@ -4,17 +4,16 @@
 
 `adopted ...`: the network of plain_ncf.py (75 k and 12.45 M parameters) under dense Adam, on batches of the GPU, 1,280
 and 16,384 rows. `as written` is Adam by default, `fused Adam` takes fused=True, `torch.compile` also compiles forward
-and loss with mode="reduce-overhead", `by hand` is one CUDA graph of eager kernels with fused Adam, `unfused` the
-adopted step without Triton, and `apart` without inductor's combo_kernels. `drawn ...`: the adopted step draws its
+and loss with mode="reduce-overhead", `by hand` is one CUDA graph of eager kernels with fused Adam, and `unfused` the
+adopted step without Triton. `drawn ...`: the adopted step draws its
 negatives and takes its rows itself, against torch.compile and the adopted step on batches that are `ready`; `epoch_s`,
 of 18.24 M instances. `two towers`: two towers of two tables. `floor_us` is the greater of two microseconds a kernel and
 the step's bytes over `copied_gb_s`, what a copy on this card moves.
 
 `loader ...`: 26 tables of 100,000 x 64 under an MLP in fp32, tf32 and bf16, samples a second and the share of time in
 which the card is busy, by NVML (nvidia-smi): a row-wise Dataset under torch's DataLoader (pinned; the best of 0, 2 and
-8 workers) with fused Adam, in this precision and in fp32, against rows of files by ChunkLoader, and rows on the device
-with an adopted step. `tables ...`: a table that is moved whole, against row by row, and look-ups that are added in any
-order, against torch.use_deterministic_algorithms. `dynamic ids`: raw ids that become rows before an adopted step,
+8 workers) with fused Adam in fp32, against it in this precision, rows of files by ChunkLoader, and rows on the device
+with an adopted step. `dynamic ids`: raw ids that become rows before an adopted step,
 against static tables. `eight networks`: a Stack of eight small networks, against eight adopted ones in turn. `two
 processes`: two that train the small network at the same time, against one, `mps`: under NVIDIA's MPS where it is
 installed. All rows need torch alone, but for ChunkLoader. Without a GPU all runs on the CPU, which says nothing of a
@@ -44,14 +43,14 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchrec_ext.adopt import Rows, Uniform, adopt
-from torchrec_ext.capture import executors, policy
+from torchrec_ext.capture import policy
 from torchrec_ext.capture.errors import CannotCaptureError
-from torchrec_ext.distributed import row_rule
+from torchrec_ext.capture.executors import inductor
 from torchrec_ext.ids import Dynamic, DynamicIds
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 DEVICE = "cuda" if GPUS else "cpu"
-OF_A_GPU = ("torch.compile", "by hand", "unfused", "apart") if GPUS else ()
+OF_A_GPU = ("torch.compile", "by hand", "unfused") if GPUS else ()
 FORMS = ("as written", "fused Adam", *OF_A_GPU)
 BEST = "torch.compile" if GPUS else "fused Adam"
 SECONDS = 0.5  # of a turn
@@ -81,9 +80,9 @@ def step_of(form, model, *, autocast=nullcontext):
     def loss(*batch):
         return criterion(model(*batch[:-1]), batch[-1])
 
-    if form in ("adopted", *CAPTURED_BY):
+    if form in ("adopted", "unfused"):
         step = adopt(model, optimizer, loss, autocast=autocast, compile="require")
-        return captured_by(step, *CAPTURED_BY[form]) if form in CAPTURED_BY else step
+        return unfused(step) if form == "unfused" else step
     forward = (
         torch.compile(loss, mode="reduce-overhead") if form == "torch.compile" else loss
     )
@@ -98,32 +97,17 @@ def step_of(form, model, *, autocast=nullcontext):
     return by_hand(step) if form == "by hand" else step
 
 
-# without Triton, and without kernels that are several in one
-CAPTURED_BY = {
-    "unfused": (policy, "HAS_TRITON", False),
-    "apart": (executors, "COMBINES", (False,)),
-}
+def unfused(step):
+    """Returns an adopted step that is captured without Triton."""
 
-
-def captured_by(step, module, name, value):
-    """Returns an adopted step that is captured while a module's constant has another value."""
-
-    def replaced_step(*batch):
-        with replaced(module, name, value=value):
+    def without_triton(*batch):
+        before, policy.HAS_TRITON = policy.HAS_TRITON, False
+        try:
             return step(*batch)
+        finally:
+            policy.HAS_TRITON = before
 
-    return replaced_step
-
-
-@contextmanager
-def replaced(module, name, *, value):
-    """Gives a module's constant another value within the block."""
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
+    return without_triton
 
 
 def by_hand(step):
@@ -289,54 +273,19 @@ class Towers(nn.Module):
 def towers(options):
     """Times the adopted step of two towers and each other form, in turn."""
     ids, rows = (100, 64) if options.quick else (100_000, 4_096)
-    given = columns_of_ids(ids, rows)
-    steps = {}
-    for form in ("adopted", *FORMS):
-        torch.manual_seed(0)
-        steps[form] = step_of(form, Towers(ids).to(DEVICE))
-    yield from compared(f"two towers, {rows:,} rows", steps, given, options)
-
-
-def columns_of_ids(ids, rows):
-    """Draws 20 batches of four columns of ids and a label onto the device."""
     generator = torch.Generator().manual_seed(0)
-    return [
+    given = [
         (
             *torch.randint(ids, (4, rows), generator=generator).to(DEVICE),
             torch.rand(rows, generator=generator).round().to(DEVICE),
         )
         for _ in range(20)
     ]
-
-
-def tables(ids, options):
-    """Times two towers whose tables are moved row by row, against whole, and against sums in a fixed order."""
-    what = f"tables of {ids:,} rows"
-    ids, rows = (400, 64) if options.quick else (ids, 4_096)
-    given = columns_of_ids(ids, rows)
-    # As torch asks of whoever multiplies in a fixed order.
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-
-    def moved(weights, *, is_fixed=False):
+    steps = {}
+    for form in ("adopted", *FORMS):
         torch.manual_seed(0)
-        step = step_of("adopted", Towers(ids).to(DEVICE))
-
-        def fixed(*batch):
-            torch.use_deterministic_algorithms(True)
-            try:
-                return step(*batch)
-            finally:
-                torch.use_deterministic_algorithms(False)
-
-        taken = fixed if is_fixed else step
-        with replaced(row_rule, "WEIGHTS_ON_GPU", value=weights):
-            for batch in given[:4]:
-                taken(*batch)
-        return taken
-
-    steps = {"row by row": moved(0), "whole": moved(2**62)}
-    steps["row by row, deterministic"] = moved(0, is_fixed=True)
-    yield from compared(what, steps, given, options)
+        steps[form] = step_of(form, Towers(ids).to(DEVICE))
+    yield from compared(f"two towers, {rows:,} rows", steps, given, options)
 
 
 def dynamic(options):
@@ -354,7 +303,7 @@ def dynamic(options):
 
     def compiled(*look_ups):
         with suppress(CannotCaptureError):  # without a C++ compiler
-            return executors.inductor(*look_ups)
+            return inductor(*look_ups)
 
     ids.compile_look_ups(compiled)
     for _ in range(16):
@@ -424,16 +373,6 @@ class Wide(nn.Module):
             table(each) for table, each in zip(self.tables, columns, strict=True)
         ]
         return self.mlp(torch.cat(vectors, 1)).squeeze(1)
-
-
-def wide_step(form, ids, precision):
-    """Returns a step of the wide network in one form and precision."""
-    multiply_in(precision)
-    autocast = nullcontext
-    if precision == "bf16":
-        autocast = functools.partial(torch.autocast, DEVICE, torch.bfloat16)
-    torch.manual_seed(0)
-    return step_of(form, Wide(ids).to(DEVICE), autocast=autocast)
 
 
 def multiply_in(precision):
@@ -557,52 +496,47 @@ def fed(given, step, size, seconds):
 
 
 def loaders(precision, options):
-    """Times a row-wise DataLoader, also in fp32, ChunkLoader and rows on the device, in turn."""
+    """Times a row-wise DataLoader in fp32 and in this precision, ChunkLoader and rows on the device, in turn."""
     ids, rows, size = (100, 4_096, 256) if options.quick else (100_000, 2**21, 16_384)
     data = TensorDataset(torch.randint(ids, (rows, 26)), torch.rand(rows))
     seconds = 0.2 if options.quick else 4 * SECONDS
 
+    base = "row-wise in fp32"
+
     def step(form, of=precision):
-        return wide_step(form, ids, of)
+        multiply_in(of)
+        autocast = functools.partial(
+            torch.autocast, DEVICE, torch.bfloat16, enabled=of == "bf16"
+        )
+        torch.manual_seed(0)
+        return step_of(form, Wide(ids).to(DEVICE), autocast=autocast)
 
     with tempfile.TemporaryDirectory() as folder:
-        baselines = {"row-wise": precision}
+        by_row = functools.partial(row_wise, data, size)
+        sides = {base: functools.partial(by_row, step("fused Adam", "fp32"), best=[])}
         if precision != "fp32":
-            baselines["row-wise in fp32"] = "fp32"
-        sides = {
-            name: functools.partial(
-                row_wise, data, size, step("fused Adam", of), best=[]
-            )
-            for name, of in baselines.items()
-        }
+            sides["row-wise"] = functools.partial(by_row, step("fused Adam"), best=[])
         if importlib.util.find_spec("torchrec"):
             chunks = functools.partial(in_chunks, folder=folder)
             sides["chunks"] = functools.partial(chunks, data, size, step("adopted"))
         sides["rows on the device"] = functools.partial(
             on_device, data, size, step("adopted")
         )
-        times = {side: [] for side in sides}
+        speeds = {side: [] for side in sides}
+        percent = {}
         for _ in range(options.turns):
             for side, run in sides.items():
-                multiply_in(baselines.get(side, precision))
-                times[side].append(run(seconds))
-    speeds = {side: [speed for speed, _ in turns] for side, turns in times.items()}
-    percent = {side: turns[-1][1] for side, turns in times.items()}
-    ours = [side for side in speeds if side not in baselines]
-    for base, side in itertools.product(baselines, ours):
+                multiply_in("fp32" if side == base else precision)
+                speed, percent[side] = run(seconds)
+                speeds[side].append(speed)
+    baseline = speeds.pop(base)
+    for side, ours in speeds.items():
         busy = {
             "busy_percent": percent[side],
             "baseline_busy_percent": percent[base],
         }
         name = f"loader, {precision}: {side}, against {base} ({DEVICE})"
-        yield row(
-            name,
-            speeds[side],
-            "samples/s",
-            baseline=speeds[base],
-            better="more",
-            **busy,
-        )
+        yield row(name, ours, "samples/s", baseline=baseline, better="more", **busy)
 
 
 def eight(rows, options):
@@ -711,10 +645,6 @@ ROWS = {
 }
 ROWS |= {"two towers": towers}
 ROWS |= {f"loader, {each}": functools.partial(loaders, each) for each in PRECISIONS}
-ROWS |= {
-    f"tables, {ids:,} rows": functools.partial(tables, ids)
-    for ids in (100_000, 1_000_000)
-}
 ROWS |= {
     f"{name}, {rows:,} rows": functools.partial(form, rows)
     for name, form in (("eight networks", eight), ("two processes", processes))

@@ -25,13 +25,10 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-Row = dict[str, Any]
-Stop = Callable[[], bool]
-Side = Callable[[Stop], object]
 LIMIT_S = 600.0  # of any wait for another process or thread
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -109,8 +106,8 @@ def continued(args, versions, kernels):
     """Measures what a file of rows lacks of this commit, prints a page, and returns all rows of this commit.
 
     Each name is measured in a process of its own: one may hang, or leave its process without a device or without
-    memory. A name's rows are in the file once all of them are there. One that failed stands there with its reason, and
-    its turn in the next call comes after those that nothing is known of.
+    memory. The file has a line for each name, with its rows. One that failed stands there with its reason, and its turn
+    in the next call comes after those that nothing is known of.
 
     Args:
         args: the command line.
@@ -122,19 +119,15 @@ def continued(args, versions, kernels):
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
         about["card"] = sys.modules["torch"].cuda.get_device_name()
     until = time.monotonic() + args.budget
-    lines = args.out.read_text().splitlines() if args.out.exists() else []
-    kept = [json.loads(line) for line in lines]
-    old = [each for each in kept if about.items() <= each.items()]
-    made = {name: [] for name in args.only}
-    failed = {}
-    for each in old:
-        if "failed" in each:
-            failed[each["of"]] = each["failed"]
-        else:
-            made.setdefault(each["of"], []).append(each["row"])
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    left = [name for name in args.only if not made[name]]
-    for name in sorted(left, key=lambda name: name in failed):
+    args.out.touch()
+    known = {}
+    for line in args.out.read_text().splitlines():
+        each = json.loads(line)
+        if about.items() <= each.items():
+            known[each["of"]] = each
+    left = [name for name in args.only if "rows" not in known.get(name, {})]
+    for name in sorted(left, key=lambda name: name in known):
         seconds = min(args.limit, until - time.monotonic())
         command = [sys.executable, Path(sys.argv[0]).resolve(), "--only", name]
         command += ["--turns", args.turns, "--kernels", kernels]
@@ -142,9 +135,7 @@ def continued(args, versions, kernels):
         try:
             if seconds <= 0:
                 raise TimeoutError
-            made[name] = last_json(command, limit_s=seconds)["rows"]
-            failed.pop(name, None)
-            new = [{"row": row} for row in made[name]]
+            made = {"rows": last_json(command, limit_s=seconds)["rows"]}
         except (RuntimeError, TimeoutError) as error:
             if seconds < args.limit and isinstance(error, TimeoutError):
                 told = "left for the next call, the budget is over"
@@ -152,26 +143,22 @@ def continued(args, versions, kernels):
                 continue
             # The last line of a traceback says what it was; without one the command follows.
             first, *others = str(error).splitlines()
-            failed[name] = (others or [first.partition(": ")[0]])[-1][:200]
-            new = [{"failed": failed[name]}]
+            made = {"failed": (others or [first.partition(": ")[0]])[-1][:200]}
             print(f"{name}: failed: {error}", file=sys.stderr, flush=True)
-        date = time.strftime("%Y-%m-%d")
-        texts = [json.dumps({"of": name, "date": date, **about, **row}) for row in new]
+        known[name] = {"of": name, "date": time.strftime("%Y-%m-%d"), **about, **made}
         with args.out.open("a") as file:
-            file.write("".join(f"{text}\n" for text in texts))
-        for row in made[name]:
-            print(json.dumps(row), file=sys.stderr, flush=True)
-    every = [row for rows in made.values() for row in rows]
-    print(page(every, failed, about), file=sys.stderr)
-    return every
+            file.write(json.dumps(known[name]) + "\n")
+    rows = [row for each in known.values() for row in each.get("rows", ())]
+    print(page(rows, known, about), file=sys.stderr)
+    return rows
 
 
-def page(rows, failed, about):
+def page(rows, known, about):
     """Returns a Markdown page of rows, with all that a row says beside its ratio, and of what failed.
 
     Args:
         rows: the rows.
-        failed: reasons by the name of a row.
+        known: lines of the file by the name of a row, with the reason if it failed.
         about: what all rows share: versions, commit and card.
     """
     versions = ", ".join(f"{name} {each}" for name, each in about["versions"].items())
@@ -184,7 +171,9 @@ def page(rows, failed, about):
         more = {key: told for key, told in each.items() if key not in common}
         more = ", ".join(f"{key} {told}" for key, told in more.items() if told)
         lines.append(f"| {each['name']} | {of} | {each['ours']:,} | {ratio} | {more} |")
-    lines += [f"| {name} | failed | | | {reason} |" for name, reason in failed.items()]
+    for name, each in known.items():
+        if "failed" in each:
+            lines.append(f"| {name} | failed | | | {each['failed']} |")
     return "\n".join(lines)
 
 
@@ -195,12 +184,7 @@ def quieten():
 
 
 def has_data(rows, name):
-    """Tells whether the folder in TORCHREC_EXT_DATA has a data set; if not, says that its rows are left out.
-
-    Args:
-        rows: rows that need the data set.
-        name: data set, a folder in the folder.
-    """
+    """Tells whether the folder in TORCHREC_EXT_DATA has a data set; if not, says that its rows are left out."""
     folder = os.environ.get("TORCHREC_EXT_DATA")
     if folder and Path(folder, name).is_dir():
         return True
@@ -427,14 +411,7 @@ class Counted:
         return len(self._loader)
 
     def __iter__(self):
-        return self._counted(iter(self._loader))
-
-    def steps(self, **options):
-        """Yields the loader's steps."""
-        return self._counted(self._loader.steps(**options))
-
-    def _counted(self, batches):
-        for batch in batches:
+        for batch in self._loader:
             self.count += 1
             yield batch
 

@@ -9,7 +9,6 @@ has plain Adam and one thread. `small` and `full` have 75 k and 12.45 M paramete
 `ncf-small`, `ncf-full`: instances a second of the script's own model and Dataset, adopted by two lines. `..., as the
 package's own`: the same against train() on the package's own model. `capturing, ...`: seconds of the capture, and
 `pays_after`, the number of steps after which it has paid, against eager steps on the same ready batches.
-`loader-kept, ...`: the user's DataLoader stays, so that only the step is adopted.
 """
 
 from __future__ import annotations
@@ -120,18 +119,6 @@ def over_rows(step):
     return loop
 
 
-def over_loader(step, shape):
-    """Epochs of batches of the user's own DataLoader."""
-
-    def loop(stop):
-        for batch in drawn(shape.items, positives(shape)):
-            step(*batch)
-            if stop():
-                return
-
-    return loop
-
-
 def eager_seconds(shape, steps):
     """Seconds of an eager step of the user's on a batch that is ready."""
     step = adopted(shape, compile_="off")
@@ -203,27 +190,9 @@ def adopted_ncf(name, options):
     yield row(f"capturing, {name}", capture_s, "s", pays_after=pays)
 
 
-def loader_kept(options):
-    for name, shape in list(SHAPES.items())[: 1 if options.quick else None]:
-        steps, script, ours = (
-            20 if options.quick else 300,
-            Script(name, quick=options.quick),
-            [],
-        )
-        trainings = Trainings({"adopted": over_loader(adopted(shape), shape)})
-        for turn in range(options.turns):
-            script.turn()
-            warm_up = 1 if turn else 30
-            seconds = trainings.seconds_per_step(steps, 1, warm_up=warm_up)
-            ours += seconds["adopted"]
-        trainings.close()
-        yield from script.rows(f"loader-kept, {name}", ours)
-
-
 ROWS = {
     "ncf-small": functools.partial(adopted_ncf, "small"),
     "ncf-full": functools.partial(adopted_ncf, "full"),
-    "loader-kept": loader_kept,
 }
 
 

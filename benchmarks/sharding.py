@@ -7,8 +7,7 @@ positives with 4 negatives each for each process and step. One process runs a pl
 network with fused Adam; two ranks run train() and meet in every step, or average their weights every 8, 32 or 128
 steps, or by DiLoCo every 32 (outer rate 0.7, Nesterov momentum 0.9). The ceiling is the loop in two processes that
 never talk.
-`shared memory, ...`: the same with collectives over memory that two ranks share, against gloo, in one pair of
-processes.
+`shared memory, ...`: the same with collectives over memory that two ranks share, against gloo, each a job of its own.
 """
 
 from __future__ import annotations
@@ -32,10 +31,8 @@ from harness import (
     slowest,
 )
 
-from torchrec_ext.distributed import share_memory
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.planner import plan_sharding
-from torchrec_ext.distributed.runtime import calm_gloo
 from torchrec_ext.distributed.shared_memory.library import LibraryError, load
 from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.train.guards import RunStoppedError
@@ -146,58 +143,14 @@ def sync(options):
         yield row(f"sync {name}", ours, "samples/s", baseline=baseline, **more)
 
 
-CPU = torch.device("cpu")
-MEDIA = {"shared": True, "gloo": False}
-
-
-class Switch:
-    """Puts the collectives of all ranks over gloo or over shared memory; every rank switches between the same two."""
-
-    def __init__(self):
-        assert dist.group.WORLD is not None
-        self._group = dist.group.WORLD
-        self._gloo = self._group._get_backend(CPU)
-        assert share_memory()
-        self._shared = self._group._get_backend(CPU)
-
-    def to(self, *, shared):
-        """Takes shared memory, or gloo."""
-        kinds = dist.ProcessGroup.BackendType
-        kind, backend = (
-            (kinds.CUSTOM, self._shared) if shared else (kinds.GLOO, self._gloo)
-        )
-        self._group._register_backend(CPU, kind, backend)
-
-    def over(self, side, *, shared):
-        """Returns ``side``, whose turns are over shared memory or over gloo."""
-
-        def switched(stop):
-            self.to(shared=shared)
-
-            def after_step():
-                stopped = stop()
-                # Another side may have had its turn meanwhile.
-                self.to(shared=shared)
-                return stopped
-
-            return side(after_step)
-
-        return switched
-
-
-def over_media(runtime, options):
-    """Seconds of a step over gloo and over shared memory, by turn."""
+def every_step(runtime, options):
+    """Seconds of a step of ranks that meet in every one, of one turn."""
     quieten_libraries()
     task = load_task(job_of(SyncConfig(), 2, options.quick), runtime)
-    switch = Switch()
-    calm_gloo()
-    sides = {}
-    for medium, shared in MEDIA.items():
-        side, _ = trained(runtime, SyncConfig(), options.quick, task)
-        sides[medium] = switch.over(side, shared=shared)
-    trainings = Trainings(sides, before=dist.barrier)
+    side, _ = trained(runtime, SyncConfig(), options.quick, task)
+    trainings = Trainings({"every step": side}, before=dist.barrier)
     steps = 5 if options.quick else 200
-    times = trainings.seconds_per_step(steps, options.turns, warm_up=20)
+    times = trainings.seconds_per_step(steps, 1, warm_up=20)
     trainings.close()
     return times
 
@@ -211,8 +164,12 @@ def shared_memory(options):
     except LibraryError as error:
         print(f"shared-memory: left out: {error}", file=sys.stderr)
         return
-    seconds = slowest(on_ranks(over_media, 2, options, collectives="gloo"))
-    ours, gloo = (milliseconds(seconds[medium]) for medium in MEDIA)
+    times = {"shared_memory": [], "gloo": []}
+    for _ in range(options.turns):
+        for medium, turns in times.items():
+            by_rank = on_ranks(every_step, 2, options, collectives=medium)
+            turns += milliseconds(slowest(by_rank)["every step"])
+    ours, gloo = times.values()
     name = "shared memory, NeuMF every step, against gloo"
     yield row(name, ours, "ms a step", baseline=gloo)
 

@@ -8,7 +8,6 @@ from torchrec_ext.diagnose.findings import (
     LineFacts,
     LoaderFacts,
     TableFacts,
-    WideOps,
 )
 
 # of a machine, from round to round; the same for all
@@ -33,7 +32,7 @@ def facts(milliseconds: Mapping[str, float], **more: Any) -> Facts:
 def steps(step: float, **more: float) -> dict[str, float]:
     """Milliseconds of a step, and of it changed as one that grows with its rows."""
     usual = {"quadruple": step * 3.96, "bf16": step}
-    spans = {"forward": 0.4 * step, "backward": 0.5 * step, "optimizer": 0.1 * step}
+    spans = {"model": 0.9 * step, "optimizer": 0.1 * step}
     return {"step": step, **usual, **spans, **more}
 
 
@@ -58,7 +57,7 @@ RECORDED: dict[str, Facts] = {
         product_s=0.36e-3,
     ),
     "untouched_rows": facts(
-        {**steps(83.2, small_tables=4.7, quadruple=84.0), "optimizer": 78.0},
+        {**steps(83.2, still_tables=4.7, quadruple=84.0), "optimizer": 78.0},
         tables=(TABLE,),
         parameters=12_400_097,
         ops=202,
@@ -81,7 +80,6 @@ RECORDED: dict[str, Facts] = {
     "your_line": facts(
         steps(22.0),
         ops=60,
-        op_s=1.5e-3,
         sampled_s=23e-3,
         lines=(
             LineFacts(
@@ -98,28 +96,5 @@ RECORDED: dict[str, Facts] = {
             ),
         ),
     ),
-}
-# Facts of one cause each whose verdict is your_line, with what the title says.
-LINES: dict[str, Facts] = {
-    "anomaly mode was left on": facts(
-        steps(9.0), ops=100, modes=("anomaly mode",), product_s=1e-3
-    ),
-    "model.py:9 in forward works on a whole table": facts(
-        steps(9.0),
-        ops=60,
-        whole_tables=(
-            WideOps(
-                line="model.py:9 in forward",
-                rows=60_000,
-                read=256,
-                seconds=3e-3,
-                backward_s=4e-3,
-            ),
-        ),
-    ),
-    "model.py:9 in forward computes in 64-bit floats": facts(
-        steps(12.0), ops=40, double_s=11e-3, double_line="model.py:9 in forward"
-    ),
-    "Python's garbage collector runs": facts(steps(12.0, gc=5.0), ops=100),
 }
 HEALTHY = facts(steps(92.0), ops=159, product_s=88e-3, parameters=1_200_000)

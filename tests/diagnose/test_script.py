@@ -116,10 +116,8 @@ def test_a_loop_that_cannot_be_taken_is_refused_in_one_line(
     ]
 
 
-@pytest.mark.parametrize("handler", ["except Exception:", "except:"])
 @pytest.mark.parametrize("taken", [True, False])
 def test_a_script_that_catches_errors_ends_as_asked(
-    handler: str,
     taken: bool,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -134,7 +132,7 @@ def test_a_script_that_catches_errors_ends_as_asked(
     inner = "for x, y in loader:" if taken else "if True:"
     body = (
         f"steps = 0\nfinished = 0\n{head}\n {inner}\n  try:\n   steps += 1\n{textwrap.indent(BODY, '   ')}\n"
-        f"   finished += 1\n  {handler}\n   pass\nassert finished == 3, finished\n"
+        f"   finished += 1\n  except:\n   pass\nassert finished == 3, finished\n"
     )
     diagnosed: list[Loop] = []
     if taken:
@@ -192,7 +190,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_script_runs(
     report = tmp_path / "missing" / "x.json"
     assert main(["--json", str(report), script]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"--json {report}: there is no folder {report.parent}; make it" in line
+    assert f"--json {report}: cannot be written: No such file or directory" in line
     assert main(["--json", str(tmp_path), script]) == 2
     assert "Is a directory" in capsys.readouterr().err
     assert not ran.exists()

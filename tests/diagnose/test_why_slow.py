@@ -1,11 +1,9 @@
 """Diagnoses of small programs: with a clock that the program moves, so that the verdict is known; and of bad input."""
 
-import gc
 import itertools
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,9 +88,8 @@ class Sweeping(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:
         super().step()
-        self.clock.compute(
-            1e-3 * sum(len(p) for group in self.param_groups for p in group["params"])
-        )
+        moved = [p for group in self.param_groups for p in group["params"]]
+        self.clock.compute(1e-3 * sum(len(p) for p in moved if p.grad is not None))
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):
@@ -171,12 +168,11 @@ def test_what_is_measured_is_what_the_program_takes(clock: Clock) -> None:
         "data": 8,
         "sleep": 8,
         "step": 12.002,
-        "forward": 2,
-        "backward": 0,
+        "model": 2,
         "optimizer": 10.002,
     }
     expected |= {
-        "small_tables": 2.082,
+        "still_tables": 2.002,
         "quadruple": 15.002,
         "bf16": 12.002,
         "ready": 12.002,
@@ -190,30 +186,6 @@ def test_what_is_measured_is_what_the_program_takes(clock: Clock) -> None:
     assert facts.parameters == 20_003
 
 
-def test_a_step_that_its_loader_slows_is_faster_without_it_and_a_change_is_measured_by_the_step_without(
-    clock: Clock,
-) -> None:
-    """After 10 ms of loader a step takes 4 ms, in a row 2, and in bf16 half of either."""
-    slept = [False]
-
-    def sleep(milliseconds: float) -> None:
-        clock.sleep(milliseconds)
-        slept[0] = True
-
-    def cost(rows: int) -> float:
-        cold, slept[0] = slept[0], False
-        return (4 if cold else 2) / (2 if torch.is_autocast_enabled("cpu") else 1)
-
-    diagnosis = diagnosed(
-        Costly(clock, cost=cost), DataLoader(Rows(sleep, 10 / 16), 16)
-    )
-    iteration, rest = 14.052, 0.052  # milliseconds; the optimizer takes the rest
-    gains = {trial.name: trial.gain.middle for trial in diagnosis.trials}
-    assert gains["batches ready in time"] == pytest.approx(iteration / (2 + rest))
-    changed = 10 + 4.052 * (1 + rest) / (2 + rest)
-    assert gains["bf16 autocast"] == pytest.approx(iteration / changed)
-
-
 def test_more_threads_are_tried_on_an_idle_machine(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,40 +197,6 @@ def test_more_threads_are_tried_on_an_idle_machine(
 
 
 # ------------------------------------------------------------- what the step is made of
-
-
-def test_ops_that_autograd_does_not_record_are_counted_apart_and_work_is_what_many_numbers_take() -> (
-    None
-):
-    """SGD moves four parameters, and marks two calls for profilers; five products; eight sums of 10 million numbers."""
-    model, optimizer, loss, given = mlp()
-    large = torch.ones(10_000_000)
-
-    def bare(x: Tensor, y: Tensor) -> Tensor:
-        with torch.no_grad():
-            for _ in range(5):
-                x = x * 1.0
-        return loss(x, y)
-
-    def heavy(x: Tensor, y: Tensor) -> Tensor:
-        for _ in range(8):
-            large.sum()
-        return loss(x, y)
-
-    def diagnosed_until(loss: Callable[..., Tensor], is_work: bool) -> Any:
-        """Asks up to three times: an op that waits for a core beside other processes looks like work."""
-        for _ in range(3):
-            facts = why_slow(model, optimizer, loss, given).facts
-            if (facts.work_s > 0.5 * facts.op_s) == is_work:
-                break
-        return facts
-
-    facts = diagnosed_until(bare, is_work=False)
-    assert (facts.bare_ops, facts.has("bare")) == (4 + 4 + 5, True)
-    assert facts.work_s < 0.5 * facts.op_s
-    facts = diagnosed_until(heavy, is_work=True)
-    assert facts.bare_ops == 4 + 4 + 8
-    assert 0.5 * facts.op_s < facts.work_s < facts.op_s
 
 
 def test_ops_syncs_and_products_are_counted_by_the_users_lines() -> None:
@@ -283,7 +221,7 @@ def test_ops_syncs_and_products_are_counted_by_the_users_lines() -> None:
     lines = dict(facts.op_lines)
     assert sum(lines.values()) <= facts.ops
     assert {"backward", "optimizer"} <= set(lines)
-    assert 0 < facts.product_s < facts.op_s
+    assert facts.product_s > 0
 
 
 @pytest.mark.gpu
@@ -313,14 +251,14 @@ def test_each_wait_for_the_device_is_counted_at_the_users_line() -> None:
     assert facts.syncs == 4
 
 
-def test_tables_whose_read_rows_alone_move_are_not_made_small() -> None:
+def test_tables_whose_read_rows_alone_move_are_not_left_alone() -> None:
     table = nn.Embedding(1_000, 2, sparse=True)
     optimizer = torch.optim.SparseAdam(table.parameters())
     facts = why_slow(
         table, optimizer, lambda ids: table(ids).sum(), [torch.arange(4)] * 3
     ).facts
     assert not facts.tables
-    assert not facts.has("small_tables")
+    assert not facts.has("still_tables")
 
 
 def test_a_step_that_adopt_refuses_is_known() -> None:
@@ -453,19 +391,10 @@ def test_an_adopted_step_is_refused_and_a_global_of_that_name_is_not(
         why_slow.step(lambda x, y: optimizer.step(), [])
 
 
-@pytest.mark.parametrize("count", [2, 10_000])
-def test_an_iterator_is_measured_until_it_ends(count: int) -> None:
-    model, optimizer, loss, given = mlp()
-    diagnosis = why_slow(model, optimizer, loss, iter((given * count)[:count]))
-    assert "cannot be begun anew" in " ".join(str(diagnosis).split())
-    assert diagnosis.facts.has("step")
-    ended = diagnosis.facts.not_measured.get("data", "")
-    assert ("the iterator ended" in ended) == (count == 2)
-
-
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"budget_s": 0}, "budget_s=0"),
     ({"batches": []}, "batches: list"),
+    ({"batches": iter([1])}, "batches: a list_iterator cannot be begun anew"),
     (
         {"batches": [{"x": torch.ones(4, 8), "y": torch.ones(4)}]},
         r"the step takes \(x.*, y.*\), and a batch is one dict",
@@ -495,7 +424,6 @@ def test_a_compiled_step_is_not_compiled_again_for_an_experiment() -> None:
     ).facts  # type: ignore[arg-type, operator]
     assert "would be compiled again" in facts.not_measured["quadruple"]
     assert "would be compiled again" in facts.not_measured["bf16"]
-    assert not any("torch.compile made" in note for note in facts.notes)
     assert facts.has("step")
 
 
@@ -569,32 +497,6 @@ def test_a_remedy_of_other_batches_is_compared_by_row_and_an_iterator_by_iterati
     assert diagnosis.realised(epoch(), seconds=0).middle == pytest.approx(2.052)
 
 
-class Bursts(IterableDataset[Any]):
-    """Batches that are read eight at a time: in 400 ms, each one then made in 2."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-
-    def __iter__(self) -> Iterator[Any]:
-        for number in itertools.count():
-            if number % 8 == 0:
-                self.clock.sleep(400)
-            self.clock.compute(2)
-            yield LIST[0]
-
-
-@pytest.mark.launch
-def test_workers_that_wait_in_few_of_their_batches_are_seen_to_wait(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the clock 50 of 52 ms; the median batch of a worker computes for 2 ms and does not wait."""
-    monkeypatch.setattr(measure, "SAMPLE_S", 0.2)
-    loader = DataLoader(Bursts(clock), None, num_workers=2)
-    facts = diagnosed(Costly(clock), loader).facts.loader
-    assert facts.worker_s == pytest.approx(52e-3, rel=0.1)
-    assert facts.worker_s - facts.worker_sleep_s == pytest.approx(2e-3)
-
-
 @pytest.mark.launch
 def test_a_running_iterator_of_persistent_workers_is_left_alone() -> None:
     made = training(num_workers=1, persistent_workers=True)
@@ -642,17 +544,6 @@ def test_lines_that_hold_a_step_without_ops_are_named(sampled: None) -> None:
     assert "sorted(str(n" in evidence
 
 
-@pytest.mark.slow
-def test_a_collection_is_no_time_of_the_line_at_which_it_begins(sampled: None) -> None:
-    model, optimizer, _, given = mlp()
-    held = [[number] for number in range(200_000)]
-    diagnosis = why_slow.step(stepping(model, optimizer, gc.collect), given)
-    assert held
-    assert diagnosis.verdict == "your_line"
-    assert "garbage collector" in diagnosis.findings[0].title
-    assert not [each for each in diagnosis.findings if "gc.collect" in each.title]
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_collate_function_that_computes_is_named_with_its_line(
     sampled: None, workers: int
@@ -682,75 +573,14 @@ def test_a_collate_function_that_computes_is_named_with_its_line(
     )
 
 
-ROWS, READ = 40_000, 64
-IDS = torch.arange(READ)
-EDGES = torch.randint(ROWS, (2, 20_000))
-GRAPH = torch.sparse_coo_tensor(
-    EDGES, torch.ones(20_000), (ROWS, ROWS), check_invariants=True
-).coalesce()
-KEPT: list[Tensor] = []
-
-
-def copied(table: nn.Embedding) -> Tensor:
-    KEPT[:] = [table.weight.detach().clone()]
-    return table(IDS)  # type: ignore[no-any-return]
-
-
-# what of a table is computed, whether its gradient is sparse, and whether an op runs over all of its rows
-OVER_TABLES: dict[str, tuple[Callable[[Any], Tensor], bool, bool]] = {
-    "a penalty": (
-        lambda t: t(IDS).square().mean() + (t.weight * t.weight).mean(),
-        False,
-        True,
-    ),
-    "a copy": (copied, True, True),
-    "a look-up": (lambda t: t(IDS), False, False),
-    # all nodes of a graph are needed, however few a batch names
-    "a sparse product": (lambda t: ((GRAPH @ t.weight) * 0.5)[IDS], False, False),
-}
-
-
-@pytest.mark.parametrize("name", OVER_TABLES)
-def test_ops_over_a_whole_table_of_which_a_batch_reads_few_rows_are_named(
-    name: str,
-) -> None:
-    of, sparse, is_whole = OVER_TABLES[name]
-    table = nn.Embedding(ROWS, 4, sparse=sparse)
-    optimizer = torch.optim.SGD(table.parameters(), 1e-3)
-    facts = why_slow(
-        table, optimizer, lambda _: of(table).square().mean(), [IDS] * 4
-    ).facts
-    expected = [(ROWS, READ)] if is_whole else []
-    assert [(each.rows, each.read) for each in facts.whole_tables] == expected
-    assert facts.parameters == (READ if sparse else ROWS) * 4
-    assert facts.product_s == 0 < facts.op_s
-
-
-def test_64_bit_floats_are_seen() -> None:
-    layer = nn.Linear(8, 3_000).double()
-    optimizer = torch.optim.SGD(layer.parameters(), 1e-3)
-    given = [torch.randn(64, 8, dtype=torch.float64)] * 4
-    facts = why_slow(layer, optimizer, lambda x: layer(x).square().mean(), given).facts
-    assert facts.double_s > 0.8 * facts.op_s
-    assert not why_slow(*mlp()).facts.double_s
-
-
-@pytest.mark.parametrize(
-    "mode", [pytest.param("anomaly mode", marks=pytest.mark.slow), "a profiler"]
-)
-def test_a_debugging_mode_that_was_left_on_is_named(mode: str) -> None:
+def test_anomaly_mode_that_was_left_on_is_refused() -> None:
     with (
-        torch.autograd.set_detect_anomaly(mode == "anomaly mode"),
-        ExitStack() as stack,
+        torch.autograd.set_detect_anomaly(True),
+        pytest.raises(
+            ValueError, match=r"anomaly mode is on, .*set_detect_anomaly\(False\)"
+        ),
     ):
-        if mode == "a profiler":
-            stack.enter_context(
-                torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-            )
-        facts = why_slow(*mlp()).facts
-    assert facts.modes == [mode]
-    assert facts.has("op")
-    assert not why_slow(*mlp()).facts.modes
+        why_slow(*mlp())
 
 
 def test_a_loop_that_raises_in_the_rounds_is_a_verdict_and_not_an_error() -> None:
@@ -767,46 +597,6 @@ def test_a_loop_that_raises_in_the_rounds_is_a_verdict_and_not_an_error() -> Non
     assert diagnosis.verdict == "loop failed"
     assert "ValueError: the schedule has 40 steps" in str(diagnosis)
     assert steps == [0]
-
-
-def test_experiments_do_not_disturb_each_other() -> None:
-    """A queue whose place only whole batches keep on its grid, and a schedule of a hundred steps."""
-    model, optimizer, _, given = mlp(rows=64)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=300)
-    queue, place = torch.zeros(256, 8), 0
-
-    def step(x: Tensor, y: Tensor) -> None:
-        nonlocal place
-        optimizer.zero_grad()
-        (model(x) - y).square().mean().backward()
-        optimizer.step()
-        schedule.step()
-        queue[place : place + len(x)] = x
-        place = (place + len(x)) % 256
-
-    facts = why_slow.step(step, given).facts
-    assert facts.has("step", "quadruple")
-    assert not {"loop", "step"} & set(facts.not_measured)
-    assert (place, schedule.last_epoch) == (0, 0)
-    assert not queue.any()
-
-
-def healthy_lstm() -> Any:
-    layers = nn.ModuleList([nn.LSTM(32, 96, batch_first=True), nn.Linear(96, 1)])
-    optimizer = torch.optim.Adam(layers.parameters())
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        return (layers[1](layers[0](x)[0][:, -1]) - y).square().mean()
-
-    return layers, optimizer, loss, [(torch.randn(64, 24, 32), torch.rand(64, 1))] * 4
-
-
-def test_a_program_without_a_fault_has_none_of_the_causes_that_lines_and_ops_show(
-    sampled: None,
-) -> None:
-    diagnosis = why_slow(*healthy_lstm())
-    large = [each for each in diagnosis.findings if each.size in ("large", "medium")]
-    assert not {each.cause for each in large} & {"your_line", "loader_rows"}
 
 
 def test_beside_busy_processes_a_step_is_measured_on_one_thread(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.ids import Dynamic
+from torchrec_ext.ids.dynamic import EVICTED_OF
 from torchrec_ext.ids.rows import spread_rows
 
 
@@ -30,7 +31,7 @@ class Dictionary:
             torch.arange(1, policy.capacity), policy.capacity
         ).tolist()
         self.free: list[int] = []
-        self.now = self.lookups = self.refused = self.forgotten = self.all_lookups = 0
+        self.now = self.lookups = self.refused = self.all_lookups = 0
 
     def step(self, ids: list[int]) -> tuple[list[int], dict[int, int], list[int]]:
         """The rows of ids, the ids of fresh rows, and the ids that were evicted."""
@@ -61,9 +62,7 @@ class Dictionary:
         evicted = []
         missing = len(ready) - len(self.free) - len(self.unused)
         if missing > 0:
-            evicted = self._evict(
-                max(missing, int(self.policy.share * self.policy.capacity))
-            )
+            evicted = self._evict(max(missing, self.policy.capacity // EVICTED_OF))
         fresh = {}
         for each in ready:
             if not self.free and not self.unused:
@@ -84,7 +83,6 @@ class Dictionary:
         if len(self.candidates) > self.policy.most_candidates:
             for each in [each for each in self.candidates if each not in self.marked]:
                 del self.candidates[each]
-                self.forgotten += 1
             self.marked = set()
         return fresh, evicted
 

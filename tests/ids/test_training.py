@@ -222,7 +222,7 @@ def trained(
     loader = loader_of(
         raw,
         schema,
-        {name: Dynamic(capacity=capacity, share=1 / 16) for name in FEATURES},
+        {name: Dynamic(capacity=capacity) for name in FEATURES},
     )
     fresh = FreshRows(sharded, optimizer, begin=begin)
     if loader_of is Static:
@@ -377,7 +377,7 @@ def in_ones_own_loop(runtime: Runtime) -> tuple[Result, Result]:
     by_train, _ = trained(runtime, plan, DynamicIdLoader, FEW, FEW, 8)
     sharded, optimizer = made(runtime, plan, FEW)
     schema = schema_of(FEW)
-    policies = {name: Dynamic(capacity=FEW, share=1 / 16) for name in FEATURES}
+    policies = {name: Dynamic(capacity=FEW) for name in FEATURES}
     FreshRows(sharded, optimizer, begin=begin).attach()
     for batch in DynamicIdLoader(Raw(runtime, schema, 8), schema, policies):
         optimizer.zero_grad()

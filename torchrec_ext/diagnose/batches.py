@@ -24,15 +24,18 @@ class BatchSource:
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self.batches = batches
-        self.notes: list[str] = []
         self._iterable = batches
         if isinstance(batches, DataLoader) and batches.persistent_workers:
             # Its workers may be in the middle of the user's epoch: a copy has workers of its own.
             self._iterable = fresh_loader(batches)
         self._iterator = iter(self._iterable)
-        if self._iterator is batches:
-            self.notes.append(
-                "batches is an iterator, which cannot be begun anew: those that were taken are gone"
+        # An object of a class may begin anew in its __iter__, a generator never does.
+        if type(batches).__module__ in ("builtins", "itertools") and (
+            self._iterator is batches
+        ):
+            raise ValueError(
+                f"batches: a {type(batches).__name__} cannot be begun anew, and what it gives to experiments would be "
+                "gone; give what makes it, such as a DataLoader, or a list of some hundred batches"
             )
         try:
             self._ahead = [next(self._iterator)]
@@ -55,7 +58,6 @@ class BatchSource:
         try:
             batch = next(self._iterator)
         except StopIteration:
-            # An iterator gives itself, and has ended for good.
             self._iterator = iter(self._iterable)
             start = clock()
             computed = thread_time()
@@ -63,14 +65,20 @@ class BatchSource:
             # matters to a training alone.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                batch = next(self._iterator)
+                batch = next(self._iterator, None)
+            if batch is None:
+                raise ValueError(
+                    "batches: they ended, and iter() does not begin them anew; give an iterable that does, such as a "
+                    "DataLoader"
+                ) from None
         # The thread's own time leaves out sleeps and reads, which the clock counts.
         computed = thread_time() - computed
         seconds = clock() - start
         return batch, seconds, max(0.0, seconds - computed)
 
     def close(self) -> None:
-        """Ends the current epoch with its loader threads; a user's own iterator goes on."""
+        """Ends the current epoch with its loader threads."""
+        # A loader may be its own iterator, and goes on with its user.
         if self._iterator is not self.batches and hasattr(self._iterator, "close"):
             self._iterator.close()
 

@@ -22,7 +22,6 @@ from torchrec_ext.diagnose.findings import (
     size_of,
 )
 
-_SWEEPS = 3.0  # times the optimizer's own seconds that rows which are not read cost, with their gradients
 # A line may take this many times what its ops cost in price and in work: it was sampled
 # in other moments of the machine than they were timed in.
 _PRICE_AT_MOST = 1.5
@@ -50,42 +49,11 @@ def changed_text(facts: Facts, name: str) -> str:
     return in_ms(median([changed_seconds(each, name) for each in facts.rounds]))
 
 
-def swept_seconds(facts: Facts, each: Round) -> float:
-    """Returns the seconds of the optimizer in a round's step for rows outside of the batch."""
-    if "small_tables" not in each:
+def swept_seconds(each: Round) -> float:
+    """Returns the seconds in which the optimizer moves large tables in a round's step."""
+    if "still_tables" not in each:
         return 0.0
-    by_lines = whole_table_seconds(facts, each)  # of the user, not the optimizer
-    swept = max(0.0, each["step"] - changed_seconds(each, "small_tables") - by_lines)
-    # Small tables also save memory traffic outside of the optimizer.
-    most = _SWEEPS * each["optimizer"] if each.get("optimizer") else swept
-    return min(swept, most)
-
-
-def whole_table_seconds(facts: Facts, each: Round) -> float:
-    """Returns the seconds of a round's step at lines with ops on whole tables."""
-    sampled = {line.name: line for line in facts.lines if line.phase == "step"}
-    spent = 0.0
-    for table in facts.whole_tables:
-        seconds = table.seconds
-        line = sampled.get(table.line)
-        if line is not None:
-            # Also what the line takes besides its ops, as for memory that it gives back.
-            rest = line.op_s - table.seconds
-            seconds = max(seconds, _at_line(facts, each, line.seconds) - rest)
-        spent += seconds + table.backward_s * beyond_ops(facts, each)
-    return min(each["step"], spent)
-
-
-def beyond_ops(facts: Facts, each: Round) -> float:
-    """Returns how many times as long as its ops a step takes: memory of large sizes is given back outside of them."""
-    return max(1.0, each["step"] / facts.op_s) if facts.op_s else 1.0
-
-
-def op_price(facts: Facts, each: Round) -> float:
-    """Returns the mean price of a step's ops: one that autograd does not record costs less."""
-    price = each.get("op", 0.0)
-    bare = facts.bare_ops / facts.ops if facts.ops else 0.0
-    return (1 - bare) * price + bare * each.get("bare", price)
+    return max(0.0, each["step"] - changed_seconds(each, "still_tables"))
 
 
 def launched_seconds(facts: Facts, each: Round) -> float:
@@ -94,17 +62,17 @@ def launched_seconds(facts: Facts, each: Round) -> float:
     if "one_thread" in each:
         # Threads raise the price of an op too.
         threads = max(0.0, each["step"] - changed_seconds(each, "one_thread"))
-    others = swept_seconds(facts, each) + facts.product_s + threads
+    others = swept_seconds(each) + facts.product_s + threads
     # Sweeps, products and threads are inside of ops too.
-    rest = each["step"] - synced_seconds(facts, each) - max(others, facts.work_s)
-    price = (facts.ops - facts.sync_ops) * op_price(facts, each)
+    rest = each["step"] - synced_seconds(facts, each) - others
+    price = (facts.ops - facts.sync_ops) * each.get("op", 0.0)
     return max(0.0, min(rest, price))
 
 
 def synced_seconds(facts: Facts, each: Round) -> float:
     """Returns the cost of values brought to Python in a round's step, with the ops behind them."""
     feeding = max(0, facts.sync_ops - facts.syncs)
-    price = facts.syncs * each.get("sync", 0.0) + feeding * op_price(facts, each)
+    price = facts.syncs * each.get("sync", 0.0) + feeding * each.get("op", 0.0)
     if facts.lines:  # beyond the price of their ops these lines do work that stays
         at_lines = sum(
             _at_line(facts, each, line.seconds) * line.sync_ops / line.ops
@@ -131,13 +99,11 @@ def held_lines(facts: Facts) -> list[tuple[LineFacts, float]]:
     # Without counted ops every line would seem to hold the step.
     if "ops" in facts.not_measured or not facts.has("data", "step", "op"):
         return []
-    # Ops on whole tables are a cause of their own.
-    tables = {table.line for table in facts.whole_tables}
     lines = []
     for line in facts.lines:
         # On a busy machine much of an ordinary layer's line is a wait for a core.
         is_ops = line.op_s >= _MOST_OPS * line.seconds
-        if line.phase == "step" and line.name not in tables and not is_ops:
+        if line.phase == "step" and not is_ops:
             share = facts.share(partial(seconds_without_ops, facts, line=line))
             if share >= _LEAST_LINE:
                 lines.append((line, share))

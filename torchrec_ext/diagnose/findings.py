@@ -108,25 +108,6 @@ class TableFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WideOps:
-    """A line with ops over all rows of a table of which few are read.
-
-    Args:
-        line: the user's line.
-        rows: rows of the table.
-        read: rows that a step looks up.
-        seconds: seconds of a step inside of these ops.
-        backward_s: seconds inside of such ops in backward.
-    """
-
-    line: str
-    rows: int
-    read: int = 0
-    seconds: float = 0.0
-    backward_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class LoaderFacts:
     """A loader as it was measured.
 
@@ -157,29 +138,20 @@ class Facts:
 
     Args:
         rounds: seconds by experiment, for each round. ``data``: a batch, and of it ``sleep``, asleep or waiting for
-            files. ``step``: a step, and of it ``forward`` (with all that is neither of the other two), ``backward``
-            and ``optimizer``. Steps in a row on batches that are there: ``ready``; and of these changed:
-            ``quadruple`` of the batch, ``small_tables``, ``one_thread``, ``all_threads`` and ``bf16``. ``gc``: garbage
-            collections of an iteration. Yardsticks:
-            ``op``, a tiny op that autograd records, or one of backward; ``bare``, one that autograd does not record;
-            and ``sync``, one ``.item()``.
+            files. ``step``: a step, and of it ``optimizer`` and ``model``, which is the rest. Steps in a row on batches
+            that are there: ``ready``; and of these changed: ``quadruple`` of the batch, ``still_tables``,
+            ``one_thread``, ``all_threads`` and ``bf16``. Yardsticks: ``op``, a tiny op that autograd records, or one of
+            backward; and ``sync``, one ``.item()``.
         captured: seconds of an iteration as it is, and with the adopted step, by turn.
         rows: rows of a batch; 0 if unknown.
         batch_shapes: how many of the last four batches differ in the shape of a tensor, as those with ragged ids do.
         ops: aten ops of a step.
-        bare_ops: ops that autograd does not record, as those of an optimizer; without those of backward.
         op_lines: the user's lines that make most ops, with their number.
         syncs: ops of a step that bring a value to Python, on a GPU all that wait for it.
         sync_lines: the user's lines that do so, with their number.
         sync_ops: these, and up to ten other ops of the same lines for each.
-        op_s: seconds of a step inside of ops; 0 if unknown.
-        work_s: seconds of these that ops on many numbers take beyond an op on few of them.
         lines: the user's lines at which most of an iteration goes, as sampled.
         sampled_s: seconds of an iteration while lines were sampled.
-        whole_tables: lines that work on all rows of a table of which few are read.
-        double_s: seconds of a step inside of ops of 64-bit floats.
-        double_line: the user's line that takes most of these.
-        modes: debugging modes of autograd that are on.
         product_s: seconds of a step inside matrix products.
         tables: large tables that a dense optimizer moves.
         parameters: number of parameters that are trained; of tables with sparse gradients, those that a step reads.
@@ -200,19 +172,12 @@ class Facts:
     rows: int = 0
     batch_shapes: int = 1
     ops: int = 0
-    bare_ops: int = 0
     op_lines: Sequence[tuple[str, int]] = ()
     syncs: int = 0
     sync_lines: Sequence[tuple[str, int]] = ()
     sync_ops: int = 0
-    op_s: float = 0.0
-    work_s: float = 0.0
     lines: Sequence[LineFacts] = ()
     sampled_s: float = 0.0
-    whole_tables: Sequence[WideOps] = ()
-    double_s: float = 0.0
-    double_line: str = ""
-    modes: Sequence[str] = ()
     product_s: float = 0.0
     tables: Sequence[TableFacts] = ()
     parameters: int = 0

@@ -5,14 +5,13 @@ The order of a round is reversed every other time. An experiment that cannot be 
 
 from __future__ import annotations
 
-import gc
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torchrec_ext.needs_torch  # noqa: F401
 
@@ -36,10 +35,8 @@ _STEPS = 2, 64  # of a turn, at least and at most
 _POOL = 4  # batches that the variants share
 _LONGER = 3  # times so many rounds where they are spread too far for a verdict, and there is time
 _STEADY = 0.25  # spread of iterations at which no further rounds are made
-# With fewer rounds there is no verdict, so the first four may take longer than the
-# budget.
-_OVERTIME = 3
 StepFunction = Callable[..., object]
+T = TypeVar("T")
 
 
 class Variant(NamedTuple):
@@ -121,11 +118,12 @@ class TrainingLoop:
             for _, module in named_modules(modules)
         )
         self.pool: list[Any] = []
-        self._parts: dict[str, float] = {}
+        self._optimizer_s = 0.0
+        self._begins: list[float] = []
         self.iterations = _ITERATIONS
         self.turn_steps = _STEPS[0]
         self.not_measured: dict[str, str] = {}
-        self.notes = list(self.source.notes)
+        self.notes: list[str] = []
         self._step = called_with(fn, self.source.first)
 
     # ---------------------------------------------------------------- the loop as it is
@@ -136,31 +134,21 @@ class TrainingLoop:
 
     def iterate(self) -> dict[str, float]:
         """Runs the user's own loop once, a batch and a step on it, and returns the seconds of its parts."""
-        try:
-            batch, data, sleep = self.source.take(self.clock)
-            # Changed steps run on these, so that their seconds hold no loader.
-            self.pool = [*self.pool, batch][-_POOL:]
-        except StopIteration:
-            if not self.pool:
-                raise
-            self.note_end()
-            batch = self.pool[0]
-            data = 0.0
-            sleep = 0.0
-        self._parts = {"backward": 0.0, "optimizer": 0.0}
+        batch, data, sleep = self.source.take(self.clock)
+        # Changed steps run on these, so that their seconds hold no loader.
+        self.pool = [*self.pool, batch][-_POOL:]
+        self._optimizer_s = 0.0
+        # One that raised in an experiment has not ended.
+        self._begins = []
         begin = self.clock()
         self.call(batch)
         step = self.clock() - begin
-        seconds = self._parts
-        # All that is neither of the two counts as forward: so the parts add up to the
-        # step.
-        forward = step - (seconds["backward"] + seconds["optimizer"])
         return {
             "data": data,
             "sleep": sleep,
             "step": step,
-            "forward": forward,
-            **seconds,
+            "model": step - self._optimizer_s,
+            "optimizer": self._optimizer_s,
         }
 
     def run(self) -> Round:
@@ -169,18 +157,10 @@ class TrainingLoop:
             # What the step keeps for later was put back: it makes that anew once, and
             # not in a timed iteration.
             self.iterate()
-        with garbage_seconds(self.clock) as collecting:
-            parts = [self.iterate() for _ in range(self.iterations)]
-        means = {
+        parts = [self.iterate() for _ in range(self.iterations)]
+        return {
             name: statistics.fmean([each[name] for each in parts]) for name in parts[0]
         }
-        return {**means, "gc": collecting[0] / self.iterations}
-
-    def note_end(self) -> None:
-        """Notes the final end of an iterator."""
-        self.not_measured.setdefault(
-            "data", "the iterator ended: give an iterable that can be begun anew"
-        )
 
     def choose_iterations(self, first: Round, elapsed_s: float) -> None:
         """Chooses the iterations of a round and the steps of a turn; the first ones took ``elapsed_s``."""
@@ -231,73 +211,23 @@ class TrainingLoop:
 
     # ---------------------------------------------------------------------------- spans
 
-    def _add(self, name: str, begin: float) -> None:
-        """Adds the seconds of a stretch of the step up to now."""
-        self._parts[name] = (
-            self._parts.get(name, 0.0) + self.clock.in_any_thread() - begin
-        )
-
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Times every backward and every optimizer's step meanwhile."""
-        begins: list[float] = []
-
-        def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                begin = self.clock.in_any_thread()
-                try:
-                    return function(*args, **kwargs)
-                finally:
-                    self._add("backward", begin)
-
-            return call
+        """Times every optimizer's step meanwhile."""
 
         def begin(*_: Any) -> None:
-            begins.append(self.clock.in_any_thread())
+            self._begins.append(self.clock.in_any_thread())
 
         def end(*_: Any) -> None:
-            # A stack, because an optimizer may step others inside of its own step.
-            if begins:
-                self._add("optimizer", begins.pop())
+            began = self._begins.pop()
+            # An optimizer may step others inside of its own step.
+            if not self._begins:
+                self._optimizer_s += self.clock.in_any_thread() - began
 
-        with calls_of_autograd(timed), ExitStack() as stack:
+        with ExitStack() as stack:
             stack.callback(register_optimizer_step_pre_hook(begin).remove)
             stack.callback(register_optimizer_step_post_hook(end).remove)
             yield
-
-
-@contextmanager
-def calls_of_autograd(
-    wrapper: Callable[[Callable[..., Any]], Callable[..., Any]],
-) -> Iterator[None]:
-    """Wraps torch.autograd.backward and grad meanwhile."""
-    with ExitStack() as stack:
-        for name in ("backward", "grad"):
-            function = getattr(torch.autograd, name)
-            setattr(torch.autograd, name, wrapper(function))
-            stack.callback(setattr, torch.autograd, name, function)
-        yield
-
-
-@contextmanager
-def garbage_seconds(clock: Callable[[], float]) -> Iterator[list[float]]:
-    """Adds up the seconds of Python's garbage collections of this thread in the one entry of a list."""
-    spent = [0.0]
-    thread = threading.get_ident()
-
-    def collect(phase: str, _: object) -> None:
-        if threading.get_ident() != thread:
-            return
-        if phase == "start":
-            spent[0] -= clock()
-        else:
-            spent[0] += clock()
-
-    gc.callbacks.append(collect)
-    try:
-        yield spent
-    finally:
-        gc.callbacks.remove(collect)
 
 
 def enough(rounds: Sequence[Round]) -> bool:
@@ -310,13 +240,13 @@ def enough(rounds: Sequence[Round]) -> bool:
     )
 
 
-def attempt(loop: TrainingLoop, variant: Variant) -> Round:
-    """Runs a variant, and puts the state back for the next one."""
+def attempt(loop: TrainingLoop, name: str, run: Callable[[], T], otherwise: T) -> T:
+    """Runs an experiment, and puts the state back for the next one; returns ``otherwise`` if it raised."""
     try:
-        return variant.run()
+        return run()
     except Exception as error:
-        loop.not_measured[variant.name] = described(error)
-        return {}
+        loop.not_measured[name] = described(error)
+        return otherwise
     finally:
         loop.restore()
 
@@ -326,8 +256,6 @@ def warm_up(loop: TrainingLoop) -> bool:
     try:
         for _ in range(3):
             loop.iterate()
-    except StopIteration:
-        loop.note_end()
     except Exception as error:
         loop.not_measured["step"] = f"the step raised {described(error)}"
         return False
@@ -344,26 +272,41 @@ def in_rounds(
     Args:
         loop: the user's loop.
         variants_of: returns the changes to a step.
-        budget_s: seconds of the wall clock for the rounds; the first four may take three times as long.
+        budget_s: seconds of the wall clock for the rounds, of which there are four at least.
     """
     start = time.perf_counter()
     missing = loop.not_measured
+    nothing: Round = {}
+
+    def ran(variant: Variant) -> Round:
+        return attempt(loop, variant.name, variant.run, nothing)
+
     with loop.watching():
         # The loop is a variant too: it stands in each round beside the changes that it
         # is compared with.
         as_it_is = Variant("loop", loop.run)
-        first = attempt(loop, as_it_is)
+        first = ran(as_it_is)
         if not first:
             return []
         loop.choose_iterations(first, time.perf_counter() - start)
-        variants = [as_it_is, *variants_of()]
-        if not _try_each(loop, variants, budget_s, start):
-            return [first]
+        variants = [as_it_is]
+        start = time.perf_counter()
+        for variant in variants_of():
+            elapsed_s = time.perf_counter() - start
+            # Those that decide most stand first, and each is run once before it is timed.
+            if elapsed_s * FEWEST_ROUNDS > budget_s:
+                missing[variant.name] = (
+                    f"the others take {elapsed_s:.1f} s, and budget_s={budget_s:g} holds {FEWEST_ROUNDS} rounds; give "
+                    f"about budget_s={2 * FEWEST_ROUNDS * elapsed_s:.0f}"
+                )
+            else:
+                ran(variant)
+                variants.append(variant)
         rounds: list[Round] = []
         while not enough(rounds) and "loop" not in missing:
-            elapsed_s = time.perf_counter() - start
-            overtime = _OVERTIME if len(rounds) < FEWEST_ROUNDS else 1
-            if rounds and elapsed_s > overtime * budget_s:
+            is_over = time.perf_counter() - start > budget_s
+            # With fewer rounds there is no verdict.
+            if is_over and len(rounds) >= FEWEST_ROUNDS:
                 break
             seconds: dict[str, float] = {}
             # In reversed order in every other round: a machine that becomes slower or faster during a round would
@@ -371,34 +314,10 @@ def in_rounds(
             direction = -1 if len(rounds) % 2 else 1
             for variant in variants[::direction]:
                 if variant.name not in missing:
-                    seconds |= attempt(loop, variant)
+                    seconds |= ran(variant)
             if "loop" not in missing:
                 rounds.append(seconds)
     return rounds or [first]
-
-
-def _try_each(
-    loop: TrainingLoop, variants: Sequence[Variant], budget_s: float, start: float
-) -> float:
-    """Runs each variant once, gives up those beyond the budget, and returns the seconds of a round."""
-    round_s = 0.0
-    num_tried = 0
-    for variant in variants:
-        before = time.perf_counter()
-        has_no_time = before - start > budget_s / 2
-        if round_s and (has_no_time or round_s * FEWEST_ROUNDS > budget_s):
-            # The variants that were tried stand for the others.
-            needed_s = FEWEST_ROUNDS * round_s * len(variants) / max(1, num_tried)
-            loop.not_measured[variant.name] = (
-                f"a round takes {round_s:.1f} s already, and budget_s={budget_s:g} holds {FEWEST_ROUNDS}; "
-                f"give about budget_s={max(needed_s, 2 * budget_s):.0f}"
-            )
-            continue
-        attempt(loop, variant)
-        if variant.name not in loop.not_measured:
-            round_s += time.perf_counter() - before
-            num_tried += 1
-    return round_s
 
 
 def sampled(once: Callable[[], object], seconds: float) -> tuple[Samples, int]:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -34,22 +35,17 @@ from torchrec_ext.diagnose.loop import (
     warm_up,
 )
 from torchrec_ext.diagnose.ops import Counted, OpsOfLine, count_ops
-from torchrec_ext.diagnose.variants import (
-    SmallTables,
-    variants,
-)
+from torchrec_ext.diagnose.variants import variants
 from torchrec_ext.observe.clock import busy_elsewhere
-from torchrec_ext.observe.machine import compiled_graphs
 from torchrec_ext.observe.ops import tensors_in
-from torchrec_ext.observe.reached import own_values, reachable_from
+from torchrec_ext.observe.reached import reachable_from
 from torchrec_ext.observe.samples import Samples
 from torchrec_ext.observe.state_copy import StateCopy
 
 # Seconds of the loop in which it is sampled at which lines it is: 500 samples.
 SAMPLE_S = 1.5
-# A table is small with so many rows for each id that a step reads, and is made so for
-# the experiment.
-_SMALL_TABLE = 5
+# A table is large with more rows than so many for each id that a step reads.
+_LARGE_TABLE = 5
 _LINES = 20  # that are kept
 _WORKER_BATCHES = 3  # that are timed as a worker makes them, at least
 
@@ -75,11 +71,8 @@ def measure(loop: TrainingLoop, state: StateCopy, budget_s: float) -> Facts:
     def changes() -> Iterator[Variant]:
         nonlocal busy
         busy = busy_cores()
-        small = None
-        if tables:
-            reads = [(module, table.read) for table, module in tables]
-            small = SmallTables(state, reads, _SMALL_TABLE)
-        yield from variants(loop, small, busy)
+        weights = {id(module.weight): module.weight for _, module in tables}
+        yield from variants(loop, list(weights.values()), busy)
 
     if warm_up(loop):
         refusal = _refusal(loop.modules, state.optimizers)
@@ -90,30 +83,23 @@ def measure(loop: TrainingLoop, state: StateCopy, budget_s: float) -> Facts:
             if module.sparse:
                 # Neither the optimizer nor its traffic touches the other rows.
                 numbers -= max(0, table.rows - table.read) * table.dim
-            elif table.rows > _SMALL_TABLE * table.read and id(module.weight) in moved:
+            elif table.rows > _LARGE_TABLE * table.read and id(module.weight) in moved:
                 tables.append((table, module))
-        graphs = compiled_graphs()
         rounds = in_rounds(loop, changes, budget_s)
-        graphs = compiled_graphs() - graphs
-        if graphs:
-            loop.notes.append(
-                f"torch.compile made {graphs} graphs during steps whose batches have one shape; drop_last=True and "
-                "dynamic=True keep it from that"
-            )
         lines, sampled_s = _sample_lines(loop, counted)
-    facts = Facts(
+    return Facts(
         rounds=rounds,
         rows=row_count(loop.pool[0]) if loop.pool else 0,
         batch_shapes=len(set(map(_shapes, loop.pool))),
         ops=counted.ops,
-        bare_ops=counted.bare,
         op_lines=counted.lines.most_common(5),
         syncs=sum(counted.syncs.values()),
         sync_lines=counted.syncs.most_common(5),
         sync_ops=sum(ops.feeding for ops in counted.by_line.values()),
         lines=lines,
         sampled_s=sampled_s,
-        modes=sorted(counted.modes),
+        # On a GPU an op returns before its kernel runs, so its seconds say nothing.
+        product_s=0.0 if loop.cuda else counted.product_s,
         tables=[table for table, _ in tables],
         parameters=numbers,
         optimizers=[type(each).__name__ for each in state.optimizers],
@@ -126,8 +112,6 @@ def measure(loop: TrainingLoop, state: StateCopy, budget_s: float) -> Facts:
         not_measured=loop.not_measured,
         notes=loop.notes,
     )
-    # On a GPU an op returns before its kernel runs, so its seconds say nothing.
-    return facts if loop.cuda else _with_seconds_of_ops(facts, loop, counted)
 
 
 def _refusal(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> str:
@@ -145,50 +129,15 @@ def _refusal(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> s
 def _shapes(batch: Any) -> tuple[torch.Size, ...]:
     """Returns the shapes of a batch's tensors, also of those in a user's own object."""
     return tuple(
-        tensor.shape
-        for each in reachable_from(batch, values=own_values)
-        for tensor in tensors_in(each)
+        tensor.shape for each in reachable_from(batch) for tensor in tensors_in(each)
     )
 
 
 def _counted(loop: TrainingLoop) -> Counted:
     """Counts the ops of a step; none if it cannot be counted."""
-    counted = Counted()
-
-    def count() -> Round:
-        nonlocal counted
-        counted = count_ops(lambda: loop.call(loop.several(1)[0]), loop.modules)
-        return {}
-
-    attempt(loop, Variant("ops", count))
-    return counted
-
-
-def _factor(facts: Facts, counted: Counted) -> float:
-    """Returns what makes the seconds of all ops no longer than a step: others may have run while they were timed."""
-    if not counted.seconds or not facts.has("step"):
-        return 1.0
-    return min(1.0, facts.median("step") / counted.seconds)
-
-
-def _with_seconds_of_ops(facts: Facts, loop: TrainingLoop, counted: Counted) -> Facts:
-    factor = _factor(facts, counted)
-    rows = set()
-    for module in loop.modules:
-        rows |= {each.shape[0] for each in module.parameters() if each.dim() > 1}
-    double = counted.sizes.double
-    return dataclasses.replace(
-        facts,
-        op_s=factor * counted.seconds,
-        work_s=factor * counted.sizes.work(),
-        product_s=factor * counted.product_s,
-        whole_tables=counted.sizes.whole_tables(rows, factor),
-        double_s=factor * sum(double.values()),
-        double_line=max(double, key=double.__getitem__, default=""),
-        lines=[
-            dataclasses.replace(line, op_s=factor * line.op_s) for line in facts.lines
-        ],
-    )
+    batch = loop.several(1)[0]
+    run = partial(count_ops, lambda: loop.call(batch), loop.modules)
+    return attempt(loop, "ops", run, Counted())
 
 
 def _sample_lines(
@@ -196,23 +145,19 @@ def _sample_lines(
 ) -> tuple[Sequence[LineFacts], float]:
     """Returns the user's lines with the most time, and the seconds of an iteration."""
     missing = loop.not_measured
+    nothing: tuple[Sequence[LineFacts], float] = ((), 0.0)
     if loop.cuda or loop.compiled:
         missing["lines"] = "sampled only for eager steps on a CPU, whose ops are timed"
-        return (), 0.0
+        return nothing
     if not SAMPLE_S or "step" in missing or "loop" in missing:
-        return (), 0.0
-    lines: Sequence[LineFacts] = ()
-    seconds = 0.0
+        return nothing
 
-    def sample() -> Round:
-        nonlocal lines, seconds
+    def sample() -> tuple[Sequence[LineFacts], float]:
         samples, iterations = sampled(loop.iterate, SAMPLE_S)
         seconds = sum(samples.seconds.values()) / iterations
-        lines = _longest_lines(samples, iterations, counted)
-        return {}
+        return _longest_lines(samples, iterations, counted), seconds
 
-    attempt(loop, Variant("lines", sample))
-    return lines, seconds
+    return attempt(loop, "lines", sample, nothing)
 
 
 def _longest_lines(
@@ -220,8 +165,7 @@ def _longest_lines(
 ) -> Sequence[LineFacts]:
     lines = []
     for (phase, line), spent in samples.seconds.items():
-        # A line without a text is none of the user's, such as that of garbage
-        # collections.
+        # A line without a text is none of the user's.
         if line.text:
             ops = counted.by_line.get(line, OpsOfLine())
             of_line = LineFacts(
@@ -241,17 +185,13 @@ def _longest_lines(
 def _loader_facts(loop: TrainingLoop) -> LoaderFacts:
     batches = loop.source.batches
     workers = batches.num_workers if isinstance(batches, DataLoader) else 0
-    facts = LoaderFacts(workers=workers)
 
-    def make() -> Round:
-        nonlocal facts
+    def make() -> LoaderFacts:
         of_worker = _facts_of_worker(loop) if workers else {}
         of_loader = loop.source.facts(loop.clock.host)
-        facts = dataclasses.replace(of_loader, workers=workers, **of_worker)
-        return {}
+        return dataclasses.replace(of_loader, workers=workers, **of_worker)
 
-    attempt(loop, Variant("rows", make))
-    return facts
+    return attempt(loop, "rows", make, LoaderFacts(workers=workers))
 
 
 def _facts_of_worker(loop: TrainingLoop) -> dict[str, Any]:
@@ -295,9 +235,11 @@ def _l2(optimizers: Sequence[Optimizer]) -> float:
 
 
 def _parameters_of(optimizers: Sequence[Optimizer]) -> dict[int, Any]:
-    """Returns the parameters of all optimizers by id."""
+    """Returns the parameters that optimizers move by id."""
     parameters: dict[int, Any] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            parameters |= {id(parameter): parameter for parameter in group["params"]}
+            for each in group["params"]:
+                if each.requires_grad:
+                    parameters[id(each)] = each
     return parameters

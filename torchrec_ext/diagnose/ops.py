@@ -1,4 +1,4 @@
-"""Counted: the ops of a step by the user's lines and by the sizes of their tensors, and the look-ups of its tables.
+"""Counted: the ops of a step by the user's lines, and the look-ups of its tables.
 
 torch.profiler names a line by a private setting alone, and shows neither ids nor sizes of tables, so a dispatch mode
 counts.
@@ -7,12 +7,11 @@ counts.
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import sys
 import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -23,10 +22,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from torchrec_ext.diagnose.findings import TableFacts, WideOps
+from torchrec_ext.diagnose.findings import TableFacts
 from torchrec_ext.observe.ops import tensors_in, waits_for_device
 from torchrec_ext.observe.reached import named_modules
-from torchrec_ext.observe.user_lines import SampledLine, lines_of, owner_of, stack_of
+from torchrec_ext.observe.user_lines import SampledLine, lines_of, stack_of
 
 _COLLECTIONS = ("EmbeddingBagCollection", "EmbeddingCollection")  # TorchRec's
 _TO_PYTHON = (
@@ -37,18 +36,7 @@ _TO_PYTHON = (
     "masked_select",
     "equal",
 )
-_LOOK_UPS = ("embedding", "_embedding_bag", "index", "index_select", "gather")
-_LOOK_UP_BACKWARDS = (
-    "embedding_dense_backward",
-    "_embedding_bag_dense_backward",
-    "_index_put_impl_",
-    "new_zeros",
-)
 _PRODUCTS = set(flop_registry)
-# Entries from which on a dimension may be a table's.
-_LARGE_SIZE = 2_048
-_FEW = 1_024  # numbers on which an op does no work worth mention
-_WHOLE = 5  # a step reads few rows of a table that has so many times as many
 _FEEDING = 10  # ops of a line that feed a value which it brings to Python, at most
 _COUNTING_S = 1.0  # seconds of counted steps after which none is counted again
 
@@ -67,129 +55,28 @@ class OpsOfLine:
         return min(self.ops, (1 + _FEEDING) * self.syncs)
 
 
-class Sizes:
-    """Ops by the sizes and the dtypes of their tensors.
-
-    Attributes:
-        double: seconds in ops of 64-bit floats by line.
-    """
-
-    def __init__(self) -> None:
-        self.double: defaultdict[str, float] = defaultdict(float)
-        self._looked_up: Counter[int] = Counter()  # ids by rows of their tensor
-        # Seconds of ops on a floating tensor of so many rows, by line.
-        self._by_rows: defaultdict[tuple[int, str], float] = defaultdict(float)
-        # Rows that a sparse product mixes, so that each row needs the others.
-        self._mixed: set[int] = set()
-        self._few: list[float] = []
-        self._many: list[float] = []
-
-    def add(
-        self,
-        packet: Any,
-        args: Any,
-        tensors: Sequence[Tensor],
-        seconds: float,
-        line: str,
-    ) -> None:
-        """Adds an op of a line; ``tensors`` are those of its arguments and results."""
-        name = packet.__name__
-        most = max((each.numel() for each in tensors), default=0)
-        times = self._many if most > _FEW else self._few
-        times.append(seconds)
-        if name in _LOOK_UPS:
-            ids = args[1] if isinstance(args[1], Tensor) else args[-1]
-            count = max((each.numel() for each in tensors_in(ids)), default=0)
-            if args[0].dim() > 1 and args[0].is_floating_point() and count:
-                self._looked_up[len(args[0])] += count
-        else:
-            rows = set()
-            for each in tensors:
-                if (
-                    each.dim() > 1
-                    and each.is_floating_point()
-                    and len(each) >= _LARGE_SIZE
-                ):
-                    rows.add(len(each))
-            if any(each.layout != torch.strided for each in tensors):
-                # A sparse gradient mixes nothing, only a sparse product does.
-                if "mm" in name:
-                    self._mixed |= rows
-            elif (
-                packet not in _PRODUCTS
-                and name not in _LOOK_UP_BACKWARDS
-                and line != "optimizer"
-            ):
-                for count in rows:
-                    self._by_rows[count, line] += seconds
-        # A single number, such as a Python float, makes no op a 64-bit one.
-        if any(each.dtype == torch.float64 and each.numel() > 1 for each in tensors):
-            self.double[line] += seconds
-
-    def work(self) -> float:
-        """Returns the seconds of ops on many numbers, less the price of an op on few numbers."""
-        # An op on few numbers does no work: its seconds are Python and dispatch, which
-        # every op has.
-        price = min(self._many, default=0.0)
-        if self._few:
-            price = statistics.median(self._few)
-        return sum(max(0.0, seconds - price) for seconds in self._many)
-
-    def whole_tables(self, tables: Collection[int], factor: float) -> list[WideOps]:
-        """Returns the lines with ops on all rows of a table, of which few are looked up.
-
-        Args:
-            tables: numbers of rows of the tables.
-            factor: seconds of a step of the rounds over the seconds of its ops.
-        """
-        found = []
-        for (rows, line), seconds in self._by_rows.items():
-            count = self._looked_up[rows]
-            few = (
-                rows in tables and rows not in self._mixed and 0 < _WHOLE * count < rows
-            )
-            if few and line not in ("backward", "optimizer"):
-                backward = self._by_rows.get((rows, "backward"), 0.0)
-                found.append(
-                    WideOps(
-                        line=line,
-                        rows=rows,
-                        read=count,
-                        seconds=factor * seconds,
-                        backward_s=factor * backward,
-                    )
-                )
-        return found
-
-
 class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts and times the aten ops of a step by the user's lines, its products, and the look-ups of its tables.
 
     Attributes:
         ops: number of ops.
-        bare: number of these that autograd does not record, without those of backward.
         seconds: seconds inside of all ops.
         product_s: seconds inside of matrix products.
         lines: number of ops by the line that makes them, a library's too.
         by_line: ops and seconds by the user's own line.
-        sizes: ops by the sizes of their tensors.
         syncs: ops that bring a value to Python, on a GPU all that wait for it, by the user's own line.
         reads: ids that a step looks up, by module of a table.
-        modes: names of autograd's debugging modes that were on.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops = 0
-        self.bare = 0
         self.seconds = 0.0
         self.product_s = 0.0
         self.lines: Counter[str] = Counter()
         self.by_line: dict[SampledLine, OpsOfLine] = {}
-        self.sizes = Sizes()
         self.syncs: Counter[str] = Counter()
         self.reads: Counter[nn.Module] = Counter()
-        self.modes: set[str] = set()
         self._thread = threading.get_ident()
 
     def __torch_dispatch__(
@@ -199,8 +86,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         start = time.perf_counter()
         result = func(*args, **kwargs)
         seconds = time.perf_counter() - start
-        stack = stack_of(sys._getframe(1))
-        line, users_line = lines_of(stack)
+        line, users_line = lines_of(stack_of(sys._getframe(1)))
         if line == "step" and threading.get_ident() != self._thread:
             # Autograd runs the backward of a GPU's ops in a thread of its own, which
             # has no lines of Python.
@@ -224,24 +110,10 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.syncs[users_line.name] += 1
             ops_of_line.syncs += 1
         inputs = [each for each in args if isinstance(each, Tensor)]
-        is_recorded = torch.is_grad_enabled() and any(
-            each.requires_grad for each in inputs
-        )
-        self.bare += not is_recorded and line != "backward"
         if packet in _PRODUCTS and all(
             each.is_floating_point() and each.layout == torch.strided for each in inputs
         ):
             self.product_s += seconds
-        if torch.is_anomaly_enabled():
-            self.modes.add("anomaly mode")
-        if torch.autograd._profiler_enabled():
-            self.modes.add("a profiler")
-        line_of_sizes = users_line.name
-        # The step of a user's own optimizer too: torch's wrapper around it is in the
-        # stack.
-        if any(owner_of(code.co_filename) == "optimizer" for code, _ in stack):
-            line_of_sizes = "optimizer"
-        self.sizes.add(packet, args, tensors, seconds, line_of_sizes)
         return result
 
     @contextmanager

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import Any
 
-from torchrec_ext.diagnose.findings import Facts, Gain, gain_of, in_ms
+from torchrec_ext.diagnose.findings import Facts, Gain, gain_of
 from torchrec_ext.diagnose.trials import trials
 from torchrec_ext.diagnose.verdicts import findings, too_noisy
 
 _WIDTH = 110
-_PARTS = ("data", "forward", "backward", "optimizer")
+_PARTS = ("data", "model", "optimizer")
 _HELPS = {"yes": "yes", "no": "no, under 5 %", "perhaps": "perhaps"}
 Compare = Callable[..., list[tuple[float, float]]]
 
@@ -186,25 +186,7 @@ def _times(facts: Facts) -> list[str]:
             f". Your program takes {facts.own_threads} threads, which wait for those cores and may make it many times "
             "slower than that: run it with OMP_NUM_THREADS=1 first"
         )
-    return ["", *_wrapped(text), *_of_workers(facts)]
-
-
-def _of_workers(facts: Facts) -> list[str]:
-    """Returns what the workers of a DataLoader deliver at most beside the step, as lines."""
-    loader = facts.loader
-    if not loader.worker_s:
-        return []
-    # The step has cores of its own, which workers have only while it waits for them. A
-    # worker that waits needs none.
-    cores = max(1, facts.cores - facts.threads)
-    computed_s = loader.worker_s - loader.worker_sleep_s
-    least_s = max(loader.worker_s / loader.workers, computed_s / cores)
-    rate = f"{(facts.rows or 1) / least_s:,.0f} {'rows' if facts.rows else 'batches'}/s"
-    return _wrapped(
-        f"a worker takes {in_ms(loader.worker_s)} for a batch, and computes {in_ms(computed_s)} of it. "
-        f"Beside the step {cores} core(s) are left: {loader.workers} worker(s) deliver at most {rate}, and a step "
-        f"shorter than {in_ms(least_s)} waits for them"
-    )
+    return ["", *_wrapped(text)]
 
 
 def _wrapped(text: str, indent: str = "", further: int = 0) -> list[str]:

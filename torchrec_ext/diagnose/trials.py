@@ -69,8 +69,8 @@ def trials(facts: Facts) -> tuple[Trial, ...]:
         why = "by row; the learning rate must follow"
         add("4 times the batch", gain, Change.OTHER, why)
     add_variant("bf16", "bf16 autocast", Change.OTHER, lines=_BF16)
-    why = "an experiment: as if rows that a step does not read cost nothing"
-    add_variant("small_tables", "small tables", Change.OTHER, why)
+    why = "an experiment: the optimizer leaves tables alone of which a step reads few rows"
+    add_variant("still_tables", "large tables not moved", Change.OTHER, why)
     if facts.captured:
         gain = gain_of(ratios_of(facts.captured))
         why = "by turns beside the step as it is"

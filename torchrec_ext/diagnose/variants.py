@@ -1,38 +1,34 @@
-"""Variants: a training step changed, each change an experiment of its own; SmallTables: one of these changes."""
+"""Variants: a training step changed, each change an experiment of its own."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from torchrec_ext.diagnose.batches import row_count
 from torchrec_ext.diagnose.findings import Round
 from torchrec_ext.diagnose.loop import TrainingLoop, Variant
-from torchrec_ext.diagnose.ops import ids_in
-from torchrec_ext.observe.reached import named_modules
-from torchrec_ext.observe.state_copy import StateCopy
 
 IDLE = 0.3  # cores that others may keep busy where more threads are tried
 
 
 def variants(
     loop: TrainingLoop,
-    small: SmallTables | None,
+    tables: Sequence[Tensor],
     busy: float | None,
 ) -> Iterator[Variant]:
     """Yields the experiments while others keep ``busy`` cores busy.
 
     Args:
         loop: the user's loop.
-        small: small tables in place of the step's large ones, if it has some.
+        tables: weights of the step's large tables.
         busy: cores that others keep busy; None if unknown.
     """
     missing = loop.not_measured
@@ -40,15 +36,19 @@ def variants(
     def steps() -> float:
         return loop.timed(loop.steps())
 
+    def still_tables() -> Round:
+        with _without_gradients(tables):
+            return {"still_tables": steps()}
+
     # First, since it decides most, and later variants are left out where there is no
     # time.
-    if small is not None and not loop.compiled:
-        yield Variant("small_tables", lambda: {"small_tables": _inside(small, steps)})
+    if tables and not loop.compiled:
+        yield Variant("still_tables", still_tables)
     yield Variant("op", lambda: _prices(loop))
     yield Variant("ready", lambda: {"ready": steps()})
     if loop.compiled:
         why = "the step is compiled, and would be compiled again for it"
-        names = ("quadruple", "bf16", "small_tables")
+        names = ("quadruple", "bf16", "still_tables")
         missing.update(dict.fromkeys(names, why))
         yield from _threads(loop, busy)
         return
@@ -62,9 +62,18 @@ def variants(
     yield Variant("bf16", lambda: _bf16(loop))
 
 
-def _inside(small: SmallTables, measure: Callable[[], float]) -> float:
-    with small:
-        return measure()
+@contextmanager
+def _without_gradients(weights: Sequence[Tensor]) -> Iterator[None]:
+    """Drops the gradients of weights meanwhile, before an optimizer sees them: it then leaves their rows alone."""
+
+    def drop(weight: Tensor) -> None:
+        weight.grad = None
+
+    with ExitStack() as stack:
+        for weight in weights:
+            hook = weight.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+            stack.callback(hook.remove)
+        yield
 
 
 def _threads(loop: TrainingLoop, busy: float | None) -> Iterator[Variant]:
@@ -108,7 +117,7 @@ def _bf16(loop: TrainingLoop) -> Round:
 
 
 def _prices(loop: TrainingLoop) -> Round:
-    """Returns the seconds of bringing a value to Python, and of a tiny op, with autograd and without."""
+    """Returns the seconds of bringing a value to Python, and of a tiny op."""
     value = torch.zeros(())
     source = torch.ones(8, requires_grad=True)
 
@@ -122,11 +131,6 @@ def _prices(loop: TrainingLoop) -> Round:
             product = product * 1.001
         torch.autograd.grad(product.sum(), source)
 
-    @torch.no_grad()
-    def bare() -> None:
-        for _ in range(124):
-            source.mul_(1.001)
-
     def seconds_of(call: Callable[[], object]) -> float:
         # One call before it has memory ready.
         call()
@@ -137,105 +141,4 @@ def _prices(loop: TrainingLoop) -> Round:
     return {
         "sync": seconds_of(sync) / 100,
         "op": seconds_of(recorded) / 124,
-        "bare": seconds_of(bare) / 124,
     }
-
-
-class SmallTables:
-    """Tables of a few rows in place of large ones, while this context is open: ids are taken modulo their number.
-
-    The step then runs as if an optimizer moved only the rows that are read. The user's parameters and their state are
-    not touched: others stand in their place in modules and optimizers.
-
-    Args:
-        state: knows all modules and optimizers.
-        tables: modules of tables, with the ids that a step reads of each.
-        rows_for_each: rows of a small table for each id that a step reads.
-    """
-
-    def __init__(
-        self, state: StateCopy, tables: Sequence[tuple[Any, int]], rows_for_each: int
-    ) -> None:
-        self._state = state
-        self._tables = tables
-        self._small: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        self._states: dict[tuple[int, int], dict[str, Any]] = {}
-        self._rows_for_each = rows_for_each
-        self._stack = ExitStack()
-
-    def __enter__(self) -> SmallTables:
-        if not self._small:
-            self._make()
-        with ExitStack() as stack:
-            for _, module in named_modules(self._state.modules):
-                for name, parameter in module._parameters.items():
-                    if parameter is not None and id(parameter) in self._small:
-                        module._parameters[name] = self._small[id(parameter)][1]
-                        stack.callback(module._parameters.__setitem__, name, parameter)
-            for module, _ in self._tables:
-                hook = module.register_forward_pre_hook(_modulo, with_kwargs=True)
-                stack.callback(hook.remove)
-            for optimizer in self._state.optimizers:
-                self._swap(optimizer, stack)
-            # Only now: an error on the way puts back what was swapped so far.
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._stack.close()
-
-    def _make(self) -> None:
-        for module, reads in self._tables:
-            weight = module.weight
-            # torch refuses a padding row outside of the table.
-            rows = min(
-                len(weight),
-                max(1 + (module.padding_idx or 0), self._rows_for_each * reads),
-            )
-            if id(weight) in self._small:
-                # Two modules share the weight: its small table has room for the ids of
-                # both.
-                rows = max(rows, len(self._small[id(weight)][1]))
-            # The weight is held too, so that its id is not used again.
-            self._small[id(weight)] = (
-                weight,
-                nn.Parameter(weight.detach()[:rows].clone()),
-            )
-
-    def _swap(self, optimizer: Optimizer, stack: ExitStack) -> None:
-        for group in optimizer.param_groups:
-            params = group["params"]
-            for index, parameter in enumerate(params):
-                if id(parameter) not in self._small:
-                    continue
-                small = self._small[id(parameter)][1]
-                key = id(optimizer), id(parameter)
-                if key not in self._states:
-                    state = optimizer.state.get(parameter, {})
-                    self._states[key] = {
-                        name: _first_rows(value, parameter, small)
-                        for name, value in state.items()
-                    }
-                if self._states[key]:
-                    optimizer.state[small] = self._states[key]
-                params[index] = small
-                stack.callback(optimizer.state.pop, small, None)
-                stack.callback(params.__setitem__, index, parameter)
-
-
-def _first_rows(value: Any, parameter: Tensor, small: Tensor) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    # A count of steps has no rows.
-    if value.shape[:1] == parameter.shape[:1]:
-        value = value[: len(small)]
-    return value.clone()
-
-
-def _modulo(
-    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    ids = ids_in(args, kwargs) % len(module.weight)
-    if args:
-        return (ids, *args[1:]), kwargs
-    return args, {**kwargs, "input": ids}

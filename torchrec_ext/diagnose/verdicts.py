@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
-from statistics import median
 
 from torchrec_ext.diagnose.costs import (
     changed_seconds,
     changed_text,
     finding_of,
+    held_lines,
     launched_seconds,
-    op_price,
+    seconds_without_ops,
     swept_seconds,
     synced_seconds,
     variant_gain,
@@ -28,19 +28,15 @@ from torchrec_ext.diagnose.findings import (
     in_ms,
 )
 from torchrec_ext.diagnose.trials import ADOPT
-from torchrec_ext.diagnose.your_line import (
-    debug_mode,
-    double_floats,
-    garbage,
-    held,
-    whole_table,
-)
 
 NOISY = 0.6  # spread of iterations above which there is no verdict
 # Different shapes of four batches from which on their ids are ragged; a short last batch
 # makes two.
 _RAGGED = 3
 _IDLE = 0.3  # cores that others may keep busy where threads of this process have theirs
+# Share of an iteration that lines of the user's take together; what samples say of less
+# is not sure.
+_LEAST_LINES = 0.1
 
 
 def loader_waits(facts: Facts) -> Finding | None:
@@ -95,18 +91,12 @@ def _at_lines(facts: Facts) -> list[str]:
     if facts.loader.workers and _sleeps(facts):
         lines = list(facts.loader.worker_lines)
         sampled_s = facts.loader.worker_s
-    sampled = sum(line.seconds for line in lines)
-    # Lines were sampled in another moment than the rounds, in which the loader may have
-    # taken a larger share.
-    share_of_data = facts.share(itemgetter("data"))
-    sentences = []
-    for line in lines[:3]:
-        share = min(line.seconds / sampled_s, share_of_data * line.seconds / sampled)
-        if share >= 0.1:
-            sentences.append(
-                f"{share:.0%} of an iteration is at {line.name}: {line.text}"
-            )
-    return sentences
+    shares = [(line.seconds / sampled_s, line) for line in lines[:3]]
+    return [
+        f"{share:.0%} of an iteration is at {line.name}: {line.text}"
+        for share, line in shares
+        if share >= 0.1
+    ]
 
 
 def loader_rows(facts: Facts) -> Finding | None:
@@ -161,7 +151,7 @@ def loader_rows(facts: Facts) -> Finding | None:
 
 def untouched_rows(facts: Facts) -> Finding | None:
     """A dense optimizer moves rows of tables outside of the batch."""
-    if not facts.has("step", "small_tables") or not facts.tables:
+    if not facts.has("step", "still_tables") or not facts.tables:
         return None
     table = max(facts.tables, key=lambda each: each.rows * each.dim)
     mover = " and ".join(facts.optimizers) or "the optimizer"
@@ -170,8 +160,8 @@ def untouched_rows(facts: Facts) -> Finding | None:
     evidence = [
         f"{mover} moves all {facts.parameters:,} parameters in every step: the tables have "
         f"{rows:,} rows, of which a step reads at most {ids:,} (largest: {table.name}, {table.rows:,} x {table.dim})",
-        f"with tables that hold only the rows of a few batches the step takes {changed_text(facts, 'small_tables')} "
-        f"instead of {in_ms(facts.median('step'))}",
+        f"if it leaves these tables alone, the step takes {changed_text(facts, 'still_tables')} instead of "
+        f"{in_ms(facts.median('step'))}",
     ]
     name = (
         "nn.Embedding(..., sparse=True), moved by SparseAdam, and Adam for the layers"
@@ -202,7 +192,7 @@ def untouched_rows(facts: Facts) -> Finding | None:
         title,
         evidence,
         [*_adopted(facts, adopted), *remedies],
-        partial(swept_seconds, facts),
+        swept_seconds,
     )
 
 
@@ -223,7 +213,7 @@ def launches(facts: Facts) -> Finding | None:
     """The step consists of many tiny ops, and their price is Python and dispatch, not work."""
     if not facts.has("step", "op") or not facts.ops:
         return None
-    price = median([op_price(facts, each) for each in facts.rounds])
+    price = facts.median("op")
     evidence = [
         f"a step runs {facts.ops:,} ops, {price * 1e6:.1f} us each on this machine before any work: "
         f"{in_ms(facts.ops * price)} of {in_ms(facts.median('step'))}; matrix products take {in_ms(facts.product_s)}"
@@ -306,6 +296,29 @@ def threads(facts: Facts) -> Finding | None:
     return None
 
 
+def your_line(facts: Facts) -> Finding | None:
+    """Lines of the step hold it without ops: sleeps, files, copies, JSON, lists."""
+    lines = held_lines(facts)
+    if sum(share for _, share in lines) < _LEAST_LINES:
+        return None
+    evidence = [
+        f"no tensor op explains the time at {line.name}, {share:.0%}: {line.text}"
+        for line, share in lines[:3]
+    ]
+    remedy = Remedy(
+        name="take these lines out of the step, or run them every hundredth step",
+        changes=Change.EXACT,
+    )
+    return finding_of(
+        facts,
+        "your_line",
+        f"{lines[0][0].name} holds the step, and not with tensor ops",
+        evidence,
+        [remedy],
+        lambda each: sum(seconds_without_ops(facts, each, line) for line, _ in lines),
+    )
+
+
 CAUSES: tuple[Callable[[Facts], Finding | None], ...] = (
     loader_waits,
     loader_rows,
@@ -313,18 +326,12 @@ CAUSES: tuple[Callable[[Facts], Finding | None], ...] = (
     launches,
     host_syncs,
     threads,
-    held,
-    whole_table,
-    double_floats,
-    garbage,
+    your_line,
 )
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
     """Returns the findings of at least a twentieth of an iteration, the largest first."""
-    debugged = debug_mode(facts)
-    if debugged is not None:
-        return (debugged,)
     found = []
     for rule in CAUSES:
         finding = rule(facts)
@@ -347,10 +354,10 @@ def too_noisy(facts: Facts) -> str:
     found = faults(facts)
     if (
         facts.tables
-        and not facts.has("small_tables")
+        and not facts.has("still_tables")
         and not any(finding.size == "large" for finding in found)
     ):
-        why = facts.not_measured.get("small_tables", "not measured")
+        why = facts.not_measured.get("still_tables", "not measured")
         return f"no verdict: whether rows that are not read cost time is not known ({why}); give more time (budget_s)"
     if facts.spread <= NOISY:
         return ""

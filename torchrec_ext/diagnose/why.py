@@ -51,8 +51,7 @@ class _WhySlow:
     batches: an iterable such as a DataLoader. :meth:`step` takes any step function instead.
 
     All that the step changes is put back bit for bit, see :class:`StateCopy`. The rounds take ``budget_s``
-    seconds, the first four up to three times as long: without them there is no verdict. Some more are taken to count
-    ops.
+    seconds, or what four of them take: without them there is no verdict. Some more are taken to count ops.
 
     Example:
         >>> import torch
@@ -82,7 +81,7 @@ class _WhySlow:
             optimizer: its optimizer, or several.
             loss: loss of a batch, called with the entries of a batch that is a tuple or list, else with the batch.
             batches: batches, such as a DataLoader.
-            budget_s: seconds of the wall clock for the rounds; the first four may take three times as long.
+            budget_s: seconds of the wall clock for the rounds, of which there are four at least.
             capture: also measure the step that :func:`adopt` captures, which takes 10 to 60 s more.
 
         Raises:
@@ -127,7 +126,7 @@ class _WhySlow:
             batches: batches, such as a DataLoader.
             model: the model, if it cannot be reached from ``fn`` through closures, globals and attributes.
             optimizer: its optimizers, in the same case.
-            budget_s: seconds of the wall clock for the rounds; the first four may take three times as long.
+            budget_s: seconds of the wall clock for the rounds, of which there are four at least.
 
         Raises:
             ValueError: there is no batch, or no memory for a copy of the state; or ``fn`` calls an adopted step.
@@ -178,6 +177,11 @@ def _diagnosed(
     """
     if not budget_s > 0:
         raise ValueError(f"budget_s={budget_s}: must be a number of seconds above 0")
+    if torch.is_anomaly_enabled():
+        raise ValueError(
+            "why_slow: anomaly mode is on, and makes each op several times as slow; call "
+            "torch.autograd.set_detect_anomaly(False), and ask again"
+        )
     # A list has no position in an epoch that would have to be put back.
     loader = None if isinstance(batches, list | tuple) else batches
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -193,10 +197,8 @@ def _diagnosed(
         loop = TrainingLoop(fn, batches, state.modules, clock, state.restore_step)
         loop.notes[:0] = filter(None, [clock.note, *dict.fromkeys(state.notes)])
         facts = measure(loop, state, budget_s)
-    notes = [*facts.notes, *state.changed_data()]
     # By now the program has its own number of threads again.
-    own_threads = torch.get_num_threads()
-    facts = dataclasses.replace(facts, notes=notes, own_threads=own_threads)
+    facts = dataclasses.replace(facts, own_threads=torch.get_num_threads())
     compare: Compare = partial(
         _compare,
         fn,
@@ -245,8 +247,7 @@ def _with_captured(
         threads = torch.get_num_threads()
         try:
             turns = compare(captured(), None, _CAPTURED_S)
-        # The latter if batches are an iterator that ends.
-        except (CannotAdopt, ValueError, StopIteration) as error:
+        except (CannotAdopt, ValueError) as error:
             why = described(error)
         finally:
             state.restore()

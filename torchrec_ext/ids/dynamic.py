@@ -25,6 +25,8 @@ from torchrec_ext.ids.policy import Dynamic
 from torchrec_ext.ids.ranks import IdRanks
 from torchrec_ext.ids.rows import RowPool
 
+# An eviction frees one in so many rows: few at a time, but not one by one.
+EVICTED_OF = 64
 _MOST_COMPILED = 2  # numbers of ids in a batch whose look-ups are compiled
 
 LookUps = Callable[[Tensor], Tensor]  # from ids to rows
@@ -50,8 +52,8 @@ class DynamicIds:
         ranks: the ranks that share the ids.
         now: number of steps so far.
         counts: numbers of ``lookups`` in training, of those that read row 0 (``unknown``), of ids ``admitted``,
-            ``evicted``, ``refused`` (no row was free that this step does not read) and ``forgotten`` (candidates); of
-            this rank for the first two, else of all.
+            ``evicted`` and ``refused`` (no row was free that this step does not read); of this rank for the first two,
+            else of all.
 
     Example:
         >>> ids = DynamicIds({"item": Dynamic(capacity=4)})
@@ -78,7 +80,7 @@ class DynamicIds:
         self.ranks = IdRanks()
         self.now = 0
         self.counts = dict.fromkeys(
-            ("lookups", "unknown", "admitted", "evicted", "refused", "forgotten"), 0
+            ("lookups", "unknown", "admitted", "evicted", "refused"), 0
         )
         self._no_ids = torch.empty(0, dtype=torch.int64)
         # Look-ups of this rank that found no row since the last admission: table, id,
@@ -290,7 +292,7 @@ class DynamicIds:
         changes[table.name] = note._replace(rows=free, ids=ids[chosen])
         self.counts["admitted"] += len(free)
         waits = rows == 0
-        self.counts["forgotten"] += table.candidates.add(ids[waits], total[waits])
+        table.candidates.add(ids[waits], total[waits])
         return rows
 
     def _take(self, table: RowPool, count: int, changes: dict[str, Fresh]) -> Tensor:
@@ -298,8 +300,9 @@ class DynamicIds:
         missing = count - table.free
         if missing > 0:
             table.score_sightings(self.ranks)
-            share = int(table.policy.share * table.policy.capacity)
-            self._remove(table, table.lowest(max(missing, share), self.now), changes)
+            least = table.policy.capacity // EVICTED_OF
+            rows = table.lowest(max(missing, least), self.now)
+            self._remove(table, rows, changes)
         return table.take(count)
 
     def _remove(self, table: RowPool, rows: Tensor, changes: dict[str, Fresh]) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
-from weakref import WeakSet, ref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +11,7 @@ from torch import Tensor, nn
 from torchrec_ext.batch import Fresh
 from torchrec_ext.ids.dynamic import DynamicIds
 from torchrec_ext.ids.index import mixed
-from torchrec_ext.ids.look_ups import (
-    LookUp,
-    SavedLookUp,
-    check_reads,
-    look_up_of,
-    raw_ids,
-)
+from torchrec_ext.ids.look_ups import LookUp, has_look_up, raw_ids
 from torchrec_ext.ids.policy import Dynamic
 
 
@@ -30,9 +23,8 @@ class DynamicEmbeddings:
     A step ends with ``optimizer.step()``, so that no row that a step has read is given away within it. Where an
     embedding has ``padding_idx=0``, the id 0 is padding, and reads row 0 as ids without a row do.
 
-    A copy of the model by ``copy.deepcopy``, as that of an ``AveragedModel``, reads the ids that have a row now, and
-    admits none. Rows begin anew in it as well, so that the row of an id in a copy is always that id's. A model that was
-    saved whole reads the ids that had a row then.
+    Such a model cannot be copied or saved whole, since the rows of a copy would stay those of ids that have left: load
+    the three states into new ones.
 
     Args:
         model: module that holds the embeddings; on several ranks each has one, and all call it equally often.
@@ -83,48 +75,25 @@ class DynamicEmbeddings:
         self._is_new_step = True
         # Weights that this step has read, with their versions.
         self._versions: dict[str, tuple[Tensor, int]] = {}
-        self._copies: dict[str, WeakSet[nn.Module]] = {
-            path: WeakSet() for path in tables
-        }
         self._hooks: list[Any] = []
         for path, module in self._modules.items():
+            look_up = LookUp(path, self._look_up)
             self._hooks.append(
-                module.register_forward_pre_hook(
-                    _LookUp(path, self, module), with_kwargs=True
-                )
+                module.register_forward_pre_hook(look_up, with_kwargs=True)
             )
         # Several optimizers step one after the other, and the last one ends the step.
         self._step_hook = self._optimizers[-1].register_step_post_hook(self._end_step)
 
     def remove(self) -> None:
-        """Lets the embeddings take rows again, those of copies too."""
+        """Lets the embeddings take rows again."""
         for hook in (*self._hooks, self._step_hook):
             hook.remove()
-        for copies in self._copies.values():
-            for copy in copies:
-                look_up = look_up_of(copy)
-                if look_up:
-                    look_up.is_on = False
 
     def _end_step(self, *_: object) -> None:
         self._is_new_step = True
 
-    def _look_up(self, path: str, module: nn.Module, ids: Any) -> Tensor:
-        """Returns the rows of ids of an embedding of the model, or of a copy of it."""
-        if module is self._modules[path]:
-            return self.rows(path, ids, is_training=module.training)
-        check_reads(path, module)
-        return self.rows(path, ids, is_training=False)
-
-    def _follow(self, path: str, copy: nn.Module) -> None:
-        """Begins rows anew in a copy of an embedding as well."""
-        self._copies[path].add(copy)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise ValueError(
-            "DynamicEmbeddings is of one model: copy the model alone, which reads the same ids, or build all anew and "
-            "load the three states"
-        )
+    def _look_up(self, path: str, ids: Any) -> Tensor:
+        return self.rows(path, ids, is_training=self._modules[path].training)
 
     def rows(self, path: str, ids: Tensor, *, is_training: bool) -> Tensor:
         """Returns the rows of ids that an embedding is called with, of the same shape.
@@ -191,9 +160,6 @@ class DynamicEmbeddings:
             state[rows] = first
         if note.table in self._versions:
             self._versions[note.table] = _version(weight)
-        for copy in self._copies[note.table]:
-            assert isinstance(copy.weight, Tensor)
-            copy.weight[rows.to(copy.weight.device)] = values.to(copy.weight)
 
     def _drawn(self, path: str, ids: Tensor) -> Tensor:
         mean, deviation = self._moments[path]
@@ -233,7 +199,7 @@ def _embedding(
             f"'{path}' is no nn.Embedding of the model; its embeddings are {paths}"
         )
     module = embeddings[path]
-    if look_up_of(module):
+    if has_look_up(module):
         raise ValueError(
             f"'{path}' has dynamic ids already: call remove() of its DynamicEmbeddings first, or build the model anew"
         )
@@ -283,31 +249,6 @@ def _version(weight: Tensor) -> tuple[Tensor, int]:
     """Returns a weight and the number of its changes in place."""
     with torch._C.DisableTorchFunctionSubclass():
         return weight, weight._version
-
-
-class _LookUp(LookUp):
-    """Reads the rows that ids have now, in the model and in its copies."""
-
-    def __init__(
-        self, path: str, owner: DynamicEmbeddings, module: nn.Module | None
-    ) -> None:
-        super().__init__(path)
-        self._owner = owner
-        self._module = None if module is None else ref(module)
-
-    def rows(self, module: nn.Module, ids: Any) -> Tensor:
-        return self._owner._look_up(self.path, module, ids)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _LookUp:
-        module = None if self._module is None else self._module()
-        copy = memo.get(id(module))
-        if copy is not None:
-            self._owner._follow(self.path, copy)
-        return _LookUp(self.path, self._owner, copy)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A saved model has no optimizer, and so cannot begin rows anew.
-        return SavedLookUp, (self.path, *self._owner.ids.live_ids(self.path))
 
 
 _KINDS = (nn.Embedding, nn.EmbeddingBag)

@@ -79,18 +79,11 @@ class IdIndex:
         # The same memory as single words: ids by 64 bits, values by 32.
         self._words = self.lines.view(-1)
         self._halves = self.lines.view(torch.int32).view(-1)
-        self._layouts: dict[tuple[int, ...], Layout] = {}
 
     def layout(self, counts: Sequence[int]) -> Layout:
         """Returns the layout of look-ups of ``counts[t]`` ids of table t, one table after the other."""
-        key = tuple(counts)
-        if key not in self._layouts:
-            # Bags of any length make many layouts, of which none returns.
-            if len(self._layouts) >= 8:
-                self._layouts = {}
-            of_ids = self.of(torch.repeat_interleave(torch.tensor(key)))
-            self._layouts[key] = of_ids._replace(counts=key)
-        return self._layouts[key]
+        of_ids = self.of(torch.repeat_interleave(torch.tensor(counts)))
+        return of_ids._replace(counts=tuple(counts))
 
     def of(self, table: Tensor) -> Layout:
         """Returns the layout of look-ups of ids of ``table``, (N,) int64."""

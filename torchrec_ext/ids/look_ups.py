@@ -1,8 +1,9 @@
-"""LookUp: the hook by which an embedding takes ids instead of rows, in a model, in its copies and in a saved model."""
+"""LookUp: the hook by which an embedding takes ids instead of rows."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,70 +16,33 @@ class LookUp:
 
     Args:
         path: path of the embedding.
-
-    Attributes:
-        is_on: whether the embedding takes ids still.
+        rows: returns the rows of ids, of the same shape.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.is_on = True
+    def __init__(self, path: str, rows: Callable[[str, Any], Tensor]) -> None:
+        self._path = path
+        self._rows = rows
 
     def __call__(
         self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Returns the arguments of forward with rows for ids."""
         # Without ids forward says what it lacks.
-        if not self.is_on or not (inputs or "input" in named):
+        if not (inputs or "input" in named):
             return None
         if torch.compiler.is_compiling():
             raise RuntimeError(
-                f"'{self.path}' has dynamic ids, which a compiled model cannot count; compile the rest of it"
+                f"'{self._path}' has dynamic ids, which a compiled model cannot count; compile the rest of it"
             )
         if inputs:
-            return (self.rows(module, inputs[0]), *inputs[1:]), named
-        return inputs, {**named, "input": self.rows(module, named["input"])}
+            return (self._rows(self._path, inputs[0]), *inputs[1:]), named
+        return inputs, {**named, "input": self._rows(self._path, named["input"])}
 
-    def rows(self, module: nn.Module, ids: Any) -> Tensor:
-        """Returns the rows of ids, of the same shape."""
-        raise NotImplementedError
-
-
-class SavedLookUp(LookUp):
-    """Reads the rows that ids had when a model was saved whole, and admits none.
-
-    Args:
-        path: path of the embedding.
-        ids: ids with a row, (n,) int64.
-        rows: their rows, (n,) int64.
-    """
-
-    def __init__(self, path: str, ids: Tensor, rows: Tensor) -> None:
-        super().__init__(path)
-        # The reserved id has no row, and no place is searched in an empty tensor.
-        self._ids, order = torch.cat([ids, ids.new_tensor([EMPTY])]).sort()
-        self._rows = torch.cat([rows, rows.new_zeros(1)])[order]
-
-    def rows(self, module: nn.Module, ids: Any) -> Tensor:
-        """Returns the rows of ids, of the same shape; 0 for an id without a row."""
-        check_reads(self.path, module)
-        raw = raw_ids(self.path, module, ids)
-        places = torch.searchsorted(self._ids, raw).clamp(max=len(self._ids) - 1)
-        rows = torch.where(self._ids[places] == raw, self._rows[places], 0)
-        return rows.to(ids.device)
-
-
-def check_reads(path: str, module: nn.Module) -> None:
-    """Refuses to train a copy, whose new ids would all be row 0.
-
-    Raises:
-        ValueError: the embedding is in training mode, with gradients.
-    """
-    assert isinstance(module.weight, Tensor)
-    if module.training and module.weight.requires_grad and torch.is_grad_enabled():
+    def __reduce__(self) -> NoReturn:
+        # Rows of a copy would stay those of ids that have left.
         raise ValueError(
-            f"'{path}' is of a copy, which reads dynamic ids and admits none: call eval() or no_grad(); to train it, "
-            "build the model anew"
+            f"'{self._path}' has dynamic ids, so the model is not copied or saved whole; load the three state_dicts "
+            "into new ones, or call remove() of its DynamicEmbeddings"
         )
 
 
@@ -103,15 +67,12 @@ def raw_ids(path: str, module: nn.Module, ids: Any) -> Tensor:
     return raw
 
 
-def look_up_of(module: nn.Module) -> LookUp | None:
-    """Returns the hook of an embedding that takes ids instead of rows; None if it takes rows."""
-    for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, LookUp) and hook.is_on:
-            return hook
-    return None
+def has_look_up(module: nn.Module) -> bool:
+    """Whether an embedding takes ids instead of rows."""
+    return any(isinstance(hook, LookUp) for hook in module._forward_pre_hooks.values())
 
 
 def path_with_dynamic_ids(model: nn.Module) -> str | None:
     """Returns the path of the first embedding that takes ids instead of rows; None if there is none."""
-    paths = (str(path) for path, module in model.named_modules() if look_up_of(module))
+    paths = (str(path) for path, module in model.named_modules() if has_look_up(module))
     return next(paths, None)

@@ -14,7 +14,6 @@ from torchrec_ext.schema.validation import check_choice, check_least
 Evict = Literal["lfu", "lru"]
 # An index value has 32 bits, of which one is the sign.
 _MOST_ROWS = 2**31 - 1
-_MOST_SIGHTINGS = 2**28
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +28,6 @@ class Dynamic:
         half_life: look-ups for each row of the table in which sightings count half under ``lfu``: with 16 and 1,000
             rows, every 16,000 look-ups. Infinity counts all alike, and keeps what was popular once.
         ttl: steps after which an id that was not seen loses its row in any case; 0 for never.
-        share: share of the rows that an eviction frees: few at a time, but not one by one.
 
     Raises:
         ValueError: a setting out of its range.
@@ -40,31 +38,22 @@ class Dynamic:
     evict: Evict = "lfu"
     half_life: float = 16.0
     ttl: int = 0
-    share: float = 1 / 64
 
     def __post_init__(self) -> None:
-        for name in ("capacity", "admit_after", "ttl"):
+        for name, least in (("capacity", 2), ("admit_after", 1), ("ttl", 0)):
             value = getattr(self, name)
             if not isinstance(value, Integral):
                 raise ValueError(f"{name}={value!r}: must be a whole number")
+            check_least(name, int(value), least)
         check_choice("evict", self.evict, get_args(Evict))
-        check_least("ttl", self.ttl, 0)
-        for name, fits, rule in (
-            (
-                "capacity",
-                2 <= self.capacity <= _MOST_ROWS,
-                f"from 2 to {_MOST_ROWS:,} rows, of which row 0 is that of unknown ids",
-            ),
-            (
-                "admit_after",
-                1 <= self.admit_after <= _MOST_SIGHTINGS,
-                f"from 1 to {_MOST_SIGHTINGS:,} sightings",
-            ),
-            ("half_life", self.half_life > 0, "above 0; inf forgets nothing"),
-            ("share", 0 < self.share <= 1, "above 0 and at most 1"),
-        ):
-            if not fits:
-                raise ValueError(f"{name}={getattr(self, name):,}: must be {rule}")
+        if self.capacity > _MOST_ROWS:
+            raise ValueError(
+                f"capacity={self.capacity}: must be at most {_MOST_ROWS:,} rows"
+            )
+        if not self.half_life > 0:
+            raise ValueError(
+                f"half_life={self.half_life}: must be above 0; inf forgets nothing"
+            )
 
     @property
     def most_candidates(self) -> int:

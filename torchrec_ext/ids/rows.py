@@ -40,15 +40,12 @@ class Candidates:
         ]
         return sightings + torch.tensor(earlier, dtype=torch.int64)
 
-    def add(self, ids: Tensor, sightings: Tensor) -> int:
-        """Adds ids that were taken out, and returns how many others are forgotten."""
+    def add(self, ids: Tensor, sightings: Tensor) -> None:
+        """Adds ids that were taken out; others are forgotten where there are too many."""
         self._lately |= zip(ids.tolist(), sightings.tolist(), strict=True)
-        if len(self._lately) + len(self._before) <= self._most:
-            return 0
-        forgotten = len(self._before)
-        self._before = self._lately
-        self._lately = {}
-        return forgotten
+        if len(self._lately) + len(self._before) > self._most:
+            self._before = self._lately
+            self._lately = {}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the ids, ascending, and for each -2 times its sightings, less 1 if it was seen lately."""

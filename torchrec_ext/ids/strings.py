@@ -19,7 +19,6 @@ _KEY = b"torchrec_ext ids"
 
 def string_ids(
     strings: pa.Array | pa.ChunkedArray | NDArray[Any] | Sequence[str | None],
-    key: bytes = _KEY,
 ) -> Tensor:
     """Hashes strings to ids for :class:`DynamicIds` by BLAKE2, with the same result on every machine; (N,) int64.
 
@@ -28,18 +27,15 @@ def string_ids(
 
     Args:
         strings: N strings.
-        key: 16 bytes. If it is secret, nobody can choose strings with equal ids. Keep it with the checkpoint.
 
     Raises:
-        ValueError: values that are no strings, or a key of another length.
+        ValueError: values that are no strings.
 
     Example:
         >>> ids = string_ids(["anna", "bob", "anna"])
         >>> bool(ids[0] == ids[2]), bool(ids[0] == ids[1])
         (True, False)
     """
-    if len(key) != len(_KEY):
-        raise ValueError(f"key: has {len(key)} bytes, must have {len(_KEY)}")
     column = strings.combine_chunks() if isinstance(strings, pa.ChunkedArray) else None
     try:
         array = pa.array(strings) if column is None else column
@@ -54,11 +50,11 @@ def string_ids(
         )
     # Each distinct string is hashed once; the last place is that of None.
     encoded = array.cast(pa.large_string()).dictionary_encode()
-    ids = [_hashed(text, key) for text in encoded.dictionary.to_pylist()]
+    ids = [_hashed(text) for text in encoded.dictionary.to_pylist()]
     places = encoded.indices.fill_null(len(ids)).to_numpy(zero_copy_only=False)
     return torch.from_numpy(np.array([*ids, EMPTY])[places])
 
 
-def _hashed(text: str, key: bytes) -> int:
-    digest = hashlib.blake2b(text.encode(), digest_size=8, key=key).digest()
+def _hashed(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=8, key=_KEY).digest()
     return int.from_bytes(digest, "little", signed=True)

@@ -12,8 +12,8 @@ import random
 import sys
 import sysconfig
 import types
-from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -21,12 +21,11 @@ import torchrec_ext.needs_torch  # noqa: F401
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-MOST_FOLLOWED = (
+_MOST_FOLLOWED = (
     1_000  # entries above which a container is data, and its entries are not followed
 )
 GENERATORS = (
@@ -36,20 +35,8 @@ GENERATORS = (
     random.Random,
 )
 _DEPTH = 6  # attributes and closures that are followed from a root; those of modules do not count
-_PLAIN = (
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    bool,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.Size,
-)
 CONTAINERS = (dict, list, set, deque)
-_TRAINING = (
+_FOLLOWED_OF_LIBRARIES = (
     nn.Module,
     Optimizer,
     LRScheduler,
@@ -57,95 +44,65 @@ _TRAINING = (
     Dataset,
     DataLoader,
     Sampler,
+    types.SimpleNamespace,
+    argparse.Namespace,
 )
-# the standard library's plain objects
-_RECORDS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
-_CODE = (
+_NOT_FOLLOWED = (
     types.FunctionType,
     types.BuiltinFunctionType,
     types.ModuleType,
     type,
-    property,
-    classmethod,
-    staticmethod,
+    Tensor,
+    *GENERATORS,
 )
 
 
-def reachable_from(
-    *roots: Any, values: Callable[[Any], Iterator[Any]] | None = None
-) -> Iterator[Any]:
-    """Yields each object behind the roots once, but for tuples and plain values.
-
-    Args:
-        roots: where to begin.
-        values: returns the values of an object that are followed; all by default.
-    """
+def reachable_from(*roots: Any) -> Iterator[Any]:
+    """Yields each object behind the roots once, but for tuples and plain values."""
     visited: set[int] = set()
     waiting = deque((root, 0) for root in roots)
     while waiting:
         each, depth = waiting.popleft()
-        if id(each) in visited or depth > _DEPTH or isinstance(each, _PLAIN):
+        is_plain = each is None or isinstance(each, int | float | str | bytes)
+        if is_plain or id(each) in visited or depth > _DEPTH:
             continue
         visited.add(id(each))
         if not isinstance(each, tuple):
             yield each
         depth += not isinstance(each, (*CONTAINERS, tuple, nn.Module))
-        for value in (values or _all_values)(each):
-            waiting.append((value, depth))
+        waiting.extend((value, depth) for value in _values(each))
 
 
-def own_values(each: Any) -> Iterator[Any]:
-    """Yields the values of an object itself: not those of its class, nor those that its methods name."""
+def _values(each: Any) -> Iterator[Any]:
     if isinstance(each, (*CONTAINERS, tuple)):
-        if len(each) <= MOST_FOLLOWED:
+        if len(each) <= _MOST_FOLLOWED:
             yield from each.values() if isinstance(each, dict) else list(each)
-    elif isinstance(each, DistributedDataParallel):
-        yield each.module
-    elif is_followed(each):
-        yield from list(vars(each).values())
-        # However many there are.
-        if isinstance(each, nn.Module):
-            yield from each.children()
-        elif isinstance(each, Optimizer):
-            yield from list(each.state.values())
-
-
-def _all_values(each: Any) -> Iterator[Any]:
-    if isinstance(each, types.FunctionType):
+    elif isinstance(each, types.FunctionType):
         if not is_library(each.__module__):
             yield from map(content_of, each.__closure__ or ())
             yield from each.__defaults__ or ()
-            yield from (each.__kwdefaults__ or {}).values()
             yield from globals_of(each).values()
     elif isinstance(each, types.MethodType):
         yield from (each.__self__, each.__func__)
-    elif isinstance(each, classmethod | staticmethod):
-        yield each.__func__
-    elif isinstance(each, property):
-        yield each.fget
     elif isinstance(each, functools.partial):
         yield from (each.func, each.args, each.keywords)
-    elif isinstance(each, types.ModuleType):
-        if _is_users(each.__name__):
-            for name, value in vars(each).items():
-                if not name.startswith("__") and not isinstance(value, _CODE):
-                    yield value
-    elif isinstance(each, type):
-        if _is_users(each.__module__):
+    elif isinstance(each, type | types.ModuleType):
+        # What the methods of a class name, such as generators; none of this package does.
+        module = getattr(each, "__module__", each.__name__)
+        if not is_library(module) and not module.startswith("torchrec_ext"):
             yield from vars(each).values()
-            yield from each.__bases__
-    else:
-        yield from own_values(each)
-        yield type(each)
+            yield from getattr(each, "__bases__", ())
+    elif is_followed(each):
+        yield from (*vars(each).values(), type(each))
 
 
 def is_followed(each: Any) -> bool:
     """Whether an object's attributes are followed: the user's, and of libraries those that take part in training."""
-    if isinstance(each, (*_CODE, Tensor, *GENERATORS)) or hasattr(each, "__next__"):
+    if isinstance(each, _NOT_FOLLOWED) or hasattr(each, "__next__"):
         return False
     return hasattr(each, "__dict__") and (
         not is_library(type(each).__module__)
-        or isinstance(each, (*_TRAINING, *_RECORDS))
+        or isinstance(each, _FOLLOWED_OF_LIBRARIES)
     )
 
 
@@ -192,8 +149,3 @@ def is_library(name: str) -> bool:
     folders = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
     # A module that is built in has no file.
     return file is None or any(folder in file for folder in folders)
-
-
-def _is_users(name: str) -> bool:
-    """Whether a Python module is the user's own, and not this package's either."""
-    return not is_library(name) and not name.startswith("torchrec_ext")

@@ -31,7 +31,7 @@ class Samples:
     Python hands over from one thread to the next when a call has ended. A short switch interval makes that the line
     that took the time, and not a later one.
 
-    Garbage collections are no time of the line at which they begin.
+    There is no garbage collection meanwhile: it is no work of the line at which it begins.
 
     Attributes:
         seconds: seconds by part (``data`` or ``step``) and line.
@@ -40,8 +40,6 @@ class Samples:
     def __init__(self) -> None:
         self.seconds: defaultdict[tuple[str, SampledLine], float] = defaultdict(float)
         self._stacks: defaultdict[Stack, float] = defaultdict(float)
-        self._collected: defaultdict[Stack, float] = defaultdict(float)
-        self._began = 0.0
         self._thread = threading.get_ident()
         self._stop = threading.Event()
         self._sampler = threading.Thread(target=self._sample, daemon=True)
@@ -49,32 +47,19 @@ class Samples:
     def __enter__(self) -> Samples:
         self._switch_interval = sys.getswitchinterval()
         sys.setswitchinterval(1e-4)
-        gc.callbacks.append(self._collect)
+        self._collects = gc.isenabled()
+        gc.disable()
         self._sampler.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._sampler.join()
-        gc.callbacks.remove(self._collect)
+        if self._collects:
+            gc.enable()
         sys.setswitchinterval(self._switch_interval)
         for stack, seconds in self._stacks.items():
             self.seconds[_part_and_line(stack)] += seconds
-        for stack, seconds in self._collected.items():
-            part, line = _part_and_line(stack)
-            seconds = min(seconds, self.seconds[part, line])
-            self.seconds[part, line] -= seconds
-            self.seconds[part, SampledLine("garbage")] += seconds
-
-    def _collect(self, phase: str, _: object) -> None:
-        if threading.get_ident() != self._thread:
-            return
-        if phase == "start":
-            self._began = time.perf_counter()
-        else:
-            self._collected[tuple(stack_of(sys._getframe(1)))] += (
-                time.perf_counter() - self._began
-            )
 
     def _sample(self) -> None:
         # Random distances, or a step of a regular length would always be met at the

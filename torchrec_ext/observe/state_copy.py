@@ -8,16 +8,16 @@ What :func:`~torchrec_ext.observe.reached.reachable_from` reaches from a step fu
 * generators of torch, numpy and ``random``, the global ones and those that hang on any of these objects;
 * the closure and the globals of the step function; the number of compute threads.
 
-What is not put back: files and sockets; other processes; slots, environment variables; large arrays of a loader; what
-an object of a library keeps for itself, as an open cursor. :attr:`StateCopy.notes` names what was seen of these, and
-:meth:`StateCopy.changed_data` large arrays that were changed.
+What is not put back: files and sockets; other processes; iterators; slots, environment variables; what an object of a
+library keeps for itself, as an open cursor; arrays that are too large, of which :attr:`StateCopy.notes` says so.
 """
 
 from __future__ import annotations
 
-import io
+import math
+import random
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -30,29 +30,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torchrec_ext.distributed.runtime import available_memory
-from torchrec_ext.observe.put_back import (
-    PutBack,
-    copy_attributes,
-    copy_container,
-    copy_function,
-    copy_generator,
-    copy_global_generators,
-    copy_tensor,
-    refill,
-)
 from torchrec_ext.observe.reached import (
     CONTAINERS,
     GENERATORS,
+    content_of,
+    globals_of,
     is_followed,
     is_library,
-    own_values,
     reachable_from,
 )
 
-# bytes of a loader's array or tensor above which it is watched and not copied
+PutBack = Callable[[], object]
+# bytes of a loader's array or tensor above which it is not copied
 _LARGE = 2**26
-_WATCHED = 4_096  # entries of such an array that are compared
-_OF_DDP = ("training", "require_forward_param_sync", "require_backward_grad_sync")
 
 
 class StateCopy:
@@ -60,7 +50,8 @@ class StateCopy:
 
     Args:
         roots: objects from which the rest is reached.
-        loader: what batches come from. It may be in the middle of an epoch, so :meth:`restore_step` leaves it alone.
+        loader: what batches come from. It may be in the middle of an epoch, so :meth:`restore_step` leaves alone what
+            only it reaches.
 
     Attributes:
         modules: modules that are not inside another one, in the order in which they were reached; those in plain lists,
@@ -76,13 +67,12 @@ class StateCopy:
     def __init__(self, *roots: Any, loader: Any = None) -> None:
         self.notes: list[str] = []
         self.bytes = 0
-        self._of_step: list[PutBack] = []
-        self._of_loader: list[PutBack] = []
         self._keeps_states = False
-        self._watched: list[tuple[str, Callable[[], bool]]] = []
+        of_step = list(reachable_from(*roots))
+        known = set(map(id, of_step))
+        of_loader = [each for each in reachable_from(loader) if id(each) not in known]
         # Held, so that no id is used twice.
-        self._reached = list(reachable_from(*roots, loader))
-        of_loader = set(map(id, reachable_from(loader, values=own_values)))
+        self._reached = [*of_step, *of_loader]
         modules = [each for each in self._reached if isinstance(each, nn.Module)]
         inner: set[int] = set()
         for module in modules:
@@ -94,16 +84,11 @@ class StateCopy:
         self._free = available_memory()
         self._copied: set[int] = set()  # ids of objects, addresses of storages
         # First what a training moves: it must fit, and holds whole storages of which other objects hold views.
-        needed = list(self._trained())
-        self._check_memory(needed)
-        for tensor in needed:
-            self._of_step += self._tensor(tensor)
-        for each in self._reached:
-            in_loader = id(each) in of_loader
-            put_backs = self._of_loader if in_loader else self._of_step
-            put_backs += self._copies(each, in_loader=in_loader)
+        self._of_step = self._copies(list(self._trained()), math.inf)
+        self._of_step += self._copies(of_step, self._free)
+        self._of_loader = self._copies(of_loader, _LARGE)
         threads = partial(torch.set_num_threads, torch.get_num_threads())
-        self._of_step += [copy_global_generators(), threads]
+        self._of_step += [*copies_of_global_generators(), threads]
 
     def _trained(self) -> Iterator[Tensor]:
         """Yields the tensors of modules and of optimizers."""
@@ -111,22 +96,10 @@ class StateCopy:
             yield from module.parameters()
             yield from module.buffers()
         for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
             for state in optimizer.state.values():
                 yield from (each for each in state.values() if isinstance(each, Tensor))
-
-    def _check_memory(self, tensors: list[Tensor]) -> None:
-        # By address, because tables are views of one storage, which is copied once.
-        sizes = {}
-        for tensor in tensors:
-            for each in _shards(tensor):
-                if each.device.type == "cpu" and each.layout == torch.strided:
-                    sizes[_address(each)] = each.untyped_storage().nbytes()
-        size = sum(sizes.values())
-        if size > 0.8 * self._free:
-            raise ValueError(
-                f"why_slow: a copy of weights and optimizer state, which are put back afterwards, takes "
-                f"{size / 2**30:,.1f} GiB, and {self._free / 2**30:,.1f} are free; diagnose with smaller tables"
-            )
 
     def restore(self) -> None:
         """Puts everything back; it may be called several times."""
@@ -145,13 +118,14 @@ class StateCopy:
                 put_back()
         self._keeps_states = False
 
-    def changed_data(self) -> list[str]:
-        """Returns a sentence for each large array with changes, which are not put back."""
-        sentences = []
-        for name, is_changed in self._watched:
-            if is_changed():
-                sentences.append(f"{name} was changed in place and is not put back")
-        return sentences
+    def _copies(self, objects: list[Any], most: float) -> list[PutBack]:
+        """Copies objects themselves, tensors and arrays of up to ``most`` bytes; what hangs on them is reached too."""
+        return [
+            put_back
+            for each in objects
+            if self._is_new(id(each))
+            for put_back in self._copy(each, most)
+        ]
 
     def _is_new(self, key: int) -> bool:
         """Whether an id or an address is not copied yet; it counts as copied from now on."""
@@ -159,48 +133,36 @@ class StateCopy:
         self._copied.add(key)
         return is_new
 
-    def _copies(self, each: Any, *, in_loader: bool) -> Iterator[PutBack]:
-        """Copies an object itself; what hangs on it is reached too."""
+    def _copy(self, each: Any, most: float) -> Iterator[PutBack]:
         if isinstance(each, Tensor):
-            size = each.size().numel() * each.dtype.itemsize
-            if each.requires_grad or self._fits(size, in_loader=in_loader):
-                yield from self._tensor(each)
-            elif self._is_new(id(each)):
-                self._watch(f"a tensor {tuple(each.shape)}", lambda: each._version)
-        elif not self._is_new(id(each)):
-            return
+            # TorchRec's sharded ones are views of tensors that its modules hold.
+            if not hasattr(each, "local_shards"):
+                yield from self._tensor(each, most)
         elif isinstance(each, np.ndarray):
-            if each.flags.writeable:
-                yield from self._array(each, in_loader=in_loader)
+            if each.flags.writeable and self._fits(each.nbytes, most):
+                yield partial(np.copyto, each, each.copy())
         elif isinstance(each, CONTAINERS):
-            yield copy_container(each)
+            yield _copy_of_container(each)
         elif isinstance(each, GENERATORS):
-            yield copy_generator(each)
+            yield _copy_of_generator(each)
         elif isinstance(each, types.FunctionType):
             if not is_library(each.__module__):
-                yield from copy_function(each)
-        elif isinstance(each, DistributedDataParallel):
-            # All else that it notes is about its reducer, which stays: undone, the next
-            # step may end in an assert.
-            flags = {name: getattr(each, name) for name in _OF_DDP}
-            yield partial(vars(each).update, flags)
-        elif is_followed(each):
+                yield partial(each.__globals__.update, globals_of(each))
+                for cell in each.__closure__ or ():
+                    value = content_of(cell)
+                    if value is not None:
+                        yield partial(setattr, cell, "cell_contents", value)
+        # What DDP notes is about its reducer, which stays: undone, the next step may end
+        # in an assert.
+        elif is_followed(each) and not isinstance(each, DistributedDataParallel):
             if isinstance(each, Optimizer):
                 self._is_new(id(each.state))
                 yield partial(self._put_back_states, each, dict(each.state))
-            yield copy_attributes(vars(each))
+            yield _copy_of_container(vars(each))
             if type(each).__name__.startswith("SSDTableBatchedEmbedding"):
                 self.notes.append(
                     "rows of tables on an SSD (key_value) are not put back: no tensor holds them"
                 )
-        elif isinstance(each, io.IOBase):
-            name = getattr(each, "name", type(each).__name__)
-            self.notes.append(f"a file ({name}) is read or written for real")
-        elif hasattr(each, "__next__"):
-            name = type(each).__name__
-            self.notes.append(
-                f"an iterator ({name}) that the step or the loader holds is not rewound"
-            )
 
     def _put_back_states(self, optimizer: Optimizer, states: dict[Any, Any]) -> None:
         refilled = dict(states)
@@ -212,45 +174,94 @@ class StateCopy:
                     refilled[parameter] = state
                     for value in state.values():
                         value.zero_()
-        refill(optimizer.state, refilled)
+        _refill(optimizer.state, refilled)
 
-    def _array(self, array: Any, *, in_loader: bool) -> Iterator[PutBack]:
-        if self._fits(array.nbytes, in_loader=in_loader):
-            self.bytes += array.nbytes
-            yield partial(np.copyto, array, array.copy())
-        else:
-            step = max(1, array.size // _WATCHED)
-            self._watch(f"an array {array.shape}", lambda: array.flat[::step].tobytes())
-
-    def _tensor(self, tensor: Tensor) -> Iterator[PutBack]:
+    def _tensor(self, tensor: Tensor, most: float) -> Iterator[PutBack]:
         """Copies a tensor's flags and gradient, and the storage of its numbers, of which there may be other views."""
-        shards = _shards(tensor)
-        if len(shards) != 1 or shards[0] is not tensor:
-            # TorchRec's, of which this rank holds some.
-            for shard in shards:
-                yield from self._tensor(shard)
-        elif tensor.is_sparse or tensor.layout != torch.strided:
+        if tensor.layout != torch.strided:
             self.notes.append(f"a tensor of layout {tensor.layout} is not put back")
-        elif self._is_new(id(tensor)):
-            yield copy_tensor(tensor)
-            address = _address(tensor)
-            if address and self._is_new(address):
-                numbers = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-                numbers.set_(tensor.untyped_storage())
-                self.bytes += len(numbers)
-                yield partial(numbers.copy_, numbers.clone())
-            if tensor.is_leaf and tensor.grad is not None:
-                yield from self._tensor(tensor.grad)
+            return
+        if tensor.is_leaf:
+            yield partial(setattr, tensor, "grad", tensor.grad)
+            yield partial(tensor.requires_grad_, tensor.requires_grad)
+            if tensor.grad is not None:
+                yield from self._copies([tensor.grad], most)
+        address = _address(tensor)
+        if not address or not self._is_new(address):
+            return
+        storage = tensor.untyped_storage()
+        if self._fits(storage.nbytes(), most):
+            numbers = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            numbers.set_(storage)
+            yield partial(numbers.copy_, numbers.clone())
 
-    def _fits(self, size: int, *, in_loader: bool) -> bool:
-        """Returns whether data of so many bytes is copied: a loader's large data seldom changes."""
-        return self.bytes + size <= 0.5 * self._free and not (
-            in_loader and size > _LARGE
-        )
+    def _fits(self, size: int, most: float) -> bool:
+        """Returns whether data of so many bytes is copied, and counts it; what a training moves must be."""
+        is_trained = most == math.inf
+        share = 0.8 if is_trained else 0.5
+        fits = size <= most and self.bytes + size <= share * self._free
+        if not fits and is_trained:
+            raise ValueError(
+                f"why_slow: weights and optimizer state are copied, to be put back, and {self._free / 2**30:,.1f} GiB "
+                f"that are free hold no copy of them; diagnose with smaller tables"
+            )
+        if fits:
+            self.bytes += size
+        else:
+            self.notes.append(
+                f"an array of {size / 2**20:,.0f} MiB is not copied; what a step writes into it stays"
+            )
+        return fits
 
-    def _watch(self, name: str, look: Callable[[], Any]) -> None:
-        before = look()
-        self._watched.append((name, lambda: look() != before))
+
+def _copy_of_container(container: Any) -> PutBack:
+    """Copies the entries of a dict, list, set or deque, and returns what puts them back."""
+    if isinstance(container, dict):
+        return partial(_refill, container, dict(container))
+    values = list(container)
+    add = container.update if isinstance(container, set) else container.extend
+
+    def put_back() -> None:
+        # One that did not change may be under iteration.
+        if list(map(id, container)) != list(map(id, values)):
+            container.clear()
+            add(values)
+
+    return put_back
+
+
+def _refill(mapping: MutableMapping[Any, Any], values: Mapping[Any, Any]) -> None:
+    """Puts entries into a mapping in their order, and leaves right ones alone."""
+    # An optimizer and state_dict() go through a mapping in its order, so the order is
+    # put back too.
+    if [id(key) for key in mapping] != [id(key) for key in values]:
+        mapping.clear()
+    for key, value in values.items():
+        if key not in mapping or mapping[key] is not value:
+            mapping[key] = value
+
+
+def _copy_of_generator(generator: Any) -> PutBack:
+    """Copies the state of a generator of torch, numpy or ``random``."""
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return partial(setattr, bits, "state", bits.state)
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    return partial(generator.set_state, generator.get_state())
+
+
+def copies_of_global_generators() -> list[PutBack]:
+    """Copies the state of the global generators of torch, numpy and ``random``; each entry puts one back."""
+    copies: list[PutBack] = [
+        partial(torch.set_rng_state, torch.get_rng_state()),
+        partial(np.random.set_state, np.random.get_state()),
+        partial(random.setstate, random.getstate()),
+    ]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states = torch.cuda.get_rng_state_all()
+        copies.append(partial(torch.cuda.set_rng_state_all, states))
+    return copies
 
 
 def _address(tensor: Tensor) -> int:
@@ -259,21 +270,6 @@ def _address(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:  # a FakeTensor, as those in the graph of a captured step
         return 0
-
-
-def _shards(tensor: Any) -> list[Tensor]:
-    """Returns this rank's tensors of a ShardedTensor or DTensor; any other tensor itself."""
-    if hasattr(tensor, "local_shards"):
-        shards: Any = (
-            tensor.local_shards()
-            if callable(tensor.local_shards)
-            else tensor.local_shards
-        )
-        return [getattr(each, "tensor", each) for each in shards]
-    if hasattr(tensor, "to_local"):
-        # A DTensor, whose local tensor may hold several shards.
-        return _shards(tensor.to_local())
-    return [tensor]
 
 
 def random_state(device: torch.device) -> Tensor:

@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.observe.put_back import copy_global_generators
+from torchrec_ext.observe.state_copy import copies_of_global_generators
 
 if TYPE_CHECKING:
     from torchrec_ext.adopt.rows.rows import Rows
@@ -33,7 +33,7 @@ def compare_rows(rows: Rows, loader: DataLoader[Any]) -> str:
     per_row = _check_settings(rows, loader)
     size = max(1, _AT_ONCE // rows.batch_size) * rows.batch_size
     known_places: Places = {}
-    put_back = copy_global_generators()
+    copies = copies_of_global_generators()
     try:
         # A loader of the same Dataset in its own order, in larger batches of the same form.
         in_order = DataLoader(
@@ -46,7 +46,8 @@ def compare_rows(rows: Rows, loader: DataLoader[Any]) -> str:
             indices = torch.arange(start, min(start + size, rows.num_rows))
             _compare(rows, indices, batch, known_places)
     finally:
-        put_back()
+        for put_back in copies:
+            put_back()
     drawn = ""
     if rows.negatives is not None:
         drawn = "; drawn ids are those that can be drawn, how often was not looked at"
