@@ -147,7 +147,7 @@ def steps_and_files(folder, con):
     ids = [f"c{number}" for number in range(26)]
     steps = [Categorify(column=name, min_count=2, max_size=100_000) for name in ids]
     for name in (f"d{number}" for number in range(13)):
-        steps += [FillMissing(column=name, statistic="mean"), Normalize(column=name)]
+        steps += [Normalize(column=name), FillMissing(column=name, value=0)]
     steps += [
         Lists(column="history", max_length=20),
         HashBucket(column="history", buckets=100_000),

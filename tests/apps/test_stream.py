@@ -124,8 +124,8 @@ def prepare(
         Categorify(column="who", output="user_id"),
         Categorify(column="tags", output="item_tags"),
         Normalize(column="price", output="item_price"),
-        FillMissing(column="age", statistic="median"),
         Normalize(column="age", output="user_age"),
+        FillMissing(column="user_age", value=0),
         TimeFeatures(column="seen_at"),
     ]
     given = {

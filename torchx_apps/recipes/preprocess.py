@@ -174,8 +174,8 @@ def build_ml_100k(config: MovieLensConfig, con: Connection) -> Prepare:
         HashBucket(column="zip_code", buckets=100),
         Lists(column="genres", separator=" "),
         Categorify(column="genres"),
-        FillMissing(column="age", statistic="median"),
         Normalize(column="age"),
+        FillMissing(column="age", value=0),
         TimeFeatures(column="timestamp", zone=config.zone),
     ]
     return Prepare(
