@@ -139,7 +139,7 @@ SQL = {
     ),
     "a reserved name": (
         "SELECT city, user at FROM 'a.csv'",
-        r'^test_bad_input\.py: line \d+: DuckDB: Parser Error: .*correct the SQL \(quote reserved names',
+        r"^test_bad_input\.py: line \d+: DuckDB: Parser Error: .*correct the SQL \(quote reserved names",
     ),
     "a value": (
         "SELECT CAST(user AS BIGINT) AS city FROM 'a.csv'",
