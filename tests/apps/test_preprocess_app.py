@@ -117,7 +117,7 @@ def test_a_request_and_a_user_have_the_events_that_a_history_counts(
         tmp_path / "log.parquet",
     )
     steps = [
-        History(user="user", item="item", time="at", length=2, where="liked"),
+        History(user="user", item="item", time="at", length=2),
         Categorify(column="item", also=("history",)),
         Categorify(column="user"),
     ]
@@ -128,6 +128,7 @@ def test_a_request_and_a_user_have_the_events_that_a_history_counts(
         return Prepare(
             preprocessor=Preprocessor(steps, keep=("liked",)),
             splits=splits,
+            events=con.sql(f"FROM '{splits['train']}' WHERE liked > 0"),
             label="liked",
             **named,
         )

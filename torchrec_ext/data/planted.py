@@ -270,7 +270,6 @@ def planted(
             "user": _arrays(side_of_users),
             "item": side_of_items,
         },
-        numbers=("age",),
     )
     return dataclasses.replace(
         raw, best=model.best(clicks, split.rows[split.part == TEST])

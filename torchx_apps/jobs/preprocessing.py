@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 from torchrec_ext.data.config import Roles
 from torchrec_ext.data.files.sources import find_files
 from torchrec_ext.data.prepare import SUMMARY, write_folder
@@ -27,7 +25,6 @@ from torchrec_ext.data.preprocess.rows import (
 )
 from torchrec_ext.data.preprocess.step import finite, quoted
 from torchrec_ext.schema import DataError
-from torchrec_ext.terminal import terminal
 from torchx_apps.config import is_group
 from torchx_apps.jobs.tracking import tracked
 from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
@@ -166,45 +163,24 @@ def run_preprocess(job: PreprocessJob) -> Path:
         _keep_sources(out, prepared)
         check_rows(prepared, con)
         summarize(prepared, con)
-        screen = terminal()
-        said: set[str] = set()
-        with tqdm(
-            unit=" rows",
-            unit_scale=True,
-            dynamic_ncols=True,
-            file=screen,
-            disable=screen is None,
-        ) as bar:
-
-            def say(what: str) -> None:
-                bar.set_description(what, refresh=False)
-                # A log file keeps every redraw of a bar, so it has lines.
-                if screen is None and what not in said:
-                    print(what, flush=True)
-                said.add(what)
-
-            def watch(split: str, rows: int) -> None:
-                say(f"transform {split}")
-                bar.update(rows)
-
-            fitted = prepared.preprocessor
-            if isinstance(fitted, Preprocessor):
-                fitted = fitted.fit(
-                    prepared.first_source,
-                    con=con,
-                    events=prepared.events,
-                    progress=lambda step: say(f"fit {step}"),
-                )
-            counts = write_folder(
-                staging,
-                fitted,
-                prepared.splits,
-                _roles(prepared),
-                con,
+        fitted = prepared.preprocessor
+        if isinstance(fitted, Preprocessor):
+            fitted = fitted.fit(
+                prepared.first_source,
+                con=con,
                 events=prepared.events,
-                details={"recipe": job.name, "config": config},
-                watch=watch,
+                progress=lambda step: print(f"fit {step}", flush=True),
             )
+        print(f"transform {', '.join(prepared.splits)}", flush=True)
+        counts = write_folder(
+            staging,
+            fitted,
+            prepared.splits,
+            _roles(prepared),
+            con,
+            events=prepared.events,
+            details={"recipe": job.name, "config": config},
+        )
         figures |= {
             "rows": {split: each.rows for split, each in counts.items()},
             "vocab": fitted.vocab,

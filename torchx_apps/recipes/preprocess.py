@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -285,7 +284,7 @@ class TaobaoConfig:
     Args:
         path: the log: a csv file with or without a header, a parquet file, or a folder of parquet files, with the
             columns user_id, item_id, category_id, behavior_type (pv, buy, cart or fav) and timestamp, a time or
-            seconds since 1970. The ids of a csv file are whole numbers or texts, as in its first row.
+            seconds since 1970. The ids of a csv file are whole numbers.
         history_length: S, greatest number of clicks before a row.
         negatives: rows with label 0 drawn for each click: the same user at the same time with the item of a click drawn
             from the training rows, so that items are drawn by their popularity; a draw that is the clicked item is left
@@ -480,16 +479,9 @@ def _taobao_csv(path: Path, con: Connection) -> str:
         raise DataError(
             f"{path}: there is no such file; give the log: --config.path FILE"
         )
+    types = dict.fromkeys(_TAOBAO, "BIGINT") | {"behavior_type": "VARCHAR"}
     with path.open(errors="replace") as file:
-        lines = csv.reader(file)
-        header = next(lines, [])
-        has_header = "user_id" in header
-        first = next(lines, []) if has_header else header
-    values = dict(zip(header if has_header else _TAOBAO, first, strict=False))
-    types = dict.fromkeys(_TAOBAO, "BIGINT")
-    for name in _TAOBAO:
-        if not re.fullmatch(r"-?\d+", values.get(name, "0")):
-            types[name] = "VARCHAR"
+        has_header = "user_id" in file.readline()
     return read_csv(con, path, types, names=None if has_header else _TAOBAO)
 
 

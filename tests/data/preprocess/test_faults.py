@@ -153,14 +153,6 @@ def test_a_name_is_no_pattern(tmp_path: Path) -> None:
     assert fitted.transform(meant, tmp_path / "out") == 2
 
 
-def test_unknown_ids_are_told(
-    tmp_path: Path, fitted: FittedPreprocessor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    later = table(tmp_path / "b.parquet", city=["a", "?", None, "b"], label=[0.0] * 4)
-    fitted.transform(later, tmp_path / "day7")
-    assert capsys.readouterr().out == "day7: 4 rows; unknown ids: city 50.00%\n"
-
-
 def test_a_relation_of_another_connection(good: Path) -> None:
     with connected(threads=1) as mine:
         held = mine.sql(f"SELECT * FROM '{good}'")
@@ -334,7 +326,7 @@ def test_a_missing_value_is_named_by_its_row(tmp_path: Path) -> None:
     [
         (
             OSError(errno.ENOSPC, "No space left on device"),
-            r"out: the disk is full \([\d,]+ MiB are free in .*\); free space, or choose",
+            r"out: the disk is full; free space there",
         ),
         (
             RuntimeError("Could not write: disk quota exceeded"),
@@ -370,12 +362,10 @@ def test_a_full_disk_leaves_the_old_output_and_nothing_else(
 def test_the_result_has_row_groups_of_one_size_and_checksums(tmp_path: Path) -> None:
     size = 2 * ROW_GROUP + 5
     path = table(tmp_path / "a.parquet", x=list(range(size)), label=[0.0] * size)
-    seen: list[pa.RecordBatch] = []
     fitted = Preprocessor([HashBucket(column="x", buckets=1000)], keep=("label",)).fit(
         path
     )
-    assert fitted.transform(path, tmp_path / "out", watch=seen.append) == size
-    assert sum(map(len, seen)) == size
+    assert fitted.transform(path, tmp_path / "out") == size
     part = tmp_path / "out/part-00000.parquet"
     metadata = pq.ParquetFile(part).metadata
     assert [metadata.row_group(k).num_rows for k in range(3)] == [

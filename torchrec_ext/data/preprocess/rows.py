@@ -34,11 +34,8 @@ Source = Any
 Connection = Any  # duckdb.DuckDBPyConnection
 # The place of a row among those of its source.
 ROW = "__row__"
-# Values of a batch: the more there are, the less the tables of its look-ups cost.
-_VALUES = 2**22
-_MOST_ROWS = 8 * ROW_GROUP
-# Values of a list, where nobody knows.
-_LENGTH = 20
+# Rows of a batch: the more there are, the less the tables of its look-ups cost.
+_BATCH = 4 * ROW_GROUP
 _numbers = itertools.count()
 
 
@@ -93,19 +90,14 @@ def connected(
 
 
 def batches(con: Connection, sql: str) -> Iterator[pa.RecordBatch]:
-    """Runs a query whose rows are read as they come, in batches of one, two, four or eight row groups."""
-    result = con.sql(sql)
-    lists = sum(str(dtype).endswith("[]") for dtype in result.types)
-    size = _MOST_ROWS
-    while size > max(ROW_GROUP, _VALUES // (len(result.types) + _LENGTH * lists)):
-        size //= 2
+    """Runs a query whose rows are read as they come, in batches of four row groups."""
     pending: list[pa.RecordBatch] = []
-    for batch in _reader(result, size):
+    for batch in _reader(con.sql(sql), _BATCH):
         pending.append(batch)
-        if sum(map(len, pending)) >= size:
+        if sum(map(len, pending)) >= _BATCH:
             rows = pa.concat_batches(pending)
-            yield rows.slice(0, size)
-            pending = [rows.slice(size)]
+            yield rows.slice(0, _BATCH)
+            pending = [rows.slice(_BATCH)]
     if rest := [batch for batch in pending if len(batch)]:
         yield pa.concat_batches(rest)
 
