@@ -172,13 +172,6 @@ def test_what_sql_cannot_read_is_told_in_a_line(
     assert "\n" not in str(caught.value)
 
 
-def test_preprocessing_counts_empty_values(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prepare(tmp_path, {**ROWS, "city": ["", "x\0", "y\nz", "x"]}, by_sql=False)
-    assert "note: test: column 'city': 2 values are empty" in capsys.readouterr().out
-
-
 def test_the_steps_are_fitted_on_the_training_rows_whatever_is_named_first(
     tmp_path: Path,
 ) -> None:

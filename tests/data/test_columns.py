@@ -23,7 +23,7 @@ def as_lists(column: Column) -> list[list[int]]:
 
 
 @given(rows=ROWS, data=st.data())
-def test_take_slice_and_repeat_do_to_a_ragged_column_what_they_do_to_a_list(
+def test_take_and_slice_do_to_a_ragged_column_what_they_do_to_a_list(
     rows: list[list[int]], data: st.DataObject
 ) -> None:
     column = ragged(rows)
@@ -36,12 +36,6 @@ def test_take_slice_and_repeat_do_to_a_ragged_column_what_they_do_to_a_list(
     start = data.draw(st.integers(0, len(rows)))
     stop = data.draw(st.integers(start, len(rows)))
     assert as_lists(column.slice(start, stop)) == rows[start:stop]
-    assert column.slice(start, stop).repeat(3).lengths.tolist() == [
-        len(row) for row in rows[start:stop] for _ in range(3)
-    ]
-    assert as_lists(taken.slice(0, len(indices) // 2).repeat(2)) == [
-        rows[i] for i in indices[: len(indices) // 2] for _ in range(2)
-    ]
 
 
 @given(rows=ROWS)

@@ -201,10 +201,6 @@ class Column:
         """Returns the rows ``indices`` (B',), in their order; a row may be taken twice."""
         return self._rows(lambda rows: rows.take(indices))
 
-    def repeat(self, times: int) -> Column:
-        """Returns each row ``times`` times, one after the other: B * times rows."""
-        return self._rows(lambda rows: rows.repeat(times))
-
     def _rows(self, choose: Callable[[Array], Array]) -> Column:
         """Returns the rows that are chosen from an array with an entry for each row."""
         if self._windows is None:

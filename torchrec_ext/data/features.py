@@ -179,33 +179,6 @@ def _check(
             )
 
 
-def same_types(columns: Mapping[Path, RawColumns]) -> list[dict[str, pa.Array]]:
-    """Returns the raw columns of several files in the types of the first.
-
-    Raises:
-        DataError: a file lacks a column of the first, or has it in another type.
-    """
-    first, first_columns = next(iter(columns.items()))
-    aligned = []
-    for path, arrays in columns.items():
-        converted: dict[str, pa.Array] = {}
-        for name, expected in first_columns.items():
-            if name not in arrays:
-                raise DataError(
-                    f"{path}: column '{name}' is missing, {first.name} has it and {path.name} {sorted(arrays)}; write "
-                    "the same columns to all files"
-                )
-            array = arrays[name]
-            if array.type != expected.type and not pa.types.is_null(array.type):
-                raise DataError(
-                    f"{path}: column '{name}' is {array.type}, in {first.name} {expected.type}; write one type to "
-                    "all files"
-                )
-            converted[name] = array.cast(expected.type)
-        aligned.append(converted)
-    return aligned
-
-
 def why_no_lists(kind: pa.DataType) -> str:
     """Says why a column of lists describes nothing, and what takes it."""
     if pa.types.is_floating(kind.value_type):

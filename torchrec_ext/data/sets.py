@@ -23,7 +23,6 @@ from torchrec_ext.data.features import (
     ORDER,
     TIMES,
     read_rows,
-    same_types,
     why_no_lists,
 )
 from torchrec_ext.data.files.arrow import is_list_type
@@ -40,6 +39,7 @@ from torchrec_ext.data.prepared import (
     set_folder,
     temporary_folder,
 )
+from torchrec_ext.data.preprocess.files import scan
 from torchrec_ext.data.splits import TRAIN, VALIDATION, Split, leave_one_out
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import listed
@@ -170,6 +170,8 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
             f"{folder}: has no rows for {', '.join(missing)}; put files as in docs/recipes.md there, or set "
             f"data.name={PLANTED}"
         )
+    # A file that lacks a column of the first, or has another type, is refused.
+    scan(list(files.values()))
     read = {file: read_rows(file, [LABEL]) for file in files.values()}
     train = read[files["train"]]
     left_out = {}
@@ -178,7 +180,7 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
         for name in columns.keys() - train.keys():
             left_out[name] = f"{file.name} has it, and train.parquet has not"
     left_out |= _without_lists(train)
-    rows = same_types(read)
+    rows = [{name: columns[name] for name in train} for columns in read.values()]
     notes = []
     for part, columns in zip(files, rows, strict=True):
         only = pc.unique(columns[LABEL])

@@ -42,7 +42,7 @@ def summarize(prepared: Prepare, con: Connection) -> None:
 
 
 class _Rule(NamedTuple):
-    """A condition of values that would train silently; with a remedy they are refused, else counted."""
+    """A condition of values that would train silently."""
 
     name: str
     condition: str
@@ -50,7 +50,7 @@ class _Rule(NamedTuple):
 
 
 def check_rows(prepared: Prepare, con: Connection) -> None:
-    """Reads the rows of each split once for values that would train silently, and counts doubtful texts.
+    """Reads the rows of each split once for values that would train silently.
 
     Raises:
         DataError: a label is not from 0 to 1, an id of the users or items is empty or holds a NUL byte, or a text of a
@@ -84,7 +84,7 @@ def check_rows(prepared: Prepare, con: Connection) -> None:
         if not found[-1]:
             raise DataError(f"split '{split}' has no rows; give it at least one")
         for rule, count, first in zip(rules, found[::2], found[1::2], strict=False):
-            if count and rule.remedy:
+            if count:
                 where, row = opened.place(first)
                 named = (
                     f"SELECT {quoted(rule.name)} FROM {numbered} WHERE {ROW} = {first}"
@@ -92,12 +92,6 @@ def check_rows(prepared: Prepare, con: Connection) -> None:
                 ((value,),) = con.sql(named).fetchall()
                 text = f"{short_text(value)[:40]}, in {count:,} rows: {rule.remedy}"
                 raise CellError(rule.name, row, text, where)
-            if count:
-                print(
-                    f"note: {split}: column '{rule.name}': {count:,} values are empty or hold a NUL byte, and are "
-                    "values like others; NULL is unknown",
-                    flush=True,
-                )
 
 
 def _rules(prepared: Prepare, rows: Opened, labels: Sequence[str]) -> list[_Rule]:
@@ -112,11 +106,10 @@ def _rules(prepared: Prepare, rows: Opened, labels: Sequence[str]) -> list[_Rule
         if kind != "string":
             continue
         column = quoted(name)
-        remedy = ""
         if name in ids:
             remedy = f"an id without a name, or with a NUL byte; write NULL if it is missing: nullif({name}, '')"
-        empty = f"{column} = '' OR contains({column}, chr(0))"
-        rules.append(_Rule(name, empty, remedy))
+            empty = f"{column} = '' OR contains({column}, chr(0))"
+            rules.append(_Rule(name, empty, remedy))
         # Parquet has no quotes.
         if rows.source is None:
             remedy = "a line break, as of a quote without its end; read a CSV by read_csv of data.preprocess, "
@@ -192,12 +185,6 @@ def run_preprocess(job: PreprocessJob) -> Path:
     rows = sum(each.rows for each in counts.values())
     seconds = time.monotonic() - begun
     print(f"{rows:,} rows in {seconds:.1f} s; written to {out}", flush=True)
-    lacking = [name for name in ("train", "test") if name not in prepared.splits]
-    if lacking:
-        print(
-            f"note: recipes that train need a split named {' and '.join(lacking)}; a loop of your own does not",
-            flush=True,
-        )
     return out
 
 
