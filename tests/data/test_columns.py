@@ -50,20 +50,3 @@ def test_offsets_and_values_describe_the_same_rows(rows: list[list[int]]) -> Non
 def test_a_chunk_has_equally_many_rows_in_all_columns() -> None:
     with pytest.raises(ValueError, match=r"equally many rows, got \{'a': 2, 'b': 3\}"):
         Chunk({"a": Column(np.zeros(2)), "b": Column(np.zeros(3))})
-
-
-@pytest.mark.parametrize(
-    ("offsets", "message"),
-    [
-        (np.array([0, 2]), r"must rise from 0 to the 3 values, got \[0 2\]"),
-        (np.array([1, 3]), r"must rise from 0"),
-        (np.array([0, 4, 3]), r"must rise from 0"),
-        (
-            np.array([0, 3], dtype=np.int32),
-            r"offsets are int32 of shape \(2,\), must be int64",
-        ),
-    ],
-)
-def test_offsets_must_fit_the_values(offsets: np.ndarray, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Column(np.arange(3), offsets)

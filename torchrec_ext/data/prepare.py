@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -106,17 +106,6 @@ class Evaluation:
     by: Literal["row", "user"] = "row"
     keep_seen: bool = False
     candidates: str | None = None
-
-    def __post_init__(self) -> None:
-        if not self.at or min(self.at) < 1:
-            raise ValueError(
-                f"at={self.at}: must be one number of places or more, each 1 or more"
-            )
-        unknown = sorted(set(self.figures) - set(get_args(_Figure)))
-        if unknown or not self.figures:
-            raise ValueError(
-                f"figures={self.figures}: must be some of {', '.join(get_args(_Figure))}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
