@@ -106,8 +106,8 @@ class MovieLensConfig:
     """Settings of the recipe ``ml_100k``.
 
     Args:
-        folder: the publisher's unpacked folder, with u.data, u.user and u.item, or a folder with inter.parquet,
-            users.parquet and items.parquet; ``$TORCHREC_EXT_DATA/ml-100k`` where not given.
+        folder: the publisher's unpacked folder, with u.data, u.user and u.item; ``$TORCHREC_EXT_DATA/ml-100k`` where
+            not given.
         history_length: greatest number of earlier items in a row.
         test_share: share of the ratings, the latest ones, that is kept for testing.
         min_count: least count of an item or user in training; rarer ones are unknown.
@@ -200,23 +200,16 @@ _GENRES = (
 
 
 def _movielens(folder: Path, con: Connection) -> tuple[str, str, str]:
-    """Returns ratings, users and items in SQL: the publisher's unpacked files, or the same as parquet.
+    """Returns ratings, users and items in SQL, of the publisher's unpacked files.
 
     Raises:
-        DataError: the folder has neither.
+        DataError: a file is missing, or has another form.
     """
     from torchrec_ext.data.preprocess import read_csv
-    from torchrec_ext.data.preprocess.rows import view_of
 
-    if (folder / "inter.parquet").exists():
-        ratings, users, items = (
-            view_of(folder / f"{name}.parquet", con)
-            for name in ("inter", "users", "items")
-        )
-        return ratings, users, items
     if not (folder / "u.data").exists():
         raise DataError(
-            f"{folder}: has neither u.data nor inter.parquet; unpack MovieLens 100K of grouplens.org, and name the "
+            f"{folder}: has no u.data; unpack MovieLens 100K of grouplens.org, and name the "
             "folder: --config.folder ml-100k"
         )
 

@@ -305,13 +305,10 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
     """
     if isinstance(data, list) and (cells := _plain_cells(data, raw)):
         return cells
-    if isinstance(data, str | bytes | Mapping) or not hasattr(data, "__iter__"):
+    if isinstance(data, str | bytes | Mapping) or not hasattr(data, "__getitem__"):
         raise DataError(
             f"column '{name}': {short_text(data)} is one value; give a list with one entry per row"
         )
-    # A set or a generator has no rows to name in a message.
-    if not hasattr(data, "__getitem__"):
-        data = list(data)
     try:
         array = data if isinstance(data, pa.Array) else pa.array(data)
         return _arrow_cells(array, raw)
