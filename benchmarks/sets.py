@@ -47,7 +47,7 @@ FILMS = r"""SELECT item_id, CASE WHEN regexp_matches(release_year, '^\d+$') THEN
     ELSE replace(trim(regexp_replace(movie_title, '\s*\(\d{{4}}\)\s*(\(\w+\))?\s*$', '')), 'unkonwn', 'unknown')
     END AS title, nullif(coalesce(try_cast(release_year AS BIGINT),
     try_cast(regexp_extract(movie_title, '\((\d{{4}})\)', 1) AS BIGINT)), 0) AS release_year,
-    "class" AS genres FROM '{}/items.parquet'"""
+    string_split("class", ' ') AS genres FROM '{}/items.parquet'"""
 
 
 def query(sql, name):
@@ -72,8 +72,6 @@ def ml_100k(length=20):
         items,
         leave_one_out(numbered(users), numbered(items), times, length),
         {"user": rows_of(USERS, "ml-100k"), "item": rows_of(FILMS, "ml-100k")},
-        separators={"genres": " "},
-        numbers=("age",),
     )
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from torchrec_ext.data import planted
 from torchrec_ext.data.pairs import set_of_pairs
@@ -20,35 +19,38 @@ USERS, ITEMS, RATINGS_EACH = 60, 40, 12
 
 
 def write_ml_100k(root: Path) -> Path:
-    """``ml-100k/`` below ``root`` with the real set's three files, columns and types; returns ``root``."""
+    """``ml-100k/`` below ``root`` with the publisher's three files; returns ``root``."""
     rng = np.random.default_rng(0)
     folder = root / "ml-100k"
     folder.mkdir(parents=True)
-    users, items = np.arange(1, USERS + 1), np.arange(1, ITEMS + 1)
-    taken = np.concatenate([rng.permutation(items)[:RATINGS_EACH] for _ in users])
-    tables = {
-        "inter": {
-            "user_id": users.repeat(RATINGS_EACH),
-            "item_id": taken,
-            "rating": rng.integers(1, 6, len(taken)),
-            "timestamp": 880_000_000 + np.arange(len(taken)),
-        },
-        "users": {
-            "user_id": users,
-            "age": rng.integers(10, 70, USERS),
-            "gender": rng.choice(["M", "F"], USERS),
-            "occupation": rng.choice(["writer", "other"], USERS),
-            "zip_code": rng.choice(["10001", "94043", "V0R2M"], USERS),
-        },
-        "items": {
-            "item_id": items,
-            "movie_title": [f"Film {item}" for item in items],
-            "release_year": rng.choice(["1994", "1995"], ITEMS),
-            "class": rng.choice(["Comedy", "Drama War"], ITEMS),
-        },
+    taken = [rng.permutation(ITEMS)[:RATINGS_EACH] + 1 for _ in range(USERS)]
+    items = np.concatenate(taken)
+    rows = {
+        "u.data": zip(
+            np.arange(USERS).repeat(RATINGS_EACH) + 1,
+            items,
+            rng.integers(1, 6, len(items)),
+            np.linspace(880_000_000, 893_000_000, len(items)).astype(np.int64),
+            strict=True,
+        ),
+        "u.user": (
+            (user, rng.integers(10, 70), "MF"[user % 2], "writer", "V0R2M")
+            for user in range(1, USERS + 1)
+        ),
+        "u.item": (
+            (
+                *(item, f"Mis\u00e9rables {item} (199{item % 2 + 4})", "01-Jan-1995"),
+                *("", ""),
+                # Comedy, or drama and war.
+                *(int(flag in ((5,), (8, 17))[item % 2]) for flag in range(19)),
+            )
+            for item in range(1, ITEMS + 1)
+        ),
     }
-    for name, columns in tables.items():
-        pq.write_table(pa.table(columns), folder / f"{name}.parquet")
+    for name, lines in rows.items():
+        mark = "\t" if name == "u.data" else "|"
+        text = "".join(mark.join(map(str, line)) + "\n" for line in lines)
+        (folder / name).write_text(text, encoding="latin-1")
     return root
 
 

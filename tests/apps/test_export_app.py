@@ -102,18 +102,13 @@ def write_shown_raw(root: Path) -> None:
                 for number in hour
             ],
             "item.listed": [days[number] if number % 4 else None for number in item],
+            "item_kind": [["book", "film", None][number % 3] for number in item],
+            "item_weight": [number**0.5 if number % 7 else None for number in item],
+            "user_joined": [days[number] if number % 9 else None for number in user],
             "user_age": [20.5 + number if number % 5 else None for number in user],
             "label": (rng.random(rows) < 0.5).astype(np.float32),
         }
         pq.write_table(pa.table(columns), folder / f"{part}.parquet")
-    kinds = [["book", "film", None][number % 3] for number in range(3, 40)]
-    released = [days[number] if number % 5 else None for number in range(3, 40)]
-    weight = [number**0.5 if number % 7 else None for number in range(3, 40)]
-    table = {"item": names[3:], "kind": kinds, "released": released, "weight": weight}
-    pq.write_table(pa.table(table), folder / "items.parquet")
-    pq.write_table(
-        pa.table({"user": users[2:], "joined": days[:18]}), folder / "users.parquet"
-    )
 
 
 def job_of(name: str, root: Path) -> Any:
@@ -214,16 +209,15 @@ def test_text_dates_and_missing_values_of_the_shown_item_are_served_as_they_were
     assert set(bundle.query.columns.raw) == {
         "user_id",
         "user_age",
-        "joined",
+        "user_joined",
         "device",
         "at",
     }
     assert set(bundle.candidate.columns.raw) == {
         "item_id",
+        "item_kind",
         "item_listed",
-        "kind",
-        "released",
-        "weight",
+        "item_weight",
     }
     scorer, served = Scorer(bundle), []
     rows = pq.read_table(root / "shown_raw" / "test.parquet").to_pylist()
@@ -233,7 +227,7 @@ def test_text_dates_and_missing_values_of_the_shown_item_are_served_as_they_were
         # in a file.
         user = {"user_id": row["user"] or 0, "device": row["device"], "at": row["at"]}
         if row["user"] is None:
-            user |= {"user_age": row["user_age"], "joined": None}
+            user |= {"user_age": row["user_age"], "user_joined": None}
         (score,) = scorer.score(ScoreRequest(user=user, items=[row["item"]])).scores
         served.append(score)
     assert served == pytest.approx(recommended["shown_raw"], abs=1e-5), (

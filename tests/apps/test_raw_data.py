@@ -21,7 +21,7 @@ from tests.files import summary
 from tests.settings import with_settings
 from tests.small_sets import write_ml_100k
 from torchrec_ext.data.config import DataConfig
-from torchrec_ext.data.sets import load_dataset
+from torchrec_ext.data.sets import load_set
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.scorer import RecommendRequest, Scorer
@@ -54,22 +54,18 @@ def hashed(values: Any) -> list[int]:
 
 
 def of_pairs(folder: Path, ids: Ids = list) -> Path:
-    """A log with descriptions of both; ``ids`` says how the ids are written."""
+    """A log with a column of the users; ``ids`` says how the ids are written."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     users = np.repeat(np.arange(USERS), 8) * 3 + 5
     items = np.concatenate([rng.permutation(ITEMS)[:8] for _ in range(USERS)]) * 7
-    tables: dict[str, dict[str, Any]] = {
-        "inter": {
-            "user_id": ids(users),
-            "item_id": ids(items),
-            "timestamp": np.arange(len(users)),
-        },
-        "users": {"user_id": ids(np.unique(users)), "sex": ["m", "f"] * (USERS // 2)},
-        "items": {"item_id": ids(np.unique(items)), "title": ["film"] * ITEMS},
+    columns = {
+        "user_id": ids(users),
+        "item_id": ids(items),
+        "timestamp": np.arange(len(users)),
+        "user_sex": [("m", "f")[user % 2] for user in users],
     }
-    for name, columns in tables.items():
-        pq.write_table(pa.table(columns), folder / f"{name}.parquet")
+    pq.write_table(pa.table(columns), folder / "inter.parquet")
     return folder
 
 
@@ -106,20 +102,15 @@ def test_a_run_is_taken_up_only_where_its_ids_stand_for_the_same_values(
 ) -> None:
     """A new item after the old ones in the order of the ids leaves their rows alone; one before them moves all."""
     folder = of_pairs(tmp_path / "log", in_order)
-    sets = {"name": "log", "folder": str(tmp_path)}
-    task = SimpleNamespace(data=load_dataset(**sets))
+    config = DataConfig(name=str(folder))
+    task = SimpleNamespace(data=load_set(config))
     checkpoint = checkpoint_of(tmp_path, task)
     check_ids_stay(checkpoint, task, HERE)
     log = pq.read_table(folder / "inter.parquet")
-    items = pq.read_table(folder / "items.parquet")
-    pq.write_table(
-        pa.concat_tables([items, items.slice(0, 1).set_column(0, "item_id", [[new]])]),
-        folder / "items.parquet",
-    )
     at = log.column_names.index("item_id")
     bought = pa.array([new, *log["item_id"].to_pylist()[1:]])
     pq.write_table(log.set_column(at, "item_id", [bought]), folder / "inter.parquet")
-    grown = SimpleNamespace(data=load_dataset(**sets))
+    grown = SimpleNamespace(data=load_set(config))
     words = (
         r"column 'item_id' had \d+ values in training, whose ids now stand for others"
     )
@@ -176,7 +167,7 @@ def test_rows_are_in_the_order_of_the_ids_and_name_the_same_users_and_items(
     ids: Ids, tmp_path: Path
 ) -> None:
     first, second = (
-        load_dataset("log", folder=str(of_pairs(tmp_path / name / "log", how).parent))
+        load_set(DataConfig(name=str(of_pairs(tmp_path / name, how))))
         for name, how in (("a", list), ("b", ids))
     )
     users = second.values_of("user_id")[1:].tolist()

@@ -124,8 +124,8 @@ def prepare(
         Categorify(column="who", output="user_id"),
         Categorify(column="tags", output="item_tags"),
         Normalize(column="price", output="item_price"),
-        FillMissing(column="age", statistic="median"),
         Normalize(column="age", output="user_age"),
+        FillMissing(column="user_age", value=0),
         TimeFeatures(column="seen_at"),
     ]
     given = {
@@ -143,7 +143,7 @@ def prepare(
         events=[
             str(log / f"{split}.parquet") for split in ("train", "validation", "test")
         ],
-        user_features=("history", "age"),
+        user_features=("history",),
         **given,
     )
     return PreprocessJob(name="films", build=lambda config, con: prepared)
@@ -325,7 +325,7 @@ def test_a_user_who_is_named_by_id_is_the_whole_raw_row_without_what_was_taken(
 def test_columns_become_towers_by_their_owners(folder: Path) -> None:
     data = load_set(DataConfig(name=str(folder)), "labels")
     assert data.towers == {
-        "user": (("history", "user_id"), ("age", "user_age")),
+        "user": (("history", "user_id"), ("user_age",)),
         "context": (("seen_at_hour", "seen_at_weekday"), ()),
         "item": (("item_id", "item_tags"), ("item_price",)),
     }
@@ -339,11 +339,11 @@ def test_columns_become_towers_by_their_owners(folder: Path) -> None:
         "context": ["seen_at_hour", "seen_at_weekday"],
         "item": ["item_id", "item_tags"],
     }, "items and the history of items have one vocabulary, and one table"
-    named = ["who=user_*,history,age", "when=seen_*", "what=item_*"]
+    named = ["who=user_*,history", "when=seen_*", "what=item_*"]
     job = job_of(folder, *(f"model.towers.{text}" for text in named))
     towers: Any = build_model(job, Task(data))
     assert {name: list(tower.dense) for name, tower in towers.towers.items()} == {
-        "who": ["age", "user_age"],
+        "who": ["user_age"],
         "when": [],
         "what": ["item_price"],
     }

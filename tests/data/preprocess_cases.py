@@ -47,9 +47,7 @@ ALL_TIMES = ("hour", "weekday", "month")
 
 EVERY_STEP = Preprocessor(
     [
-        History(
-            user="user", item="item", time="ts", length=3, where="label", gaps=GAPS
-        ),
+        History(user="user", item="item", time="ts", length=3, gaps=GAPS),
         History(
             user="user",
             item="item",
@@ -76,10 +74,10 @@ EVERY_STEP = Preprocessor(
         Lists(column="genre", separator="|"),
         Categorify(column="genre"),
         Bucketize(column="age", quantiles=4, output="age_bucket"),
-        FillMissing(column="age", statistic="mean"),
+        FillMissing(column="age", value=-1),
         Normalize(column="age"),
         Bucketize(column="price", boundaries=(-1.5, 0.1, 1e6), output="price_bucket"),
-        FillMissing(column="price", statistic="median"),
+        FillMissing(column="price", value=1.5),
         LogClip(column="price", low=-2.0, high=1e9),
         Normalize(column="price"),
         LogClip(column="score", low=-100, high=100),
@@ -177,19 +175,17 @@ def with_events(rows: Rows, events: Rows) -> dict[str, Sequence[Any]]:
     for index, user in enumerate(events["user"]):
         kept.setdefault(user, []).append(index)
     lists = [kept.get(user, []) if user is not None else [] for user in rows["user"]]
-    liked = [[index for index in past if events["label"][index] >= 1] for past in lists]
-    sent = {"history": (liked, {"items": "item", "times": "ts"})}
-    sent["past"] = (
-        lists,
-        {"items": "item", "times": "when", "city": "city", "age": "age"},
-    )
+    sent = {
+        "history": {"items": "item", "times": "ts"},
+        "past": {"items": "item", "times": "when", "city": "city", "age": "age"},
+    }
     return {
         **rows,
         **{
             f"{output}_{name}": [
-                [events[column][index] for index in past] for past in those
+                [events[column][index] for index in past] for past in lists
             ]
-            for output, (those, columns) in sent.items()
+            for output, columns in sent.items()
             for name, column in columns.items()
             if column in events
         },

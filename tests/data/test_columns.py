@@ -23,7 +23,7 @@ def as_lists(column: Column) -> list[list[int]]:
 
 
 @given(rows=ROWS, data=st.data())
-def test_take_slice_and_repeat_do_to_a_ragged_column_what_they_do_to_a_list(
+def test_take_and_slice_do_to_a_ragged_column_what_they_do_to_a_list(
     rows: list[list[int]], data: st.DataObject
 ) -> None:
     column = ragged(rows)
@@ -36,12 +36,6 @@ def test_take_slice_and_repeat_do_to_a_ragged_column_what_they_do_to_a_list(
     start = data.draw(st.integers(0, len(rows)))
     stop = data.draw(st.integers(start, len(rows)))
     assert as_lists(column.slice(start, stop)) == rows[start:stop]
-    assert column.slice(start, stop).repeat(3).lengths.tolist() == [
-        len(row) for row in rows[start:stop] for _ in range(3)
-    ]
-    assert as_lists(taken.slice(0, len(indices) // 2).repeat(2)) == [
-        rows[i] for i in indices[: len(indices) // 2] for _ in range(2)
-    ]
 
 
 @given(rows=ROWS)
@@ -56,20 +50,3 @@ def test_offsets_and_values_describe_the_same_rows(rows: list[list[int]]) -> Non
 def test_a_chunk_has_equally_many_rows_in_all_columns() -> None:
     with pytest.raises(ValueError, match=r"equally many rows, got \{'a': 2, 'b': 3\}"):
         Chunk({"a": Column(np.zeros(2)), "b": Column(np.zeros(3))})
-
-
-@pytest.mark.parametrize(
-    ("offsets", "message"),
-    [
-        (np.array([0, 2]), r"must rise from 0 to the 3 values, got \[0 2\]"),
-        (np.array([1, 3]), r"must rise from 0"),
-        (np.array([0, 4, 3]), r"must rise from 0"),
-        (
-            np.array([0, 3], dtype=np.int32),
-            r"offsets are int32 of shape \(2,\), must be int64",
-        ),
-    ],
-)
-def test_offsets_must_fit_the_values(offsets: np.ndarray, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Column(np.arange(3), offsets)

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from tests.small_sets import checkerboard_data, planted_data
-from torchrec_ext.data.planted import Planted, planted
+from torchrec_ext.data.planted import Planted
 from torchrec_ext.data.prepared import Prepared
-from torchrec_ext.data.sets import open_set
 
 pytestmark = pytest.mark.unit
 
@@ -51,18 +50,4 @@ def test_no_ranking_of_planted_data_beats_the_true_preferences_by_more_than_chan
         == data.best["NDCG@1"]
         < data.best["NDCG@10"]
         < data.best["HR@10"]
-    )
-
-
-def test_the_seed_decides_everything() -> None:
-    one, same, other = (
-        open_set(planted(users=60, items=80, seed=seed)) for seed in (1, 1, 2)
-    )
-    for name in one.rows("train"):
-        assert np.array_equal(
-            one.rows("train")[name].values, same.rows("train")[name].values
-        )
-    assert not np.array_equal(
-        one.rows("train")["item_id"].values[:50],
-        other.rows("train")["item_id"].values[:50],
     )

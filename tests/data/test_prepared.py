@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.contracts import leave_group, run_ranks
-from torchrec_ext.data import prepared, prepared_rows
+from torchrec_ext.data import prepared
 from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.config import DataConfig
 from torchrec_ext.data.planted import planted_context
@@ -100,7 +100,7 @@ def test_few_rows_are_read_once_and_shuffled_whole(
     assert len(read) == 1, (
         "the training rows, for the loader; what else is asked was counted once"
     )
-    monkeypatch.setattr(prepared_rows, "WHOLE_VALUES", 100)
+    monkeypatch.setattr(prepared, "WHOLE_VALUES", 100)
     large = load_set(DataConfig(name=str(tmp_path)), "labels")
     assert large.stored("train") is large.splits["train"]
     assert large.share("train") == data.share("train")

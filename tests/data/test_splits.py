@@ -5,9 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.small_sets import checkerboard_data, planted_data
-from torchrec_ext.data.config import PARTS
-from torchrec_ext.data.prepared import Prepared
+from tests.small_sets import checkerboard_data
 from torchrec_ext.data.splits import (
     TEST,
     TRAIN,
@@ -56,31 +54,6 @@ def test_the_split_and_the_histories_are_those_made_by_hand(
         for at, row in enumerate(split.rows)
     }
     assert found == by_hand(events, length)
-
-
-def check_laws(data: Prepared) -> None:
-    """No held-out pair is in training, and no row's history holds its own item or that of a later split."""
-    held_out = {
-        (int(u), int(i)) for u, i in zip(*data.taken("validation", "test"), strict=True)
-    }
-    train = {(int(u), int(i)) for u, i in zip(*data.taken("train"), strict=True)}
-    assert not held_out & train
-    assert len(train) == data.rows("train").num_rows == data.popularity.sum()
-    for split in PARTS:
-        rows = data.rows(split)
-        history = rows["history"]
-        users = rows["user_id"].values.repeat(history.lengths).tolist()
-        items = rows["item_id"].values.repeat(history.lengths).tolist()
-        before = history.values.tolist()
-        assert all(item != own for item, own in zip(before, items, strict=True))
-        pairs = {(u, i) for u, i in zip(users, before, strict=True) if i}
-        assert pairs <= (train if split != "test" else train | held_out)
-
-
-@pytest.mark.unit
-def test_no_feature_of_generated_data_looks_into_the_future() -> None:
-    check_laws(planted_data(users=50, items=60, clusters=3))
-    check_laws(checkerboard_data(users=10, items=12))
 
 
 @pytest.mark.unit

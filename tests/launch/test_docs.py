@@ -89,14 +89,6 @@ def folder(tmp_path: Path) -> Path:
     """A reader's folder: an environment, the MovieLens of the tests, a click log."""
     (tmp_path / ".venv").symlink_to(sys.prefix)
     write_ml_100k(tmp_path)
-    ratings = pq.read_table(tmp_path / "ml-100k" / "inter.parquet")
-    times = pa.array(
-        np.linspace(880_000_000, 893_000_000, ratings.num_rows).astype(np.int64)
-    )
-    ratings = ratings.set_column(
-        ratings.schema.get_field_index("timestamp"), "timestamp", times
-    )
-    pq.write_table(ratings, tmp_path / "ml-100k" / "inter.parquet")
     random = np.random.default_rng(0)
     columns = {
         f"c{index}": pa.array(random.integers(0, 1000, 5000)) for index in range(12)

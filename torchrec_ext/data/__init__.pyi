@@ -10,4 +10,3 @@ from .negatives.mixed import MixedNegatives as MixedNegatives
 from .negatives.samplers import PopularityNegatives as PopularityNegatives
 from .negatives.samplers import UniformNegatives as UniformNegatives
 from .prepared import Prepared as Prepared
-from .sets import load_dataset as load_dataset

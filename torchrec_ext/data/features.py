@@ -6,7 +6,6 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -22,7 +21,6 @@ from torchrec_ext.data.preprocess.columns import (
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import listed
 
-SEPARATOR = "|"
 KEYS = {"user": "user_id", "item": "item_id"}
 # Columns that may say the order of events, which we call ORDER.
 TIMES = ("timestamp", "time", "position")
@@ -40,9 +38,6 @@ _TAKES = {
     ORDER: (*_NUMBERS, "timestamp[us]"),
     LABEL: (*_NUMBERS, "bool"),
 }
-# Share of distinct values from which on a column names its row, as a title does, and
-# says nothing about another row.
-MOST_DISTINCT = 0.5
 # The first text among these rows decides whether a column holds dates.
 _PROBE_ROWS = 1000
 _OTHER_DATE = re.compile(
@@ -60,7 +55,7 @@ def owned_columns(
 
 
 def read_rows(
-    path: Path, needs: Sequence[str], *, every: bool = True
+    path: Path, needs: Sequence[str], others: tuple[str, ...] = ("",)
 ) -> dict[str, pa.Array]:
     """Reads a file's columns under our names: ids, numbers, times and texts in the types of steps.
 
@@ -70,7 +65,7 @@ def read_rows(
     Args:
         path: a parquet file.
         needs: columns without a missing value: ids, an order, and ``label``, which is 0 or 1.
-        every: whether to read further columns.
+        others: beginnings of the names of further columns to read; all of them by default.
 
     Raises:
         DataError: a column is missing, or has a type or a value that it cannot have.
@@ -96,8 +91,11 @@ def read_rows(
                 f"{path}: no column {spelled}; the file has {listed(names)}: add it, as in "
                 "docs/recipes.md"
             )
-    if not every:
-        words = {name: words[name] for name in needs}
+    words = {
+        name: word
+        for name, word in words.items()
+        if name in needs or name.startswith(others)
+    }
     table = read_columns(path, list(words.values()))
     columns = {}
     for name, word in words.items():
@@ -181,65 +179,8 @@ def _check(
             )
 
 
-def same_types(columns: Mapping[Path, RawColumns]) -> list[dict[str, pa.Array]]:
-    """Returns the raw columns of several files in the types of the first.
-
-    Raises:
-        DataError: a file lacks a column of the first, or has it in another type.
-    """
-    first, first_columns = next(iter(columns.items()))
-    aligned = []
-    for path, arrays in columns.items():
-        converted: dict[str, pa.Array] = {}
-        for name, expected in first_columns.items():
-            if name not in arrays:
-                raise DataError(
-                    f"{path}: column '{name}' is missing, {first.name} has it and {path.name} {sorted(arrays)}; write "
-                    "the same columns to all files"
-                )
-            array = arrays[name]
-            if array.type != expected.type and not pa.types.is_null(array.type):
-                raise DataError(
-                    f"{path}: column '{name}' is {array.type}, in {first.name} {expected.type}; write one type to "
-                    "all files"
-                )
-            converted[name] = array.cast(expected.type)
-        aligned.append(converted)
-    return aligned
-
-
-def check_described(path: Path, key: str, ids: pa.Array) -> None:
-    """Refuses repeated ids in a file of users or items, whose ``key`` column is ``ids`` (B,).
-
-    Raises:
-        DataError: an id has two rows, one of which would be lost.
-    """
-    if pc.count_distinct(ids).as_py() < len(ids):
-        counts = pc.value_counts(ids)
-        id_ = counts.field(0)[pc.index(pc.greater(counts.field(1), 1), True).as_py()]
-        rows = np.flatnonzero(pc.equal(ids, id_))[:2]
-        raise DataError(
-            f"{path}: column '{key}', rows {rows[0]} and {rows[1]}: both describe id {id_}; keep one row for each id"
-        )
-
-
 def why_no_lists(kind: pa.DataType) -> str:
     """Says why a column of lists describes nothing, and what takes it."""
     if pa.types.is_floating(kind.value_type):
         return "it holds vectors; pretrained.ID=FILE begins the table of column ID with vectors"
     return "it holds lists; a preprocessing recipe takes them by Lists(column=...)"
-
-
-def why_left_out(column: pa.Array) -> str | None:
-    """Says why a column of users or items describes none of them; None if it does."""
-    if is_list_type(column.type):
-        return why_no_lists(column.type)
-    known = len(column) - column.null_count
-    if not known:
-        return "all its values are missing"
-    if pa.types.is_floating(column.type) or pa.types.is_timestamp(column.type):
-        return None
-    distinct = pc.count_distinct(column).as_py()
-    if distinct <= MOST_DISTINCT * known:
-        return None
-    return f"{distinct:,} different values in {known:,} rows name a row and do not describe it"

@@ -1,19 +1,17 @@
-"""set_of_rows(), set_of_pairs(): rows, or who took what, with what is known of users and items -> a set in splits."""
+"""set_of_pairs(): who took what, with what is known of users and items -> a set in splits."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Column, Int64
 from torchrec_ext.data.config import PARTS, Roles
-from torchrec_ext.data.features import KEYS, SEPARATOR, RawColumns
+from torchrec_ext.data.features import KEYS, RawColumns
 from torchrec_ext.data.prepare import TITLE, RawSet
 from torchrec_ext.data.splits import TEST, Split
 from torchrec_ext.schema import DataError
@@ -38,8 +36,9 @@ def set_of_pairs(
     users: pa.Array,
     items: pa.Array,
     split: Split,
-    sides: Mapping[str, RawColumns],
+    sides: Mapping[str, RawColumns] | None = None,
     *,
+    more: RawColumns | None = None,
     history: str = HISTORY,
     **details: Any,
 ) -> RawSet:
@@ -50,16 +49,11 @@ def set_of_pairs(
         users: (P,) users of all pairs.
         items: (P,) their items.
         split: part and history of some of them; a history holds indices among the sorted items.
-        sides: see :func:`set_of_rows`.
+        sides: raw columns of users and of items, the key among them, and ``title`` of items for display.
+        more: (P,) further columns of the pairs.
         history: name of the column of the histories.
         details: fields of :class:`RawSet`.
     """
-    order = pa.array(split.rows)
-    columns = {"user_id": users.take(order)}
-    if split.history.lengths.any():
-        columns[history] = lists_of(split.history, distinct(items))
-        details["shared"] = {"item_id": [history]}
-    columns["item_id"] = items.take(order)
     if not (split.part == TEST).any():
         raise DataError(
             f"set '{name}' has no test rows: no user has the 3 interactions that a split by time needs; give more "
@@ -69,70 +63,41 @@ def set_of_pairs(
         details["notes"] = [
             f"{repeats:,} of {len(users):,} rows repeat a pair of user and item; the first row of a pair counts"
         ]
-    mine = [history] if history in columns else []
-    roles = Roles(user="user_id", item="item_id", user_features=mine)
-    return set_of_rows(name, columns, split.part, sides, roles, **details)
+    order = pa.array(split.rows)
+    described: dict[str, list[str]] = {"user": [], "item": []}
+    columns: dict[str, pa.Array] = {}
 
-
-def set_of_rows(
-    name: str,
-    columns: RawColumns,
-    part: NDArray[np.int8],
-    sides: Mapping[str, RawColumns],
-    roles: Roles,
-    **details: Any,
-) -> RawSet:
-    """Joins rows with what is known of their users and items, and cuts them into splits.
-
-    Args:
-        name: name of the set.
-        columns: raw columns of all rows.
-        part: (B,) TRAIN, VALIDATION or TEST.
-        sides: raw columns of users and of items, the key among them, and ``title`` of items for display.
-        roles: roles of ``columns``.
-        details: fields of :class:`RawSet`.
-    """
-    joined: dict[str, pa.Array] = {}
-    described = {"user": [*roles.user_features], "item": [*roles.item_features]}
-    separators = details.pop("separators", {})
-    owners = {KEYS[owner]: owner for owner in sides}
-    for column, rows in columns.items():
-        joined[column] = rows
-        if column not in owners:
-            continue
-        owner = owners[column]
-        side = sides[owner]
-        places = pc.index_in(rows, side[column])
+    def describe(owner: str, ids: pa.Array) -> None:
+        key = KEYS[owner]
+        columns[key] = ids.take(order)
+        side = dict((sides or {}).get(owner, {key: ids}))
+        places = pc.index_in(columns[key], side.pop(key))
         for word, values in side.items():
-            if word == column:
-                continue
-            # A batch has one column of a name, so the item's is renamed.
-            feature = f"{owner}_{word}" if word in {**columns, **joined} else word
-            joined[feature] = values.take(places)
+            columns[word] = values.take(places)
             if word != TITLE:
-                described[owner].append(feature)
-                if _is_list_of_texts(values):
-                    separators = {feature: SEPARATOR} | separators
+                described[owner].append(word)
+
+    describe("user", users)
+    if split.history.lengths.any():
+        columns[history] = lists_of(split.history, distinct(items))
+        details["shared"] = {"item_id": [history]}
+        described["user"].insert(0, history)
+    describe("item", items)
+    columns |= {word: values.take(order) for word, values in (more or {}).items()}
     splits = {}
-    for number, split in enumerate(PARTS):
-        rows = pa.array(np.flatnonzero(part == number))
-        splits[split] = {word: values.take(rows) for word, values in joined.items()}
+    for number, part in enumerate(PARTS):
+        rows = pa.array(np.flatnonzero(split.part == number))
+        splits[part] = {word: values.take(rows) for word, values in columns.items()}
     return RawSet(
         name=name,
         splits=splits,
-        roles=dataclasses.replace(
-            roles, user_features=described["user"], item_features=described["item"]
+        roles=Roles(
+            user="user_id",
+            item="item_id",
+            user_features=described["user"],
+            item_features=described["item"],
         ),
-        separators=separators,
         **details,
-    )
-
-
-def _is_list_of_texts(values: pa.Array) -> bool:
-    """Whether a column is of texts with several values, one ``|`` between two."""
-    return bool(
-        pa.types.is_string(values.type)
-        and pc.any(pc.match_substring(values, SEPARATOR)).as_py()
     )
 
 

@@ -91,10 +91,6 @@ class Planted:
                 f"planted of users={self.users}, items={self.items}: needs at least {self.lengths[1] + 5} items, and "
                 f"users x items of at most {MOST_CELLS:,}"
             )
-        if not 2 <= self.clusters <= self.items:
-            raise ValueError(
-                f"planted of clusters={self.clusters}: must be 2 to {self.items}"
-            )
 
     @cached_property
     def tastes(self) -> Int64:
@@ -228,8 +224,6 @@ def planted(
         history_length: greatest length of a history.
         seed: seed of the generator.
     """
-    if clusters > GENRES:
-        raise ValueError(f"planted of clusters={clusters}: must be at most {GENRES}")
     model = Planted(users=users, items=items, clusters=clusters, seed=seed)
     rng = np.random.default_rng([seed, users, items, clusters, 1])
     clicks = model.draw(rng)
@@ -270,7 +264,6 @@ def planted(
             "user": _arrays(side_of_users),
             "item": side_of_items,
         },
-        numbers=("age",),
     )
     return dataclasses.replace(
         raw, best=model.best(clicks, split.rows[split.part == TEST])

@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -107,17 +107,6 @@ class Evaluation:
     keep_seen: bool = False
     candidates: str | None = None
 
-    def __post_init__(self) -> None:
-        if not self.at or min(self.at) < 1:
-            raise ValueError(
-                f"at={self.at}: must be one number of places or more, each 1 or more"
-            )
-        unknown = sorted(set(self.figures) - set(get_args(_Figure)))
-        if unknown or not self.figures:
-            raise ValueError(
-                f"figures={self.figures}: must be some of {', '.join(get_args(_Figure))}"
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class RawSet:
@@ -128,10 +117,8 @@ class RawSet:
         splits: raw columns of each split, ``train`` first; the same columns in all of them.
         roles: roles of the columns.
         shared: further columns with the values of a column, by that column, such as ``{"item_id": ("history",)}``.
-        separators: separator of the values in columns of texts with lists.
         lengths: greatest number of values in a row of a column of lists, the last ones; a request may have more.
         kept: columns that are handed on as they are, such as the label.
-        numbers: columns of whole fractions that are known to be numbers.
         left_out: why a column of the files is not read, by its name.
         notes: what a reader should know of the rows, one line each.
         evaluation: rule of the ranking.
@@ -144,10 +131,8 @@ class RawSet:
     splits: Mapping[str, RawColumns]
     roles: Roles
     shared: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    separators: Mapping[str, str] = field(default_factory=dict)
     lengths: Mapping[str, int] = field(default_factory=dict)
     kept: Sequence[str] = ()
-    numbers: Sequence[str] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
     evaluation: Evaluation = field(default_factory=Evaluation)
@@ -188,8 +173,6 @@ def steps_of(raw: RawSet) -> list[Step]:
             features = OF_TIMES if times_of_day.any() else OF_DATES
             times.append(TimeFeatures(column=name, features=features))
         else:
-            if separator := raw.separators.get(name):
-                ids.append(Lists(column=name, separator=separator))
             also = tuple(raw.shared.get(name, ()))
             # No row of a session that trains has an unknown item.
             skip = tuple(other for other in also if other in raw.lengths)
@@ -344,7 +327,6 @@ def write_folder(
     *,
     events: Source | None = None,
     details: Mapping[str, Any] | None = None,
-    watch: Callable[[str, int], None] = lambda split, rows: None,
 ) -> dict[str, Counts]:
     """Writes a prepared folder: rows by split, raw rows, the preprocessor, and a summary with what was counted.
 
@@ -356,7 +338,6 @@ def write_folder(
         con: connection of the relations.
         events: rows to make histories of; each split's own by default.
         details: further entries of the summary.
-        watch: function that is called with the split and the number of rows of each batch that is written.
 
     Returns:
         What was counted of each split.
@@ -367,11 +348,7 @@ def write_folder(
     fitted.save(folder / PREPROCESSOR)
     counts = {}
     for split, source in splits.items():
-
-        def see(batch: pa.RecordBatch, split: str = split) -> None:
-            watch(split, batch.num_rows)
-
-        fitted.transform(source, folder / split, events=events, con=con, watch=see)
+        fitted.transform(source, folder / split, events=events, con=con)
         counts[split] = count_split(fitted, roles, folder, split, con)
     raw = write_raw_rows(fitted, list(splits.values()), roles, con, events)
     popularity = next(iter(counts.values())).popularity
@@ -515,7 +492,7 @@ def _doubts(raw: RawSet, fitted: FittedPreprocessor) -> list[str]:
     lines = []
     low, high = _MILLISECONDS
     for name, values in raw.splits["train"].items():
-        if name in fitted.dense and name not in raw.numbers:
+        if name in fitted.dense:
             # Of none but missing values neither is true.
             if pc.all(pc.equal(values, pc.floor(values))).as_py():
                 lines.append(

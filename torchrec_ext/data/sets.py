@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,11 +22,7 @@ from torchrec_ext.data.features import (
     LABEL,
     ORDER,
     TIMES,
-    RawColumns,
-    check_described,
     read_rows,
-    same_types,
-    why_left_out,
     why_no_lists,
 )
 from torchrec_ext.data.files.arrow import is_list_type
@@ -35,7 +30,6 @@ from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.pairs import (
     numbered,
     set_of_pairs,
-    set_of_rows,
 )
 from torchrec_ext.data.prepare import SESSION, TITLE, RawSet, write_set
 from torchrec_ext.data.prepared import (
@@ -45,6 +39,7 @@ from torchrec_ext.data.prepared import (
     set_folder,
     temporary_folder,
 )
+from torchrec_ext.data.preprocess.files import scan
 from torchrec_ext.data.splits import TRAIN, VALIDATION, Split, leave_one_out
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import listed
@@ -86,11 +81,6 @@ def open_set(
     )
 
 
-def load_dataset(name: str = PLANTED, **settings: Any) -> Prepared:
-    """Loads the positives of a set by name; ``settings`` are those of :class:`DataConfig`; see :func:`load_set`."""
-    return load_set(DataConfig(name=name, **settings), "pairs")
-
-
 def raw_set(config: DataConfig, form: Form) -> RawSet:
     """Returns the rows of the set named by ``config`` as its files have them; see :func:`load_set`."""
     if config.name == PLANTED and form == "sessions":
@@ -112,27 +102,41 @@ def raw_set(config: DataConfig, form: Form) -> RawSet:
 
 
 def pairs_in(folder: Path, config: DataConfig) -> RawSet:
-    """Reads a folder of pairs: inter.parquet with times, and what users.parquet and items.parquet say of its ids.
+    """Reads a folder of pairs: inter.parquet with times, and the users' and the items' columns of its rows.
+
+    These are named like ``user_age`` and ``item_brand``; ``title`` is shown with recommendations.
 
     Raises:
         DataError: a file or a column is missing or damaged.
     """
     log = _log_of(folder)
-    rows = read_rows(log, [*KEYS.values(), ORDER], every=False)
-    sides, left_out = _sides(folder, log, rows)
-    read = {*KEYS, *KEYS.values(), *TIMES}
+    rows = read_rows(log, [*KEYS.values(), ORDER], ("user_", "item_", TITLE))
+    read = {*KEYS, *KEYS.values(), *TIMES, *rows}
     why = "of an event; what is known before it is told by a preprocessing recipe"
-    unread = dict.fromkeys(sorted({*ParquetSource(log).columns} - read), why)
-    users, items = (rows[key] for key in KEYS.values())
-    times = rows[ORDER].to_numpy(zero_copy_only=False)
+    names = [name.replace(".", "_") for name in ParquetSource(log).columns]
+    left_out = dict.fromkeys(sorted({*names} - read), why)
+    left_out |= _without_lists(rows)
+    if TITLE in rows:
+        rows[TITLE] = rows[TITLE].cast(pa.string())
+    users, items = (rows.pop(key) for key in KEYS.values())
+    times = rows.pop(ORDER).to_numpy(zero_copy_only=False)
     return set_of_pairs(
         config.name,
         users,
         items,
         leave_one_out(numbered(users), numbered(items), times, config.history_length),
-        sides,
-        left_out=unread | left_out,
+        more=rows,
+        left_out=left_out,
     )
+
+
+def _without_lists(rows: dict[str, pa.Array]) -> dict[str, str]:
+    """Takes the columns of lists out of rows; says why, by their names."""
+    left_out = {}
+    for name, values in [*rows.items()]:
+        if is_list_type(values.type):
+            left_out[name] = why_no_lists(rows.pop(name).type)
+    return left_out
 
 
 def _log_of(folder: Path) -> Path:
@@ -146,42 +150,8 @@ def _log_of(folder: Path) -> Path:
     return log
 
 
-def _sides(
-    folder: Path, path: Path, rows: RawColumns
-) -> tuple[dict[str, RawColumns], dict[str, str]]:
-    """Reads users.parquet and items.parquet for the ``rows`` of a file; returns why columns are left out, too."""
-    sides: dict[str, RawColumns] = {}
-    left_out: dict[str, str] = {}
-    for owner, key in KEYS.items():
-        side = folder / f"{owner}s.parquet"
-        if not side.exists():
-            continue
-        if key not in rows:
-            raise DataError(
-                f"{side}: describes {owner}s, and {path.name} has no column '{owner}' (it has {listed(rows)}); write "
-                "the ids there, or leave this file out"
-            )
-        read = read_rows(side, [key])
-        same_types({path: {key: rows[key]}, side: {key: read[key]}})
-        check_described(side, key, read[key])
-        columns = sides[owner] = {key: read.pop(key)}
-        if owner == "item" and TITLE in read:
-            columns[TITLE] = read.pop(TITLE).cast(pa.string())
-        for name, values in read.items():
-            if name in (LABEL, TITLE, *KEYS, *KEYS.values(), *rows):
-                raise DataError(
-                    f"{side}: column '{name}' has another meaning, or is in {path.name}, too; leave it out of one of "
-                    "the files, or rename it"
-                )
-            if reason := why_left_out(values):
-                left_out[name] = reason
-            else:
-                columns[name] = values
-    return sides, left_out
-
-
 def labels_in(folder: Path, config: DataConfig) -> RawSet:
-    """Reads train, validation and test.parquet with labels, and joins users.parquet and items.parquet.
+    """Reads train, validation and test.parquet with labels.
 
     Raises:
         DataError: a file or a column is missing or damaged, a label is neither 0 nor 1, or a column is of one type in
@@ -200,6 +170,8 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
             f"{folder}: has no rows for {', '.join(missing)}; put files as in docs/recipes.md there, or set "
             f"data.name={PLANTED}"
         )
+    # A file that lacks a column of the first, or has another type, is refused.
+    scan(list(files.values()))
     read = {file: read_rows(file, [LABEL]) for file in files.values()}
     train = read[files["train"]]
     left_out = {}
@@ -207,11 +179,8 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
         columns[LABEL] = columns[LABEL].cast(pa.float32())
         for name in columns.keys() - train.keys():
             left_out[name] = f"{file.name} has it, and train.parquet has not"
-    for name in [name for name in train if is_list_type(train[name].type)]:
-        left_out[name] = why_no_lists(train[name].type)
-        del train[name]
-    rows = same_types(read)
-    sides, left_out_of_sides = _sides(folder, files["train"], train)
+    left_out |= _without_lists(train)
+    rows = [{name: columns[name] for name in train} for columns in read.values()]
     notes = []
     for part, columns in zip(files, rows, strict=True):
         only = pc.unique(columns[LABEL])
@@ -220,16 +189,13 @@ def labels_in(folder: Path, config: DataConfig) -> RawSet:
                 f"all {len(columns[LABEL]):,} {part} rows have label {only[0].as_py():g}: nothing tells one from "
                 "another, so there is no AUC"
             )
-    sizes = [len(columns[LABEL]) for columns in rows]
     user, item = (key if key in train else None for key in KEYS.values())
-    return set_of_rows(
-        config.name,
-        {name: pa.concat_arrays([each[name] for each in rows]) for name in train},
-        np.arange(len(files), dtype=np.int8).repeat(sizes),
-        sides,
-        Roles(label=LABEL, user=user, item=item),
+    return RawSet(
+        name=config.name,
+        splits=dict(zip(files, rows, strict=True)),
+        roles=Roles(label=LABEL, user=user, item=item),
         kept=(LABEL,),
-        left_out=left_out | left_out_of_sides,
+        left_out=left_out,
         notes=notes,
     )
 
@@ -241,7 +207,7 @@ def sessions_in(folder: Path, config: DataConfig) -> RawSet:
         DataError: there is no such file, it is damaged, lacks a column, or holds a null.
     """
     log = _log_of(folder)
-    columns = read_rows(log, [*KEYS.values(), ORDER], every=False)
+    columns = read_rows(log, [*KEYS.values(), ORDER], ())
     user = numbered(columns["user_id"])
     # Equal times keep the order of the rows.
     times = columns[ORDER].to_numpy(zero_copy_only=False)
@@ -292,7 +258,6 @@ def set_of_sessions(name: str, users: pa.Array, items: pa.Array, length: int) ->
         users,
         items,
         Split(ends, parts.astype(np.int8), history),
-        {},
         history=SESSION,
     )
     return dataclasses.replace(raw, lengths={SESSION: length}, notes=())

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 from torchrec_ext.data.config import Roles
 from torchrec_ext.data.files.sources import find_files
 from torchrec_ext.data.prepare import SUMMARY, write_folder
@@ -27,7 +25,6 @@ from torchrec_ext.data.preprocess.rows import (
 )
 from torchrec_ext.data.preprocess.step import finite, quoted
 from torchrec_ext.schema import DataError
-from torchrec_ext.terminal import terminal
 from torchx_apps.config import is_group
 from torchx_apps.jobs.tracking import tracked
 from torchx_apps.recipes.preprocess import Prepare, PreprocessJob
@@ -45,7 +42,7 @@ def summarize(prepared: Prepare, con: Connection) -> None:
 
 
 class _Rule(NamedTuple):
-    """A condition of values that would train silently; with a remedy they are refused, else counted."""
+    """A condition of values that would train silently."""
 
     name: str
     condition: str
@@ -53,7 +50,7 @@ class _Rule(NamedTuple):
 
 
 def check_rows(prepared: Prepare, con: Connection) -> None:
-    """Reads the rows of each split once for values that would train silently, and counts doubtful texts.
+    """Reads the rows of each split once for values that would train silently.
 
     Raises:
         DataError: a label is not from 0 to 1, an id of the users or items is empty or holds a NUL byte, or a text of a
@@ -87,7 +84,7 @@ def check_rows(prepared: Prepare, con: Connection) -> None:
         if not found[-1]:
             raise DataError(f"split '{split}' has no rows; give it at least one")
         for rule, count, first in zip(rules, found[::2], found[1::2], strict=False):
-            if count and rule.remedy:
+            if count:
                 where, row = opened.place(first)
                 named = (
                     f"SELECT {quoted(rule.name)} FROM {numbered} WHERE {ROW} = {first}"
@@ -95,12 +92,6 @@ def check_rows(prepared: Prepare, con: Connection) -> None:
                 ((value,),) = con.sql(named).fetchall()
                 text = f"{short_text(value)[:40]}, in {count:,} rows: {rule.remedy}"
                 raise CellError(rule.name, row, text, where)
-            if count:
-                print(
-                    f"note: {split}: column '{rule.name}': {count:,} values are empty or hold a NUL byte, and are "
-                    "values like others; NULL is unknown",
-                    flush=True,
-                )
 
 
 def _rules(prepared: Prepare, rows: Opened, labels: Sequence[str]) -> list[_Rule]:
@@ -115,11 +106,10 @@ def _rules(prepared: Prepare, rows: Opened, labels: Sequence[str]) -> list[_Rule
         if kind != "string":
             continue
         column = quoted(name)
-        remedy = ""
         if name in ids:
             remedy = f"an id without a name, or with a NUL byte; write NULL if it is missing: nullif({name}, '')"
-        empty = f"{column} = '' OR contains({column}, chr(0))"
-        rules.append(_Rule(name, empty, remedy))
+            empty = f"{column} = '' OR contains({column}, chr(0))"
+            rules.append(_Rule(name, empty, remedy))
         # Parquet has no quotes.
         if rows.source is None:
             remedy = "a line break, as of a quote without its end; read a CSV by read_csv of data.preprocess, "
@@ -166,45 +156,24 @@ def run_preprocess(job: PreprocessJob) -> Path:
         _keep_sources(out, prepared)
         check_rows(prepared, con)
         summarize(prepared, con)
-        screen = terminal()
-        said: set[str] = set()
-        with tqdm(
-            unit=" rows",
-            unit_scale=True,
-            dynamic_ncols=True,
-            file=screen,
-            disable=screen is None,
-        ) as bar:
-
-            def say(what: str) -> None:
-                bar.set_description(what, refresh=False)
-                # A log file keeps every redraw of a bar, so it has lines.
-                if screen is None and what not in said:
-                    print(what, flush=True)
-                said.add(what)
-
-            def watch(split: str, rows: int) -> None:
-                say(f"transform {split}")
-                bar.update(rows)
-
-            fitted = prepared.preprocessor
-            if isinstance(fitted, Preprocessor):
-                fitted = fitted.fit(
-                    prepared.first_source,
-                    con=con,
-                    events=prepared.events,
-                    progress=lambda step: say(f"fit {step}"),
-                )
-            counts = write_folder(
-                staging,
-                fitted,
-                prepared.splits,
-                _roles(prepared),
-                con,
+        fitted = prepared.preprocessor
+        if isinstance(fitted, Preprocessor):
+            fitted = fitted.fit(
+                prepared.first_source,
+                con=con,
                 events=prepared.events,
-                details={"recipe": job.name, "config": config},
-                watch=watch,
+                progress=lambda step: print(f"fit {step}", flush=True),
             )
+        print(f"transform {', '.join(prepared.splits)}", flush=True)
+        counts = write_folder(
+            staging,
+            fitted,
+            prepared.splits,
+            _roles(prepared),
+            con,
+            events=prepared.events,
+            details={"recipe": job.name, "config": config},
+        )
         figures |= {
             "rows": {split: each.rows for split, each in counts.items()},
             "vocab": fitted.vocab,
@@ -216,12 +185,6 @@ def run_preprocess(job: PreprocessJob) -> Path:
     rows = sum(each.rows for each in counts.values())
     seconds = time.monotonic() - begun
     print(f"{rows:,} rows in {seconds:.1f} s; written to {out}", flush=True)
-    lacking = [name for name in ("train", "test") if name not in prepared.splits]
-    if lacking:
-        print(
-            f"note: recipes that train need a split named {' and '.join(lacking)}; a loop of your own does not",
-            flush=True,
-        )
     return out
 
 

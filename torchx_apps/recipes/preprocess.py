@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,8 +106,8 @@ class MovieLensConfig:
     """Settings of the recipe ``ml_100k``.
 
     Args:
-        folder: the publisher's unpacked folder, with u.data, u.user and u.item, or a folder with inter.parquet,
-            users.parquet and items.parquet; ``$TORCHREC_EXT_DATA/ml-100k`` where not given.
+        folder: the publisher's unpacked folder, with u.data, u.user and u.item; ``$TORCHREC_EXT_DATA/ml-100k`` where
+            not given.
         history_length: greatest number of earlier items in a row.
         test_share: share of the ratings, the latest ones, that is kept for testing.
         min_count: least count of an item or user in training; rarer ones are unknown.
@@ -174,8 +173,8 @@ def build_ml_100k(config: MovieLensConfig, con: Connection) -> Prepare:
         HashBucket(column="zip_code", buckets=100),
         Lists(column="genres", separator=" "),
         Categorify(column="genres"),
-        FillMissing(column="age", statistic="median"),
         Normalize(column="age"),
+        FillMissing(column="age", value=0),
         TimeFeatures(column="timestamp", zone=config.zone),
     ]
     return Prepare(
@@ -201,23 +200,16 @@ _GENRES = (
 
 
 def _movielens(folder: Path, con: Connection) -> tuple[str, str, str]:
-    """Returns ratings, users and items in SQL: the publisher's unpacked files, or the same as parquet.
+    """Returns ratings, users and items in SQL, of the publisher's unpacked files.
 
     Raises:
-        DataError: the folder has neither.
+        DataError: a file is missing, or has another form.
     """
     from torchrec_ext.data.preprocess import read_csv
-    from torchrec_ext.data.preprocess.rows import view_of
 
-    if (folder / "inter.parquet").exists():
-        ratings, users, items = (
-            view_of(folder / f"{name}.parquet", con)
-            for name in ("inter", "users", "items")
-        )
-        return ratings, users, items
     if not (folder / "u.data").exists():
         raise DataError(
-            f"{folder}: has neither u.data nor inter.parquet; unpack MovieLens 100K of grouplens.org, and name the "
+            f"{folder}: has no u.data; unpack MovieLens 100K of grouplens.org, and name the "
             "folder: --config.folder ml-100k"
         )
 
@@ -285,7 +277,7 @@ class TaobaoConfig:
     Args:
         path: the log: a csv file with or without a header, a parquet file, or a folder of parquet files, with the
             columns user_id, item_id, category_id, behavior_type (pv, buy, cart or fav) and timestamp, a time or
-            seconds since 1970. The ids of a csv file are whole numbers or texts, as in its first row.
+            seconds since 1970. The ids of a csv file are whole numbers.
         history_length: S, greatest number of clicks before a row.
         negatives: rows with label 0 drawn for each click: the same user at the same time with the item of a click drawn
             from the training rows, so that items are drawn by their popularity; a draw that is the clicked item is left
@@ -480,16 +472,9 @@ def _taobao_csv(path: Path, con: Connection) -> str:
         raise DataError(
             f"{path}: there is no such file; give the log: --config.path FILE"
         )
+    types = dict.fromkeys(_TAOBAO, "BIGINT") | {"behavior_type": "VARCHAR"}
     with path.open(errors="replace") as file:
-        lines = csv.reader(file)
-        header = next(lines, [])
-        has_header = "user_id" in header
-        first = next(lines, []) if has_header else header
-    values = dict(zip(header if has_header else _TAOBAO, first, strict=False))
-    types = dict.fromkeys(_TAOBAO, "BIGINT")
-    for name in _TAOBAO:
-        if not re.fullmatch(r"-?\d+", values.get(name, "0")):
-            types[name] = "VARCHAR"
+        has_header = "user_id" in file.readline()
     return read_csv(con, path, types, names=None if has_header else _TAOBAO)
 
 

@@ -89,12 +89,7 @@ def test_a_missing_column_with_the_nearest_name(tmp_path: Path) -> None:
         (
             [1_700_000_000_000, None],
             TimeFeatures(column="x"),
-            r"times such as 1700000000000, ms since 1970, .* in s; give unit='ms'",
-        ),
-        (
-            [1_700_000_000, 1_700_000_001],
-            TimeFeatures(column="x", unit="us"),
-            r"1700000000, s since 1970, .* reads them in us; give unit='s'",
+            r"times such as 1700000000000, ms since 1970; convert .*: x // 1_000",
         ),
         (
             ["a"],
@@ -158,14 +153,6 @@ def test_a_name_is_no_pattern(tmp_path: Path) -> None:
     assert fitted.transform(meant, tmp_path / "out") == 2
 
 
-def test_unknown_ids_are_told(
-    tmp_path: Path, fitted: FittedPreprocessor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    later = table(tmp_path / "b.parquet", city=["a", "?", None, "b"], label=[0.0] * 4)
-    fitted.transform(later, tmp_path / "day7")
-    assert capsys.readouterr().out == "day7: 4 rows; unknown ids: city 50.00%\n"
-
-
 def test_a_relation_of_another_connection(good: Path) -> None:
     with connected(threads=1) as mine:
         held = mine.sql(f"SELECT * FROM '{good}'")
@@ -177,10 +164,6 @@ def test_a_relation_of_another_connection(good: Path) -> None:
 FILE_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "text": ({"x": ["1"]}, r"b\.parquet: column 'x' is string, in .*a\.parquet it is "),
     "name": ({"xs": [1.0]}, r"b\.parquet: column 'x' is missing, .* did you mean 'xs'"),
-    "large": (
-        {"x": [4e274]},
-        r"b\.parquet: row group 0, column 'x', row 0: .* 4e\+274 makes a sum .*; mend the file",
-    ),
 }
 
 
@@ -208,62 +191,6 @@ def test_a_relation_is_refused_by_its_files(
         (tmp_path / "a.parquet").write_bytes(bad.read_bytes())
         with pytest.raises(DataError, match=r"\.parquet: .* was cut short"), telling():
             fit()
-
-
-NARROWER = {
-    "float32": pa.array([0.5, 2.0], pa.float32()),
-    "int": pa.array([1, 2], pa.int8()),
-    "null": pa.array([None, None], pa.null()),
-}
-
-
-@pytest.mark.parametrize("kind", NARROWER)
-def test_narrower_types_are_read_as_the_wider_one(tmp_path: Path, kind: str) -> None:
-    first = table(tmp_path / "a.parquet", x=[0.5, None, 3.0])
-    later = table(tmp_path / "b.parquet", x=NARROWER[kind])
-    steps = Preprocessor([FillMissing(column="x", value=0)])
-    fitted = steps.fit([first, later])
-    assert fitted.transform([first, later], tmp_path / "both") == 5
-    if kind != "null":
-        fitted.transform(later, tmp_path / "later")
-        made = read_parquet(tmp_path / "later/part-00000.parquet")
-        assert made["x"].values.tolist() == NARROWER[kind].to_pylist()
-    refuses("b.parquet", [later, first], steps)
-
-
-CSV_FAULTS = {
-    "encoding": (
-        b'a;b\n"x";1\n' + b'"y";1\n' * 30_000 + b'"\xff";1\n',
-        "no UTF-8; .*'latin-1'",
-    ),
-    "quoting": (b"a;b\n" + b'"y";1\n' * 30_000 + b'"y"z";1\n' + b'"y;1\n', "quote"),
-    "type": (
-        b"a;b\n" + b"y;1\n" * 30_000 + b"y;x\n",
-        "column 'b': 'x' is no BIGINT;.*types=",
-    ),
-    "columns": (b"a;b\n" + b"y;1\n" * 30_000 + b"y\n", "Columns: 2 Found: 1"),
-}
-
-
-@pytest.mark.parametrize("fault", CSV_FAULTS)
-def test_a_fault_of_a_csv_file_is_told_by_its_line(fault: str, tmp_path: Path) -> None:
-    text, words = CSV_FAULTS[fault]
-    file = tmp_path / "log.csv"
-    file.write_bytes(text)
-    steps = [Categorify(column="a"), HashBucket(column="b", buckets=9)]
-
-    def preprocess(con: Any) -> None:
-        with telling():
-            rows = con.sql(f"SELECT * FROM read_csv('{file}', delim=';')")
-            fitted = Preprocessor(steps).fit(rows, con=con)
-            fitted.transform(rows, tmp_path / "out", con=con)
-
-    with (
-        connected(threads=1) as con,
-        pytest.raises(DataError, match=rf"log\.csv: line 3000\d: .*{words}") as caught,
-    ):
-        preprocess(con)
-    assert len(str(caught.value)) < 200 + len(str(tmp_path))
 
 
 def test_events_may_have_fewer_columns_but_not_other_types(tmp_path: Path) -> None:
@@ -399,7 +326,7 @@ def test_a_missing_value_is_named_by_its_row(tmp_path: Path) -> None:
     [
         (
             OSError(errno.ENOSPC, "No space left on device"),
-            r"out: the disk is full \([\d,]+ MiB are free in .*\); free space, or choose",
+            r"out: the disk is full; free space there",
         ),
         (
             RuntimeError("Could not write: disk quota exceeded"),
@@ -435,12 +362,10 @@ def test_a_full_disk_leaves_the_old_output_and_nothing_else(
 def test_the_result_has_row_groups_of_one_size_and_checksums(tmp_path: Path) -> None:
     size = 2 * ROW_GROUP + 5
     path = table(tmp_path / "a.parquet", x=list(range(size)), label=[0.0] * size)
-    seen: list[pa.RecordBatch] = []
     fitted = Preprocessor([HashBucket(column="x", buckets=1000)], keep=("label",)).fit(
         path
     )
-    assert fitted.transform(path, tmp_path / "out", watch=seen.append) == size
-    assert sum(map(len, seen)) == size
+    assert fitted.transform(path, tmp_path / "out") == size
     part = tmp_path / "out/part-00000.parquet"
     metadata = pq.ParquetFile(part).metadata
     assert [metadata.row_group(k).num_rows for k in range(3)] == [

@@ -21,14 +21,6 @@ def write(out: Path, text: str, *, overwrite: bool = False) -> None:
         (staging / "part-0").write_text(text)
 
 
-def test_it_appears_when_the_block_ends_well_and_not_before(tmp_path: Path) -> None:
-    with whole_folder(tmp_path / "out", overwrite=False, mark="part-*") as staging:
-        (staging / "part-0").write_text("a")
-        assert not (tmp_path / "out").exists()
-        assert staging.name.startswith("."), "no loader takes it for data"
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "part-0"]
-
-
 def test_an_error_leaves_the_earlier_result(tmp_path: Path) -> None:
     write(tmp_path / "out", "old")
 
@@ -91,19 +83,6 @@ def test_without_locks_what_is_there_is_left_alone(
     with pytest.raises(DataError, match=r"if none does, remove .*/\.out\.partial\)"):
         write(tmp_path / "out", "b", overwrite=True)
     assert (tmp_path / ".out.partial" / "part-0").exists()
-
-
-def test_a_result_that_a_killed_process_had_moved_aside_is_put_back(
-    tmp_path: Path,
-) -> None:
-    write(tmp_path / "out", "old")
-    # and killed before the new one took the name
-    (tmp_path / "out").rename(tmp_path / ".out.old")
-    (tmp_path / ".out.partial" / "train").mkdir(parents=True)
-    with pytest.raises(DataError, match=r"out: there is something already"):
-        write(tmp_path / "out", "new")
-    assert (tmp_path / "out" / "part-0").read_text() == "old"
-    assert os.listdir(tmp_path) == ["out"]
 
 
 def test_what_is_never_replaced(tmp_path: Path) -> None:

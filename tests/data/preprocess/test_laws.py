@@ -120,15 +120,12 @@ def test_histories_against_brute_force(con: Any, tmp_path: Path) -> None:
         "user": user.tolist(),
         "item": [str(i) for i in item],
         "ts": time.tolist(),
-        "label": rng.integers(0, 2, size).tolist(),
         "age": [[None, 3, 5][number] for number in rng.integers(0, 3, size)],
         "city": [[None, "x", "y"][number] for number in rng.integers(0, 3, size)],
     }
     also = ("age", "city")
     steps: list[Step] = [
-        History(
-            user="user", item="item", time="ts", length=4, where="label", also=also
-        ),
+        History(user="user", item="item", time="ts", length=4, also=also),
         Categorify(column="item", also=("history",)),
         *(Categorify(column=name, also=(f"history_{name}",)) for name in also),
     ]
@@ -141,7 +138,7 @@ def test_histories_against_brute_force(con: Any, tmp_path: Path) -> None:
         values = vocabulary.values.to_pylist()
         ids.append({None: 0} | {value: place for place, value in enumerate(values, 1)})
     # A null comes last among the events of one time and item.
-    names = ("ts", "item", *also, "user", "label")
+    names = ("ts", "item", *also, "user")
     events = list(zip(*(rows[name] for name in names), strict=True))
     events.sort(
         key=lambda e: (e[0], e[1], e[2] is None, e[2] or 0, e[3] is None, e[3] or "")
@@ -150,7 +147,7 @@ def test_histories_against_brute_force(con: Any, tmp_path: Path) -> None:
         before = [
             event[1:4]
             for event in events
-            if event[4] == user[row] and event[0] < time[row] and event[5]
+            if event[4] == user[row] and event[0] < time[row]
         ][-4:]
         for place, name in enumerate(("history", "history_age", "history_city")):
             expected = [ids[place][event[place]] for event in before]

@@ -128,7 +128,8 @@ def test_requests_that_are_refused(rows: dict[str, Any], message: str) -> None:
             "2024-02-30",
             r"value '2024-02-30' is not timestamp\[us\] \(must be a date in ISO 8601, such",
         ),
-        ("timestamp[us]", 1.5, r"value 1\.5 is not timestamp\[us\] \(it is double\)"),
+        # Of which unit nobody knows.
+        ("timestamp[us]", 7, r"value 7 is not timestamp\[us\] \(it is int64\)"),
     ],
 )
 def test_a_value_of_another_type(kind: str, value: Any, message: str) -> None:
@@ -146,7 +147,7 @@ VALUES: dict[str, list[Any]] = {
         *("2024-02-29", "1969-12-31 23:59:58", "1969-12-31 23:59:58.5", "2024-02-30"),
         *("2024-01-01 24:00", "\u0662024-01-01", "x", ""),
     ],
-    "timestamp[ms]": [1_700_000_000_000, -1],
+    "timestamp[ms]": ["2023-11-14T22:13:20.001", 1_700_000_000_000],
     "timestamp[us]": [
         datetime.datetime(2024, 2, 29, 1, 2, 3, 4567),
         datetime.datetime(2024, 2, 29, 23, tzinfo=BERLIN),
@@ -257,21 +258,13 @@ def test_a_history_needs_a_time_for_each_item() -> None:
             r"boundaries=\(2, 1\): must rise",
         ),
         (
-            lambda: FillMissing(column="x"),
-            "give either value, .* or statistic: mean, median",
-        ),
-        (
             lambda: FillMissing(column="x", value=float("nan")),
             "value=nan: must be finite",
         ),
-        (
-            lambda: FillMissing(column="x", statistic="mode"),
-            "statistic='mode': must be one of mean, median",
-        ),  # type: ignore[arg-type]
         (lambda: LogClip(column="x", low=2, high=1), "low=2, high=1"),
         (
             lambda: TimeFeatures(column="x", zone="Europe/Berlim"),
-            "there is no such time zone; did you mean 'Europe/Berlin'",
+            "there is no such time zone; write a name",
         ),
         (
             lambda: TimeFeatures(column="x", features=("minute",)),
@@ -332,21 +325,6 @@ def test_a_history_needs_a_time_for_each_item() -> None:
 def test_steps_that_make_no_sense(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
-
-
-@pytest.mark.parametrize(
-    "times",
-    [[1_709_942_400], [None, 1_709_942_400_000], [1_709_942_400] * 100],
-)
-def test_a_time_of_another_unit_is_refused_by_its_row(times: list[Any]) -> None:
-    unit = "timestamp[us]"
-    with pytest.raises(DataError, match=r"column 't', row [01]: 17099424.* in 1970"):
-        read_cells("t", times, unit)
-    with pytest.raises(DataError, match=r"column 't', row 1: .* send us since 1970"):
-        read_cells("t", [[], times], f"list<{unit}>")
-    right = [0, 1_709_942_400_000_000]
-    assert read_cells("t", right, unit).values.tolist() == right
-    assert read_cells("t", [1_709_942_400], "timestamp[s]").rows == 1
 
 
 def test_an_empty_vocabulary_is_loaded(tmp_path: Path) -> None:

@@ -61,7 +61,10 @@ def test_spark_writes_what_this_process_writes(session: Any, tmp_path: Path) -> 
     ]
     fitted = Preprocessor(steps, keep=["label"]).fit(log)
     fitted.transform(log, tmp_path / "here")
-    made = session.read.parquet(str(log)).mapInArrow(fitted.batches, fitted.ddl)
+    from pyspark.sql.pandas.types import from_arrow_schema
+
+    schema = from_arrow_schema(fitted.schema)
+    made = session.read.parquet(str(log)).mapInArrow(fitted.batches, schema)
     made.write.parquet(str(tmp_path / "there"))
     here, there = (
         sorted(map(repr, pq.read_table(tmp_path / name).to_pylist()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from functools import lru_cache
 from types import NoneType
@@ -102,22 +102,6 @@ def is_list_column(raw: str) -> bool:
 def element(raw: str) -> str:
     """Returns the raw type of one value of a list column, or the type of a scalar column itself."""
     return raw[len("list<") : -1] if is_list_column(raw) else raw
-
-
-def widens(kind: str, wider: str) -> bool:
-    """Says whether a column of a raw type can be read as another one, value for value.
-
-    An integer that float64 cannot hold is refused where it is read.
-
-    Example:
-        >>> widens("float32", "float64"), widens("list<int64>", "list<float64>"), widens("float64", "float32")
-        (True, True, False)
-    """
-    if kind == wider:
-        return True
-    is_same_shape = is_list_column(kind) == is_list_column(wider)
-    narrower = element(kind) in ("float32", "int64")
-    return is_same_shape and narrower and element(wider) == "float64"
 
 
 def id_type(dtype: pa.DataType) -> pa.DataType:
@@ -297,8 +281,7 @@ class CellError(DataError):
 
 _REFUSALS = (pa.ArrowException, TypeError, ValueError, OverflowError)
 _NUMBER_WORDS = {"int64", "float64", "float32"}
-# What may be sent for a column; for a time its own kinds, or an integer in the column's
-# unit.
+# What may be sent for a column; for a time its own kinds.
 _TAKES = {
     "bool": {"bool"},
     "int64": _NUMBER_WORDS,  # 3.0, not 3.5
@@ -306,7 +289,7 @@ _TAKES = {
     "float64": _NUMBER_WORDS,
     "string": {"string"},
 }
-_TIME_TAKES = {"int64", *map(str, map(raw_type, TIMES))}
+_TIME_TAKES = set(map(str, map(raw_type, TIMES)))
 
 
 def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
@@ -321,51 +304,19 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
         DataError: a value has another type; the message names its row.
     """
     if isinstance(data, list) and (cells := _plain_cells(data, raw)):
-        if cells.unit and _has_numbers(data):
-            _check_unit(name, cells)
         return cells
-    if isinstance(data, str | bytes | Mapping) or not hasattr(data, "__iter__"):
+    if isinstance(data, str | bytes | Mapping) or not hasattr(data, "__getitem__"):
         raise DataError(
             f"column '{name}': {short_text(data)} is one value; give a list with one entry per row"
         )
-    # A set or a generator has no rows to name in a message.
-    if not hasattr(data, "__getitem__"):
-        data = list(data)
     try:
         array = data if isinstance(data, pa.Array) else pa.array(data)
-        cells = _arrow_cells(array, raw)
+        return _arrow_cells(array, raw)
     except _REFUSALS:
         raise _type_error(name, data, raw) from None
-    if cells.unit and not isinstance(data, pa.Array) and _has_numbers(data):
-        _check_unit(name, cells)
-    return cells
 
 
-def _has_numbers(data: Iterable[Any]) -> bool:
-    """Says whether a request has integers for times, or lists of them."""
-    first = next((value for value in data if value), None)
-    return _has_numbers(first) if isinstance(first, list) else isinstance(first, int)
-
-
-def _check_unit(name: str, cells: Cells) -> None:
-    """Refuses integers of another unit than the column's, by which all times would be in 1970."""
-    values = cells.values[cells.is_valid]
-    second = PER_SECOND[str(cells.unit)]
-    # In the first hundred days of 1970, and seconds or milliseconds of some other year.
-    is_early = (values >= _FIRST_SECOND) & (values < 8_640_000 * second)
-    if second > 1 and is_early.any():
-        value = int(values[is_early.argmax()])
-        row = int((cells.values == value).argmax())
-        row = row if cells.offsets is None else cells.column().row_of(row)
-        rule = f"{value} is a time in 1970; send {cells.unit} since 1970, or text such as 2024-02-29T18:30:00"
-        raise CellError(name, row, rule)
-
-
-# The year 2001 in seconds, and 12 days of 1970 in milliseconds.
-_FIRST_SECOND = 1_000_000_000
-
-
-# Python's type of a raw type's values; an integer is a time in the column's unit.
+# Python's type of a raw type's values.
 _PLAIN = {"bool": bool, "int64": int, "float32": float, "float64": float, "string": str}
 # Up to these, each integer is a float.
 _WHOLE = {"float32": 2**24, "float64": 2**53}
@@ -389,14 +340,14 @@ def _plain_cells(data: list[Any], raw: str) -> Cells | None:
         cells = _plain_cells(list(itertools.chain.from_iterable(lists)), element(raw))
         return cells and cells._replace(offsets=offsets_of(list(map(len, lists))))
     unit = raw[len("timestamp[") : -1]
-    if kinds in ({str}, {datetime}):
-        try:
-            data = [value if value is None else _ticks(value, unit) for value in data]
-        # A zone may say that it has no offset.
-        except (TypeError, ValueError):
-            return None
-        kinds = {int}
-    cells = _plain_values(data, "int64", kinds, valid)
+    if len(kinds) > 1 or not kinds <= {str, datetime}:
+        return None
+    try:
+        ticks = [value if value is None else _ticks(value, unit) for value in data]
+    # A zone may say that it has no offset.
+    except (TypeError, ValueError):
+        return None
+    cells = _plain_values(ticks, "int64", {int}, valid)
     return cells and cells._replace(unit=unit)
 
 

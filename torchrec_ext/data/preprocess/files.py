@@ -9,17 +9,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchrec_ext.data.files.sources import ParquetSource, PathLike
-from torchrec_ext.data.preprocess.columns import (
-    element,
-    missing_column,
-    raw_type,
-    widens,
-)
+from torchrec_ext.data.preprocess.columns import missing_column, raw_type
 from torchrec_ext.data.preprocess.folders import disk_errors
 from torchrec_ext.schema import DataError
 
@@ -44,28 +38,14 @@ def scan(
             if only is not None and name not in only:
                 continue
             other = source.type_of(name, number)
-            if not _reads_as(other, dtype):
+            kind = raw_type(other)
+            # DuckDB reads all files by the first one's types.
+            if other != dtype and (kind is None or kind != raw_type(dtype)):
                 raise DataError(
                     f"{file.name}: column '{name}' is {other}, in {source.files[0].name} it is {dtype}; give files "
                     "with the same types"
                 )
     return source, schema | dict.fromkeys(source.files[0].partitions, pa.string())
-
-
-def _reads_as(dtype: pa.DataType, first: pa.DataType) -> bool:
-    """Says whether a file's column can be read by the first file's type, as DuckDB reads all files."""
-    # Of a column without a value pandas knows no type.
-    if dtype == first or pa.types.is_null(dtype):
-        return True
-    kind = raw_type(dtype)
-    wider = raw_type(first)
-    if kind is None or wider is None:
-        return False
-    if kind == wider and element(kind) == "int64":
-        narrow, wide = (getattr(each, "value_type", each) for each in (dtype, first))
-        return np.can_cast(narrow.to_pandas_dtype(), wide.to_pandas_dtype())
-    are_times = kind.startswith("timestamp[") and wider.startswith("timestamp[")
-    return are_times or widens(kind, wider)
 
 
 def raw_types(

@@ -68,20 +68,12 @@ from torchrec_ext.data.preprocess.rows import (
     connected,
     open_rows,
     telling,
-    view_of,
 )
 from torchrec_ext.data.preprocess.step import Step, StepState, quoted
 from torchrec_ext.data.preprocess.times import TimeFeatures, per_second
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import listed
 from torchrec_ext.sealed import existing_folder, json_digest, measure_file
-
-_SPARK = {
-    "int64": "bigint",
-    "float32": "float",
-    "float64": "double",
-    "string": "string",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,17 +235,6 @@ class FittedPreprocessor:
             columns[name] = INT64 if is_whole else dtype
         return pa.schema(columns.items())
 
-    @property
-    def ddl(self) -> str:
-        """The result's columns as Spark writes a schema."""
-        fields = []
-        for field in self.schema:
-            dtype = _SPARK[str(raw_type(value_type(field.type)))]
-            if pa.types.is_list(field.type):
-                dtype = f"array<{dtype}>"
-            fields.append(f"`{field.name}` {dtype}")
-        return ", ".join(fields)
-
     def transform(
         self,
         source: Source,
@@ -262,7 +243,6 @@ class FittedPreprocessor:
         events: Source | None = None,
         con: Connection = None,
         overwrite: bool = False,
-        watch: Callable[[pa.RecordBatch], None] | None = None,
     ) -> int:
         """Writes the rows of a source as parquet, ``out/part-*.parquet``, for the loader.
 
@@ -274,8 +254,6 @@ class FittedPreprocessor:
             events: rows to make histories of; ``source`` by default.
             con: connection of DuckDB; a new one by default.
             overwrite: replace what is in ``out``.
-            watch: function that is called with each batch of the result; without it a line at the end has the rows and
-                the unknown ids.
 
         Returns:
             The number of rows.
@@ -304,8 +282,6 @@ class FittedPreprocessor:
                 nonlocal rows
                 for batch in _ahead(self.batch, batches(opened, sql)):
                     rows += batch.num_rows
-                    if watch:
-                        watch(batch)
                     yield batch
 
             with past.blaming(), data.blaming(), telling():
@@ -316,15 +292,10 @@ class FittedPreprocessor:
                     raise CellError(error.column, row, error.rule, where) from None
             if not rows:
                 raise DataError(f"{data.where}: no rows; give a split at least one")
-            if not watch:
-                shares = unknown_shares(self, view_of(staging, opened), opened)
-                line = unknown_line(out.name, rows, shares)
-        if not watch:
-            print(line, flush=True)
         return rows
 
     def batches(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Transforms batches of rows as requests have them: ``spark_df.mapInArrow(fitted.batches, fitted.ddl)``.
+        """Transforms batches of rows as requests have them, into those of ``schema``, as Spark's ``mapInArrow`` asks.
 
         Raises:
             DataError: see :meth:`online`; also if a column of ``keep`` is missing.

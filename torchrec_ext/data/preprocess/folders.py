@@ -6,7 +6,6 @@ import errno
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -117,8 +116,8 @@ def disk_errors(out: Path, *, writing: bool = True) -> Iterator[None]:
         )
         if full or any(word in str(error).lower() for word in _FULL):
             raise DataError(
-                f"{folder}: the disk is full ({_free(out)}); free space, or choose another disk (TMPDIR for the "
-                f"second); nothing partial was left ({error})"
+                f"{folder}: the disk is full; free space there, or in TMPDIR, where DuckDB puts what exceeds memory; "
+                f"nothing partial was left ({error})"
             ) from error
         if writing and isinstance(error, OSError):
             raise DataError(
@@ -126,11 +125,3 @@ def disk_errors(out: Path, *, writing: bool = True) -> Iterator[None]:
                 "left"
             ) from error
         raise
-
-
-def _free(out: Path) -> str:
-    """Tells the free space at ``out`` and at DuckDB's folder for spilled data."""
-    disk = next(path for path in [out, *out.absolute().parents] if path.exists())
-    spill = Path(tempfile.gettempdir())
-    mib = [f"{shutil.disk_usage(path).free / 2**20:,.0f} MiB" for path in (disk, spill)]
-    return f"{mib[0]} are free in {visible_name(disk)}, {mib[1]} in {spill}, where DuckDB puts what memory cannot hold"

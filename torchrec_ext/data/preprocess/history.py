@@ -14,7 +14,6 @@ from torchrec_ext.data.columns import Int64, offsets_of
 from torchrec_ext.data.preprocess.columns import (
     IDS,
     INT64,
-    NUMBERS,
     TIMES,
     CellError,
     Cells,
@@ -24,7 +23,7 @@ from torchrec_ext.data.preprocess.columns import (
     need,
     text_array,
 )
-from torchrec_ext.data.preprocess.step import Step, StepState, finite, quoted
+from torchrec_ext.data.preprocess.step import Step, StepState, quoted
 from torchrec_ext.data.preprocess.times import per_second
 from torchrec_ext.schema.validation import check_least
 
@@ -45,8 +44,8 @@ class History(Step):
     it.
 
     A request brings the user's events along: a list of items ``<output>_items``, one of times
-    ``<output>_times`` and one ``<output>_<column>`` for each column of ``also`` per row (only those that ``where`` lets
-    pass), in any order; the row's own ``time`` decides which of them count.
+    ``<output>_times`` and one ``<output>_<column>`` for each column of ``also`` per row, in any order; the row's own
+    ``time`` decides which of them count.
 
     Args:
         user: name of the column of user ids.
@@ -54,7 +53,6 @@ class History(Step):
         time: name of the column of timestamps or integers.
         length: greatest number of items.
         output: name of the result.
-        where: name of a number column; only events in which it is 1 or more are kept, such as clicks.
         also: further columns of ids of an event, such as the item's category; each becomes a list
             ``<output>_<column>`` beside the items.
         gaps: rising starts of buckets, in seconds or in the unit of a ``time`` of integers, for a list
@@ -67,7 +65,6 @@ class History(Step):
     time: str
     length: int
     output: str = "history"
-    where: str | None = None
     also: tuple[str, ...] = ()
     gaps: tuple[int, ...] = ()
 
@@ -103,8 +100,7 @@ class History(Step):
     @property
     def reads(self) -> tuple[str, ...]:
         """Names of the columns of an event."""
-        where = (self.where,) if self.where else ()
-        return (self.user, self.item, self.time, *where, *self.also)
+        return (self.user, self.item, self.time, *self.also)
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -123,8 +119,6 @@ class History(Step):
         items = need(types, self, self.item, IDS, "give the column of item ids")
         remedy = "convert it to a timestamp, or to seconds since 1970"
         need(types, self, self.time, TIMES | {INT64}, remedy)
-        if self.where:
-            need(types, self, self.where, NUMBERS, "give a column of numbers")
         also = [
             need(types, self, name, IDS, "give a column of ids") for name in self.also
         ]
@@ -211,9 +205,6 @@ class History(Step):
         user, item, time = map(quoted, (self.user, self.item, self.time))
         also = [quoted(name) for name in self.also]
         known = [f"{name} IS NOT NULL" for name in (user, item, time)]
-        if self.where:
-            where = f"CAST({quoted(self.where)} AS DOUBLE)"
-            known.append(f"{finite(where)} AND {where} >= 1")
         lists = ", ".join(
             f"list({column}) OVER last AS {quoted(name)}"
             for name, column in zip(self.sent, (item, time, *also), strict=True)

@@ -1,18 +1,15 @@
 """Bucketize, LogClip, Normalize: steps on one number column; null, NaN and the infinities count as missing.
 
 FillMissing: a value for null; for floats also for NaN and the infinities.
-
-mean_and_std(), quantiles_of(): statistics of number columns, the same on every machine.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +33,7 @@ from torchrec_ext.data.preprocess.step import (
     quoted,
 )
 from torchrec_ext.schema import DataError
-from torchrec_ext.schema.validation import check_choice, check_least
+from torchrec_ext.schema.validation import check_least
 
 _DIGITS = 10
 
@@ -56,79 +53,6 @@ def _finite(column: str) -> str:
     x = f"CAST({quoted(column)} AS DOUBLE)"
     # -0.0 and 0.0 are one value; adding 0.0 leaves the second.
     return f"(SELECT {x} + 0.0 AS x FROM fit_rows WHERE {finite(x)})"
-
-
-def mean_and_std(
-    step: Any, column: str, where: str, query: Query
-) -> tuple[float, float]:
-    """Computes the mean and the population standard deviation, in 64 bits.
-
-    Raises:
-        DataError: no value is a number.
-        SumError: the sum overflows.
-    """
-    numbers = _finite(column)
-    sql = f"SELECT count(*) AS n, avg(x) AS mean, stddev_pop(x) AS std FROM {numbers}"
-    try:
-        (row,) = query(sql).to_pylist()
-    except Exception as error:
-        if "out of range" not in str(error).lower():
-            raise
-        row = {"n": 1, "mean": None, "std": None}
-    _check_not_empty(step, row["n"], where)
-    mean = row["mean"]
-    std = row["std"]
-    if mean is None or std is None or not math.isfinite(mean) or not math.isfinite(std):
-        largest = query(f"SELECT x FROM {numbers} ORDER BY abs(x) DESC LIMIT 1")
-        raise SumError(step, column, largest["x"][0].as_py())
-    return rounded(mean), rounded(std)
-
-
-class SumError(DataError):
-    """The sum of a column's values, or of their squares, is beyond float64.
-
-    Args:
-        step: step that is fitted.
-        column: its column.
-        value: the column's largest value.
-    """
-
-    def __init__(self, step: Any, column: str, value: float) -> None:
-        self.column = column
-        self.value = value
-        remedy = "mend the file, or clip it first with LogClip"
-        self.rule = f"{step}: {value:.6g} makes a sum beyond float64; {remedy}"
-        super().__init__(f"column '{column}': {self.rule}")
-
-
-def quantiles_of(
-    step: Any,
-    column: str,
-    shares: Sequence[float | Fraction],
-    where: str,
-    query: Query,
-) -> list[float]:
-    """Returns, for each share, the smallest value with at least this share of the rows at or below it.
-
-    Shares are exact fractions: 7 / 100 of 100 rows is, in floats, a little more than 7.
-
-    Raises:
-        DataError: no value is a number.
-    """
-    numbers = _finite(column)
-    size = query(f"SELECT count(*) AS n FROM {numbers}")["n"][0].as_py()
-    _check_not_empty(step, size, where)
-    needs = [max(1, math.ceil(share * size)) for share in shares]
-    places = ", ".join(f"({need})" for need in sorted(set(needs)))
-    # Each place is reached by one value, the first with so many rows up to it. Counts
-    # are exact, quantile functions may interpolate.
-    rows = query(
-        f"WITH counts AS (SELECT x, count(*) AS n FROM {numbers} GROUP BY x), "
-        "sums AS (SELECT x, n, sum(n) OVER (ORDER BY x) AS upto FROM counts) "
-        f"SELECT place, x FROM sums JOIN (VALUES {places}) places(place) ON upto >= place AND upto - n < place"
-    ).to_pylist()
-    values_at = {row["place"]: float(row["x"]) for row in rows}
-    return [values_at[need] for need in needs]
 
 
 def _check_not_empty(step: Any, size: int, where: str) -> None:
@@ -186,10 +110,20 @@ class Bucketize(_NumberStep):
         """Fits the boundaries."""
         if self.quantiles is None:
             return {"boundaries": [float(edge) for edge in self.boundaries or ()]}
-        shares = [
-            Fraction(bucket, self.quantiles) for bucket in range(1, self.quantiles)
+        numbers = _finite(self.column)
+        size = query(f"SELECT count(*) AS n FROM {numbers}")["n"][0].as_py()
+        _check_not_empty(self, size, where)
+        # The smallest value with at least this share of the rows at or below it: counts
+        # are exact, and take less memory than DuckDB's quantiles.
+        places = [
+            f"({-(-size * bucket // self.quantiles)})"
+            for bucket in range(1, self.quantiles)
         ]
-        boundaries = quantiles_of(self, self.column, shares, where, query)
+        boundaries = query(
+            f"WITH counts AS (SELECT x, count(*) AS n FROM {numbers} GROUP BY x), "
+            "sums AS (SELECT x, n, sum(n) OVER (ORDER BY x) AS upto FROM counts) "
+            f"SELECT x FROM sums JOIN (VALUES {', '.join(places)}) p(place) ON upto >= place AND upto - n < place"
+        )["x"].to_pylist()
         return {"boundaries": sorted(set(boundaries))}
 
     def apply(self, columns: Columns, state: StepState) -> Columns:
@@ -260,7 +194,22 @@ class Normalize(_NumberStep):
 
     def fit(self, query: Query, types: Types, where: str) -> StepState:
         """Fits mean and standard deviation."""
-        mean, std = mean_and_std(self, self.column, where, query)
+        numbers = _finite(self.column)
+        sql = (
+            f"SELECT count(*) AS n, avg(x) AS mean, stddev_pop(x) AS std FROM {numbers}"
+        )
+        try:
+            (row,) = query(sql).to_pylist()
+        except Exception as error:
+            if "out of range" not in str(error).lower():
+                raise
+            row = {"n": 1, "mean": math.inf, "std": math.inf}
+        _check_not_empty(self, row["n"], where)
+        mean, std = rounded(row["mean"]), rounded(row["std"])
+        if not math.isfinite(mean + std):
+            raise DataError(
+                f"{where}: {self}: the values make a sum beyond float64; mend the file, or clip it first with LogClip"
+            )
         # It is 0 for a column with one value.
         return {"mean": mean, "std": std or 1.0}
 
@@ -270,38 +219,22 @@ class Normalize(_NumberStep):
         return {self.writes[0]: Cells(x)}
 
 
-Statistic = Literal["mean", "median"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class FillMissing(ColumnStep):
-    """Replaces missing values.
+    """Replaces missing values. Of normalized numbers 0 is the mean.
 
     Args:
         column: name of a column of integers, floats or strings.
-        value: value to put in, of the column's type; give this or ``statistic``.
-        statistic: statistic of the training rows to put in, ``mean`` or ``median`` (the lower one); the result is a
-            float.
+        value: value to put in, of the column's type.
         output: name of the result; ``column`` by default.
     """
 
     column: str
-    value: int | float | str | None = None
-    statistic: Statistic | None = None
+    value: int | float | str
     output: str | None = None
+    takes = NUMBERS | {STRING}
 
     def __post_init__(self) -> None:
-        if (self.value is None) == (self.statistic is None):
-            raise ValueError(
-                f"FillMissing('{self.column}'): give either value, of the column's type, or statistic: "
-                f"{', '.join(get_args(Statistic))}"
-            )
-        if self.statistic is not None:
-            check_choice(
-                f"FillMissing('{self.column}'): statistic",
-                self.statistic,
-                get_args(Statistic),
-            )
         # An integer too, since a column of floats takes it.
         if (
             isinstance(self.value, int | float)
@@ -311,50 +244,30 @@ class FillMissing(ColumnStep):
                 f"FillMissing('{self.column}'): value={str(self.value)[:40]}: must be finite"
             )
 
-    @property
-    def fit_reads(self) -> tuple[str, ...]:
-        """``column``, if a statistic is fitted."""
-        return (self.column,) if self.statistic else ()
-
     def types(self, types: Types) -> Types:
-        """Returns the column's own type; float for a mean or a median."""
-        numeric = self.statistic is not None
-        allowed = NUMBERS if numeric else NUMBERS | {STRING}
-        remedy = "choose another value or statistic"
-        dtype = need(types, self, self.column, allowed, remedy)
-        if numeric:
-            return {self.writes[0]: FLOAT64}
+        """Returns the column's own type."""
+        dtype = need(types, self, self.column, self.takes, "choose another column")
         value = self.value
         fits = {STRING: str, INT64: int, FLOAT64: int | float}[dtype]
         # To Python a bool is an int, of any size.
         is_wrong = isinstance(value, bool) or not isinstance(value, fits)
-        if is_wrong or (dtype == INT64 and not -(2**63) <= int(value or 0) < 2**63):
+        if is_wrong or (dtype == INT64 and not -(2**63) <= int(value) < 2**63):
             raise DataError(
                 f"column '{self.column}' is {raw_type(dtype)}, {self} has {value=!r}; give a value of that type"
             )
         return {self.writes[0]: dtype}
 
-    def fit(self, query: Query, types: Types, where: str) -> StepState:
-        """Returns the value, or computes the statistic."""
-        column = self.column
-        if self.statistic is None:
-            return {"value": self.value}
-        if self.statistic == "mean":
-            return {"value": mean_and_std(self, column, where, query)[0]}
-        return {"value": quantiles_of(self, column, [0.5], where, query)[0]}
-
     def apply(self, columns: Columns, state: StepState) -> Columns:
         """Replaces the missing values of the column."""
         column = columns[self.column]
-        value = state["value"]
         if column.texts is not None:
             # The place of null is -1: that of the text at the end.
-            texts = [*words(column.texts), value]
+            texts = [*words(column.texts), str(self.value)]
             places = np.where(column.is_valid, column.values, len(texts) - 1)
             return {self.writes[0]: Cells(places, texts=texts)}
-        if self.statistic is None and column.values.dtype == np.int64:
-            filled = np.where(column.is_valid, column.values, value)
+        if column.values.dtype == np.int64:
+            filled = np.where(column.is_valid, column.values, self.value)
         else:
             x = column.numbers
-            filled = np.where(np.isnan(x), value, x)
+            filled = np.where(np.isnan(x), self.value, x)
         return {self.writes[0]: Cells(filled)}

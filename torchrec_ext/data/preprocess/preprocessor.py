@@ -16,7 +16,6 @@ from torchrec_ext.data.preprocess.fitted import (
     stages,
 )
 from torchrec_ext.data.preprocess.history import event_columns
-from torchrec_ext.data.preprocess.numeric import SumError
 from torchrec_ext.data.preprocess.rows import (
     Connection,
     Opened,
@@ -30,7 +29,6 @@ from torchrec_ext.data.preprocess.rows import (
     working_columns,
 )
 from torchrec_ext.data.preprocess.step import Query, Step, ancestors, makes_ids
-from torchrec_ext.schema import DataError
 
 FitProgress = Callable[[str], None]
 
@@ -52,7 +50,7 @@ class Preprocessor:
 
     Example:
         >>> from torchrec_ext.data.preprocess import Categorify, FillMissing, Normalize
-        >>> steps = [Categorify(column="city"), FillMissing(column="age", statistic="median"), Normalize(column="age")]
+        >>> steps = [Categorify(column="city"), Normalize(column="age"), FillMissing(column="age", value=0)]
         >>> Preprocessor(steps, keep=["label"]).raw_columns
         ('city', 'age', 'label')
         >>> Preprocessor([Categorify(column="city"), FillMissing(column="City", value="?")])
@@ -152,11 +150,7 @@ class Preprocessor:
                     if progress:
                         progress(str(step))
                     with _fit_rows(fitted, step, data, past, opened) as query:
-                        try:
-                            state = step.fit(query, types[number], data.where)
-                        except SumError as error:
-                            place = data.find(error.column, error.value)
-                            raise DataError(f"{place}: {error.rule}") from None
+                        state = step.fit(query, types[number], data.where)
                     pairs = [*fitted.pairs, (step, state)]
                     fitted = dataclasses.replace(fitted, pairs=pairs)
         return fitted

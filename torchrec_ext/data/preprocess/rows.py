@@ -18,14 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from torchrec_ext.data.files.arrow import not_utf8, one_piece
-from torchrec_ext.data.files.sources import NULL_PARTITION, ParquetSource
+from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.preprocess.columns import (
     arrow_type,
-    short_text,
-    widens,
     working_type,
 )
 from torchrec_ext.data.preprocess.files import ROW_GROUP, raw_types, scan
@@ -37,11 +34,8 @@ Source = Any
 Connection = Any  # duckdb.DuckDBPyConnection
 # The place of a row among those of its source.
 ROW = "__row__"
-# Values of a batch: the more there are, the less the tables of its look-ups cost.
-_VALUES = 2**22
-_MOST_ROWS = 8 * ROW_GROUP
-# Values of a list, where nobody knows.
-_LENGTH = 20
+# Rows of a batch: the more there are, the less the tables of its look-ups cost.
+_BATCH = 4 * ROW_GROUP
 _numbers = itertools.count()
 
 
@@ -96,19 +90,14 @@ def connected(
 
 
 def batches(con: Connection, sql: str) -> Iterator[pa.RecordBatch]:
-    """Runs a query whose rows are read as they come, in batches of one, two, four or eight row groups."""
-    result = con.sql(sql)
-    lists = sum(str(dtype).endswith("[]") for dtype in result.types)
-    size = _MOST_ROWS
-    while size > max(ROW_GROUP, _VALUES // (len(result.types) + _LENGTH * lists)):
-        size //= 2
+    """Runs a query whose rows are read as they come, in batches of four row groups."""
     pending: list[pa.RecordBatch] = []
-    for batch in _reader(result, size):
+    for batch in _reader(con.sql(sql), _BATCH):
         pending.append(batch)
-        if sum(map(len, pending)) >= size:
+        if sum(map(len, pending)) >= _BATCH:
             rows = pa.concat_batches(pending)
-            yield rows.slice(0, size)
-            pending = [rows.slice(size)]
+            yield rows.slice(0, _BATCH)
+            pending = [rows.slice(_BATCH)]
     if rest := [batch for batch in pending if len(batch)]:
         yield pa.concat_batches(rest)
 
@@ -154,53 +143,34 @@ _OF_SQL = (
     "InvalidInputException",
     "ParserException",
 )
+# DuckDB's words for a fault in a file, and ours.
+_FAULTS = {
+    r'JSON in file "(.*?)".* line (\d+): ([^\n]*)': "{}: line {}: {}; write one JSON object a line",
+    r'Current file: ([^\n]*)\nColumn with name: "(.*?)" is miss': (
+        "{}: column '{}' is missing; write the same columns to all files"
+    ),
+    r"(?:No magic bytes found at end of file|GZIP stream:|File) '?([^'\n]*)'?(?: too small|\n|$)": (
+        "{}: is of another format, or was cut short; copy or write it again"
+    ),
+    r'No files found that match the pattern "(.*?)"': "{}: no such file; check the path",
+    r"CSV Error on Line: (\d+)\n(?:Original Line:[^\n]*\n)?([^\n]*).*\n\s*file = ([^\n]*)": (
+        "{2}: line {0}: {1:.90}; mend it, or read the file by read_csv of torchrec_ext.data.preprocess"
+    ),
+}
 
 
 def _told(error: Exception) -> str:
     text = str(error)
-    json_fault = re.search(r'JSON in file "(.*?)".* line (\d+): (.*)', text)
-    if json_fault:
-        name, line, fault = json_fault.groups()
-        return f"{name}: line {line}: {fault.strip(' .')}; write one JSON object a line"
-    lacking = re.search(r'column "(.*?)" was read from .* in file "(.*?)"', text)
-    if lacking:
-        name, file = lacking.groups()
-        return f"{file}: column '{name}' is missing; rename the column, or write it"
-    lacking = re.search(r'Current file: (.*)\nColumn with name: "(.*?)" is miss', text)
-    if lacking:
-        return f"{lacking[1]}: column '{lacking[2]}' is missing; write the same columns to all files"
-    cut = re.search(
-        r"No magic bytes found at end of file '(.*?)'|File '(.*?)' too small|GZIP stream: (.*)",
-        text,
-    )
-    if cut:
-        name = next(filter(None, cut.groups()))
-        return f"{name}: is of another format, or was cut short; copy or write it again"
-    gone = re.search(r'No files found that match the pattern "(.*?)"', text)
-    if gone:
-        return f"{gone[1]}: no such file; check the path"
     encoded = re.search(r'Invalid string encoding found in Parquet file "(.*?)"', text)
     if encoded:
         return _place_of_text(encoded[1])
-    if "not support the encoding" in text:
-        return f"DuckDB: {text.splitlines()[0][:90]}; write the file as utf-8, or give latin-1 or utf-16"
-    line_of_csv = re.search(r"CSV Error on Line: (\d+)", text)
-    if not line_of_csv:
-        if type(error).__name__ not in _OF_SQL:
-            return ""
-        remedy = "correct the SQL, or write the column so"
-        if type(error).__name__ == "ParserException":
-            remedy = 'correct the SQL, and quote reserved names, such as "at"'
-        return f"{_place_in_python(error)}DuckDB: {text.splitlines()[0][:90]}; {remedy}"
-    csv_file = re.search(r"^\s*file = (.*)$", text, re.MULTILINE)
-    # After the line itself, which may be long, and before DuckDB's own remedies.
-    begin = re.split(r"\n\n|\nPossible", text)[0]
-    fault = csv_fault(begin.splitlines()[-1])
-    remedy = "mend the line, or name the column's type: read_csv(..., types={...})"
-    if "quote" in fault.lower():
-        remedy = "mend the quotes, or read none: read_csv(..., quote='')"
-    where = csv_file[1] if csv_file else "the csv file"
-    return f"{where}: line {line_of_csv.group(1)}: {fault}; {remedy}"
+    for pattern, words in _FAULTS.items():
+        if fault := re.search(pattern, text, re.DOTALL):
+            return words.format(*fault.groups())
+    if type(error).__name__ not in _OF_SQL:
+        return ""
+    remedy = "correct the SQL (quote reserved names), or write the column so"
+    return f"{_place_in_python(error)}DuckDB: {text.splitlines()[0][:90]}; {remedy}"
 
 
 def _place_in_python(error: Exception) -> str:
@@ -213,17 +183,6 @@ def _place_in_python(error: Exception) -> str:
     if not others or not ours.isdisjoint(Path(others[-1].filename).parents):
         return ""
     return f"{Path(others[-1].filename).name}: line {others[-1].lineno}: "
-
-
-def csv_fault(text: str) -> str:
-    """Returns DuckDB's words for a broken line in short: the value of a column, the encoding, or what else it is."""
-    value = re.search(r'column "(.*?)".* convert string "(.*)" to \'(\w+)', text)
-    if value:
-        name, word, kind = value.groups()
-        return f"column '{name}': {short_text(word)[:40]} is no {kind}"
-    if "unicode" in text.lower():
-        return "it is no UTF-8; give its encoding, such as encoding='latin-1'"
-    return text.split(". ")[0].strip(" .")[:60]
 
 
 def _place_of_text(file: str) -> str:
@@ -257,13 +216,13 @@ class Opened:
     files: Sequence[ParquetSource] = ()
 
     def check_types(self, expected_types: Mapping[str, str], elsewhere: str) -> None:
-        """Refuses a column with another type than it has elsewhere; float32 and integers may be read as float64.
+        """Refuses a column with another type than it has elsewhere.
 
         Raises:
             DataError: the types differ; the message names column, types and remedy.
         """
         for name, kind in expected_types.items():
-            if not widens(self.raw[name], kind):
+            if self.raw[name] != kind:
                 raise DataError(
                     f"{self.where}: column '{name}' is {self.raw[name]}, {elsewhere} it is {kind}; write it with that "
                     "type"
@@ -276,16 +235,6 @@ class Opened:
                 return group.name, row
             row -= group.rows
         return self.where, row
-
-    def find(self, column: str, value: float) -> str:
-        """Returns the file, row group and row of a value, as far as the files have it."""
-        for source in self.files:
-            for group in source.groups if column in source.columns else ():
-                values = source.table(group, [column])[column]
-                row = pc.index(values, value).as_py()
-                if row >= 0:
-                    return f"{group.name}, column '{column}', row {row}"
-        return f"{self.where}, column '{column}'"
 
     @contextmanager
     def blaming(self) -> Iterator[None]:
@@ -406,29 +355,17 @@ def view_of(paths: Any, con: Connection) -> str:
 
 
 def _view_of(files: ParquetSource, schema: Collection[str], con: Connection) -> str:
-    """Gives the files a name in SQL; DuckDB's own reader is faster than Arrow's, but knows no remote addresses."""
-    if any(file.remote for file in files.files):
+    """Gives the files a name in SQL; DuckDB's own reader is faster than Arrow's, but knows no remote addresses.
+
+    It would also make columns of the folders above the log, where some below it are hive partitions.
+    """
+    if any(file.remote or file.partitions for file in files.files):
         return named(con, files.dataset)
     # DuckDB takes every name for a pattern.
     names = [sql_text(glob.escape(file.name)) for file in files.files]
-    partitions = files.files[0].partitions
-    columns = [quoted(name) for name in schema if name not in partitions]
-    # By the file's number, as DuckDB would count folders above the log as well.
-    for name in partitions:
-        values = [file.partitions[name] for file in files.files]
-        texts = [
-            "NULL" if value == NULL_PARTITION else sql_text(value) for value in values
-        ]
-        columns.append(
-            f"CAST([{', '.join(texts)}] AS VARCHAR[])[CAST(file_index AS BIGINT) + 1] AS {quoted(name)}"
-        )
-    if partitions and "file_index" in schema:
-        raise DataError(
-            f"{files.files[0].name}: column 'file_index': DuckDB has a column of that name itself; rename it"
-        )
     view = f"files_{next(_numbers)}"
     con.execute(
-        f"CREATE VIEW {view} AS SELECT {', '.join(columns)} FROM read_parquet([{', '.join(names)}], "
+        f"CREATE VIEW {view} AS SELECT {', '.join(map(quoted, schema))} FROM read_parquet([{', '.join(names)}], "
         "hive_partitioning=false)"
     )
     return view

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zoneinfo
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -23,10 +22,8 @@ from torchrec_ext.data.preprocess.columns import (
 )
 from torchrec_ext.data.preprocess.step import Query, Step, StepState, quoted
 from torchrec_ext.schema import DataError
-from torchrec_ext.schema.validation import did_you_mean
 
 Feature = Literal["hour", "weekday", "month"]
-Unit = Literal["s", "ms", "us", "ns"]
 SIZES = {"hour": 24, "weekday": 7, "month": 12}
 # From 1900 to 2200: beyond it a time is a mistake of unit.
 _FIRST, _LAST = -2_208_988_800, 7_258_118_400
@@ -43,27 +40,21 @@ class TimeFeatures(Step):
     ``hour`` 1 to 24 (from midnight), ``weekday`` 1 to 7 (from Monday), ``month`` 1 to 12.
 
     Args:
-        column: name of a column of timestamps (UTC if they have no zone), or of integers counted from 1970 in ``unit``.
+        column: name of a column of timestamps (UTC if they have no zone), or of integers, seconds since 1970.
         zone: time zone in which hours and days are counted, such as ``Europe/Berlin``.
         features: features to make; the results are called ``<column>_<feature>``.
-        unit: unit of an integer column: s, ms, us or ns.
     """
 
     column: str
     zone: str = "UTC"
     features: tuple[Feature, ...] = ("hour", "weekday")
-    unit: Unit = "s"
 
     def __post_init__(self) -> None:
-        for name, values, allowed in (
-            ("features", self.features, Feature),
-            ("unit", (self.unit,), Unit),
-        ):
-            wrong = sorted(set(values) - set(get_args(allowed)))
-            if wrong or not values:
-                raise ValueError(
-                    f"TimeFeatures('{self.column}'): {name}={values}: choose from {', '.join(get_args(allowed))}"
-                )
+        wrong = set(self.features) - set(get_args(Feature))
+        if wrong or not self.features:
+            raise ValueError(
+                f"TimeFeatures('{self.column}'): features={self.features}: choose from {', '.join(get_args(Feature))}"
+            )
         _check_zone(self.zone)
 
     @property
@@ -105,17 +96,17 @@ class TimeFeatures(Step):
             for unit, size in PER_SECOND.items()
             if _OURS[0] <= middle // size < _OURS[1]
         ]
-        if fitting and self.unit not in fitting:
+        if fitting and "s" not in fitting:
             raise DataError(
-                f"{where}: column '{self.column}' has times such as {middle}, {fitting[0]} since 1970, and "
-                f"TimeFeatures reads them in {self.unit}; give unit='{fitting[0]}'"
+                f"{where}: column '{self.column}' has times such as {middle}, {fitting[0]} since 1970; convert them to "
+                f"seconds: {self.column} // {PER_SECOND[fitting[0]]:_}"
             )
         return {}
 
     def apply(self, columns: Columns, state: StepState) -> Columns:
         """Reads the features off the zone's calendar."""
         times = columns[self.column]
-        second = times.values // per_second(times.unit, self.unit)
+        second = times.values // per_second(times.unit)
         in_range = (second >= _FIRST) & (second < _LAST)
         if times.valid is not None:
             in_range &= times.valid
@@ -135,9 +126,9 @@ class TimeFeatures(Step):
         }
 
 
-def per_second(unit: str | None, other: Unit = "s") -> int:
-    """Returns the units per second of times in ``unit``, or of integers, which are counted in ``other``."""
-    return PER_SECOND[unit or other]
+def per_second(unit: str | None) -> int:
+    """Returns the units per second of times in ``unit``, or of integers, which are seconds."""
+    return PER_SECOND[unit or "s"]
 
 
 def _check_zone(zone: str) -> None:
@@ -145,9 +136,10 @@ def _check_zone(zone: str) -> None:
     try:
         _local(np.zeros(1, np.int64), zone)
     except pa.ArrowInvalid:
-        otherwise = "write a name such as UTC or Europe/Berlin, whose tables are in the system's package tzdata"
-        hint = did_you_mean(zone, zoneinfo.available_timezones(), otherwise)
-        raise ValueError(f"zone={zone!r}: there is no such time zone; {hint}") from None
+        raise ValueError(
+            f"zone={zone!r}: there is no such time zone; write a name such as UTC or Europe/Berlin, whose tables are "
+            "in the system's package tzdata"
+        ) from None
 
 
 def _local(second: Int64, zone: str) -> Int64:
