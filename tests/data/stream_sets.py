@@ -164,8 +164,6 @@ def equal(left: TowerBatch, right: TowerBatch) -> bool:
             found += [side.sparse.values(), side.sparse.lengths()]
         if batch.shared is not None:
             found += [batch.shared.dense, batch.shared.index]
-        if batch.joint is not None:
-            found += [batch.joint.values(), batch.joint.lengths()]
         return [part.cpu() for part in found]
 
     ours, theirs = parts(left), parts(right)

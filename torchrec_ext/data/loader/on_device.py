@@ -24,7 +24,6 @@ from torchrec_ext.data.loader.batch import (
     assemble,
     known_items,
     padded,
-    ragged_lists,
 )
 from torchrec_ext.data.loader.blocks import BlockLayout
 from torchrec_ext.data.loader.config import LoaderConfig
@@ -211,7 +210,8 @@ class TowerRows(ResidentRows):
         self._width = 1 + config.negatives
         ragged = [name for each in tables for name in each.ragged]
         self._ragged = ragged
-        self._lists = ragged_lists(schema, ragged)
+        # With padding no key has one id in each bag.
+        self._lists = tuple(name for name in schema.keys if name in ragged)
 
     @property
     def num_rows(self) -> int:
@@ -272,8 +272,7 @@ class TowerRows(ResidentRows):
         is_alone = self._of_step is None and self._schema.replaces is None
         if not self._ragged:
             return is_alone
-        has_parts = any(keys and keys.per_key > 1 for keys in self._schema.layout)
-        return inside and is_alone and not has_parts and self.order.lengths is None
+        return inside and is_alone and self.order.lengths is None
 
     @cached_property
     def _room(self) -> dict[str, int]:
@@ -367,7 +366,6 @@ class TowerRows(ResidentRows):
             shared_size=self._users,
             items=items if schema.candidate == "item_id" else None,
             log_q=log_q,
-            # With padding no key has one id in each bag.
             lists=self._lists if len(rows) == self._users else None,
         )
 
