@@ -12,7 +12,6 @@ from torchrec_ext.modules.interaction import (
     INTERACTIONS,
     Cosine,
     DeepCross,
-    DeepFM,
     DotProduct,
     FactorizationMachine,
     GeneralizedMF,
@@ -155,10 +154,6 @@ def test_crossing_layers_are_those_of_the_paper() -> None:
         (
             lambda: FactorizationMachine([4, 4, 8]),
             "needs two towers or more of equal width, got (B, 4), (B, 4), (B, 8); ",
-        ),
-        (
-            lambda: DeepFM([4, 8]),
-            "or more of equal width, got (B, 4), (B, 8); give them one last width, or use TopMLP",
         ),
         (
             lambda: TopMLP([8, 0]),

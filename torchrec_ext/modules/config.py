@@ -29,7 +29,6 @@ METRICS: Mapping[str, Literal["dot", "cosine"] | None] = {
     "gmf": None,
     "dcn": None,
     "fm": None,
-    "deepfm": None,
 }
 if TYPE_CHECKING:
     Interaction: TypeAlias = str

@@ -158,8 +158,7 @@ class TowerRows(ResidentRows):
         share: this rank's share of each global batch.
         device: device of the tensors.
         without: columns of the schema that the rows need not have.
-        total: column of numbers whose sum is the weight of a batch, and by which rows are dealt to the ranks; that of
-            the weights by default, and then each rank has a contiguous part.
+        total: column of numbers whose sum is the weight of a batch; that of the weights by default.
         ahead: whether a thread may build batches ahead; a step is then never handed out before its batch is made.
     """
 
@@ -189,7 +188,6 @@ class TowerRows(ResidentRows):
             drop_last=config.drop_last,
             share=share,
             seed=config.seed if config.shuffle else None,
-            lengths=rows[total].values if total else None,
         )
         super().__init__(order, draws, device)
         self.ahead = ahead
@@ -272,7 +270,7 @@ class TowerRows(ResidentRows):
         is_alone = self._of_step is None and self._schema.replaces is None
         if not self._ragged:
             return is_alone
-        return inside and is_alone and self.order.lengths is None
+        return inside and is_alone
 
     @cached_property
     def _room(self) -> dict[str, int]:
