@@ -127,8 +127,6 @@ class TowerBatch(_Fields):
             which a captured step on a GPU waits.
         fresh: what changed in tables with dynamic ids before this batch, empty if nothing did; None without such
             tables.
-        host_lengths: (B,) lengths of bags of ``sparse`` by key, on the host although the batch is on a GPU, for models
-            that choose shapes by them; None: to be read from ``sparse``, for which a step on a GPU waits.
     """
 
     sparse: KeyedJaggedTensor
@@ -143,17 +141,6 @@ class TowerBatch(_Fields):
     queries: int | None = None
     lists: tuple[str, ...] | None = None
     fresh: tuple[Fresh, ...] | None = None
-    host_lengths: dict[str, Tensor] | None = None
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
-        """Returns a copy on ``device``; the lengths of a batch from the host stay there, too."""
-        on_device = super().to(device, non_blocking)
-        keys = self.sparse.keys()
-        # Only from the host, since lengths that are on a GPU would be waited for.
-        if keys and self.sparse.device().type == "cpu" != torch.device(device).type:
-            lengths = self.sparse.lengths().view(len(keys), -1)
-            on_device.host_lengths = dict(zip(keys, lengths, strict=True))
-        return on_device
 
     def __len__(self) -> int:
         return self.labels.numel()

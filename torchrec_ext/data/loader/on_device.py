@@ -23,7 +23,6 @@ from torchrec_ext.data.loader.batch import (
     RowColumns,
     assemble,
     known_items,
-    padded,
 )
 from torchrec_ext.data.loader.blocks import BlockLayout
 from torchrec_ext.data.loader.config import LoaderConfig
@@ -244,22 +243,10 @@ class TowerRows(ResidentRows):
         if self._of_step is not None:
             columns = self._tables.rows.columns(step.rows, totals)
             rows = StepRows(columns, step.rows, total_weight)
-            batch = self._of_step.batch(rows, step.epoch, step.number)
-        else:
-            # Copies, so that a batch owns its memory.
-            drawn = [each.clone() for each in step.drawn]
-            batch = self._batch(self._tables, step.rows, drawn, totals, total_weight)
-        return self._with_lengths(batch, step.on_host)
-
-    def _with_lengths(self, batch: TowerBatch, rows: Int64) -> TowerBatch:
-        """Tells a batch the lengths of its rows' lists: a session's buckets depend on them, and a GPU is not asked."""
-        if self.device.type != "cpu":
-            batch.host_lengths = {}
-            for name, lengths in self._tables.rows.host_lengths.items():
-                if name not in self._schema.shared:
-                    of_rows = torch.from_numpy(lengths[rows].repeat(self._width))
-                    batch.host_lengths[name] = padded(of_rows, len(batch))
-        return batch
+            return self._of_step.batch(rows, step.epoch, step.number)
+        # Copies, so that a batch owns its memory.
+        drawn = [each.clone() for each in step.drawn]
+        return self._batch(self._tables, step.rows, drawn, totals, total_weight)
 
     def draws_steps(self, *, inside: bool) -> bool:
         """Whether steps can be handed out before their batches are made, see :meth:`drawn`.
