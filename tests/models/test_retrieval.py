@@ -19,7 +19,7 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.id_dropout import drop_ids
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, training_loader
-from torchrec_ext.data.negatives.mixed import CatalogueCandidates
+from torchrec_ext.data.loader.shared import CatalogueCandidates
 from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import PlanConfig
@@ -140,7 +140,7 @@ def clicks_set() -> Prepared:
     return planted_data(users=60, items=50, clusters=4, history_length=1)
 
 
-SAMPLINGS = ("batch", "mixed", "resident", "dropout")
+SAMPLINGS = ("batch", "resident", "dropout")
 
 
 def of_loaders(runtime: Runtime) -> dict[str, list[float]]:
@@ -150,14 +150,10 @@ def of_loaders(runtime: Runtime) -> dict[str, list[float]]:
     for sampling in SAMPLINGS:
         torch.manual_seed(0)
         made = redrawn(of_clicks("in_batch"), tables=0).train()
-        mixed: dict[str, Any] = (
-            {"sampling": "mixed", "shared_negatives": 20} if sampling == "mixed" else {}
-        )
         config = LoaderConfig(
             batch_size=100,
             negatives=0,
             device="cpu" if sampling == "resident" else None,
-            **mixed,
         )
         schema = made.schema()
         batches: Any = training_loader(

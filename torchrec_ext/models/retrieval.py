@@ -25,8 +25,7 @@ class RetrievalModel(TowerModel):
 
     Its batches hold positives alone; every other row's candidate, on any rank, is a negative. Popular candidates are in
     many batches, so ``counts`` corrects their scores in training; afterwards the uncorrected score ranks. Where a batch
-    gives the candidates' ``log_q``, that corrects them instead, as under ``loader.sampling=mixed``, whose rows after
-    the positives are candidates alone, with weight 0 (Yang et al. 2020).
+    gives the candidates' ``log_q``, as that of a log of events does, that corrects them instead.
 
     Under the loss ``catalogue`` the candidates are all items instead: they are the rows after the positives, spread
     over the ranks, and nothing is left to correct (see :func:`torchrec_ext.modules.softmax.catalogue_softmax`).

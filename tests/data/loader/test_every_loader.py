@@ -24,7 +24,7 @@ Make = Callable[..., Any]
 CASES: dict[str, dict[str, Any]] = {
     "uniform": {},
     "popularity": {"kind": PopularityNegatives},
-    "mixed": test_places.CASES["mixed"],
+    "catalogue": test_places.CASES["catalogue"],
     "dropout": test_places.CASES["dropout"],
     "files": {"buffer_rows": 40},
     "device": {},

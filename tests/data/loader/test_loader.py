@@ -12,9 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.data.stream_sets import check_weights, equal, schema_by, steps_of
+from tests.data.stream_sets import check_weights, schema_by, steps_of
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data import resident
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import (
     ChunkLoader,
@@ -124,25 +123,6 @@ def test_any_number_of_ranks_sees_the_same_samples_once(
     pairs = [rows_of(size)[name].values.tolist() for name in ("user_id", "item_id")]
     assert positives == Counter(zip(*pairs, strict=True))
     assert seen[0].total() == size * (1 + negatives)
-
-
-@pytest.mark.parametrize("start", [0, 3])
-@pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (1, 3)])
-def test_batches_are_the_same_for_however_many_rows_are_drawn_at_once(
-    monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int, start: int
-) -> None:
-    batches = []
-    for rows_at_once in (1, 20, 4096):
-        monkeypatch.setattr(resident, "_DRAWN", 3 * rows_at_once)
-        loader = loader_of(100, rank, world_size, weight="weight")
-        loader.load_state_dict(loader.state_dict(step=start))
-        batches.append(list(loader))
-    assert {len(of_one) for of_one in batches} == {13 - start}
-    assert all(
-        equal(left, right)
-        for others in batches[1:]
-        for left, right in zip(batches[0], others, strict=True)
-    )
 
 
 def test_batches_own_their_memory() -> None:
@@ -319,24 +299,7 @@ def test_an_id_out_of_range_names_its_row_in_the_set() -> None:
         ({"negatives": -1}, r"loader\.negatives=-1: must be 0 or more"),
         (
             {"sampling": "soft"},
-            r"loader\.sampling='soft': must be one of uniform, popularity, mixed",
-        ),
-        (
-            {"sampling": "mixed"},
-            r"sampling='mixed' with loader\.negatives=4 and loader\.shared_negatives=0: .* set negatives=0",
-        ),
-        (
-            {"shared_negatives": 9},
-            r"loader\.shared_negatives=9 with loader\.sampling='uniform': set sampling='mixed'",
-        ),
-        (
-            {
-                "sampling": "mixed",
-                "negatives": 0,
-                "shared_negatives": 3,
-                "label": "label",
-            },
-            r"loader\.label='label' with loader\.shared_negatives=3",
+            r"loader\.sampling='soft': must be one of uniform, popularity",
         ),
         ({"label": "label"}, r"loader\.label='label' with loader\.negatives=4"),
     ],

@@ -27,11 +27,11 @@ from torchrec_ext.data.loader.prefetch import prefetched
 from torchrec_ext.data.loader.shared import (
     ITEM,
     SESSION,
+    CatalogueCandidates,
     SessionCandidates,
     SharedCandidates,
 )
 from torchrec_ext.data.loader.table import item_table
-from torchrec_ext.data.negatives.mixed import CatalogueCandidates, MixedNegatives
 from torchrec_ext.data.negatives.samplers import (
     Negatives,
     PopularityNegatives,
@@ -43,27 +43,17 @@ from torchrec_ext.drawn import DrawnStep
 from torchrec_ext.schema import BatchSchema, DataError
 from torchrec_ext.schema.validation import listed
 
-Sampler = Negatives | MixedNegatives | CatalogueCandidates
+Sampler = Negatives | CatalogueCandidates
 
 
-def training_negatives(data: Prepared, config: LoaderConfig) -> Sampler | None:
-    """Builds the sampler of ``config``; None if nothing is drawn (``negatives=0``, and not ``mixed``).
+def training_negatives(data: Prepared, config: LoaderConfig) -> Negatives | None:
+    """Builds the sampler of ``config``; None if nothing is drawn.
 
-    Training pairs are never drawn. Held-out pairs may be: to avoid them would tell the model which they are. Candidates
-    of ``mixed`` avoid nothing.
+    Training pairs are never drawn. Held-out pairs may be: to avoid them would tell the model which they are.
     """
-    mixed = config.sampling == "mixed"
-    if not (mixed or config.negatives):
+    if not config.negatives:
         return None
     num_items = data.drawable()
-    if mixed:
-        return MixedNegatives(
-            num_items,
-            config.shared_negatives,
-            config.batch_size,
-            data.popularity,
-            config.seed,
-        )
     known = data.taken("train")
     if config.sampling == "uniform":
         return UniformNegatives(num_items, known.users, known.items, config.seed)
@@ -95,24 +85,19 @@ def _check(
             f"loader.negatives={config.negatives} with shared={listed(in_shared)}: each drawn item has columns of its "
             "own; share the user's columns, or set loader.negatives=0"
         )
-    shared = isinstance(sampler, MixedNegatives | CatalogueCandidates)
-    if shared and not has_items:
-        raise ValueError(
-            f"{type(sampler).__name__} without items: the features of candidates are looked up there; pass items="
-        )
     if isinstance(sampler, CatalogueCandidates):
-        if config.negatives or config.shared_negatives or config.device:
+        if not has_items:
             raise ValueError(
-                f"loader.negatives={config.negatives}, loader.shared_negatives={config.shared_negatives}, "
-                f"loader.device={config.device!r} with a loss over the catalogue: set negatives=0, leave the others out"
+                "CatalogueCandidates without items: their features are looked up there; pass items="
             )
-        return
-    if (config.negatives and (sampler is None or shared)) or (
-        config.shared_negatives and not shared
-    ):
+        if config.negatives or config.device:
+            raise ValueError(
+                f"loader.negatives={config.negatives}, loader.device={config.device!r} with a loss over the catalogue: "
+                "set negatives=0, leave device out"
+            )
+    elif config.negatives and sampler is None:
         raise ValueError(
-            f"loader.negatives={config.negatives}, loader.shared_negatives={config.shared_negatives} with "
-            f"negatives={type(sampler).__name__}: pass a sampler of these, or set both to 0"
+            f"loader.negatives={config.negatives} without negatives=: pass a sampler, or set it to 0"
         )
 
 
@@ -142,15 +127,14 @@ def batches_of(
     shared: SharedCandidates | None = None
     ids: tuple[str, ...] = ()
     own: Negatives | None = None
-    if isinstance(sampler, MixedNegatives | CatalogueCandidates):
+    if isinstance(sampler, CatalogueCandidates):
         assert items is not None, "checked by ChunkLoader"
         if device is not None:
             raise ValueError(
-                f"device={device} with loader.sampling={config.sampling!r}: its candidates are drawn on the host; "
-                "leave device out"
+                f"device={device} with CatalogueCandidates: the host makes their batches; leave device out"
             )
         table = item_table(schema, items, place)
-        shared = SharedCandidates(schema, config, table, sampler, share)
+        shared = SharedCandidates(schema, config, table, sampler.items, share)
         ids = shared.ids
     elif config.negatives and items is None:
         raise ValueError(
@@ -232,7 +216,6 @@ _STREAM_SETTINGS = (
     "negatives",
     "sampling",
     "popularity_exponent",
-    "shared_negatives",
     "shuffle",
     "drop_last",
     "seed",
@@ -340,10 +323,6 @@ class ChunkLoader:
         fitting_config = dataclasses.replace(
             config, batch_size=min(config.batch_size, max(rows, 1))
         )
-        if isinstance(negatives, MixedNegatives):
-            negatives = negatives.of_batch(
-                fitting_config.batch_size, config.shared_negatives
-            )
         place = None if device is None else torch.device(device)
         self._rows: Batches
         if sessions is None:

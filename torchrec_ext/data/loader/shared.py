@@ -1,4 +1,4 @@
-"""Candidates that all rows of a step share, drawn or the whole catalogue: after the positives, or beside sessions."""
+"""Candidates that all rows of a step share: the catalogue after the positives, or candidates beside sessions."""
 
 from __future__ import annotations
 
@@ -21,11 +21,28 @@ from torchrec_ext.data.loader.batch import (
 )
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.table import DeviceTable
-from torchrec_ext.data.negatives.mixed import CatalogueCandidates, MixedNegatives
 from torchrec_ext.data.order import Share
 from torchrec_ext.schema import BatchSchema, RowNumbers
 
 SESSION, ITEM = "session", "item_id"
+
+
+@dataclass(frozen=True)
+class CatalogueCandidates:
+    """Gives every step all items as shared candidates of its queries, a part on each rank.
+
+    Args:
+        items: (I,) ids of the items, from 1 on.
+    """
+
+    items: Int64
+
+
+def _part_of(items: Int64, share: Share) -> Int64:
+    """Returns (ceil(I / R),) items: a rank's part of all, filled up with 0, which is no item."""
+    size = share.rows(len(items))
+    part = items[share.rank * size :][:size]
+    return np.concatenate([part, np.zeros(size - len(part), np.int64)])
 
 
 class StepRows(NamedTuple):
@@ -52,28 +69,27 @@ class StepCandidates(Protocol):
 
 @dataclass(frozen=True)
 class SharedCandidates:
-    """Puts candidates after the positives, for a softmax over the batch or the catalogue.
+    """Puts the catalogue after the positives, for a softmax over it.
 
-    A rank's batch has ceil(batch_size / R) + ceil(shared_negatives / R) rows, or as many as all items need::
+    A rank's batch of I items has ceil(batch_size / R) + ceil(I / R) rows::
 
         positives, padding up to ceil(batch_size / R) | extra candidates, padding
 
-    Extra candidates have item features only, label and weight 0, and the log q of the mixture, as the positives have:
-    ``in_batch_negatives(..., queries=ceil(batch_size / R))``. If the user's features are shared, they are stored once
-    for each positive. The extra candidates then point at the first user, but are no queries.
+    Extra candidates have item features only, label and weight 0. If the user's features are shared, they are stored
+    once for each positive. The extra candidates then point at the first user, but are no queries.
 
     Args:
         schema: the columns of the batch.
         config: see :class:`LoaderConfig`.
         items: row i holds the features of item i.
-        candidates: sampler of the extra candidates, or all items.
+        catalogue: (I,) ids of all items.
         share: this rank's share of each global batch.
     """
 
     schema: BatchSchema
     config: LoaderConfig
     items: DeviceTable
-    candidates: MixedNegatives | CatalogueCandidates
+    catalogue: Int64
     share: Share
 
     @property
@@ -94,9 +110,8 @@ class SharedCandidates:
             rows.numbers.numpy(),
             key,
         )
-        drawn = self.candidates.draw(
-            epoch, step, rank=self.share.rank, world_size=self.share.world_size
-        )
+        del epoch, step
+        drawn = _part_of(self.catalogue, self.share)
         size = queries + len(drawn)
         # Items count from 1: 0 fills a rank's share up.
         extra = drawn[drawn > 0]
@@ -133,9 +148,6 @@ class SharedCandidates:
             items=torch.zeros(size, dtype=torch.int64).index_copy_(
                 0, places, torch.from_numpy(ids)
             ),
-            log_q=torch.zeros(size).index_copy_(
-                0, places, torch.from_numpy(self.candidates.log_q(ids))
-            ),
             queries=queries,
         )
 
@@ -168,9 +180,7 @@ class SessionCandidates:
         """See :class:`StepCandidates`."""
         device = rows.numbers.device
         size = self.share.rows(self.config.batch_size)
-        candidates = CatalogueCandidates(self._drawn(epoch, step)).draw(
-            epoch, step, rank=self.share.rank, world_size=self.share.world_size
-        )
+        candidates = _part_of(self._drawn(epoch, step), self.share)
         ends = torch.arange(size + 1, device=device) * len(candidates) // size
         ids = torch.from_numpy(candidates).to(device)
         bags = rows.columns.bags | {ITEM: Jagged(ids, ends.diff().int())}

@@ -16,8 +16,7 @@ from torchrec_ext.data.negatives.known_pairs import KnownPairs
 from torchrec_ext.data.negatives.random import Float64, stream, uniform
 
 # Numbers of the streams of an epoch: of the first proposals, and of the draws among the
-# items not taken. Further proposals have those from 5 on: the shared draws of
-# MixedNegatives have 4.
+# items not taken. Further proposals have those from 5 on.
 PROPOSED, FROM_REST, _AGAIN = 0, 1, 5
 
 
