@@ -192,7 +192,7 @@ def kjt(users: Tensor, **more: Any) -> KeyedJaggedTensor:
 
 def test_a_keyed_jagged_tensor_of_ones_own_is_checked() -> None:
     good = kjt(torch.tensor([0, 4]))
-    assert schema().check(good) is good
+    assert torch.equal(schema().check(good).values(), good.values())
     with pytest.raises(DataError, match="row 1 of the batch, column 'user_id': id 6"):
         schema().check(kjt(torch.tensor([0, 6])))
     broken = KeyedJaggedTensor(
@@ -207,7 +207,7 @@ def test_a_keyed_jagged_tensor_of_ones_own_is_checked() -> None:
     assert mapped.keys() == good.keys()
     assert torch.equal(mapped.weights(), weights)
     weights[5] = float("nan")
-    with pytest.raises(DataError, match="'history': weight nan of id 2 is not finite"):
+    with pytest.raises(DataError, match=r"weights of .*history: one is not finite"):
         schema().check(kjt(torch.tensor([0, 4]), weights=weights))
 
 

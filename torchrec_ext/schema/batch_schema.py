@@ -343,8 +343,7 @@ class BatchSchema:
         order of the schema: a sharded collection reads each batch by the places of the first one's keys.
 
         Returns:
-            ``features`` itself, or a new one with these keys, and with ``out_of_range="oov"`` with the
-            out-of-vocabulary row for invalid ids.
+            A tensor of these keys, with ``out_of_range="oov"`` with the out-of-vocabulary row for invalid ids.
         """
         values, lengths = features.values(), features.lengths()
         total = int(lengths.sum())
@@ -361,32 +360,29 @@ class BatchSchema:
             raise DataError(
                 f"the KeyedJaggedTensor lacks {missing}; it has the keys {features.keys()}"
             )
-        replace = self.out_of_range == "oov"
-        places = {name: place for place, name in enumerate(features.keys())}
-        order = [name for name in self.keys if name in places]
-        if order != features.keys():
-            features = features.permute([places[name] for name in order])
-        parts = []
-        for name in order:
+        names = [name for name in self.keys if name in columns]
+        bags = []
+        for name in names:
             column = columns[name]
-            bags = Jagged(column.values(), column.lengths())
-            feature = self._by_name[name]
-            bags = checked_bags(feature, bags, features.stride(), replace=replace)
-            parts.append(bags.values)
-            weights = column.weights_or_none()
-            if weights is not None and not torch.isfinite(weights).all():
-                place = int((~torch.isfinite(weights)).nonzero()[0])
+            made = checked_bags(
+                self._by_name[name],
+                Jagged(column.values(), column.lengths()),
+                features.stride(),
+                replace=self.out_of_range == "oov",
+            )
+            bags.append(made)
+        weights = None
+        if features.weights_or_none() is not None:
+            weights = torch.cat([columns[name].weights() for name in names])
+            if not torch.isfinite(weights).all():
                 raise DataError(
-                    f"feature '{name}': weight {float(weights[place])} of id {int(bags.values[place])} is not finite; "
-                    "fill or drop it where it is made"
+                    f"weights of {listed(names)}: one is not finite; fill or drop it where it is made"
                 )
-        if not replace:
-            return features
         return KeyedJaggedTensor(
-            keys=order,
-            values=torch.cat(parts),
-            weights=features.weights_or_none(),
-            lengths=features.lengths(),
+            keys=names,
+            values=torch.cat([each.values for each in bags]),
+            weights=weights,
+            lengths=torch.cat([columns[name].lengths() for name in names]),
         )
 
     def _column(self, columns: Mapping[str, _Column], name: str) -> _Column:

@@ -203,10 +203,10 @@ def test_a_relation_is_refused_by_its_files(
             fit()
         assert len(str(caught.value)) < 200 + 2 * len(str(tmp_path))
         bad.write_bytes(bad.read_bytes()[:-20])
-        with pytest.raises(DataError, match=r"b\.parquet: .* it was cut short"):
+        with pytest.raises(DataError, match=r"b\.parquet: cannot be read as"):
             fit()
         (tmp_path / "a.parquet").write_bytes(bad.read_bytes())
-        with pytest.raises(DataError, match=r"\.parquet: .* was cut short"), telling():
+        with pytest.raises(DataError, match=r"\.parquet: cannot be read as"), telling():
             fit()
 
 
