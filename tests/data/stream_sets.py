@@ -86,7 +86,6 @@ def loader_of(
     in_order = options.pop("in_order", True)
     config = LoaderConfig(
         **{
-            "prefetch": 0,
             "read_ahead": 0,
             "batch_size": 8,
             "negatives": 0,

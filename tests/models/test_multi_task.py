@@ -216,7 +216,7 @@ def test_memory_files_and_device_bring_the_labels_of_all_tasks(
         BatchSchema.from_tables(tables, dense=["row"], label_range=None),
         tasks=("label", "weight"),
     )
-    config = LoaderConfig(batch_size=8, negatives=negatives, prefetch=0, read_ahead=0)
+    config = LoaderConfig(batch_size=8, negatives=negatives, read_ahead=0)
     items = (
         Chunk({"item_id": Column(np.arange(STREAM_ITEMS + 1))}) if negatives else None
     )

@@ -130,11 +130,11 @@ def test_the_hardest_are_those_with_the_greatest_corrected_logits(hardest: int) 
 
 
 def test_wrong_arguments_are_named() -> None:
-    in_batch = in_batch_negatives(torch.zeros(3, 4), torch.tensor([1, 2, 3]), queries=2)
-    ones = torch.ones(2)
-    with pytest.raises(ValueError, match=r"queries: shape \(2, 5\).*of width 4"):
+    in_batch = in_batch_negatives(torch.zeros(3, 4), torch.tensor([1, 2, 3]))
+    ones = torch.ones(3)
+    with pytest.raises(ValueError, match=r"queries: shape \(3, 5\).*of width 4"):
         in_batch_softmax(
-            torch.zeros(2, 5), in_batch, weights=ones, total_weight=ones.sum()
+            torch.zeros(3, 5), in_batch, weights=ones, total_weight=ones.sum()
         )
     with pytest.raises(ValueError, match=r"temperature=0.0: must be greater than 0"):
         softmax_losses(torch.zeros(1, 2), torch.tensor([0]), temperature=0.0)

@@ -161,10 +161,9 @@ class _InBatchLoss(nn.Module):
         ids = batch.items
         if ids is None:
             ids = batch.ids(self._item_feature)
-        count = len(ids) if batch.queries is None else batch.queries
         if self.catalogue:
-            return self._over_catalogue(queries[:count], candidates, ids, batch)
-        weights = batch.weights[:count]
+            return self._over_catalogue(queries, candidates, ids, batch)
+        weights = batch.weights
         total = batch.total_weight
         log_q = batch.log_q
         # With queries, a loader makes batches of one size on all ranks, see TowerBatch,
@@ -179,7 +178,6 @@ class _InBatchLoss(nn.Module):
             queries, candidates, ids, weights = (
                 each[chosen] for each in (queries, candidates, ids, clicks)
             )
-            count = len(ids)
             log_q = rows = None
             present = torch.ones_like(ids, dtype=torch.bool)
             total = _mean_over_ranks(weights)
@@ -189,12 +187,11 @@ class _InBatchLoss(nn.Module):
             candidates,
             ids,
             log_q=log_q,
-            queries=count,
             rows=rows,
             present=present,
         )
         loss: Tensor = self._function(
-            queries[:count],
+            queries,
             negatives,
             weights=weights,
             total_weight=total,
@@ -205,14 +202,14 @@ class _InBatchLoss(nn.Module):
     def _over_catalogue(
         self, queries: Tensor, candidates: Tensor, ids: Tensor, batch: TowerBatch
     ) -> Tensor:
-        """Returns the loss of ``queries`` (B, D) with their items first in ``candidates`` (B + M, D)."""
-        if batch.queries is None or len(ids) == len(queries):
+        """Returns the loss of the first B of (B + I, D) queries with their items first in ``candidates`` (B + I, D)."""
+        count = batch.queries
+        if count is None or len(ids) == count:
             raise ValueError(
                 "loss 'catalogue': the batch does not end with all items; make its loader with "
                 "CatalogueCandidates(items), as training_loader does"
             )
-        count = len(queries)
-        weights = batch.weights[: len(queries)]
+        weights = batch.weights[:count]
         total = batch.total_weight
         if self.labelled:
             # The total of a batch counts all rows, and here only those with a label do.

@@ -1,7 +1,7 @@
 """Softmax over many candidates: those of the batch of all ranks, or those of a whole catalogue.
 
-Axis letters: see torchrec_ext.schema. For candidates of the batch B are the queries of this rank, M extra candidates
-without a query, P the greatest B + M of all ranks, and C = R x P.
+Axis letters: see torchrec_ext.schema. For candidates of the batch B are the rows of this rank, P the greatest B of all
+ranks, and C = R x P.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ def in_batch_negatives(
     ids: Tensor,
     *,
     log_q: Tensor | None = None,
-    queries: int | None = None,
     rows: int | None = None,
     present: Tensor | None = None,
 ) -> InBatch:
@@ -61,26 +60,23 @@ def in_batch_negatives(
     candidates each rank has; twice where ``rows`` is given. One rank does not exchange.
 
     Args:
-        embeddings: (B + M, D) vectors; the first B are the positives of this rank's queries, in order, the rest are
-            negatives alone (mixed negatives, Yang et al. 2020).
-        ids: (B + M,) int64 items, 0 or more. A candidate whose id was dropped keeps it here, as in ``batch.items``,
+        embeddings: (B, D) vectors, the positives of this rank's queries, in order.
+        ids: (B,) int64 items, 0 or more. A candidate whose id was dropped keeps it here, as in ``batch.items``,
             whatever was looked up for it.
-        log_q: (B + M,) log-probability that a row of the batch holds the item, up to one constant.
-        queries: B; by default all rows.
+        log_q: (B,) log-probability that a row of the batch holds the item, up to one constant.
         rows: P, where it is known and the same on every rank, as for the loader's batches: ceil(batch_size / R) of
-            ``batch_size`` rows over R ranks, plus M. Saves an exchange, and on CUDA the wait for it.
-        present: (B + M,) bool, whether each row has a candidate and is not padding; by default ids other than 0.
+            ``batch_size`` rows over R ranks. Saves an exchange, and on CUDA the wait for it.
+        present: (B,) bool, whether each row has a candidate and is not padding; by default ids other than 0.
 
     Raises:
         ValueError: shapes that do not fit together.
 
     Example:
-        >>> made = in_batch_negatives(torch.eye(4), torch.tensor([7, 8, 7, 5]), queries=3)
+        >>> made = in_batch_negatives(torch.eye(3), torch.tensor([7, 8, 7]))
         >>> [made.ids[~row].tolist() for row in made.excluded]  # each query's own item and its negatives
-        [[7, 8, 5], [7, 8, 7, 5], [8, 7, 5]]
+        [[7, 8], [7, 8, 7], [8, 7]]
     """
     size = len(ids)
-    count = size if queries is None else queries
     if present is None:
         present = ids != 0
     for name, values in (("embeddings", embeddings[:, 0]), ("present", present)):
@@ -97,7 +93,7 @@ def in_batch_negatives(
     ids, log_q = _gather_facts(_pad(ids, rows, _PADDING), log_q)
     # The candidates of all ranks stand in rank order, P of each.
     rank = dist.get_rank() if dist.is_initialized() else 0
-    targets = torch.arange(count, device=ids.device) + rank * rows
+    targets = torch.arange(size, device=ids.device) + rank * rows
     padding = ids == _PADDING
     items = ids.clamp(min=0)
     excluded = (ids == ids[targets][:, None]) | padding

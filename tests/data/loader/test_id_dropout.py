@@ -60,7 +60,7 @@ def loader(
     world_size: int = 1,
     **config: Any,
 ) -> ChunkLoader:
-    config = {"batch_size": 32, "negatives": 3, "prefetch": 0} | config
+    config = {"batch_size": 32, "negatives": 3} | config
     return training_loader(
         data, schema, LoaderConfig(**config), rank=rank, world_size=world_size
     )

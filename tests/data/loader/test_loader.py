@@ -65,7 +65,7 @@ def loader_of(
     negatives = UniformNegatives(
         ITEMS, chunk["user_id"].values, chunk["item_id"].values, options.get("seed", 0)
     )
-    config = LoaderConfig(**{"prefetch": 0, "batch_size": 8, "negatives": 2} | options)
+    config = LoaderConfig(**{"batch_size": 8, "negatives": 2} | options)
     return ChunkLoader(
         chunk,
         SCHEMA,
@@ -152,7 +152,7 @@ def test_a_user_without_negatives_ends_the_step_that_has_the_user_and_none_befor
         schema_of(
             {"user_id": 40, "history": ITEMS + 1, "item_id": ITEMS + 1, "kind": 3}
         ),
-        config=LoaderConfig(prefetch=0, batch_size=8, negatives=2, shuffle=False),
+        config=LoaderConfig(batch_size=8, negatives=2, shuffle=False),
         items=ITEM_TABLE,
         negatives=UniformNegatives(ITEMS, pairs, items),
     )

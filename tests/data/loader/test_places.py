@@ -75,7 +75,7 @@ def loader_of(
         shared=shared,
         label_range=None,
     )
-    usual = {"batch_size": 8, "negatives": 2, "weight": "weight", "prefetch": 0}
+    usual = {"batch_size": 8, "negatives": 2, "weight": "weight"}
     config = LoaderConfig(**{**usual, "read_ahead": 0, **options})
     users, items = (rows[name].values for name in ("user_id", "item_id"))
     sampler = kind(ITEMS, users, items, 3) if config.negatives else None

@@ -109,13 +109,14 @@ def test_samplers_that_do_not_fit_are_refused() -> None:
     for value, arguments, options in (
         ("loader.negatives=4, ", (LoaderConfig(), everything), {}),
         ("loader.negatives=4 without", (LoaderConfig(), None), {}),
+        ("loader.negatives=4 without", (LoaderConfig(), uniform, None), {}),
         (
             "negatives=4 with shared=item_id, kind: each",
             (LoaderConfig(), uniform),
             {"shared": of_items},
         ),
         ("CatalogueCandidates without items", (none, everything, None), {}),
-        ("device=cpu with CatalogueCandidates", (none, everything), {"device": "cpu"}),
+        ("loader.device='cpu' with a loss over", (none, everything), {"device": "cpu"}),
     ):
         with pytest.raises(ValueError, match=re.escape(value)):
             make(*arguments, **options)  # type: ignore[arg-type]

@@ -46,7 +46,7 @@ def sequences(count: int) -> Column:
 def loader_of(
     count: int, rank: int = 0, world_size: int = 1, **options: Any
 ) -> ChunkLoader:
-    config = LoaderConfig(**{"batch_size": 8, "negatives": 3, "prefetch": 0} | options)
+    config = LoaderConfig(**{"batch_size": 8, "negatives": 3} | options)
     return ChunkLoader(
         Chunk({"session": sequences(count)}),
         SCHEMA,

@@ -12,7 +12,6 @@ Sampling = Literal["uniform", "popularity"]
 _LEAST = {
     "batch_size": 1,
     "negatives": 0,
-    "prefetch": 0,
     "lanes": 1,
     "buffer_rows": 1,
     "read_ahead": 0,
@@ -32,9 +31,6 @@ class LoaderConfig:
         popularity_exponent: see :class:`PopularityNegatives`.
         shuffle: draw a new order each epoch; False keeps the order of the rows.
         drop_last: leave out the last step if it is not full; else rows of weight 0 fill it.
-        prefetch: number of batches built ahead by a thread; 0 builds them in the caller's thread. Where not given, 2
-            with a CUDA device, and else 0.
-        pin_memory: put batches into page-locked memory; where not given, if there is a CUDA device.
         seed: seed of the order and of the negatives.
         label: the column with the labels, for ``negatives=0``; all labels are 1 where not given.
         weight: the column with a weight for each row; all weights are 1 where not given.
@@ -60,8 +56,6 @@ class LoaderConfig:
     popularity_exponent: float = 0.75
     shuffle: bool = True
     drop_last: bool = False
-    prefetch: int | None = None
-    pin_memory: bool | None = None
     seed: int = 0
     label: str | None = None
     weight: str | None = None

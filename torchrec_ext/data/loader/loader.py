@@ -72,6 +72,7 @@ def _check(
     sampler: Sampler | None,
     schema: BatchSchema,
     items: Chunk | None,
+    device: torch.device | str | None,
 ) -> None:
     """Refuses a sampler that does not fit the settings.
 
@@ -90,14 +91,15 @@ def _check(
             raise ValueError(
                 "CatalogueCandidates without items: their features are looked up there; pass items="
             )
-        if config.negatives or config.device:
+        if config.negatives or device:
             raise ValueError(
-                f"loader.negatives={config.negatives}, loader.device={config.device!r} with a loss over the catalogue: "
+                f"loader.negatives={config.negatives}, loader.device={str(device)!r} with a loss over the catalogue: "
                 "set negatives=0, leave device out"
             )
-    elif config.negatives and sampler is None:
+    elif config.negatives and (sampler is None or not has_items):
         raise ValueError(
-            f"loader.negatives={config.negatives} without negatives=: pass a sampler, or set it to 0"
+            f"loader.negatives={config.negatives} without negatives= and items=: pass a sampler and the items' "
+            "features, or set it to 0"
         )
 
 
@@ -129,17 +131,9 @@ def batches_of(
     own: Negatives | None = None
     if isinstance(sampler, CatalogueCandidates):
         assert items is not None, "checked by ChunkLoader"
-        if device is not None:
-            raise ValueError(
-                f"device={device} with CatalogueCandidates: the host makes their batches; leave device out"
-            )
         table = item_table(schema, items, place)
         shared = SharedCandidates(schema, config, table, sampler.items, share)
         ids = shared.ids
-    elif config.negatives and items is None:
-        raise ValueError(
-            f"loader.negatives={config.negatives} without items: drawn items need features; pass items="
-        )
     elif items is not None:
         own = sampler
         ids = ("user_id", "item_id") if config.negatives else ("item_id",)
@@ -257,7 +251,7 @@ class ChunkLoader:
             drawn uniformly and shared by all targets of a step; 0 makes the whole catalogue the candidates.
 
     Attributes:
-        depth: number of batches that a thread builds ahead.
+        depth: number of batches that a thread builds ahead, 2 with a CUDA device and else 0; it may be set.
         epoch: the epoch that it is in.
         hook: where :func:`drop_ids` and :class:`DynamicIdLoader` replace the ids of the batches.
         sessions: see above; None for other rows.
@@ -282,9 +276,9 @@ class ChunkLoader:
         sessions: int | None = None,
     ) -> None:
         share = Share(rank=rank, world_size=world_size)
-        if sessions is None:
-            _check(config, negatives, schema, items)
         device = device or config.device
+        if sessions is None:
+            _check(config, negatives, schema, items, device)
         self.sessions = sessions
         # Of files an array column becomes columns of one number where a row group is
         # read.
@@ -347,11 +341,11 @@ class ChunkLoader:
         # Rows on a device: there is nothing for a thread to hide, and no copy to pin
         # memory for. On a CPU the thread and the step wait for each other at Python's
         # lock, which costs most models more than it hides.
-        self._pin = self.depth = 0
-        if self._rows.ahead:
-            usual = _AHEAD_ON_GPU if on_gpu else 0
-            self.depth = usual if config.prefetch is None else config.prefetch
-            self._pin = on_gpu if config.pin_memory is None else config.pin_memory
+        self._pin = False
+        self.depth = 0
+        if self._rows.ahead and on_gpu:
+            self.depth = _AHEAD_ON_GPU
+            self._pin = True
         self.epoch = 0
         self._step = 0
         self._start = 0

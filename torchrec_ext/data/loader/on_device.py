@@ -26,7 +26,11 @@ from torchrec_ext.data.loader.batch import (
 )
 from torchrec_ext.data.loader.blocks import BlockLayout
 from torchrec_ext.data.loader.config import LoaderConfig
-from torchrec_ext.data.loader.shared import StepCandidates, StepRows
+from torchrec_ext.data.loader.shared import (
+    SessionCandidates,
+    SharedCandidates,
+    StepRows,
+)
 from torchrec_ext.data.loader.table import DeviceTable, item_table, table_of
 from torchrec_ext.data.negatives.row_draws import RowDraws
 from torchrec_ext.data.negatives.samplers import Negatives
@@ -166,7 +170,7 @@ class TowerRows(ResidentRows):
         rows: Chunk,
         schema: BatchSchema,
         config: LoaderConfig,
-        candidates: DeviceCandidates | StepCandidates | None,
+        candidates: DeviceCandidates | SharedCandidates | SessionCandidates | None,
         share: Share,
         device: torch.device,
         *,
@@ -175,7 +179,7 @@ class TowerRows(ResidentRows):
         ahead: bool = False,
     ) -> None:
         draws: DeviceCandidates | None = None
-        self._of_step: StepCandidates | None = None
+        self._of_step: SharedCandidates | SessionCandidates | None = None
         if isinstance(candidates, DeviceCandidates):
             draws = candidates
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -56,17 +56,6 @@ class StepRows(NamedTuple):
     total: Tensor
 
 
-class StepCandidates(Protocol):
-    """Makes the batches of rows whose candidates belong to the step."""
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """Further columns that it reads."""
-
-    def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
-        """Builds the batch of a rank's rows, of the same size on every rank."""
-
-
 @dataclass(frozen=True)
 class SharedCandidates:
     """Puts the catalogue after the positives, for a softmax over it.
@@ -94,11 +83,11 @@ class SharedCandidates:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """See :class:`StepCandidates`."""
+        """Further columns that it reads."""
         return (self.schema.candidate or ITEM,)
 
     def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
-        """See :class:`StepCandidates`."""
+        """Builds the batch of a rank's rows, of the same size on every rank."""
         schema = self.schema
         (key,) = self.ids
         queries = self.share.rows(self.config.batch_size)
@@ -171,13 +160,10 @@ class SessionCandidates:
     num_items: int
     share: Share
 
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """See :class:`StepCandidates`."""
-        return ()
+    ids = ()
 
     def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
-        """See :class:`StepCandidates`."""
+        """Builds the batch of a rank's rows, of the same size on every rank."""
         device = rows.numbers.device
         size = self.share.rows(self.config.batch_size)
         candidates = _part_of(self._drawn(epoch, step), self.share)
