@@ -29,10 +29,6 @@ CASES: dict[str, dict[str, Any]] = {
     "users shared": {"shared": USERS},
     "no negatives": {"negatives": 0},
     "no negatives, users shared": {"negatives": 0, "shared": USERS},
-    "no negatives, items shared": {
-        "negatives": 0,
-        "shared": ("item_id", "kind", "genres", "year"),
-    },
     "labels": {"negatives": 0, "label": "weight"},
     "popularity": {"kind": PopularityNegatives, "shared": USERS},
     "catalogue": {"negatives": 0, "catalogue": True},

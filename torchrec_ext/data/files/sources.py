@@ -440,29 +440,17 @@ class ParquetSource:
         names: list[str],
         read_table: Callable[[list[str]], pa.Table | pa.RecordBatch],
     ) -> pa.Table | pa.RecordBatch:
-        """Reads columns of a group or a part of it, and blames the damaged column where this fails."""
+        """Reads columns of a group or a part of it; names the group where this fails."""
         try:
             return read_table(names) if names else pa.table({})
         except DataError:
             raise
         # Of Arrow, the disk or the network.
         except Exception as error:
-            where = part.name
-            for name in names:
-                if not self._readable(part, name):
-                    where += f", column '{name}'"
-                    break
             raise DataError(
-                f"{where} cannot be read: the file is damaged, cut or gone; copy or write it again "
+                f"{part.name} cannot be read: the file is damaged, cut or gone; copy or write it again "
                 f"({str(error).splitlines()[0][:60]})"
             ) from error
-
-    def _readable(self, group: RowGroup, name: str) -> bool:
-        try:
-            self._group(group, [name])
-        except Exception:
-            return False
-        return True
 
 
 def _sample(file: DataFile) -> bytes:

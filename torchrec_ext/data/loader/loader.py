@@ -81,10 +81,9 @@ def _check(
     """
     has_items = items is not None
     in_shared = sorted({*schema.shared} & {*(items or ())})
-    if config.negatives and in_shared:
+    if in_shared:
         raise ValueError(
-            f"loader.negatives={config.negatives} with shared={listed(in_shared)}: each drawn item has columns of its "
-            "own; share the user's columns, or set loader.negatives=0"
+            f"shared={listed(in_shared)}: each candidate has columns of its own; share the user's columns alone"
         )
     if isinstance(sampler, CatalogueCandidates):
         if not has_items:

@@ -144,10 +144,6 @@ class _Tables(NamedTuple):
         return _Tables(self.rows.over(tensors[:count], room), items)
 
 
-def _with(columns: RowColumns, others: RowColumns) -> RowColumns:
-    return RowColumns(columns.bags | others.bags, columns.numbers | others.numbers)
-
-
 class TowerRows(ResidentRows):
     """Builds batches of rows that are tensors on one device, shuffled as a whole.
 
@@ -331,8 +327,9 @@ class TowerRows(ResidentRows):
         if tables.items is not None:
             items, *of_drawn = [each.reshape(-1) for each in candidates]
             features = tables.items.columns(items, totals)
-            of_rows = _with(of_rows, features)
-            shared = _with(shared, features)
+            of_rows = RowColumns(
+                of_rows.bags | features.bags, of_rows.numbers | features.numbers
+            )
             if of_drawn:
                 (log_q,) = of_drawn
         places = torch.arange(width, device=self.device)

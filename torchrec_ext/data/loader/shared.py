@@ -110,30 +110,23 @@ class SharedCandidates:
             [torch.arange(count), queries + torch.arange(len(extra), dtype=torch.int64)]
         )
         features = placed(self.items.columns(torch.from_numpy(ids)), places, size)
-        # Features of items in the shared rows: each row then needs one of its own. Extra
-        # candidates need some shared row and are no queries, so that the first one does.
-        own = any(name in schema.shared for name in (*features.bags, *features.numbers))
-        shared_size = size if own else queries
+        # Extra candidates need some shared row and are no queries, so that the first one does.
         index = torch.arange(size)
         numbers = padded(rows.numbers, size).clone()
         # Those of the candidates are below 0, by their places among those of all ranks.
         first = self.share.rank * len(drawn)
         numbers[queries:] = -1 - first - torch.arange(len(drawn))
         answers = Answers.of(schema, self.config, rows.columns.numbers, count, size)
-
-        def beside(size: int, items: RowColumns) -> RowColumns:
-            mine = placed(rows.columns, torch.arange(count), size)
-            return RowColumns(mine.bags | items.bags, mine.numbers | items.numbers)
-
+        mine = placed(rows.columns, torch.arange(count), size)
         return assemble(
             schema,
-            beside(size, features),
+            RowColumns(mine.bags | features.bags, mine.numbers | features.numbers),
             answers,
             total_weight=rows.total,
-            numbers=RowNumbers(numbers, numbers[:shared_size]),
-            shared=beside(shared_size, features if own else RowColumns({}, {})),
-            index=index if own else torch.where(index < queries, index, 0),
-            shared_size=shared_size,
+            numbers=RowNumbers(numbers, numbers[:queries]),
+            shared=placed(rows.columns, torch.arange(count), queries),
+            index=torch.where(index < queries, index, 0),
+            shared_size=queries,
             items=torch.zeros(size, dtype=torch.int64).index_copy_(
                 0, places, torch.from_numpy(ids)
             ),
