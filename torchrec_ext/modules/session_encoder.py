@@ -189,9 +189,10 @@ class SessionEncoder(nn.Module):
             is_step = index < of_rows
             # Padding repeats the last step, so that it is an index too.
             packed = starts[rows][:, None] + torch.minimum(index, of_rows - 1)
-            encoded = self(
-                steps[packed.to(steps.device)], of_rows[:, 0].to(steps.device)
-            )
+            # Not steps[packed], because its backward adds number by number.
+            padded = steps.index_select(0, packed.flatten().to(steps.device))
+            padded = padded.view(*packed.shape, self.width)
+            encoded = self(padded, of_rows[:, 0].to(steps.device))
             kept = is_step.flatten().nonzero()[:, 0].to(steps.device)
             outputs.append(encoded.flatten(0, 1).index_select(0, kept))
             places.append(packed[is_step])

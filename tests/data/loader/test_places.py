@@ -32,7 +32,6 @@ CASES: dict[str, dict[str, Any]] = {
     "labels": {"negatives": 0, "label": "weight"},
     "popularity": {"kind": PopularityNegatives, "shared": USERS},
     "catalogue": {"negatives": 0, "catalogue": True},
-    "one key": {"features": ("history", "item_id"), "shared": USERS},
     "dropout": {"rates": RATES},
     "dropout, no negatives": {"rates": RATES, "negatives": 0},
 }
@@ -56,17 +55,13 @@ def loader_of(
     *,
     shared: tuple[str, ...] = (),
     kind: Any = UniformNegatives,
-    features: tuple[str, ...] = ("item_id",),
     rates: dict[str, float] | None = None,
     catalogue: bool = False,
     place: dict[str, Any],
     **options: Any,
 ) -> Any:
-    """A loader of some rows; ``features`` are those of the items' table."""
-    tables = {name: TABLES[name] for name in TABLES if name not in features}
     schema = schema_by(
-        {**tables, "item": ITEMS + 1},
-        features={"item": features},
+        TABLES,
         dense=["row", "year"],
         shared=shared,
         label_range=None,
