@@ -211,7 +211,7 @@ def test_a_recipe_of_the_users_own(spec: str, folder: Path) -> None:
         ),
         (
             "my_typo.py:job",
-            "{folder}/my_typo.py, line 2: invalid syntax: def job(:; correct the file",
+            "invalid syntax (my_typo.py, line 2); correct the file",
         ),
         (
             "my_script.py:job",
