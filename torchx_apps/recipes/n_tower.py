@@ -56,7 +56,7 @@ def columns_by_name(
             raise ValueError(
                 f"model.towers: '{name}' is {place}; name each column in one tower: {listed(columns)}"
             )
-    found = {}
+    found: dict[str, tuple[Sequence[str], Sequence[str]]] = {}
     for tower, names in towers.items():
         mine = [name for name in columns if name in names]
         numbers = [name for name in mine if name in dense]
