@@ -206,7 +206,7 @@ def test_a_relation_is_refused_by_its_files(
         with pytest.raises(DataError, match=r"b\.parquet: cannot be read as"):
             fit()
         (tmp_path / "a.parquet").write_bytes(bad.read_bytes())
-        with pytest.raises(DataError, match=r"\.parquet: cannot be read as"), telling():
+        with pytest.raises(DataError, match=r"\.parquet: .* was cut short"), telling():
             fit()
 
 
@@ -295,7 +295,7 @@ def test_events_may_have_fewer_columns_but_not_other_types(tmp_path: Path) -> No
         fitted.transform(rows, tmp_path / "wrong", events=wrong)
     (tmp_path / "past.parquet").write_bytes(past.read_bytes()[:-20])
     with pytest.raises(
-        DataError, match=r"past\.parquet: starts as parquet, but its footer"
+        DataError, match=r"past\.parquet: cannot be read as parquet"
     ):
         fitted.transform(rows, tmp_path / "again", events=past)
 
