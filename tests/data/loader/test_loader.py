@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from collections import Counter
 from functools import partial
@@ -19,6 +20,7 @@ from torchrec_ext.data.loader.loader import (
     ChunkLoader,
     LoaderConfig,
 )
+from torchrec_ext.data.loader.shared import CatalogueCandidates
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import BatchSchema, DataError
 
@@ -307,3 +309,39 @@ def test_an_id_out_of_range_names_its_row_in_the_set() -> None:
 def test_a_wrong_setting_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LoaderConfig(**options)
+
+
+def test_samplers_that_do_not_fit_are_refused() -> None:
+    rows = rows_of(53)
+    uniform = UniformNegatives(ITEMS, rows["user_id"].values, rows["item_id"].values)
+    everything = CatalogueCandidates(np.arange(1, ITEMS + 1))
+    none = LoaderConfig(batch_size=8, negatives=0)
+    of_items = ("item_id", "kind")
+
+    def make(
+        config: LoaderConfig,
+        sampler: Any,
+        items: Chunk | None = ITEM_TABLE,
+        shared: tuple[str, ...] = (),
+        **options: Any,
+    ) -> None:
+        tables = {"user_id": 53, "history": ITEMS + 1, "item_id": ITEMS + 1, "kind": 3}
+        made = schema_of(tables, ("row",), shared=shared)
+        ChunkLoader(
+            rows, made, config=config, items=items, negatives=sampler, **options
+        )
+
+    for value, arguments, options in (
+        ("loader.negatives=4, ", (LoaderConfig(), everything), {}),
+        ("loader.negatives=4 without", (LoaderConfig(), None), {}),
+        ("loader.negatives=4 without", (LoaderConfig(), uniform, None), {}),
+        (
+            "shared=item_id, kind: each",
+            (LoaderConfig(), uniform),
+            {"shared": of_items},
+        ),
+        ("CatalogueCandidates without items", (none, everything, None), {}),
+        ("loader.device='cpu' with a loss over", (none, everything), {"device": "cpu"}),
+    ):
+        with pytest.raises(ValueError, match=re.escape(value)):
+            make(*arguments, **options)  # type: ignore[arg-type]

@@ -294,9 +294,7 @@ def test_events_may_have_fewer_columns_but_not_other_types(tmp_path: Path) -> No
     ):
         fitted.transform(rows, tmp_path / "wrong", events=wrong)
     (tmp_path / "past.parquet").write_bytes(past.read_bytes()[:-20])
-    with pytest.raises(
-        DataError, match=r"past\.parquet: cannot be read as parquet"
-    ):
+    with pytest.raises(DataError, match=r"past\.parquet: cannot be read as parquet"):
         fitted.transform(rows, tmp_path / "again", events=past)
 
 

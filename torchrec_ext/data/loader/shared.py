@@ -64,8 +64,7 @@ class SharedCandidates:
 
         positives, padding up to ceil(batch_size / R) | extra candidates, padding
 
-    Extra candidates have item features only, label and weight 0. If the user's features are shared, they are stored
-    once for each positive. The extra candidates then point at the first user, but are no queries.
+    Extra candidates have item features only, label and weight 0.
 
     Args:
         schema: the columns of the batch.
@@ -110,8 +109,6 @@ class SharedCandidates:
             [torch.arange(count), queries + torch.arange(len(extra), dtype=torch.int64)]
         )
         features = placed(self.items.columns(torch.from_numpy(ids)), places, size)
-        # Extra candidates need some shared row and are no queries, so that the first one does.
-        index = torch.arange(size)
         numbers = padded(rows.numbers, size).clone()
         # Those of the candidates are below 0, by their places among those of all ranks.
         first = self.share.rank * len(drawn)
@@ -123,10 +120,7 @@ class SharedCandidates:
             RowColumns(mine.bags | features.bags, mine.numbers | features.numbers),
             answers,
             total_weight=rows.total,
-            numbers=RowNumbers(numbers, numbers[:queries]),
-            shared=placed(rows.columns, torch.arange(count), queries),
-            index=torch.where(index < queries, index, 0),
-            shared_size=queries,
+            numbers=RowNumbers(numbers, numbers),
             items=torch.zeros(size, dtype=torch.int64).index_copy_(
                 0, places, torch.from_numpy(ids)
             ),
