@@ -20,7 +20,11 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.config import Combine
 from torchrec_ext.modules.interaction import DotProduct
-from torchrec_ext.modules.session_encoder import SessionEncoder, from_end
+from torchrec_ext.modules.session_encoder import (
+    SessionEncoder,
+    from_end,
+    on_device,
+)
 from torchrec_ext.modules.session_tower import (
     SessionSteps,
     SessionTop,
@@ -150,15 +154,13 @@ class _NextItemNetwork(nn.Module):
         self, embedded: Mapping[str, JaggedTensor], batch: TowerBatch
     ) -> Tensor:
         items = embedded[SESSION].values()
-        lengths = embedded[SESSION].lengths().long()
-        rows = torch.arange(len(lengths), device=items.device).repeat_interleave(
-            lengths, output_size=len(items)
-        )
+        # The one wait for a GPU: the lengths decide how to pad.
+        lengths = embedded[SESSION].lengths().long().cpu()
+        rows = torch.repeat_interleave(lengths)
         # The last item has no next one, so the encoder does not run on it.
-        is_last = lengths.cumsum(0)[rows] - 1 == torch.arange(
-            len(items), device=items.device
-        )
-        inputs = (~is_last).nonzero()[:, 0]
+        is_input = torch.arange(len(rows)) < lengths.cumsum(0)[rows] - 1
+        inputs = on_device(is_input.nonzero()[:, 0], items.device)
+        sessions = on_device(rows[is_input], items.device)
         states = self.encoder.packed(items[inputs], (lengths - 1).clamp(min=0))
         ids = batch.sparse[SESSION].values()
         targets = inputs + 1
@@ -171,7 +173,7 @@ class _NextItemNetwork(nn.Module):
             num_items=self.num_items,
         )
         # The unknown item is none to predict.
-        weights = batch.weights[rows[inputs]] * (ids[targets] > 0)
+        weights = batch.weights[sessions] * (ids[targets] > 0)
         return (losses * weights).sum() / batch.total_weight  # type: ignore[no-any-return]
 
     def last_padded(self, steps: Tensor, lengths: Tensor) -> Tensor:

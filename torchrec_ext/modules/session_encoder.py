@@ -172,14 +172,14 @@ class SessionEncoder(nn.Module):
             )
         if not longest:
             # Empty but in the graph, because DistributedDataParallel waits for every gradient.
-            one = on_host.new_ones(1).to(steps.device)
+            one = on_device(on_host.new_ones(1), steps.device)
             nothing = self(steps.new_zeros(1, 1, self.width), one)[0, :0]
             return steps + nothing  # type: ignore[no-any-return]
         starts = on_host.cumsum(0) - on_host
         # Each is padded by less than half of its length.
         sizes = on_host.clamp(min=1).float().log2().mul(2).ceil()
         outputs: list[Tensor] = []
-        places: list[Tensor] = []
+        order: list[Tensor] = []
         for size in sorted(set(sizes.tolist())):
             rows = ((sizes == size) & (on_host > 0)).nonzero()[:, 0]
             if not len(rows):
@@ -190,14 +190,22 @@ class SessionEncoder(nn.Module):
             # Padding repeats the last step, so that it is an index too.
             packed = starts[rows][:, None] + torch.minimum(index, of_rows - 1)
             # Not steps[packed], because its backward adds number by number.
-            padded = steps.index_select(0, packed.flatten().to(steps.device))
+            places = on_device(packed.flatten(), steps.device)
+            padded = steps.index_select(0, places)
             padded = padded.view(*packed.shape, self.width)
-            encoded = self(padded, of_rows[:, 0].to(steps.device))
-            kept = is_step.flatten().nonzero()[:, 0].to(steps.device)
+            encoded = self(padded, on_device(of_rows[:, 0], steps.device))
+            kept = on_device(is_step.flatten().nonzero()[:, 0], steps.device)
             outputs.append(encoded.flatten(0, 1).index_select(0, kept))
-            places.append(packed[is_step])
-        back = torch.cat(places).argsort().to(steps.device)
+            order.append(packed[is_step])
+        back = on_device(torch.cat(order).argsort(), steps.device)
         return torch.cat(outputs).index_select(0, back)
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a tensor of the host to a device; to a GPU from page-locked memory, or the copy would wait."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def from_end(steps: Tensor, lengths: Tensor) -> Tensor:
