@@ -228,9 +228,6 @@ def test_a_file_that_comes_too_late_between_two_runs_is_named(tmp_path: Path) ->
             match=rf"1\.jsonl: came after {last}\.jsonl was read, and precedes",
         ):
             EventLog(config(tmp_path)).load_state_dict(state)
-        # A state of an earlier release does not say which files were read.
-        del state["read"]
-        EventLog(config(tmp_path)).load_state_dict(state)
 
 
 def test_there_must_be_a_folder() -> None:

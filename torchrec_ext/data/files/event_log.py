@@ -141,15 +141,12 @@ class EventLog:
         self._seen = {
             name for name in os.listdir(self.folder) if _natural(name) <= _natural(last)
         }
-        read = state.get("read")
+        read = state["read"]
         for name in sorted(self._seen, key=_natural):
             path = self.folder / name
             if name[0] in "._" or not _is_data(path):
                 continue
-            # States of earlier releases lack the fingerprints.
-            if read is None:
-                self._read[name] = _fingerprint(path)
-            elif name in read:
+            if name in read:
                 self._read[name] = read[name]
                 self._check_unchanged(name)
             else:

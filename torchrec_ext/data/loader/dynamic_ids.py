@@ -199,10 +199,9 @@ class DynamicIdLoader:
             IdsChangedError: see :meth:`load_ids`.
         """
         self.load_ids(state)
-        # One rank has the look-ups of all since the last figures; earlier releases did
-        # not save them.
+        # One rank has the look-ups of all since the last figures.
         if self.ids.ranks.is_first:
-            self._reported -= torch.tensor(state.get("recent", [0, 0]))
+            self._reported -= torch.tensor(state["recent"])
         self._loader.load_state_dict(state["loader"])
 
     def load_ids(self, state: Mapping[str, Any]) -> None:
