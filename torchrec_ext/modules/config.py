@@ -17,7 +17,6 @@ Activation = Literal["relu", "gelu", "silu", "tanh", "leaky_relu"]
 Normalization = Literal["none", "layer", "batch"]
 Position = Literal["start", "end", "none"]
 Combine = Literal["sum", "concat"]
-TaskRows = Literal["all", "positive", "product"]
 
 
 # What model.interaction of a recipe may be, in the order in which a message lists them, and

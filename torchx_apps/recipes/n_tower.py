@@ -20,7 +20,6 @@ from torchrec_ext.modules.config import (
     LOSSES,
     Interaction,
     Normalization,
-    TaskRows,
 )
 from torchrec_ext.schema.validation import listed
 from torchrec_ext.train.config import Schedule, TrainConfig
@@ -174,16 +173,12 @@ class MultiTaskConfig(NTowerConfig):
     Args:
         weights: weight of a task's loss, by task, as in ``--model.weights.conversion 0.5``; 1 for a task that is not
             named.
-        rows: rows by which the further tasks are learned: ``all``; ``positive``, those whose first label is 1, as a
-            conversion is known only after a click; or ``product``, all rows, of which the product of both
-            probabilities is the further task's (ESMM). See :class:`MultiTaskModel`.
         serve: tasks by whose product of probabilities items are ranked and a bundle scores, as ``click,conversion``;
             the first task where empty.
     """
 
     interaction: Interaction = "top_nn"
     weights: Mapping[str, float] = field(default_factory=dict)
-    rows: TaskRows = "all"
     serve: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -261,7 +256,6 @@ def build_multi_task(config: MultiTaskConfig, data: Prepared) -> MultiTaskModel:
         towers,
         top,
         tasks={name: weights.get(name, 1.0) for name in labels},
-        rows=config.rows,
         device=torch.device("meta"),
     )
 
