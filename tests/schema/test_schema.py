@@ -270,10 +270,9 @@ def test_a_column_cannot_be_sparse_and_dense() -> None:
             "column 'weight': value -1 in row 0 of the batch must be 0 or more",
         ),
         ({"weights": torch.zeros(2)}, "total_weight=0.0: must be greater than 0"),
-        ({"log_q": torch.zeros(7)}, "column 'log_q': shape (7,), must be (2,)"),
     ],
 )
-def test_labels_weights_and_log_q_are_checked(
+def test_labels_and_weights_are_checked(
     arguments: dict[str, Tensor], text: str
 ) -> None:
     with pytest.raises(DataError) as error:

@@ -217,7 +217,6 @@ class BatchSchema:
         labels: Tensor,
         weights: Tensor | None = None,
         total_weight: float | None = None,
-        log_q: Tensor | None = None,
         targets: Tensor | None = None,
         index: Tensor | None = None,
     ) -> TowerBatch:
@@ -232,7 +231,6 @@ class BatchSchema:
             weights: (B,), 0 for padding; ones by default.
             total_weight: the sum of the weights over all ranks divided by R, by which the loss divides; the sum of
                 ``weights`` by default.
-            log_q: (B,) log-probability with which the candidate was sampled.
             targets: (B, T - 1) the labels of the schema's ``tasks``; required if it has such.
             index: (B,) the shared row of each row. By default Q is B and row i has shared row i.
 
@@ -274,7 +272,6 @@ class BatchSchema:
             labels=numbers_of("label", labels, size, self.label_range),
             weights=weights,
             total_weight=total_of(weights, total_weight),
-            log_q=None if log_q is None else numbers_of("log_q", log_q, size),
             targets=self._targets(targets, size),
             items=items,
             shared_dense=shared_dense,

@@ -229,9 +229,7 @@ def _model_and_loader(
         batch_size=config.batch_size,
         negatives=config.negatives,
         seed=config.seed,
-        log_q=loss is not None
-        and (loss.in_batch or config.negatives > 0)
-        and getattr(job.model, "correct", False),
+        log_q=loss is not None and (loss.in_batch or config.negatives > 0),
         stop=stop,
     )
     return (

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from torchrec_ext.data.columns import Int64
 from torchrec_ext.schema import DataError
 
-# Places whose copies a bitmap is made from: so many stay in the cache.
-_AT_ONCE = 1 << 18
 # Of a user: the start of the pairs, the number of free items, its logarithm, and one
 # number while these are made.
 _ROW_BYTES = 32
@@ -140,14 +138,8 @@ def _check_users(num_users: int, width: int) -> None:
 def bitmap(places: Int64, size: int) -> NDArray[np.uint8]:
     """Returns (ceil(size / 8),) bytes with 1 bits at ``places`` (P,), the lowest bit of a byte first."""
     packed = np.zeros(-(-size // 8), np.uint8)
-    for start in range(0, len(places), _AT_ONCE):
-        some = places[start : start + _AT_ONCE]
-        bytes_ = some >> 3
-        bits = (some & 7).astype(np.uint8)
-        # One bit at a time, because a byte that stands twice in an assignment takes the
-        # last value alone.
-        for bit in range(8):
-            packed[bytes_[bits == bit]] |= np.uint8(1 << bit)
+    bits = np.left_shift(1, places & 7).astype(np.uint8)
+    np.bitwise_or.at(packed, places >> 3, bits)
     return packed
 
 
