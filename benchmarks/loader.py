@@ -86,7 +86,7 @@ def read(rows):
 
 
 def one_thread(folder, *, shuffle):
-    options = {"shuffle": shuffle, "prefetch": 0, "read_ahead": 0}
+    options = {"shuffle": shuffle, "read_ahead": 0}
     return read(loader(ParquetSource(folder), **options))
 
 

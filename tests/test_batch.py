@@ -17,7 +17,6 @@ def batch() -> TowerBatch:
         dense=torch.rand(24, 3),
         index=torch.arange(24),
     )
-    made.joint = next(batches(1, seed=3)).sparse
     made.targets = torch.rand(24, 2)
     return made
 
@@ -26,10 +25,7 @@ def parts(made: TowerBatch) -> list[torch.Tensor]:
     assert made.log_q is not None
     assert made.targets is not None
     assert made.shared is not None
-    assert made.joint is not None
     return [
-        made.joint.values(),
-        made.joint.lengths(),
         made.targets,
         made.shared.sparse.values(),
         made.shared.sparse.lengths(),

@@ -118,8 +118,6 @@ class TowerBatch(_Fields):
         log_q: log-probability with which each row's candidate was sampled, (B,) float32, or None.
         shared: features of the model's shared towers, which are then in neither ``sparse`` nor ``dense``; None without
             shared towers.
-        joint: bags of tables that a shared tower and another both read, each looked up once, stride Q + B, see
-            :class:`torchrec_ext.schema.features.Joint`; None without such tables.
         targets: labels of the second and further tasks, (B, T - 1) float32; None for one task.
         items: item of each row, (B,) int64, as sampled: id dropout changes the look-up and not this. 0 for padding.
             Losses that compare rows read it; None if the schema names no such column.
@@ -129,8 +127,6 @@ class TowerBatch(_Fields):
             which a captured step on a GPU waits.
         fresh: what changed in tables with dynamic ids before this batch, empty if nothing did; None without such
             tables.
-        host_lengths: (B,) lengths of bags of ``sparse`` by key, on the host although the batch is on a GPU, for models
-            that choose shapes by them; None: to be read from ``sparse``, for which a step on a GPU waits.
     """
 
     sparse: KeyedJaggedTensor
@@ -140,23 +136,11 @@ class TowerBatch(_Fields):
     total_weight: Tensor
     log_q: Tensor | None = None
     shared: SharedRows | None = None
-    joint: KeyedJaggedTensor | None = None
     targets: Tensor | None = None
     items: Tensor | None = None
     queries: int | None = None
     lists: tuple[str, ...] | None = None
     fresh: tuple[Fresh, ...] | None = None
-    host_lengths: dict[str, Tensor] | None = None
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
-        """Returns a copy on ``device``; the lengths of a batch from the host stay there, too."""
-        on_device = super().to(device, non_blocking)
-        keys = self.sparse.keys()
-        # Only from the host, since lengths that are on a GPU would be waited for.
-        if keys and self.sparse.device().type == "cpu" != torch.device(device).type:
-            lengths = self.sparse.lengths().view(len(keys), -1)
-            on_device.host_lengths = dict(zip(keys, lengths, strict=True))
-        return on_device
 
     def __len__(self) -> int:
         return self.labels.numel()
@@ -181,16 +165,7 @@ class TowerBatch(_Fields):
         return ids
 
     def bags(self, name: str) -> JaggedTensor:
-        """Returns the bags of one feature, in whichever field it is: B of them, or Q if the feature is shared.
-
-        The call waits for the device if the bags are in ``joint``.
-        """
-        if self.joint is not None:
-            for key in self.joint.keys():  # noqa: SIM118
-                # See Joint: the shared feature's name, then that of the rows' feature.
-                features = key.split("|")
-                if name in features:
-                    return self._half(self.joint[key], first=features[0] == name)
+        """Returns the bags of one feature, in whichever field it is: B of them, or Q if the feature is shared."""
         whole = [self.sparse]
         if self.shared is not None:
             whole.append(self.shared.sparse)
@@ -198,18 +173,6 @@ class TowerBatch(_Fields):
             if name in bags.keys():  # noqa: SIM118
                 return bags[name]
         raise KeyError(f"no feature '{name}' in the batch")
-
-    def _half(self, bags: JaggedTensor, *, first: bool) -> JaggedTensor:
-        lengths = bags.lengths()
-        # The key holds the bags of Q shared rows, then those of B rows.
-        queries = lengths.numel() - len(self)
-        end = int(lengths[:queries].sum())
-        rows = slice(queries, None)
-        ids = slice(end, None)
-        if first:
-            rows = slice(queries)
-            ids = slice(end)
-        return JaggedTensor(bags.values()[ids], lengths=lengths[rows])
 
 
 class Jagged(NamedTuple):
@@ -222,39 +185,11 @@ class Jagged(NamedTuple):
     lengths: Tensor | None = None
 
 
-class Keys(NamedTuple):
-    """The ``keys`` of one KeyedJaggedTensor, and the ``features`` of its bags, in order.
-
-    A key holds the bags of one feature. A key of ``batch.joint`` holds the bags of a shared feature and then those of
-    another. None stands for empty bags.
-    """
-
-    keys: tuple[str, ...]
-    features: tuple[str | None, ...]
-
-    @property
-    def per_key(self) -> int:
-        """Number of features of each key."""
-        return len(self.features) // max(len(self.keys), 1)
-
-
 class KeyLayout(NamedTuple):
-    """The keys of ``batch.sparse``, ``batch.shared.sparse`` and ``batch.joint``, or None."""
+    """The features of ``batch.sparse`` and of ``batch.shared.sparse``, in order; None without shared rows."""
 
-    rows: Keys
-    shared: Keys | None = None
-    joint: Keys | None = None
-
-
-class KeyedIds(NamedTuple):
-    """The content of one KeyedJaggedTensor: ``values`` int64, ``lengths`` int32.
-
-    ``length_per_key``, if it is known, spares a wait for the device to count the ids of each key.
-    """
-
-    values: Tensor
-    lengths: Tensor
-    length_per_key: list[int] | None = None
+    rows: tuple[str, ...]
+    shared: tuple[str, ...] | None = None
 
 
 @functools.cache
@@ -284,7 +219,7 @@ def _no_record(_record: logging.LogRecord) -> bool:
 
 def pack(
     layout: KeyLayout,
-    fill: Callable[[Keys, Sequence[int]], KeyedIds],
+    bags: Mapping[str, Jagged],
     *,
     dense: Tensor,
     labels: Tensor,
@@ -302,7 +237,7 @@ def pack(
 
     Args:
         layout: features of each tensor, in their order.
-        fill: returns the ids of one KeyedJaggedTensor, given its keys and the number of bags of each of their features.
+        bags: int64 ids of each feature by name; empty bags follow those of fewer rows, and stand for a missing feature.
         dense: (B, Fd) float32.
         labels: (B,) float32.
         weights: (B,) float32.
@@ -317,40 +252,21 @@ def pack(
     """
     size = labels.numel()
     shared = None
-    halves: tuple[int, ...] = (size,)
-
     # Before the first KeyedJaggedTensor, which would show the notice.
     skip_fx_notice()
-
-    def keyed(keys: Keys, *bags: int) -> KeyedJaggedTensor:
-        # A key of two halves has Q bags of its first feature, then B of its second.
-        ids = fill(
-            keys, [bags[number % len(bags)] for number in range(len(keys.features))]
-        )
-        return KeyedJaggedTensor(
-            keys=list(keys.keys),
-            values=ids.values,
-            lengths=ids.lengths,
-            stride=sum(bags),
-            length_per_key=ids.length_per_key,
-        )
-
     if layout.shared is not None:
         assert shared_dense is not None
         assert index is not None
-        shared = SharedRows(
-            keyed(layout.shared, shared_dense.shape[0]), shared_dense, index
-        )
-        halves = (shared_dense.shape[0], size)
+        of_shared = _keyed(layout.shared, bags, len(shared_dense), labels.device)
+        shared = SharedRows(of_shared, shared_dense, index)
     return TowerBatch(
-        sparse=keyed(layout.rows, size),
+        sparse=_keyed(layout.rows, bags, size, labels.device),
         dense=dense,
         labels=labels,
         weights=weights,
         total_weight=total_weight,
         log_q=log_q,
         shared=shared,
-        joint=None if layout.joint is None else keyed(layout.joint, *halves),
         targets=targets,
         items=items,
         queries=queries,
@@ -358,46 +274,28 @@ def pack(
     )
 
 
-def concatenate(
-    keys: Keys,
-    sizes: Sequence[int],
-    bags: Mapping[str, Jagged],
-    device: torch.device | None = None,
-    joined: Tensor | None = None,
-) -> KeyedIds:
-    """Puts the bags of the features of ``keys`` one after the other.
-
-    Args:
-        keys: keys of one KeyedJaggedTensor.
-        sizes: number of bags of each feature; if a feature has fewer, empty bags follow.
-        bags: int64 ids of each feature by name.
-        device: device of the result if no feature has bags; the CPU by default.
-        joined: the ids of all features one after the other, if they are at hand.
-    """
-    columns = [None if name is None else bags[name] for name in keys.features]
-    present_columns = [column for column in columns if column is not None]
-    if joined is not None:
-        values = joined
-    elif present_columns:
-        values = torch.cat([column.values for column in present_columns])
-    else:
+def _keyed(
+    names: Sequence[str], bags: Mapping[str, Jagged], size: int, device: torch.device
+) -> KeyedJaggedTensor:
+    """Puts the bags of the features ``names`` one after the other, ``size`` bags of each."""
+    columns = [bags.get(name) for name in names]
+    values = [column.values for column in columns if column is not None]
+    # Most have one id in each bag; the others are written into these ones.
+    lengths = torch.ones(len(names) * size, dtype=torch.int32, device=device)
+    for column, of_feature in zip(columns, torch.split(lengths, size), strict=False):
+        if not column or column.lengths is not None or len(column.values) != size:
+            of_feature.copy_(_lengths(column, size, device))
+    return KeyedJaggedTensor(
+        keys=list(names),
         # torch.cat refuses an empty list.
-        values = torch.empty(0, dtype=torch.int64, device=device)
-    return KeyedIds(values, _joined_lengths(columns, sizes, values.device))
-
-
-def _joined_lengths(
-    columns: Sequence[Jagged | None], sizes: Sequence[int], device: torch.device
-) -> Tensor:
-    """Returns the lengths of all columns; most have one id in each bag, and the others are written into these ones."""
-    lengths = torch.ones(sum(sizes), dtype=torch.int32, device=device)
-    start = 0
-    for column, size in zip(columns, sizes, strict=True):
-        stop = start + size
-        if not column or column.lengths is not None or column.values.numel() != size:
-            lengths[start:stop] = _lengths(column, size, device)
-        start = stop
-    return lengths
+        values=torch.cat(values)
+        if values
+        else torch.empty(0, dtype=torch.int64, device=device),
+        lengths=lengths,
+        stride=size,
+        # Told its ids, it does not wait for a GPU to count them.
+        length_per_key=[len(column.values) if column else 0 for column in columns],
+    )
 
 
 def _lengths(column: Jagged | None, size: int, device: torch.device) -> Tensor:

@@ -231,27 +231,19 @@ def test_a_new_run_begins_with_the_ids_of_another(tmp_path: Path, texts: bool) -
 
 
 @pytest.mark.slow
-def test_dynamic_ids_begin_with_the_rows_of_a_static_training(tmp_path: Path) -> None:
+def test_a_training_without_dynamic_ids_gives_none_and_takes_none(
+    tmp_path: Path,
+) -> None:
     write_day(tmp_path, "one")
-    static = trained(tmp_path, "one", "static", "export=require")
-    settings = [
-        *DYNAMIC,
-        "start.partial=true",
-        "optimizer.tables_lr=1e-9",
-        "optimizer.dense_lr=1e-9",
-    ]
-    dynamic = trained(
-        tmp_path, "one", "dynamic", f"start.path={static}", *settings, "export=require"
-    )
-    assert {
-        (record["ids_admitted"], record["ids_unknown"])
-        for record in records(dynamic, "train")
-    } == {(0.0, 0.0)}
-    before, after = (summary(run)["test"] for run in (static, dynamic))
-    assert after["hr@10"] == pytest.approx(before["hr@10"], abs=1e-3)
+    static = trained(tmp_path, "one", "static")
     same_rows = ("ids.features.item_id.capacity=29", "ids.features.user_id.capacity=41")
-    with pytest.raises(ValueError, match="it was trained without dynamic ids"):
-        trained(tmp_path, "one", static.name, *same_rows, "train.epochs=2")
+    for name, more in (
+        ("static", ["train.epochs=2"]),
+        ("new", [f"start.path={static}"]),
+    ):
+        with pytest.raises(ValueError, match="it was trained without dynamic ids"):
+            trained(tmp_path, "one", name, *same_rows, *more)
+    dynamic = trained(tmp_path, "one", "dynamic", *same_rows)
     with pytest.raises(ValueError, match=r"column '\w+' had dynamic ids in training"):
         trained(tmp_path, "one", dynamic.name)
 

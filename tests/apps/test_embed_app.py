@@ -123,7 +123,7 @@ def test_mistakes_are_one_line(
         ),
         (
             ["--out", out, "--catalogue", tmp_path / "cut.parquet", "--id=key"],
-            "its footer is missing",
+            "cannot be read as parquet",
         ),
         (["--refresh", tmp_path / "none", "--delete=1"], "cannot be read"),
     ):

@@ -339,7 +339,11 @@ def test_columns_become_towers_by_their_owners(folder: Path) -> None:
         "context": ["seen_at_hour", "seen_at_weekday"],
         "item": ["item_id", "item_tags"],
     }, "items and the history of items have one vocabulary, and one table"
-    named = ["who=user_*,history", "when=seen_*", "what=item_*"]
+    named = [
+        "who=user_id,user_age,history",
+        "when=seen_at_hour,seen_at_weekday",
+        "what=item_id,item_tags,item_price",
+    ]
     job = job_of(folder, *(f"model.towers.{text}" for text in named))
     towers: Any = build_model(job, Task(data))
     assert {name: list(tower.dense) for name, tower in towers.towers.items()} == {
@@ -347,6 +351,15 @@ def test_columns_become_towers_by_their_owners(folder: Path) -> None:
         "when": [],
         "what": ["item_price"],
     }
+    for text, told in (
+        ("who=user_*", r"'user_\*' is no column"),
+        ("when=seen_at_hour,age", "'age' is in 2 towers"),
+        ("when=seen_at_hour", "'seen_at_weekday' is in 0 towers"),
+    ):
+        changed = dict(each.split("=") for each in [*named, text])
+        wrong = job_of(folder, *(f"model.towers.{k}={v}" for k, v in changed.items()))
+        with pytest.raises(ValueError, match=rf"model\.towers: {told}"):
+            build_model(wrong, Task(data))
 
 
 def test_the_catalogue_is_the_last_row_of_each_item(folder: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.csv as csv
 import pyarrow.parquet as pq
 import pytest
 
@@ -271,18 +270,28 @@ def test_without_drawn_rows_conversions_are_learned(
         build_model(job_of("multi_task", made), Task(data))
 
 
-def test_a_log_has_times_or_a_header(
-    folder: Path, log: pa.Table, tmp_path: Path
+def test_times_and_ids_of_text_are_read_from_parquet(
+    log: pa.Table, tmp_path: Path
 ) -> None:
-    """Of a parquet file with timestamps, and of a csv file with a header; ``folder`` is of one without."""
+    """Of files with timestamps, and of files whose ids are text."""
     times = log["timestamp"].cast(pa.timestamp("s"))
     place = log.column_names.index("timestamp")
-    pq.write_table(log.set_column(place, "timestamp", times), tmp_path / "log.parquet")
-    csv.write_csv(log, tmp_path / "log.csv")
-    for name in ("log.parquet", "log.csv"):
+    pq.write_table(log.set_column(place, "timestamp", times), tmp_path / "a.parquet")
+    users = [f"u{user}" for user in log["user_id"].to_pylist()]
+    texts = log.set_column(0, "user_id", pa.array(users))
+    pq.write_table(texts, tmp_path / "b.parquet")
+    made = []
+    for name in ("a.parquet", "b.parquet"):
         rows = rows_of(prepared(tmp_path / name, tmp_path / f"ready-{name}"), "train")
-        for column, expected in rows_of(folder, "train").items():
-            assert np.array_equal(rows[column].values, expected.values)
+        # Drawn items, and so the counts of all, depend on the order of the users.
+        clicks = np.flatnonzero(rows["click"].values > 0)
+        columns = [rows[column].values[clicks] for column in CLICKED]
+        lengths = rows["history"].lengths[clicks]
+        made.append(sorted(zip(*columns, lengths, strict=True)))
+    assert made[0] == made[1]
+
+
+CLICKED = ("timestamp_hour", "timestamp_weekday", "conversion")
 
 
 @pytest.mark.parametrize(
@@ -293,10 +302,7 @@ def test_a_log_has_times_or_a_header(
             "1,2,3,pv\n",
             r"log\.csv: line 1: 4 values, must be 5",
         ),
-        (
-            "user_id,item_id,behavior_type,timestamp\n1,2,pv,3\n",
-            r"column 'category_id' is missing",
-        ),
+        ("user_id,item_id,category_id,behavior_type,timestamp\n", r"log\.csv: line 1"),
         (
             "1,2,3,pv,4\n1,2,3,view,5\n",
             r"column 'behavior_type' has the value 'view'; must be one of pv, buy, cart",
@@ -316,49 +322,30 @@ def test_another_log_is_refused_by_name(text: str, words: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("recipe", "overrides", "sessions", "seeds"),
+    ("recipe", "overrides", "sessions"),
     [
         pytest.param(
             "bst",
             ("model.top_widths=256,128", "model.dropout=0"),
             True,
-            1,
             marks=pytest.mark.slow,
         ),
-        pytest.param("multi_task", (), False, 1, marks=pytest.mark.slow),
-        # Of its few conversions one seed learns .78, another .81.
-        pytest.param(
-            "multi_task",
-            ("model.rows=product", "train.epochs=4"),
-            False,
-            3,
-            marks=pytest.mark.slow,
-        ),
+        pytest.param("multi_task", (), False, marks=pytest.mark.slow),
     ],
-    ids=["bst", "multi_task", "multi_task by ESMM's product"],
+    ids=["bst", "multi_task"],
 )
 def test_the_best_possible_prediction_is_nearly_reached(
-    recipe: str, overrides: Sequence[str], sessions: bool, seeds: int, tmp_path: Path
+    recipe: str, overrides: Sequence[str], sessions: bool, tmp_path: Path
 ) -> None:
-    """With the recipe's own rates, from generated rows whose chances are known, in the mean of the seeds."""
+    """With the recipe's own rates, from generated rows whose chances are known."""
     best = planted_log_set(sessions=sessions).best
-    figures = []
-    for seed in range(seeds):
-        job = with_settings(
-            load_recipe(recipe), [*overrides, "data.ranked=0", f"train.seed={seed}"]
-        )
-        (run,) = run_ranks(ran, 1, job, tmp_path / f"run-{seed}")
-        figures.append(run.figures)
+    job = with_settings(load_recipe(recipe), [*overrides, "data.ranked=0"])
+    ((_, figures),) = run_ranks(ran, 1, job, tmp_path / "run")
     labels = ("click_", "conversion_") if recipe == "multi_task" else ("",)
     for name in [f"{label}auc" for label in labels]:
-        found = np.mean([figure[name] for figure in figures])
-        assert best[name] - 0.03 < found < best[name] + 0.01, (
-            name,
-            best[name],
-            figures,
-        )
+        assert best[name] - 0.03 < figures[name] < best[name] + 0.01, (name, best)
     for name in [f"{label}calibration" for label in labels]:
-        assert 0.85 < np.mean([figure[name] for figure in figures]) < 1.15, figures
+        assert 0.85 < figures[name] < 1.15, figures
 
 
 @pytest.fixture(scope="module")

@@ -313,7 +313,6 @@ def of_whole(log: Path, run: Path) -> list[str]:
         *arguments,
         "--checkpoint.keep=100",
         "--train.log_every=10",
-        "--data.seen=150",
     ]
 
 
@@ -335,7 +334,6 @@ def test_a_resumed_record_is_that_of_an_uninterrupted_run(
     assert expected[-1]["events"] == 1_700
     bundle = Bundle.load(current_bundle(whole / "run"))
     assert bundle.manifest.content["items"]["rows"] <= 59, "without that of unknown ids"
-    check_seen(bundle, [ids(number) for number in range(1_550, 1_700)])
     run = shutil.copytree(whole / "run", tmp_path / "run")
     folder = CheckpointFolder(str(run / "checkpoints"))
     for step in folder.steps():
@@ -352,33 +350,6 @@ def test_a_resumed_record_is_that_of_an_uninterrupted_run(
 def current_bundle(run: Path) -> Path:
     current = run / "bundles" / "current"
     return current.parent / current.read_text().strip()
-
-
-def check_seen(bundle: Bundle, events: list[dict[str, int]]) -> None:
-    """A bundle knows the items of its users in these events, and leaves them out of an answer."""
-    assert bundle.users is not None
-    of_user: dict[int, list[int]] = {}
-    for event in events:
-        of_user.setdefault(event["user_id"], []).append(event["item_id"])
-    known = set(bundle.items.ids.arrow().to_pylist())
-    users = bundle.users.ids.arrow().to_pylist()
-    assert len(of_user.keys() & set(users)) > 5
-    for row, user in enumerate(users):
-        expected = [item for item in of_user.get(user, []) if item in known]
-        seen = bundle.items.ids.ids(bundle.users.seen(row))
-        assert seen == expected
-    scorer = Scorer(bundle)
-    user = max(users, key=lambda user: len(of_user.get(user, [])))
-    answer = scorer.recommend(RecommendRequest(user={"user_id": user}, k=len(known)))
-    assert set(answer.items) == known - set(of_user[user])
-    # Row 0 scores a candidate that no event has named.
-    some = answer.items[0]
-    request = RecommendRequest(user={"user_id": user}, candidates=[some, -3, -4])
-    answer = scorer.recommend(request)
-    assert set(answer.items) == {some, -3, -4}
-    assert answer.unknown_items == [-3, -4]
-    scores = dict(zip(answer.items, answer.scores, strict=True))
-    assert scores[-3] == scores[-4]
 
 
 def test_a_run_whose_log_model_or_checkpoints_changed_is_told_so(

@@ -86,7 +86,6 @@ def loader_of(
     in_order = options.pop("in_order", True)
     config = LoaderConfig(
         **{
-            "prefetch": 0,
             "read_ahead": 0,
             "batch_size": 8,
             "negatives": 0,
@@ -164,8 +163,6 @@ def equal(left: TowerBatch, right: TowerBatch) -> bool:
             found += [side.sparse.values(), side.sparse.lengths()]
         if batch.shared is not None:
             found += [batch.shared.dense, batch.shared.index]
-        if batch.joint is not None:
-            found += [batch.joint.values(), batch.joint.lengths()]
         return [part.cpu() for part in found]
 
     ours, theirs = parts(left), parts(right)

@@ -57,7 +57,7 @@ def test_a_value_out_of_range_is_named(
         schema = dataclasses.replace(schema, tasks=("label",))
         config = {"weight": "weight"}
     options = LoaderConfig(
-        batch_size=12, negatives=0, prefetch=0, read_ahead=0, shuffle=False, **config
+        batch_size=12, negatives=0, read_ahead=0, shuffle=False, **config
     )  # type: ignore[arg-type]
     for rows, place in sources(tmp_path, name, value):
         with pytest.raises(DataError, match=text):

@@ -43,7 +43,7 @@ def listed(name: str, *features: str) -> EmbeddingConfig:
 
 
 def towers(kind: str) -> dict[str, Any]:
-    """``plain``: 4 tables each. ``shared``: an item table of both, the user's over other rows.
+    """``plain``: 4 tables each. ``shared``: a user's tower over other rows, whose items have a table of their own.
 
     ``sequences``: an item table of three towers: pooled, of one id, and as the steps of a session.
     """
@@ -66,7 +66,7 @@ def towers(kind: str) -> dict[str, Any]:
         }
     if kind == "shared":
         user = [bags("user_id"), bags("item", "history", "likes")]
-        item = [bags("item", "item_id"), bags("genres")]
+        item = [bags("candidate", "item_id"), bags("genres")]
         return {
             "user": Tower(user, [16, 8]),
             "item": Tower(item, [16, 8]),

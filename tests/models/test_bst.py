@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -206,25 +205,17 @@ def test_of_a_longer_session_the_most_recent_steps_are_read() -> None:
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("longest", [S, S - 2])
-def test_with_lengths_from_the_host_logits_are_the_same(longest: int) -> None:
-    """As a batch that goes to a GPU brings them, so that neither the session's tower nor the top NN waits for it."""
-    model = small(max_length=longest).eval()
-    initialise_tables(model, seed=7)
-    batch = next(batches(1))
-    lengths = batch.to(META).host_lengths
-    assert lengths is not None
-    assert torch.equal(lengths["gap"], batch.sparse["gap"].lengths())
-    with torch.no_grad():
-        expected = model.logits(batch)
-        assert torch.equal(
-            model.logits(dataclasses.replace(batch, host_lengths=lengths)), expected
-        )
-        with pytest.raises(
-            ValueError, match="feature 'gap' has 9 values in row 0 of the batch"
-        ):
-            model.logits(
-                dataclasses.replace(
-                    batch, host_lengths=lengths | {"gap": torch.full((24,), 9)}
-                )
-            )
+def test_features_of_one_step_that_are_not_equally_many_are_refused() -> None:
+    model = small()
+    ids, lengths = torch.tensor([1, 2, 3]), torch.tensor([3])
+    sparse = {
+        "history": Jagged(ids, lengths),
+        "gap": Jagged(ids[:2], lengths - 1),
+        "item_id": Jagged(ids[:1]),
+        "user_id": Jagged(ids[:1]),
+    }
+    batch = model.schema().assemble(
+        sparse, {"hour": torch.zeros(1)}, labels=torch.zeros(1)
+    )
+    with pytest.raises(ValueError, match="feature 'gap' has 2 values in row 0"):
+        model(batch)

@@ -7,11 +7,10 @@ from torchrec import PoolingType
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.examples import assert_every_gradient
-from tests.models.merged_models import DIM, bags, batch, listed, model, towers
+from tests.models.merged_models import DIM, bags, batch, model, towers
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import TopMLP
-from torchrec_ext.modules.session_tower import SessionSteps
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import Jagged
 
@@ -54,30 +53,6 @@ def test_each_feature_of_each_table_has_the_rows_of_its_bags(kind: str) -> None:
                     torch.testing.assert_close(value, expected)
     assert features == set(found)
     assert_every_gradient(made, rows)
-
-
-def test_a_sequence_of_a_shared_tower_and_a_bag_of_another_stand_in_one_key() -> None:
-    """The sequence has Q rows of any length, the bags B; the table is looked up once, split at the Q-th bag."""
-    user = SessionSteps([listed("item", "history")], session=["history"], max_length=2)
-    made = TowerModel(
-        {"user": user, "item": Tower([bags("item", "item_id")], ())},  # type: ignore[dict-item]
-        TopMLP([user.out_features, DIM]),
-        shared=["user"],
-    )
-    history = Jagged(torch.tensor([7, 8, 9]), torch.tensor([1, 2]))
-    columns = {"history": history, "item_id": Jagged(torch.tensor([3, 4, 5]))}
-    rows = made.schema().assemble(
-        columns,
-        labels=torch.zeros(3),
-        index=torch.tensor([0, 1, 1]),
-    )
-    assert list(made.look_ups.collections) == ["joint_sequences_16"]
-    weight = weights_of(made)["item"]
-    torch.testing.assert_close(made.embed("item", rows), weight[3:6])
-    steps = made.embed("user", rows).view(2, 2, DIM + 1)
-    assert steps[:, :, -1].tolist() == [[1, 0], [1, 1]]
-    torch.testing.assert_close(steps[0, 0, :-1], weight[7])
-    torch.testing.assert_close(steps[1, :, :-1], weight[8:10])
 
 
 class _Own(nn.Module):

@@ -1,7 +1,6 @@
 """Several tasks over one hidden layer: a head, a loss and figures for each; the loader brings the labels of all."""
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -114,39 +113,6 @@ def test_the_first_task_is_what_a_top_nn_of_one_task_would_be() -> None:
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("rows", ["positive", "product"])
-def test_further_tasks_are_learned_by_the_rows_that_were_asked_for(rows: str) -> None:
-    made, batch = model(rows=rows), next(labelled(1))
-    _, output = made(batch)
-    logits = made.interaction.of_tasks(made.outputs(batch))  # type: ignore[operator]
-    weights, total = batch.weights, batch.weights.sum()
-    torch.testing.assert_close(output.tasks["click"].logits, logits[:, 0])
-    for task, name in ((1, "buy"), (2, "like")):
-        labels, result = batch.targets[:, task - 1], output.tasks[name]  # type: ignore[index]
-        if rows == "product":
-            chance = logits[:, 0].sigmoid() * logits[:, task].sigmoid()
-            losses = -torch.where(labels > 0, chance.log(), (1 - chance).log())
-            torch.testing.assert_close(
-                result.logits.sigmoid(), chance, rtol=1e-4, atol=1e-6
-            )
-        else:
-            losses = (
-                binary_cross_entropy_with_logits(
-                    logits[:, task], labels, reduction="none"
-                )
-                * batch.labels
-            )
-            torch.testing.assert_close(result.weights, weights * batch.labels)
-        torch.testing.assert_close(
-            result.loss, (weights * losses).sum() / total, rtol=1e-4, atol=1e-6
-        )
-    begun = made.begin_at([0.5, 0.1, 0.25])
-    assert begun == pytest.approx([0.0, math.log(0.2 / 0.8), 0.0]), (
-        "among the positives"
-    )
-
-
-@pytest.mark.unit
 def test_tasks_that_are_served_together_rank_by_the_product_of_their_probabilities() -> (
     None
 ):
@@ -216,7 +182,7 @@ def test_memory_files_and_device_bring_the_labels_of_all_tasks(
         BatchSchema.from_tables(tables, dense=["row"], label_range=None),
         tasks=("label", "weight"),
     )
-    config = LoaderConfig(batch_size=8, negatives=negatives, prefetch=0, read_ahead=0)
+    config = LoaderConfig(batch_size=8, negatives=negatives, read_ahead=0)
     items = (
         Chunk({"item_id": Column(np.arange(STREAM_ITEMS + 1))}) if negatives else None
     )

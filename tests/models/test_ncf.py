@@ -162,8 +162,6 @@ def test_first_values_are_the_papers() -> None:
 def test_a_wrong_declaration_is_refused() -> None:
     with pytest.raises(ValueError, match=r"mlp_widths=\[\]: the MLP half needs"):
         ContextualNCF(5, 5, mlp_widths=())
-    with pytest.raises(ValueError, match="two tables are called 'item_id_mlp', with"):
-        ContextualNCF(5, 5, context_tables=[table("item_id_mlp", 5)])
 
 
 def shared_model(device: torch.device | None = None) -> ContextualNCF:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from tests.contracts import run_ranks
@@ -19,7 +19,7 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.id_dropout import drop_ids
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, training_loader
-from torchrec_ext.data.negatives.mixed import CatalogueCandidates
+from torchrec_ext.data.loader.shared import CatalogueCandidates
 from torchrec_ext.data.prepared import Prepared
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import PlanConfig
@@ -100,38 +100,26 @@ def test_the_loss_is_a_softmax_over_the_batch_corrected_for_popularity(
     )
 
 
-def sampled(
-    items: list[int], looked_up: list[int], queries: int
-) -> tuple[RetrievalModel, TowerBatch, Tensor]:
-    """A model, a batch of the first users, and the scores of its looked-up rows."""
+@pytest.mark.unit
+def test_a_dropped_candidate_is_itself() -> None:
+    """Items 3 (looked up as 0), 4, 4 again (looked up as 0), and 6."""
     model = retrieval(counts=COUNTS).train()
-    count = len(items)
-    has_query = (torch.arange(count) < queries).int()
+    items = torch.tensor([3, 4, 4, 6])
     rows = model.schema().assemble(
         {
-            "user_id": Jagged(torch.arange(1, queries + 1), has_query),
-            "item_id": Jagged(torch.tensor(looked_up)),
+            "user_id": Jagged(torch.arange(1, 5)),
+            "item_id": Jagged(torch.tensor([0, 4, 0, 6])),
         },
-        labels=torch.ones(count),
-        weights=has_query.float(),
+        labels=torch.ones(4),
     )
-    rows = dataclasses.replace(rows, items=torch.tensor(items), queries=queries)
+    rows = dataclasses.replace(rows, items=items, queries=4)
     user, item = model.outputs(rows)
-    return model, rows, user[:queries] @ item.T
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize("queries", [3, 4])
-def test_a_dropped_candidate_is_itself(queries: int) -> None:
-    """Items 3 (looked up as 0), 4, 4 again (looked up as 0), and 6, without a query if ``queries`` is 3."""
-    model, rows, scores = sampled([3, 4, 4, 6], [0, 4, 0, 6], queries)
     negatives = {0: [1, 2, 3], 1: [0, 3], 2: [0, 3], 3: [0, 1, 2]}  # by query
-    log_q = (COUNTS.clamp(min=1) / COUNTS.sum()).log()[torch.tensor([3, 4, 4, 6])]
-    corrected = scores - log_q
+    corrected = user @ item.T - (COUNTS.clamp(min=1) / COUNTS.sum()).log()[items]
     expected = [
         corrected[query, [query, *negatives[query]]].logsumexp(dim=0)
         - corrected[query, query]
-        for query in range(queries)
+        for query in range(4)
     ]
     torch.testing.assert_close(model(rows)[0], torch.stack(expected).mean())
 
@@ -140,7 +128,7 @@ def clicks_set() -> Prepared:
     return planted_data(users=60, items=50, clusters=4, history_length=1)
 
 
-SAMPLINGS = ("batch", "mixed", "resident", "dropout")
+SAMPLINGS = ("batch", "resident", "dropout")
 
 
 def of_loaders(runtime: Runtime) -> dict[str, list[float]]:
@@ -150,14 +138,10 @@ def of_loaders(runtime: Runtime) -> dict[str, list[float]]:
     for sampling in SAMPLINGS:
         torch.manual_seed(0)
         made = redrawn(of_clicks("in_batch"), tables=0).train()
-        mixed: dict[str, Any] = (
-            {"sampling": "mixed", "shared_negatives": 20} if sampling == "mixed" else {}
-        )
         config = LoaderConfig(
             batch_size=100,
             negatives=0,
             device="cpu" if sampling == "resident" else None,
-            **mixed,
         )
         schema = made.schema()
         batches: Any = training_loader(
@@ -235,7 +219,6 @@ def loader_of_clicks(
         negatives=0,
         label=label,
         weight="weight" if label else None,
-        prefetch=0,
     )
     everything = (
         CatalogueCandidates(np.arange(1, clicks_set().num_items + 1))

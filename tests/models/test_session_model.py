@@ -46,7 +46,7 @@ def small(device: torch.device | None = None) -> NextItemModel:
 def batches(
     negatives: int, rank: int = 0, world_size: int = 1, size: int = 10
 ) -> Iterator[TowerBatch]:
-    config = LoaderConfig(batch_size=size, negatives=negatives, prefetch=0)
+    config = LoaderConfig(batch_size=size, negatives=negatives)
     loader = ChunkLoader(
         Chunk({"session": DATA}),
         small(META).schema(),

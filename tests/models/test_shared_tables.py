@@ -42,9 +42,7 @@ def items(*features: str, name: str = "item", **options: Any) -> EmbeddingBagCon
     return EmbeddingBagConfig(name=name, feature_names=list(features), **options)
 
 
-def model(
-    shared: bool, device: torch.device | None = None, *, separate: bool = False
-) -> TowerModel:
+def model(device: torch.device | None = None, *, separate: bool = False) -> TowerModel:
     """History and candidate over one item table, or over ``separate`` ones with the same first values."""
     names = ("history_items", "candidate_items") if separate else ("item", "item")
     towers = {
@@ -56,19 +54,15 @@ def model(
         "item": Tower([items("item_id", name=names[1])], [16, 8], dense=["price"]),
     }
     torch.manual_seed(0)
-    made = TowerModel(
-        towers, TopMLP([8, 8]), shared=["user"] if shared else [], device=device
-    )
+    made = TowerModel(towers, TopMLP([8, 8]), device=device)
     return redrawn(made, 0, tables=3 if device is None else None)
 
 
-def batches(
-    count: int, shared: bool, rank: int = 0, world_size: int = 1
-) -> Iterator[TowerBatch]:
+def batches(count: int, rank: int = 0, world_size: int = 1) -> Iterator[TowerBatch]:
     """Ids of few items, so that histories, wishes and candidates of a step meet in the same rows."""
     few = ITEMS // 5
     return pair_batches(
-        model(shared, META).schema(),
+        model(META).schema(),
         count,
         {
             "user_id": (USERS, 1),
@@ -99,16 +93,15 @@ def dense_of(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("shared", [False, True])
-def test_one_table_has_the_gradients_of_two_equal_ones_together(shared: bool) -> None:
-    """Its gradient is their sum; all else is equal, and so are the logits, with Q = B and with Q < B."""
-    one, two = model(shared), model(False, separate=True)
+def test_one_table_has_the_gradients_of_two_equal_ones_together() -> None:
+    """Its gradient is their sum; all else is equal, and so are the logits."""
+    one, two = model(), model(separate=True)
     with torch.no_grad():
         weight = tables_of(dict(one.named_parameters()))["item"]
         for name in ("history_items", "candidate_items"):
             tables_of(dict(two.named_parameters()))[name].copy_(weight)
-    logits, grads = gradients(one, next(batches(1, shared)))
-    two_logits, two_grads = gradients(two, next(batches(1, shared=False)))
+    logits, grads = gradients(one, next(batches(1)))
+    two_logits, two_grads = gradients(two, next(batches(1)))
     torch.testing.assert_close(logits, two_logits, rtol=0, atol=1e-6)
     assert set(tables_of(grads)) == {"user_id", "item"}
     both = (
@@ -128,58 +121,20 @@ def test_one_table_has_the_gradients_of_two_equal_ones_together(shared: bool) ->
         torch.testing.assert_close(dense_of(grads)[name], grad, rtol=0, atol=1e-6)
 
 
-@pytest.mark.unit
-def test_the_joint_keys_hold_the_bags_of_both_towers() -> None:
-    schema = model(True).schema()
-    assert [joint.key for joint in schema.joint] == ["history|item_id", "wishes|"]
-    batch, plain = next(batches(1, True)), next(batches(1, False))
-    assert batch.joint is not None
-    assert batch.shared is not None
-    assert batch.joint.keys() == ["history|item_id", "wishes|"]
-    assert batch.joint.stride() == QUERIES + QUERIES * WIDTH
-    assert batch.shared.sparse.keys() == ["user_id"]
-    assert batch.sparse.keys() == []
-    assert plain.joint is None
-    assert plain.sparse.keys() == ["user_id", "history", "wishes", "item_id"]
-    for name in ("history", "wishes"):
-        assert torch.equal(
-            batch.bags(name).to_dense()[2], plain.bags(name).to_dense()[2 * WIDTH]
-        )
-        assert batch.bags(name).lengths().numel() == QUERIES
-    assert torch.equal(batch.bags("item_id").values(), plain.sparse["item_id"].values())
-    assert torch.equal(
-        batch.bags("user_id").values(), batch.shared.sparse["user_id"].values()
-    )
-    with pytest.raises(KeyError, match="no feature 'item' in the batch"):
-        batch.bags("item")
-
-
 CASES = {
-    (shared, sharding): Case(
-        partial(model, shared),
-        partial(batches, STEPS, shared),
-        LEARNING,
-        PlanConfig(sharding=sharding),
-        STEPS,
+    sharding: Case(
+        model, partial(batches, STEPS), LEARNING, PlanConfig(sharding=sharding), STEPS
     )
-    for shared, sharding in (
-        (False, "table_wise"),
-        (False, "data_parallel"),
-        (True, "row_wise"),
-        (True, "column_wise"),
-    )
+    for sharding in ("table_wise", "data_parallel", "row_wise", "column_wise")
 }
 
 
 def test_a_shared_table_trained_on_two_ranks_equals_one_trained_unsharded() -> None:
     """Under Adagrad, so that two updates of a row in a step would not equal one."""
     ranks = run_ranks(on_ranks, 2, CASES)
-    expected = {
-        False: alone(CASES[False, "table_wise"]),
-        True: alone(CASES[True, "row_wise"]),
-    }
+    expected = alone(CASES["table_wise"])
     for name in CASES:
-        check_equal([rank[name] for rank in ranks], expected[name[0]])
+        check_equal([rank[name] for rank in ranks], expected)
 
 
 @pytest.mark.unit
@@ -220,6 +175,10 @@ def test_tables_of_one_name_that_differ_are_refused_with_both_shown(
 def test_towers_that_cannot_be_shared_are_named(
     shared: tuple[str, ...], text: str
 ) -> None:
+    of_users = Tower([items("history")], [4])
+    one_table = {"user": of_users, "item": Tower([items("item_id")], [4])}
+    with pytest.raises(ValueError, match="table 'item': a shared tower and another"):
+        TowerModel(one_table, TopMLP([4, 4]), shared=["user"])
     towers = {name: Tower([items("city", name=name)], [4]) for name in ("user", "item")}
     with pytest.raises(ValueError, match=text):
         TowerModel(towers, TopMLP([4, 4]), shared=shared)

@@ -32,10 +32,6 @@ def test_logits_are_the_interaction_of_the_towers() -> None:
     ("make", "text"),
     [
         (
-            lambda: two_tower([table("t", 5)], [table("t", 6)]),
-            "two tables are called 't', with num_embeddings=5, init_fn=",
-        ),
-        (
             lambda: two_tower([table("a", 5)], [table("b", 5)], interaction="angle"),  # type: ignore[arg-type]
             "interaction='angle': must be one of top_nn, dot, cosine",
         ),

@@ -76,7 +76,9 @@ def test_layers_equal_torchs_own(causal: bool, norm_first: bool) -> None:
             mask = torch.ones(len(one), len(one)).triu(1).bool() if causal else None
             if len(one):
                 expected = reference(expected, src_mask=mask)
-        result = model(packed, lengths)  # with the weights that were drawn for this row
+        result = model.packed(
+            packed, lengths
+        )  # with the weights that were drawn for this row
         torch.testing.assert_close(
             torch.split(result, LENGTHS)[row], expected[0], rtol=0, atol=1e-10
         )
@@ -88,7 +90,11 @@ def test_a_later_step_changes_no_earlier_output(position: str) -> None:
     packed, lengths = steps(), torch.tensor(LENGTHS)
     changed = packed.clone()
     changed[2] = changed[5]  # the third step of the first sequence
-    difference = (model(changed, lengths) - model(packed, lengths)).abs().amax(dim=1)
+    difference = (
+        (model.packed(changed, lengths) - model.packed(packed, lengths))
+        .abs()
+        .amax(dim=1)
+    )
     assert bool((difference[2:4] > 1e-6).all()), "the step itself and the one after it"
     assert bool((difference[:2] == 0).all())
     assert bool((difference[4:] == 0).all()), "nor any other sequence"
@@ -103,7 +109,7 @@ def test_positions_count_from_the_side_that_is_named() -> None:
         weight.grad = None
         model.layers = nn.ModuleList()
         model.norm = nn.Identity()
-        torch.testing.assert_close(model(zeros, lengths), weight[place])
+        torch.testing.assert_close(model.packed(zeros, lengths), weight[place])
 
 
 def test_a_sequence_longer_than_the_limit_is_refused() -> None:
@@ -111,7 +117,9 @@ def test_a_sequence_longer_than_the_limit_is_refused() -> None:
         ValueError,
         match="a sequence of 7 steps in row 1 of the batch: must have at most max_length=6; keep the most",
     ):
-        encoder()(torch.zeros(9, WIDTH, dtype=torch.float64), torch.tensor([2, 7]))
+        encoder().packed(
+            torch.zeros(9, WIDTH, dtype=torch.float64), torch.tensor([2, 7])
+        )
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def own_tower() -> nn.Module:
 KINDS: dict[str, Callable[[], nn.Module]] = {
     **{
         name: with_interaction(name)
-        for name in ("top_nn", "dot", "cosine", "gmf", "dcn", "fm", "deepfm")
+        for name in ("top_nn", "dot", "cosine", "gmf", "dcn", "fm")
     },
     "three towers": three_towers,
     "half": half,

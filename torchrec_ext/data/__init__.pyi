@@ -6,7 +6,6 @@ from .loader.config import LoaderConfig as LoaderConfig
 from .loader.id_dropout import drop_ids as drop_ids
 from .loader.loader import ChunkLoader as ChunkLoader
 from .negatives.known_pairs import KnownPairs as KnownPairs
-from .negatives.mixed import MixedNegatives as MixedNegatives
 from .negatives.samplers import PopularityNegatives as PopularityNegatives
 from .negatives.samplers import UniformNegatives as UniformNegatives
 from .prepared import Prepared as Prepared

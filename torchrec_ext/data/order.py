@@ -37,24 +37,6 @@ class Share:
             (self.rank + 1) * count // self.world_size,
         )
 
-    def dealt(self, lengths: Int64) -> Int64:
-        """Returns the rank's rows in a global batch, as many as :meth:`part` has, so that all ranks' lengths are alike.
-
-        The longest rows go to the ranks in turn, and the next ones back again.
-
-        Example:
-            >>> [Share(rank=rank, world_size=2).dealt(np.array([9, 1, 5, 2])).tolist() for rank in (0, 1)]
-            [[0, 1], [2, 3]]
-        """
-        ranks = self.world_size
-        sizes = np.diff(np.arange(ranks + 1) * len(lengths) // ranks)
-        # By rounds: the ranks in order, then backwards; in the last one those with a row more.
-        rounds = np.arange(sizes.max(initial=0))[:, None]
-        order = np.where(rounds % 2, np.arange(ranks)[::-1], np.arange(ranks))
-        owners = order[rounds < sizes[order]]
-        longest = np.argsort(-lengths, kind="stable")
-        return np.sort(longest[owners == self.rank])
-
     def rows(self, batch_size: int) -> int:
         """Returns the number of rows of the rank's batch, padding included: the same on every rank."""
         return -(-batch_size // self.world_size)
@@ -71,7 +53,6 @@ class RowOrder:
         drop_last: whether each step has ``batch_size`` rows, and the rows that are left have none.
         share: this rank's share of each global batch.
         seed: seed of the order; None keeps that of the set.
-        lengths: (N,) lengths by which the rows of a step are dealt to the ranks; None gives each a contiguous part.
     """
 
     num_rows: int
@@ -80,7 +61,6 @@ class RowOrder:
     drop_last: bool
     share: Share
     seed: int | None
-    lengths: Int64 | None = None
 
     def rows(self, epoch: int) -> Int64:
         """Returns (N,) the rows in the order of an epoch."""
@@ -89,14 +69,11 @@ class RowOrder:
         bits = np.random.PCG64([self.seed, epoch])
         return np.random.Generator(bits).permutation(self.num_rows)
 
-    def places(self, rows: Int64, step: int) -> tuple[slice, slice | Int64]:
-        """Returns the places in an epoch's ``rows`` of a step on all ranks, and of those on this one."""
+    def places(self, step: int) -> tuple[slice, slice]:
+        """Returns the places in the order of an epoch of a step on all ranks, and of those on this one."""
         start = step * self.batch_size
         stop = start + self.batch_size
         if step + 1 == self.num_steps and not self.drop_last:
             stop = self.num_rows
-        everyone = slice(start, stop)
-        if self.lengths is not None:
-            return everyone, start + self.share.dealt(self.lengths[rows[everyone]])
         part = self.share.part(stop - start)
-        return everyone, slice(start + part.start, start + part.stop)
+        return slice(start, stop), slice(start + part.start, start + part.stop)

@@ -149,7 +149,7 @@ class ResidentRows(ABC):
         # One copy an epoch: one in each step would wait for the device.
         on_device = moved(rows, self.device)
         numbers = range(start, order.num_steps)
-        places = [order.places(rows, number) for number in numbers]
+        places = [order.places(number) for number in numbers]
         drawn: Iterator[tuple[tuple[Array, ...], tuple[Tensor, ...]]]
         drawn = repeat(((), ()))
         if draws and self.draws is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,11 @@ from torch.nn.functional import logsigmoid
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.models.tower_model import Loss, Prediction, TowerModel
-from torchrec_ext.modules.config import TaskRows
 from torchrec_ext.modules.interaction import InteractionLayer, TopMLP
 from torchrec_ext.modules.layers import Activation, Normalization, row_weights
 from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, OutOfRange
-from torchrec_ext.schema.validation import check_choice
 
 
 class MultiTaskTop(TopMLP):
@@ -143,10 +141,6 @@ class MultiTaskModel(TowerModel):
         towers: see :class:`TowerModel`.
         top: network over the towers' outputs, with T heads.
         tasks: weight of each of the T tasks' losses, greater than 0, by task; the loss is the weighted sum.
-        rows: rows by which further tasks are learned: ``all``; ``positive``, those whose first label is 1, such as the
-            conversions among clicks, where other rows count 0 in the mean over the batch; or ``product``, all rows, of
-            which the product of the first and the further head's probability is compared with the further label, which
-            no row has without the first (ESMM, Ma et al. 2018).
         shared: see :class:`TowerModel`.
         device: see :class:`TowerModel`.
 
@@ -165,28 +159,17 @@ class MultiTaskModel(TowerModel):
         top: MultiTaskTop,
         *,
         tasks: Mapping[str, float],
-        rows: TaskRows = "all",
         shared: Sequence[str] = (),
         device: torch.device | None = None,
     ) -> None:
         _check(top, tasks)
-        check_choice("rows", rows, get_args(TaskRows))
         super().__init__(towers, top, shared=shared, device=device)
         self.tasks = dict(tasks)
-        self.rows = rows
-        self.of_tasks = _TaskLosses(rows)
+        self.of_tasks = _TaskLosses()
 
     def head_losses(self) -> list[Loss]:
         """Returns the loss of each task."""
         return [bce] * len(self.tasks)
-
-    def begin_at(self, shares: Sequence[float]) -> list[float]:
-        """See :meth:`TowerModel.begin_at`; further heads begin at the share among positives if they predict that."""
-        if self.rows != "all" and shares:
-            first, *others = shares
-            # Below 1, of which there are no finite log-odds.
-            shares = [first, *(min(share / first, 0.999) for share in others)]
-        return super().begin_at(shares)
 
     def schema(
         self,
@@ -203,12 +186,7 @@ class MultiTaskModel(TowerModel):
         outputs = self.outputs(batch)
         with row_weights(batch.weights):
             logits = self.interaction.of_tasks(outputs)  # type: ignore[operator]
-        learned = self.of_tasks(logits, batch)
-        # By index, because TorchRec's pipeline traces this method with stand-ins that
-        # cannot be iterated.
-        losses = learned[0]
-        logits = learned[1]
-        weights = learned[2]
+        losses = self.of_tasks(logits, batch)
         loss = sum(
             weight * losses[task] for task, weight in enumerate(self.tasks.values())
         )
@@ -220,7 +198,7 @@ class MultiTaskModel(TowerModel):
                 losses[task].detach(),
                 logits[:, task].detach(),
                 labels,
-                weights[:, task],
+                batch.weights,
             )
         return loss, TaskPredictions(
             loss.detach(),
@@ -234,36 +212,15 @@ class MultiTaskModel(TowerModel):
 class _TaskLosses(nn.Module):
     """The losses of all tasks, as a module to keep TorchRec's pipelines from tracing into it."""
 
-    def __init__(self, rows: TaskRows) -> None:
-        super().__init__()
-        self.rows = rows
-
-    def forward(
-        self, logits: Tensor, batch: TowerBatch
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (T,) losses of the heads' logits (B, T), the (B, T) logits of the labels, and the rows' weights."""
+    def forward(self, logits: Tensor, batch: TowerBatch) -> Tensor:
+        """Returns (T,) losses of the heads' logits (B, T)."""
         labels = torch.cat([batch.labels[:, None], batch.targets], dim=1)  # type: ignore[list-item]
-        weights = batch.weights[:, None].expand(labels.shape)
-        if self.rows == "positive":
-            # Further tasks count rows whose first label is 1.
-            weights = torch.cat(
-                [weights[:, :1], weights[:, 1:] * batch.labels[:, None]], dim=1
-            )
-        if self.rows == "product":
-            first, *others = logits.unbind(1)
-            products = [
-                logit_of_product(torch.stack([first, further], dim=1))
-                for further in others
-            ]
-            logits = torch.stack([first, *products], dim=1)
         losses = []
         for task in range(labels.shape[1]):
             # A loss knows one task, so it sees the task's labels as the batch's.
-            rows = dataclasses.replace(
-                batch, labels=labels[:, task], weights=weights[:, task], targets=None
-            )
+            rows = dataclasses.replace(batch, labels=labels[:, task], targets=None)
             losses.append(bce(logits[:, task], rows))
-        return torch.stack(losses), logits, weights
+        return torch.stack(losses)
 
 
 def _check(top: MultiTaskTop, tasks: Mapping[str, float]) -> None:

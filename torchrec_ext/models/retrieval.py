@@ -25,8 +25,7 @@ class RetrievalModel(TowerModel):
 
     Its batches hold positives alone; every other row's candidate, on any rank, is a negative. Popular candidates are in
     many batches, so ``counts`` corrects their scores in training; afterwards the uncorrected score ranks. Where a batch
-    gives the candidates' ``log_q``, that corrects them instead, as under ``loader.sampling=mixed``, whose rows after
-    the positives are candidates alone, with weight 0 (Yang et al. 2020).
+    gives the candidates' ``log_q``, as that of a log of events does, that corrects them instead.
 
     Under the loss ``catalogue`` the candidates are all items instead: they are the rows after the positives, spread
     over the ranks, and nothing is left to correct (see :func:`torchrec_ext.modules.softmax.catalogue_softmax`).
@@ -162,10 +161,9 @@ class _InBatchLoss(nn.Module):
         ids = batch.items
         if ids is None:
             ids = batch.ids(self._item_feature)
-        count = len(ids) if batch.queries is None else batch.queries
         if self.catalogue:
-            return self._over_catalogue(queries[:count], candidates, ids, batch)
-        weights = batch.weights[:count]
+            return self._over_catalogue(queries, candidates, ids, batch)
+        weights = batch.weights
         total = batch.total_weight
         log_q = batch.log_q
         # With queries, a loader makes batches of one size on all ranks, see TowerBatch,
@@ -180,7 +178,6 @@ class _InBatchLoss(nn.Module):
             queries, candidates, ids, weights = (
                 each[chosen] for each in (queries, candidates, ids, clicks)
             )
-            count = len(ids)
             log_q = rows = None
             present = torch.ones_like(ids, dtype=torch.bool)
             total = _mean_over_ranks(weights)
@@ -190,12 +187,11 @@ class _InBatchLoss(nn.Module):
             candidates,
             ids,
             log_q=log_q,
-            queries=count,
             rows=rows,
             present=present,
         )
         loss: Tensor = self._function(
-            queries[:count],
+            queries,
             negatives,
             weights=weights,
             total_weight=total,
@@ -206,14 +202,14 @@ class _InBatchLoss(nn.Module):
     def _over_catalogue(
         self, queries: Tensor, candidates: Tensor, ids: Tensor, batch: TowerBatch
     ) -> Tensor:
-        """Returns the loss of ``queries`` (B, D) with their items first in ``candidates`` (B + M, D)."""
-        if batch.queries is None or len(ids) == len(queries):
+        """Returns the loss of the first B of (B + I, D) queries with their items first in ``candidates`` (B + I, D)."""
+        count = batch.queries
+        if count is None or len(ids) == count:
             raise ValueError(
                 "loss 'catalogue': the batch does not end with all items; make its loader with "
                 "CatalogueCandidates(items), as training_loader does"
             )
-        count = len(queries)
-        weights = batch.weights[: len(queries)]
+        weights = batch.weights[:count]
         total = batch.total_weight
         if self.labelled:
             # The total of a batch counts all rows, and here only those with a label do.

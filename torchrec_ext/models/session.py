@@ -20,7 +20,11 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.config import Combine
 from torchrec_ext.modules.interaction import DotProduct
-from torchrec_ext.modules.session_encoder import Packing, SessionEncoder, from_end
+from torchrec_ext.modules.session_encoder import (
+    SessionEncoder,
+    from_end,
+    on_device,
+)
 from torchrec_ext.modules.session_tower import (
     SessionSteps,
     SessionTop,
@@ -150,13 +154,14 @@ class _NextItemNetwork(nn.Module):
         self, embedded: Mapping[str, JaggedTensor], batch: TowerBatch
     ) -> Tensor:
         items = embedded[SESSION].values()
-        lengths = embedded[SESSION].lengths()
-        if batch.host_lengths is not None:
-            lengths = batch.host_lengths[SESSION]
-        packing = Packing(lengths, device=items.device)
+        # The one wait for a GPU: the lengths decide how to pad.
+        lengths = embedded[SESSION].lengths().long().cpu()
+        rows = torch.repeat_interleave(lengths)
         # The last item has no next one, so the encoder does not run on it.
-        inputs, sessions = packing.without_last_steps()
-        states = self.encoder.encode(items[inputs], sessions)
+        is_input = torch.arange(len(rows)) < lengths.cumsum(0)[rows] - 1
+        inputs = on_device(is_input.nonzero()[:, 0], items.device)
+        sessions = on_device(rows[is_input], items.device)
+        states = self.encoder.packed(items[inputs], (lengths - 1).clamp(min=0))
         ids = batch.sparse[SESSION].values()
         targets = inputs + 1
         losses = catalogue_softmax(
@@ -168,21 +173,18 @@ class _NextItemNetwork(nn.Module):
             num_items=self.num_items,
         )
         # The unknown item is none to predict.
-        weights = batch.weights[packing.rows[inputs]] * (ids[targets] > 0)
+        weights = batch.weights[sessions] * (ids[targets] > 0)
         return (losses * weights).sum() / batch.total_weight  # type: ignore[no-any-return]
 
     def last_padded(self, steps: Tensor, lengths: Tensor) -> Tensor:
         """Returns (B, D) of padded items (B, S, D), as :meth:`last` does."""
-        return from_end(self.encoder.padded(steps, lengths), lengths)[:, 0]
+        return from_end(self.encoder(steps, lengths), lengths)[:, 0]
 
     def last(self, embedded: Mapping[str, JaggedTensor]) -> Tensor:
-        items = embedded[SESSION].values()
-        packing = Packing(embedded[SESSION].lengths())
-        states = self.encoder.encode(items, packing)
-        rows, last = packing.last_steps
-        return states.new_zeros(len(packing.lengths), states.shape[1]).index_copy(
-            0, rows, states[last]
-        )
+        lengths = embedded[SESSION].lengths().long()
+        states = self.encoder.packed(embedded[SESSION].values(), lengths)
+        last = torch.where(lengths > 0, lengths.cumsum(0) - 1, len(states))
+        return torch.cat([states, states.new_zeros(1, states.shape[1])])[last]
 
 
 def bst(
@@ -264,8 +266,6 @@ def bst(
         max_length=max_length,
         **top,
     )
-    # All features of a step are equally many, so one tells the lengths.
-    network.session = session[0]
     return TowerModel(towers, network, device=device)
 
 

@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.modules.interaction import Interaction as Interaction
 from torchrec_ext.modules.interaction import interaction_layer
-from torchrec_ext.modules.layers import reads_lengths, row_weights
+from torchrec_ext.modules.layers import row_weights
 from torchrec_ext.modules.look_ups import LookUps
 from torchrec_ext.modules.losses import PairwiseLoss, bce
 from torchrec_ext.modules.tower import Activation, Normalization, Tower, Towers
@@ -97,7 +97,6 @@ class TowerModel(nn.Module):
         self.look_ups = LookUps(
             towers, self._shared_columns, device or torch.device("cpu")
         )
-        self._reads_lengths = reads_lengths(interaction)
 
     def begin_at(self, shares: Sequence[float]) -> list[float]:
         """Sets the last bias to the log-odds of a positive: an untrained model then predicts the positives' share.
@@ -201,11 +200,8 @@ class TowerModel(nn.Module):
     def logits(self, batch: TowerBatch) -> Tensor:
         """Returns the logits of the batch, (B,)."""
         outputs = self.outputs(batch)
-        options: dict[str, Any] = {}
-        if self._reads_lengths:
-            options["host_lengths"] = batch.host_lengths
         with row_weights(batch.weights):
-            return self.interaction(outputs, **options)  # type: ignore[no-any-return]
+            return self.interaction(outputs)  # type: ignore[no-any-return]
 
     def forward(self, batch: TowerBatch) -> tuple[Tensor, Prediction]:
         """Returns the loss, (), to call backward on, and the :class:`Prediction`."""

@@ -1,6 +1,5 @@
 from .interaction import Cosine as Cosine
 from .interaction import DeepCross as DeepCross
-from .interaction import DeepFM as DeepFM
 from .interaction import DotProduct as DotProduct
 from .interaction import FactorizationMachine as FactorizationMachine
 from .interaction import GeneralizedMF as GeneralizedMF

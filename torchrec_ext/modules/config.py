@@ -17,7 +17,6 @@ Activation = Literal["relu", "gelu", "silu", "tanh", "leaky_relu"]
 Normalization = Literal["none", "layer", "batch"]
 Position = Literal["start", "end", "none"]
 Combine = Literal["sum", "concat"]
-TaskRows = Literal["all", "positive", "product"]
 
 
 # What model.interaction of a recipe may be, in the order in which a message lists them, and
@@ -29,7 +28,6 @@ METRICS: Mapping[str, Literal["dot", "cosine"] | None] = {
     "gmf": None,
     "dcn": None,
     "fm": None,
-    "deepfm": None,
 }
 if TYPE_CHECKING:
     Interaction: TypeAlias = str

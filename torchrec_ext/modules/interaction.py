@@ -360,47 +360,6 @@ class FactorizationMachine(InteractionLayer):
         return first + products.view(columns.shape[:2]).sum(dim=1)  # type: ignore[no-any-return]
 
 
-class DeepFM(InteractionLayer):
-    """Adds the logits of a factorisation machine and of an MLP over the same outputs (Guo et al. 2017).
-
-    TorchRec's ``DeepFM`` is the deep half alone, a concatenation and any module over it, as :class:`TopMLP` is.
-
-    Args:
-        widths: D of each tower, in order; all must be equal.
-        hidden: widths of the deep half's hidden layers.
-        activation: activation over the concatenation and between the layers of the deep half.
-        normalization: normalisation before each activation.
-        dropout: share of values set to 0 after each activation.
-        activate_input: whether the deep half begins with an activation, see :class:`TopMLP`.
-    """
-
-    def __init__(
-        self,
-        widths: Sequence[int],
-        hidden: Sequence[int] = (64,),
-        *,
-        activation: Activation = "relu",
-        normalization: Normalization = "none",
-        dropout: float = 0.0,
-        activate_input: bool = True,
-    ) -> None:
-        super().__init__()
-        self.widths = list(widths)
-        self.machine = FactorizationMachine(widths)
-        self.deep = TopMLP(
-            widths,
-            hidden,
-            activation=activation,
-            normalization=normalization,
-            dropout=dropout,
-            activate_input=activate_input,
-        )
-
-    def forward(self, outputs: list[Tensor]) -> Tensor:
-        """Returns (B,) logits of the towers' outputs, each (B, D)."""
-        return self.machine(outputs) + self.deep(outputs)  # type: ignore[no-any-return]
-
-
 INTERACTIONS: dict[str, type[InteractionLayer]] = {
     "top_nn": TopMLP,
     "dot": DotProduct,
@@ -408,7 +367,6 @@ INTERACTIONS: dict[str, type[InteractionLayer]] = {
     "gmf": GeneralizedMF,
     "dcn": DeepCross,
     "fm": FactorizationMachine,
-    "deepfm": DeepFM,
 }
 
 
@@ -427,14 +385,13 @@ def interaction_layer(
 
     Args:
         name: ``top_nn``, :class:`TopMLP`; ``dot``, :class:`DotProduct`; ``cosine``, :class:`Cosine`; ``gmf``,
-            :class:`GeneralizedMF`; ``dcn``, :class:`DeepCross`; ``fm``, :class:`FactorizationMachine`; ``deepfm``,
-            :class:`DeepFM`.
+            :class:`GeneralizedMF`; ``dcn``, :class:`DeepCross`; ``fm``, :class:`FactorizationMachine`.
         widths: D of each tower, in order.
-        hidden: widths of the hidden layers of ``top_nn``, ``dcn`` and ``deepfm``; the others have none.
+        hidden: widths of the hidden layers of ``top_nn`` and ``dcn``; the others have none.
         activation: layer between the hidden layers.
         normalization: layer before each activation.
         dropout: share of values set to 0 after each activation.
-        activate_input: whether ``top_nn`` and ``deepfm`` begin with an activation; not over towers without layers.
+        activate_input: whether ``top_nn`` begins with an activation; not over towers without layers.
         temperature: divisor of the logits of ``cosine``; by default its own.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -131,13 +130,6 @@ def activation_layer(name: Activation) -> nn.Module:
     """
     check_choice("activation", name, _ACTIVATIONS)
     return _ACTIVATIONS[name]()
-
-
-def reads_lengths(module: nn.Module) -> bool:
-    """Returns whether a tower or an interaction takes the ``host_lengths`` of the batch's bags."""
-    # By the signature, so that a tower of the user's own needs no argument that it does
-    # not read.
-    return "host_lengths" in inspect.signature(module.forward).parameters
 
 
 def mlp(

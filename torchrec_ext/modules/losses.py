@@ -66,12 +66,11 @@ def sampled_softmax(
     *,
     negatives: int,
     temperature: float = 1.0,
-    correct: bool = True,
 ) -> Tensor:
     """Returns the softmax cross entropy, (), of each positive against its own N sampled negatives.
 
-    The mean is taken over the positives of all ranks. With ``correct`` each logit is s / temperature - log q, which
-    makes the loss an estimate of the softmax over all items, however they were sampled (Jean et al. 2015; Yi et al.
+    The mean is taken over the positives of all ranks. Each logit is s / temperature - log q, which makes
+    the loss an estimate of the softmax over all items, however they were sampled (Jean et al. 2015; Yi et al.
     2019). The loader's samplers draw none of a user's known items, so there are no accidental hits; for other
     candidates see ``excluded`` of :func:`softmax_losses`.
 
@@ -80,19 +79,16 @@ def sampled_softmax(
         batch: the rows; the weight of a positive is that of its negatives.
         negatives: N.
         temperature: divisor of the logits, greater than 0.
-        correct: whether to subtract ``batch.log_q``.
 
     Raises:
         ValueError: rows that are not groups of 1 + N, a batch without log_q, a temperature that is not positive.
     """
     groups = _groups(logits, batch, negatives)
-    if correct and batch.log_q is None:
+    if batch.log_q is None:
         raise ValueError(
-            "the batch has no log_q to correct by; let the loader draw the negatives, or pass correct=False"
+            "the batch has no log_q to correct by; let the loader draw the negatives"
         )
-    log_q = None
-    if correct and batch.log_q is not None:
-        log_q = batch.log_q.view(groups.shape)
+    log_q = batch.log_q.view(groups.shape)
     # The positive is the first of its group.
     targets = groups.new_zeros(len(groups), dtype=torch.int64)
     return _mean(
@@ -262,23 +258,18 @@ class PairwiseLoss(nn.Module):
     Args:
         name: one of LOSSES that is pairwise.
         temperature: divisor of the logits of ``sampled_softmax``.
-        correct: correct ``sampled_softmax`` for how likely each candidate was drawn.
 
     Attributes:
         negatives: N, which :meth:`expect_rows` sets; 0 before.
     """
 
-    def __init__(
-        self, name: str, *, temperature: float = 1.0, correct: bool = True
-    ) -> None:
+    def __init__(self, name: str, *, temperature: float = 1.0) -> None:
         super().__init__()
         self.name = name
         self.negatives = 0
         self.function = LOSSES[name].function
         if name == "sampled_softmax":
-            self.function = partial(
-                self.function, temperature=temperature, correct=correct
-            )
+            self.function = partial(self.function, temperature=temperature)
 
     def expect_rows(self, *, negatives: int, label: str | None) -> None:
         """Sets N, before the first step.
@@ -299,19 +290,18 @@ class PairwiseLoss(nn.Module):
 
 
 def row_loss(
-    name: str, *, temperature: float = 1.0, correct: bool = True
+    name: str, *, temperature: float = 1.0
 ) -> Callable[[Tensor, TowerBatch], Tensor]:
     """Makes a loss by name for a TowerModel; ``expect_rows`` then sets N of a :class:`PairwiseLoss`.
 
     Args:
         name: one of LOSSES that is neither over the batch nor over the catalogue.
         temperature: see :class:`PairwiseLoss`.
-        correct: see :class:`PairwiseLoss`.
 
     Raises:
         ValueError: another name.
     """
     check_choice("model.loss", name, get_args(RowLossName))
     if LOSSES[name].pairwise:
-        return PairwiseLoss(name, temperature=temperature, correct=correct)
+        return PairwiseLoss(name, temperature=temperature)
     return LOSSES[name].function

@@ -6,7 +6,7 @@ which runs for each pair of a session and a target.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
@@ -15,16 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torchrec.modules.embedding_configs import EmbeddingConfig
-from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_ext.modules.config import Combine
 from torchrec_ext.modules.interaction import InteractionLayer
-from torchrec_ext.modules.session_encoder import (
-    Packing,
-    Position,
-    SessionEncoder,
-    from_end,
-)
+from torchrec_ext.modules.session_encoder import Position, SessionEncoder, from_end
 from torchrec_ext.modules.tower import Activation, Padded, Vectors, check_tables, mlp
 from torchrec_ext.schema.validation import check_choice
 
@@ -70,60 +64,49 @@ class SessionSteps(nn.Module):
         features = len(session) if combine == "concat" else 1
         self.out_features = max_length * (features * tables[0].embedding_dim + 1)
 
-    def forward(
-        self,
-        vectors: Vectors,
-        dense: Tensor,
-        host_lengths: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
-        """Returns (B, S x (W + 1)).
-
-        Args:
-            vectors: embeddings of its tables.
-            dense: (B, 0), whose type the steps get.
-            host_lengths: see :class:`torchrec_ext.batch.TowerBatch`.
-        """
+    def forward(self, vectors: Vectors, dense: Tensor) -> Tensor:
+        """Returns (B, S x (W + 1)) of the embeddings of its tables; ``dense`` (B, 0) has the type that steps get."""
         embedded: list[Any] = [vectors[key] for key in self._keys]
+        is_padded = isinstance(embedded[0], Padded)
+        if not is_padded:
+            lengths = self._lengths([each.lengths().long() for each in embedded])
         values = [each.values() for each in embedded]
         steps = torch.cat(values, dim=-1) if self._combine == "concat" else sum(values)
         steps = steps.to(dense.dtype)
-        if isinstance(embedded[0], Padded):
+        if is_padded:
             # Its L is S already.
-            there = embedded[0].mask()[:, :, None].to(dense.dtype)
-            return torch.cat([steps * there, there], dim=2).flatten(1)
-        packing = Packing(self._lengths(embedded, host_lengths), device=steps.device)
-        recent = packing.to_device(
-            (packing.host.to_end < self.max_length).nonzero()[:, 0]
-        )
-        rows = packing.rows[recent]
-        count = len(packing.lengths)
-        last = packing.lengths.clamp(max=self.max_length)[rows] - 1
-        places = rows * self.max_length + last - packing.to_end[recent]
-        # A last number of 1 tells a step from one that is not there.
-        flagged = pad(steps[recent], (0, 1), value=1.0)
-        padded = flagged.new_zeros(count * self.max_length, flagged.shape[1])
-        return padded.index_copy(0, places, flagged).view(count, -1)
-
-    def _lengths(
-        self,
-        embedded: Sequence[JaggedTensor],
-        host_lengths: Mapping[str, Tensor] | None,
-    ) -> Tensor:
-        """Returns the lengths (B,) that all features have, on the host."""
-        names = self._session
-        if host_lengths and all(name in host_lengths for name in names):
-            lengths = torch.stack([host_lengths[name] for name in names]).long()
+            is_step = embedded[0].mask()
         else:
-            # All at once, so that a GPU is waited for once.
-            lengths = torch.stack([each.lengths() for each in embedded]).long().cpu()
-        different = (lengths != lengths[0]).nonzero()
-        if len(different):
-            feature, row = different[0].tolist()
-            raise ValueError(
-                f"feature '{names[feature]}' has {int(lengths[feature, row])} values in row {row} of the batch and "
-                f"'{names[0]}' {int(lengths[0, row])}: features of one step must be equally many"
-            )
-        return lengths[0]
+            recent = lengths.clamp(max=self.max_length)[:, None]
+            index = torch.arange(self.max_length, device=steps.device)
+            is_step = index < recent
+            # Padding reads a row of zeros after the steps.
+            first = lengths.cumsum(0)[:, None] - recent
+            places = torch.where(is_step, first + index, len(steps))
+            steps = torch.cat([steps, steps.new_zeros(1, steps.shape[1])])
+            steps = steps.index_select(0, places.flatten()).view(*places.shape, -1)
+        # A last number of 1 tells a step from one that is not there.
+        there = is_step[:, :, None].to(dense.dtype)
+        return torch.cat([steps * there, there], dim=2).flatten(1)
+
+    def _lengths(self, lengths: Sequence[Tensor]) -> Tensor:
+        """Returns the lengths (B,) that all features have."""
+        first, *others = lengths
+        for name, each in zip(self._session[1:], others, strict=True):
+            differs = each != first
+            if differs.is_cuda:
+                # Without a wait.
+                torch._assert_async(
+                    ~differs.any(),
+                    "features of one step of a session must be equally many",
+                )
+            elif differs.any():
+                row = int(differs.nonzero()[0])
+                raise ValueError(
+                    f"feature '{name}' has {int(each[row])} values in row {row} of the batch and '{self._session[0]}' "
+                    f"{int(first[row])}: features of one step must be equally many"
+                )
+        return first
 
 
 class SessionTop(InteractionLayer):
@@ -195,8 +178,6 @@ class SessionTop(InteractionLayer):
         self.target = (
             nn.Parameter(torch.randn(step) * 0.02) if position == "none" else None
         )
-        # A feature of the steps, to find their lengths in the batch; bst() sets it.
-        self.session = ""
         self.mlp = mlp(
             step * (max_length + 1) + sum(widths[1:]) - targets * width,
             [*top_widths, 1],
@@ -204,56 +185,25 @@ class SessionTop(InteractionLayer):
             dropout=dropout,
         )
 
-    def forward(
-        self, outputs: list[Tensor], host_lengths: Mapping[str, Tensor] | None = None
-    ) -> Tensor:
-        """Returns (B,) logits of the towers' outputs, each (B, D) of any D.
-
-        Args:
-            outputs: the towers' outputs.
-            host_lengths: see :class:`torchrec_ext.batch.TowerBatch`; else they are read from the steps.
-        """
+    def forward(self, outputs: list[Tensor]) -> Tensor:
+        """Returns (B,) logits of the towers' outputs, each (B, D) of any D."""
         steps, *others, target = outputs
         padded = steps.reshape(-1, *self._steps)
         max_length = self._steps[0]
-        if host_lengths and self.session in host_lengths:
-            lengths = host_lengths[self.session].clamp(max=max_length).long()
-        else:
-            # Compared with 0.5, because a stored vector may have been rounded.
-            lengths = (padded[..., -1] > 0.5).sum(1)
+        # Compared with 0.5, because a stored vector may have been rounded.
+        lengths = (padded[..., -1] > 0.5).sum(1)
         targets, width = self._target
         last = self._in_slots(target[:, : targets * width].reshape(-1, targets, width))
         if self.target is not None:
             last = last + self.target
-        if torch.compiler.is_exporting():
-            # A graph of a bundle packs nothing.
-            places = torch.arange(max_length + 1, device=last.device)
-            followed = pad(padded[..., :-1], (0, 0, 0, 1))
-            is_target = (places == lengths[:, None])[:, :, None]
-            followed = torch.where(is_target, last[:, None], followed)
-            encoded = self.encoder.padded(followed, lengths + 1)
-            session = from_end(encoded, lengths + 1).flatten(1)
-        else:
-            session = self._encoded(padded[..., :-1], last, lengths.cpu())
+        index = torch.arange(max_length + 1, device=last.device)
+        is_target = (index == lengths[:, None])[:, :, None]
+        followed = pad(padded[..., :-1], (0, 0, 0, 1))
+        followed = torch.where(is_target, last[:, None], followed)
+        encoded = self.encoder(followed, lengths + 1)
+        session = from_end(encoded, lengths + 1).flatten(1)
         joined = torch.cat([session, *others, target[:, targets * width :]], dim=1)
         return self.mlp(joined).squeeze(1)  # type: ignore[no-any-return]
-
-    def _encoded(self, steps: Tensor, last: Tensor, lengths: Tensor) -> Tensor:
-        """Returns (B, (S + 1) x W) of steps (B, S, W), each row followed by its target (B, W), the target first."""
-        size, max_length, width = steps.shape
-        packing = Packing(lengths + 1, device=steps.device)
-        rows, index = packing.host.rows, packing.host.before
-        # By one index, because a mask or a sort would wait for a GPU.
-        places = torch.where(
-            index < lengths[rows], rows * max_length + index, size * max_length + rows
-        )
-        both = torch.cat([steps.flatten(0, 1), last])
-        encoded = self.encoder.encode(
-            both.index_select(0, packing.to_device(places)), packing
-        )
-        flat = encoded.new_zeros(size * (max_length + 1), width)
-        places = packing.rows * (max_length + 1) + packing.to_end
-        return flat.index_copy(0, places, encoded).view(size, -1)
 
     def _in_slots(self, targets: Tensor) -> Tensor:
         """Returns the step (B, W) of the target's embeddings (B, T, D): F x D with zeros, or the sum."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
 
@@ -21,7 +21,7 @@ from torchrec_ext.modules.layers import Activation as Activation
 from torchrec_ext.modules.layers import Normalization as Normalization
 from torchrec_ext.modules.layers import activation_layer as activation_layer
 from torchrec_ext.modules.layers import mlp as mlp
-from torchrec_ext.modules.layers import normalises, reads_lengths, row_weights
+from torchrec_ext.modules.layers import normalises, row_weights
 from torchrec_ext.schema.array_columns import dense_names
 
 
@@ -209,13 +209,11 @@ class Reads(NamedTuple):
         shared: whether it reads the batch's shared rows rather than its rows.
         dense: columns of their dense matrix.
         normalises: whether it normalises over the rows, and so needs their weights.
-        lengths: whether it takes the lengths of the rows' bags.
     """
 
     shared: bool
     dense: slice
     normalises: bool = False
-    lengths: bool = False
 
 
 class Towers(nn.ModuleDict):
@@ -253,7 +251,6 @@ class Towers(nn.ModuleDict):
                 is_shared,
                 slice(start, stop),
                 normalises(tower),
-                reads_lengths(tower) and not is_shared,
             )
         _check_columns(self)
 
@@ -293,15 +290,11 @@ class Towers(nn.ModuleDict):
                 if batch.shared is None or not reads.shared
                 else batch.shared.dense
             )
-            # Only what a tower takes: one of the user's own may not know this argument.
-            options: dict[str, Any] = {}
-            if reads.lengths:
-                options["host_lengths"] = batch.host_lengths
             weights = None
             if reads.normalises:
                 weights = batch.shared_weights if reads.shared else batch.weights
             with row_weights(weights):
-                outputs[name] = self[name](vectors, dense[:, reads.dense], **options)
+                outputs[name] = self[name](vectors, dense[:, reads.dense])
         return outputs
 
 

@@ -1,9 +1,7 @@
 from ..batch import Jagged as Jagged
-from ..batch import Keys as Keys
 from .batch_schema import BatchSchema as BatchSchema
 from .batch_schema import IdHook as IdHook
 from .batch_schema import RowNumbers as RowNumbers
-from .features import Joint as Joint
 from .features import SparseFeature as SparseFeature
 from .validation import DataError as DataError
 from .validation import OutOfRange as OutOfRange

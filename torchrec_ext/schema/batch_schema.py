@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple, TypeVar, get_args
 
 from torchrec_ext.needs_torch import and_torchrec  # noqa: F401
@@ -21,9 +20,7 @@ from typing_extensions import Self
 from torchrec_ext.batch import (
     Jagged,
     KeyLayout,
-    Keys,
     TowerBatch,
-    concatenate,
     pack,
 )
 from torchrec_ext.schema.array_columns import element_of, source_columns, widths_of
@@ -35,10 +32,8 @@ from torchrec_ext.schema.checks import (
     total_of,
 )
 from torchrec_ext.schema.features import (
-    Joint,
     SparseFeature,
     features_of,
-    joints,
     merge_tables,
 )
 from torchrec_ext.schema.validation import DataError, OutOfRange, check_choice, listed
@@ -77,7 +72,6 @@ class BatchSchema:
         dense: the names of the columns of the one dense matrix, Fd of them; ``profile[3]`` is the fourth number of the
             array column ``profile``, if the data have no column of that very name.
         shared: names of those of these columns that are in the batch's shared part, see :class:`SharedRows`.
-        joint: the keys of ``batch.joint``, for tables that read shared and other features.
         tasks: the columns with the labels of further tasks, which become ``batch.targets``.
         label_range: smallest and largest label, 0 to 1 as binary cross entropy asks; None for any finite label.
         out_of_range: the treatment of a negative or too large id. ``error`` raises :class:`DataError`; ``oov`` maps
@@ -92,7 +86,6 @@ class BatchSchema:
     sparse: tuple[SparseFeature, ...]
     dense: tuple[str, ...] = ()
     shared: frozenset[str] = frozenset()
-    joint: tuple[Joint, ...] = ()
     tasks: tuple[str, ...] = ()
     label_range: tuple[float, float] | None = (0.0, 1.0)
     out_of_range: OutOfRange = "error"
@@ -138,12 +131,10 @@ class BatchSchema:
         """
         tables = merge_tables(tables)
         shared = frozenset(shared)
-        joint = joints(tables, shared)
         return cls(
-            sparse=features_of(tables, shared, oov_ids or {}),
+            sparse=features_of(tables, oov_ids or {}),
             dense=tuple(dense),
             shared=shared,
-            joint=tuple(dict.fromkeys(chain.from_iterable(joint.values()))),
             label_range=label_range,
             out_of_range=out_of_range,
         )
@@ -156,21 +147,9 @@ class BatchSchema:
     @cached_property
     def layout(self) -> KeyLayout:
         """The features of each KeyedJaggedTensor of a batch, in order."""
-        keyed = [feature.name for feature in self.sparse if feature.keyed]
-        rows = tuple(name for name in keyed if name not in self.shared)
-        shared = tuple(name for name in keyed if name in self.shared)
-        return KeyLayout(
-            rows=Keys(rows, rows),
-            shared=Keys(shared, shared) if self.shared else None,
-            joint=self._halves(),
-        )
-
-    def _halves(self) -> Keys | None:
-        """Returns the keys of ``batch.joint``; None without any."""
-        if not self.joint:
-            return None
-        keys = tuple(joint.key for joint in self.joint)
-        return Keys(keys, tuple(chain.from_iterable(self.joint)))
+        rows = tuple(name for name in self.keys if name not in self.shared)
+        shared = tuple(name for name in self.keys if name in self.shared)
+        return KeyLayout(rows, shared if self.shared else None)
 
     @cached_property
     def row_dense(self) -> tuple[str, ...]:
@@ -238,7 +217,6 @@ class BatchSchema:
         labels: Tensor,
         weights: Tensor | None = None,
         total_weight: float | None = None,
-        log_q: Tensor | None = None,
         targets: Tensor | None = None,
         index: Tensor | None = None,
     ) -> TowerBatch:
@@ -253,7 +231,6 @@ class BatchSchema:
             weights: (B,), 0 for padding; ones by default.
             total_weight: the sum of the weights over all ranks divided by R, by which the loss divides; the sum of
                 ``weights`` by default.
-            log_q: (B,) log-probability with which the candidate was sampled.
             targets: (B, T - 1) the labels of the schema's ``tasks``; required if it has such.
             index: (B,) the shared row of each row. By default Q is B and row i has shared row i.
 
@@ -290,12 +267,11 @@ class BatchSchema:
         weights = numbers_of("weight", weights, size, (0.0, math.inf))
         return pack(
             self.layout,
-            lambda keys, sizes: concatenate(keys, sizes, bags),
+            bags,
             dense=self._matrix(dense, self.row_dense, size),
             labels=numbers_of("label", labels, size, self.label_range),
             weights=weights,
             total_weight=total_of(weights, total_weight),
-            log_q=None if log_q is None else numbers_of("log_q", log_q, size),
             targets=self._targets(targets, size),
             items=items,
             shared_dense=shared_dense,
@@ -364,8 +340,7 @@ class BatchSchema:
         order of the schema: a sharded collection reads each batch by the places of the first one's keys.
 
         Returns:
-            ``features`` itself, or a new one with these keys, and with ``out_of_range="oov"`` with the
-            out-of-vocabulary row for invalid ids.
+            A tensor of these keys, with ``out_of_range="oov"`` with the out-of-vocabulary row for invalid ids.
         """
         values, lengths = features.values(), features.lengths()
         total = int(lengths.sum())
@@ -375,40 +350,36 @@ class BatchSchema:
                 "feature one length a row"
             )
         columns = features.to_dict()
-        kinds = [self.layout.rows, self.layout.shared]
-        keys = [set(kind.keys) for kind in kinds if kind is not None]
+        keys = [set(kind) for kind in self.layout if kind is not None]
         if not any(kind <= columns.keys() for kind in keys):
             wanted = set().union(*keys)
             missing = [name for name in self.keys if name in wanted - columns.keys()]
             raise DataError(
                 f"the KeyedJaggedTensor lacks {missing}; it has the keys {features.keys()}"
             )
-        replace = self.out_of_range == "oov"
-        places = {name: place for place, name in enumerate(features.keys())}
-        order = [name for name in self.keys if name in places]
-        if order != features.keys():
-            features = features.permute([places[name] for name in order])
-        parts = []
-        for name in order:
+        names = [name for name in self.keys if name in columns]
+        bags = []
+        for name in names:
             column = columns[name]
-            bags = Jagged(column.values(), column.lengths())
-            feature = self._by_name[name]
-            bags = checked_bags(feature, bags, features.stride(), replace=replace)
-            parts.append(bags.values)
-            weights = column.weights_or_none()
-            if weights is not None and not torch.isfinite(weights).all():
-                place = int((~torch.isfinite(weights)).nonzero()[0])
+            made = checked_bags(
+                self._by_name[name],
+                Jagged(column.values(), column.lengths()),
+                features.stride(),
+                replace=self.out_of_range == "oov",
+            )
+            bags.append(made)
+        weights = None
+        if features.weights_or_none() is not None:
+            weights = torch.cat([columns[name].weights() for name in names])
+            if not torch.isfinite(weights).all():
                 raise DataError(
-                    f"feature '{name}': weight {float(weights[place])} of id {int(bags.values[place])} is not finite; "
-                    "fill or drop it where it is made"
+                    f"weights of {listed(names)}: one is not finite; fill or drop it where it is made"
                 )
-        if not replace:
-            return features
         return KeyedJaggedTensor(
-            keys=order,
-            values=torch.cat(parts),
-            weights=features.weights_or_none(),
-            lengths=features.lengths(),
+            keys=names,
+            values=torch.cat([each.values for each in bags]),
+            weights=weights,
+            lengths=torch.cat([columns[name].lengths() for name in names]),
         )
 
     def _column(self, columns: Mapping[str, _Column], name: str) -> _Column:

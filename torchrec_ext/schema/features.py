@@ -1,13 +1,12 @@
-"""The sparse features of a batch, derived from the towers' tables: their valid ids and their keys."""
+"""The sparse features of a batch, derived from the towers' tables: their valid ids."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torchrec_ext.needs_torch import loaded_class
 
@@ -19,14 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseFeature:
-    """A sparse feature: its tables, its valid ids, and its place in a batch's KeyedJaggedTensors.
+    """A sparse feature: its tables and its valid ids.
 
     Args:
         name: the column.
         tables: every table that looks this feature up.
         num_embeddings: rows of the smallest of these tables; valid ids are ``0 <= id < num_embeddings``.
         oov_id: the row that ``out_of_range="oov"`` sends invalid ids to.
-        keyed: whether it is a key of ``batch.sparse`` or ``batch.shared.sparse``; else it is in ``batch.joint`` alone.
         dynamic: whether its ids are any 64-bit numbers, which :class:`torchrec_ext.ids.DynamicIds` maps to rows later.
     """
 
@@ -34,7 +32,6 @@ class SparseFeature:
     tables: tuple[str, ...]
     num_embeddings: int
     oov_id: int = 0
-    keyed: bool = True
     dynamic: bool = False
 
     def __post_init__(self) -> None:
@@ -67,22 +64,6 @@ class SparseFeature:
             f"{where}, column '{self.name}': id {int(ids[0])} is outside table {self.readers} (0 to "
             f"{self.num_embeddings - 1}; {len(ids)} such ids); {remedy}, or set out_of_range='oov'"
         )
-
-
-class Joint(NamedTuple):
-    """A key of ``batch.joint``: the Q bags of a shared feature, then the B bags of another.
-
-    A table that a shared tower and another both read is looked up once, with Q + B bags, so that its rows move once a
-    step. If one side has more features than the other, the missing half is empty bags.
-    """
-
-    shared: str | None
-    row: str | None
-
-    @property
-    def key(self) -> str:
-        """Name of the key in the KeyedJaggedTensor."""
-        return f"{self.shared or ''}|{self.row or ''}"
 
 
 def merge_tables(tables: Iterable[BaseEmbeddingConfig]) -> list[BaseEmbeddingConfig]:
@@ -134,28 +115,11 @@ def _facts(table: BaseEmbeddingConfig) -> dict[str, Any]:
     return {**facts, "init_fn": init}
 
 
-def joints(
-    tables: Iterable[BaseEmbeddingConfig], shared: Collection[str]
-) -> dict[str, list[Joint]]:
-    """Returns the keys in ``batch.joint`` of each table with features of both kinds, ``shared`` and others."""
-    result = {}
-    for table in tables:
-        shared_names = [name for name in table.feature_names if name in shared]
-        row_names = [name for name in table.feature_names if name not in shared]
-        if shared_names and row_names:
-            result[table.name] = [
-                Joint(*pair) for pair in zip_longest(shared_names, row_names)
-            ]
-    return result
-
-
 def features_of(
     tables: Sequence[BaseEmbeddingConfig],
-    shared: Collection[str],
     oov_ids: Mapping[str, int],
 ) -> tuple[SparseFeature, ...]:
     """Returns the features of the tables, in order of first appearance."""
-    joint = joints(tables, shared)
     readers: dict[str, list[BaseEmbeddingConfig]] = {}
     for table in tables:
         for feature_name in table.feature_names:
@@ -174,8 +138,6 @@ def features_of(
             # An id must be a row of every table that reads it.
             num_embeddings=min(table.num_embeddings for table in feature_tables),
             oov_id=oov_ids.get(name, 0),
-            # A feature whose tables are all read jointly is in no other tensor.
-            keyed=not set(names_of_tables) <= joint.keys(),
         )
         features.append(feature)
     return tuple(features)

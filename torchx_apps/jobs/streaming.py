@@ -19,8 +19,6 @@ import torch
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_ext.data.columns import Column, Int64
-from torchrec_ext.data.files.arrow import as_arrow
 from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
 from torchrec_ext.data.loader.events import ITEM, USER, EventLoader
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Vocabulary
@@ -29,7 +27,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.ids import DynamicIds
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.config import LOSSES
-from torchrec_ext.retrieval.catalogue import Catalogue, Ids, NamedUsers
+from torchrec_ext.retrieval.catalogue import Catalogue, NamedUsers
 from torchrec_ext.retrieval.export import Renewal, export
 from torchrec_ext.retrieval.manifest import BUNDLE_MANIFEST
 from torchrec_ext.schema import BatchSchema
@@ -88,12 +86,6 @@ def run_stream(job: Job, options: StreamOptions) -> None:
             tempfile.TemporaryFile(dir=folder).close()
         plan, plan_text = plan_job(job, model, runtime)
         print(f"\n{plan_text}\n", flush=True)
-        if not job.data.seen:
-            print(
-                "bundles know nobody's items, so exclude_seen leaves nothing out; --data.seen 100_000 has them know "
-                "those of that many events\n",
-                flush=True,
-            )
         parts = JobParts(job, model, schema, loader, plan, plan_text)
         parallel, optimizer = shard_job(parts, runtime)
         if job.start.path and not run.checkpoint:
@@ -111,8 +103,7 @@ def run_stream(job: Job, options: StreamOptions) -> None:
 
         def export_now(out: Path) -> None:
             details = {**about, "events": events.events}
-            taken = events.taken() if job.data.seen else None
-            export_ids(parallel, loader.ids, out, details, renewal, taken)
+            export_ids(parallel, loader.ids, out, details, renewal)
 
         publisher = Publisher(options, folder, export_now)
         checkpoints = StreamCheckpoints(
@@ -238,9 +229,7 @@ def _model_and_loader(
         batch_size=config.batch_size,
         negatives=config.negatives,
         seed=config.seed,
-        log_q=loss is not None
-        and (loss.in_batch or config.negatives > 0)
-        and getattr(job.model, "correct", False),
+        log_q=loss is not None and (loss.in_batch or config.negatives > 0),
         stop=stop,
     )
     return (
@@ -278,7 +267,6 @@ def export_ids(
     out: Path,
     details: Mapping[str, Any],
     renewal: Renewal,
-    taken: Int64 | None = None,
 ) -> None:
     """Exports a model with the live items and the ids of both tables; unknown and evicted ids read row 0.
 
@@ -288,7 +276,6 @@ def export_ids(
         out: folder of the bundle.
         details: further entries of the manifest.
         renewal: what bundles have in common.
-        taken: users and items of events, (n, 2), oldest first; None if nobody's items are known.
     """
     steps = []
     live = {}
@@ -317,7 +304,6 @@ def export_ids(
             ids=users,
             features=pa.table({USER: users}),
             unknown={USER: None},
-            seen_ids=None if taken is None else seen_by(users, taken),
         ),
         preprocessor=FittedPreprocessor(steps, {USER: "int64", ITEM: "int64"}),
         rows=rows,
@@ -325,14 +311,6 @@ def export_ids(
         overwrite=True,
         renewal=renewal,
     )
-
-
-def seen_by(users: Int64, taken: Int64) -> pa.ListArray:
-    """Returns the items that each of (U,) users took, of users and items (n, 2), in their order."""
-    places = Ids(users).positions(taken[:, 0])  # type: ignore[arg-type]
-    # Of users without a row nothing is said.
-    known = places >= 0
-    return as_arrow(Column.grouped(taken[known, 1], places[known], len(users)))
 
 
 class Publisher:

@@ -55,8 +55,7 @@ def load_recipe(spec: str, built_in: Recipes = RECIPES, kind: type = Job) -> Any
         _check_callable_bare(recipe, spec)
         job = recipe()
     except SyntaxError as error:
-        mistake = f"{error.filename}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}"
-        raise ValueError(f"--recipe {spec}: {mistake}; correct the file") from None
+        raise ValueError(f"--recipe {spec}: {error}; correct the file") from None
     except SystemExit as end:
         # Its status may be 0, which would say that the job has been trained.
         raise ValueError(

@@ -7,9 +7,9 @@ Keys of the recipes say which columns are in which tower.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,6 @@ from torchrec_ext.modules.config import (
     LOSSES,
     Interaction,
     Normalization,
-    TaskRows,
 )
 from torchrec_ext.schema.validation import listed
 from torchrec_ext.train.config import Schedule, TrainConfig
@@ -41,38 +40,26 @@ def columns_by_name(
     """Returns the names of each tower's features and of its dense columns, by tower.
 
     Args:
-        towers: names or patterns of each tower's columns, by tower; see ``model.towers``.
+        towers: names of each tower's columns, by tower; see ``model.towers``.
         features: names of all features.
         dense: names of all dense columns.
 
     Raises:
-        ValueError: a name or pattern is that of no column, or a column is in two towers, or in none.
+        ValueError: a name is that of no column, or a column is in two towers, or in none.
     """
     columns = [*features, *dense]
-    owner: dict[str, str] = {}
-    for tower, patterns in towers.items():
-        for pattern in patterns:
-            matches = [name for name in columns if fnmatchcase(name, pattern)]
-            if not matches:
-                raise ValueError(
-                    f"model.towers: tower '{tower}' names '{pattern}', which no column is; the columns are "
-                    f"{listed(columns)}"
-                )
-            for name in matches:
-                if owner.setdefault(name, tower) != tower:
-                    raise ValueError(
-                        f"model.towers: column '{name}' is in the towers '{owner[name]}' and '{tower}'; a column is in "
-                        "one tower"
-                    )
-    missing = [name for name in columns if name not in owner]
-    if missing:
-        raise ValueError(
-            f"model.towers: column '{missing[0]}' stands in no tower ({len(missing)} such columns); name it, or a "
-            f"pattern, such as --model.towers.{next(iter(towers))} {missing[0]}"
-        )
-    found: dict[str, Any] = {name: ([], []) for name in towers}
-    for name in columns:
-        found[owner[name]][name in dense].append(name)
+    counts = Counter(name for names in towers.values() for name in names)
+    for name in [*counts, *columns]:
+        if name not in columns or counts[name] != 1:
+            place = f"in {counts[name]} towers" if name in columns else "no column"
+            raise ValueError(
+                f"model.towers: '{name}' is {place}; name each column in one tower: {listed(columns)}"
+            )
+    found: dict[str, tuple[Sequence[str], Sequence[str]]] = {}
+    for tower, names in towers.items():
+        mine = [name for name in columns if name in names]
+        numbers = [name for name in mine if name in dense]
+        found[tower] = ([name for name in mine if name not in dense], numbers)
     return found
 
 
@@ -82,9 +69,9 @@ class NTowerConfig(TowersConfig):
 
     Args:
         embedding_std: standard deviation of the tables' initial values.
-        towers: the columns of each tower, names or patterns, as in ``--model.towers.user user_id age
-            --model.towers.item item_id "price_*"``, the item's tower last; user, item and context where empty. Where
-            empty, an interaction that takes two towers, such as ``dot``, gets the context as part of the user's.
+        towers: the columns of each tower, as in ``--model.towers.user user_id age --model.towers.item item_id price``,
+            the item's tower last; user, item and context where empty. Where empty, an interaction that takes two
+            towers, such as ``dot``, gets the context as part of the user's.
     """
 
     embedding_dim: int = 8
@@ -185,16 +172,12 @@ class MultiTaskConfig(NTowerConfig):
     Args:
         weights: weight of a task's loss, by task, as in ``--model.weights.conversion 0.5``; 1 for a task that is not
             named.
-        rows: rows by which the further tasks are learned: ``all``; ``positive``, those whose first label is 1, as a
-            conversion is known only after a click; or ``product``, all rows, of which the product of both
-            probabilities is the further task's (ESMM). See :class:`MultiTaskModel`.
         serve: tasks by whose product of probabilities items are ranked and a bundle scores, as ``click,conversion``;
             the first task where empty.
     """
 
     interaction: Interaction = "top_nn"
     weights: Mapping[str, float] = field(default_factory=dict)
-    rows: TaskRows = "all"
     serve: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -272,7 +255,6 @@ def build_multi_task(config: MultiTaskConfig, data: Prepared) -> MultiTaskModel:
         towers,
         top,
         tasks={name: weights.get(name, 1.0) for name in labels},
-        rows=config.rows,
         device=torch.device("meta"),
     )
 

@@ -275,9 +275,9 @@ class TaobaoConfig:
     """Settings of the recipe ``taobao``.
 
     Args:
-        path: the log: a csv file with or without a header, a parquet file, or a folder of parquet files, with the
+        path: the log: the publisher's csv file, without a header; or a parquet file, or a folder of such, with the
             columns user_id, item_id, category_id, behavior_type (pv, buy, cart or fav) and timestamp, a time or
-            seconds since 1970. The ids of a csv file are whole numbers.
+            seconds since 1970, whose ids may be texts.
         history_length: S, greatest number of clicks before a row.
         negatives: rows with label 0 drawn for each click: the same user at the same time with the item of a click drawn
             from the training rows, so that items are drawn by their popularity; a draw that is the clicked item is left
@@ -420,6 +420,7 @@ def _make_taobao_log(config: TaobaoConfig, con: Connection) -> None:
     Raises:
         DataError: there is no log, it lacks a column, or a behaviour is none of the four.
     """
+    from torchrec_ext.data.preprocess import read_csv
     from torchrec_ext.data.preprocess.rows import open_source
 
     if not config.path:
@@ -429,7 +430,8 @@ def _make_taobao_log(config: TaobaoConfig, con: Connection) -> None:
     path = Path(config.path)
     seconds = "timestamp"
     if path.suffix in (".csv", ".txt"):
-        log = _taobao_csv(path, con)
+        types = dict.fromkeys(_TAOBAO, "BIGINT") | {"behavior_type": "VARCHAR"}
+        log = read_csv(con, path, types, names=_TAOBAO)
     else:
         opened = open_source(config.path, _TAOBAO, con)
         log = opened.view
@@ -462,20 +464,6 @@ def _make_taobao_log(config: TaobaoConfig, con: Connection) -> None:
     _note_left_out(
         every, _count(con, "log"), f"{path}: rows without user_id or timestamp"
     )
-
-
-def _taobao_csv(path: Path, con: Connection) -> str:
-    """Returns a csv file in SQL, with a header or without one."""
-    from torchrec_ext.data.preprocess import read_csv
-
-    if not path.is_file():
-        raise DataError(
-            f"{path}: there is no such file; give the log: --config.path FILE"
-        )
-    types = dict.fromkeys(_TAOBAO, "BIGINT") | {"behavior_type": "VARCHAR"}
-    with path.open(errors="replace") as file:
-        has_header = "user_id" in file.readline()
-    return read_csv(con, path, types, names=None if has_header else _TAOBAO)
 
 
 # By the name that `--recipe` of rec.data.preprocess takes.

@@ -46,8 +46,6 @@ class TowersConfig:
             ``in_batch``, a softmax over the candidates of the batch, or ``catalogue``, over all items, whose tower
             then runs for every item in every step.
         temperature: divisor of the scores under the softmax losses and ``cosine``.
-        correct: correct ``in_batch`` for the popularity of its candidates, and ``sampled_softmax`` for how likely each
-            candidate was drawn.
         hardest: number of negatives of a row that count under ``in_batch``, those with the greatest scores; 0 for all.
         out_of_range: what happens to an id outside its table: ``error``, or ``oov``, which reads row 0.
     """
@@ -61,7 +59,6 @@ class TowersConfig:
     dropout: float = 0.0
     loss: LossName = "bce"
     temperature: float = 1.0
-    correct: bool = True
     hardest: int = 0
     out_of_range: OutOfRange = "error"
 
@@ -213,10 +210,10 @@ def model_of(
     if not kind.shared:
         # A cosine has divided by the temperature already.
         temperature = 1.0 if top.temperature else config.temperature
-        loss = row_loss(config.loss, temperature=temperature, correct=config.correct)
+        loss = row_loss(config.loss, temperature=temperature)
         return TowerModel(towers, top, loss=loss, shared=shared, device=meta)
     counts = None
-    if config.correct and kind.in_batch:
+    if kind.in_batch:
         counts = torch.from_numpy(data.popularity)
     return RetrievalModel(
         towers,

@@ -266,16 +266,10 @@ class Evaluator:
         if not self.tasks:
             yield "", data.positives[split], data.share("train")
             return
-        of_clicked = self.model.module.rows == "positive"
-        for number, name in enumerate(self.tasks):
-            # The first task decides what a click is; the others may be learned among
-            # the clicked rows.
-            among_clicked = of_clicked and number > 0
+        for name in self.tasks:
             sums = []
             for of in (split, "train"):
-                every, some = data.task_positives[of][name]
-                clicked, total = data.positives[of]
-                sums.append((some, clicked) if among_clicked else (every, total))
+                sums.append((data.task_positives[of][name][0], data.positives[of][1]))
             yield f"{name}_", sums[0], positive_share(*sums[1])
 
     def example(self) -> str:

@@ -124,44 +124,25 @@ IDS = {"user_id": [1, 2], "item_id": [2, 2], "clicked": [1.0, 0.0], "at": [3, 3]
     ("content", "settings", "message"),
     [
         (line(1) + line("7"), {}, r"line 2: .*user_id.*string_ids\(\)"),  # type: ignore[arg-type]
-        (line(1) + line(2**63), {}, "line 2: .*9223372036854775808"),
-        (line(1.5), {}, r"line 1: .*1\.5.*64 bits; write them so"),  # type: ignore[arg-type]
-        ('{"user_id": 1}\n', {}, "line 1: .*no 'item_id'; mend the line"),
-        (line(1) + "7\n", {}, "line 2: .*a line is a JSON object"),
+        (line(1) + line(2**63), {}, "line 2: .*user_id.*int64"),
+        (line(1.5), {}, "line 1: .*float.*user_id.*int64"),  # type: ignore[arg-type]
+        ('{"user_id": 1}\n', {}, "line 1: .*item_id.*mend the line"),
+        (line(1) + "7\n", {}, "line 2: .*int"),
         (line(1) * 999 + line(2)[:-3] + "\n" + line(3), {}, "line 1000: "),
+        (line(1, x=1).replace("1}", "[" * 9999), {}, "line 1: "),
         (b"PAR1 half", {}, "no whole parquet.*rename them when"),
-        (line(1, at=1), BOTH, "line 1: .*no 'clicked'"),
-        (
-            line(1, clicked=1, at="2026-11-29"),
-            BOTH,
-            "line 1: .*'at' is in seconds since 1970",
-        ),
-        (
-            line(1, clicked=1) + line(1, clicked=3),
-            LABEL,
-            "line 2: .*'clicked' is 3, and not from 0 to 1",
-        ),
-        ({"clicked": [1.0, 3.0]}, LABEL, "row 1: 'clicked' is 3, .*; mend the row"),
+        (line(1, at=1), BOTH, "line 1: .*clicked"),
+        (line(1, clicked=1, at="2026-11-29"), BOTH, "line 1: .*at.*seconds since"),
+        (line(1, clicked=1) + line(1, clicked=3), LABEL, "line 2: .*clicked.*0 to 1"),
+        ({"clicked": [1.0, 3.0]}, LABEL, "row 1: 'clicked' is 3; .*; mend the row"),
         (
             {"at": pa.array([1, 2], pa.timestamp("ms"))},
             BOTH,
-            r"column 'at' is timestamp\[ms\]; 'at' is in seconds",
+            r"'at' is timestamp\[ms\]",
         ),
-        (
-            {"clicked": ["yes", "no"]},
-            BOTH,
-            "column 'clicked' is string; 'clicked' is a number from 0 to 1",
-        ),
-        (
-            {"user_id": [1.5, 2.0]},
-            {},
-            "column 'user_id' is double; ids are whole numbers of 64 bits; write",
-        ),
-        (
-            {"user_id": ["u1", "u2"]},
-            {},
-            r"column 'user_id' is string; ids are whole .* 64 bits, string_ids\(\)",
-        ),
+        ({"clicked": ["yes", "no"]}, BOTH, "'clicked' is string"),
+        ({"user_id": [1.5, 2.0]}, {}, "'user_id' is double; ids are int64"),
+        ({"user_id": ["u1", "u2"]}, {}, r"'user_id' is string; .*string_ids\(\)"),
     ],
 )
 def test_what_is_no_event_is_named_in_one_line(
@@ -247,9 +228,6 @@ def test_a_file_that_comes_too_late_between_two_runs_is_named(tmp_path: Path) ->
             match=rf"1\.jsonl: came after {last}\.jsonl was read, and precedes",
         ):
             EventLog(config(tmp_path)).load_state_dict(state)
-        # A state of an earlier release does not say which files were read.
-        del state["read"]
-        EventLog(config(tmp_path)).load_state_dict(state)
 
 
 def test_there_must_be_a_folder() -> None:

@@ -65,18 +65,6 @@ def test_one_side_alone_has_every_key_and_the_other_side_empty() -> None:
     assert bags(items, "item_id") == [[item] for item in range(7)]
 
 
-def test_padding_rows_weigh_nothing_and_are_empty() -> None:
-    rows = data().rows("test").slice(0, 1)
-    batch = batch_of(
-        schema(), rows, np.array([[4, 5]]), items=data().items, padded_rows=2
-    )
-    assert batch.weights.tolist() == [1, 1, 0, 0]
-    assert batch.labels.tolist() == [1, 0, 0, 0]
-    for name in batch.sparse.keys():  # noqa: SIM118  a KeyedJaggedTensor is no mapping
-        assert bags(batch, name)[2:] == [[], []]
-    assert batch.dense[2:].tolist() == [[0.0], [0.0]]
-
-
 def test_a_missing_or_mistyped_column_is_named() -> None:
     rows = data().rows("test").slice(0, 2)
     builder = BatchBuilder(schema(), data().items)

@@ -116,32 +116,6 @@ def test_a_run_ends_after_a_number_of_events_or_when_it_is_asked_to(
     assert (len(asked), ending.events) == (2, 20)
 
 
-def test_the_items_of_the_newest_events_are_known(tmp_path: Path) -> None:
-    """As in a run without a resume, whether pieces have been put together or not."""
-    write(tmp_path, 34)
-    expected = [[user, user % 4] for user in range(34)]
-    whole = loader(tmp_path, seen=12)
-    states = []
-    for number, _ in enumerate(whole, 1):
-        states.append(whole.state_dict(step=number))
-        end = min(10 * number, 34)
-        assert whole.taken().tolist() == expected[max(0, end - 12) : end]
-    for state, rest in zip(states, (3, 2, 1, 0), strict=True):
-        resumed = loader(tmp_path, seen=12)
-        resumed.load_state_dict(state)
-        assert sum(1 for _ in resumed) == rest
-        assert np.array_equal(resumed.taken(), whole.taken())
-    assert "taken" not in loader(tmp_path).state_dict()
-
-
-def test_an_item_of_an_event_without_success_is_not_taken(tmp_path: Path) -> None:
-    lines = [{"user_id": user, "item_id": 5, "label": user % 2} for user in range(9)]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    labelled = loader(tmp_path, negatives=0, label="label", seen=99)
-    assert sum(1 for _ in labelled) == 1
-    assert labelled.taken().tolist() == [[user, 5] for user in (1, 3, 5, 7)]
-
-
 def test_a_batch_is_cut_after_some_seconds(tmp_path: Path) -> None:
     write(tmp_path, 3)
     late = threading.Timer(0.15, write, (tmp_path, 12, "b"))

@@ -24,7 +24,7 @@ Make = Callable[..., Any]
 CASES: dict[str, dict[str, Any]] = {
     "uniform": {},
     "popularity": {"kind": PopularityNegatives},
-    "mixed": test_places.CASES["mixed"],
+    "catalogue": test_places.CASES["catalogue"],
     "dropout": test_places.CASES["dropout"],
     "files": {"buffer_rows": 40},
     "device": {},
@@ -56,25 +56,27 @@ def equal(left: list[TowerBatch], right: list[TowerBatch]) -> bool:
     return len(left) == len(right) and all(map(stream_sets.equal, left, right))
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("stop", [0, 3, 5])
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2), (2, 1)])
 def test_a_resumed_stream_equals_the_uninterrupted_one_on_any_number_of_ranks(
-    make: Make, before: int, after: int, stop: int, prefetch: int
+    make: Make, before: int, after: int, stop: int, ahead: int
 ) -> None:
     whole = make(after - 1, after)
     whole.set_epoch(2)
     expected = list(whole)
     whole.set_epoch(3)
     following = list(whole)
-    first = make(before - 1, before, prefetch=prefetch, read_ahead=prefetch)
+    first = make(before - 1, before, read_ahead=ahead)
+    first.depth = ahead
     first.set_epoch(2)
     batches = iter(first)
     for _ in zip(range(stop), batches, strict=False):
         pass
     file = io.BytesIO()
     torch.save(first.state_dict(), file)
-    second = make(after - 1, after, prefetch=prefetch, read_ahead=prefetch)
+    second = make(after - 1, after, read_ahead=ahead)
+    second.depth = ahead
     second.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
     assert equal(list(second), expected[stop:])
     second.set_epoch(3)

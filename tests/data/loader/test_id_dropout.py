@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchrec import EmbeddingBagConfig, PoolingType
 
-from tests.examples import META, table
+from tests.examples import META
 from tests.small_sets import planted_data
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.loader.id_dropout import drop_ids
@@ -60,7 +60,7 @@ def loader(
     world_size: int = 1,
     **config: Any,
 ) -> ChunkLoader:
-    config = {"batch_size": 32, "negatives": 3, "prefetch": 0} | config
+    config = {"batch_size": 32, "negatives": 3} | config
     return training_loader(
         data, schema, LoaderConfig(**config), rank=rank, world_size=world_size
     )
@@ -147,39 +147,6 @@ def test_the_choice_is_the_same_on_any_number_of_ranks_and_at_any_batch_size(
     assert small_steps[: 32 * 4 * len(alone)] == [
         bag for batch in alone for bag in batch
     ]
-
-
-@pytest.mark.unit
-def test_a_table_of_two_towers_loses_the_ids_of_the_named_feature_alone() -> None:
-    data = small()
-
-    def items(feature: str) -> EmbeddingBagConfig:
-        return EmbeddingBagConfig(
-            name="item_rows",
-            feature_names=[feature],
-            num_embeddings=data.vocab["item_id"],
-            embedding_dim=8,
-        )
-
-    schema = two_tower(
-        [items("history"), table("user_id", 61)],
-        [items("item_id")],
-        shared=("user",),
-        device=META,
-    ).schema()
-    plain = loader(data, schema, drop_last=True)
-    for old, new in zip(
-        list(plain), list(drop_ids(plain, schema, {"item_id": 0.3})), strict=True
-    ):
-        assert old.shared is not None
-        queries = old.shared.sparse.stride()
-        was, now = (batch.joint["history|item_id"].to_dense() for batch in (old, new))
-        assert all(
-            torch.equal(a, b) for a, b in zip(was[:queries], now[:queries], strict=True)
-        )
-        pairs = list(zip(was[queries:], now[queries:], strict=True))
-        assert all(b.item() in (0, a.item()) for a, b in pairs)
-        assert any(a.item() != b.item() for a, b in pairs)
 
 
 @pytest.mark.unit

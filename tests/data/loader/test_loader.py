@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from collections import Counter
 from functools import partial
@@ -12,14 +13,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.data.stream_sets import check_weights, equal, schema_by, steps_of
+from tests.data.stream_sets import check_weights, schema_by, steps_of
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data import resident
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import (
     ChunkLoader,
     LoaderConfig,
 )
+from torchrec_ext.data.loader.shared import CatalogueCandidates
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import BatchSchema, DataError
 
@@ -66,7 +67,7 @@ def loader_of(
     negatives = UniformNegatives(
         ITEMS, chunk["user_id"].values, chunk["item_id"].values, options.get("seed", 0)
     )
-    config = LoaderConfig(**{"prefetch": 0, "batch_size": 8, "negatives": 2} | options)
+    config = LoaderConfig(**{"batch_size": 8, "negatives": 2} | options)
     return ChunkLoader(
         chunk,
         SCHEMA,
@@ -126,25 +127,6 @@ def test_any_number_of_ranks_sees_the_same_samples_once(
     assert seen[0].total() == size * (1 + negatives)
 
 
-@pytest.mark.parametrize("start", [0, 3])
-@pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (1, 3)])
-def test_batches_are_the_same_for_however_many_rows_are_drawn_at_once(
-    monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int, start: int
-) -> None:
-    batches = []
-    for rows_at_once in (1, 20, 4096):
-        monkeypatch.setattr(resident, "_DRAWN", 3 * rows_at_once)
-        loader = loader_of(100, rank, world_size, weight="weight")
-        loader.load_state_dict(loader.state_dict(step=start))
-        batches.append(list(loader))
-    assert {len(of_one) for of_one in batches} == {13 - start}
-    assert all(
-        equal(left, right)
-        for others in batches[1:]
-        for left, right in zip(batches[0], others, strict=True)
-    )
-
-
 def test_batches_own_their_memory() -> None:
     """A batch that is kept or sent must not hold the rows of the other batches that were gathered with it."""
     first, second, *_ = loader_of(100, shuffle=False)
@@ -172,7 +154,7 @@ def test_a_user_without_negatives_ends_the_step_that_has_the_user_and_none_befor
         schema_of(
             {"user_id": 40, "history": ITEMS + 1, "item_id": ITEMS + 1, "kind": 3}
         ),
-        config=LoaderConfig(prefetch=0, batch_size=8, negatives=2, shuffle=False),
+        config=LoaderConfig(batch_size=8, negatives=2, shuffle=False),
         items=ITEM_TABLE,
         negatives=UniformNegatives(ITEMS, pairs, items),
     )
@@ -319,24 +301,7 @@ def test_an_id_out_of_range_names_its_row_in_the_set() -> None:
         ({"negatives": -1}, r"loader\.negatives=-1: must be 0 or more"),
         (
             {"sampling": "soft"},
-            r"loader\.sampling='soft': must be one of uniform, popularity, mixed",
-        ),
-        (
-            {"sampling": "mixed"},
-            r"sampling='mixed' with loader\.negatives=4 and loader\.shared_negatives=0: .* set negatives=0",
-        ),
-        (
-            {"shared_negatives": 9},
-            r"loader\.shared_negatives=9 with loader\.sampling='uniform': set sampling='mixed'",
-        ),
-        (
-            {
-                "sampling": "mixed",
-                "negatives": 0,
-                "shared_negatives": 3,
-                "label": "label",
-            },
-            r"loader\.label='label' with loader\.shared_negatives=3",
+            r"loader\.sampling='soft': must be one of uniform, popularity",
         ),
         ({"label": "label"}, r"loader\.label='label' with loader\.negatives=4"),
     ],
@@ -344,3 +309,39 @@ def test_an_id_out_of_range_names_its_row_in_the_set() -> None:
 def test_a_wrong_setting_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LoaderConfig(**options)
+
+
+def test_samplers_that_do_not_fit_are_refused() -> None:
+    rows = rows_of(53)
+    uniform = UniformNegatives(ITEMS, rows["user_id"].values, rows["item_id"].values)
+    everything = CatalogueCandidates(np.arange(1, ITEMS + 1))
+    none = LoaderConfig(batch_size=8, negatives=0)
+    of_items = ("item_id", "kind")
+
+    def make(
+        config: LoaderConfig,
+        sampler: Any,
+        items: Chunk | None = ITEM_TABLE,
+        shared: tuple[str, ...] = (),
+        **options: Any,
+    ) -> None:
+        tables = {"user_id": 53, "history": ITEMS + 1, "item_id": ITEMS + 1, "kind": 3}
+        made = schema_of(tables, ("row",), shared=shared)
+        ChunkLoader(
+            rows, made, config=config, items=items, negatives=sampler, **options
+        )
+
+    for value, arguments, options in (
+        ("loader.negatives=4, ", (LoaderConfig(), everything), {}),
+        ("loader.negatives=4 without", (LoaderConfig(), None), {}),
+        ("loader.negatives=4 without", (LoaderConfig(), uniform, None), {}),
+        (
+            "shared=item_id, kind: each",
+            (LoaderConfig(), uniform),
+            {"shared": of_items},
+        ),
+        ("CatalogueCandidates without items", (none, everything, None), {}),
+        ("loader.device='cpu' with a loss over", (none, everything), {"device": "cpu"}),
+    ):
+        with pytest.raises(ValueError, match=re.escape(value)):
+            make(*arguments, **options)  # type: ignore[arg-type]

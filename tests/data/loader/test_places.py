@@ -18,7 +18,7 @@ from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.id_dropout import drop_ids
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.negatives.mixed import MixedNegatives
+from torchrec_ext.data.loader.shared import CatalogueCandidates
 from torchrec_ext.data.negatives.samplers import PopularityNegatives, UniformNegatives
 
 pytestmark = pytest.mark.unit
@@ -29,14 +29,9 @@ CASES: dict[str, dict[str, Any]] = {
     "users shared": {"shared": USERS},
     "no negatives": {"negatives": 0},
     "no negatives, users shared": {"negatives": 0, "shared": USERS},
-    "no negatives, items shared": {
-        "negatives": 0,
-        "shared": ("item_id", "kind", "genres", "year"),
-    },
     "labels": {"negatives": 0, "label": "weight"},
     "popularity": {"kind": PopularityNegatives, "shared": USERS},
-    "mixed": {"sampling": "mixed", "negatives": 0, "shared_negatives": 5},
-    "one key": {"features": ("history", "item_id"), "shared": USERS},
+    "catalogue": {"negatives": 0, "catalogue": True},
     "dropout": {"rates": RATES},
     "dropout, no negatives": {"rates": RATES, "negatives": 0},
 }
@@ -60,32 +55,29 @@ def loader_of(
     *,
     shared: tuple[str, ...] = (),
     kind: Any = UniformNegatives,
-    features: tuple[str, ...] = ("item_id",),
     rates: dict[str, float] | None = None,
+    catalogue: bool = False,
     place: dict[str, Any],
     **options: Any,
 ) -> Any:
-    """A loader of some rows; ``features`` are those of the items' table."""
-    tables = {name: TABLES[name] for name in TABLES if name not in features}
     schema = schema_by(
-        {**tables, "item": ITEMS + 1},
-        features={"item": features},
+        TABLES,
         dense=["row", "year"],
         shared=shared,
         label_range=None,
     )
-    usual = {"batch_size": 8, "negatives": 2, "weight": "weight", "prefetch": 0}
+    usual = {"batch_size": 8, "negatives": 2, "weight": "weight"}
     config = LoaderConfig(**{**usual, "read_ahead": 0, **options})
     users, items = (rows[name].values for name in ("user_id", "item_id"))
-    sampler = kind(ITEMS, users, items, 3)
-    if config.sampling == "mixed":
-        sampler = MixedNegatives(ITEMS, 5, 8, np.bincount(items, minlength=ITEMS + 1))
+    sampler = kind(ITEMS, users, items, 3) if config.negatives else None
+    if catalogue:
+        sampler = CatalogueCandidates(np.arange(1, ITEMS + 1))
     loader = ChunkLoader(
         source,
         schema,
         config=config,
         items=CATALOGUE,
-        negatives=sampler if config.negatives or config.shared_negatives else None,
+        negatives=sampler,
         **place,
     )
     return drop_ids(loader, schema, rates) if rates else loader
@@ -101,7 +93,7 @@ ORDERS = [(0, 1, False), (2, 3, False), (1, 3, True)]
         for name in CASES
         for order in ORDERS
         # Files have an order of their own, and the candidates are the host's: there is nothing beside.
-        if name != "mixed" or not order[2]
+        if name != "catalogue" or not order[2]
     ],
 )
 def test_memory_files_and_device_give_the_same_batches(
@@ -117,7 +109,7 @@ def test_memory_files_and_device_give_the_same_batches(
     sources: list[tuple[Any, dict[str, Any]]] = [(rows, place)]
     if not shuffle:  # files have an order of their own
         sources.append((written(rows, tmp_path), place))
-    if name != "mixed":  # whose candidates are the host's
+    if name != "catalogue":  # whose candidates are the host's
         sources.append((rows, {**place, "device": device}))
     epochs = []
     for source, at in sources:
@@ -130,5 +122,5 @@ def test_memory_files_and_device_give_the_same_batches(
         assert batches[0].sparse.keys() == memory[0].sparse.keys()
         assert len(batches) == len(memory)
         assert all(map(equal, memory, batches))
-    if name != "mixed":
+    if name != "catalogue":
         assert others[-1][0].labels.device.type == device.type

@@ -77,7 +77,7 @@ def loader_of(
         if name in options
     }
     config = LoaderConfig(
-        **{"batch_size": 8, "negatives": 2, "weight": "weight", "prefetch": 0} | options
+        **{"batch_size": 8, "negatives": 2, "weight": "weight"} | options
     )
     sampler = sampler_of(kind, chunk) if config.negatives else None
     return ChunkLoader(

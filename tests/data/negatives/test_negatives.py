@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrec_ext.data.negatives import known_pairs
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
-from torchrec_ext.data.negatives.random import alias_table
 from torchrec_ext.data.negatives.samplers import (
     Negatives,
     PopularityNegatives,
@@ -114,17 +113,6 @@ def test_epochs_seeds_rows_and_places_draw_independently() -> None:
     assert np.abs(correlation).max() < 5 / np.sqrt(2000)
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
-@example([0.8573977301941713] * 5)  # rounded, every probability x 5 is below 1
-def test_the_alias_table_holds_the_probabilities(weights: list[float]) -> None:
-    p = (np.array(weights) + 1e-3) / (np.array(weights) + 1e-3).sum()
-    accept, alias = alias_table(p)
-    assert (accept >= -1e-9).all()
-    assert (accept <= 1 + 1e-9).all()
-    held = accept + np.bincount(alias, weights=1 - accept, minlength=len(p))
-    np.testing.assert_allclose(held / len(p), p, atol=1e-12)
-
-
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(0, 99))
 def test_the_nth_free_item_is_the_nth_of_those_not_taken(
     users: int, items: int, seed: int
@@ -178,8 +166,6 @@ def test_wrong_arguments_are_named() -> None:
             match=rf"user ids up to {user:,} take {size} GB, a row for each id; this machine has",
         ):
             KnownPairs(5, np.array([1, user]), np.array([1, 2]))
-    with pytest.raises(ValueError, match=r"smoothing=0: must be greater than 0"):
-        PopularityNegatives(5, np.array([1]), np.array([1]), smoothing=0)
 
 
 @pytest.mark.usefixtures("known_by")

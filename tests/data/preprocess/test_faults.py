@@ -186,7 +186,7 @@ def test_a_relation_is_refused_by_its_files(
             fit()
         assert len(str(caught.value)) < 200 + 2 * len(str(tmp_path))
         bad.write_bytes(bad.read_bytes()[:-20])
-        with pytest.raises(DataError, match=r"b\.parquet: .* it was cut short"):
+        with pytest.raises(DataError, match=r"b\.parquet: cannot be read as"):
             fit()
         (tmp_path / "a.parquet").write_bytes(bad.read_bytes())
         with pytest.raises(DataError, match=r"\.parquet: .* was cut short"), telling():
@@ -221,9 +221,7 @@ def test_events_may_have_fewer_columns_but_not_other_types(tmp_path: Path) -> No
     ):
         fitted.transform(rows, tmp_path / "wrong", events=wrong)
     (tmp_path / "past.parquet").write_bytes(past.read_bytes()[:-20])
-    with pytest.raises(
-        DataError, match=r"past\.parquet: starts as parquet, but its footer"
-    ):
+    with pytest.raises(DataError, match=r"past\.parquet: cannot be read as parquet"):
         fitted.transform(rows, tmp_path / "again", events=past)
 
 
@@ -276,7 +274,7 @@ def test_damage_in_the_middle_is_named(
     (tmp_path / "damaged.parquet").write_bytes(data)
     with pytest.raises(
         DataError,
-        match=r"damaged\.parquet: row group 0, column 'city' cannot be read: the file is damaged",
+        match=r"damaged\.parquet: row group 0 cannot be read: the file is damaged",
     ):
         fitted.transform([good, tmp_path / "damaged.parquet"], tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -377,7 +375,7 @@ def test_the_result_has_row_groups_of_one_size_and_checksums(tmp_path: Path) -> 
     data[metadata.row_group(1).column(0).data_page_offset + 60] ^= 1
     part.write_bytes(data)
     with pytest.raises(
-        DataError, match=r"row group 1, column 'x' cannot be read: the file is damaged"
+        DataError, match=r"row group 1 cannot be read: the file is damaged"
     ):
         read_parquet(part)
 

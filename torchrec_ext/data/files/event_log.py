@@ -8,19 +8,17 @@ fingerprints of the files read tell a later run which file came late or was chan
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import warnings
-from bisect import bisect_left
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.json
 import pyarrow.parquet as pq
 
 from torchrec_ext.data.columns import Chunk, Column, concatenate_rows
@@ -29,14 +27,14 @@ from torchrec_ext.data.files.events_config import EventsConfig
 from torchrec_ext.data.files.sources import read_columns
 from torchrec_ext.schema import DataError
 
-# Arrow parses a text file in blocks of at most so many bytes.
-_BLOCK = 2**30
 _RENAME = (
     "write files under a name with a leading _, and rename them when they are whole"
 )
 _TYPES = {"int": pa.int64(), "float": pa.float64()}
 _NUMBERS = ("float", "bool")
-_WHOLE = "ids are whole numbers of 64 bits"
+_ID = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+_LABEL = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_RULE = "ids are int64 (string_ids() of texts), labels 0 to 1, times seconds since 1970"
 _JSON = (".jsonl", ".ndjson")
 _ENDINGS = (*_JSON, ".parquet")
 # Columns of events: ids, labels that are 1 in a log without labels, and seconds since
@@ -143,15 +141,12 @@ class EventLog:
         self._seen = {
             name for name in os.listdir(self.folder) if _natural(name) <= _natural(last)
         }
-        read = state.get("read")
+        read = state["read"]
         for name in sorted(self._seen, key=_natural):
             path = self.folder / name
             if name[0] in "._" or not _is_data(path):
                 continue
-            # States of earlier releases lack the fingerprints.
-            if read is None:
-                self._read[name] = _fingerprint(path)
-            elif name in read:
+            if name in read:
                 self._read[name] = read[name]
                 self._check_unchanged(name)
             else:
@@ -247,10 +242,6 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
     return key
 
 
-class _FaultError(ValueError):
-    """What is wrong in a row."""
-
-
 def _read(path: Path, columns: EventsConfig) -> Chunk:
     """Returns the events of a file; names the first row that is none."""
     if path.suffix.lower() in _JSON:
@@ -262,110 +253,59 @@ def _read(path: Path, columns: EventsConfig) -> Chunk:
     # A source of no rows is refused, but some writers make such parts.
     if not rows:
         return NO_EVENTS
-    try:
-        return _events(read_columns(path, list(columns.kinds)), columns)
-    except _FaultError as fault:
-        raise DataError(f"{path}: {fault}; mend the row") from None
+    return _events(read_columns(path, list(columns.kinds)), columns, path)
 
 
 def _read_json(path: Path, columns: EventsConfig) -> Chunk:
-    data = path.read_bytes()
-    fault = _fault(data, columns)
-    if not fault:
-        return _parsed(data, columns)
-    lines = data.splitlines(keepends=True)
-
-    def upto(last: int) -> bytes:
-        return b"".join(lines[: last + 1])
-
-    number = bisect_left(
-        range(len(lines)), True, key=lambda last: bool(_fault(upto(last), columns))
-    )
-    fault = _fault(lines[number], columns)
-    raise DataError(f"{path}: line {number + 1}: {fault}; mend the line")
-
-
-def _fault(data: bytes, columns: EventsConfig) -> str:
-    """Says what is wrong with lines; empty if nothing is."""
-    try:
-        _parsed(data, columns)
-    except _FaultError as fault:
-        return str(fault)
-    return ""
-
-
-def _parsed(data: bytes, columns: EventsConfig) -> Chunk:
-    if not data.strip():
-        return NO_EVENTS
-    try:
-        table = _json_table(data, columns.kinds)
-    except pa.ArrowInvalid as error:
-        why = str(error).splitlines()[0][:80]
-        raise _FaultError(f"{why}; {_json_rule(data, columns)}") from None
-    return _events(table, columns)
-
-
-def _json_table(data: bytes, kinds: Mapping[str, str]) -> pa.Table:
-    schema = pa.schema({name: _TYPES[kind] for name, kind in kinds.items()})
-    return pa.json.read_json(
-        pa.BufferReader(data),
-        pa.json.ReadOptions(use_threads=False, block_size=min(len(data), _BLOCK)),
-        pa.json.ParseOptions(
-            explicit_schema=schema, unexpected_field_behavior="ignore"
-        ),
-    )
-
-
-def _json_rule(data: bytes, columns: EventsConfig) -> str:
-    """Returns the rule of the first column that cannot be read by itself; that of a line if all can."""
-    for name, kind in columns.kinds.items():
+    fields: list[tuple[str, Any]] = []
+    names = {}
+    for number, (name, kind) in enumerate(columns.kinds.items()):
+        kinds = {columns.label: _LABEL, columns.time: float}
+        fields.append((f"c{number}", _ID if kind == "int" else kinds[name]))
+        names[f"c{number}"] = name
+    event = msgspec.defstruct("Event", fields, rename=names)
+    decoder = msgspec.json.Decoder(event)
+    rows: list[Any] = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
         try:
-            _json_table(data, {name: kind})
-        except pa.ArrowInvalid:
-            try:
-                value = json.loads(data)[name]
-            # Several lines, or a line that is no object.
-            except (ValueError, TypeError, LookupError, RecursionError):
-                continue
-            return _rule(name, columns, is_text=isinstance(value, str))
-    return "a line is a JSON object"
+            rows.append(msgspec.structs.astuple(decoder.decode(line)))
+        # A value that is not read may be lists in lists without an end.
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise DataError(
+                f"{path}: line {number}: {str(error)[:70]}; {_RULE}; mend the line"
+            ) from None
+    if not rows:
+        return NO_EVENTS
+    table = pa.table(list(zip(*rows, strict=True)), names=list(columns.kinds))
+    return _events(table, columns, path)
 
 
-def _rule(name: str, columns: EventsConfig, *, is_text: bool) -> str:
-    """Says what a column holds."""
-    if name == columns.time:
-        return f"'{name}' is in seconds since 1970, as a number"
-    if name == columns.label:
-        return f"'{name}' is a number from 0 to 1"
-    if is_text:
-        return f"{_WHOLE}, string_ids() makes them of texts"
-    return f"{_WHOLE}; write them so"
-
-
-def _events(table: pa.Table, columns: EventsConfig) -> Chunk:
+def _events(table: pa.Table, columns: EventsConfig, path: Path) -> Chunk:
     """Returns the events of a file's columns, checked."""
     arrays = {}
     for name, kind in columns.kinds.items():
         array = one_piece(table[name])
         if array.null_count:
             row = pc.index(array.is_null(), True)
-            raise _FaultError(f"row {row} has no '{name}'")
+            raise DataError(f"{path}: row {row} has no '{name}'; mend the row")
         is_whole = pa.types.is_integer(array.type)
         if not is_whole and (kind == "int" or kind_of(array.type) not in _NUMBERS):
-            is_text = kind_of(array.type) == "string"
-            rule = _rule(name, columns, is_text=is_text)
-            raise _FaultError(f"column '{name}' is {array.type}; {rule}")
+            raise DataError(f"{path}: column '{name}' is {array.type}; {_RULE}")
         try:
             arrays[name] = array.cast(_TYPES[kind]).to_numpy()
         except pa.ArrowInvalid as error:
-            raise _FaultError(f"column '{name}': {str(error)[:80]}") from None
+            raise DataError(
+                f"{path}: column '{name}': {str(error)[:60]}; {_RULE}"
+            ) from None
     users = arrays[columns.user]
     labels = arrays.get(columns.label, np.ones(len(users)))
     wrong = ~((labels >= 0) & (labels <= 1))
     if wrong.any():
         row = int(wrong.argmax())
-        raise _FaultError(
-            f"row {row}: '{columns.label}' is {labels[row]:g}, and not from 0 to 1"
+        raise DataError(
+            f"{path}: row {row}: '{columns.label}' is {labels[row]:g}; {_RULE}; mend the row"
         )
     times = arrays.get(columns.time, np.full(len(users), np.nan))
     values = (users, arrays[columns.item], labels.astype(np.float32), times)

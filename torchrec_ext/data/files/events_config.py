@@ -25,8 +25,6 @@ class EventsConfig:
             batches depend on the log alone, and a run that was killed ends as if it had not been.
         until_idle_s: seconds without a new event after which the run ends; 0 follows the log for ever.
         events: number of events, with those before a resume, after which the run ends; 0 for no such end.
-        seen: number of the newest events whose items a bundle knows as taken by their users, if the label is above 0;
-            by default a bundle knows nobody's items. A checkpoint has 16 bytes for each.
     """
 
     name: str = "events"
@@ -38,14 +36,13 @@ class EventsConfig:
     batch_s: float = 0.0
     until_idle_s: float = 0.0
     events: int = 0
-    seen: int = 0
 
     def __post_init__(self) -> None:
         if not self.user or not self.item:
             raise ValueError(
                 f"data.user={self.user!r}, data.item={self.item!r}: name the columns of both ids"
             )
-        for name in ("batch_s", "until_idle_s", "events", "seen"):
+        for name in ("batch_s", "until_idle_s", "events"):
             if not getattr(self, name) >= 0:
                 raise ValueError(
                     f"data.{name}={getattr(self, name)}: must be 0 or more"

@@ -231,9 +231,6 @@ class ParquetSource:
         """Number of rows of all files."""
         return sum(group.rows for group in self.groups)
 
-    def __repr__(self) -> str:
-        return f"ParquetSource({len(self.files)} files, {len(self.groups)} row groups, {self.num_rows} rows)"
-
     @cached_property
     def dataset(self) -> ds.Dataset:
         """All files for Arrow and DuckDB to scan; hive partitions are texts."""
@@ -443,29 +440,17 @@ class ParquetSource:
         names: list[str],
         read_table: Callable[[list[str]], pa.Table | pa.RecordBatch],
     ) -> pa.Table | pa.RecordBatch:
-        """Reads columns of a group or a part of it, and blames the damaged column where this fails."""
+        """Reads columns of a group or a part of it; names the group where this fails."""
         try:
             return read_table(names) if names else pa.table({})
         except DataError:
             raise
         # Of Arrow, the disk or the network.
         except Exception as error:
-            where = part.name
-            for name in names:
-                if not self._readable(part, name):
-                    where += f", column '{name}'"
-                    break
             raise DataError(
-                f"{where} cannot be read: the file is damaged, cut or gone; copy or write it again "
+                f"{part.name} cannot be read: the file is damaged, cut or gone; copy or write it again "
                 f"({str(error).splitlines()[0][:60]})"
             ) from error
-
-    def _readable(self, group: RowGroup, name: str) -> bool:
-        try:
-            self._group(group, [name])
-        except Exception:
-            return False
-        return True
 
 
 def _sample(file: DataFile) -> bytes:
@@ -496,20 +481,10 @@ def _partition_types(files: Sequence[DataFile]) -> dict[str, pa.DataType]:
 
 
 def _unreadable(file: DataFile, error: Exception) -> DataError:
-    try:
-        with file.open() as stream:
-            has_magic = stream.read(4) == b"PAR1"
-            size = stream.seek(0, 2)
-    except Exception as cause:
-        return DataError(
-            f"{file.name}: cannot be read ({type(cause).__name__}: {cause}); check the path, rights and network"
-        )
-    if not size:
-        return DataError(f"{file.name}: is empty (0 bytes); copy or write it again")
-    rule = "is not parquet"
-    if has_magic:
-        rule = f"starts as parquet, but its footer is missing or damaged ({size} bytes): it was cut short"
-    return DataError(f"{file.name}: {rule}; copy or write it again")
+    why = str(error).splitlines()[0][:90]
+    return DataError(
+        f"{file.name}: cannot be read as parquet ({why}); copy or write it again, or check path, rights and network"
+    )
 
 
 def read_columns(path: PathLike, names: Sequence[str] | None = None) -> pa.Table:

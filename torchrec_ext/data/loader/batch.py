@@ -7,29 +7,24 @@ known_items(): checks the item ids of rows and of draws against the table of ite
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_ext.batch import Jagged, KeyedIds, Keys, TowerBatch, concatenate, pack
+from torchrec_ext.batch import Jagged, TowerBatch, pack
 from torchrec_ext.data.columns import Array, Int64
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.schema import BatchSchema, DataError, RowNumbers
 
 
 class RowColumns(NamedTuple):
-    """Checked columns of n rows by name: ``bags`` of ids and ``numbers``, (n,) float32.
-
-    ``flat`` is the memory of ids on the host that lie side by side in it; columns that a batch wants in the same order
-    are not copied again.
-    """
+    """Checked columns of n rows by name: ``bags`` of ids and ``numbers``, (n,) float32."""
 
     bags: dict[str, Jagged]
     numbers: dict[str, Tensor]
-    flat: Tensor | None = None
 
 
 class Answers(NamedTuple):
@@ -116,10 +111,8 @@ def assemble(
         index = torch.arange(size, device=device)
     return pack(
         schema.layout,
-        lambda keys, sizes: _keyed(bags, keys, sizes, device, rows.flat),
-        dense=_dense(
-            rows.numbers, size, schema.row_dense, device, on_host=rows.flat is not None
-        ),
+        bags,
+        dense=_dense(rows.numbers, size, schema.row_dense, device),
         labels=answers.labels,
         weights=answers.weights,
         total_weight=total_weight,
@@ -151,52 +144,11 @@ def _empty(numbers: Tensor) -> Jagged:
     return Jagged(ids, torch.zeros_like(numbers, dtype=torch.int32))
 
 
-def _keyed(
-    bags: Mapping[str, Jagged],
-    keys: Keys,
-    sizes: Sequence[int],
-    device: torch.device,
-    flat: Tensor | None,
-) -> KeyedIds:
-    """Puts the bags of ``keys`` one after the other; a key may join the bags of two features."""
-    values: list[Tensor] = []
-    # Told its ids, a KeyedJaggedTensor on a GPU does not wait to count them.
-    counts = [0] * len(keys.keys)
-    names = [name if name in bags else None for name in keys.features]
-    per_key = keys.per_key
-    for place, name in enumerate(names):
-        if name is None:
-            continue
-        values.append(bags[name].values)
-        counts[place // per_key] += values[-1].numel()
-    present = keys._replace(features=tuple(names))
-    joined = None if flat is None else _side_by_side(flat, values)
-    return concatenate(present, sizes, bags, device, joined)._replace(
-        length_per_key=counts
-    )
-
-
-def _side_by_side(flat: Tensor, values: Sequence[Tensor]) -> Tensor | None:
-    """Returns ``values`` as one view of ``flat`` if they follow one another in it; else None."""
-    if not values:
-        return None
-    size = flat.element_size()
-    begin = end = values[0].data_ptr()
-    for each in values:
-        if each.data_ptr() != end or each.dtype != flat.dtype:
-            return None
-        end += each.numel() * size
-    first, last = ((place - flat.data_ptr()) // size for place in (begin, end))
-    return flat[first:last] if 0 <= first <= last <= flat.numel() else None
-
-
 def _dense(
     numbers: Mapping[str, Tensor],
     size: int,
     names: Sequence[str],
     device: torch.device | None,
-    *,
-    on_host: bool = False,
 ) -> Tensor:
     """Returns (size, F) the columns ``names`` side by side, zeros below their rows and in columns that are missing."""
     columns = [numbers.get(name) for name in names]
@@ -205,9 +157,6 @@ def _dense(
         return torch.zeros(size, len(names), device=device)
     missing = torch.zeros_like(present)
     every = [missing if column is None else column for column in columns]
-    if on_host:
-        # In half the time of torch's stack of columns.
-        return padded(torch.stack(every).t().contiguous(), size)
     return padded(torch.stack(every, dim=1), size)
 
 
@@ -282,18 +231,3 @@ def known_items(
         f"{num_rows - 1}; {int(bad.sum())} such ids of {len(ids)}); fix the data, or set out_of_range='oov' to use "
         f"item {oov_id}"
     )
-
-
-def ragged_lists(
-    schema: BatchSchema, ragged: Collection[str | None]
-) -> tuple[str, ...]:
-    """Returns the keys of a full batch whose bags may hold any number of ids, by the columns of such."""
-    # The bags of None are empty.
-    uneven = {None, *ragged}
-    lists = []
-    for keys in filter(None, schema.layout):
-        for place, key in enumerate(keys.keys):
-            first = place * keys.per_key
-            if not uneven.isdisjoint(keys.features[first : first + keys.per_key]):
-                lists.append(key)
-    return tuple(lists)

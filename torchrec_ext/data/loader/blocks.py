@@ -320,27 +320,19 @@ def gathered(slices: Sequence[Slice], layout: BlockLayout) -> RowColumns:
     ragged = slices[0].rows.ragged if slices else {}
     scalars = [name for name in layout.ids if name not in ragged]
     of_lists = {name: [piece.bags(name) for piece in slices] for name in ragged}
-    sizes = [count] * len(scalars)
-    sizes += [sum(ids.size for ids, _ in parts) for parts in of_lists.values()]
-    # One copy of each value, after which the columns lie side by side as in a batch.
-    flat = np.empty(sum(sizes), np.int64)
-    stop = len(scalars) * count
-    matrix = flat[:stop].reshape(len(scalars), count)
+    matrix = np.empty((len(scalars), count), np.int64)
     _copy([piece.rows.scalars for piece in slices], slices, matrix)
-    ids_of = torch.from_numpy(flat)
-    bags = dict(
-        zip([*scalars, *ragged], map(Jagged, torch.split(ids_of, sizes)), strict=True)
-    )
+    bags = dict(zip(scalars, map(Jagged, torch.from_numpy(matrix)), strict=True))
     for name, parts in of_lists.items():
-        np.concatenate([ids for ids, _ in parts], out=bags[name].values.numpy())
+        ids = _joined([ids for ids, _ in parts], np.int64)
         lengths = np.concatenate([np.diff(offsets) for _, offsets in parts])
         bags[name] = Jagged(
-            bags[name].values, torch.from_numpy(lengths.astype(np.int32))
+            torch.from_numpy(ids), torch.from_numpy(lengths.astype(np.int32))
         )
     floats = np.empty((len(layout.floats), count), np.float32)
     _copy([piece.rows.floats for piece in slices], slices, floats)
     numbers = dict(zip(layout.floats, torch.from_numpy(floats).unbind(), strict=True))
-    return RowColumns(bags, numbers, ids_of)
+    return RowColumns(bags, numbers)
 
 
 def _copy(vectors: Sequence[Vectors], slices: Sequence[Slice], out: Array) -> None:

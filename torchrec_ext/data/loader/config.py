@@ -8,12 +8,10 @@ from typing import Literal, get_args
 
 from torchrec_ext.schema.validation import DataError, check_choice, check_least, listed
 
-Sampling = Literal["uniform", "popularity", "mixed"]
+Sampling = Literal["uniform", "popularity"]
 _LEAST = {
     "batch_size": 1,
     "negatives": 0,
-    "shared_negatives": 0,
-    "prefetch": 0,
     "lanes": 1,
     "buffer_rows": 1,
     "read_ahead": 0,
@@ -29,16 +27,10 @@ class LoaderConfig:
             rank's batch has ceil(batch_size / R) x (1 + negatives) rows; fewer where a whole epoch has fewer.
         negatives: drawn per positive; 0 for rows with labels of their own, or for losses that take negatives from the
             batch.
-        sampling: how negatives are drawn: ``uniform``, ``popularity``, or ``mixed``: positives with candidates that
-            all queries of a step share (:class:`MixedNegatives`), for a softmax over the batch.
+        sampling: how negatives are drawn: ``uniform`` or by ``popularity``.
         popularity_exponent: see :class:`PopularityNegatives`.
-        shared_negatives: candidates that ``mixed`` draws for each step over all ranks, beside its positives; needs
-            ``negatives=0``.
         shuffle: draw a new order each epoch; False keeps the order of the rows.
         drop_last: leave out the last step if it is not full; else rows of weight 0 fill it.
-        prefetch: number of batches built ahead by a thread; 0 builds them in the caller's thread. Where not given, 2
-            with a CUDA device, and else 0.
-        pin_memory: put batches into page-locked memory; where not given, if there is a CUDA device.
         seed: seed of the order and of the negatives.
         label: the column with the labels, for ``negatives=0``; all labels are 1 where not given.
         weight: the column with a weight for each row; all weights are 1 where not given.
@@ -62,11 +54,8 @@ class LoaderConfig:
     negatives: int = 4
     sampling: Sampling = "uniform"
     popularity_exponent: float = 0.75
-    shared_negatives: int = 0
     shuffle: bool = True
     drop_last: bool = False
-    prefetch: int | None = None
-    pin_memory: bool | None = None
     seed: int = 0
     label: str | None = None
     weight: str | None = None
@@ -130,31 +119,13 @@ class LoaderConfig:
         return ""
 
     def _check_sampling(self) -> None:
-        mixed = self.sampling == "mixed"
-        if mixed and (self.negatives or not self.shared_negatives):
-            raise ValueError(
-                f"loader.sampling='mixed' with loader.negatives={self.negatives} and "
-                f"loader.shared_negatives={self.shared_negatives}: queries share these; set negatives=0 "
-                "and shared_negatives to 1 or more"
-            )
-        if self.shared_negatives and not mixed:
-            raise ValueError(
-                f"loader.shared_negatives={self.shared_negatives} with loader.sampling={self.sampling!r}: set "
-                "sampling='mixed'"
-            )
         if self.sampling == "popularity" and not self.negatives:
             raise ValueError(
                 "loader.sampling='popularity' with loader.negatives=0: it would do nothing; leave loader.sampling "
                 "out, or set loader.negatives to 1 or more"
             )
-        if self.device and mixed:
+        if self.label and self.negatives:
             raise ValueError(
-                f"loader.device={self.device!r} with loader.sampling='mixed': candidates are drawn on the host; leave "
-                "loader.device out, or choose loader.sampling=uniform or popularity"
-            )
-        option = "shared_negatives" if mixed else "negatives"
-        if self.label and getattr(self, option):
-            raise ValueError(
-                f"loader.label={self.label!r} with loader.{option}={getattr(self, option)}: drawn negatives have label "
-                "0 and their positives label 1; set one of the two"
+                f"loader.label={self.label!r} with loader.negatives={self.negatives}: drawn negatives have label 0 "
+                "and their positives label 1; set one of the two"
             )

@@ -13,7 +13,6 @@ from torchrec_ext.batch import Fresh, Jagged, ResumableLoader, TowerBatch
 from torchrec_ext.data.loader.loader import ChunkLoader
 from torchrec_ext.ids import Dynamic, DynamicIds
 from torchrec_ext.ids.dynamic import Engine
-from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.ids.policy import IdsChangedError
 from torchrec_ext.schema import BatchSchema, IdHook, RowNumbers
 from torchrec_ext.schema.validation import listed
@@ -200,10 +199,9 @@ class DynamicIdLoader:
             IdsChangedError: see :meth:`load_ids`.
         """
         self.load_ids(state)
-        # One rank has the look-ups of all since the last figures; earlier releases did
-        # not save them.
+        # One rank has the look-ups of all since the last figures.
         if self.ids.ranks.is_first:
-            self._reported -= torch.tensor(state.get("recent", [0, 0]))
+            self._reported -= torch.tensor(state["recent"])
         self._loader.load_state_dict(state["loader"])
 
     def load_ids(self, state: Mapping[str, Any]) -> None:
@@ -214,49 +212,13 @@ class DynamicIdLoader:
         """
         if "ids" not in state:
             raise IdsChangedError(
-                "it was trained without dynamic ids; begin a new run with it: start.path="
+                "it was trained without dynamic ids, and its rows are no such ids'; begin a new run without start.path"
             )
         try:
             self.ids.load_state_dict(state["ids"])
         except ValueError as error:
             raise IdsChangedError(str(error)) from None
         self._reported = self._counts()
-
-    def load_vocabularies(self) -> None:
-        """Gives each id of the vocabularies its row there, as it has been trained without dynamic ids.
-
-        Raises:
-            IdsChangedError: there is no vocabulary, its row 0 is an id's, or a table has fewer rows.
-        """
-        if not self._raw_ids:
-            raise IdsChangedError(
-                "start.path: its training had no dynamic ids, and no vocabulary says whose its rows are; leave it out"
-            )
-        tables = {}
-        # A state as of a training with dynamic ids in which no id has been looked up
-        # yet.
-        for name in self.tables:
-            ids = self._raw_ids.get(name)
-            if ids is None or int(ids[0]) != EMPTY:
-                raise IdsChangedError(
-                    f"row 0 of '{name}' must be that of unknown ids, to begin with a training without dynamic ids; "
-                    "leave start.path out"
-                )
-            count = torch.zeros(len(ids), dtype=torch.int32)
-            none = ids.new_empty(0)
-            tables[name] = {
-                "ids": ids,
-                "score": count.float(),
-                "seen": count,
-                "sightings": count,
-                "used": len(ids),
-            }
-            tables[name] |= {"candidates": none, "candidate_values": none}
-        counts = dict.fromkeys(self.ids.counts, 0)
-        waiting = torch.empty(0, 3, dtype=torch.int64)
-        self.load_ids(
-            {"ids": {"now": 0, "counts": counts, "waiting": waiting, "tables": tables}}
-        )
 
 
 def _tables(schema: BatchSchema, name: str, policy: Dynamic) -> set[str]:

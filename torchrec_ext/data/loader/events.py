@@ -104,8 +104,6 @@ class EventLoader:
         self.events = 0
         self.last: EventRows | None = None
         self.newest = math.nan
-        # Users and items of the newest events, in pieces (n, 2), oldest first.
-        self._taken: list[Int64] = []
         self._batches = 0
         self._is_over = False
         # The log itself is ahead while a batch is not full.
@@ -125,7 +123,6 @@ class EventLoader:
         while (events := self._next()).num_rows:
             self._position = self._log.position
             self.events += events.num_rows
-            self._note_taken(events)
             self.newest = float(events[event_log.TIME].values[-1])
             self.last = EventRows.drawn(
                 events, self._negatives, (self._seed, self._batches)
@@ -133,22 +130,6 @@ class EventLoader:
             self._batches += 1
             yield self._batch(self.last)
         self._is_over = True
-
-    def _note_taken(self, events: Chunk) -> None:
-        if not self._config.seen:
-            return
-        pairs = np.stack(
-            [events[event_log.USER].values, events[event_log.ITEM].values], axis=1
-        )
-        self._taken.append(pairs[events[event_log.LABEL].values > 0])
-        # Seldom, so that a step need not copy all of them.
-        if sum(map(len, self._taken)) > 2 * self._config.seen:
-            self._taken = [self.taken()]
-
-    def taken(self) -> Int64:
-        """Returns users and items of the newest ``config.seen`` events that were trained, (n, 2), oldest first."""
-        pairs = np.concatenate([np.empty((0, 2), np.int64), *self._taken])
-        return pairs[max(0, len(pairs) - self._config.seen) :]
 
     def _next(self) -> Chunk:
         """Waits for the events of a batch; returns none at the end."""
@@ -214,14 +195,11 @@ class EventLoader:
             raise ValueError(
                 f"step={step}: the log is at batch {self._batches}; save when no batch is under way"
             )
-        state = {
+        return {
             "log": self._log_state(),
             "events": self.events,
             "batches": self._batches,
         }
-        if self._config.seen:
-            state["taken"] = torch.from_numpy(self.taken())
-        return state
 
     def _log_state(self) -> Mapping[str, Any]:
         return self._saved or self._log.state_dict(self._position)
@@ -231,5 +209,3 @@ class EventLoader:
         self._saved = state["log"]
         self.events = state["events"]
         self._batches = state["batches"]
-        if "taken" in state:
-            self._taken = [state["taken"].numpy()]

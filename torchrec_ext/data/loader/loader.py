@@ -27,11 +27,11 @@ from torchrec_ext.data.loader.prefetch import prefetched
 from torchrec_ext.data.loader.shared import (
     ITEM,
     SESSION,
+    CatalogueCandidates,
     SessionCandidates,
     SharedCandidates,
 )
 from torchrec_ext.data.loader.table import item_table
-from torchrec_ext.data.negatives.mixed import CatalogueCandidates, MixedNegatives
 from torchrec_ext.data.negatives.samplers import (
     Negatives,
     PopularityNegatives,
@@ -43,27 +43,17 @@ from torchrec_ext.drawn import DrawnStep
 from torchrec_ext.schema import BatchSchema, DataError
 from torchrec_ext.schema.validation import listed
 
-Sampler = Negatives | MixedNegatives | CatalogueCandidates
+Sampler = Negatives | CatalogueCandidates
 
 
-def training_negatives(data: Prepared, config: LoaderConfig) -> Sampler | None:
-    """Builds the sampler of ``config``; None if nothing is drawn (``negatives=0``, and not ``mixed``).
+def training_negatives(data: Prepared, config: LoaderConfig) -> Negatives | None:
+    """Builds the sampler of ``config``; None if nothing is drawn.
 
-    Training pairs are never drawn. Held-out pairs may be: to avoid them would tell the model which they are. Candidates
-    of ``mixed`` avoid nothing.
+    Training pairs are never drawn. Held-out pairs may be: to avoid them would tell the model which they are.
     """
-    mixed = config.sampling == "mixed"
-    if not (mixed or config.negatives):
+    if not config.negatives:
         return None
     num_items = data.drawable()
-    if mixed:
-        return MixedNegatives(
-            num_items,
-            config.shared_negatives,
-            config.batch_size,
-            data.popularity,
-            config.seed,
-        )
     known = data.taken("train")
     if config.sampling == "uniform":
         return UniformNegatives(num_items, known.users, known.items, config.seed)
@@ -82,6 +72,7 @@ def _check(
     sampler: Sampler | None,
     schema: BatchSchema,
     items: Chunk | None,
+    device: torch.device | str | None,
 ) -> None:
     """Refuses a sampler that does not fit the settings.
 
@@ -90,29 +81,24 @@ def _check(
     """
     has_items = items is not None
     in_shared = sorted({*schema.shared} & {*(items or ())})
-    if config.negatives and in_shared:
+    if in_shared:
         raise ValueError(
-            f"loader.negatives={config.negatives} with shared={listed(in_shared)}: each drawn item has columns of its "
-            "own; share the user's columns, or set loader.negatives=0"
-        )
-    shared = isinstance(sampler, MixedNegatives | CatalogueCandidates)
-    if shared and not has_items:
-        raise ValueError(
-            f"{type(sampler).__name__} without items: the features of candidates are looked up there; pass items="
+            f"shared={listed(in_shared)}: each candidate has columns of its own; share the user's columns alone"
         )
     if isinstance(sampler, CatalogueCandidates):
-        if config.negatives or config.shared_negatives or config.device:
+        if not has_items:
             raise ValueError(
-                f"loader.negatives={config.negatives}, loader.shared_negatives={config.shared_negatives}, "
-                f"loader.device={config.device!r} with a loss over the catalogue: set negatives=0, leave the others out"
+                "CatalogueCandidates without items: their features are looked up there; pass items="
             )
-        return
-    if (config.negatives and (sampler is None or shared)) or (
-        config.shared_negatives and not shared
-    ):
+        if config.negatives or device:
+            raise ValueError(
+                f"loader.negatives={config.negatives}, loader.device={str(device)!r} with a loss over the catalogue: "
+                "set negatives=0, leave device out"
+            )
+    elif config.negatives and (sampler is None or not has_items):
         raise ValueError(
-            f"loader.negatives={config.negatives}, loader.shared_negatives={config.shared_negatives} with "
-            f"negatives={type(sampler).__name__}: pass a sampler of these, or set both to 0"
+            f"loader.negatives={config.negatives} without negatives= and items=: pass a sampler and the items' "
+            "features, or set it to 0"
         )
 
 
@@ -142,20 +128,11 @@ def batches_of(
     shared: SharedCandidates | None = None
     ids: tuple[str, ...] = ()
     own: Negatives | None = None
-    if isinstance(sampler, MixedNegatives | CatalogueCandidates):
+    if isinstance(sampler, CatalogueCandidates):
         assert items is not None, "checked by ChunkLoader"
-        if device is not None:
-            raise ValueError(
-                f"device={device} with loader.sampling={config.sampling!r}: its candidates are drawn on the host; "
-                "leave device out"
-            )
         table = item_table(schema, items, place)
-        shared = SharedCandidates(schema, config, table, sampler, share)
+        shared = SharedCandidates(schema, config, table, sampler.items, share)
         ids = shared.ids
-    elif config.negatives and items is None:
-        raise ValueError(
-            f"loader.negatives={config.negatives} without items: drawn items need features; pass items="
-        )
     elif items is not None:
         own = sampler
         ids = ("user_id", "item_id") if config.negatives else ("item_id",)
@@ -232,7 +209,6 @@ _STREAM_SETTINGS = (
     "negatives",
     "sampling",
     "popularity_exponent",
-    "shared_negatives",
     "shuffle",
     "drop_last",
     "seed",
@@ -274,7 +250,7 @@ class ChunkLoader:
             drawn uniformly and shared by all targets of a step; 0 makes the whole catalogue the candidates.
 
     Attributes:
-        depth: number of batches that a thread builds ahead.
+        depth: number of batches that a thread builds ahead, 2 with a CUDA device and else 0; it may be set.
         epoch: the epoch that it is in.
         hook: where :func:`drop_ids` and :class:`DynamicIdLoader` replace the ids of the batches.
         sessions: see above; None for other rows.
@@ -299,9 +275,9 @@ class ChunkLoader:
         sessions: int | None = None,
     ) -> None:
         share = Share(rank=rank, world_size=world_size)
-        if sessions is None:
-            _check(config, negatives, schema, items)
         device = device or config.device
+        if sessions is None:
+            _check(config, negatives, schema, items, device)
         self.sessions = sessions
         # Of files an array column becomes columns of one number where a row group is
         # read.
@@ -340,10 +316,6 @@ class ChunkLoader:
         fitting_config = dataclasses.replace(
             config, batch_size=min(config.batch_size, max(rows, 1))
         )
-        if isinstance(negatives, MixedNegatives):
-            negatives = negatives.of_batch(
-                fitting_config.batch_size, config.shared_negatives
-            )
         place = None if device is None else torch.device(device)
         self._rows: Batches
         if sessions is None:
@@ -368,11 +340,11 @@ class ChunkLoader:
         # Rows on a device: there is nothing for a thread to hide, and no copy to pin
         # memory for. On a CPU the thread and the step wait for each other at Python's
         # lock, which costs most models more than it hides.
-        self._pin = self.depth = 0
-        if self._rows.ahead:
-            usual = _AHEAD_ON_GPU if on_gpu else 0
-            self.depth = usual if config.prefetch is None else config.prefetch
-            self._pin = on_gpu if config.pin_memory is None else config.pin_memory
+        self._pin = False
+        self.depth = 0
+        if self._rows.ahead and on_gpu:
+            self.depth = _AHEAD_ON_GPU
+            self._pin = True
         self.epoch = 0
         self._step = 0
         self._start = 0

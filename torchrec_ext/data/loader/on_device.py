@@ -23,12 +23,14 @@ from torchrec_ext.data.loader.batch import (
     RowColumns,
     assemble,
     known_items,
-    padded,
-    ragged_lists,
 )
 from torchrec_ext.data.loader.blocks import BlockLayout
 from torchrec_ext.data.loader.config import LoaderConfig
-from torchrec_ext.data.loader.shared import StepCandidates, StepRows
+from torchrec_ext.data.loader.shared import (
+    SessionCandidates,
+    SharedCandidates,
+    StepRows,
+)
 from torchrec_ext.data.loader.table import DeviceTable, item_table, table_of
 from torchrec_ext.data.negatives.row_draws import RowDraws
 from torchrec_ext.data.negatives.samplers import Negatives
@@ -142,10 +144,6 @@ class _Tables(NamedTuple):
         return _Tables(self.rows.over(tensors[:count], room), items)
 
 
-def _with(columns: RowColumns, others: RowColumns) -> RowColumns:
-    return RowColumns(columns.bags | others.bags, columns.numbers | others.numbers)
-
-
 class TowerRows(ResidentRows):
     """Builds batches of rows that are tensors on one device, shuffled as a whole.
 
@@ -159,8 +157,7 @@ class TowerRows(ResidentRows):
         share: this rank's share of each global batch.
         device: device of the tensors.
         without: columns of the schema that the rows need not have.
-        total: column of numbers whose sum is the weight of a batch, and by which rows are dealt to the ranks; that of
-            the weights by default, and then each rank has a contiguous part.
+        total: column of numbers whose sum is the weight of a batch; that of the weights by default.
         ahead: whether a thread may build batches ahead; a step is then never handed out before its batch is made.
     """
 
@@ -169,7 +166,7 @@ class TowerRows(ResidentRows):
         rows: Chunk,
         schema: BatchSchema,
         config: LoaderConfig,
-        candidates: DeviceCandidates | StepCandidates | None,
+        candidates: DeviceCandidates | SharedCandidates | SessionCandidates | None,
         share: Share,
         device: torch.device,
         *,
@@ -178,7 +175,7 @@ class TowerRows(ResidentRows):
         ahead: bool = False,
     ) -> None:
         draws: DeviceCandidates | None = None
-        self._of_step: StepCandidates | None = None
+        self._of_step: SharedCandidates | SessionCandidates | None = None
         if isinstance(candidates, DeviceCandidates):
             draws = candidates
         else:
@@ -190,7 +187,6 @@ class TowerRows(ResidentRows):
             drop_last=config.drop_last,
             share=share,
             seed=config.seed if config.shuffle else None,
-            lengths=rows[total].values if total else None,
         )
         super().__init__(order, draws, device)
         self.ahead = ahead
@@ -211,7 +207,8 @@ class TowerRows(ResidentRows):
         self._width = 1 + config.negatives
         ragged = [name for each in tables for name in each.ragged]
         self._ragged = ragged
-        self._lists = ragged_lists(schema, ragged)
+        # With padding no key has one id in each bag.
+        self._lists = tuple(name for name in schema.keys if name in ragged)
 
     @property
     def num_rows(self) -> int:
@@ -246,22 +243,10 @@ class TowerRows(ResidentRows):
         if self._of_step is not None:
             columns = self._tables.rows.columns(step.rows, totals)
             rows = StepRows(columns, step.rows, total_weight)
-            batch = self._of_step.batch(rows, step.epoch, step.number)
-        else:
-            # Copies, so that a batch owns its memory.
-            drawn = [each.clone() for each in step.drawn]
-            batch = self._batch(self._tables, step.rows, drawn, totals, total_weight)
-        return self._with_lengths(batch, step.on_host)
-
-    def _with_lengths(self, batch: TowerBatch, rows: Int64) -> TowerBatch:
-        """Tells a batch the lengths of its rows' lists: a session's buckets depend on them, and a GPU is not asked."""
-        if self.device.type != "cpu":
-            batch.host_lengths = {}
-            for name, lengths in self._tables.rows.host_lengths.items():
-                if name not in self._schema.shared:
-                    of_rows = torch.from_numpy(lengths[rows].repeat(self._width))
-                    batch.host_lengths[name] = padded(of_rows, len(batch))
-        return batch
+            return self._of_step.batch(rows, step.epoch, step.number)
+        # Copies, so that a batch owns its memory.
+        drawn = [each.clone() for each in step.drawn]
+        return self._batch(self._tables, step.rows, drawn, totals, total_weight)
 
     def draws_steps(self, *, inside: bool) -> bool:
         """Whether steps can be handed out before their batches are made, see :meth:`drawn`.
@@ -272,8 +257,7 @@ class TowerRows(ResidentRows):
         is_alone = self._of_step is None and self._schema.replaces is None
         if not self._ragged:
             return is_alone
-        has_parts = any(keys and keys.per_key > 1 for keys in self._schema.layout)
-        return inside and is_alone and not has_parts and self.order.lengths is None
+        return inside and is_alone
 
     @cached_property
     def _room(self) -> dict[str, int]:
@@ -343,8 +327,9 @@ class TowerRows(ResidentRows):
         if tables.items is not None:
             items, *of_drawn = [each.reshape(-1) for each in candidates]
             features = tables.items.columns(items, totals)
-            of_rows = _with(of_rows, features)
-            shared = _with(shared, features)
+            of_rows = RowColumns(
+                of_rows.bags | features.bags, of_rows.numbers | features.numbers
+            )
             if of_drawn:
                 (log_q,) = of_drawn
         places = torch.arange(width, device=self.device)
@@ -367,7 +352,6 @@ class TowerRows(ResidentRows):
             shared_size=self._users,
             items=items if schema.candidate == "item_id" else None,
             log_q=log_q,
-            # With padding no key has one id in each bag.
             lists=self._lists if len(rows) == self._users else None,
         )
 

@@ -1,9 +1,9 @@
-"""Candidates that all rows of a step share, drawn or the whole catalogue: after the positives, or beside sessions."""
+"""Candidates that all rows of a step share: the catalogue after the positives, or candidates beside sessions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,11 +21,28 @@ from torchrec_ext.data.loader.batch import (
 )
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.table import DeviceTable
-from torchrec_ext.data.negatives.mixed import CatalogueCandidates, MixedNegatives
 from torchrec_ext.data.order import Share
 from torchrec_ext.schema import BatchSchema, RowNumbers
 
 SESSION, ITEM = "session", "item_id"
+
+
+@dataclass(frozen=True)
+class CatalogueCandidates:
+    """Gives every step all items as shared candidates of its queries, a part on each rank.
+
+    Args:
+        items: (I,) ids of the items, from 1 on.
+    """
+
+    items: Int64
+
+
+def _part_of(items: Int64, share: Share) -> Int64:
+    """Returns (ceil(I / R),) items: a rank's part of all, filled up with 0, which is no item."""
+    size = share.rows(len(items))
+    part = items[share.rank * size :][:size]
+    return np.concatenate([part, np.zeros(size - len(part), np.int64)])
 
 
 class StepRows(NamedTuple):
@@ -39,50 +56,37 @@ class StepRows(NamedTuple):
     total: Tensor
 
 
-class StepCandidates(Protocol):
-    """Makes the batches of rows whose candidates belong to the step."""
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """Further columns that it reads."""
-
-    def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
-        """Builds the batch of a rank's rows, of the same size on every rank."""
-
-
 @dataclass(frozen=True)
 class SharedCandidates:
-    """Puts candidates after the positives, for a softmax over the batch or the catalogue.
+    """Puts the catalogue after the positives, for a softmax over it.
 
-    A rank's batch has ceil(batch_size / R) + ceil(shared_negatives / R) rows, or as many as all items need::
+    A rank's batch of I items has ceil(batch_size / R) + ceil(I / R) rows::
 
         positives, padding up to ceil(batch_size / R) | extra candidates, padding
 
-    Extra candidates have item features only, label and weight 0, and the log q of the mixture, as the positives have:
-    ``in_batch_negatives(..., queries=ceil(batch_size / R))``. If the user's features are shared, they are stored once
-    for each positive. The extra candidates then point at the first user, but are no queries.
+    Extra candidates have item features only, label and weight 0.
 
     Args:
         schema: the columns of the batch.
         config: see :class:`LoaderConfig`.
         items: row i holds the features of item i.
-        candidates: sampler of the extra candidates, or all items.
+        catalogue: (I,) ids of all items.
         share: this rank's share of each global batch.
     """
 
     schema: BatchSchema
     config: LoaderConfig
     items: DeviceTable
-    candidates: MixedNegatives | CatalogueCandidates
+    catalogue: Int64
     share: Share
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """See :class:`StepCandidates`."""
+        """Further columns that it reads."""
         return (self.schema.candidate or ITEM,)
 
     def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
-        """See :class:`StepCandidates`."""
+        """Builds the batch of a rank's rows, of the same size on every rank."""
         schema = self.schema
         (key,) = self.ids
         queries = self.share.rows(self.config.batch_size)
@@ -94,9 +98,8 @@ class SharedCandidates:
             rows.numbers.numpy(),
             key,
         )
-        drawn = self.candidates.draw(
-            epoch, step, rank=self.share.rank, world_size=self.share.world_size
-        )
+        del epoch, step
+        drawn = _part_of(self.catalogue, self.share)
         size = queries + len(drawn)
         # Items count from 1: 0 fills a rank's share up.
         extra = drawn[drawn > 0]
@@ -106,35 +109,20 @@ class SharedCandidates:
             [torch.arange(count), queries + torch.arange(len(extra), dtype=torch.int64)]
         )
         features = placed(self.items.columns(torch.from_numpy(ids)), places, size)
-        # Features of items in the shared rows: each row then needs one of its own. Extra
-        # candidates need some shared row and are no queries, so that the first one does.
-        own = any(name in schema.shared for name in (*features.bags, *features.numbers))
-        shared_size = size if own else queries
-        index = torch.arange(size)
         numbers = padded(rows.numbers, size).clone()
         # Those of the candidates are below 0, by their places among those of all ranks.
         first = self.share.rank * len(drawn)
         numbers[queries:] = -1 - first - torch.arange(len(drawn))
         answers = Answers.of(schema, self.config, rows.columns.numbers, count, size)
-
-        def beside(size: int, items: RowColumns) -> RowColumns:
-            mine = placed(rows.columns, torch.arange(count), size)
-            return RowColumns(mine.bags | items.bags, mine.numbers | items.numbers)
-
+        mine = placed(rows.columns, torch.arange(count), size)
         return assemble(
             schema,
-            beside(size, features),
+            RowColumns(mine.bags | features.bags, mine.numbers | features.numbers),
             answers,
             total_weight=rows.total,
-            numbers=RowNumbers(numbers, numbers[:shared_size]),
-            shared=beside(shared_size, features if own else RowColumns({}, {})),
-            index=index if own else torch.where(index < queries, index, 0),
-            shared_size=shared_size,
+            numbers=RowNumbers(numbers, numbers),
             items=torch.zeros(size, dtype=torch.int64).index_copy_(
                 0, places, torch.from_numpy(ids)
-            ),
-            log_q=torch.zeros(size).index_copy_(
-                0, places, torch.from_numpy(self.candidates.log_q(ids))
             ),
             queries=queries,
         )
@@ -159,18 +147,13 @@ class SessionCandidates:
     num_items: int
     share: Share
 
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """See :class:`StepCandidates`."""
-        return ()
+    ids = ()
 
     def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
-        """See :class:`StepCandidates`."""
+        """Builds the batch of a rank's rows, of the same size on every rank."""
         device = rows.numbers.device
         size = self.share.rows(self.config.batch_size)
-        candidates = CatalogueCandidates(self._drawn(epoch, step)).draw(
-            epoch, step, rank=self.share.rank, world_size=self.share.world_size
-        )
+        candidates = _part_of(self._drawn(epoch, step), self.share)
         ends = torch.arange(size + 1, device=device) * len(candidates) // size
         ids = torch.from_numpy(candidates).to(device)
         bags = rows.columns.bags | {ITEM: Jagged(ids, ends.diff().int())}

@@ -1,3 +1,3 @@
-"""Negative sampling: uniform, by popularity and mixed; the items that users are known to have taken."""
+"""Negative sampling: uniform and by popularity; the items that users are known to have taken."""
 
 import torchrec_ext.needs_torch  # noqa: F401

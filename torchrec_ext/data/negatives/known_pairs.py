@@ -10,11 +10,6 @@ from numpy.typing import NDArray
 from torchrec_ext.data.columns import Int64
 from torchrec_ext.schema import DataError
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_ONE = np.uint64(1)
-_LAST_BIT = np.uint64(63)
-# Places whose copies a bitmap is made from: so many stay in the cache.
-_AT_ONCE = 1 << 18
 # Of a user: the start of the pairs, the number of free items, its logarithm, and one
 # number while these are made.
 _ROW_BYTES = 32
@@ -65,13 +60,9 @@ class KnownPairs:
         # so a search finds the r-th one not taken.
         self.below = self.keys - 1 - (np.arange(len(self.keys)) - self.starts[owners])
         self.bitmap: NDArray[np.uint8] | None = None
-        filtered_keys = self.keys
         bits = (self.num_users + 1) * self._width
         if bits <= MOST_BITS:
             self.bitmap = bitmap(self.keys, bits)
-            # The bitmap answers, so the filter stays empty.
-            filtered_keys = filtered_keys[:0]
-        self._filter = _Filter(filtered_keys)
 
     @property
     def pairs(self) -> tuple[Int64, Int64]:
@@ -110,16 +101,10 @@ class KnownPairs:
         if self.bitmap is not None:
             bits = self.bitmap[keys >> 3] >> (keys & 7).astype(np.uint8)
             return np.asarray(bits & 1, dtype=np.bool_)
-        # The filter drops nearly all absent keys, so that few are searched.
-        is_known = self._filter.may_hold(keys)
-        candidates = np.nonzero(is_known)
-        if len(self.keys):
-            candidate_keys = keys[candidates]
-            index = np.minimum(
-                self.keys.searchsorted(candidate_keys), len(self.keys) - 1
-            )
-            is_known[candidates] = self.keys[index] == candidate_keys
-        return is_known
+        if not len(self.keys):
+            return np.zeros(keys.shape, np.bool_)
+        index = np.minimum(self.keys.searchsorted(keys), len(self.keys) - 1)
+        return np.asarray(self.keys[index] == keys)
 
     def nth_free(self, users: Int64, ranks: Int64) -> Int64:
         """Returns (B,) item number ``ranks`` (B,), from 0, among those not taken by each of ``users`` (B,)."""
@@ -139,35 +124,6 @@ class KnownPairs:
         return items
 
 
-class _Filter:
-    """A Bloom filter of three bits in a word, 16 to 32 bits per key: one absent key in 170 needs a search.
-
-    A search misses the cache at nearly every step, the filter once, since all bits of a key are in one word.
-    """
-
-    def __init__(self, keys: Int64) -> None:
-        # 16 to 32 bits for each key, in a power of 2 of words of 64 bits.
-        bits = max(16 * len(keys), 64).bit_length() - 6
-        self._shift = np.uint64(64 - bits)
-        self._words = np.zeros(1 << bits, np.uint64)
-        for start in range(0, len(keys), _AT_ONCE):
-            np.bitwise_or.at(self._words, *self._places(keys[start : start + _AT_ONCE]))
-
-    def may_hold(self, keys: Int64) -> NDArray[np.bool_]:
-        """Returns False only for absent keys."""
-        words, bits = self._places(keys)
-        return np.asarray(self._words.take(words) & bits == bits)
-
-    def _places(self, keys: Int64) -> tuple[Int64, NDArray[np.uint64]]:
-        """Returns the index of each key's word, and a word with the key's bits, the next bits of its hash."""
-        # Fibonacci hashing: the highest bits of the product are spread best.
-        hashed = keys.astype(np.uint64) * _GOLDEN
-        bits = np.zeros(keys.shape, np.uint64)
-        for number in range(1, 4):
-            bits |= _ONE << (hashed >> self._shift - np.uint64(6 * number) & _LAST_BIT)
-        return (hashed >> self._shift).view(np.int64), bits
-
-
 def _check_users(num_users: int, width: int) -> None:
     """Refuses too large user ids: each id up to the greatest takes a row here."""
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -182,14 +138,8 @@ def _check_users(num_users: int, width: int) -> None:
 def bitmap(places: Int64, size: int) -> NDArray[np.uint8]:
     """Returns (ceil(size / 8),) bytes with 1 bits at ``places`` (P,), the lowest bit of a byte first."""
     packed = np.zeros(-(-size // 8), np.uint8)
-    for start in range(0, len(places), _AT_ONCE):
-        some = places[start : start + _AT_ONCE]
-        bytes_ = some >> 3
-        bits = (some & 7).astype(np.uint8)
-        # One bit at a time, because a byte that stands twice in an assignment takes the
-        # last value alone.
-        for bit in range(8):
-            packed[bytes_[bits == bit]] |= np.uint8(1 << bit)
+    bits = np.left_shift(1, places & 7).astype(np.uint8)
+    np.bitwise_or.at(packed, places >> 3, bits)
     return packed
 
 

@@ -24,37 +24,6 @@ _SECOND_64 = np.uint64(0x94D049BB133111EB)
 _ONE = np.uint64(1)
 
 
-def alias_table(probabilities: Float64) -> tuple[Float64, Int64]:
-    """Returns (accept, alias), each (I,): take slot i, drawn uniformly, with probability accept[i], else alias[i].
-
-    This is Walker's alias method (1977). The tables are built without a loop. The slots below 1/I are filled in order
-    from those above, so running sums say who fills whom. A slot above that gave too much is filled by the next
-    (Huebschle-Schneider and Sanders 2019, sweeping).
-    """
-    scaled = probabilities * len(probabilities)
-    # Rounding may leave all of them below 1. The greatest then give to the others.
-    least = min(1.0, scaled.max())
-    light = np.flatnonzero(scaled < least)
-    heavy = np.flatnonzero(scaled >= least)
-    accept = scaled.copy()
-    alias = np.arange(len(scaled))
-    lack = np.cumsum(1 - scaled[light])
-    spare = np.cumsum(scaled[heavy] - 1)
-    last = len(heavy) - 1
-    # The light slots before each have taken so much: the heavy slot that is not used up
-    # by it fills this one.
-    taken_before = np.concatenate([[0.0], lack[:-1]])[: len(light)]
-    givers = spare.searchsorted(taken_before, side="right")
-    alias[light] = heavy[np.minimum(givers, last)]
-    # The light slot at which each heavy one has given all that it had to spare.
-    light_ends = lack.searchsorted(spare)
-    inner = light_ends < len(light)
-    accept[heavy] = 1.0
-    accept[heavy[inner]] = 1 + spare[inner] - lack[light_ends[inner]]
-    alias[heavy] = heavy[np.minimum(np.arange(len(heavy)) + 1, last)]
-    return accept, alias
-
-
 @lru_cache(maxsize=256)
 def stream(seed: int, *numbers: int) -> int:
     """Returns the 64-bit key of one stream of random numbers."""

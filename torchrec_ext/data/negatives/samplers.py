@@ -13,11 +13,10 @@ import numpy as np
 
 from torchrec_ext.data.columns import Float32, Int64
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
-from torchrec_ext.data.negatives.random import Float64, alias_table, stream, uniform
+from torchrec_ext.data.negatives.random import Float64, stream, uniform
 
 # Numbers of the streams of an epoch: of the first proposals, and of the draws among the
-# items not taken. Further proposals have those from 5 on: the shared draws of
-# MixedNegatives have 4.
+# items not taken. Further proposals have those from 5 on.
 PROPOSED, FROM_REST, _AGAIN = 0, 1, 5
 
 
@@ -156,8 +155,7 @@ class UniformNegatives(RejectionNegatives):
 class PopularityNegatives(RejectionNegatives):
     """Draws items in proportion to (count + smoothing) ** exponent, among those not taken by the user.
 
-    Items are proposed by the alias method. Probabilities are whole numbers over their sum, so that the sum over the
-    items that a user has not taken is exact.
+    Probabilities are whole numbers over their sum, so that the sum over the items that a user has not taken is exact.
 
     Args:
         num_items: items have the ids 1 to ``num_items``.
@@ -186,10 +184,6 @@ class PopularityNegatives(RejectionNegatives):
         smoothing: float = 1.0,
         counts: Int64 | None = None,
     ) -> None:
-        if not smoothing > 0:
-            raise ValueError(
-                f"smoothing={smoothing}: must be greater than 0, or items without a rating could never be drawn"
-            )
         super().__init__(num_items, users, items, seed)
         counts = (
             np.bincount(items, minlength=num_items + 1) if counts is None else counts
@@ -207,7 +201,6 @@ class PopularityNegatives(RejectionNegatives):
         free = total - np.bincount(owners, self._units[taken], self.known.num_users + 1)
         # A user who has taken all items has none of it, and no draws.
         self._log_left = np.log(np.maximum(free, 1.0) / total)
-        self._accept, self._alias = alias_table(self.share[1:])
 
     def log_q(self, users: Int64, items: Int64) -> Float32:
         """See :meth:`Negatives.log_q`; ``users`` and ``items`` broadcast."""
@@ -218,9 +211,7 @@ class PopularityNegatives(RejectionNegatives):
 
     def propose(self, numbers: Float64) -> Int64:
         """See :meth:`RejectionNegatives.propose`."""
-        scaled = numbers * self.known.num_items
-        slot = scaled.astype(np.int64)
-        return np.where(scaled - slot < self._accept[slot], slot, self._alias[slot]) + 1
+        return _by_units(self._units, numbers)
 
     def draw_untaken(self, users: Int64, numbers: Float64) -> Int64:
         """See :meth:`RejectionNegatives.draw_untaken`."""
@@ -229,8 +220,13 @@ class PopularityNegatives(RejectionNegatives):
             rows = users == user
             units = self._units.copy()
             units[self.known.of_user(user)] = 0.0
-            sums = np.cumsum(units)
-            # Rounding can make a number below 1, times the sum, the sum itself.
-            places = np.minimum(np.floor(numbers[rows] * sums[-1]), sums[-1] - 1)
-            drawn[rows] = sums.searchsorted(places, side="right")
+            drawn[rows] = _by_units(units, numbers[rows])
         return drawn
+
+
+def _by_units(units: Float64, numbers: Float64) -> Int64:
+    """Draws places in proportion to whole ``units``, by a number in [0, 1) for each."""
+    sums = np.cumsum(units)
+    # Rounding can make a number below 1, times the sum, the sum itself.
+    places = np.minimum(np.floor(numbers * sums[-1]), sums[-1] - 1)
+    return np.asarray(sums.searchsorted(places, side="right"))

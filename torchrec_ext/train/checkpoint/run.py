@@ -63,9 +63,6 @@ class DynamicLoader(Protocol):
     def load_ids(self, state: Mapping[str, Any]) -> None:
         """Continues with the ids of a loader's state."""
 
-    def load_vocabularies(self) -> None:
-        """Begins with the rows that ids have in vocabularies."""
-
 
 @runtime_checkable
 class ResumableObserver(Protocol):
@@ -347,10 +344,8 @@ def begin_with(
         partial=config.partial,
         cold=cold,
     )
-    if loader is not None and "ids" in content["loader"]:
+    if loader is not None:
         loader.load_ids(content["loader"])
-    elif loader is not None:
-        loader.load_vocabularies()
     lines = [
         f"begun with the weights of {path}, after {saved.manifest['step']:,} steps"
     ]
