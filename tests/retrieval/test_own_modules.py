@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -166,6 +167,22 @@ class Targeted(nn.Module):
         return self.top(seen[:, -1]).squeeze(1)  # type: ignore[no-any-return]
 
 
+class Parametrized(Networks):
+    """Weights that are functions of others, of layers and of a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight_norm(self.item[0])  # type: ignore[index]
+        spectral_norm(self.top[1])  # type: ignore[index]
+        orthogonal(self.user[2])
+        self.bias = weight_norm(nn.Embedding(USERS, 1))
+        self.embeddings = orthogonal(nn.Embedding(USERS, D))
+
+    def forward(self, user: Tensor, profile: Tensor, content: Tensor) -> Tensor:  # type: ignore[override]
+        bias = self.bias(user)[:, 0] + self.embeddings(user).sum(1)
+        return super().forward(profile, content) + bias
+
+
 class Counted(Networks):
     """Whole numbers that are no ids, in lists of one length."""
 
@@ -214,6 +231,7 @@ CASES = {
     "offsets": Case(Biased, ["user"], ["item"]),
     "attention": Case(Attentive, ["history"], ["item"]),
     "target in attention": Case(Targeted, ["history"], ["item"]),
+    "parametrizations": Case(Parametrized, ["user", "profile"], ["content"]),
     "counts": Case(Counted, ["history"], ["content"]),
     "bags": Case(
         Bags, ["history", "recent", "share"], ["item"], product=True, oov={"history": 0}
@@ -286,7 +304,7 @@ def row(case: Case, user: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "name",
-    mostly_slow(CASES, "two networks", "sessions", "bags", "target in attention"),
+    mostly_slow(CASES, "parametrizations", "sessions", "bags", "target in attention"),
 )
 def test_what_is_served_is_what_was_trained(name: str, bundles: Bundles) -> None:
     case = CASES[name]

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 from torchrec import KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.models.dlrm import DLRM, DLRMTrain
@@ -50,6 +51,7 @@ from torchrec_ext.retrieval.columns import ModelColumn
 from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.retrieval.split import GraphSplit
 from torchrec_ext.retrieval.trace import Leaf, LookingUp, look_up
+from torchrec_ext.retrieval.weights import plain_state
 from torchrec_ext.schema.array_columns import source_columns, widths_of
 from torchrec_ext.schema.validation import did_you_mean, listed
 
@@ -215,7 +217,7 @@ class Network:
         paddings: Mapping[str, int | None] = MappingProxyType({}),
     ) -> None:
         if known is None or known.inputs != inputs:
-            known = GraphSplit(module().eval(), inputs)
+            known = GraphSplit(_plain(module().eval()), inputs)
         self.split = known
         leaves = [*known.query.leaves, *known.candidate.leaves]
         self.tables = {leaf.table for leaf in leaves if leaf.table}
@@ -491,6 +493,20 @@ def _full_bags(rows: Tensor) -> JaggedTensor:
     return JaggedTensor(values=rows.reshape(-1, rows.shape[-1]), lengths=lengths)
 
 
+def _plain(module: nn.Module) -> nn.Module:
+    """Replaces each parametrization in a copy of a module by the weight that it computes."""
+    for each in list(module.modules()):
+        if is_parametrized(each):
+            lists: Any = each.parametrizations
+            weights = {name: getattr(each, name).detach() for name in lists}
+            # Not by torch's own function, which changes the class that the trained module shares.
+            each.__class__ = type_before_parametrizations(each)
+            del each.parametrizations
+            for name, weight in weights.items():
+                each.register_parameter(name, nn.Parameter(weight))
+    return module
+
+
 def _without_tables(module: nn.Module) -> nn.Module:
     """Returns a copy of a module whose collections stand for leaves; weights on the CPU are shared."""
     memo: dict[int, Any] = {}
@@ -560,8 +576,8 @@ class OwnNetwork(Network):
             )
         sizes = {
             path.removesuffix(".weight"): len(weight)
-            for path, weight in self.model.named_parameters()
-            if weight.dim() == 2
+            for path, weight in plain_state(self.model).items()
+            if isinstance(weight, Tensor) and weight.dim() == 2
         }
         sizes |= {config.name: config.num_embeddings for config in configs}
         paddings = {
