@@ -53,7 +53,7 @@ from torchrec_ext.retrieval.split import GraphSplit
 from torchrec_ext.retrieval.trace import Leaf, LookingUp, look_up
 from torchrec_ext.retrieval.weights import plain_state
 from torchrec_ext.schema.array_columns import source_columns, widths_of
-from torchrec_ext.schema.validation import did_you_mean, listed
+from torchrec_ext.schema.validation import listed
 
 _DENSE = "dense_features"  # DLRM's own name of its argument
 
@@ -163,19 +163,15 @@ def _fill_of(
 
 def _check_oov(given: Given, columns: Mapping[str, ModelColumn]) -> None:
     """Refuses a row of unknown ids that would have no effect, or is no row."""
-    ids = sorted(name for name, column in columns.items() if column.rows is not None)
+    rows = {name: column.rows for name, column in columns.items() if column.rows}
     for name, row in given.oov_ids.items():
-        if name in ids:
-            rows = columns[name].rows or 0
-            if row < rows:
-                continue
-            why = f"{row} is no row of its table, which has the rows 0 to {rows - 1}"
-        elif name in columns:
-            why = "no table is looked up by its values as they are; leave it out, or map unknown ids in forward"
-        else:
-            others = f"columns of ids are {listed(ids)}"
-            why = f"is no column of ids; {did_you_mean(name, ids, others)}"
-        raise BundleError(f"oov_ids: '{name}': {why}")
+        if row >= rows.get(name, 0):
+            tables = listed(
+                f"{each} (rows 0 to {size - 1})" for each, size in sorted(rows.items())
+            )
+            raise BundleError(
+                f"oov_ids: '{name}': {row} must be a row of a table that its values look up as they are: {tables}"
+            )
 
 
 class Network:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from torchrec_ext.retrieval.manifest import (
     BundleError,
     Manifest,
     check_files,
-    fingerprint,
     write_manifest,
 )
 from torchrec_ext.sealed import existing_folder, sync_tree
@@ -30,7 +28,6 @@ _IDS = "ids.arrow"
 _VECTORS = "vectors.npy"
 _DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype("<f4"), "fp16": np.dtype("<f2")}
 _BLOCK = 2**16
-_LOOK_S = 1.0
 Block = tuple[NDArray[Any] | pa.Array, Floats]
 
 
@@ -57,11 +54,6 @@ class Store:
         self.features = str(values.get("features", ""))
         self.ids = Ids(read_table(folder / _IDS)["id"])
         self.vectors = open_array(folder / _VECTORS)
-        shape = (len(self.ids), values["width"])
-        if self.vectors.shape != shape:
-            raise StoreError(
-                f"{folder}: {self.vectors.shape} vectors for {shape[0]} ids; embed again"
-            )
 
     @classmethod
     def open(cls, folder: Path | str, *, verify: bool = True) -> Store:
@@ -97,6 +89,19 @@ class Store:
     def dtype(self) -> str:
         """Type of the vectors: ``fp32`` or ``fp16``."""
         return "fp32" if self.vectors.dtype == np.float32 else "fp16"
+
+    def fits(self, bundle: Bundle) -> bool:
+        """Whether the vectors are those that the bundle would compute for its users, by tower and features.
+
+        Raises:
+            StoreError: they are vectors of items.
+        """
+        if self.side != "query":
+            raise StoreError(
+                f"{self.folder}: has vectors of the {self.side} side; give those of torchx_apps.embed --tower query"
+            )
+        is_same = self.features in ("", bundle.features_digest)
+        return is_same and self.tower == bundle.digest_of("query")
 
     def find(self, each: Id) -> Floats | None:
         """Returns the (W,) vector of an id, or None."""
@@ -197,10 +202,10 @@ def refresh_store(
         blocks: ids and vectors that changed or are new.
         tower: digest of the side that made them; must be the store's.
         features: see :func:`write_store`; None if those of the store stay.
-        deleted: ids to remove; texts also stand for whole numbers.
+        deleted: ids to remove, but for those in ``blocks``; texts also stand for whole numbers.
 
     Raises:
-        StoreError: the store is of another tower, an id is both new and deleted, or as :func:`write_store`.
+        StoreError: the store is of another tower, or as :func:`write_store`.
     """
     store = Store.open(folder)
     if store.tower != tower:
@@ -216,11 +221,6 @@ def refresh_store(
         gone = pa.array(list(deleted)).cast(known.type)
     except pa.ArrowException as error:
         raise StoreError(f"{folder}: {error}; give ids of its type") from None
-    both = new.filter(pc.is_in(new, gone))
-    if len(both):
-        raise StoreError(
-            f"id {str(both[0])[:60]} is to be deleted and is among the rows; say one of both"
-        )
     leaves = pc.or_(pc.is_in(known, gone), pc.is_in(known, new))
     stays = np.flatnonzero(~np.asarray(leaves))
 
@@ -240,56 +240,3 @@ def refresh_store(
         dtype=store.dtype,
         overwrite=True,
     )
-
-
-class StoredUsers:
-    """Users' vectors of a store in a folder; picks up its replacement within a second.
-
-    Args:
-        folder: folder written by ``torchx_apps.embed --tower query``.
-
-    Raises:
-        StoreError: there is no store of users.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._next = 0.0
-        self.available = True
-        # Taken before opening, to notice a replacement meanwhile.
-        self._seen = fingerprint(folder)
-        self._store = self._open()
-
-    def _open(self) -> Store:
-        store = Store.open(self._folder)
-        if store.side != "query":
-            raise StoreError(
-                f"{self._folder}: has vectors of the {store.side} side; give those of torchx_apps.embed --tower query"
-            )
-        return store
-
-    def fits(self, bundle: Bundle) -> bool:
-        """Whether the vectors are those that the bundle would compute: by its tower, and of its users' features."""
-        store = self._store
-        is_same = store.features in ("", bundle.features_digest)
-        return is_same and store.tower == bundle.digest_of("query")
-
-    def find(self, user: Id, bundle: Bundle) -> Floats | None:
-        """Returns the (W,) vector of a bundle's user, or None."""
-        if time.monotonic() >= self._next:
-            self._renew()
-        return self._store.find(user) if self.fits(bundle) else None
-
-    def _renew(self) -> None:
-        """Opens a replaced store; keeps the open one if the new one is damaged."""
-        self._next = time.monotonic() + _LOOK_S
-        seen = fingerprint(self._folder)
-        if seen == self._seen:
-            return
-        try:
-            self._store = self._open()
-        except StoreError:
-            self.available = False
-        else:
-            self._seen = seen
-            self.available = True

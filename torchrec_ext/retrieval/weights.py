@@ -36,11 +36,11 @@ class Block(NamedTuple):
 
 
 def plain_state(model: nn.Module) -> dict[str, Any]:
-    """Returns the state dict, and beside it each weight that a parametrization computes, under the weight's own path."""
+    """Returns the state dict, and the weights that parametrizations compute, by their own paths."""
     state = dict(model.state_dict())
     for path, module in model.named_modules():
         if is_parametrized(module):
-            for name in module.parametrizations:  # type: ignore[union-attr]
+            for name in module.parametrizations:
                 state[f"{path}.{name}".lstrip(".")] = getattr(module, name)
     return state
 
