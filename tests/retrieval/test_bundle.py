@@ -90,15 +90,6 @@ def test_a_pairs_logit_does_not_depend_on_its_neighbours(folder: Path) -> None:
         np.testing.assert_array_equal(bundle.logits(query, positions), every[positions])
 
 
-def test_the_candidate_graph_gives_the_stored_rows(folder: Path) -> None:
-    bundle = Bundle.load(folder)
-    rows = bundle.candidate.embed({"item": list(range(1, 51))})
-    np.testing.assert_allclose(rows, bundle.rows, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(
-        bundle.unknown_item, Small().row([0]), rtol=1e-5, atol=1e-6
-    )
-
-
 @pytest.mark.parametrize(
     "name",
     [

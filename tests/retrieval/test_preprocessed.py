@@ -299,26 +299,6 @@ def test_a_posted_history_is_not_mixed_with_the_stored_one(
         served({"user": "u", "history_items": None, "history_genre": None})
 
 
-def test_lists_without_a_known_length_are_refused_with_the_remedy(
-    tmp_path: Path,
-) -> None:
-    rows = pa.table({"item": ["a", "b"], "recent": [["a"], ["b", "a"]]})
-    pq.write_table(rows, tmp_path / "log.parquet")
-    fitted = Preprocessor([Categorify(column="item", also=("recent",))]).fit(
-        str(tmp_path / "log.parquet")
-    )
-    items = np.array(["a", "b"])
-    with pytest.raises(BundleError, match=r"'recent': .* null .*max_length=L") as error:
-        export(
-            Places(),
-            tmp_path / "bundle",
-            catalogue=Catalogue(ids=items, features=pa.table({"item": items})),
-            queries=rows.select(["recent"]),
-            preprocessor=fitted,
-        )
-    assert len(str(error.value)) <= 200
-
-
 def test_ids_that_no_step_made_are_filled_up_by_the_row_that_is_named(
     tmp_path: Path,
 ) -> None:

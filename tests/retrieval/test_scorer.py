@@ -8,6 +8,7 @@ import pytest
 
 from tests.retrieval.small import USERS, Small
 from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.retrieval.scorer import (
     EmbedRequest,
     NearestRequest,
@@ -16,7 +17,7 @@ from torchrec_ext.retrieval.scorer import (
     Scorer,
     ScoreRequest,
 )
-from torchrec_ext.retrieval.store import StoreError, write_store
+from torchrec_ext.retrieval.store import write_store
 
 UNKNOWN = 999_999_999
 
@@ -278,5 +279,5 @@ def test_stored_vectors(small: Small, bundle: Bundle, tmp_path: Path) -> None:
     ):
         answer = scorer(made_by, features).recommend(RecommendRequest(user={"user": 5}))
         assert answer.vector == vector
-    with pytest.raises(StoreError, match="vectors of the candidate side"):
+    with pytest.raises(BundleError, match="vectors of the candidate side"):
         scorer(side="candidate")

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.retrieval.store import (
     Store,
-    StoreError,
     refresh_store,
     write_store,
 )
@@ -71,7 +71,7 @@ def test_one_changed_byte_is_refused(tmp_path: Path) -> None:
         changed = bytearray(content)
         changed[len(changed) // 2] ^= 1
         path.write_bytes(changed)
-        with pytest.raises(StoreError):
+        with pytest.raises(BundleError):
             Store.open(tmp_path / "s")
         path.write_bytes(content)
     Store.open(tmp_path / "s")
@@ -81,19 +81,19 @@ def test_refusals(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     nan = vectors(2)
     nan[1, 0] = np.nan
-    with pytest.raises(StoreError, match=r"id 8 is NaN"):
+    with pytest.raises(BundleError, match=r"id 8 is NaN"):
         write(folder, ([7, 8], nan))
-    with pytest.raises(StoreError, match=r"7.* is there more than once"):
+    with pytest.raises(BundleError, match=r"7.* is there more than once"):
         write(folder, ([7, 7], vectors(2)))
-    with pytest.raises(StoreError, match=r"there are no rows"):
+    with pytest.raises(BundleError, match=r"there are no rows"):
         write(folder)
     assert not folder.exists()
     write(folder, ([7, 8], vectors(2)))
     with pytest.raises(DataError, match=r"something already"):
         write(folder, ([7], vectors(1)))
-    with pytest.raises(StoreError, match=r"is of tower t, this bundle's is u"):
+    with pytest.raises(BundleError, match=r"is of tower t, this bundle's is u"):
         refresh_store(folder, [([7], vectors(1))], tower="u")
-    with pytest.raises(StoreError, match=r"give ids of its type"):
+    with pytest.raises(BundleError, match=r"give ids of its type"):
         refresh_store(folder, [(["a"], vectors(1))], tower="t")
-    with pytest.raises(StoreError, match=r"cannot be read"):
+    with pytest.raises(BundleError, match=r"cannot be read"):
         Store.open(tmp_path / "none")

@@ -76,10 +76,6 @@ class Given:
     longest: Mapping[str, int] = field(default_factory=dict)
     rows: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def is_raw(self, column: str) -> bool:
-        """Returns whether no step made the ids of a column, or limited its lists."""
-        return column not in self.vocab and column not in self.longest
-
     def is_list(self, column: str) -> bool:
         """Returns whether a column has a list in each row."""
         if column not in self.types:
@@ -144,7 +140,7 @@ def _fill_of(
 
     None leaves lists of one length as they are: no step made them, or several rows or none would fill them.
     """
-    if given.is_raw(name):
+    if name not in given.vocab and name not in given.longest:
         return None
     rows = {leaf.padding for leaf in of_column}
     rows |= {paddings.get(leaf.table) for leaf in of_column}
@@ -684,11 +680,9 @@ def _kind_of(
         return dtype, (given.longest[name],)
     lengths = pc.unique(pc.list_value_length(column)).to_pylist()
     if len(lengths) != 1 or lengths[0] is None:
-        remedy = "pad lists as in training"
-        if not given.is_raw(name):
-            remedy += ", with null for row 0, or fit Lists(max_length=L) before"
         raise BundleError(
-            f"column '{name}': lists of different lengths, or rows without a value; {remedy}"
+            f"column '{name}': lists of different lengths, or rows without a value; pad lists as in training, or fit "
+            "Lists(max_length=L) before"
         )
     return dtype, (lengths[0],)
 

@@ -225,7 +225,7 @@ class Scorer:
         vectors: store of users' vectors, which answers if the bundle would compute the same; or None.
 
     Raises:
-        StoreError: the store has vectors of items.
+        BundleError: the store has vectors of items.
     """
 
     def __init__(self, bundle: Bundle, vectors: Store | None = None) -> None:

@@ -257,8 +257,6 @@ def found_by(
     }
     kind = kinds.get(next(iter(settings), ""), faiss.SearchParameters)
     options: dict[str, Any] = dict(settings)
-    if "efSearch" in options:
-        options["efSearch"] = max(k, options["efSearch"])
     if mask is not None:
         # Kept in a variable: the selector reads the array's own memory.
         bits = np.packbits(mask, bitorder="little")

@@ -31,10 +31,6 @@ _BLOCK = 2**16
 Block = tuple[NDArray[Any] | pa.Array, Floats]
 
 
-class StoreError(ValueError):
-    """A store cannot be written or read: the message names the file, the problem and the remedy."""
-
-
 class Store:
     """An open store: (N, W) vectors, memory-mapped, of one side of one bundle.
 
@@ -64,23 +60,16 @@ class Store:
             verify: compare the digest of every file, about 1 s for each GB.
 
         Raises:
-            StoreError: it is missing, damaged, or of another format.
+            BundleError: it is missing, damaged, or of another format.
         """
         folder = existing_folder(Path(folder))
-        try:
-            values = Manifest.open(folder).content
-            if "side" not in values:
-                raise StoreError(
-                    f"{folder}: is a bundle, no store; torchx_apps.embed --out makes one of it"
-                )
-            check_files(folder, values["files"], digests=verify)
-            return cls(folder, values)
-        except StoreError:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StoreError(
-                f"{error}; torchx_apps.embed --out writes a store"
-            ) from None
+        values = Manifest.open(folder).content
+        if "side" not in values:
+            raise BundleError(
+                f"{folder}: is a bundle, no store; torchx_apps.embed --out makes one of it"
+            )
+        check_files(folder, values["files"], digests=verify)
+        return cls(folder, values)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -94,10 +83,10 @@ class Store:
         """Whether the vectors are those that the bundle would compute for its users, by tower and features.
 
         Raises:
-            StoreError: they are vectors of items.
+            BundleError: they are vectors of items.
         """
         if self.side != "query":
-            raise StoreError(
+            raise BundleError(
                 f"{self.folder}: has vectors of the {self.side} side; give those of torchx_apps.embed --tower query"
             )
         is_same = self.features in ("", bundle.features_digest)
@@ -140,26 +129,21 @@ def write_store(
         overwrite: replace an earlier store. Who has opened it reads on in the old one.
 
     Raises:
-        StoreError: a vector is not finite or beyond the type; an id is there twice; the folder cannot be written.
+        BundleError: a vector is not finite or beyond the type; an id is there twice; the folder cannot be written.
     """
     folder = Path(folder)
     if dtype not in _DTYPES:
-        raise StoreError(f"dtype={dtype!r}: must be one of {', '.join(_DTYPES)}")
+        raise BundleError(f"dtype={dtype!r}: must be one of {', '.join(_DTYPES)}")
     if not shape[0]:
-        raise StoreError(f"{folder}: there are no rows to write; give some")
-    try:
-        with whole_folder(folder, overwrite=overwrite, mark=BUNDLE_MANIFEST) as staging:
-            ids = _write_vectors(staging / _VECTORS, blocks, shape, _DTYPES[dtype])
-            whole = Ids(pa.concat_arrays(ids))
-            write_table(staging / _IDS, pa.table({"id": whole.arrow()}))
-            content = {"tower": tower, "side": side, "width": shape[1]}
-            content["features"] = features
-            write_manifest(staging, content, {})
-            sync_tree(staging)
-    except (StoreError, KeyboardInterrupt):
-        raise
-    except (BundleError, pa.ArrowException) as error:
-        raise StoreError(f"{folder}: {error}") from None
+        raise BundleError(f"{folder}: there are no rows to write; give some")
+    with whole_folder(folder, overwrite=overwrite, mark=BUNDLE_MANIFEST) as staging:
+        ids = _write_vectors(staging / _VECTORS, blocks, shape, _DTYPES[dtype])
+        whole = Ids(pa.concat_arrays(ids))
+        write_table(staging / _IDS, pa.table({"id": whole.arrow()}))
+        content = {"tower": tower, "side": side, "width": shape[1]}
+        content["features"] = features
+        write_manifest(staging, content, {})
+        sync_tree(staging)
     return Store.open(folder, verify=False)
 
 
@@ -176,7 +160,7 @@ def _write_vectors(
             block[:] = vectors
         if not np.isfinite(block).all():
             row = int((~np.isfinite(block)).any(axis=1).argmax())
-            raise StoreError(
+            raise BundleError(
                 f"the vector of id {str(keys[row])[:60]} is NaN, or beyond {dtype}; embed finite features"
             )
         ids.append(Ids(keys).arrow())
@@ -205,11 +189,11 @@ def refresh_store(
         deleted: ids to remove, but for those in ``blocks``; texts also stand for whole numbers.
 
     Raises:
-        StoreError: the store is of another tower, or as :func:`write_store`.
+        BundleError: the store is of another tower, or as :func:`write_store`.
     """
     store = Store.open(folder)
     if store.tower != tower:
-        raise StoreError(
+        raise BundleError(
             f"{folder}: is of tower {store.tower[:12]}, this bundle's is {tower[:12]}: its rows would not fit; write "
             "the store anew with --out"
         )
@@ -220,7 +204,7 @@ def refresh_store(
         new = pa.chunked_array(arrays, known.type).combine_chunks()
         gone = pa.array(list(deleted)).cast(known.type)
     except pa.ArrowException as error:
-        raise StoreError(f"{folder}: {error}; give ids of its type") from None
+        raise BundleError(f"{folder}: {error}; give ids of its type") from None
     leaves = pc.or_(pc.is_in(known, gone), pc.is_in(known, new))
     stays = np.flatnonzero(~np.asarray(leaves))
 
