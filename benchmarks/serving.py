@@ -307,9 +307,7 @@ def ask(port, seconds, bodies):
 def http(options):
     """100 of 4,000 items by a top NN from all features of a user, 100 requests a second; ready after; memory."""
     items, seconds = 4_000, 1.0 if options.quick else 6.0
-    bodies = [
-        {"user": user, "k": K, "vector": "live"} for user in questions(items, 512)
-    ]
+    bodies = [{"user": user, "k": K} for user in questions(items, 512)]
     loads = {"ours": [], "torch": []}
     ready = []
     with tempfile.TemporaryDirectory() as folder:

@@ -142,8 +142,6 @@ def _check(options: EmbedOptions) -> None:
         raise ValueError(
             f"--store {options.store}: is for --out; a store keeps its type when it is refreshed"
         )
-    if not options.id and options.catalogue:
-        raise ValueError("--id: name the column with the ids")
 
 
 if __name__ == "__main__":

@@ -86,18 +86,13 @@ def _export(argv: Sequence[str] | None) -> int:
 
 
 def _check(options: ExportOptions) -> None:
-    """Refuses a folder in use and a missing package, before minutes of loading."""
+    """Refuses a folder in use before minutes of loading."""
     folder = options.folder
     is_used = folder.is_file() or (folder.is_dir() and any(folder.iterdir()))
     if is_used and not options.overwrite:
         raise ValueError(
             f"--out {folder}: there is something already; give another folder, or --overwrite"
         )
-    if options.index != "exact":
-        # Imported here: it reads files.
-        from torchrec_ext.retrieval.search import check_faiss
-
-        check_faiss(options.index)
 
 
 if __name__ == "__main__":

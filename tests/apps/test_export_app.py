@@ -200,6 +200,13 @@ def test_a_user_who_is_named_by_id_gets_what_the_evaluator_recommends(
     seen = bundle.items.ids.ids(bundle.users.seen(int(row)))
     new = [item for item in items if item not in seen]
     assert ranked(bundle, user, len(new)) == new
+    # Ids of files that begin at 0 stay what they are.
+    assert bundle.items.ids.positions([0]).tolist() == [0]
+    for user_row, is_unknown in ((0, False), (-1, True)):
+        features = bundle.users.features(user_row)
+        read = bundle.query.columns.read(features)
+        assert read.unknown["user_id"].tolist() == [is_unknown]
+    assert bundle.users.features(0)["user_id"] == [0]
 
 
 def test_text_dates_and_missing_values_of_the_shown_item_are_served_as_they_were_trained(
@@ -253,20 +260,6 @@ def test_a_session_may_be_longer_than_the_model_reads(
     users = bundle.users
     assert users is not None
     assert len(ranked(bundle, int(users.ids.ids([0])[0]), 5)) == 5
-
-
-def test_ids_of_files_that_begin_at_0_stay_what_they_are(
-    recommended: dict[str, Any], root: Path
-) -> None:
-    bundle = Bundle.load(root / "bundle-folder")
-    assert bundle.items.ids.positions([0, 29]).tolist()[0] == 0
-    users = bundle.users
-    assert users is not None
-    known = users.features(0)
-    assert known["user_id"] == [0]
-    assert not bundle.query.columns.read(known).unknown["user_id"].any()
-    unknown = users.features(-1)
-    assert bundle.query.columns.read(unknown).unknown["user_id"].all()
 
 
 class MyTask(Task):
@@ -453,11 +446,8 @@ def test_a_bundle_is_not_replaced_unasked(
     )
 
 
-@pytest.mark.parametrize("recipe", ["n_tower", "stream"])
-def test_towers_that_no_bundle_can_have_are_refused_before_the_first_step(
-    recipe: str,
-) -> None:
-    job = with_settings(load_recipe(recipe), ["data.name=planted", "export=require"])
+def test_towers_that_no_bundle_can_have_are_refused_before_the_first_step() -> None:
+    job = with_settings(load_recipe("stream"), ["data.name=planted", "export=require"])
     task = job.task(job.data)
     assert build_model(job, task) is not None, "the towers of the recipe can be served"
     features, dense = task.data.towers["context"]

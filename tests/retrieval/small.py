@@ -12,7 +12,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.retrieval.bundle import Bundle
 from torchrec_ext.retrieval.catalogue import Catalogue, NamedUsers, write_table
 from torchrec_ext.retrieval.manifest import Manifest, write_manifest
@@ -106,34 +105,27 @@ class Small:
         self,
         folder: Path,
         *,
-        store: str = "fp32",
         users: bool = True,
-        preprocessor: FittedPreprocessor | None = None,
-        attributes: pa.Table | None = None,
-        titles: bool = True,
         certify: bool = True,
     ) -> Manifest:
         """Writes the bundle."""
         (folder / "tables").mkdir(parents=True)
         np.save(folder / "tables/user.npy", self.user_table)
         np.save(folder / "tables/item.npy", self.item_table)
-        dtype = np.float32 if store == "fp32" else np.float16
-        np.save(folder / "rows.npy", self.rows.astype(dtype))
+        np.save(folder / "rows.npy", self.rows)
         self._write_graphs(folder)
         catalogue = Catalogue(
             ids=self.ids,
             features=pa.table({"item": np.arange(1, self.items + 1)}),
-            titles=[f"Film {item}" for item in self.ids] if titles else None,
-            attributes=attributes or self.attributes(),
+            titles=[f"Film {item}" for item in self.ids],
+            attributes=self.attributes(),
         )
         catalogue.write(folder)
         named = self.users()
         if users:
             named.write(folder, np.array(self.ids))
         parity = self._write_audit(folder)
-        if preprocessor is not None:
-            preprocessor.save(folder / "preprocessor")
-        content = self.content(store)
+        content = self.content()
         content["audit"] = parity
         if users:
             content["users"] = {"rows": USERS, "key": "user"}
@@ -175,7 +167,7 @@ class Small:
         """Returns the (W,) query of one of the 20 users."""
         return self.query(user, [user, user + 1], user / 10)
 
-    def content(self, store: str = "fp32") -> dict[str, Any]:
+    def content(self) -> dict[str, Any]:
         """Returns the manifest's content but for files, audit and users."""
 
         def leaf(
@@ -214,7 +206,7 @@ class Small:
             },
             "columns": columns,
             "tables": {"user": "tables/user.npy", "item": "tables/item.npy"},
-            "store": store,
+            "store": "fp32",
             "index": {"kind": "exact", "recall": 1.0},
             "items": {"rows": self.items},
             "users": None,

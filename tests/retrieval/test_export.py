@@ -36,7 +36,6 @@ from torchrec_ext.schema import DataError
 PRODUCTS = (
     "dot",
     "cosine",
-    "gmf",
     "next item",
     "retrieval",
 )

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -166,36 +167,49 @@ class Targeted(nn.Module):
         return self.top(seen[:, -1]).squeeze(1)  # type: ignore[no-any-return]
 
 
-class Counted(Networks):
-    """Whole numbers that are no ids, in lists of one length."""
+class Parametrized(Networks):
+    """Weights that are functions of others, of layers and of a table."""
 
-    def forward(self, history: Tensor, content: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(F.pad(history.log1p(), (0, 2)), content)
+    def __init__(self) -> None:
+        super().__init__()
+        weight_norm(self.item[0])  # type: ignore[index]
+        spectral_norm(self.top[1])  # type: ignore[index]
+        orthogonal(self.user[2])
+        self.bias = weight_norm(nn.Embedding(USERS, 1))
+        self.embeddings = orthogonal(nn.Embedding(USERS, D))
+
+    def forward(self, user: Tensor, profile: Tensor, content: Tensor) -> Tensor:  # type: ignore[override]
+        bias = self.bias(user)[:, 0] + self.embeddings(user).sum(1)
+        return super().forward(profile, content) + bias
 
 
 class Bags(nn.Module):
-    """Bags of every form that can be exported: with a padding row or none, weighted, and of ids that it computes."""
+    """Bags of every form that can be exported: sums and means, with a padding row or none."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mean = nn.EmbeddingBag(ITEMS, D, padding_idx=0)
         self.sum = nn.EmbeddingBag(ITEMS, D, mode="sum")
-        self.weighted = nn.EmbeddingBag(ITEMS, D, mode="sum", padding_idx=3)
-        self.moved = nn.EmbeddingBag(ITEMS, D, padding_idx=0)
-        self.plain = nn.EmbeddingBag(ITEMS, D)
         self.item = nn.Embedding(ITEMS, D)
         # As large as trained ones: the row of padding begins as zeros.
-        for bag in (self.mean, self.weighted, self.moved):
-            nn.init.normal_(bag.weight)
+        nn.init.normal_(self.mean.weight)
 
-    def forward(
-        self, history: Tensor, recent: Tensor, share: Tensor, item: Tensor
-    ) -> Tensor:
-        other = recent * 7 % ITEMS
-        query = self.sum(recent) + self.weighted(recent, per_sample_weights=share)
-        query = query + self.moved(other) + self.plain(other) + self.plain(recent)
-        query = query + self.mean(history) * self.mean(history).sigmoid()
+    def forward(self, history: Tensor, recent: Tensor, item: Tensor) -> Tensor:
+        query = self.sum(recent) + self.mean(history) * self.mean(history).sigmoid()
         return (self.item(item) * query).sum(1)
+
+
+class Whole(nn.Module):
+    """A softmax over the user's whole table, which no column looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user = nn.Embedding(USERS, D)
+        self.item = nn.Embedding(ITEMS, D)
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        mean = self.item.weight.mean(0)
+        return (self.user(user) * (self.item(item) - mean)).sum(1)
 
 
 class Case(NamedTuple):
@@ -214,9 +228,10 @@ CASES = {
     "offsets": Case(Biased, ["user"], ["item"]),
     "attention": Case(Attentive, ["history"], ["item"]),
     "target in attention": Case(Targeted, ["history"], ["item"]),
-    "counts": Case(Counted, ["history"], ["content"]),
+    "parametrizations": Case(Parametrized, ["user", "profile"], ["content"]),
+    "a whole table": Case(Whole, ["user"], ["item"], product=True),
     "bags": Case(
-        Bags, ["history", "recent", "share"], ["item"], product=True, oov={"history": 0}
+        Bags, ["history", "recent"], ["item"], product=True, oov={"history": 0}
     ),
 }
 DRAW = np.random.default_rng(0)
@@ -228,7 +243,6 @@ COLUMNS: dict[str, Any] = {
     "content": DRAW.normal(size=(ITEMS, 3)).astype(np.float32),
     "price": DRAW.random(ITEMS).astype(np.float32),
     "recent": DRAW.integers(0, ITEMS, (USERS, L)),
-    "share": DRAW.random((USERS, L)).astype(np.float32),
 }
 
 
@@ -286,7 +300,7 @@ def row(case: Case, user: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "name",
-    mostly_slow(CASES, "two networks", "sessions", "bags", "target in attention"),
+    mostly_slow(CASES, "parametrizations", "sessions", "bags", "target in attention"),
 )
 def test_what_is_served_is_what_was_trained(name: str, bundles: Bundles) -> None:
     case = CASES[name]
@@ -374,23 +388,6 @@ def test_a_dlrm_of_torchrec_is_served_as_it_was_trained(tmp_path: Path) -> None:
     parity = export(other, tmp_path / "renewed", **both).parity
     assert renewal.graphs is graphs
     assert parity["greatest_difference"] <= parity["allowed"] < 1e-3
-    with pytest.raises(
-        BundleError,
-        match=r"DLRM_DCN takes dense_features, which is no column; .* user, history, item",
-    ):
-        export(
-            model,
-            tmp_path / "none",
-            catalogue=catalogue,
-            queries=table(["user", "history"]),
-        )
-    with pytest.raises(BundleError, match=r"depend on no column of catalogue.features"):
-        export(
-            model,
-            tmp_path / "none",
-            catalogue=Catalogue(ids=np.arange(1), features=pa.table({"x": [1]})),
-            queries=queries.append_column("item", [list(range(USERS))]),
-        )
 
 
 def test_the_items_half_of_the_first_layer_is_applied_before_a_row_is_stored(
@@ -416,8 +413,7 @@ def test_a_bag_is_filled_up_by_its_padding_row_on_either_side(bundles: Bundles) 
     model, bundle = bundles("bags")
     scorer = Scorer(bundle)
     tables = bundle.manifest.content["tables"]
-    assert sorted(tables) == ["item", "mean", "plain", "sum", "weighted"]
-    assert bundle.query.columns.widths == {"recent": L, "share": L}
+    assert sorted(tables) == ["item", "mean", "sum"]
 
     def served(history: list[int]) -> Any:
         user = row(case, 4) | {"history": history}
@@ -445,30 +441,6 @@ def test_a_bag_is_filled_up_by_its_padding_row_on_either_side(bundles: Bundles) 
         scorer.score(ScoreRequest(user=user, items=[FIRST]))
 
 
-def test_an_unknown_id_is_refused_or_read_as_the_row_that_the_user_names(
-    bundles: Bundles,
-) -> None:
-    case = CASES["layers of pairs"]
-    model, bundle = bundles("layers of pairs")
-    scorer, nobody = Scorer(bundle), row(case, 0) | {"user": USERS}
-    with pytest.raises(RequestError, match=r"oov_ids={'item': ROW}"):
-        scorer.score(ScoreRequest(user=nobody, items=[FIRST, 7]))
-    scores = scorer.score(ScoreRequest(user=nobody, items=[FIRST]))
-    assert scores.unknown_features == ["user"]
-    columns = {"user": torch.tensor([5]), "item": torch.tensor([ITEMS - 1])}
-    with torch.no_grad():
-        expected = model.eval()(
-            **columns, profile=torch.from_numpy(COLUMNS["profile"])[[0]]
-        ).flatten()
-    assert scores.scores == pytest.approx(expected.tolist(), abs=1e-5)
-    _, strict = bundles("sessions")
-    nobody = {"history": [1, 2, 3, ITEMS]}
-    with pytest.raises(
-        RequestError, match=rf"{ITEMS} is no row of .* 0 to {ITEMS - 1}"
-    ):
-        Scorer(strict).score(ScoreRequest(user=nobody, items=[FIRST]))
-
-
 def test_ids_that_forward_computes_are_checked_too(bundles: Bundles) -> None:
     """A graph looks them up, which would take -1 for the last row."""
     _, bundle = bundles("offsets")
@@ -476,33 +448,6 @@ def test_ids_that_forward_computes_are_checked_too(bundles: Bundles) -> None:
     for user in (-1, USERS + ITEMS, -(2**62)):
         with pytest.raises(RequestError, match="the model cannot take these values"):
             scorer.score(ScoreRequest(user={"user": user}, items=[FIRST]))
-
-
-def test_a_new_item_reads_the_row_of_unknown_ids_or_is_refused_by_name(
-    tmp_path: Path,
-) -> None:
-    torch.manual_seed(0)
-    model = Whole()
-    new = {"item": np.append(COLUMNS["item"], ITEMS + 7)}
-    catalogue = Catalogue(ids=np.arange(ITEMS + 1), features=pa.table(new))
-    both: Any = {"catalogue": catalogue, "queries": table(["user"])}
-    with pytest.raises(
-        ValueError,
-        match=rf"column 'item': {ITEMS + 7} is no row of .* oov_ids={{'item': ROW}}",
-    ):
-        export(model, tmp_path / "strict", **both)
-    assert not (tmp_path / "strict").exists()
-    export(model, tmp_path / "bundle", **both, oov_ids={"item": 0})
-    bundle = Bundle.load(tmp_path / "bundle")
-    zero = int((COLUMNS["item"] == 0).argmax())
-    np.testing.assert_allclose(bundle.rows[ITEMS], bundle.rows[zero], atol=1e-6)
-    known = ScoreRequest(user={"user": 4}, items=[*range(ITEMS), -7])
-    scored = Scorer(bundle).score(known)
-    assert scored.unknown_items == [-7]
-    # A table that is read whole too, in the graphs, is served as it was trained.
-    items = torch.from_numpy(COLUMNS["item"][[*range(ITEMS), zero]])
-    expected = model(torch.full((ITEMS + 1,), 4), items)
-    np.testing.assert_allclose(scored.scores, expected.detach().numpy(), atol=1e-5)
 
 
 class Described(nn.Module):
@@ -518,54 +463,69 @@ class Described(nn.Module):
         return (self.user(user) * (self.item(item) + self.layer(content).relu())).sum(1)
 
 
-def described(folder: Path, content: Any = COLUMNS["content"], **options: Any) -> Any:
+def described(folder: Path, features: pa.Table, **oov: int) -> tuple[Any, Scorer]:
     torch.manual_seed(0)
     model = Described()
-    features = pa.table({"item": COLUMNS["item"], "content": content.tolist()})
-    catalogue = Catalogue(ids=np.arange(ITEMS) + FIRST, features=features)
-    queries = table(["user"])
-    export(model, folder / "b", catalogue=catalogue, queries=queries, **options)
+    export(
+        model,
+        folder / "b",
+        catalogue=Catalogue(ids=np.arange(len(features)) + FIRST, features=features),
+        queries=table(["user"]),
+        oov_ids=oov,
+        overwrite=True,
+    )
     return model.eval(), Scorer(Bundle.load(folder / "b"))
 
 
 @torch.no_grad()
-def test_an_item_that_the_catalogue_lacks_has_zeros_for_its_numbers(
+def test_unknown_ids_read_the_rows_that_are_named_or_are_refused(
     tmp_path: Path,
 ) -> None:
-    model, scorer = described(tmp_path, oov_ids={"item": 2})
-    new: dict[str, Any] = {"user": {"user": 3}}
-    scores = scorer.score(ScoreRequest(**new, items=[7, FIRST]))
-    zeros = torch.tensor([3]), torch.tensor([2]), torch.zeros(1, 3)
-    assert scores.scores[0] == pytest.approx(float(model(*zeros)), abs=1e-6)
-    ranked = scorer.recommend(RecommendRequest(**new, candidates=[7, FIRST]))
-    assert sorted(ranked.scores) == sorted(scores.scores)
-    _, strict = described(tmp_path, overwrite=True)
-    for field, ask in (
-        ("items", lambda: strict.score(ScoreRequest(**new, items=[7]))),
-        (
-            "candidates",
-            lambda: strict.recommend(RecommendRequest(**new, candidates=[7])),
-        ),
+    """Of users, of items of the catalogue, and of items that it lacks, whose numbers are zeros."""
+    known = table(["item", "content"])
+    added = pa.table({"item": [ITEMS + 7], "content": [[0.5, 0.0, 0.0]]})
+    more = pa.concat_tables([known, added.cast(known.schema)])
+    with pytest.raises(
+        ValueError, match=rf"column 'item': {ITEMS + 7} is no row of .*'item': ROW"
     ):
-        with pytest.raises(RequestError, match=r"oov_ids={'item': ROW}") as caught:
-            ask()
-        assert caught.value.field == field
+        described(tmp_path, more)
+    assert not (tmp_path / "b").exists()
+    model, scorer = described(tmp_path, more, user=5, item=2)
+    user = {"user": USERS}
+    answer = scorer.score(ScoreRequest(user=user, items=[FIRST + ITEMS, 7]))
+    content = torch.tensor([[0.5, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    expected = model(torch.tensor([5, 5]), torch.tensor([2, 2]), content).tolist()
+    assert answer.scores == pytest.approx(expected, abs=1e-5)
+    assert (answer.unknown_features, answer.unknown_items) == (["user"], [7])
+    ranked = scorer.recommend(
+        RecommendRequest(user=user, candidates=[7, FIRST + ITEMS])
+    )
+    assert sorted(ranked.scores) == sorted(answer.scores)
+    _, strict = described(tmp_path, known)
+    for asked, item, what in (
+        (user, FIRST, rf"^user.user: .*{USERS} is no row of .* 0 to {USERS - 1}"),
+        ({"user": 3}, 7, r"^items: .*oov_ids={'item': ROW}"),
+    ):
+        with pytest.raises(RequestError, match=what):
+            strict.score(ScoreRequest(user=asked, items=[item]))
 
 
 @pytest.mark.parametrize(
     ("oov", "named"),
     [
-        ({"itme": 0}, "'itme': is no column of ids; did you mean 'item'"),
-        ({"content": 0}, "'content': no table is looked up by its values as they are"),
-        ({"user": USERS}, f"{USERS} is no row .* the rows 0 to {USERS - 1}"),
-        ({"genre": 0}, "'genre': .*; columns of ids are item, user"),
+        ({"itme": 0}, r"'itme': 0 must be a row .*: item \(rows 0 to 49\), user \("),
+        ({"content": 0}, "'content': 0 must be a row of a table that its values look"),
+        (
+            {"user": USERS},
+            rf"'user': {USERS} must be .* user \(rows 0 to {USERS - 1}\)",
+        ),
     ],
 )
 def test_a_row_of_unknown_ids_that_has_no_effect_is_refused(
     oov: dict[str, int], named: str, tmp_path: Path
 ) -> None:
     with pytest.raises(BundleError, match=named):
-        described(tmp_path, oov_ids=oov)
+        described(tmp_path, table(["item", "content"]), **oov)
     assert not (tmp_path / "b").exists()
 
 
@@ -575,7 +535,10 @@ def test_a_wrong_number_is_named_by_its_item(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=f"item {FIRST + 31}, column 'content', row 31"
     ):
-        described(tmp_path, content)
+        described(
+            tmp_path,
+            pa.table({"item": COLUMNS["item"], "content": content.tolist()}),
+        )
 
 
 def test_a_row_of_a_table_that_is_no_number_is_named(tmp_path: Path) -> None:
@@ -588,14 +551,6 @@ def test_a_row_of_a_table_that_is_no_number_is_named(tmp_path: Path) -> None:
     queries = table(["user"]).slice(0, 10)
     with pytest.raises(BundleError, match=r"table 'user': row 20 holds NaN"):
         export(model, tmp_path / "b", catalogue=catalogue, queries=queries)
-
-
-def test_lists_that_do_not_fit_are_refused_by_name(bundles: Bundles) -> None:
-    _, sessions = bundles("sessions")
-    with pytest.raises(
-        RequestError, match=rf"'history', row 0: .* 2, must be one of {L};"
-    ):
-        Scorer(sessions).score(ScoreRequest(user={"history": [1, 2]}, items=[FIRST]))
 
 
 class Crossed(nn.Module):
@@ -647,10 +602,6 @@ def two_heads(model: Any, profile: Tensor, content: Tensor) -> Any:
     return Networks.forward(model, profile, content), model.item(content)
 
 
-def of_object(model: Any, batch: Any) -> Any:
-    return model.item(batch.content).sum(1)
-
-
 def of_len(model: Any, profile: Tensor, content: Tensor) -> Any:
     return Networks.forward(model, profile, content.view(len(content), 3))
 
@@ -669,25 +620,16 @@ def by_offsets(bag: Any, history: Tensor) -> Any:
     return bag(history.flatten(), torch.arange(history.shape[0]) * L)
 
 
-def of_single_ids(bag: Any, history: Tensor) -> Any:
-    return bag(history[:, 0], torch.arange(history.shape[0]))
+def of_shares(bag: Any, history: Tensor) -> Any:
+    return bag(history, per_sample_weights=torch.ones_like(history).float())
+
+
+def of_others(bag: Any, history: Tensor) -> Any:
+    return bag(history * 7 % ITEMS)
 
 
 def of_rows(bag: Any, history: Tensor) -> Any:
     return bag(history)
-
-
-class Whole(nn.Module):
-    """A softmax over the user's whole table, which no column looks up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.user = nn.Embedding(USERS, D)
-        self.item = nn.Embedding(ITEMS, D)
-
-    def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        mean = self.item.weight.mean(0)
-        return (self.user(user) * (self.item(item) - mean)).sum(1)
 
 
 RAGGED = pa.table({"content": [[0.0] * (1 + index % 2) for index in range(ITEMS)]})
@@ -699,7 +641,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], list[str], Any, str]] = {
     "over the batch": (Diagonal, PROFILE, CONTENT, r"modules.py:\d+ .*'content'"),
     "a batch's mean": (changed(centred), PROFILE, CONTENT, "from its own columns"),
     "a branch": (changed(branching), PROFILE, CONTENT, r"modules.py:\d+.*`if`"),
-    "a batch": (changed(of_object), PROFILE, CONTENT, r"'\.content'; wrap .* by name"),
     "len": (changed(of_len), PROFILE, CONTENT, r"x\.shape\[0\]"),
     "no item": (changed(without_item), PROFILE, CONTENT, "catalogue.features"),
     "two results": (changed(two_heads), PROFILE, CONTENT, "several values"),
@@ -707,24 +648,20 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], list[str], Any, str]] = {
     "a column less": (Networks, PROFILE, ["price"], "content, which is no column"),
     "a column twice": (Networks, CONTENT, CONTENT, r"columns \['content'\]"),
     "ragged lists": (Networks, PROFILE, RAGGED, "'content': lists"),
-    "a bag's maximum": (
-        lambda: Bagged("max", of_rows),
-        ["history"],
-        CONTENT,
-        r"modules.py:\d+: .*mode=max .*pool an nn.Embedding",
-    ),
-    "a bag's offsets": (
-        lambda: Bagged("sum", by_offsets),
-        ["history"],
-        CONTENT,
-        r"modules.py:\d+: .*with offsets cannot .*ids \(B, L\)",
-    ),
-    "a bag of single ids": (
-        lambda: Bagged("sum", of_single_ids),
-        ["history"],
-        CONTENT,
-        r"modules.py:\d+: .*with offsets cannot",
-    ),
+    **{
+        name: (
+            functools.partial(Bagged, mode, looked_up),
+            ["history"],
+            CONTENT,
+            r"modules.py:\d+: an EmbeddingBag takes a column's .* pool an nn.Embedding",
+        )
+        for name, mode, looked_up in (
+            ("a bag's maximum", "max", of_rows),
+            ("a bag's offsets", "sum", by_offsets),
+            ("a bag's weights", "sum", of_shares),
+            ("a bag of other ids", "sum", of_others),
+        )
+    },
     "words": (Networks, PROFILE, WORDS, "'content': string"),
 }
 

@@ -85,13 +85,15 @@ def status_of(dom: str) -> str:
 def test_a_user_sees_what_was_liked_and_what_is_recommended(
     running: Server, tmp_path: Path
 ) -> None:
-    dom = shown(running, "/#user=7&k=4", tmp_path)
+    answer = running.client().post("/v1/recommend", {"user": {"user": 7}, "k": 2}).json
+    item = answer["items"][1]
+    dom = shown(running, f"/#user=7&k=4&item={item}", tmp_path)
     parts = []
-    for part in ("items", "liked"):
+    for part in ("items", "liked", "nearest"):
         found = re.search(rf'<ol id="{part}".*?</ol>', dom, re.DOTALL)
         assert found
         parts.append(found[0])
-    recommended, liked = parts
+    recommended, liked, nearest = parts
     body = {"user": {"user": 7}, "k": 4, "titles": True, "liked": 10}
     answer = running.client().post("/v1/recommend", body).json
     assert texts(recommended, "name") == answer["titles"]
@@ -99,33 +101,14 @@ def test_a_user_sees_what_was_liked_and_what_is_recommended(
     chances = [f"{100 / (1 + math.exp(-score)):.1f} %" for score in answer["scores"]]
     assert texts(recommended, "chance") == chances, "the loss is a binary cross entropy"
     assert texts(liked, "name") == answer["liked_titles"]
+    near = running.client().post("/v1/nearest", {"item": item, "titles": True}).json
+    assert texts(nearest, "name") == near["titles"]
     assert "4 recommendations." in dom
     assert f'"digest": "{answer["bundle"]}"' in unescape(dom), "the manifest"
     assert re.search(
         r"Greatest difference from the trained model</dt><dd>[-\d.e]+ over 140 pairs<",
         dom,
     )
-
-
-def test_an_unknown_user_is_said_and_a_wrong_id_is_an_error_in_words(
-    running: Server, tmp_path: Path
-) -> None:
-    assert "This user is unknown: the answer is the model's for someone new" in shown(
-        running, "/#user=99999", tmp_path
-    )
-    wrong = status_of(shown(running, "/#user=anna", tmp_path))
-    assert "error" in wrong
-    assert "user.user" in wrong
-
-
-def test_an_item_shows_its_nearest_items(running: Server, tmp_path: Path) -> None:
-    body = {"user": {"user": 7}, "k": 2}
-    item = running.client().post("/v1/recommend", body).json["items"][1]
-    dom = shown(running, f"/#user=7&k=2&item={item}", tmp_path)
-    answer = running.client().post("/v1/nearest", {"item": item, "titles": True}).json
-    nearest = re.search(r'<ol id="nearest".*?</ol>', dom, re.DOTALL)
-    assert nearest
-    assert texts(nearest[0], "name") == answer["titles"]
 
 
 def test_someone_new_has_a_form_of_the_columns(tmp_path: Path) -> None:

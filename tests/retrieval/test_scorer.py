@@ -8,6 +8,7 @@ import pytest
 
 from tests.retrieval.small import USERS, Small
 from torchrec_ext.retrieval.bundle import Bundle
+from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.retrieval.scorer import (
     EmbedRequest,
     NearestRequest,
@@ -16,7 +17,7 @@ from torchrec_ext.retrieval.scorer import (
     Scorer,
     ScoreRequest,
 )
-from torchrec_ext.retrieval.store import StoredUsers, write_store
+from torchrec_ext.retrieval.store import write_store
 
 UNKNOWN = 999_999_999
 
@@ -216,13 +217,11 @@ def test_a_vector_beyond_float32_is_the_requests_error(scorer: Scorer) -> None:
 
 def test_refusals_say_what_to_send(scorer: Scorer) -> None:
     """An id suffices if the bundle knows its users; a list that must not be empty is not left out."""
-    for user in ({}, {"age": 1.0}):
-        with pytest.raises(RequestError, match="send these, or 'user' alone"):
+    for user in ({}, {"age": 1.0}, {"user": 77, "age": 1.0}):
+        with pytest.raises(
+            RequestError, match=r"missing.*; or 'user' of a stored user"
+        ):
             scorer.recommend(RecommendRequest(user=user))
-    with pytest.raises(
-        RequestError, match="user '77' is not stored: send what is missing"
-    ):
-        scorer.recommend(RecommendRequest(user={"user": 77, "age": 1.0}))
     for user in ({"user": None}, None):
         nobody = scorer.recommend(RecommendRequest(user=user))
         assert nobody.unknown_user
@@ -232,12 +231,13 @@ def test_refusals_say_what_to_send(scorer: Scorer) -> None:
         )
     with pytest.raises(RequestError, match=r"itm: the model reads no .* reads user, "):
         scorer.recommend(RecommendRequest(user={"itm": 1}))
-    with pytest.raises(RequestError, match="or more; give ids of the catalogue"):
-        ScoreRequest(user={}, items=[])
-    with pytest.raises(RequestError, match="or more; give an object for each row"):
-        EmbedRequest(rows=[])
-    with pytest.raises(RequestError, match="or more; leave it out for no limit"):
-        RecommendRequest(user={}, candidates=[])
+    for of_nothing in (
+        lambda: ScoreRequest(user={}, items=[]),
+        lambda: EmbedRequest(rows=[]),
+        lambda: RecommendRequest(user={}, candidates=[]),
+    ):
+        with pytest.raises(RequestError, match="a list of one value or more; "):
+            of_nothing()
 
 
 def test_two_scorers_give_one_order(bundle: Bundle) -> None:
@@ -253,39 +253,31 @@ def test_two_scorers_give_one_order(bundle: Bundle) -> None:
 def test_stored_vectors(small: Small, bundle: Bundle, tmp_path: Path) -> None:
     """A stored vector is taken for an id alone, if the bundle's query side made it of the bundle's features."""
     other = small.query(9, [1], 3.0).astype(np.float32)
-    folder = tmp_path / "users"
-    write_store(
-        folder,
-        [(np.array([5]), other[None])],
-        tower=bundle.digest_of("query"),
-        side="query",
-        shape=(1, len(other)),
-    )
-    scorer = Scorer(bundle, StoredUsers(folder))
-    stored = scorer.recommend(RecommendRequest(user={"user": 5}, k=4))
+    tower = bundle.digest_of("query")
+
+    def scorer(tower: str = tower, features: str = "", side: str = "query") -> Scorer:
+        store = write_store(
+            tmp_path / "users",
+            [(np.array([5]), other[None])],
+            tower=tower,
+            features=features,
+            side=side,
+            shape=(1, len(other)),
+            overwrite=True,
+        )
+        return Scorer(bundle, store)
+
+    stored = scorer().recommend(RecommendRequest(user={"user": 5}, k=4))
     assert stored.vector == "store"
     assert stored.items == best(small, other, 4, leave=[4])
-    for request in (
-        RecommendRequest(user={"user": 5}, vector="live"),
-        RecommendRequest(user={"user": 5, "age": 0.5}),
-        RecommendRequest(user={"user": 6}),
-    ):
-        assert scorer.recommend(request).vector == "live"
-    tower = bundle.digest_of("query")
+    for user in ({"user": 5, "age": 0.5}, {"user": 6}, {"user": None}, None):
+        assert scorer().recommend(RecommendRequest(user=user)).vector == "live"
     for made_by, features, vector in (
         (tower, bundle.features_digest, "store"),
         (tower, "those of yesterday", "live"),
         ("another", "", "live"),
     ):
-        write_store(
-            folder,
-            [(np.array([5]), other[None])],
-            tower=made_by,
-            features=features,
-            side="query",
-            shape=(1, len(other)),
-            overwrite=True,
-        )
-        scorer = Scorer(bundle, StoredUsers(folder))
-        answer = scorer.recommend(RecommendRequest(user={"user": 5}))
+        answer = scorer(made_by, features).recommend(RecommendRequest(user={"user": 5}))
         assert answer.vector == vector
+    with pytest.raises(BundleError, match="vectors of the candidate side"):
+        scorer(side="candidate")

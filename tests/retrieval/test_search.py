@@ -39,7 +39,7 @@ def test_the_best_items_under_a_mask(
     bundle: Bundle, share: float | None, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer is the stable sort of every item's own logit."""
-    monkeypatch.setattr(searching, "_PRODUCT_BLOCK", 1024)
+    monkeypatch.setattr(searching, "_FIRST", 1024)
     draw = np.random.default_rng(k)
     search = ExactSearch(bundle)
     mask = None if share is None else draw.random(ITEMS) < share
@@ -142,13 +142,3 @@ def test_other_indexes_are_refused(
     queries = np.random.default_rng(5).normal(size=(50, WIDTH)).astype(np.float32)
     with pytest.raises(BundleError, match=what):
         build_faiss(tmp_path, factory, small.rows, queries, recall)
-
-
-def test_an_index_of_other_rows_is_refused(approximate: Bundle, tmp_path: Path) -> None:
-    small = Small(50, metric="product")
-    small.write(tmp_path / "bundle")
-    content = (approximate.folder / "index.faiss").read_bytes()
-    (tmp_path / "bundle/index.faiss").write_bytes(content)
-    resealed(tmp_path / "bundle", index=approximate.manifest.content["index"])
-    with pytest.raises(BundleError, match=r"has 5000 rows of 8, the bundle has"):
-        open_search(Bundle.load(tmp_path / "bundle"))

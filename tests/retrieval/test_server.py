@@ -2,8 +2,8 @@
 
 import json
 import os
-import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,19 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.retrieval.running import Client, Server, serving
 from tests.retrieval.small import Small
 from torchrec_ext.retrieval.bundle import Bundle
-from torchrec_ext.retrieval.scorer import (
-    EmbedRequest,
-    NearestRequest,
-    RecommendRequest,
-    Scorer,
-    ScoreRequest,
-)
+from torchrec_ext.retrieval.scorer import Scorer
+from torchrec_ext.retrieval.server.app import _ASKED
 from torchrec_ext.retrieval.store import write_store
 from torchx_apps import serve
 
@@ -61,34 +59,37 @@ def client(server: Server) -> Client:
     return server.client()
 
 
-def test_answers_are_the_scorers(client: Client, folder: Path) -> None:
-    scorer = Scorer(Bundle.load(folder))
-    filters = {"year": [1991, 1992], "not": [110]}
-    body = {"user": {"user": 4}, "k": 7, "titles": True, "liked": 2, "filter": filters}
-    got = client.post(RECOMMEND, body).json
-    wanted = scorer.recommend(
-        RecommendRequest(user={"user": 4}, k=7, titles=True, liked=2, filter=filters)
-    )
-    assert (got["items"], got["titles"]) == (wanted.items, wanted.titles)
-    assert got["scores"] == wanted.scores
-    assert (got["asked"], got["liked"]) == (7, wanted.liked)
-    assert (got["user"], got["vector"], got["bundle"]) == (
-        "known",
-        "live",
-        wanted.bundle,
-    )
-    user = {"history": [1, 99], "age": 1, "user": 77}
-    scored = client.post("/v1/score", {"user": user, "items": [100, 5, 110]}).json
-    of_scorer = scorer.score(ScoreRequest(user=user, items=[100, 5, 110]))
-    assert scored["scores"] == of_scorer.scores
-    assert scored["unknown_items"] == [5]
-    assert scored["unknown_features"] == ["user", "history"]
-    assert client.post(RECOMMEND, {"user": None}).json["unknown_user"] is True
-    near = client.post("/v1/nearest", {"item": 100, "k": 3}).json
-    assert near["items"] == scorer.nearest(NearestRequest(item=100, k=3)).items
-    vectors = client.post("/v1/embed", {"rows": [user]}).json["vectors"]
-    embedded = scorer.embed(EmbedRequest(rows=[user])).vectors
-    np.testing.assert_array_equal(np.float32(vectors), embedded)
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            RECOMMEND,
+            {
+                "user": {"user": 4},
+                "k": 7,
+                "titles": True,
+                "liked": 2,
+                "filter": {"year": [1991, 1992], "not": [110]},
+            },
+        ),
+        (RECOMMEND, {"user": None}),
+        (
+            "/v1/score",
+            {
+                "user": {"history": [1, 99], "age": 1, "user": 77},
+                "items": [100, 5, 110],
+            },
+        ),
+        ("/v1/nearest", {"item": 100, "k": 3}),
+        ("/v1/embed", {"rows": [{"history": [1, 99], "age": 1, "user": 77}]}),
+    ],
+)
+def test_answers_are_the_scorers(
+    path: str, body: Any, client: Client, folder: Path
+) -> None:
+    kind, method = _ASKED[path]
+    wanted = method(Scorer(Bundle.load(folder)), msgspec.convert(body, kind))
+    assert client.post(path, body).json == json.loads(msgspec.json.encode(wanted))
 
 
 MILLION = list(range(1_000_000))
@@ -99,7 +100,6 @@ MILLION = list(range(1_000_000))
     [
         (RECOMMEND, {"user": {"user": "x"}}, 422, "user.user"),
         (RECOMMEND, {"user": {"usr": 1}}, 422, "user.usr"),
-        (RECOMMEND, {"user": {"user": 1, "history": [1, "a"]}}, 422, "user.history"),
         (RECOMMEND, b'{"user": {"user": 1, "age": NaN}}', 400, None),
         (RECOMMEND, b'{"user": {"user": 1, "age": 1e999}}', 422, "user[...]"),
         (RECOMMEND, b'{"user": ' * 5000, 400, None),
@@ -116,11 +116,9 @@ MILLION = list(range(1_000_000))
             "candidates",
         ),
         (RECOMMEND, {"user": {"user": 1}, "candidates": MILLION}, 413, None),
-        (RECOMMEND, {"user": {"user": 1}, "vector": "redis"}, 422, "vector"),
-        ("/v1/score", {"user": {"user": 1}, "items": []}, 422, "items"),
+        (RECOMMEND, {"user": {"user": 1}, "vector": "live"}, 422, None),
         ("/v1/nearest", {"item": 7}, 422, "item"),
         ("/v1/embed", {"rows": [{"user": 1}, {"usr": 2}]}, 422, "rows[1].usr"),
-        ("/v1/embed", {"rows": [{"user": 1}, {"age": 2}]}, 422, "rows[1].history"),
         ("/v1/embed", {"rows": [{"user": 1}] * 257}, 422, "rows"),
         ("/v1/nothing", {}, 404, None),
         ("/healthz", {}, 405, None),
@@ -186,10 +184,6 @@ def test_pages_and_probes(client: Client, folder: Path) -> None:
         "serve_bundle_created_seconds 1.7959104e+09",
     ):
         assert line in figures
-    (memory,) = re.findall(
-        r"^serve_resident_bytes\{.*\} ([\d.e+]+)$", figures, re.MULTILINE
-    )
-    assert float(memory) > 1e6
 
 
 def test_the_log_has_no_data_of_callers(server: Server, client: Client) -> None:
@@ -231,17 +225,22 @@ def test_token_hosts_and_stored_users(folder: Path, tmp_path: Path) -> None:
         assert "the token is wrong" in wrong.told
         bearer = {"Authorization": "Bearer secret"}
         stored = client.post(RECOMMEND, body, **bearer).json
-        live = client.post(RECOMMEND, {**body, "vector": "live"}, **bearer).json
+        features = {"user": {"user": 2, "history": [2, 3], "age": 0.2}}
+        live = client.post(RECOMMEND, features, **bearer).json
         assert (stored.pop("vector"), live.pop("vector")) == ("store", "live")
         assert stored["items"] == live["items"]
         figures = client.get("/metrics", **bearer).content.decode()
         for source in ("store", "live"):
             assert f'serve_user_vectors_total{{from="{source}"}} 1.0' in figures
-        assert client.get("/readyz").json["vectors"] == {"store": True}
+        shutil.rmtree(tmp_path / "users")
+        deadline = time.monotonic() + 30
+        while client.get("/readyz").json["refused"] is None:
+            assert time.monotonic() < deadline
+        assert client.post(RECOMMEND, body, **bearer).json["vector"] == "store"
         assert client.get("/v1/bundle", **bearer).json["sample_users"]
         foreign = client.get("/healthz", Host="evil.example")
-        assert (foreign.status, foreign.json["error"]["code"]) == (400, "host")
-        assert client.get("/healthz", Host="A.example:80").status == 200
+        assert foreign.status == 400
+        assert client.get("/healthz", Host="a.example:80").status == 200
 
 
 def test_a_server_for_all_hosts_hides_ids_has_a_limit_and_ends_with_its_parent(
@@ -295,18 +294,18 @@ def test_starts_that_fail_say_one_line(
     Small(seed=1).write(broken)
     (broken / "pairs.onnx").write_bytes(b"x" * (broken / "pairs.onnx").stat().st_size)
     for bundle, flag, what in (
-        (tmp_path / "none", "--port=0", "there is no such file or folder"),
+        (tmp_path / "none", "--port=0", "there is none in"),
         (folder, f"--port={server.port}", "cannot listen"),
         (folder, "--workers=0", "workers=0: must be 1 or more"),
-        (folder, "--allowed-hosts=*a", "allowed_hosts: '*a'"),
     ):
         assert serve.main([str(bundle), flag]) == 1
         (line,) = capfd.readouterr().err.splitlines()
         assert what in line
     # These a worker says, in a process of its own.
     for bundle, flag, what in (
-        (broken, "--limit-concurrency=9", "does not have the SHA-256"),
+        (broken, "--limit-concurrency=9", "does not fit its digest"),
         (folder, f"--vectors={folder}", "is a bundle, no store"),
+        (folder, "--allowed-hosts=*a", "wildcard patterns must be like"),
     ):
         command = [sys.executable, "-m", "torchx_apps.serve", str(bundle), "--port=0"]
         run = subprocess.run(
@@ -314,88 +313,67 @@ def test_starts_that_fail_say_one_line(
         )
         assert run.returncode == 1
         lines = run.stderr.splitlines()
-        (line,) = [line for line in lines if "Child process" not in line]
+        (line,) = [line for line in lines if line.startswith("error: ")]
         assert what in line
 
 
-def mutated(draw: random.Random, value: Any) -> Any:
-    """Returns a value with one part replaced by something else."""
-    strange = draw.choice(
-        [
-            None,
-            True,
-            -1,
-            0,
-            2**70,
-            1e308,
-            "",
-            "\u0000",
-            "x" * 3000,
-            [],
-            {},
-            [[]],
-            [None],
-        ]
-    )
-    if draw.random() < 0.4 or not isinstance(value, dict | list) or not value:
-        return strange
+USER = {"user": 3, "history": [1, 2], "age": 0.5}
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    (
+        RECOMMEND,
+        {
+            "user": USER,
+            "k": 3,
+            "candidates": [100, 110],
+            "filter": {"year": [1990], "not": [100]},
+            "titles": True,
+            "liked": 1,
+        },
+    ),
+    ("/v1/score", {"user": USER, "items": [100, 999]}),
+    ("/v1/nearest", {"item": 100, "k": 2, "titles": True}),
+    ("/v1/embed", {"rows": [USER, {"user": 1}], "side": "query"}),
+    ("/v1/embed", {"rows": [{"item": 3}], "side": "candidate"}),
+]
+STRANGE = st.recursive(
+    st.sampled_from([None, True, 2**70, 1e308, "", "\ud800", "x" * 3000])
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5),
+    lambda each: (
+        st.lists(each, max_size=2)
+        | st.dictionaries(st.text(max_size=5), each, max_size=2)
+    ),
+    max_leaves=3,
+)
+
+
+def near(value: Any) -> st.SearchStrategy[Any]:
+    """Values like this one, of which parts are missing or something else."""
+    inner: st.SearchStrategy[Any] = st.just(value)
+    if isinstance(value, dict):
+        fields = {name: near(each) for name, each in value.items()}
+        inner = st.fixed_dictionaries({}, optional=fields)
     if isinstance(value, list):
-        place = draw.randrange(len(value))
-        return [
-            mutated(draw, each) if index == place else each
-            for index, each in enumerate(value)
-        ]
-    name = draw.choice(list(value))
-    if draw.random() < 0.2:
-        return {**value, draw.choice(["\ud800", "", "k", "user", "a.b"]): strange}
-    return {**value, name: mutated(draw, value[name])}
+        inner = st.lists(st.one_of(*map(near, value)), max_size=3)
+    return inner | STRANGE
 
 
-def fuzz(client: Client, count: int) -> dict[int, int]:
-    draw = random.Random(0)
-    user = {"user": 3, "history": [1, 2], "age": 0.5}
-    seeds = [
-        (
-            RECOMMEND,
-            {
-                "user": user,
-                "k": 3,
-                "candidates": [100, 110],
-                "filter": {"year": [1990], "not": [100]},
-                "vector": "live",
-                "titles": True,
-                "liked": 1,
-            },
-        ),
-        ("/v1/score", {"user": user, "items": [100, 999]}),
-        ("/v1/nearest", {"item": 100, "k": 2, "titles": True}),
-        ("/v1/embed", {"rows": [user, {"user": 1}], "side": "query"}),
-        ("/v1/embed", {"rows": [{"item": 3}], "side": "candidate"}),
-    ]
-    statuses: dict[int, int] = {}
-    for _ in range(count):
-        path, body = draw.choice(seeds)
-        content = json.dumps(mutated(draw, body)).encode()
-        if draw.random() < 0.1:
-            place = draw.randrange(len(content))
-            content = (
-                content[:place]
-                + bytes([draw.randrange(256)])
-                + content[place + draw.randrange(5) :]
-            )
-        answer = client.post(path, content)
-        statuses[answer.status] = statuses.get(answer.status, 0) + 1
-        assert answer.status in (200, 400, 422), (path, content, answer.content)
-    return statuses
+@pytest.mark.parametrize("count", [300, pytest.param(8_000, marks=pytest.mark.slow)])
+def test_fuzzed_requests_get_no_5xx(count: int, client: Client) -> None:
+    asked = st.one_of(*(st.tuples(st.just(path), near(body)) for path, body in BODIES))
+    statuses = set()
 
+    @settings(max_examples=count, deadline=None, database=None)
+    @given(asked=asked)
+    def law(asked: tuple[str, Any]) -> None:
+        path, body = asked
+        answer = client.post(path, json.dumps(body).encode())
+        statuses.add(answer.status)
+        assert answer.status in (200, 400, 422), answer.content
 
-def test_fuzzed_requests_get_no_5xx(client: Client) -> None:
-    assert set(fuzz(client, 500)) == {200, 400, 422}
-
-
-@pytest.mark.slow
-def test_8000_fuzzed_requests_get_no_5xx(client: Client) -> None:
-    assert set(fuzz(client, 8_000)) == {200, 400, 422}
+    law()
+    assert {200, 422} <= statuses
 
 
 def test_a_killed_worker_is_replaced(folder: Path) -> None:

@@ -104,12 +104,9 @@ def test_a_refused_bundle_leaves_the_live_one(
         link.unlink()
         link.symlink_to(broken)
         wait_for(lambda: client.get("/readyz").json["refused"] is not None)
-        assert "SHA-256" in client.get("/readyz").json["refused"]
+        assert "does not fit its digest" in client.get("/readyz").json["refused"]
         assert server.events("bundle_refused")
         link.unlink()
-        wait_for(
-            lambda: "FileNotFound" in client.get("/readyz").json["refused"] or True
-        )
         link.symlink_to(bundles[1])
         wait_for(lambda: client.get("/readyz").json["refused"] is None)
         digest = Bundle.load(bundles[1], verify=False).digest

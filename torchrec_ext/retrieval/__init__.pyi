@@ -11,7 +11,5 @@ from .scorer import Scorer as Scorer
 from .scorer import ScoreRequest as ScoreRequest
 from .search import ScoreError as ScoreError
 from .store import Store as Store
-from .store import StoredUsers as StoredUsers
-from .store import StoreError as StoreError
 from .store import refresh_store as refresh_store
 from .store import write_store as write_store

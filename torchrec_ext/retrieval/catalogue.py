@@ -173,7 +173,7 @@ def _check_lengths(
 class Ids:
     """Maps ids, int64 or str, to *positions*, the rows 0 to I - 1 of a catalogue, and back.
 
-    Integers are looked up by arithmetic if they are consecutive, else by bisection. Strings are keys of a dict.
+    Integers are looked up by bisection. Strings are keys of a dict.
 
     Args:
         ids: the id of each position.
@@ -203,29 +203,26 @@ class Ids:
             raise BundleError(
                 f"ids: are {values.type} with {values.null_count} nulls; give whole numbers of 64 bits, or strings"
             )
+        counts = pc.value_counts(values)
+        twice = counts.filter(pc.greater(counts.field("counts"), 1))
+        if len(twice):
+            raise BundleError(
+                f"ids: {str(twice[0]['values'])[:60]!r} is there more than once; give each id once"
+            )
         self.kind = "str"
         if kind == "int64":
             self.kind = "int64"
             self._numbers: IdArray = values.cast(pa.int64()).to_numpy()
-            self._index_numbers(self._numbers)
+            self._order: IdArray | None = None
+            self._sorted = self._numbers
+            # Ascending ids are their own index.
+            if not (self._sorted[1:] > self._sorted[:-1]).all():
+                self._order = np.argsort(self._numbers)
+                self._sorted = self._numbers[self._order]
             return
         self._strings = values.cast(pa.large_string())
         texts = self._strings.to_pylist()
         self._places = dict(zip(texts, range(len(texts)), strict=True))
-        if len(self._places) < len(texts):
-            _refuse_duplicates(texts)
-
-    def _index_numbers(self, ids: IdArray) -> None:
-        self._order: IdArray | None = None
-        self._sorted = ids
-        if not (ids[1:] > ids[:-1]).all():
-            self._order = np.argsort(ids, kind="stable")
-            self._sorted = ids[self._order]
-        if (self._sorted[1:] == self._sorted[:-1]).any():
-            _refuse_duplicates(ids.tolist())
-        self._first: int | None = None
-        if len(ids) and int(self._sorted[-1]) - int(self._sorted[0]) == len(ids) - 1:
-            self._first = int(self._sorted[0])
 
     def __len__(self) -> int:
         return len(self._numbers if self.kind == "int64" else self._strings)
@@ -262,10 +259,9 @@ class Ids:
             )
         if not len(self._sorted):
             return np.full(len(numbers), -1, np.int64)
-        ends, first = self._sorted, self._first
-        index = np.searchsorted(ends, numbers) if first is None else numbers - first
-        # An id beyond the ends is compared with the one there, and differs.
-        found = ends.take(index, mode="clip") == numbers
+        index = np.searchsorted(self._sorted, numbers)
+        # An id beyond the end is compared with the one there, and differs.
+        found = self._sorted.take(index, mode="clip") == numbers
         if self._order is not None:
             index = self._order.take(index, mode="clip")
         return np.where(found, index, -1)
@@ -276,16 +272,6 @@ class Ids:
         if self.kind == "int64":
             return self._numbers[rows].tolist()  # type: ignore[no-any-return]
         return self._strings.take(pa.array(rows)).to_pylist()  # type: ignore[no-any-return]
-
-
-def _refuse_duplicates(ids: Sequence[Id]) -> None:
-    places: dict[Id, int] = {}
-    for place, each in enumerate(ids):
-        if each in places:
-            raise BundleError(
-                f"ids: {str(each)[:60]!r} is at positions {places[each]} and {place}; give each id once"
-            )
-        places[each] = place
 
 
 class Attribute:
@@ -355,10 +341,7 @@ class ItemTable:
     @classmethod
     def open(cls, folder: Path) -> ItemTable:
         """Opens the items of a bundle; raises BundleError if they are damaged."""
-        table = read_table(folder / ITEMS)
-        if ID not in table.column_names or not len(table):
-            raise BundleError(f"{folder / ITEMS}: has no items with an id; {ANEW}")
-        return cls(table)
+        return cls(read_table(folder / ITEMS))
 
     @property
     def trained(self) -> int:
@@ -390,11 +373,7 @@ class ItemTable:
         """
         if name not in self.attributes:
             names = listed([*self.attributes, NOT])
-            raise ValueError(
-                f"the items have no such attribute; there are {names}"
-                if self.attributes
-                else f"the items have no attributes; the one filter is '{NOT}', a list of ids to leave out"
-            )
+            raise ValueError(f"the items have no such attribute; there are {names}")
         return self.attributes[name]
 
 
@@ -417,20 +396,10 @@ class UserTable:
         return len(self.ids)
 
     @classmethod
-    def open(cls, folder: Path, key: str, items: int) -> UserTable:
-        """Opens the users of a bundle of ``items`` items; raises BundleError if they are damaged."""
-        table = read_table(folder / USERS)
-        seen = read_table(folder / SEEN)
-        has_names = _USER in table.column_names and seen.column_names == [_SEEN]
-        if not has_names or len(table) != len(seen) + 1:
-            raise BundleError(f"{folder}: holds no users with their items; {ANEW}")
-        bounds = pc.min_max(pc.list_flatten(seen[_SEEN])).as_py()
-        least, most = bounds["min"], bounds["max"]
-        if least is not None and not 0 <= least <= most < items:
-            raise BundleError(
-                f"{folder / SEEN}: has items at positions {least} to {most}, must be 0 to {items - 1}; {ANEW}"
-            )
-        return cls(key, table, seen[_SEEN])
+    def open(cls, folder: Path, key: str) -> UserTable:
+        """Opens the users of a bundle; raises BundleError if they are damaged."""
+        seen = read_table(folder / SEEN)[_SEEN]
+        return cls(key, read_table(folder / USERS), seen)
 
     def features(self, row: int) -> dict[str, list[Any]]:
         """Returns a user's raw columns, each a list of one value; row -1 is the unknown user's."""

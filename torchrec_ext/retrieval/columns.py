@@ -269,12 +269,6 @@ class Columns:
         # Another length: a step has dropped the nulls.
         return cells.is_valid if np.array_equal(cells.lengths, lengths) else True
 
-    @property
-    def widths(self) -> dict[str, int]:
-        """Lengths of lists whose rows all have one length, by column."""
-        widths = {name: column.width for name, column in self.columns.items()}
-        return {name: width for name, width in widths.items() if width is not None}
-
     def unknown_row(self) -> dict[str, Column]:
         """Returns one row of which nothing is known: out-of-vocabulary ids, zeros, and lists as short as may be.
 

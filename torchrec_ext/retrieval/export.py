@@ -60,7 +60,7 @@ from torchrec_ext.retrieval.manifest import (
     file_digests,
     write_manifest,
 )
-from torchrec_ext.retrieval.search import build_faiss
+from torchrec_ext.retrieval.search import build_faiss, require_faiss
 from torchrec_ext.retrieval.trace import Leaf
 from torchrec_ext.retrieval.weights import Block, LiveWeights
 from torchrec_ext.sealed import json_digest, package_versions, sync_tree
@@ -149,6 +149,8 @@ def export(
         DataError: the folder exists already, or cannot be written.
     """
     require_onnx()
+    if index != "exact":
+        require_faiss()
     if store not in STORES:
         raise BundleError(f"store={store!r}: must be one of {', '.join(STORES)}")
     if not 0 < recall <= 1:
@@ -393,8 +395,8 @@ class _Content:
         self._write_graphs(folder, dense)
         if self.index != "exact" and not split.product:
             raise BundleError(
-                f"index={self.index!r}: FAISS searches products, and these logits are none, because of "
-                f"{split.why_no_product}; take index='exact'"
+                f"index={self.index!r}: FAISS searches products without weights, and these logits are others; take "
+                "index='exact'"
             )
         if self.preprocessor is not None:
             self.preprocessor.save(folder / PREPROCESSOR)

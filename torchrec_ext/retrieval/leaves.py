@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 from torchrec import KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.models.dlrm import DLRM, DLRMTrain
@@ -50,8 +51,9 @@ from torchrec_ext.retrieval.columns import ModelColumn
 from torchrec_ext.retrieval.manifest import BundleError
 from torchrec_ext.retrieval.split import GraphSplit
 from torchrec_ext.retrieval.trace import Leaf, LookingUp, look_up
+from torchrec_ext.retrieval.weights import plain_state
 from torchrec_ext.schema.array_columns import source_columns, widths_of
-from torchrec_ext.schema.validation import did_you_mean, listed
+from torchrec_ext.schema.validation import listed
 
 _DENSE = "dense_features"  # DLRM's own name of its argument
 
@@ -73,10 +75,6 @@ class Given:
     vocab: frozenset[str] = frozenset()
     longest: Mapping[str, int] = field(default_factory=dict)
     rows: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def is_raw(self, column: str) -> bool:
-        """Returns whether no step made the ids of a column, or limited its lists."""
-        return column not in self.vocab and column not in self.longest
 
     def is_list(self, column: str) -> bool:
         """Returns whether a column has a list in each row."""
@@ -142,7 +140,7 @@ def _fill_of(
 
     None leaves lists of one length as they are: no step made them, or several rows or none would fill them.
     """
-    if given.is_raw(name):
+    if name not in given.vocab and name not in given.longest:
         return None
     rows = {leaf.padding for leaf in of_column}
     rows |= {paddings.get(leaf.table) for leaf in of_column}
@@ -161,19 +159,15 @@ def _fill_of(
 
 def _check_oov(given: Given, columns: Mapping[str, ModelColumn]) -> None:
     """Refuses a row of unknown ids that would have no effect, or is no row."""
-    ids = sorted(name for name, column in columns.items() if column.rows is not None)
+    rows = {name: column.rows for name, column in columns.items() if column.rows}
     for name, row in given.oov_ids.items():
-        if name in ids:
-            rows = columns[name].rows or 0
-            if row < rows:
-                continue
-            why = f"{row} is no row of its table, which has the rows 0 to {rows - 1}"
-        elif name in columns:
-            why = "no table is looked up by its values as they are; leave it out, or map unknown ids in forward"
-        else:
-            others = f"columns of ids are {listed(ids)}"
-            why = f"is no column of ids; {did_you_mean(name, ids, others)}"
-        raise BundleError(f"oov_ids: '{name}': {why}")
+        if row >= rows.get(name, 0):
+            tables = listed(
+                f"{each} (rows 0 to {size - 1})" for each, size in sorted(rows.items())
+            )
+            raise BundleError(
+                f"oov_ids: '{name}': {row} must be a row of a table that its values look up as they are: {tables}"
+            )
 
 
 class Network:
@@ -215,7 +209,7 @@ class Network:
         paddings: Mapping[str, int | None] = MappingProxyType({}),
     ) -> None:
         if known is None or known.inputs != inputs:
-            known = GraphSplit(module().eval(), inputs)
+            known = GraphSplit(_plain(module().eval()), inputs)
         self.split = known
         leaves = [*known.query.leaves, *known.candidate.leaves]
         self.tables = {leaf.table for leaf in leaves if leaf.table}
@@ -491,6 +485,20 @@ def _full_bags(rows: Tensor) -> JaggedTensor:
     return JaggedTensor(values=rows.reshape(-1, rows.shape[-1]), lengths=lengths)
 
 
+def _plain(module: nn.Module) -> nn.Module:
+    """Replaces each parametrization in a copy of a module by the weight that it computes."""
+    for each in list(module.modules()):
+        if is_parametrized(each):
+            lists: Any = each.parametrizations
+            weights = {name: getattr(each, name).detach() for name in lists}
+            # Not by torch's own function, which changes the class that the trained module shares.
+            each.__class__ = type_before_parametrizations(each)
+            del each.parametrizations
+            for name, weight in weights.items():
+                each.register_parameter(name, nn.Parameter(weight))
+    return module
+
+
 def _without_tables(module: nn.Module) -> nn.Module:
     """Returns a copy of a module whose collections stand for leaves; weights on the CPU are shared."""
     memo: dict[int, Any] = {}
@@ -560,8 +568,8 @@ class OwnNetwork(Network):
             )
         sizes = {
             path.removesuffix(".weight"): len(weight)
-            for path, weight in self.model.named_parameters()
-            if weight.dim() == 2
+            for path, weight in plain_state(self.model).items()
+            if isinstance(weight, Tensor) and weight.dim() == 2
         }
         sizes |= {config.name: config.num_embeddings for config in configs}
         paddings = {
@@ -672,11 +680,9 @@ def _kind_of(
         return dtype, (given.longest[name],)
     lengths = pc.unique(pc.list_value_length(column)).to_pylist()
     if len(lengths) != 1 or lengths[0] is None:
-        remedy = "pad lists as in training"
-        if not given.is_raw(name):
-            remedy += ", with null for row 0, or fit Lists(max_length=L) before"
         raise BundleError(
-            f"column '{name}': lists of different lengths, or rows without a value; {remedy}"
+            f"column '{name}': lists of different lengths, or rows without a value; pad lists as in training, or fit "
+            "Lists(max_length=L) before"
         )
     return dtype, (lengths[0],)
 

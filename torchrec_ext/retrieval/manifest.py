@@ -1,7 +1,7 @@
 """Manifest of a bundle: its files with their digests, and a certificate of its checks.
 
 ``content`` contains no ranks, plans or times, so the same weights get the same ``digest`` wherever they are exported.
-``certificate`` holds the measurements, with versions and time, under a seal of its own.
+``certificate`` holds the measurements, with versions and time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrec_ext.sealed import files_below, json_digest, measure_file, read_plain
+from torchrec_ext.sealed import (
+    difference,
+    files_below,
+    json_digest,
+    measure_file,
+    read_plain,
+)
 
 
 class BundleError(ValueError):
@@ -31,7 +37,7 @@ ANEW = "export the bundle again, or copy the whole folder anew"
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A bundle's manifest: its content under a digest, and its certificate under a seal.
+    """A bundle's manifest: its content under a digest, and its certificate.
 
     Args:
         content: ``files`` with the size and SHA-256 of each, and what the files are: graphs, columns, tables, items.
@@ -58,7 +64,6 @@ class Manifest:
             "format": FORMAT,
             "digest": self.digest,
             "content": dict(self.content),
-            "seal": json_digest(self.certificate, compact=True),
             "certificate": dict(self.certificate),
         }
 
@@ -72,7 +77,7 @@ class Manifest:
         path = folder / BUNDLE_MANIFEST
         values = _read_json(path)
         # Checkpoints have a manifest.json too.
-        if not {"seal", "certificate"} & values.keys():
+        if "certificate" not in values:
             raise BundleError(
                 f"{path}: is of neither a bundle nor a store; give the folder that an export or an embedding made"
             )
@@ -81,15 +86,14 @@ class Manifest:
                 f"{path}: format {values.get('format')!r}, this package reads {FORMAT}; export the bundle again, or "
                 "install the version of torchrec_ext that wrote it"
             )
-        for key, seal in (("content", "digest"), ("certificate", "seal")):
-            part = values.get(key)
-            if not isinstance(part, dict) or json_digest(
-                part, compact=True
-            ) != values.get(seal):
-                raise BundleError(
-                    f"{path}: its {key} does not have its {seal}: it was changed or damaged; {ANEW}"
-                )
-        return cls(content=values["content"], certificate=values["certificate"])
+        manifest = cls(
+            content=values.get("content", {}), certificate=values["certificate"]
+        )
+        if manifest.digest != values.get("digest"):
+            raise BundleError(
+                f"{path}: its content does not have its digest: it was changed or damaged; {ANEW}"
+            )
+        return manifest
 
 
 def write_manifest(
@@ -144,28 +148,17 @@ def check_files(
         BundleError: naming the file.
     """
     paths = _files(folder)
-    for name in sorted(listed.keys() | paths.keys()):
-        path = folder / name
-        if name not in paths:
-            raise BundleError(
-                f"{path}: the manifest lists it, and it is missing; {ANEW}"
-            )
-        if name not in listed:
-            raise BundleError(
-                f"{path}: is not in the manifest, so it is not part of this bundle; remove it, or {ANEW}"
-            )
-        size = path.stat().st_size
-        if size != listed[name]["bytes"]:
-            raise BundleError(
-                f"{path}: {size:,} bytes, the manifest lists {listed[name]['bytes']:,}: it is cut or changed; {ANEW}"
-            )
-    # Last, because reading every file takes a second for each GB, and the checks above
-    # no time.
+    for name in sorted(listed.keys() ^ paths.keys()):
+        why = "is missing" if name in listed else "is no part of this bundle"
+        raise BundleError(f"{folder / name}: {why}, by the manifest; {ANEW}")
+    # The size first, because reading a file takes a second for each GB.
     for name, path in paths.items():
-        if digests and measure_file(path)["sha256"] != listed[name]["sha256"]:
-            raise BundleError(
-                f"{path}: does not have the SHA-256 in the manifest: it was changed or damaged; {ANEW}"
-            )
+        size = {**listed[name], "bytes": path.stat().st_size}
+        what: str | None = difference(size, listed[name])
+        if what is None and digests:
+            what = difference(measure_file(path), listed[name])
+        if what is not None:
+            raise BundleError(f"{path}: {what}; {ANEW}")
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -184,31 +177,22 @@ def bundle_folder(pointer: Path) -> Path:
     """Returns the bundle's folder for a folder, a link to one, a text file with its path, or a run's folder.
 
     Raises:
-        ValueError: ``pointer`` leads to no folder.
+        ValueError: ``pointer`` leads to no bundle.
     """
     target = pointer
     if pointer.is_file():
         with pointer.open("rb") as file:
             text = file.read(_LONGEST_POINTER).decode(errors="replace").strip()
-        if text:
-            target = pointer.parent / text
-    # Unlike Path.is_dir(), returns False for an invalid name.
-    if not os.path.isdir(target):
-        what = f"it names {str(target)[:100]!r}, which is not a folder"
-        if target == pointer:
-            what = "there is no such file or folder"
-        raise ValueError(
-            f"bundle {str(pointer)!r}: {what}; give a bundle's folder, a link to one, or a text file with its path"
-        )
-    of_a_run = target / _OF_A_RUN
-    # Resolved, so that a link that moves later does not change the open bundle's
-    # folder.
-    if (
-        not (target / BUNDLE_MANIFEST).exists()
-        and (of_a_run / BUNDLE_MANIFEST).is_file()
-    ):
-        return of_a_run.resolve()
-    return target.resolve()
+        target = pointer.parent / text
+    for folder in (target, target / _OF_A_RUN):
+        # Unlike Path.is_file(), returns False for an invalid name.
+        if os.path.isfile(folder / BUNDLE_MANIFEST):
+            # So that a link that moves later does not change the open bundle's folder.
+            return folder.resolve()
+    raise ValueError(
+        f"bundle {str(pointer)!r}: there is none in {str(target)[:100]!r}; give a bundle's or a run's folder, a link "
+        "to it, or a text file with its path"
+    )
 
 
 def fingerprint(pointer: Path) -> tuple[object, ...]:

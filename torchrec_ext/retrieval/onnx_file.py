@@ -21,7 +21,7 @@ _EXTERNAL = re.compile(rb"[\x00\x08]location")
 
 
 def open_graph(path: Path, *, threads: int = 1) -> Any:
-    """Returns the ``onnxruntime.InferenceSession`` of a graph with one output.
+    """Returns the ``onnxruntime.InferenceSession`` of a graph.
 
     Raises:
         BundleError: the file is no ONNX file, or has another domain or external data.
@@ -53,8 +53,4 @@ def open_graph(path: Path, *, threads: int = 1) -> Any:
         raise BundleError(
             f"{path}: ONNX Runtime cannot open it ({why}); {ANEW}"
         ) from None
-    if len(session.get_outputs()) != 1:
-        raise BundleError(
-            f"{path}: has {len(session.get_outputs())} outputs, must have one; {ANEW}"
-        )
     return session

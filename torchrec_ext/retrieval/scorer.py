@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from msgspec import Struct
 
-from torchrec_ext.data.preprocess.columns import is_list_column
 from torchrec_ext.retrieval.bundle import Bundle, Floats, GraphError, Side
 from torchrec_ext.retrieval.catalogue import NOT, Id, IdArray, UserTable
 from torchrec_ext.retrieval.search import (
     Mask,
-    blocks_of,
     check_scores,
-    norms_of,
+    cosines,
     open_search,
     rank,
 )
-from torchrec_ext.retrieval.store import StoredUsers
+from torchrec_ext.retrieval.store import Store
 from torchrec_ext.schema.validation import DataError, listed
 
 _NO_LIMIT = "leave it out for no limit"
@@ -53,8 +49,6 @@ class RecommendRequest(_Request, frozen=True, kw_only=True):
         filter: answer only items with one of these values of each attribute, such as ``{"genre": ["Comedy", "War"],
             "release_year": [1995]}``. ``"not"`` lists ids to leave out.
         exclude_seen: leave out the items the user has taken, if the bundle knows them.
-        vector: ``live`` always runs the query side; ``auto`` takes a stored vector if one exists and the request has
-            no features.
         titles: return the items' titles too.
         liked: number of the user's latest items to return as well.
 
@@ -67,7 +61,6 @@ class RecommendRequest(_Request, frozen=True, kw_only=True):
     candidates: Sequence[Id] | None = None
     filter: Mapping[str, Sequence[Id]] = {}
     exclude_seen: bool = True
-    vector: Literal["auto", "live"] = "auto"
     titles: bool = False
     liked: int = 0
 
@@ -86,7 +79,6 @@ class ScoreRequest(_Request, frozen=True, kw_only=True):
     Args:
         user: see :class:`RecommendRequest`.
         items: ids of one item or more.
-        vector: see :class:`RecommendRequest`.
 
     Raises:
         RequestError: ``items`` is empty.
@@ -94,7 +86,6 @@ class ScoreRequest(_Request, frozen=True, kw_only=True):
 
     user: Mapping[str, Any] | None
     items: Sequence[Id]
-    vector: Literal["auto", "live"] = "auto"
 
     def __post_init__(self) -> None:
         _check_list("items", self.items, "give ids of the catalogue")
@@ -231,13 +222,17 @@ class Scorer:
 
     Args:
         bundle: bundle that answers.
-        vectors: store of users' vectors, or None.
+        vectors: store of users' vectors, which answers if the bundle would compute the same; or None.
+
+    Raises:
+        BundleError: the store has vectors of items.
     """
 
-    def __init__(self, bundle: Bundle, vectors: StoredUsers | None = None) -> None:
+    def __init__(self, bundle: Bundle, vectors: Store | None = None) -> None:
         self.bundle = bundle
         self.digest = bundle.digest
-        self._vectors = vectors
+        fits = vectors is not None and vectors.fits(bundle)
+        self._vectors = vectors if fits else None
         self._search = open_search(bundle)
         self._ids = bundle.items.ids
         # Now, before any request waits for it.
@@ -255,7 +250,7 @@ class Scorer:
             RequestError: the request cannot be answered as it is.
             ScoreError: the bundle gives an item a score that is NaN or infinite.
         """
-        user = self._user(request.user, request.vector)
+        user = self._user(request.user)
         excluded, unknown = self._positions(
             f"filter.{NOT}", request.filter.get(NOT, ())
         )
@@ -274,7 +269,11 @@ class Scorer:
             items = self._ids.ids(positions)
         else:
             candidates = request.candidates
-            known, more = self._candidates(candidates)
+            known, more = self._positions("candidates", candidates)
+            if len(set(candidates)) < len(candidates):
+                raise RequestError(
+                    "candidates", "an id is there more than once; give each once"
+                )
             keep = np.ones(len(known), np.bool_) if mask is None else mask[known]
             # An unknown item has no attribute, so a filter drops it.
             keep[known < 0] = not filtered
@@ -297,20 +296,9 @@ class Scorer:
             **self._liked(request, user),
         )
 
-    def _candidates(self, candidates: Sequence[Id]) -> tuple[IdArray, list[Id]]:
-        """Returns the positions of candidates, and the unknown ones."""
-        positions, unknown = self._positions("candidates", candidates)
-        if len(set(candidates)) < len(candidates):
-            ((twice, _),) = Counter(candidates).most_common(1)
-            raise RequestError(
-                "candidates",
-                f"{str(twice)[:60]!r} is there more than once; give each candidate once",
-            )
-        return positions, unknown
-
     def score(self, request: ScoreRequest) -> Scores:
         """Returns the model's logits for one user and some items; raises as :meth:`recommend`."""
-        user = self._user(request.user, request.vector)
+        user = self._user(request.user)
         positions, unknown = self._positions("items", request.items)
         return Scores(
             scores=self._logits(user, positions, unknown, "items").tolist(),
@@ -320,20 +308,19 @@ class Scorer:
 
     def embed(self, request: EmbedRequest) -> Embedded:
         """Returns outputs of a side; raises as :meth:`recommend`."""
-        rows, places = list(request.rows), []
         side = self.bundle.candidate
         if request.side == "query":
             side = self.bundle.query
-        for index, row in enumerate(rows):
+        found = []
+        for index, row in enumerate(request.rows):
             where = f"rows[{index}]"
-            places.append(where)
             number = self._row(row, where) if request.side == "query" else -1
-            rows[index] = self._columns(side, row, number, where)
-        vectors, unknown = _embedded(side, rows, places)
-        for vector, place in zip(vectors, places, strict=True):
-            _check_vector(vector, place)
+            columns = self._columns(side, row, number, where)
+            found.append(_embedded(side, columns, where))
         return Embedded(
-            vectors=vectors.tolist(), unknown_features=unknown, bundle=self.digest
+            vectors=[vector.tolist() for vector, _ in found],
+            unknown_features=[unknown for _, unknown in found],
+            bundle=self.digest,
         )
 
     def nearest(self, request: NearestRequest) -> Nearest:
@@ -344,26 +331,18 @@ class Scorer:
                 "item",
                 f"{str(request.item)[:100]!r} is not in the catalogue; send an id that is",
             )
-        rows = self.bundle.rows
-        vector = rows[position[0]].astype(np.float32)
-        cosines = np.concatenate([block @ vector for _, block in blocks_of(rows)])
-        cosines /= np.maximum(self._norms * self._norms[position[0]], 1e-30)
+        scores = cosines(self.bundle.rows, int(position[0]))
         # The item itself has no score below all others.
-        cosines[position[0]] = -np.inf
-        best = rank(cosines, min(request.k, len(rows) - 1))
+        scores[position[0]] = -np.inf
+        best = rank(scores, min(request.k, len(scores) - 1))
         return Nearest(
             items=self._ids.ids(best),
-            scores=cosines[best].tolist(),
+            scores=scores[best].tolist(),
             titles=self.bundle.items.titles_of(best) if request.titles else [],
             bundle=self.digest,
         )
 
-    @cached_property
-    def _norms(self) -> Floats:
-        # Made when a request first needs them.
-        return norms_of(self.bundle.rows)
-
-    def _user(self, user: Mapping[str, Any] | None, vector: str) -> _User:
+    def _user(self, user: Mapping[str, Any] | None) -> _User:
         key = self._key
         if user is None:
             user = {} if key is None else {key: None}
@@ -371,22 +350,16 @@ class Scorer:
         query: Floats | None = None
         unknown: list[str] = []
         source, known = "store", True
-        if (
-            self._vectors is not None
-            and vector == "auto"
-            and key is not None
-            and set(user) == {key}
-            and user[key] is not None
-        ):
-            query = self._vectors.find(user[key], self.bundle)
+        only = user.get(key) if key is not None and set(user) == {key} else None
+        if self._vectors is not None and only is not None:
+            query = self._vectors.find(only)
         if query is None:
             source, known = "live", row >= 0
             side = self.bundle.query
             columns = self._columns(side, user, row, "user")
-            (query,), (unknown,) = _embedded(side, [columns], ["user"])
+            query, unknown = _embedded(side, columns, "user")
             if self._id_features:
                 known = set(self._id_features).isdisjoint(unknown)
-        _check_vector(query, "user")
         fields = {
             "user": "known" if known else "new",
             "unknown_user": self.bundle.users is not None and row < 0,
@@ -416,7 +389,13 @@ class Scorer:
         raw = side.columns.raw
         table = self.bundle.users if side is self.bundle.query else None
         key = None if table is None else table.key
-        _check_names(row, raw, key, where)
+        for name in row:
+            if name not in raw and name != key:
+                names = listed(raw if key is None else {key: "", **raw})
+                raise RequestError(
+                    f"{where}.{name[:50]}",
+                    f"the model reads no such column; it reads {names}",
+                )
         # An id of null is nobody's: the bundle says which value the model then reads.
         sent = {
             name: value
@@ -427,16 +406,14 @@ class Scorer:
         if table is not None and not raw.keys() <= sent.keys():
             whole = {**self._stored(table, row, user), **sent}
         missing = [name for name in raw if name not in whole]
-        if not missing:
-            return whole
-        if user < 0:
-            # With one of them sent, an unknown user's others would be missing too.
-            missing = [name for name in raw if name not in {key, *sent}]
-        remedy = _of_types(side, missing)
-        if table is not None:
-            remedy = self._remedy(table, row, user, missing)
-        also = f", and so are {listed(missing[1:])}" if missing[1:] else ""
-        raise RequestError(f"{where}.{missing[0]}", f"it is missing{also}; {remedy}")
+        if missing:
+            also = f", and so are {listed(missing[1:])}" if missing[1:] else ""
+            stored = "" if key is None else f"; or '{key}' of a stored user"
+            raise RequestError(
+                f"{where}.{missing[0]}",
+                f"it is missing{also}; send a value of each, an empty list as [], all of a history{stored}",
+            )
+        return whole
 
     def _stored(
         self, table: UserTable, user: Mapping[str, Any], row: int
@@ -454,28 +431,6 @@ class Scorer:
                 for name in (*lists, time):
                     stored.pop(name, None)
         return stored
-
-    def _remedy(
-        self,
-        table: UserTable,
-        user: Mapping[str, Any],
-        row: int,
-        missing: Sequence[str],
-    ) -> str:
-        """Says what to send for missing columns of a query, where the bundle has users."""
-        stored = table.features(row).keys()
-        if row >= 0:
-            # A stored one is missing only if its history was posted.
-            if missing[0] in stored:
-                return "send all lists of a history and its time, or no list of it"
-            return "no stored user has it: send what is missing"
-        if user.get(table.key) is not None:
-            return f"user {str(user[table.key])[:40]!r} is not stored: send what is missing"
-        known = {*stored, table.key}
-        raw = self.bundle.query.columns.raw
-        beside = listed(name for name in raw if name not in known)
-        way = f"of a stored user with {beside}" if beside else "alone"
-        return f"send these, or '{table.key}' {way}"
 
     def _mask(self, request: RecommendRequest) -> Mask | None:
         """Returns (N,) whether an item has one of the wanted values of each attribute; None without attributes."""
@@ -532,32 +487,16 @@ class Scorer:
         return {"liked": self._ids.ids(positions), "liked_titles": titles}
 
 
-def _check_names(
-    row: Mapping[str, Any], raw: Mapping[str, str], key: str | None, where: str
-) -> None:
-    names = list(raw) if key is None or key in raw else [key, *raw]
-    for name in row:
-        if name not in names:
-            raise RequestError(
-                f"{where}.{name[:50]}",
-                f"the model reads no such column; it reads {listed(names)}",
-            )
-
-
 def _embedded(
-    side: Side, rows: Sequence[Mapping[str, Any]], places: Sequence[str]
-) -> tuple[Floats, list[list[str]]]:
-    """Returns (B, W) outputs of rows with all columns, and each row's columns with a value mapped to the unknown row.
+    side: Side, row: Mapping[str, Any], where: str
+) -> tuple[Floats, list[str]]:
+    """Returns the (W,) output of a row with all columns, and its columns with a value mapped to the unknown row.
 
-    ``places`` are the fields of the rows.
+    ``where`` is the field of the row.
     """
-    raw = side.columns.raw
-    alone = len(rows) == 1
-    where = places[0] if alone else "rows"
-    columns = side.columns
     try:
-        read = columns.read_row(rows[0]) if alone else columns.read(rows)
-        vectors = side(read.columns)
+        read = side.columns.read_row(row)
+        vector: Floats = side(read.columns)[0]
     # The bundle's audit ran the same graph, so it is these values that it cannot take.
     except GraphError as error:
         why = f"the model cannot take these values ({error.why}); send others"
@@ -565,14 +504,11 @@ def _embedded(
     except (ValueError, OverflowError, TypeError) as error:
         # The column where the message names one: a form shows it beside its field.
         named = re.search(r"column '([^']+)'", str(error))
-        if named and named[1] in raw and alone:
+        if named and named[1] in side.columns.raw:
             where = f"{where}.{named[1]}"
         raise RequestError(where, str(error)) from None
-    unknown = [
-        [name for name, mask in read.unknown.items() if mask[row]]
-        for row in range(len(rows))
-    ]
-    return vectors, unknown
+    _check_vector(vector, where)
+    return vector, [name for name, mask in read.unknown.items() if mask[0]]
 
 
 def _check_vector(vector: Floats, where: str) -> None:
@@ -587,14 +523,3 @@ def _check_vector(vector: Floats, where: str) -> None:
             "the model's result is not a number, infinite or beyond 1e15: it cannot take a feature's value, as log(0), "
             "or a value that large; send values as in training",
         )
-
-
-def _of_types(side: Side, missing: Sequence[str]) -> str:
-    """Says what to send for missing columns by their types."""
-    widths = side.columns.widths
-    for name in missing:
-        if name in widths:
-            return f"'{name}' is a list of {widths[name]}, padded as in training"
-        if is_list_column(side.columns.raw[name]):
-            return "an empty list is []"
-    return "send these"

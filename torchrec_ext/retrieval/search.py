@@ -6,7 +6,7 @@ Axis letters: N items, K retrieved, W width of a query.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,12 +22,10 @@ INDEX = "index.faiss"
 # Rows scored at a time, a multiple of bundle.ROWS_STEP: what a network makes of them fits a
 # core's cache.
 _BLOCK = 2048
-# A product's block is one pass of BLAS over the rows.
-_PRODUCT_BLOCK = 2**15
+# Scores whose best ones say which others need not be sorted.
+_FIRST = 2**15
 # Items that pass a filter are gathered if at most 1 in this many does.
 _GATHERED = 8
-# Float32 sums in another order differ by this share of the greatest possible score.
-_ROUNDING = 2.0**-20
 _K = 10
 
 
@@ -51,10 +49,6 @@ class ExactSearch:
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle
-        self._is_product = bundle.metric == "product"
-        self._margin = 0.0
-        if self._is_product:
-            self._margin = _ROUNDING * float(norms_of(bundle.rows).max())
 
     def search(self, query: Floats, k: int, mask: Mask | None = None) -> Found:
         """Returns the ``k`` best items of a query (W,), fewer only if fewer pass.
@@ -71,21 +65,10 @@ class ExactSearch:
             return self.among(query, k, np.flatnonzero(mask))
         rows = self._bundle.rows
         scores = np.empty(len(rows), np.float32)
-        if self._is_product:
-            for start, block in blocks_of(rows):
-                scores[start : start + len(block)] = block @ query
-        else:
-            for start in range(0, len(rows), _BLOCK):
-                block = rows[start : start + _BLOCK]
-                scores[start : start + _BLOCK] = self._bundle.pairs(query, block)
-        # A NaN anywhere makes the greatest NaN; a comparison would drop it.
-        if not np.isfinite(scores.max()):
-            check_scores(self._bundle, scores, np.arange(len(scores)))
-        margin = 2 * self._margin * float(np.linalg.norm(query))
-        best = _best(scores, k, margin, mask)
-        if self._is_product:
-            return self.among(query, k, best)
-        return self._ranked(scores[best], best, k)
+        for start in range(0, len(rows), _BLOCK):
+            block = rows[start : start + _BLOCK]
+            scores[start : start + _BLOCK] = self._bundle.pairs(query, block)
+        return self._ranked(scores, np.arange(len(rows)), k, mask)
 
     def among(self, query: Floats, k: int, positions: IdArray) -> Found:
         """Returns the ``k`` best of the items at ascending ``positions``; raises as :meth:`search`."""
@@ -95,13 +78,15 @@ class ExactSearch:
             scores[start : start + _BLOCK] = self._bundle.logits(query, block)
         return self._ranked(scores, positions, k)
 
-    def _ranked(self, scores: Floats, positions: IdArray, k: int) -> Found:
-        if len(scores) and not np.isfinite(scores.max()):
-            check_scores(self._bundle, scores, positions)
+    def _ranked(
+        self, scores: Floats, positions: IdArray, k: int, mask: Mask | None = None
+    ) -> Found:
+        check_scores(self._bundle, scores, positions)
+        if mask is not None:
+            scores[~mask] = -np.inf
+            k = min(k, int(np.count_nonzero(mask)))
         order = rank(scores, k)
-        found = Found(scores[order], positions[order])
-        check_scores(self._bundle, *found)
-        return found
+        return Found(scores[order], positions[order])
 
 
 def check_scores(bundle: Bundle, scores: Floats, positions: IdArray) -> None:
@@ -117,50 +102,31 @@ def check_scores(bundle: Bundle, scores: Floats, positions: IdArray) -> None:
 
 def rank(scores: Floats, k: int) -> NDArray[np.intp]:
     """Returns indices of the ``k`` greatest scores, the greatest first, equal ones in their order."""
-    if k >= len(scores) // 4:
-        return np.argsort(-scores, kind="stable")[:k]
-    chosen = np.flatnonzero(scores >= _kth(scores, k))
+    # Most scores are below the K best of the first ones.
+    chosen = np.flatnonzero(scores >= _kth(scores[:_FIRST], k))
+    found = scores[chosen]
+    chosen = chosen[found >= _kth(found, k)]
     return chosen[np.argsort(-scores[chosen], kind="stable")[:k]]
 
 
-def _kth(scores: Floats, k: int) -> np.float32:
-    """Returns the ``k``-th greatest of scores; there are at least as many."""
+def _kth(scores: Floats, k: int) -> float:
+    """Returns the ``k``-th greatest of scores; minus infinity if there are not more."""
+    if not 0 < k < len(scores):
+        return -np.inf
     place = len(scores) - k
-    kth: np.float32 = np.partition(scores, place)[place]
-    return kth
+    return float(np.partition(scores, place)[place])
 
 
-def _best(scores: Floats, k: int, margin: float, mask: Mask | None) -> IdArray:
-    """Returns the ascending positions of scores within ``margin`` of the K best, or better, under a mask."""
-    first = scores[:_PRODUCT_BLOCK]
-    if mask is not None:
-        first = first[mask[:_PRODUCT_BLOCK]]
-    least = -np.inf
-    # Most scores are below the K best of the first ones.
-    if len(first) > k:
-        least = _kth(first, k) - margin
-    best = np.flatnonzero(scores >= least)
-    if mask is not None:
-        best = best[mask[best]]
-    if len(best) > k:
-        found = scores[best]
-        best = best[found >= _kth(found, k) - margin]
-    return best
-
-
-def blocks_of(rows: NDArray[Any]) -> Iterator[tuple[int, Floats]]:
-    """Yields the first row and the rows, in float32, of each block of stored rows."""
-    for start in range(0, len(rows), _PRODUCT_BLOCK):
-        yield (
-            start,
-            rows[start : start + _PRODUCT_BLOCK].astype(np.float32, copy=False),
-        )
-
-
-def norms_of(rows: NDArray[Any]) -> Floats:
-    """Returns (N,) norms of stored rows, by one pass over them."""
-    norms = [np.linalg.norm(block, axis=1) for _, block in blocks_of(rows)]
-    return np.concatenate(norms)
+def cosines(rows: NDArray[Any], row: int) -> Floats:
+    """Returns (N,) cosines of the stored rows with one of them."""
+    vector = rows[row].astype(np.float32)
+    vector /= max(float(np.linalg.norm(vector)), 1e-30)
+    found = np.empty(len(rows), np.float32)
+    for start in range(0, len(rows), _BLOCK):
+        block = rows[start : start + _BLOCK].astype(np.float32, copy=False)
+        norms = np.maximum(np.linalg.norm(block, axis=1), 1e-30)
+        found[start : start + _BLOCK] = block @ vector / norms
+    return found
 
 
 class FaissSearch(ExactSearch):
@@ -182,9 +148,9 @@ class FaissSearch(ExactSearch):
         """Opens the index of a bundle.
 
         Raises:
-            BundleError: FAISS is not installed, or the index is of other rows.
+            BundleError: FAISS is not installed, or cannot read the index.
         """
-        faiss = _faiss()
+        faiss = require_faiss()
         path = bundle.folder / INDEX
         try:
             index = faiss.read_index(str(path))
@@ -192,10 +158,6 @@ class FaissSearch(ExactSearch):
             raise BundleError(
                 f"{path}: FAISS cannot read it ({str(error).splitlines()[-1][:80]}); export the bundle again"
             ) from None
-        if (index.ntotal, index.d) != bundle.rows.shape:
-            raise BundleError(
-                f"{path}: has {index.ntotal} rows of {index.d}, the bundle has {bundle.rows.shape}; export it again"
-            )
         return cls(bundle, index, bundle.manifest.content["index"]["settings"])
 
     def search(self, query: Floats, k: int, mask: Mask | None = None) -> Found:
@@ -239,7 +201,7 @@ def build_faiss(
     Raises:
         BundleError: the factory is not one of FAISS's, or no setting reaches the recall.
     """
-    faiss = _faiss()
+    faiss = require_faiss()
     vectors = np.ascontiguousarray(rows, np.float32)
     try:
         index = faiss.index_factory(
@@ -288,15 +250,13 @@ def found_by(
     mask: Mask | None = None,
 ) -> IdArray:
     """Returns (Q, K) positions that an index of FAISS finds among those of a mask, -1 for none."""
-    faiss = _faiss()
+    faiss = require_faiss()
     kinds = {
         "nprobe": faiss.SearchParametersIVF,
         "efSearch": faiss.SearchParametersHNSW,
     }
     kind = kinds.get(next(iter(settings), ""), faiss.SearchParameters)
     options: dict[str, Any] = dict(settings)
-    if "efSearch" in options:
-        options["efSearch"] = max(k, options["efSearch"])
     if mask is not None:
         # Kept in a variable: the selector reads the array's own memory.
         bits = np.packbits(mask, bitorder="little")
@@ -307,7 +267,7 @@ def found_by(
 
 def _settings(index: Any) -> Sequence[dict[str, int]]:
     """Returns the settings to try of an index, the cheapest first."""
-    faiss = _faiss()
+    faiss = require_faiss()
     plain = faiss.downcast_index(index)
     if isinstance(plain, faiss.IndexIVF):
         powers = range(int(plain.nlist).bit_length() + 1)
@@ -327,20 +287,8 @@ def _recall(
     return hits / (k * len(queries))
 
 
-def check_faiss(factory: str) -> None:
-    """Raises BundleError if the package of FAISS is missing, or has no such index; ``factory`` as in build_faiss."""
-    faiss = _faiss()
-    try:
-        # Of a width that most numbers of subquantizers divide.
-        faiss.index_factory(3840, factory, faiss.METRIC_INNER_PRODUCT)
-    except RuntimeError:
-        raise BundleError(
-            f"index={factory!r}: FAISS knows no such index; give a text for index_factory, such as IVF1024,Flat or "
-            "HNSW32"
-        ) from None
-
-
-def _faiss() -> Any:
+def require_faiss() -> Any:
+    """Returns the package of FAISS; raises BundleError if it is not installed."""
     try:
         import faiss
     except ModuleNotFoundError:

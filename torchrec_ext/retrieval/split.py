@@ -7,7 +7,6 @@ alone is stored. The item's half of the first layer is applied before a row is s
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,49 +33,28 @@ from torchrec_ext.retrieval.trace import (
 from torchrec_ext.schema.validation import listed
 
 _BROADCAST = {aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor}
-_SHAPES = {
-    aten.view.default,
+# Functions by which a product of query and row may be written: polynomials, and quotients, so that random numbers tell
+# whether they are one.
+_ALGEBRA = {
+    *_BROADCAST,
     aten.reshape.default,
-    aten._unsafe_view.default,
     aten.squeeze.default,
     aten.squeeze.dim,
     aten.squeeze.dims,
     aten.unsqueeze.default,
     aten.flatten.using_ints,
-}
-# Functions that are linear in all of their tensors together.
-_LINEAR = _SHAPES | {
-    aten.select.int,
-    aten.slice.Tensor,
     aten.expand.default,
     aten.transpose.int,
     aten.permute.default,
-    aten.t.default,
     aten.sum.dim_IntList,
-    aten.mean.dim,
     aten.neg.default,
-    aten.cat.default,
-    aten.stack.default,
-    aten.add.Tensor,
-    aten.sub.Tensor,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    operator.getitem,
-}
-# Functions that are linear in each of their tensors, the others held.
-_BILINEAR = {
-    aten.mul.Tensor,
     aten.bmm.default,
     aten.mm.default,
     aten.matmul.default,
 }
-# Functions that are linear in their first tensor.
-_FIRST = {aten.div.Tensor, aten.linear.default}
-
-
 # Stands for infinity in a vector, which must be finite: beyond any number of a mask.
 _INFINITY = 2.0**40
-_TRIED = 4  # queries to find out by whether slopes are the query itself
+_TRIED = 4  # pairs of random numbers that tell a product
 
 
 class Part(nn.Module):
@@ -164,7 +142,6 @@ class _Half(Part):
         split: the whole graph.
         results: the values.
         factor: number to multiply them with.
-        ones: whether a column of ones follows, for the products' constant.
     """
 
     def __init__(
@@ -173,13 +150,10 @@ class _Half(Part):
         results: Sequence[Node],
         *,
         factor: float = 1.0,
-        ones: bool = False,
     ) -> None:
         super().__init__(split, results, [])
         self._masks = split.masks
         self._factor = factor
-        self._ones = ones
-        self.width += ones
 
     def forward(self, *leaves: Tensor) -> Tensor:
         given = dict(zip(self._leaf_nodes, leaves, strict=True))
@@ -194,8 +168,6 @@ class _Half(Part):
         matrix = matrices[0] if len(matrices) == 1 else torch.cat(matrices, 1)
         if self._factor != 1:
             matrix = matrix * self._factor
-        if self._ones:
-            matrix = torch.cat([matrix, torch.ones_like(matrix[:, :1])], 1)
         return matrix
 
 
@@ -219,12 +191,6 @@ class _Pairs(Part):
         self.dynamic = ({}, {0: Dim("rows", min=2)})
 
     def forward(self, query: Tensor, rows: Tensor) -> Tensor:
-        return self.logits(query, rows, self._query)
-
-    def logits(
-        self, query: Tensor, rows: Tensor, single: Sequence[Node] = ()
-    ) -> Tensor:
-        """Returns (N,) logits of queries (N, Wq), or of one for all rows if its values are ``single``."""
         nodes = [*self._query, *self._candidate]
         pieces = _pieces_of(query, self._query) + _pieces_of(rows, self._candidate)
         values = dict(zip(nodes, pieces, strict=True))
@@ -232,56 +198,8 @@ class _Pairs(Part):
             infinite = values[node].abs() >= _INFINITY
             # Times infinity, so that it keeps its sign.
             values[node] = values[node] * torch.where(infinite, torch.inf, 1.0)
-        (logits,) = self.run(values, rows.shape[0], single)
+        (logits,) = self.run(values, rows.shape[0], self._query)
         return logits.reshape(-1)
-
-
-class _Slopes(nn.Module):
-    """A query's slope along each of the candidate's numbers, and its constant: (B, W).
-
-    The logits are linear in the candidate's numbers: they are the logit of zeros, and the change of it with each number
-    alone.
-    """
-
-    def __init__(self, half: Part, pairs: _Pairs) -> None:
-        super().__init__()
-        self.side = half
-        self.pairs = pairs
-        self.leaves, self.inputs = half.leaves, half.inputs
-        self.examples, self.dynamic = half.examples, half.dynamic
-        numbers = pairs.examples[1].shape[1]
-        self.width = numbers + 1
-        directions = torch.cat([torch.zeros(1, numbers), torch.eye(numbers)])
-        self.register_buffer("directions", directions)
-
-    def forward(self, *leaves: Tensor) -> Tensor:
-        return self.of_query(self.side(*leaves))
-
-    def of_query(self, query: Tensor) -> Tensor:
-        """Returns (B, W) of the query's values (B, Wq)."""
-        size = query.shape[0]
-        several = query[:, None].expand(-1, self.width, -1).flatten(0, 1)
-        rows = self.directions.repeat(size, 1)  # type: ignore[operator]
-        logits = self.pairs.logits(several, rows).reshape(-1, self.width)
-        constant = logits[:, :1]
-        return torch.cat([logits[:, 1:] - constant, constant], 1)
-
-    def factor(self) -> float | None:
-        """Returns s if the slopes are s times the query's values, and the constant is 0; else None.
-
-        It is tried, with random numbers. No weight may be part of it, since a renewal changes weights.
-        """
-        if self.pairs.weights:
-            return None
-        draw = torch.Generator().manual_seed(0)
-        tried = torch.randn(_TRIED, self.pairs.examples[0].shape[1], generator=draw)
-        with torch.no_grad():
-            found = self.of_query(tried)
-        slopes = found[:, :-1]
-        if slopes.shape != tried.shape or bool(found[:, -1].any()):
-            return None
-        factor = float((slopes / tried).median())
-        return factor if torch.allclose(slopes, factor * tried, rtol=1e-5) else None
 
 
 class _Products(_Pairs):
@@ -341,16 +259,7 @@ class GraphSplit:
         self.pairwise = [node for node in behind if self.side(node) == BOTH]
         self.frontier = self._crossing()
         self.masks = self._masks()
-        self._other = self._not_linear()
-        self.product = self._other is None
         self._build()
-
-    @property
-    def why_no_product(self) -> str:
-        """The function that keeps logits from being products, with its line; empty if they are products."""
-        if self._other is None:
-            return ""
-        return f"{self._other.target}{line_of(self._other)}"
 
     # Checks
 
@@ -435,44 +344,43 @@ class GraphSplit:
                 masks.append(node)
         return masks
 
-    # Products
-
-    def _not_linear(self) -> Node | None:
-        """Returns the first function for pairs that is not linear in the candidate's values; None if all are."""
-        for node in self.pairwise:
-            moving = [
-                place
-                for place, each in enumerate(node.args)
-                if isinstance(each, Node) and self.side(each) & CANDIDATE
-            ]
-            linear = node.target in _LINEAR
-            linear = linear or (node.target in _BILINEAR and len(moving) == 1)
-            linear = linear or (node.target in _FIRST and moving == [0])
-            if node.target is aten._to_copy.default:
-                linear = node.meta["val"].is_floating_point()
-            if not linear or node.meta.get("val") is None:
-                return node
-        return None
-
     # Parts
 
     def _build(self) -> None:
         query = [node for node in self.frontier if self.side(node) == QUERY]
         candidate = [node for node in self.frontier if self.side(node) == CANDIDATE]
-        self.query: Part | _Slopes = _Half(self, query)
+        self.query: Part = _Half(self, query)
         self.candidate: Part = _Half(self, candidate)
         pairs = _Pairs(self, query, candidate)
         self.pairs: Part = pairs
-        if not self.product:
-            return
-        slopes = _Slopes(self.query, pairs)
-        factor = slopes.factor()
+        factor = self._factor(pairs)
+        self.product = factor is not None
         if factor is not None:
             self.query = _Half(self, query, factor=factor)
-        else:
-            self.query = slopes
-            self.candidate = _Half(self, candidate, ones=True)
-        self.pairs = _Products(self, self.query.width)
+            self.pairs = _Products(self, self.query.width)
+
+    @torch.no_grad()
+    def _factor(self, pairs: _Pairs) -> float | None:
+        """Returns s if the logits are s times the product of query and row; else None.
+
+        It is tried, with random numbers. No weight may be part of it, since a renewal changes weights.
+        """
+        targets = {node.target for node in self.pairwise}
+        width = self.query.width
+        if pairs.weights or width != self.candidate.width or targets - _ALGEBRA:
+            return None
+        draw = torch.Generator().manual_seed(0)
+        # One number of both alone gives the factor to the last digit.
+        first = torch.eye(1, width)
+        queries = torch.cat([first, torch.randn(_TRIED, width, generator=draw)])
+        rows = torch.cat([first, torch.randn(_TRIED, width, generator=draw)])
+        logits = torch.stack([pairs(query[None], rows) for query in queries])
+        factor = float(logits[0, 0])
+        products = factor * queries @ rows.T
+        is_product = torch.allclose(
+            logits, products, rtol=1e-4, atol=1e-4 * abs(factor)
+        )
+        return factor if is_product else None
 
 
 def _width(node: Node) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from torchrec_ext.retrieval.manifest import (
     BundleError,
     Manifest,
     check_files,
-    fingerprint,
     write_manifest,
 )
 from torchrec_ext.sealed import existing_folder, sync_tree
@@ -30,12 +28,7 @@ _IDS = "ids.arrow"
 _VECTORS = "vectors.npy"
 _DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype("<f4"), "fp16": np.dtype("<f2")}
 _BLOCK = 2**16
-_LOOK_S = 1.0
 Block = tuple[NDArray[Any] | pa.Array, Floats]
-
-
-class StoreError(ValueError):
-    """A store cannot be written or read: the message names the file, the problem and the remedy."""
 
 
 class Store:
@@ -57,11 +50,6 @@ class Store:
         self.features = str(values.get("features", ""))
         self.ids = Ids(read_table(folder / _IDS)["id"])
         self.vectors = open_array(folder / _VECTORS)
-        shape = (len(self.ids), values["width"])
-        if self.vectors.shape != shape:
-            raise StoreError(
-                f"{folder}: {self.vectors.shape} vectors for {shape[0]} ids; embed again"
-            )
 
     @classmethod
     def open(cls, folder: Path | str, *, verify: bool = True) -> Store:
@@ -72,23 +60,16 @@ class Store:
             verify: compare the digest of every file, about 1 s for each GB.
 
         Raises:
-            StoreError: it is missing, damaged, or of another format.
+            BundleError: it is missing, damaged, or of another format.
         """
         folder = existing_folder(Path(folder))
-        try:
-            values = Manifest.open(folder).content
-            if "side" not in values:
-                raise StoreError(
-                    f"{folder}: is a bundle, no store; torchx_apps.embed --out makes one of it"
-                )
-            check_files(folder, values["files"], digests=verify)
-            return cls(folder, values)
-        except StoreError:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StoreError(
-                f"{error}; torchx_apps.embed --out writes a store"
-            ) from None
+        values = Manifest.open(folder).content
+        if "side" not in values:
+            raise BundleError(
+                f"{folder}: is a bundle, no store; torchx_apps.embed --out makes one of it"
+            )
+        check_files(folder, values["files"], digests=verify)
+        return cls(folder, values)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -97,6 +78,19 @@ class Store:
     def dtype(self) -> str:
         """Type of the vectors: ``fp32`` or ``fp16``."""
         return "fp32" if self.vectors.dtype == np.float32 else "fp16"
+
+    def fits(self, bundle: Bundle) -> bool:
+        """Whether the vectors are those that the bundle would compute for its users, by tower and features.
+
+        Raises:
+            BundleError: they are vectors of items.
+        """
+        if self.side != "query":
+            raise BundleError(
+                f"{self.folder}: has vectors of the {self.side} side; give those of torchx_apps.embed --tower query"
+            )
+        is_same = self.features in ("", bundle.features_digest)
+        return is_same and self.tower == bundle.digest_of("query")
 
     def find(self, each: Id) -> Floats | None:
         """Returns the (W,) vector of an id, or None."""
@@ -135,26 +129,21 @@ def write_store(
         overwrite: replace an earlier store. Who has opened it reads on in the old one.
 
     Raises:
-        StoreError: a vector is not finite or beyond the type; an id is there twice; the folder cannot be written.
+        BundleError: a vector is not finite or beyond the type; an id is there twice; the folder cannot be written.
     """
     folder = Path(folder)
     if dtype not in _DTYPES:
-        raise StoreError(f"dtype={dtype!r}: must be one of {', '.join(_DTYPES)}")
+        raise BundleError(f"dtype={dtype!r}: must be one of {', '.join(_DTYPES)}")
     if not shape[0]:
-        raise StoreError(f"{folder}: there are no rows to write; give some")
-    try:
-        with whole_folder(folder, overwrite=overwrite, mark=BUNDLE_MANIFEST) as staging:
-            ids = _write_vectors(staging / _VECTORS, blocks, shape, _DTYPES[dtype])
-            whole = Ids(pa.concat_arrays(ids))
-            write_table(staging / _IDS, pa.table({"id": whole.arrow()}))
-            content = {"tower": tower, "side": side, "width": shape[1]}
-            content["features"] = features
-            write_manifest(staging, content, {})
-            sync_tree(staging)
-    except (StoreError, KeyboardInterrupt):
-        raise
-    except (BundleError, pa.ArrowException) as error:
-        raise StoreError(f"{folder}: {error}") from None
+        raise BundleError(f"{folder}: there are no rows to write; give some")
+    with whole_folder(folder, overwrite=overwrite, mark=BUNDLE_MANIFEST) as staging:
+        ids = _write_vectors(staging / _VECTORS, blocks, shape, _DTYPES[dtype])
+        whole = Ids(pa.concat_arrays(ids))
+        write_table(staging / _IDS, pa.table({"id": whole.arrow()}))
+        content = {"tower": tower, "side": side, "width": shape[1]}
+        content["features"] = features
+        write_manifest(staging, content, {})
+        sync_tree(staging)
     return Store.open(folder, verify=False)
 
 
@@ -171,7 +160,7 @@ def _write_vectors(
             block[:] = vectors
         if not np.isfinite(block).all():
             row = int((~np.isfinite(block)).any(axis=1).argmax())
-            raise StoreError(
+            raise BundleError(
                 f"the vector of id {str(keys[row])[:60]} is NaN, or beyond {dtype}; embed finite features"
             )
         ids.append(Ids(keys).arrow())
@@ -197,14 +186,14 @@ def refresh_store(
         blocks: ids and vectors that changed or are new.
         tower: digest of the side that made them; must be the store's.
         features: see :func:`write_store`; None if those of the store stay.
-        deleted: ids to remove; texts also stand for whole numbers.
+        deleted: ids to remove, but for those in ``blocks``; texts also stand for whole numbers.
 
     Raises:
-        StoreError: the store is of another tower, an id is both new and deleted, or as :func:`write_store`.
+        BundleError: the store is of another tower, or as :func:`write_store`.
     """
     store = Store.open(folder)
     if store.tower != tower:
-        raise StoreError(
+        raise BundleError(
             f"{folder}: is of tower {store.tower[:12]}, this bundle's is {tower[:12]}: its rows would not fit; write "
             "the store anew with --out"
         )
@@ -215,12 +204,7 @@ def refresh_store(
         new = pa.chunked_array(arrays, known.type).combine_chunks()
         gone = pa.array(list(deleted)).cast(known.type)
     except pa.ArrowException as error:
-        raise StoreError(f"{folder}: {error}; give ids of its type") from None
-    both = new.filter(pc.is_in(new, gone))
-    if len(both):
-        raise StoreError(
-            f"id {str(both[0])[:60]} is to be deleted and is among the rows; say one of both"
-        )
+        raise BundleError(f"{folder}: {error}; give ids of its type") from None
     leaves = pc.or_(pc.is_in(known, gone), pc.is_in(known, new))
     stays = np.flatnonzero(~np.asarray(leaves))
 
@@ -240,56 +224,3 @@ def refresh_store(
         dtype=store.dtype,
         overwrite=True,
     )
-
-
-class StoredUsers:
-    """Users' vectors of a store in a folder; picks up its replacement within a second.
-
-    Args:
-        folder: folder written by ``torchx_apps.embed --tower query``.
-
-    Raises:
-        StoreError: there is no store of users.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._next = 0.0
-        self.available = True
-        # Taken before opening, to notice a replacement meanwhile.
-        self._seen = fingerprint(folder)
-        self._store = self._open()
-
-    def _open(self) -> Store:
-        store = Store.open(self._folder)
-        if store.side != "query":
-            raise StoreError(
-                f"{self._folder}: has vectors of the {store.side} side; give those of torchx_apps.embed --tower query"
-            )
-        return store
-
-    def fits(self, bundle: Bundle) -> bool:
-        """Whether the vectors are those that the bundle would compute: by its tower, and of its users' features."""
-        store = self._store
-        is_same = store.features in ("", bundle.features_digest)
-        return is_same and store.tower == bundle.digest_of("query")
-
-    def find(self, user: Id, bundle: Bundle) -> Floats | None:
-        """Returns the (W,) vector of a bundle's user, or None."""
-        if time.monotonic() >= self._next:
-            self._renew()
-        return self._store.find(user) if self.fits(bundle) else None
-
-    def _renew(self) -> None:
-        """Opens a replaced store; keeps the open one if the new one is damaged."""
-        self._next = time.monotonic() + _LOOK_S
-        seen = fingerprint(self._folder)
-        if seen == self._seen:
-            return
-        try:
-            self._store = self._open()
-        except StoreError:
-            self.available = False
-        else:
-            self._seen = seen
-            self.available = True

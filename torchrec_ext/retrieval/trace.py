@@ -208,29 +208,20 @@ class LookingUp(TorchFunctionMode):
         padding_idx: int | None,
         **others: Any,
     ) -> Tensor:
-        """Returns the sums or means of the rows of a table by ids (B, L).
-
-        ONNX's own form of a bag is a loop over a sequence, on which ONNX Runtime ends the process.
-        """
-        if ids.dim() != 2 or mode == "max":
+        """Returns the sums or means of the rows of a table by a column's ids (B, L)."""
+        table = self._table(ids, weight)
+        if (
+            table is None
+            or ids.dim() != 2
+            or mode == "max"
+            or per_sample_weights is not None
+        ):
             place = _line_in("".join(traceback.format_stack()))
             raise BundleError(
-                f"model: forward{place}: an EmbeddingBag with {'mode=max' if ids.dim() == 2 else 'offsets'} cannot be "
-                "exported; give it ids (B, L) without offsets, mode sum or mean, or pool an nn.Embedding"
+                f"model: forward{place}: an EmbeddingBag takes a column's ids (B, L), by mode sum or mean, without "
+                "offsets or weights; pool an nn.Embedding for others"
             )
-        shares = per_sample_weights
-        table = self._table(ids, weight)
-        if table is not None and shares is None:
-            return look_up(ids, table, weight.shape[1], mode, padding_idx)
-        rows = self._rows(ids, weight)
-        if shares is None:
-            shares = torch.ones_like(ids, dtype=rows.dtype)
-        if padding_idx is not None:
-            shares = shares * (ids != padding_idx)
-        total = (rows * shares[:, :, None]).sum(1)
-        if mode == "sum":
-            return total
-        return total / shares.sum(1, keepdim=True).clamp(min=1)
+        return look_up(ids, table, weight.shape[1], mode, padding_idx)
 
 
 class Trace:
@@ -446,11 +437,6 @@ def _trace(model: nn.Module, leaves: Sequence[Leaf]) -> ExportedProgram:
             raise BundleError(
                 f"model: forward of {name} fixes the number of rows to {EXAMPLE_ROWS}; read sizes as x.shape[0] "
                 "instead of len(x), and -1 instead of a number where tensors are viewed or expanded"
-            ) from None
-        if isinstance(error, AttributeError) and isinstance(error.obj, dict):
-            raise BundleError(
-                f"model: forward of {name} takes an object with '.{error.name}'; wrap it in a module whose forward "
-                "takes columns by name, such as forward(user_id, item_id), and makes that object"
             ) from None
         frames = "".join(traceback.format_tb(error.__traceback__))
         raise BundleError(

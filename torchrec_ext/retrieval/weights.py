@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.nn.utils.parametrize import is_parametrized
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from torchrec_ext.distributed.runtime import gather_objects
@@ -32,6 +33,16 @@ class Block(NamedTuple):
     table: str
     start: int
     values: Tensor
+
+
+def plain_state(model: nn.Module) -> dict[str, Any]:
+    """Returns the state dict, and the weights that parametrizations compute, by their own paths."""
+    state = dict(model.state_dict())
+    for path, module in model.named_modules():
+        if is_parametrized(module):
+            for name in module.parametrizations:
+                state[f"{path}.{name}".lstrip(".")] = getattr(module, name)
+    return state
 
 
 class LiveWeights:
@@ -86,7 +97,7 @@ class LiveWeights:
     def dense(self) -> dict[str, Tensor]:
         """Returns all weights and buffers outside of tables, by their names in the unsharded model."""
         tables = {shard.fqn for shard in local_shards(self._model)}
-        state = get_unwrapped_module(self._model).state_dict()
+        state = plain_state(get_unwrapped_module(self._model))
         return {
             name: value.detach().cpu().contiguous()
             for name, value in sorted(state.items())

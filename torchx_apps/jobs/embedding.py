@@ -100,11 +100,6 @@ def embedded(side: Side, rows: Rows, unknown: Counter[str]) -> Iterator[Block]:
 
 def _ids(where: str, name: str, column: pa.ChunkedArray) -> pa.Array:
     """Returns the ids as int64 or as strings."""
-    if column.null_count:
-        row = column.is_null().index(True).as_py()
-        raise DataError(
-            f"{where}: column '{name}' is null {row} rows later; give every row an id"
-        )
     ids = column.combine_chunks()
     if pa.types.is_dictionary(ids.type):
         ids = ids.dictionary_decode()

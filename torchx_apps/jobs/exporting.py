@@ -136,7 +136,7 @@ def describe_bundle(manifest: Manifest, out: Path) -> str:
         )
     lines.append(f"serve it: {program('python')} -m torchx_apps.serve {out}")
     if users:
-        table = UserTable.open(out, users["key"], items)
+        table = UserTable.open(out, users["key"])
         first_user = table.ids.ids([0])[0]
         lines.append(f"then open http://127.0.0.1:8000/#user={quote(str(first_user))}")
     return "\n".join(lines)

@@ -10,20 +10,21 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 from importlib.resources import files
 from typing import Any, get_type_hints
-from urllib.parse import urlsplit
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.routing import Route
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchrec_ext.retrieval.bundle import Bundle
@@ -42,20 +43,11 @@ from torchrec_ext.retrieval.server.settings import ServerConfig
 from torchrec_ext.retrieval.server.telemetry import (
     Metrics,
     log,
-    resident_bytes,
     where,
 )
-from torchrec_ext.retrieval.store import StoredUsers
-from torchrec_ext.schema.validation import listed
+from torchrec_ext.retrieval.store import Store
 
-_PAGES = {
-    "/": ("index.html", "text/html"),
-    "/docs": ("docs.html", "text/html"),
-    "/static/page.css": ("page.css", "text/css"),
-    "/static/page.js": ("page.js", "text/javascript"),
-    "/static/docs.js": ("docs.js", "text/javascript"),
-    "/static/icon.svg": ("icon.svg", "image/svg+xml"),
-}
+_PAGES = {"/": "index.html", "/docs": "docs.html"}
 _REFUSED = "a bundle was refused; the log of the server says why, and so does this page to those who bear its token"
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src "
@@ -127,37 +119,36 @@ class Served:
         self.settings = settings
         self.metrics = Metrics()
         self.refused: str | None = None
-        self.vectors: StoredUsers | None = None
-        if settings.vectors is not None:
-            self.vectors = StoredUsers(settings.vectors)
         # Taken before loading, to notice a pointer that moves during the load.
-        self._seen = fingerprint(settings.bundle)
+        self._seen = self._pointed()
         self.scorer = self._loaded()
-        self._measure()
         log("ready", bundle=self.scorer.digest[:12])
+
+    def _pointed(self) -> list[tuple[object, ...]]:
+        """Tells what is served from what is behind the pointers later."""
+        folders = (self.settings.bundle, self.settings.vectors)
+        return [fingerprint(folder) for folder in folders if folder is not None]
 
     def _loaded(self) -> Scorer:
         folder = bundle_folder(self.settings.bundle)
         bundle = Bundle.load(folder, threads=self.settings.threads)
-        return Scorer(bundle, self.vectors)
+        vectors = self.settings.vectors
+        scorer = Scorer(bundle, None if vectors is None else Store.open(vectors))
+        created = str(bundle.manifest.certificate["created"])
+        moment = datetime.strptime(created, "%Y-%m-%dT%H:%M:%S%z")
+        self.metrics.created.set(moment.timestamp())
+        return scorer
 
     async def watch(self) -> None:
-        """Looks for another bundle until it is cancelled."""
+        """Looks for another bundle or store until it is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self.settings.watch)
             await loop.run_in_executor(None, self._look)
-            self._measure()
-
-    def _measure(self) -> None:
-        created = str(self.scorer.bundle.manifest.certificate["created"])
-        moment = datetime.strptime(created, "%Y-%m-%dT%H:%M:%S%z")
-        self.metrics.created.set(moment.timestamp())
-        self.metrics.memory.set(resident_bytes())
 
     def _look(self) -> None:
-        """Takes the bundle behind the pointer into service if it is another one."""
-        now = fingerprint(self.settings.bundle)
+        """Takes the bundle and the store behind the pointers into service if one is another."""
+        now = self._pointed()
         if now == self._seen:
             return
         self._seen = now
@@ -227,20 +218,15 @@ class Served:
                 "the content type must be application/json; send the header `Content-Type: application/json`",
             )
         most = self.settings.max_body
-        too_long = Refusal(
-            413,
-            "over_limit",
-            f"the body is longer than {most} bytes, which is the limit; send fewer ids, in several requests",
-        )
-        # By the declared length first, before any memory is taken.
-        declared = request.headers.get("content-length", "0")
-        if declared.isdigit() and int(declared) > most:
-            raise too_long
         body = bytearray()
         async for piece in request.stream():
             body += piece
             if len(body) > most:
-                raise too_long
+                raise Refusal(
+                    413,
+                    "over_limit",
+                    f"the body is longer than {most} bytes, which is the limit; send fewer ids, in several requests",
+                )
         return bytes(body)
 
     async def describe_bundle(self, request: Request) -> Response:
@@ -258,16 +244,11 @@ class Served:
             request.headers.get("authorization", "")
         ):
             reason = _REFUSED
-        stores = {}
-        if self.vectors is not None:
-            fits = self.vectors.fits(self.scorer.bundle)
-            stores["store"] = self.vectors.available and fits
         return _json(
             {
                 "status": "ready",
                 "bundle": self.scorer.digest,
                 "refused": reason,
-                "vectors": stores,
             }
         )
 
@@ -294,8 +275,6 @@ def _check_limits(wanted: Any, settings: ServerConfig) -> None:
     sizes = [("k", getattr(wanted, "k", 1), settings.max_k)]
     for name, most in {**lists, "rows": settings.max_rows}.items():
         sizes.append((name, len(getattr(wanted, name, None) or ()), most))
-    for name, values in getattr(wanted, "filter", {}).items():
-        sizes.append((f"filter.{name}", len(values), settings.max_candidates))
     for name, size, most in sizes:
         if size > most:
             what = f"{size}: the limit is {most}; ask for less, in several requests"
@@ -318,26 +297,29 @@ def _json(
     )
 
 
-def _page(name: str, kind: str) -> Any:
+def _page(name: str) -> Any:
     # Read once, when the worker starts.
     content = (files(__package__) / "static" / name).read_bytes()
 
     async def page(request: Request) -> Response:
-        return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
+        return HTMLResponse(content)
 
     return page
 
 
 def application(served: Served) -> ASGIApp:
     """Returns the ASGI application of a worker."""
-    routes = [Route(path, served.answer, methods=["POST"]) for path in _ASKED]
+    routes: list[BaseRoute] = [
+        Mount("/static", StaticFiles(packages=[(str(__package__), "static")]))
+    ]
+    routes += [Route(path, served.answer, methods=["POST"]) for path in _ASKED]
     gets = {
         "/v1/bundle": served.describe_bundle,
         "/healthz": served.healthz,
         "/readyz": served.readyz,
         "/metrics": served.figures,
         "/openapi.json": served.description,
-        **{path: _page(*page) for path, page in _PAGES.items()},
+        **{path: _page(name) for path, name in _PAGES.items()},
     }
     routes += [
         Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()
@@ -374,7 +356,7 @@ def create() -> ASGIApp:
         return application(Served(settings))
     except Exception as error:
         # Whatever it is, the parent would start workers that fail for ever.
-        if not isinstance(error, ValueError | OSError):
+        if not isinstance(error, ValueError | OSError | AssertionError):
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr, flush=True)
         # At once: a parent that pings a process while it ends waits for its patience to
@@ -393,6 +375,10 @@ class Guard:
 
     def __init__(self, app: Starlette, served: Served, routes: frozenset[str]) -> None:
         self._app = app
+        # The router itself, without Starlette's own answers to errors.
+        self._router = TrustedHostMiddleware(
+            app.router, served.settings.hosts, www_redirect=False
+        )
         self._served = served
         self._routes = routes
 
@@ -413,9 +399,8 @@ class Guard:
 
         try:
             self._admit(scope["path"], Headers(scope=scope))
-            # The router itself, without Starlette's own answers to errors.
             scope["app"] = self._app
-            await self._app.router(scope, receive, send_counted)
+            await self._router(scope, receive, send_counted)
         except ClientDisconnect:
             status = _GONE
         except Exception as error:
@@ -431,15 +416,7 @@ class Guard:
             self._note(scope["method"], scope["path"], status, seconds)
 
     def _admit(self, path: str, headers: Headers) -> None:
-        """Refuses requests with a wrong host or token."""
-        settings = self._served.settings
-        host_name = _host(headers.get("host", ""))
-        if not _is_allowed(host_name, settings.hosts):
-            message = (
-                f"the header Host names {host_name[:100]!r}, and this server answers to "
-                f"{listed(settings.hosts)}; ask under such a name, or start it with --allowed-hosts"
-            )
-            raise Refusal(400, "host", message)
+        """Refuses requests with a wrong token."""
         needs_token = path.startswith("/v1/") or path == "/metrics"
         authorization = headers.get("authorization", "")
         if needs_token and not self._served.bears_token(authorization):
@@ -453,12 +430,8 @@ class Guard:
         if isinstance(error, Refusal):
             return error
         if isinstance(error, HTTPException):
-            messages = {
-                404: "there is no such page; see /openapi.json",
-                405: "not with this method; see the header Allow",
-            }
-            message = messages.get(error.status_code, str(error.detail))
-            return Refusal(error.status_code, "http", message, headers=error.headers)
+            detail = f"{error.detail}; see /openapi.json"
+            return Refusal(error.status_code, "http", detail, headers=error.headers)
         log("error", **where(error))
         return Refusal(
             500,
@@ -477,25 +450,3 @@ class Guard:
                 method = "other"
             ms = round(seconds * 1e3, 2)
             log("request", method=method, route=route, status=status, ms=ms)
-
-
-def _is_allowed(host_name: str, allowed: Sequence[str]) -> bool:
-    for host in map(str.lower, allowed):
-        if host in ("*", host_name):
-            return True
-        if host.startswith("*.") and host_name.endswith(host[1:]):
-            return True
-    return False
-
-
-def _host(header: str) -> str:
-    """Returns the name or address in a Host header, without port; an IPv6 address without brackets.
-
-    Example:
-        >>> _host("recs.example.com:8000"), _host("[::1]:8000"), _host("[::1")
-        ('recs.example.com', '::1', '')
-    """
-    try:
-        return urlsplit(f"//{header}").hostname or ""
-    except ValueError:
-        return ""

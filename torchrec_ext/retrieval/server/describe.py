@@ -40,12 +40,6 @@ _STATUSES = {
     "422": "a field is wrong; the message names it",
     "503": "the worker has too many connections; ask again",
 }
-_PAGES = {
-    "/v1/bundle": "Describes the live bundle.",
-    "/healthz": "Says that the process runs.",
-    "/readyz": "Says which bundle answers, and whether a newer one was refused.",
-    "/metrics": "Figures for Prometheus, summed over workers.",
-}
 
 
 def bundle_page(bundle: Bundle, settings: ServerConfig) -> dict[str, Any]:
@@ -78,13 +72,14 @@ def example_user(bundle: Bundle) -> dict[str, Any]:
     key = None
     if bundle.users is not None:
         features, key = bundle.users.features(-1), bundle.users.key
-    widths = bundle.query.columns.widths
+    columns = bundle.query.columns.columns
     example = {}
     for name, kind in bundle.query.columns.raw.items():
         neutral: Any = _NEUTRAL.get(element(kind), _A_DAY)
         if is_list_column(kind):
             # A bag may be empty, other lists have one length.
-            neutral = [neutral] * widths.get(name, 0)
+            width = columns[name].width if name in columns else 0
+            neutral = [neutral] * (width or 0)
         (value,) = features.get(name, [None])
         if name != key:
             example[name] = neutral if value is None else value
@@ -125,7 +120,7 @@ def openapi(
     for path, (kind, answer, summary) in routes.items():
         properties = parts[kind.__name__]["properties"]
         properties.update({name: fields[name] for name in fields if name in properties})
-        body = {"schema": schemas[kind], "example": _example(bundle, kind, settings)}
+        body = {"schema": schemas[kind], "example": _example(bundle, kind)}
         answers = {"application/json": {"schema": schemas[answer]}}
         paths[path] = {
             "post": {
@@ -140,9 +135,6 @@ def openapi(
                 },
             }
         }
-    for path, summary in _PAGES.items():
-        described = {"summary": summary, "responses": {"200": {"description": "it"}}}
-        paths[path] = {"get": described}
     components = {"schemas": parts}
     if settings.token is not None:
         components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
@@ -168,17 +160,9 @@ def _rows(raw: Mapping[str, str]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
-def _example(
-    bundle: Bundle, kind: type[Struct], settings: ServerConfig
-) -> dict[str, Any]:
+def _example(bundle: Bundle, kind: type[Struct]) -> dict[str, Any]:
     """Returns a body of a kind of request that the bundle answers."""
     user = example_user(bundle)
-    known: Mapping[str, Any] = user
-    # Ids of users are for private callers alone.
-    if bundle.users is not None and settings.is_private and len(bundle.users):
-        known = {bundle.users.key: bundle.users.ids.ids([0])[0]}
     items = bundle.items.ids.ids(range(min(2, len(bundle.items))))
-    values = {"user": known, "items": items, "item": items[0], "rows": [user]}
-    fields = kind.__struct_fields__
-    example = {name: each for name, each in values.items() if name in fields}
-    return {**example, "k": 3} if "k" in fields else example
+    values = {"user": user, "items": items, "item": items[0], "rows": [user], "k": 3}
+    return {name: values[name] for name in kind.__struct_fields__ if name in values}

@@ -48,16 +48,15 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         counter = partial(Counter, registry=self._registry)
-        gauge = partial(Gauge, registry=self._registry)
-        histogram = partial(Histogram, registry=self._registry)
         self.requests = counter(
             "serve_requests", "Requests by route and status", ["route", "status"]
         )
-        self.seconds = histogram(
+        self.seconds = Histogram(
             "serve_request_seconds",
             "From request to answer",
             ["route"],
             buckets=_SECONDS,
+            registry=self._registry,
         )
         self.cold = counter("serve_cold_starts", "Answers to unknown users")
         self.vectors = counter(
@@ -69,15 +68,11 @@ class Metrics:
         # There from the start, so that an alarm on the first refusal can be written.
         for result in ("loaded", "refused"):
             self.swaps.labels(result)
-        self.created = gauge(
+        self.created = Gauge(
             "serve_bundle_created_seconds",
             "When the live bundle was exported, since 1970; the oldest of all workers",
             multiprocess_mode="livemin",
-        )
-        self.memory = gauge(
-            "serve_resident_bytes",
-            "Resident memory by worker",
-            multiprocess_mode="liveall",
+            registry=self._registry,
         )
 
     def page(self) -> bytes:
@@ -111,9 +106,3 @@ def where(error: BaseException) -> dict[str, object]:
         f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames
     ]
     return {"error": type(error).__name__, "at": lines}
-
-
-def resident_bytes() -> int:
-    """Returns the resident memory of this process in bytes."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
