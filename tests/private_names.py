@@ -71,7 +71,6 @@ PRIVATE_NAMES = (
             "_foreach_add_",
             "_foreach_norm",
             "_fused_adam_",
-            "_fused_adamw_",
             "_assert_async",
             "_embedding_bag",
         ),
