@@ -476,17 +476,6 @@ class Packed(Pairs):
         return packed.data.sum(1) + super().forward(user, item)
 
 
-class Scaled(Pairs):
-    """RecBole's FwFM: its weights are no parameter, so its optimizer does not move them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.ones(1, requires_grad=True)
-
-    def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        return super().forward(user, item) * self.scale
-
-
 class Dictionary(Pairs):
     """RecBole's RippleNet: ids of a batch are keys of a dict, which a trace knows as tensors."""
 
@@ -605,10 +594,6 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
     "packed": (
         lambda: case(Packed()),
         rf"{HERE}\(packed = .*\) cannot be traced by torch.compile \(it leaves out pack_padded_seq",
-    ),
-    "no parameter": (
-        lambda: case(Scaled()),
-        rf"{HERE}.* requires a gradient and is not the model's; make it the model's param",
     ),
     "keys": (
         lambda: case(Dictionary()),

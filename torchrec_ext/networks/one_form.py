@@ -77,8 +77,8 @@ def form(network: nn.Module) -> Form:
                 parts[below] = Part(str(list(value)), children)
             else:
                 # The keys of hooks are numbers that torch has counted up.
-                content = list(value.values()) if "_hooks" in name else value
-                parts[below] = Part(reprlib.repr(value)[:40], _pickled(content, places))
+                held = list(value.values()) if "_hooks" in name else value
+                parts[below] = Part(reprlib.repr(value)[:40], _pickled(held, places))
     return parts
 
 

@@ -198,12 +198,12 @@ def _drawn_ids(
             "each row there; give make="
         )
     drawn = their.flatten()[positions].view(len(indices), negatives.count)
-    wrong = negatives.wrong(indices.numpy(), drawn.numpy().astype(np.int64))
-    if wrong is not None:
-        row, index, what = wrong
+    possible = negatives.can_draw(indices.numpy(), drawn.numpy().astype(np.int64))
+    if not possible.all():
+        row, index = np.unravel_index(int(possible.argmin()), possible.shape)
         raise CannotAdopt(
-            f"{_name(rows, leaf)} of row {int(indices[row])}: the loader drew {int(drawn[row, index])}, which {what}; "
-            "correct negatives="
+            f"{_name(rows, leaf)} of row {int(indices[row])}: the loader drew {int(drawn[row, index])}, which these "
+            "negatives never are; correct negatives="
         )
     return drawn.long()
 

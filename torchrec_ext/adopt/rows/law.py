@@ -199,23 +199,10 @@ class NegativeDraws(RowDraws):
                 "leave such rows out, or exclude less"
             )
 
-    def wrong(self, rows: Ids, drawn: Ids) -> tuple[int, int, str] | None:
-        """Returns the first of the ids (B, n), drawn for ``rows`` (B,), that this distribution never draws.
-
-        Returns:
-            Its row and column in ``drawn``, and what is wrong with it; None if there is none.
-        """
-        numbers, there = numbers_of(self.catalogue, drawn.reshape(-1))
-        numbers = numbers.reshape(drawn.shape)
-        taken = self.known.contains(self.users[rows][:, None], numbers)
-        for is_wrong, what in (
-            (~there.reshape(drawn.shape), "is no item"),
-            (taken, "is excluded"),
-        ):
-            if is_wrong.any():
-                row, index = np.unravel_index(int(is_wrong.argmax()), drawn.shape)
-                return int(row), int(index), what
-        return None
+    def can_draw(self, rows: Ids, drawn: Ids) -> NDArray[np.bool_]:
+        """Returns (B, n) whether each of the ids (B, n), drawn for ``rows`` (B,), is one that can be drawn."""
+        numbers, there = numbers_of(self.catalogue, drawn)
+        return there & ~self.known.contains(self.users[rows][:, None], numbers)
 
 
 def _catalogue(items: Items) -> Ids:
